@@ -1,0 +1,36 @@
+# `make demo` and `make test` do everything on a fresh machine; ARGS passes words to the command.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: demo test lint types bench clean
+
+demo: $(STAMP)
+	$(BIN)/headrace $(ARGS)
+
+test: lint types
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Type checkers cannot follow the finder of an editable install, so they get an installed copy.
+types: $(STAMP)
+	rm -rf build
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/site .
+	MYPYPATH=build/site $(BIN)/mypy -p headrace
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/advantage.py
+
+# torch alone and first: see constraints.txt.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,llm]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info outputs multirun

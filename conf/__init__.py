@@ -1,0 +1,1 @@
+"""Hydra configuration: recipes in ``pipeline/``, jobs in ``experiment/``. Reached as ``pkg://headrace.conf``."""

@@ -1,0 +1,5 @@
+"""``python -m headrace.pipeline``."""
+
+from .main import main
+
+main()

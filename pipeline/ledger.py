@@ -1,0 +1,61 @@
+"""Where each row of a batch went: trained, or left at one stage for one reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.base import has_key
+from headrace.transforms.rows import device_of
+
+TRAINED = "trained"
+
+
+class Ledger:
+    """One entry for each row that came in. Tensors until somebody reads them.
+
+    Attributes:
+        reason: (N,) int64; 0 is trained, and `names` says what the others are.
+        names: ``stage/reason`` by code.
+    """
+
+    def __init__(self, batch: TensorDictBase, id_keys: Iterable[NestedKey]):
+        self.reason = torch.zeros(len(batch), dtype=torch.int64, device=device_of(batch))
+        self.names: list[str] = [TRAINED]
+        self.ids = {str(key): batch.get(key).reshape(-1) for key in id_keys if has_key(batch, key)}
+
+    def judge(self, stage: str, reasons: Iterable[str], rows: Tensor, verdict: Tensor | None) -> None:
+        """Record the verdicts of a stage on `rows` (M,), the row numbers that it saw.
+
+        A row that has left already keeps its first reason. No device read.
+        """
+        base = len(self.names) - 1
+        self.names += [f"{stage}/{reason}" for reason in reasons]
+        if verdict is not None:
+            before = self.reason.index_select(0, rows)
+            after = torch.where((before == 0) & (verdict > 0), verdict.long() + base, before)
+            self.reason.index_copy_(0, rows, after)
+
+    def miss(self, stage: str, rows: Tensor, left: Tensor) -> None:
+        """Record `rows` that are not among those `left` as gone at a stage that gave no verdicts."""
+        gone = torch.zeros_like(self.reason).index_fill_(0, rows, 1).index_fill_(0, left, 0)
+        self.judge(stage, ("gone",), rows, gone.index_select(0, rows))
+
+    def counts(self) -> dict[str, int]:
+        """Rows per reason, `trained` first; reasons without rows included. One device read."""
+        tally = torch.bincount(self.reason, minlength=len(self.names)).tolist()
+        return dict(zip(self.names, tally, strict=True))
+
+    def numbers(self) -> dict[str, float]:
+        """Rows, and where the batch has ids rollouts and groups, in and trained; rows by reason."""
+        counts = self.counts()
+        found: dict[str, float] = {"rows/in": len(self.reason), "rows/trained": counts.pop(TRAINED)}
+        trained = self.reason == 0
+        for key, ids in self.ids.items():
+            unit = key.removesuffix("_id") + "s"
+            found[f"{unit}/in"] = len(ids.unique())
+            found[f"{unit}/trained"] = len(ids[trained].unique())
+        return {k: float(v) for k, v in (found | {f"left/{name}": n for name, n in counts.items()}).items()}

@@ -1,0 +1,112 @@
+"""From words on a command line to a pipeline."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException, InstantiationException
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from .order import suggest
+from .pipeline import Pipeline
+
+
+class ConfigError(ValueError):
+    """A configuration that names something that there is not; the message has a hint."""
+
+
+def load_pipeline(*overrides: str) -> Pipeline:
+    """Compose a pipeline from a recipe and Hydra overrides, as the command would.
+
+    Args:
+        overrides: ``"pipeline=grpo"`` names the recipe (the default), the rest changes it:
+            ``"pipeline.stages.advantage.scale=none"``, ``"~pipeline.stages.filter"``,
+            ``"+pipeline.stages.mine={_target_: my.module.Stage}"``, ``"pipeline.order=[...]"``,
+            ``"hydra.searchpath=[pkg://my.conf]"``.
+
+    Raises:
+        ConfigError: a recipe, stage or option that there is not.
+
+    Example:
+        >>> load_pipeline("pipeline=grpo", "pipeline.stages.advantage.scale=none").stages["advantage"].scale
+        'none'
+    """
+    return build_pipeline(_compose("load", overrides).pipeline)
+
+
+def build_pipeline(config: DictConfig) -> Pipeline:
+    """Instantiate a composed ``pipeline`` node.
+
+    Raises:
+        ConfigError: a stage without a ``_target_``, or an option that its class does not have.
+    """
+    plain = OmegaConf.to_container(config, resolve=True)
+    stages = plain.get("stages") or {} if isinstance(plain, dict) else {}
+    for name, node in stages.items():
+        if node is not None:
+            _check_node(f"stage {name!r}", node, [other for other in stages if other != name])
+    try:
+        return instantiate(config, _convert_="all")
+    except InstantiationException as err:
+        where = re.search(r"full_key: ([\w.]+)", str(err))
+        raise ConfigError(f"{where[1] if where else 'pipeline'}: {err.__cause__ or err}") from err
+
+
+def explain_composition(error: Exception, overrides: Sequence[str], config_name: str) -> str:
+    """Hydra's message, with the nearest names that there are where it is about one that there is not."""
+    message = str(error) if error.__cause__ is None else f"{error}\n{error.__cause__}"
+    key = re.search(r"Key '([^']+)' is not in struct", message)
+    path = re.search(r"full_key: ([\w.]+)", message)
+    if not key or not path:
+        return str(error)
+    choices = [word for word in overrides if re.fullmatch(r"[\w/@]+=[\w/]+", word) and "." not in word]
+    parent: Any = _compose(config_name, choices)
+    for part in path[1].split(".")[:-1]:
+        parent = parent.get(part)
+    names = [str(name) for name in parent]
+    return f"there is no {path[1]!r}{suggest(key[1], names)}; there are {', '.join(names)}"
+
+
+def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    # Inside a Hydra application the global state is the application's: put it back afterwards.
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("headrace.conf", version_base="1.3"):
+            return compose(config_name, list(overrides))
+    except ConfigCompositionException as err:
+        raise ConfigError(explain_composition(err, overrides, config_name)) from err
+    finally:
+        GlobalHydra.instance().clear()
+        if outer is not None:
+            GlobalHydra.instance().initialize(outer)
+
+
+def _check_node(where: str, node: Any, siblings: Sequence[str]) -> None:
+    if not isinstance(node, dict) or "_target_" not in node:
+        name = where.split("'")[1]
+        raise ConfigError(f"{where} has no _target_{suggest(name, siblings)}; found {node!r}")
+    if node.get("_partial_") or "_args_" in node:
+        return
+    target = node["_target_"]
+    try:
+        thing: Callable[..., Any] = get_object(target)
+    except Exception as err:
+        raise ConfigError(f"{where}: _target_ {target!r} cannot be imported: {err}") from err
+    parameters = inspect.signature(thing).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for option, value in node.items():
+        if not option.startswith("_") and option not in parameters:
+            raise ConfigError(
+                f"{where} ({target}) has no option {option!r}{suggest(option, parameters)}; "
+                f"there are {', '.join(parameters)}"
+            )
+        if isinstance(value, dict) and "_target_" in value:
+            _check_node(f"{where}, {option}", value, [])

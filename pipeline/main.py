@@ -1,0 +1,43 @@
+"""The command: ``headrace`` and ``python -m headrace.pipeline``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.markup import escape
+
+from headrace.transforms import BatchError
+
+from .load import ConfigError, explain_composition
+from .train import Interrupted, train
+
+
+@hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
+def run(config: DictConfig) -> float:
+    """Run the experiment that the command line composed."""
+    return train(config, Path(HydraConfig.get().runtime.output_dir))
+
+
+def main() -> None:
+    """Run; say what is wrong in one paragraph, or with HYDRA_FULL_ERROR=1 in a trace."""
+    full = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing a trace of its own and leaving
+    os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
+    try:
+        run()
+    except Interrupted:
+        sys.exit(130)
+    except (ConfigCompositionException, ConfigError, BatchError) as err:
+        if full:
+            raise
+        words = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
+        text = explain_composition(err, words, "config") if not isinstance(err, ValueError) else str(err)
+        Console(stderr=True).print(f"[bold red]headrace:[/] {escape(text)}", soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,213 @@
+"""Named stages, run in order, each row accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import nn
+
+from headrace.transforms.base import BatchTransform, has_key, nested_key
+from headrace.transforms.columns import PROCESSED, ROW
+from headrace.transforms.criteria import count_tokens
+from headrace.transforms.errors import BatchError
+from headrace.transforms.rows import device_of
+from headrace.transforms.split import Plan, ShuffleSplit
+
+from .ledger import Ledger
+from .order import arrange, check_order
+
+
+class StageError(BatchError):
+    """A stage failed; the message names it and its options, ``__cause__`` is what it raised."""
+
+
+class Pipeline(BatchTransform):
+    """Run named stages in order over a batch, and record where each row went.
+
+    A pipeline is a transform like its stages and goes wherever they go. It stamps what it has processed:
+    a second pipeline, or a second pass, raises instead of filtering twice. Every input row is trained or
+    has exactly one recorded reason why not (:attr:`ledger`, :attr:`metrics`).
+
+    Reads what its stages read, and `loss_mask_key` if it is there; writes what they write, and
+    ``("headrace", "row")`` and ``("headrace", "processed")``. No device read of its own until
+    :attr:`metrics` is read.
+
+    Args:
+        stages: transforms or callables from batch to batch, by name. One that is None is left out.
+        order: names of all stages, where the mapping's order is not the order of execution.
+        loss_mask_key: (N, T) bool; a row without a True in it has nothing to train, and is recorded so.
+        group_key: (N,) or (N, 1) int, for counting groups.
+        rollout_key: (N,) or (N, 1) int, for counting rollouts.
+
+    Raises:
+        ValueError: at construction, an order that cannot work, with the two stages' names.
+        StageError: a stage failed on a batch.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from headrace.transforms import FanOutCollapse, GroupRelativeAdvantage
+        >>> advantage = GroupRelativeAdvantage(scale="none")
+        >>> pipeline = Pipeline({"collapse": FanOutCollapse(), "advantage": advantage})
+        >>> td = TensorDict(
+        ...     {"rollout_id": [0, 1, 1], "group_id": [0, 0, 0], ("next", "reward"): [1.0, 3.0, 3.0]},
+        ...     batch_size=[3],
+        ... )
+        >>> pipeline(td)["advantage"].flatten().tolist(), pipeline.metrics["rollouts/trained"]
+        ([-1.0, 1.0, 1.0], 2.0)
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[str, Callable[[TensorDictBase], TensorDictBase] | None],
+        *,
+        order: Sequence[str] | None = None,
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        group_key: NestedKey = "group_id",
+        rollout_key: NestedKey = "rollout_id",
+    ):
+        super().__init__()
+        arranged = arrange(stages, order)
+        for name, stage in arranged.items():
+            if not callable(stage):
+                raise ValueError(f"stage {name!r} must be a transform or a callable; got {stage!r}")
+            if isinstance(stage, Pipeline):
+                raise ValueError(f"stage {name!r} is a pipeline: put its stages into this one instead")
+        check_order(arranged)
+        self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
+        self.order = list(arranged)
+        self.loss_mask_key = nested_key(loss_mask_key)
+        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
+        self.ledger: Ledger | None = None
+
+    def apply(self, batch: TensorDictBase) -> TensorDictBase:
+        """Run all stages on a flat batch; rows come back in training order."""
+        return self._close(self._run(batch, self.order))
+
+    def minibatches(self, batch: TensorDictBase, *, epochs: int = 1) -> Iterator[TensorDictBase]:
+        """Run all stages and yield the minibatches, gathered one at a time.
+
+        The stages run once; with several epochs the split draws a new order for each. Without a
+        ShuffleSplit the whole batch is the one minibatch. A batch from which nothing is left yields none.
+
+        Args:
+            batch: TensorDict, as collected.
+            epochs: passes over the rows, ≥ 1.
+        """
+        split = self.stages[self.order[-1]] if self.order else None
+        if not isinstance(split, ShuffleSplit):
+            out = self(batch)
+            yield from [out] * (epochs if len(out) else 0)
+            return
+        entered = self.enter(batch)
+        if entered is None:
+            return
+        out = self._close(self._run(entered, self.order[:-1]))
+        for _ in range(epochs if len(out) else 0):
+            yield from split.gather(out, self._plan(split, out))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last batch: what came in, what is trained, what left where and why.
+
+        ``rows/in``, ``rows/trained``, ``rollouts/…``, ``groups/…``, ``left/<stage>/<reason>``, and what each
+        stage measured as ``<stage>/<name>``. Empty before the first batch.
+        """
+        numbers = {} if self.ledger is None else self.ledger.numbers()
+        for name, stage in self.stages.items():
+            if isinstance(stage, BatchTransform):
+                numbers |= {f"{name}/{key}": value for key, value in stage.metrics.items()}
+        return numbers
+
+    def __repr__(self) -> str:
+        lines = [f"  {i}. {name}: {self.stages[name]!r}" for i, name in enumerate(self.order, start=1)]
+        return "\n".join(["Pipeline", *lines])
+
+    # -- the run ------------------------------------------------------------------------------------
+
+    def enter(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """Check a batch at the door, forget the last one and open the ledger."""
+        self.ledger = None
+        for stage in self.stages.values():
+            if isinstance(stage, BatchTransform):
+                stage.verdict, stage.measured = None, {}
+        flat = super().enter(batch)
+        if flat is not None:
+            self.ledger = Ledger(flat, [self.rollout_key, self.group_key])
+            flat.set(ROW, torch.arange(len(flat), device=device_of(flat)))
+        return flat
+
+    def _run(self, batch: TensorDictBase, names: Sequence[str]) -> TensorDictBase:
+        for name in names:
+            stage = self.stages[name]
+            if len(batch) == 0 and not isinstance(stage, BatchTransform):
+                continue  # a foreign stage need not know what to do with nothing
+            rows = batch.get(ROW)
+            with self._naming(name):
+                batch = stage(batch)
+                left = self._rows_of(batch)
+            if isinstance(stage, BatchTransform):
+                self._book.judge(name, stage.reasons, rows, stage.verdict)
+            elif len(left) < len(rows):
+                self._book.miss(name, rows, left)
+        return batch
+
+    def _plan(self, split: ShuffleSplit, batch: TensorDictBase) -> Plan:
+        name = self.order[-1]
+        with self._naming(name):
+            plan = split.plan(batch)
+        if f"{name}/{split.reasons[0]}" not in self._book.names:  # later epochs train the same rows again
+            self._book.judge(name, split.reasons, batch.get(ROW), split.verdict)
+        return plan
+
+    def _close(self, batch: TensorDictBase) -> TensorDictBase:
+        if len(batch) and has_key(batch, self.loss_mask_key):
+            empty = count_tokens(batch, self.loss_mask_key, reader="Pipeline") == 0
+            self._book.judge("pipeline", ("no_loss_tokens",), batch.get(ROW), empty)
+        done = torch.ones(len(batch), dtype=torch.bool, device=device_of(batch))
+        return batch.set(PROCESSED, done)
+
+    @property
+    def _book(self) -> Ledger:
+        if self.ledger is None:
+            raise RuntimeError("the ledger is opened when a batch enters")
+        return self.ledger
+
+    @staticmethod
+    def _rows_of(batch: TensorDictBase) -> torch.Tensor:
+        if not isinstance(batch, TensorDictBase) or not has_key(batch, ROW):
+            raise BatchError(
+                f"a stage returns a TensorDict that keeps the column {ROW!r}, by which rows are accounted "
+                f"for; it returned {type(batch).__name__} without it"
+            )
+        return batch.get(ROW)
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as err:
+            raise StageError(f"stage {name!r}, {self.stages[name]!r}: {err}") from err
+
+
+class CallableStage(nn.Module):
+    """A plain callable as a stage."""
+
+    def __init__(self, function: Callable[[TensorDictBase], TensorDictBase]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, batch: TensorDictBase) -> TensorDictBase:
+        """Call it."""
+        return self.function(batch)
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__name__", repr(self.function))
+
+
+def as_module(stage: Any) -> nn.Module:
+    """A stage as a module, so that its state is the pipeline's."""
+    return stage if isinstance(stage, nn.Module) else CallableStage(stage)

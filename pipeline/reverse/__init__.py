@@ -1,0 +1,6 @@
+"""The default experiment: a small transformer learns from scratch to write digit strings backwards."""
+
+from .env import ReverseEnv
+from .policy import DigitPolicy
+
+__all__ = ["DigitPolicy", "ReverseEnv"]

@@ -1,0 +1,46 @@
+"""Tokens and texts of the experiment."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+PAD, END, ASK, REVISE = 10, 11, 12, 13  # 0 … 9 are the digits
+VOCABULARY = 14
+LONGEST = 3
+PROMPT_LENGTH = 2 * LONGEST + 3  # digits ASK, and for a revision the draft (with its END) and REVISE
+RESPONSE_LENGTH = LONGEST + 1  # digits END
+
+STRINGS: list[tuple[int, ...]] = [
+    digits for length in range(1, LONGEST + 1) for digits in itertools.product(range(10), repeat=length)
+]
+
+
+def prompts() -> Tensor:
+    """(1110, PROMPT_LENGTH) int64: every string of 1 to 3 digits and ASK, left-padded."""
+    return torch.tensor([_left([*digits, ASK]) for digits in STRINGS])
+
+
+def answers() -> Tensor:
+    """(1110, RESPONSE_LENGTH) int64: the string backwards and END, right-padded."""
+    return torch.tensor([[*digits[::-1], END, *[PAD] * (LONGEST - len(digits))] for digits in STRINGS])
+
+
+def revision_prompts(asked: Tensor, draft: Tensor) -> Tensor:
+    """(B, PROMPT_LENGTH) int64: what was asked, the draft and REVISE, left-padded."""
+    joined = torch.cat([asked, draft, torch.full_like(draft[:, :1], REVISE)], dim=1)
+    # A stable sort by "is a token" moves the padding to the left and leaves the tokens in order.
+    order = (joined != PAD).long().sort(dim=1, stable=True).indices
+    return joined.gather(1, order)[:, -PROMPT_LENGTH:]
+
+
+def graded(response: Tensor, answer: Tensor) -> Tensor:
+    """(B,) float: the share of the answer's tokens, END included, that stand in their place."""
+    asked = answer != PAD
+    return ((response == answer) & asked).sum(-1) / asked.sum(-1)
+
+
+def _left(tokens: list[int]) -> list[int]:
+    return [PAD] * (PROMPT_LENGTH - len(tokens)) + tokens

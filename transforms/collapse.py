@@ -1,0 +1,223 @@
+"""The segments of one rollout count as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from .base import BatchTransform, nested_key, one_of
+from .columns import COUNTED, REWARD, SPEAKS
+from .counted import over_counted
+from .errors import BatchError, listing
+from .ids import as_ids, first_row, is_first, last_row, reduce_by, sum_by
+
+Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
+REDUCTIONS = ("shared", "first", "last", "sum", "mean", "max")
+
+
+class Collapsed(NamedTuple):
+    """One reward per rollout, written on each of its rows."""
+
+    reward: Tensor
+    """(N,) in the dtype of the rewards given."""
+    speaks: Tensor
+    """(N,) bool, the first row of each rollout."""
+
+
+def collapse_fan_out(
+    reward: Tensor | Sequence[float],
+    rollout_id: Tensor | Sequence[int],
+    group_id: Tensor | Sequence[int] | None = None,
+    *,
+    reduce: Reduction = "shared",
+) -> Collapsed:
+    """Reduce the rewards of a rollout's segments to one, and let its first row speak for it.
+
+    With S(k) the rows of rollout k in row order::
+
+        shared   R_k = r_i for any i ∈ S(k), which must all agree
+        first    R_k = r_min S(k)          last   R_k = r_max S(k)
+        sum      R_k = Σ_{i∈S(k)} r_i      mean   R_k = Σ_{i∈S(k)} r_i / |S(k)|      max  R_k = max r_i
+
+    Sums accumulate in float64 and are rounded once. One device read, for the checks.
+
+    Args:
+        reward: (N,) floats, one a row.
+        rollout_id: (N,) integers ≥ 0; rows that share one are its segments, adjacent or not.
+        group_id: (N,) integers ≥ 0, to check that no rollout is in two groups; None checks nothing.
+        reduce: how segments' rewards become the rollout's.
+
+    Raises:
+        BatchError: a negative id, a rollout in two groups, a reward that is not finite, siblings that
+            disagree under ``shared``. Each names the ids.
+
+    Example:
+        >>> collapse_fan_out([1.0, 2.0, 4.0], [5, 8, 5], reduce="sum").reward.tolist()
+        [5.0, 2.0, 5.0]
+    """
+    one_of("reduce", reduce, REDUCTIONS)
+    reward = as_rewards(reward)
+    rollouts = as_ids(rollout_id, "rollout_id", device=reward.device)
+    groups = None if group_id is None else as_ids(group_id, "group_id", device=reward.device)
+    same_length(reward=reward, rollout_id=rollouts, group_id=groups)
+    if len(reward) == 0:
+        return Collapsed(reward, torch.empty_like(reward, dtype=torch.bool))
+    first = first_row(rollouts)
+    problems = fan_out_problems(reward, rollouts, first, groups, siblings_agree=reduce == "shared")
+    if bool(torch.stack(problems).any()):
+        explain_fan_out(reward, rollouts, groups, siblings_agree=reduce == "shared")
+    return Collapsed(reduce_rewards(reward, first, reduce), is_first(first))
+
+
+def reduce_rewards(reward: Tensor, first: Tensor, how: Reduction) -> Tensor:
+    """The reduction alone: (N,) rewards and the first row of each row's rollout in, (N,) out. No read."""
+    if how in ("shared", "first"):
+        return reward.index_select(0, first)
+    if how == "last":
+        return reward.index_select(0, last_row(first))
+    if how == "max":
+        return reduce_by(first, reward, "amax")
+    total = sum_by(first, reward.double())
+    if how == "mean":
+        total = total / sum_by(first, torch.ones_like(total))
+    return total.to(reward.dtype)
+
+
+def fan_out_problems(
+    reward: Tensor, rollouts: Tensor, first: Tensor, groups: Tensor | None, *, siblings_agree: bool
+) -> list[Tensor]:
+    """What must all be False, as scalar bools on the device. Nothing is read."""
+    problems = [~torch.isfinite(reward).all(), (rollouts < 0).any()]
+    if groups is not None:
+        problems += [(groups < 0).any(), (groups.index_select(0, first) != groups).any()]
+    if siblings_agree:
+        problems.append((reward.index_select(0, first) != reward).any())
+    return problems
+
+
+def explain_fan_out(reward: Tensor, rollouts: Tensor, groups: Tensor | None, *, siblings_agree: bool) -> None:
+    """Raise for the first problem found, with its ids. Reads what it needs: the run ends here."""
+    reject_negative(rollouts, "rollout_id", "an unset id would merge strangers into one rollout")
+    if groups is not None:
+        reject_negative(groups, "group_id", "an unset id would compare strangers with one another")
+    finite = torch.isfinite(reward)
+    if not finite.all():
+        rows = (~finite).nonzero().flatten().tolist()
+        raise BatchError(
+            "every reward must be finite; found "
+            + listing(f"{float(reward[i])} at row {i} (rollout {int(rollouts[i])})" for i in rows)
+            + ". Score those rollouts, or take them out before with SampleFilter(criterion=FiniteReward())"
+        )
+    members: dict[int, list[int]] = {}
+    for row, rollout in enumerate(rollouts.tolist()):
+        members.setdefault(rollout, []).append(row)
+    if groups is not None:
+        homes = {k: sorted({int(groups[i]) for i in rows}) for k, rows in members.items()}
+        torn = [f"rollout {k} in groups {g} (rows {members[k]})" for k, g in homes.items() if len(g) > 1]
+        if torn:
+            raise BatchError(f"a rollout belongs to one group; found {listing(torn)}. Are ids reused?")
+    if siblings_agree:
+        values = {k: [float(reward[i]) for i in rows] for k, rows in members.items()}
+        odd = [f"rollout {k} (rows {members[k]}: {v})" for k, v in values.items() if len(set(v)) > 1]
+        if odd:
+            raise BatchError(
+                f"the segments of a rollout share its reward; found {listing(odd)}. "
+                "If segments carry rewards of their own, say how they add up: reward='sum', 'last', …"
+            )
+
+
+def reject_negative(ids: Tensor, name: str, why: str) -> None:
+    """Raise if an id is negative, naming the rows."""
+    rows = (ids < 0).nonzero().flatten().tolist()
+    if rows:
+        found = listing(f"{int(ids[i])} at row {i}" for i in rows)
+        raise BatchError(f"every row needs a {name} ≥ 0; found {found}: {why}")
+
+
+def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
+    """Rewards as an (N,) floating-point tensor.
+
+    Raises:
+        BatchError: a None (the rows are named), or more than one number a row.
+    """
+    if not isinstance(reward, Tensor):
+        missing = [row for row, value in enumerate(reward) if value is None]
+        if missing:
+            raise BatchError(f"every row needs a reward; None at rows {listing(map(str, missing))}")
+        reward = torch.tensor(reward, dtype=torch.get_default_dtype())
+    if not reward.is_floating_point():
+        reward = reward.to(torch.get_default_dtype())
+    if reward.ndim == 0 or reward.numel() != reward.shape[0]:
+        raise BatchError(f"one reward a row is needed, (N,) or (N, 1, ...); got {tuple(reward.shape)}")
+    return reward.reshape(-1)
+
+
+def same_length(**columns: Tensor | None) -> None:
+    """Raise unless all columns have the same number of rows, on the same device."""
+    given = {name: column for name, column in columns.items() if column is not None}
+    if len({(len(c), c.device) for c in given.values()}) > 1:
+        found = ", ".join(f"{name} {len(c)} on {c.device}" for name, c in given.items())
+        raise BatchError(f"columns must have one length and one device; found {found}")
+
+
+class FanOutCollapse(BatchTransform):
+    """Give the segments of one rollout one vote and one reward (:func:`collapse_fan_out`).
+
+    The batch keeps its shape: the stage adds columns. Rows that are out of the statistics
+    (``SampleFilter(action="exclude")``) are passed over. One device read, for the checks.
+
+    Reads `reward_key`, `rollout_key`, `group_key`; writes ``("headrace", "reward")`` (N,) and
+    ``("headrace", "speaks")`` (N,) bool.
+
+    Args:
+        reward: how segments' rewards become the rollout's: shared, first, last, sum, mean or max.
+        reward_key: (N,), (N, 1) or (N, 1, 1) float.
+        rollout_key: (N,) or (N, 1) int ≥ 0.
+        group_key: (N,) or (N, 1) int ≥ 0; None where a batch has no groups.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: as :func:`collapse_fan_out`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict(
+        ...     {"rollout_id": [0, 1, 1], "group_id": [0, 0, 0], ("next", "reward"): [1.0, 3.0, 3.0]},
+        ...     batch_size=[3],
+        ... )
+        >>> FanOutCollapse()(td)["headrace", "speaks"].tolist()
+        [True, True, False]
+    """
+
+    def __init__(
+        self,
+        *,
+        reward: Reduction = "shared",
+        reward_key: NestedKey = ("next", "reward"),
+        rollout_key: NestedKey = "rollout_id",
+        group_key: NestedKey | None = "group_id",
+    ):
+        self_keys = [nested_key(k) for k in (reward_key, rollout_key, group_key)]
+        super().__init__([*(k for k in self_keys if k is not None), COUNTED], [REWARD, SPEAKS])
+        self.reward_key, self.rollout_key, self.group_key = self_keys
+        self.reward = one_of("reward", reward, REDUCTIONS)
+
+    def apply(self, batch: TensorDictBase) -> TensorDictBase:
+        """Add the two columns."""
+        reward = as_rewards(self.column(batch, "reward_key"))
+        ids = [self.column(batch, "rollout_key")]
+        if self.group_key is not None:
+            ids.append(self.column(batch, "group_key"))
+        collapsed = over_counted(
+            batch, lambda *columns: collapse_fan_out(*columns, reduce=self.reward), reward, *ids
+        )
+        batch.set(REWARD, collapsed[0])
+        batch.set(SPEAKS, collapsed[1])
+        rollouts = collapsed[1].sum()
+        mean = (collapsed[0] * collapsed[1]).double().sum() / rollouts.clamp_min(1)
+        self.measured = {"rollouts": rollouts, "reward_mean": mean}
+        return batch

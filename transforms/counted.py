@@ -1,0 +1,31 @@
+"""Statistics over the rows that count in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from .columns import COUNTED
+
+
+def over_counted(
+    batch: TensorDictBase, function: Callable[..., Sequence[Tensor]], *columns: Tensor
+) -> list[Tensor]:
+    """Run `function` on the rows that are in the statistics; the others get zeros.
+
+    To a statistic an excluded row does not exist: its ids and rewards are neither used nor checked. Costs
+    one device read where the batch has excluded rows, none where it has not.
+
+    Args:
+        batch: TensorDict ``[N]``, which may have the column ``("headrace", "counted")``.
+        function: takes the columns, (M,) each, and returns a sequence of (M,) tensors.
+        columns: (N,) tensors.
+    """
+    counted = batch.get(COUNTED, None)
+    if counted is None:
+        return list(function(*columns))
+    rows = counted.nonzero().squeeze(-1)
+    results = function(*(column.index_select(0, rows) for column in columns))
+    return [result.new_zeros(len(counted)).index_copy_(0, rows, result) for result in results]

@@ -1,0 +1,32 @@
+"""What can be wrong with a batch, as exceptions that name the offenders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class BatchError(ValueError):
+    """Wrong data: the batch cannot be trained on as it is."""
+
+
+class MissingKeyError(BatchError):
+    """A column that a transform reads is not in the batch."""
+
+
+class IncompleteGroupsError(BatchError):
+    """Groups lack rollouts that were dispatched."""
+
+
+class ProcessedTwiceError(BatchError):
+    """A pipeline has been over this batch already."""
+
+
+def listing(items: Iterable[str], *, most: int = 8) -> str:
+    """Join what an error lists, and count what it leaves out.
+
+    >>> listing(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    shown = list(items)
+    more = len(shown) - most
+    return ", ".join(shown[:most]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,115 @@
+"""All arithmetic per id: which rows share one, and sums over those that do.
+
+Ids are labels: any order, any gaps, never used to index. What stands for an id here is the **first row**
+that carries it: ``first = first_row(ids)`` is an (N,) index, ``first[i] == i`` where a row is the first of
+its id, and a sum per id lives in an (N,) buffer at those rows. Nothing has a shape that depends on the
+data, so the CUDA route and a compiled one need no device read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import BatchError, listing
+
+
+def as_ids(ids: Tensor | Sequence[int | None], name: str, *, device: torch.device | None = None) -> Tensor:
+    """Check ids and bring them to (N,) int64.
+
+    Args:
+        ids: (N,) or (N, 1) integers, as a tensor or a Python sequence.
+        name: what the message calls them.
+        device: where a Python sequence goes; a tensor must be there already.
+
+    Raises:
+        BatchError: a None (the rows are named), another shape, or numbers that are not integers.
+    """
+    if not isinstance(ids, Tensor):
+        missing = [row for row, value in enumerate(ids) if value is None]
+        if missing:
+            raise BatchError(
+                f"every row needs a {name}; None at rows {listing(map(str, missing))} of {len(ids)}"
+            )
+        try:
+            ids = torch.tensor(ids, dtype=torch.int64 if len(ids) == 0 else None, device=device)
+        except (TypeError, ValueError, RuntimeError) as err:
+            raise BatchError(f"{name} must be integers, at most 63 bits: {err}") from err
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise BatchError(f"{name} must be integers, got {ids.dtype}")
+    if ids.ndim == 0 or ids.numel() != ids.shape[0]:
+        raise BatchError(f"{name} must be one id a row, (N,) or (N, 1); got shape {tuple(ids.shape)}")
+    return ids.reshape(-1).to(torch.int64)
+
+
+def first_row(ids: Tensor) -> Tensor:
+    """For each row, the first row with the same id.
+
+    Args:
+        ids: (N,) int64, on any device.
+
+    Returns:
+        (N,) int64.
+
+    Example:
+        >>> first_row(torch.tensor([7, 3, 7, 3, 9])).tolist()
+        [0, 1, 0, 1, 4]
+    """
+    if len(ids) == 0:
+        return ids.new_empty(0)
+    return _first_row_by_looking(ids) if ids.device.type == "cpu" else first_row_by_sorting(ids)
+
+
+def first_row_by_sorting(ids: Tensor) -> Tensor:
+    """:func:`first_row` with shapes that do not depend on the data: one stable sort, no device read."""
+    position = torch.arange(len(ids), device=ids.device)
+    ordered, order = ids.sort(stable=True)
+    starts = torch.ones_like(ordered, dtype=torch.bool)
+    starts[1:] = ordered[1:] != ordered[:-1]
+    start_of_run = torch.where(starts, position, 0).cummax(0).values
+    return torch.empty_like(order).scatter_(0, order, order.index_select(0, start_of_run))
+
+
+def _first_row_by_looking(ids: Tensor) -> Tensor:
+    # Runs of ascending ids are what collectors write; then a table over the span; `unique` last.
+    run_ids, run, counts = torch.unique_consecutive(ids, return_inverse=True, return_counts=True)
+    if bool((run_ids[1:] > run_ids[:-1]).all()):
+        return (counts.cumsum(0) - counts).index_select(0, run)
+    low, high = (int(x) for x in torch.aminmax(ids))
+    span = high - low + 1
+    if span <= 8 * len(ids):
+        slot = ids - low
+    else:
+        found, slot = torch.unique(ids, return_inverse=True)
+        span = len(found)
+    rows = torch.arange(len(ids))
+    table = torch.full((span,), len(ids)).scatter_reduce_(0, slot, rows, "amin")
+    return table.index_select(0, slot)
+
+
+def is_first(first: Tensor) -> Tensor:
+    """(N,) bool: True on the first row of each id."""
+    return first == torch.arange(len(first), device=first.device)
+
+
+def sum_by(first: Tensor, values: Tensor) -> Tensor:
+    """Per row, the sum of `values` (N,) over the rows of its id."""
+    return torch.zeros_like(values).index_add_(0, first, values).index_select(0, first)
+
+
+def reduce_by(first: Tensor, values: Tensor, how: str) -> Tensor:
+    """Per row, the ``"amin"`` or ``"amax"`` of `values` (N,) over the rows of its id."""
+    buffer = values.clone()  # each first row starts from its own value; the other slots are never read
+    return buffer.scatter_reduce_(0, first, values, how).index_select(0, first)
+
+
+def any_by(first: Tensor, flags: Tensor) -> Tensor:
+    """Per row, whether any row of its id has the flag; (N,) bool."""
+    return reduce_by(first, flags.to(torch.uint8), "amax").to(torch.bool)
+
+
+def last_row(first: Tensor) -> Tensor:
+    """For each row, the last row of its id."""
+    return reduce_by(first, torch.arange(len(first), device=first.device), "amax")
