@@ -87,24 +87,19 @@ class BatchTransform(Transform):
         """Numbers of the last batch; reading them is one device read."""
         return read_numbers(self.measured)
 
-    # An environment would feed single steps. A bare transform is refused at once, one inside a Compose
-    # when the environment asks for its batch size.
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Accept a Compose or a replay buffer, refuse an environment."""
-        if isinstance(container, EnvBase):
-            self._refuse_env()
+        """Accept a Compose or a replay buffer; refuse an environment, also around a Compose."""
         super().set_container(container)
-
-    def transform_env_batch_size(self, batch_size: torch.Size) -> torch.Size:
-        """Refuse: an environment asks this of its transforms."""
-        self._refuse_env()
-        return batch_size
-
-    def _refuse_env(self) -> None:
-        raise TypeError(
-            f"{type(self).__name__} works on whole batches, not on an environment's steps: pass it as "
-            "Collector(postproc=...), replay_buffer.append_transform(..., invert=True) or a trainer hook"
-        )
+        outermost = container
+        while (
+            isinstance(outermost, Transform) and (outer := outermost.__dict__.get("_container")) is not None
+        ):
+            outermost = outer()
+        if isinstance(outermost, EnvBase):
+            raise TypeError(
+                f"{type(self).__name__} works on whole batches, not on an environment's steps: pass it as "
+                "Collector(postproc=...), replay_buffer.append_transform(..., invert=True) or a trainer hook"
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self)})"

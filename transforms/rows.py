@@ -28,9 +28,10 @@ def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
         >>> taken["x"].tolist(), list(taken["name"])
         ([2, 0], ['c', 'a'])
     """
+    if len(rows) == 0:
+        return batch[:0]  # lazy stacks and stacks of strings take no empty index, but a slice of nothing
     if isinstance(batch, LazyStackedTensorDict):
-        # Fancy indexing of a lazy stack with no index fails; a slice of nothing does not.
-        return batch[rows] if len(rows) else batch[:0]
+        return batch[rows]
     return TensorDict(
         {key: _take(batch.get(key), rows) for key in batch.keys()},
         batch_size=[len(rows), *batch.batch_size[1:]],
@@ -43,7 +44,7 @@ def _take(value: Any, rows: Tensor) -> Any:
         return value.index_select(0, rows)
     if isinstance(value, TensorDictBase):
         return take_rows(value, rows)
-    return value[rows] if len(rows) else value[:0]
+    return value[rows]
 
 
 def silence_rows(batch: TensorDictBase, key: NestedKey, quiet: Tensor, value: float | bool) -> None:

@@ -1,0 +1,249 @@
+"""What holds for every batch, whatever its rewards, sizes and order."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.transforms import BatchError, group_relative_advantage
+
+REWARDS = st.one_of(
+    st.sampled_from([0.0, 1.0]),
+    st.integers(0, 10).map(lambda x: x / 10),
+    # Differences far above the last bit: the reshape formula is only as good as float32 there.
+    st.integers(-1000, 1000).map(lambda x: x / 100),
+)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "baseline": st.sampled_from(["mean", "leave_one_out"]),
+        "scale": st.sampled_from(["group", "batch", "none"]),
+        "ddof": st.sampled_from([0, 1]),
+        "eps": st.sampled_from([0.0, 1e-6, 1e-4]),
+        "singleton": st.sampled_from(["zero", "raw"]),
+    }
+)
+
+
+@st.composite
+def batches(draw, *, least_segments=1):
+    """Rollouts as (group, id, reward, segments), with ids in any order and with gaps, and their rows."""
+    rollouts = draw(
+        st.lists(
+            st.tuples(st.integers(0, 4), REWARDS, st.integers(least_segments, 3)), min_size=1, max_size=14
+        )
+    )
+    labels = draw(
+        st.lists(st.integers(0, 2**61), min_size=len(rollouts), max_size=len(rollouts), unique=True)
+    )
+    spread = draw(st.sampled_from([1, 7, 2**40]))
+    rows = [
+        (reward, group * spread, label)
+        for (group, reward, segments), label in zip(rollouts, labels, strict=True)
+        for _ in range(segments)
+    ]
+    if draw(st.booleans()):
+        rows = draw(st.permutations(rows))
+    rewards, groups, ids = (list(column) for column in zip(*rows, strict=True))
+    return torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), torch.tensor(ids)
+
+
+def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, singleton):
+    """The definition, one rollout after another, in float64 by the standard library."""
+    rollouts = {r: (g, x) for x, g, r in zip(reward.tolist(), groups.tolist(), ids.tolist(), strict=True)}
+    everyone = [x for _, x in rollouts.values()]
+
+    def std(values):
+        mean = statistics.fmean(values)
+        return (sum((x - mean) ** 2 for x in values) / max(len(values) - ddof, 1)) ** 0.5
+
+    def one(group, x):
+        members = [y for g, y in rollouts.values() if g == group]
+        if len(members) == 1:
+            return x if singleton == "raw" else 0.0
+        if len(set(members)) == 1:
+            return 0.0
+        n = len(members)
+        base = sum(members) / n if baseline == "mean" else (sum(members) - x) / (n - 1)
+        divisor = {"group": std(members) + eps, "batch": std(everyone) + eps, "none": 1.0}[scale]
+        return (x - base) / divisor
+
+    return torch.tensor([one(*rollouts[r]) for r in ids.tolist()], dtype=torch.float64)
+
+
+@given(batches(), OPTIONS)
+def test_it_is_what_the_definition_says(batch, options):
+    found = group_relative_advantage(*batch, **options)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), by_loops(*batch, **options), rtol=2e-4, atol=2e-4)
+
+
+@given(batches(), OPTIONS)
+def test_no_nan_comes_out(batch, options):
+    assert torch.isfinite(group_relative_advantage(*batch, **options)).all()
+
+
+@given(batches(), OPTIONS, st.randoms())
+def test_permuting_rows_permutes_the_advantage(batch, options, random):
+    order = list(range(len(batch[0])))
+    random.shuffle(order)
+    found = group_relative_advantage(*(column[order] for column in batch), **options)
+    # Another layout may take the other route, which differs in the last bits.
+    torch.testing.assert_close(
+        found, group_relative_advantage(*batch, **options)[order], rtol=1e-4, atol=1e-4
+    )
+
+
+@given(batches(), OPTIONS, st.data())
+def test_splitting_a_rollout_into_more_segments_changes_no_other_row(batch, options, data):
+    row = data.draw(st.integers(0, len(batch[0]) - 1))
+    at = data.draw(st.integers(0, len(batch[0])))
+    longer = [torch.cat([column[:at], column[row : row + 1], column[at:]]) for column in batch]
+    before = group_relative_advantage(*batch, **options)
+    after = group_relative_advantage(*longer, **options)
+    torch.testing.assert_close(after[at], before[row], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat([after[:at], after[at + 1 :]]), before, rtol=1e-4, atol=1e-4)
+
+
+@given(batches(), st.sampled_from(["group", "none"]), REWARDS)
+def test_groups_are_isolated(batch, scale, other):
+    reward, groups, ids = batch
+    stranger = groups == groups[0]
+    changed = torch.where(stranger, torch.tensor(other), reward)
+    before = group_relative_advantage(reward, groups, ids, scale=scale)
+    after = group_relative_advantage(changed, groups, ids, scale=scale)
+    torch.testing.assert_close(before[~stranger], after[~stranger], rtol=1e-4, atol=1e-4)
+
+
+@given(batches(), st.sampled_from(["group", "batch", "none"]))
+def test_each_group_sums_to_zero_over_its_rollouts(batch, scale):
+    reward, groups, ids = batch
+    credit = group_relative_advantage(*batch, scale=scale).double()
+    for group in groups.unique():
+        rollouts = {int(r): float(a) for r, a, g in zip(ids, credit, groups, strict=True) if g == group}
+        largest = max(1.0, float(reward.abs().max()))
+        assert sum(rollouts.values()) == pytest.approx(0, abs=1e-4 * largest)
+
+
+@given(batches(), OPTIONS)
+def test_segments_share_their_rollouts_advantage(batch, options):
+    credit = group_relative_advantage(*batch, **options)
+    for rollout in batch[2].unique():
+        assert len(credit[batch[2] == rollout].unique()) == 1
+
+
+@given(st.lists(REWARDS, min_size=1, max_size=8), OPTIONS, st.integers(1, 4))
+def test_a_group_of_equal_rewards_has_exactly_none(rewards, options, groups):
+    reward = torch.tensor(rewards).repeat_interleave(5)
+    group_id = torch.arange(len(rewards)).repeat_interleave(5)
+    assert (group_relative_advantage(reward, group_id, **options) == 0).all()
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(2, 9),
+    st.integers(1, 3),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.sampled_from(["group", "none"]),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
+def test_uniform_contiguous_groups_are_bit_equal_to_the_reshape_formula(
+    prompts, size, segments, dtype, scale, seed, scattered_ids
+):
+    generator = torch.Generator().manual_seed(seed)
+    reward = torch.randn(prompts * size, generator=generator, dtype=torch.float64).to(dtype)
+    group_id = torch.randperm(prompts, generator=generator).repeat_interleave(size) * 1000
+    rollout_id = torch.arange(prompts * size)
+    if scattered_ids:
+        rollout_id = torch.randperm(prompts * size, generator=generator) * 10**12
+    x = reward.view(prompts, size)
+    x = x - x.mean(-1, keepdim=True)
+    if scale == "group":
+        x = x / (x.std(-1, keepdim=True) + 1e-6)
+    equal = (reward.view(prompts, size) == reward.view(prompts, size)[:, :1]).all(-1, keepdim=True)
+    expected = torch.where(equal, 0.0, x).flatten().repeat_interleave(segments)
+    found = group_relative_advantage(
+        reward.repeat_interleave(segments),
+        group_id.repeat_interleave(segments),
+        rollout_id.repeat_interleave(segments),
+        scale=scale,
+    )
+    assert found.dtype == dtype
+    assert torch.equal(found, expected.to(dtype))
+
+
+def test_lists_and_column_vectors_are_rows_too():
+    as_lists = group_relative_advantage([1, 3, 5], [4, 4, 4], [7, 8, 9])
+    as_columns = group_relative_advantage(
+        torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([[4], [4], [4]]), torch.tensor([[7], [8], [9]])
+    )
+    assert torch.equal(as_lists, as_columns)
+
+
+def test_a_large_common_offset_loses_nothing():
+    # float32 sums of squares give ±10 here
+    found = group_relative_advantage([1000.0, 1000.01, 1000.02, 5.0], [0, 0, 0, 1])
+    assert found.tolist() == pytest.approx([-1, 0, 1, 0], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_id": [0, None, 0]}, r"group_id; None at rows 1 of 3"),
+        ({"rollout_id": [None, 1, None]}, r"rollout_id; None at rows 0, 2 of 3"),
+        ({"reward": [1.0, None, 2.0]}, r"reward; None at rows 1"),
+        ({"group_id": [0, -1, 0]}, r"group_id ≥ 0; found -1 at row 1"),
+        ({"rollout_id": [0, 1, -7]}, r"rollout_id ≥ 0; found -7 at row 2"),
+        ({"reward": [1.0, float("nan"), 2.0]}, r"finite; found nan at row 1 \(rollout 1\)"),
+        ({"reward": [1.0, 2.0, float("-inf")]}, r"finite; found -inf at row 2 \(rollout 2\)"),
+        ({"rollout_id": [5, 5, 6]}, r"rollout 5 \(rows \[0, 1\]: \[1.0, 2.0\]\)"),
+        ({"rollout_id": [5, 6, 5], "group_id": [0, 0, 3]}, r"rollout 5 in groups \[0, 3\] \(rows \[0, 2\]\)"),
+        ({"group_id": [0, 0]}, r"one length.*reward 3 .*group_id 2"),
+        ({"group_id": torch.tensor([0.0, 0.0, 0.0])}, r"group_id must be integers, got torch.float32"),
+        ({"group_id": torch.zeros(3, 2, dtype=torch.int64)}, r"one id a row.*\(3, 2\)"),
+        ({"reward": torch.zeros(3, 4)}, r"one reward a row.*\(3, 4\)"),
+        ({"group_id": [0, 0, 2**70]}, r"group_id must be integers, at most 63 bits"),
+    ],
+)
+def test_wrong_data_raise_with_the_offenders(changes, message):
+    sound = {"reward": [1.0, 2.0, 3.0], "group_id": [0, 0, 0], "rollout_id": [0, 1, 2]}
+    with pytest.raises(BatchError, match=message):
+        group_relative_advantage(**(sound | changes))
+
+
+def test_a_lone_rollout_raises_where_asked():
+    with pytest.raises(BatchError, match=r"at least two rollouts.*group 9 \(rollout 4\)"):
+        group_relative_advantage([1.0, 2, 3, 3], [0, 0, 9, 9], [1, 2, 4, 4], singleton="raise")
+
+
+def test_rewards_that_cannot_be_squared_raise():
+    with pytest.raises(BatchError, match=r"small enough to square in float64; found 1e\+200"):
+        group_relative_advantage(torch.tensor([1e200, -1e200], dtype=torch.float64), [0, 0])
+
+
+def test_rewards_too_large_for_their_own_dtype_take_float64():
+    found = group_relative_advantage(torch.tensor([3e38, -3e38, 3e38, 0.0]), [0, 0, 1, 1])
+    assert found.tolist() == pytest.approx([0.7071068, -0.7071068, 0.7071068, -0.7071068])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"baseline": "median"}, "baseline must be one of 'mean', 'leave_one_out'; got 'median'"),
+        ({"scale": "std"}, "scale must be one of"),
+        ({"ddof": 2}, "ddof must be one of 0, 1"),
+        ({"eps": -1e-6}, "eps must be finite and ≥ 0"),
+        ({"singleton": "one"}, "singleton must be one of"),
+    ],
+)
+def test_an_option_that_is_none_raises(option, message):
+    with pytest.raises(ValueError, match=message):
+        group_relative_advantage([1.0, 2.0], [0, 0], **option)
+
+
+def test_nothing_in_gives_nothing():
+    assert group_relative_advantage([], []).shape == (0,)

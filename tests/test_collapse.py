@@ -1,0 +1,85 @@
+"""The segments of one rollout count as one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.transforms import (
+    BatchError,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    MissingKeyError,
+    collapse_fan_out,
+)
+from headrace.transforms.columns import COUNTED, REWARD, SPEAKS
+
+
+def test_the_batch_keeps_its_shape_and_gains_two_columns(make_batch):
+    batch = make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1])
+    out = FanOutCollapse()(batch)
+    assert out.shape == batch.shape
+    assert out[REWARD].tolist() == [1, 3, 3]
+    assert out[SPEAKS].tolist() == [True, True, False]
+
+
+def test_siblings_must_agree_unless_told_how_they_add_up(make_batch):
+    batch = make_batch([1.0, 2.0, 5.0], [0, 0, 0], [7, 7, 8])
+    with pytest.raises(BatchError, match=r"rollout 7 \(rows \[0, 1\]: \[1.0, 2.0\]\).*reward='sum'"):
+        FanOutCollapse()(batch)
+    assert FanOutCollapse(reward="sum")(batch)[REWARD].tolist() == [3, 3, 5]
+
+
+@pytest.mark.parametrize("option", ["reward_key", "rollout_key", "group_key"])
+def test_a_missing_key_lists_what_there_is_and_the_option(make_batch, option):
+    with pytest.raises(
+        MissingKeyError, match=rf"needs the key 'absent' \({option}\).*'group_id'.*set {option}"
+    ):
+        FanOutCollapse(**{option: "absent"})(make_batch([1.0], [0]))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1)])
+def test_rewards_of_every_shape_that_collectors_write(make_batch, shape):
+    batch = make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1])
+    batch["next", "reward"] = batch["next", "reward"].view(shape)
+    assert FanOutCollapse()(batch)[REWARD].tolist() == [1, 3, 3]
+
+
+def test_a_reward_per_token_is_no_reward_per_row(make_batch):
+    batch = make_batch([1.0, 3], [0, 0])
+    batch["next", "reward"] = torch.zeros(2, 4)
+    with pytest.raises(BatchError, match=r"one number a row in \('next', 'reward'\).*2 rows; found \(2, 4\)"):
+        FanOutCollapse()(batch)
+
+
+def test_excluded_rows_are_neither_used_nor_checked(make_batch):
+    batch = make_batch([float("nan"), 1.0, 3.0], [0, 0, 0], [0, 1, 2])
+    batch[COUNTED] = torch.tensor([False, True, True])
+    out = FanOutCollapse()(batch)
+    assert out[REWARD].tolist() == [0, 1, 3]
+    assert out[SPEAKS].tolist() == [False, True, True]
+    assert GroupRelativeAdvantage(scale="none")(out)["advantage"].flatten().tolist() == [0, -1, 1]
+
+
+def test_without_the_collapse_a_repeated_rollout_raises(make_batch):
+    batch = make_batch([1.0, 3, 3], [0, 0, 0], [4, 5, 5])
+    with pytest.raises(BatchError, match=r"one row; found rollout 5 in 2 rows.*put FanOutCollapse before"):
+        GroupRelativeAdvantage()(batch)
+
+
+def test_a_rollout_may_lose_the_row_that_speaks_for_it(make_batch):
+    # After the first segment of rollout 1 is gone, its second still votes, once.
+    out = FanOutCollapse()(make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1]))[torch.tensor([0, 2])]
+    assert GroupRelativeAdvantage(scale="none")(out)["advantage"].flatten().tolist() == [-1, 1]
+
+
+def test_an_option_that_is_none_raises():
+    with pytest.raises(ValueError, match="reward must be one of 'shared', 'first'"):
+        FanOutCollapse(reward="median")
+    with pytest.raises(ValueError, match="reduce must be one of"):
+        collapse_fan_out([1.0], [0], reduce="median")
+
+
+def test_long_lists_of_offenders_are_cut_and_counted():
+    with pytest.raises(BatchError, match=r"found -1 at row 0, .*-1 at row 7 and 12 more"):
+        collapse_fan_out([1.0] * 20, [-1] * 20)

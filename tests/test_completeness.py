@@ -1,0 +1,167 @@
+"""Only groups with all their rollouts pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.transforms import (
+    BatchError,
+    CompletenessGate,
+    IncompleteGroupsError,
+    MissingKeyError,
+    Status,
+    incomplete_groups,
+)
+
+DONE, CUT, ABORTED, FAILED = Status.COMPLETED, Status.TRUNCATED, Status.ABORTED, Status.FAILED
+
+
+def test_rollouts_are_counted_and_not_rows(make_batch):
+    # group 0 has two rows of one rollout: one rollout is missing
+    batch = make_batch([1.0, 1, 2, 3], [0, 0, 1, 1], [0, 0, 1, 2])
+    with pytest.raises(
+        IncompleteGroupsError, match=r"1 incomplete group: group 0 has 1 of 2 \(1 completed\)"
+    ):
+        CompletenessGate(group_size=2)(batch)
+    fanned = make_batch([1.0, 1, 2, 3, 3], [0, 0, 0, 1, 1], [0, 0, 5, 1, 2])
+    assert len(CompletenessGate(group_size=2)(fanned)) == 5
+
+
+def test_failed_and_aborted_rollouts_do_not_count_and_truncated_do(make_batch):
+    batch = make_batch([0.0] * 6, [0, 0, 1, 1, 2, 2], status=[DONE, CUT, DONE, FAILED, ABORTED, DONE])
+    with pytest.raises(
+        IncompleteGroupsError,
+        match=r"2 incomplete groups: group 1 has 1 of 2 \(1 completed, 1 failed\), "
+        r"group 2 has 1 of 2 \(1 aborted, 1 completed\)",
+    ):
+        CompletenessGate(group_size=2)(batch)
+    gate = CompletenessGate(group_size=2, on_incomplete="drop")
+    assert gate(batch)["group_id"].tolist() == [0, 0]
+    assert gate.verdict.tolist() == [0, 0, 1, 1, 1, 1]
+
+
+def test_one_failed_segment_fails_the_rollout(make_batch):
+    batch = make_batch([0.0] * 3, [0, 0, 0], [0, 1, 1], status=[DONE, DONE, FAILED])
+    gate = CompletenessGate(group_size=2, on_incomplete="keep", min_rollouts=1)
+    assert gate(batch)["rollout_id"].tolist() == [0]
+    assert gate.verdict.tolist() == [0, 2, 2]
+
+
+def test_a_failed_rollout_never_passes_even_if_a_retry_made_its_group_complete(make_batch):
+    batch = make_batch([0.0] * 3, [0, 0, 0], status=[DONE, FAILED, DONE])
+    gate = CompletenessGate(group_size=2)
+    assert gate(batch)["rollout_id"].tolist() == [0, 2]
+    assert gate.verdict.tolist() == [0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"min_rollouts": 1}, [0, 1, 1, 2, 2, 2, 2]),
+        ({"min_rollouts": 2}, [1, 1, 2, 2, 2, 2]),
+        ({"min_fraction": 0.5}, [1, 1, 2, 2, 2, 2]),
+        ({"min_fraction": 0.51}, [2, 2, 2, 2]),
+        ({"min_rollouts": 3, "min_fraction": 0.1}, [2, 2, 2, 2]),
+    ],
+)
+def test_keep_needs_enough_rollouts(make_batch, options, kept):
+    batch = make_batch([0.0] * 7, [0, 1, 1, 2, 2, 2, 2])
+    assert CompletenessGate(group_size=4, on_incomplete="keep", **options)(batch)["group_id"].tolist() == kept
+
+
+def test_the_column_says_how_many_each_group_was_dispatched_with(make_batch):
+    batch = make_batch([0.0] * 4, [0, 1, 1, 1], expected_rollouts=[1, 3, 3, 3])
+    assert len(CompletenessGate()(batch)) == 4
+    batch["expected_rollouts"] = torch.tensor([2, 3, 3, 3])
+    with pytest.raises(IncompleteGroupsError, match="group 0 has 1 of 2"):
+        CompletenessGate()(batch)
+    batch["expected_rollouts"] = torch.tensor([1, 3, 2, 3])
+    with pytest.raises(BatchError, match=r"one number ≥ 1 per group; found group 1: \[2, 3\]"):
+        CompletenessGate()(batch)
+    with pytest.raises(MissingKeyError, match=r"'expected_rollouts' \(expected_key\)"):
+        CompletenessGate()(batch.exclude("expected_rollouts"))
+
+
+@pytest.mark.parametrize("mode", ["raise", "drop"])
+def test_more_rollouts_than_dispatched_is_an_error_in_every_mode(make_batch, mode):
+    with pytest.raises(BatchError, match="group 4 has 3 of 2"):
+        CompletenessGate(group_size=2, on_incomplete=mode)(make_batch([0.0] * 3, [4, 4, 4]))
+
+
+def test_a_group_that_is_missing_entirely_is_caught(make_batch):
+    batch = make_batch([0.0, 1], [3, 3])
+    with pytest.raises(IncompleteGroupsError, match=r"group 8 has 0 of 2 \(no rows\)"):
+        CompletenessGate(group_size=2, expected_groups=[3, 8])(batch)
+    gate = CompletenessGate(group_size=2, expected_groups=lambda: [3, 8, 9], on_incomplete="drop")
+    assert len(gate(batch)) == 2
+    assert gate.metrics["missing_groups"] == 2
+    with pytest.raises(BatchError, match="not dispatched: 3"):
+        CompletenessGate(group_size=2, expected_groups=[8])(batch)
+
+
+def test_it_is_stateless(make_batch):
+    gate = CompletenessGate(group_size=2)
+    validation = make_batch([0.0, 1], [3, 3])
+    assert len(gate(validation)) == 2
+    with pytest.raises(IncompleteGroupsError):
+        gate(make_batch([0.0], [3]))
+    assert len(gate(validation)) == 2
+    assert not gate.state_dict()
+
+
+def test_nothing_complete_gives_an_empty_batch(make_batch):
+    gate = CompletenessGate(group_size=2, on_incomplete="drop")
+    out = gate(make_batch([0.0, 1], [3, 4]))
+    assert out.shape == (0,)
+    assert set(out.keys(True, True)) == set(make_batch([0.0], [0]).keys(True, True))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"status": [0, 9]}, r"status must be one of .*; found 9 at row 1"),
+        ({"group_id": [0, -1]}, r"group_id ≥ 0; found -1 at row 1"),
+        ({"rollout_id": [-1, 0]}, r"rollout_id ≥ 0; found -1 at row 0"),
+        ({"rollout_id": [5, 5], "group_id": [0, 1]}, r"rollout 5 in groups \[0, 1\]"),
+    ],
+)
+def test_wrong_data_raise_with_the_offenders(make_batch, columns, message):
+    batch = make_batch([0.0, 1], [0, 0], status=[0, 0])
+    for name, values in columns.items():
+        batch[name] = torch.tensor(values)
+    with pytest.raises(BatchError, match=message):
+        CompletenessGate(group_size=2, on_incomplete="drop")(batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_incomplete": "ignore"}, "on_incomplete must be one of"),
+        ({"on_incomplete": "keep"}, "needs min_rollouts or min_fraction"),
+        ({"on_incomplete": "drop", "min_rollouts": 2}, "and only that"),
+        ({"on_incomplete": "keep", "min_rollouts": 0}, "min_rollouts must be ≥ 1"),
+        ({"on_incomplete": "keep", "min_fraction": 1.5}, r"min_fraction must be in \(0, 1\]"),
+        ({"group_size": 0}, "group_size must be ≥ 1"),
+    ],
+)
+def test_options_that_contradict_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        CompletenessGate(**options)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 3)), max_size=12))
+def test_the_function_counts_unique_present_rollouts(rollouts):
+    rows = [(g, i, s) for i, (g, s, segments) in enumerate(rollouts) for _ in range(segments)]
+    groups, ids, states = ([row[k] for row in rows] for k in range(3))
+    found = incomplete_groups(groups, ids, group_size=20, status=states, expected_groups=[0, 1, 2, 3])
+    have = {g: sum(1 for h, s, _ in rollouts if h == g and s < ABORTED) for g in range(4)}
+    assert dict(zip(found.group_id.tolist(), found.have.tolist(), strict=True)) == have
+    assert set(found.expected.tolist()) == {20}
+
+
+def test_the_function_needs_something_to_count_against():
+    with pytest.raises(BatchError, match="give group_size"):
+        incomplete_groups([0], [0])

@@ -1,0 +1,277 @@
+"""The contract that every exported transform keeps, the pipeline included."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.envs import TransformedEnv
+from torchrl.envs.transforms import Compose
+from torchrl.testing.mocking_classes import CountingEnv
+
+import headrace.pipeline
+import headrace.transforms
+from headrace.pipeline import Pipeline
+from headrace.transforms import (
+    BatchError,
+    BatchTransform,
+    CompletenessGate,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    MissingKeyError,
+    ProcessedTwiceError,
+    RewardsVary,
+    RewardWithin,
+    SampleFilter,
+    ShuffleSplit,
+)
+from headrace.transforms.columns import REWARD
+
+
+def make_stages() -> dict[str, BatchTransform]:
+    """One of each, and of the filter one per action."""
+    return {
+        "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
+        "collapse": FanOutCollapse(),
+        "filter-mask": SampleFilter(criterion=RewardWithin(high=5.0)),
+        "filter-exclude": SampleFilter(criterion=RewardWithin(high=5.0), action="exclude", unit="rollout"),
+        "filter-drop": SampleFilter(criterion=RewardsVary(), action="drop", unit="group"),
+        "advantage": GroupRelativeAdvantage(rollout_key=None),
+        "split": ShuffleSplit(minibatches=2, remainder="uneven", seed=5),
+        "pipeline": Pipeline(
+            {
+                "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
+                "collapse": FanOutCollapse(),
+                "filter": SampleFilter(criterion=RewardWithin(high=5.0), action="drop"),
+                "advantage": GroupRelativeAdvantage(),
+                "split": ShuffleSplit(minibatches=2, remainder="uneven", seed=5),
+            }
+        ),
+    }
+
+
+NAMES = list(make_stages())
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def rows(make_batch, **options) -> TensorDict:
+    """Two complete groups with a fan-out and a group that lacks a rollout; one reward above 5."""
+    return make_batch(
+        [1.0, 2, 2, 9, 3, 3, 3, 4], [0, 0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 2, 3, 4, 5, 6], **options
+    )
+
+
+def same(a: TensorDict, b: TensorDict) -> bool:
+    if set(a.keys(True, True)) != set(b.keys(True, True)) or a.shape != b.shape:
+        return False
+    pairs = [(a.get(key), b.get(key)) for key in a.keys(True, True)]
+    return all(
+        torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
+        if isinstance(x, torch.Tensor)
+        else list(x) == list(y)
+        for x, y in pairs
+    )
+
+
+def test_every_exported_transform_is_tried():
+    exported = {
+        thing
+        for module in (headrace.transforms, headrace.pipeline)
+        for thing in vars(module).values()
+        if isinstance(thing, type) and issubclass(thing, BatchTransform)
+    }
+    assert {type(stage) for stage in make_stages().values()} == exported - {BatchTransform}
+
+
+@every
+def test_the_input_is_left_alone(name, make_batch):
+    batch, untouched = rows(make_batch), rows(make_batch)
+    memory = {key: batch.get(key).data_ptr() for key in batch.keys(True, True) if key != "prompt_text"}
+    make_stages()[name](batch)
+    assert same(batch, untouched)
+    assert {key: batch.get(key).data_ptr() for key in memory} == memory
+
+
+@every
+def test_a_locked_input_is_no_obstacle(name, make_batch):
+    batch = rows(make_batch).lock_()
+    assert same(make_stages()[name](batch), make_stages()[name](rows(make_batch)))
+
+
+@every
+def test_strangers_columns_and_strings_stay_with_their_rows(name, make_batch):
+    batch = rows(make_batch)
+    out = make_stages()[name](batch)
+    numbers = [int(deep[0, 0]) // 6 for deep in out["stranger", "deep"]]
+    assert torch.equal(out["stranger", "deep"], batch["stranger", "deep"][numbers])
+    assert list(out["prompt_text"]) == [batch["prompt_text"][i] for i in numbers]
+    assert torch.equal(out["tokens", "full"], batch["tokens", "full"][numbers])
+
+
+@every
+def test_lazy_stacks_of_ragged_rows_are_accepted(name, make_batch):
+    ragged = []
+    for number, row in enumerate(rows(make_batch).unbind(0)):
+        row["tokens", "full"] = torch.arange(number + 1)
+        row["masks"] = TensorDict({"all_assistant_mask": torch.ones(number + 1, dtype=torch.bool)})
+        row["log_probs", "full"] = torch.zeros(number + 1)
+        ragged.append(row)
+    out = make_stages()[name](lazy_stack(ragged))
+    dense = make_stages()[name](rows(make_batch))
+    assert out.shape == dense.shape
+    lengths = [len(tokens) for tokens in out.get(("tokens", "full"), as_list=True)]
+    assert lengths == [int(deep[0, 0]) // 6 + 1 for deep in dense["stranger", "deep"]]
+    if "advantage" in dense.keys():
+        assert torch.equal(torch.stack(out.get("advantage", as_list=True)), dense["advantage"])
+
+
+@every
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+def test_an_empty_batch_comes_back_as_it_is(name, lazy, make_batch):
+    batch = rows(make_batch)
+    empty = lazy_stack(list(batch.unbind(0)))[:0] if lazy else batch[:0]
+    assert make_stages()[name](empty) is empty
+
+
+@every
+def test_envs_by_time_is_flattened(name, make_batch):
+    batch = rows(make_batch)
+    assert same(make_stages()[name](batch.reshape(2, 4)), make_stages()[name](batch))
+
+
+@every
+def test_it_survives_pickling_and_copying_of_its_state(name, make_batch):
+    stage = make_stages()[name]
+    stage(rows(make_batch))
+    twin = pickle.loads(pickle.dumps(stage))
+    restored = make_stages()[name]
+    restored.load_state_dict(stage.state_dict())
+    expected = stage(rows(make_batch))
+    assert same(twin(rows(make_batch)), expected)
+    assert same(restored(rows(make_batch)), expected)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dtype_and_device_are_kept(name, dtype, make_batch):
+    batch = rows(make_batch)
+    batch["next", "reward"] = batch["next", "reward"].to(dtype)
+    out = make_stages()[name](batch)
+    for key in batch.keys(True, True):
+        if key != "prompt_text":
+            assert out.get(key).dtype == batch.get(key).dtype
+            assert out.get(key).device == batch.get(key).device
+    if "advantage" in out.keys():
+        assert out["advantage"].dtype == dtype
+
+
+@every
+def test_forward_and_call_are_the_same_and_inverse_is_the_identity(name, make_batch):
+    assert same(make_stages()[name]._call(rows(make_batch)), make_stages()[name](rows(make_batch)))
+    batch = rows(make_batch)
+    assert same(make_stages()[name].inv(batch), batch)
+
+
+@every
+def test_a_pipelines_output_is_refused(name, make_batch):
+    done = make_stages()["pipeline"](rows(make_batch))
+    with pytest.raises(ProcessedTwiceError, match=f"got {len(done)} rows"):
+        make_stages()[name](done)
+
+
+@every
+def test_an_environment_is_refused_bare_and_inside_a_compose(name):
+    with pytest.raises(TypeError, match=r"whole batches.*Collector\(postproc=...\)"):
+        TransformedEnv(CountingEnv(), make_stages()[name])
+    with pytest.raises(TypeError, match="whole batches"):
+        TransformedEnv(CountingEnv(), Compose(make_stages()[name]))
+
+
+@every
+def test_what_is_no_batch_is_refused(name, make_batch):
+    with pytest.raises(TypeError, match="takes a TensorDict of rows, got dict"):
+        make_stages()[name]({"reward": 1})
+    with pytest.raises(BatchError, match=r"batch size \[\]"):
+        make_stages()[name](rows(make_batch)[0])
+
+
+@every
+def test_options_are_kept_under_their_names_and_printed(name):
+    stage = make_stages()[name]
+    assert repr(stage).startswith(type(stage).__name__)
+    if not isinstance(stage, Pipeline):
+        copy = type(stage)(**{option: getattr(stage, option) for option in options_of(stage)})
+        assert repr(copy) == repr(stage)
+
+
+def options_of(stage: BatchTransform) -> list[str]:
+    import inspect
+
+    parameters = list(inspect.signature(type(stage).__init__).parameters.values())[1:]
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters)
+    return [p.name for p in parameters]
+
+
+@every
+def test_a_missing_column_is_named_with_the_option(name, make_batch):
+    stage = make_stages()[name]
+    needed = [key for key in stage.in_keys if isinstance(key, str) or key[0] != "headrace"]
+    for key in needed:
+        if key == "status" or not hasattr(rows(make_batch).get(key, None), "shape"):
+            continue  # optional columns
+        with pytest.raises(MissingKeyError, match=r"_key\)"):
+            stage(rows(make_batch).exclude(key))
+
+
+@every
+def test_a_verdict_is_given_for_every_row(name, make_batch):
+    stage = make_stages()[name]
+    out = stage(rows(make_batch))
+    if stage.reasons:
+        assert stage.verdict.shape == (8,)
+        assert int(stage.verdict.max()) <= len(stage.reasons)
+        if name in ("gate", "filter-drop", "split"):
+            assert int((stage.verdict == 0).sum()) == len(out)
+
+
+def test_collapse_then_advantage_on_meta_reads_nothing():
+    """On ``device="meta"`` there is nothing to read: what runs there synchronises with no device."""
+    from headrace.transforms.advantage import advantage_in_groups
+    from headrace.transforms.collapse import REDUCTIONS, fan_out_problems, reduce_rewards
+    from headrace.transforms.completeness import presence
+    from headrace.transforms.grouping import Blocks, ById
+    from headrace.transforms.ids import first_row, is_first
+    from headrace.transforms.layout import Facts, facts_of, gather_blocks
+
+    ids = torch.arange(12, device="meta")
+    reward = torch.zeros(12, device="meta")
+    first, groups = first_row(ids), first_row(ids // 4)
+    for how in REDUCTIONS:
+        assert reduce_rewards(reward, first, how).shape == (12,)
+    assert all(flag.shape == () for flag in fan_out_problems(reward, ids, first, ids, siblings_agree=True))
+    assert facts_of(reward, ids // 4, ids, first, groups).shape == (6,)
+    assert presence(ids // 4, ids, ids).have.shape == (12,)
+    blocks, number = gather_blocks(reward, first, Facts(False, 4, 4, True, 12, 0.0))
+    assert number.shape == (12,)
+    layouts = [blocks, ById(reward.double(), groups, is_first(first))]
+    assert isinstance(blocks, Blocks)
+    for baseline in ("mean", "leave_one_out"):
+        for scale in ("group", "batch", "none"):
+            for layout in layouts:
+                credit = advantage_in_groups(layout, baseline, scale, 1, 1e-6, "raw")
+                assert credit.numel() == 12
+
+
+@pytest.mark.parametrize("action", ["mask", "exclude"])
+def test_masking_on_meta_reads_nothing(action, make_batch):
+    batch = rows(make_batch).exclude("prompt_text").to("meta")
+    for criterion in (RewardWithin(high=5.0), RewardsVary()):
+        out = SampleFilter(criterion=criterion, action=action, unit="group")(batch)
+        assert out["masks", "all_assistant_mask"].device.type == "meta"
+
+
+def test_collapse_writes_no_column_that_depends_on_the_data_in_shape(make_batch):
+    out = FanOutCollapse()(rows(make_batch))
+    assert out[REWARD].shape == (8,)

@@ -1,0 +1,234 @@
+"""Out of the loss, out of the statistics, and gone are three things."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from headrace.transforms import (
+    BatchError,
+    FanOutCollapse,
+    Finite,
+    Fresh,
+    GroupRelativeAdvantage,
+    LengthWithin,
+    MissingKeyError,
+    NotTruncated,
+    RewardsVary,
+    RewardWithin,
+    SampleFilter,
+    Status,
+)
+from headrace.transforms.columns import COUNTED, IN_LOSS
+
+MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
+
+
+def advantage_after(batch, **options):
+    """Rewards 1, 3, 8 in one group, the 8 judged out: what the baseline makes of it."""
+    stage = SampleFilter(criterion=RewardWithin(high=5.0), **options)
+    return GroupRelativeAdvantage(scale="none")(stage(FanOutCollapse()(batch)))
+
+
+@pytest.mark.parametrize(
+    ("action", "advantage"), [("mask", [-3, -1, 4]), ("exclude", [-1, 1, 0]), ("drop", [-1, 1])]
+)
+def test_the_action_says_what_the_baseline_sees(make_batch, action, advantage):
+    out = advantage_after(make_batch([1.0, 3, 8], [0, 0, 0]), action=action)
+    assert out["advantage"].flatten().tolist() == advantage
+
+
+@pytest.mark.parametrize("action", ["mask", "exclude"])
+def test_out_of_the_loss_leaves_nothing_to_train(make_batch, action):
+    batch = make_batch([1.0, 3, 8], [0, 0, 0])
+    out = advantage_after(batch, action=action)
+    assert not out[MASK][2].any()
+    assert out[LOG_PROBS][2].isnan().all()
+    assert torch.equal(out[MASK][:2], batch[MASK][:2])
+    assert torch.equal(out[LOG_PROBS][:2], batch[LOG_PROBS][:2])
+    assert out[IN_LOSS].tolist() == [True, True, False]
+
+
+def test_only_exclude_touches_the_statistics(make_batch):
+    batch = make_batch([1.0, 3, 8], [0, 0, 0])
+    assert COUNTED not in advantage_after(batch, action="mask").keys(True)
+    assert advantage_after(batch, action="exclude")[COUNTED].tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("unit", "kept"),
+    [("sample", [0, 1, 3, 4, 5]), ("rollout", [0, 3, 4, 5]), ("group", [4, 5])],
+)
+def test_a_unit_stays_or_goes_as_one(make_batch, unit, kept):
+    batch = make_batch([1.0, 1, 9, 1, 1, 1], [0, 0, 0, 0, 1, 1], [0, 1, 1, 2, 3, 4])
+    batch["row"] = torch.arange(6)
+    stage = SampleFilter(criterion=RewardWithin(high=5.0), unit=unit, action="drop")
+    assert stage(batch)["row"].tolist() == kept
+
+
+def test_a_filter_before_the_advantage_changes_the_baseline_and_after_it_does_not(make_batch):
+    batch = FanOutCollapse()(make_batch([1.0, 3, 8], [0, 0, 0]))
+    stage, advantage = (
+        SampleFilter(criterion=RewardWithin(high=5.0), action="drop"),
+        GroupRelativeAdvantage(scale="none"),
+    )
+    assert advantage(stage(batch))["advantage"].flatten().tolist() == [-1, 1]
+    assert stage(advantage(batch))["advantage"].flatten().tolist() == [-3, -1]
+
+
+def test_the_hook_sees_every_row_with_its_verdict(make_batch):
+    seen = []
+    stage = SampleFilter(
+        criterion=RewardWithin(high=5.0),
+        action="drop",
+        on_batch=lambda batch, keep: seen.append((batch["next", "reward"].flatten().tolist(), keep.tolist())),
+    )
+    assert len(stage(make_batch([1.0, 8, 3], [0, 0, 0]))) == 2
+    assert seen == [([1, 8, 3], [True, False, True])]
+
+
+def test_nothing_left_is_an_empty_batch_and_a_metric(make_batch):
+    stage = SampleFilter(criterion=RewardWithin(high=-1.0), action="drop")
+    out = stage(make_batch([1.0, 8], [0, 0]))
+    assert out.shape == (0,)
+    assert stage.metrics == {"kept": 0, "fraction_kept": 0}
+    assert stage.verdict.tolist() == [1, 1]
+
+
+def test_two_filters_add_up(make_batch):
+    batch = make_batch([1.0, 3, 8, 9], [0, 0, 0, 0])
+    high = SampleFilter(criterion=RewardWithin(high=8.5), action="exclude")
+    low = SampleFilter(criterion=RewardWithin(low=2.0), action="exclude")
+    out = low(high(batch))
+    assert out[COUNTED].tolist() == out[IN_LOSS].tolist() == [False, True, True, False]
+
+
+def test_a_row_that_could_not_be_masked_raises(make_batch):
+    batch = make_batch([1.0, 8], [0, 0]).exclude(MASK, LOG_PROBS)
+    with pytest.raises(BatchError, match=r"1 rows are to leave the loss, but .*would train all the same"):
+        SampleFilter(criterion=RewardWithin(high=5.0))(batch)
+    assert len(SampleFilter(criterion=RewardWithin(high=9.0))(batch)) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (lambda batch: torch.ones(len(batch)), r"float32 \(2,\)"),
+        (lambda batch: torch.ones(3, dtype=torch.bool), r"bool \(3,\)"),
+        (lambda batch: [True, True], "list"),
+    ],
+)
+def test_a_criterion_that_returns_something_else_raises(make_batch, answer, found):
+    with pytest.raises(BatchError, match=rf"one bool a row, \(2,\).*returned .*{found}"):
+        SampleFilter(criterion=answer)(make_batch([1.0, 8], [0, 0]))
+
+
+def test_ragged_rows_are_masked_one_by_one():
+    rows = [
+        TensorDict(
+            {MASK: torch.ones(n, dtype=torch.bool), LOG_PROBS: torch.zeros(n), "reward": torch.tensor([r])}
+        )
+        for n, r in ((2, 1.0), (5, 8.0))
+    ]
+    out = SampleFilter(criterion=RewardWithin(high=5.0, reward_key="reward"))(lazy_stack(rows))
+    assert [mask.tolist() for mask in out.get(MASK, as_list=True)] == [[True] * 2, [False] * 5]
+    assert out.get(LOG_PROBS, as_list=True)[1].isnan().all()
+    assert rows[1][MASK].all()
+
+
+# -- criteria -----------------------------------------------------------------------------------------
+
+
+def kept_by(criterion, batch):
+    return criterion(batch).tolist()
+
+
+def test_rewards_vary_has_a_tolerance_on_max_minus_min(make_batch):
+    batch = make_batch([1.0, 1.5, 2, 2, 7], [0, 0, 1, 1, 2])
+    assert kept_by(RewardsVary(), batch) == [True, True, False, False, False]
+    assert kept_by(RewardsVary(tol=0.5), batch) == [False] * 5
+
+
+def test_rewards_vary_over_the_rollouts_that_count(make_batch):
+    batch = make_batch([1.0, 1, 2], [0, 0, 0])
+    batch[COUNTED] = torch.tensor([True, True, False])
+    assert kept_by(RewardsVary(), batch) == [False, False, True]
+
+
+def test_rewards_vary_by_the_rollouts_reward_and_not_the_segments(make_batch):
+    # both rollouts add up to 3
+    batch = make_batch([1.0, 2, 3], [0, 0, 0], [5, 5, 6])
+    assert kept_by(RewardsVary(), FanOutCollapse(reward="sum")(batch)) == [False] * 3
+
+
+def test_reward_bounds_are_inclusive_and_nan_is_outside(make_batch):
+    batch = make_batch([0.0, 1, 2, float("nan")], [0] * 4)
+    assert kept_by(RewardWithin(low=0.0, high=1.0), batch) == [True, True, False, False]
+
+
+def test_finite_looks_at_the_whole_row(make_batch):
+    batch = make_batch([0.0, float("inf"), float("nan")], [0] * 3)
+    assert kept_by(Finite(), batch) == [True, False, False]
+    batch[LOG_PROBS][0, 2] = float("nan")
+    assert kept_by(Finite(key=LOG_PROBS), batch) == [False, True, True]
+
+
+def test_truncated_by_status_or_by_flag(make_batch):
+    batch = make_batch([0.0, 1], [0, 0], status=[Status.TRUNCATED, Status.COMPLETED])
+    batch["next", "truncated"] = torch.tensor([[False], [True]])
+    assert kept_by(NotTruncated(), batch) == [False, True]
+    assert kept_by(NotTruncated(truncated_key=("next", "truncated")), batch) == [True, False]
+
+
+def test_length_counts_tokens_in_the_loss(make_batch):
+    batch = make_batch([0.0, 1, 2], [0] * 3)
+    batch[MASK] = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]]).bool()
+    assert kept_by(LengthWithin(low=1), batch) == [False, True, True]
+    assert kept_by(LengthWithin(high=3), batch) == [True, True, False]
+    ragged = lazy_stack([TensorDict({MASK: torch.ones(n, dtype=torch.bool)}) for n in (1, 4)])
+    assert kept_by(LengthWithin(high=3), ragged) == [True, False]
+
+
+def test_staleness_counts_versions_behind(make_batch):
+    batch = make_batch([0.0, 1, 2], [0] * 3)
+    batch["next", "policy_version"] = torch.tensor([3, 5, 4])
+    assert kept_by(Fresh(), batch) == [False, True, False]
+    assert kept_by(Fresh(max_staleness=1), batch) == [False, True, True]
+    assert kept_by(Fresh(max_staleness=1, current=6), batch) == [False, True, False]
+    assert kept_by(Fresh(max_staleness=3, current=lambda: 7), batch) == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        RewardsVary(reward_key="x"),
+        RewardWithin(reward_key="x"),
+        Finite(key="x"),
+        NotTruncated(status_key="x"),
+        LengthWithin(mask_key="x"),
+        Fresh(version_key="x"),
+    ],
+    ids=repr,
+)
+def test_a_criterions_missing_key_lists_what_there_is(make_batch, criterion):
+    with pytest.raises(MissingKeyError, match=r"needs the key 'x' \(\w*key\); the batch has .*'group_id'"):
+        criterion(make_batch([0.0], [0]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RewardsVary(tol=-1.0), "tol must be ≥ 0"),
+        (lambda: RewardsVary(tol=float("nan")), "tol must be ≥ 0"),
+        (lambda: RewardWithin(low=2.0, high=1.0), "low must be ≤ high"),
+        (lambda: LengthWithin(low=2, high=1), "low must be ≤ high"),
+        (lambda: Fresh(max_staleness=-1), "max_staleness must be ≥ 0"),
+        (lambda: SampleFilter(criterion=None), "criterion must be a callable"),
+        (lambda: SampleFilter(criterion=Finite(), unit="token"), "unit must be one of"),
+        (lambda: SampleFilter(criterion=Finite(), action="delete"), "action must be one of"),
+    ],
+)
+def test_options_that_make_no_sense_raise(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,148 @@
+"""Numbers that can be checked by hand, each with where it comes from."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from headrace.pipeline import RepeatSampler
+from headrace.transforms import (
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    collapse_fan_out,
+    group_relative_advantage,
+)
+
+# group means 2 (1 and 3: the second rollout votes once though it has two rows) and 8
+FAN_OUT = ([1.0, 3, 3, 5, 11], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3], [-1.0, 1, 1, -3, 3])
+# group means 1/2 (0 and 1) and 3 (2 and 4)
+DEEP_FAN_OUT = (
+    [0.0, 1, 1, 1, 2, 2, 4],
+    [0, 0, 0, 0, 1, 1, 1],
+    [10, 11, 11, 11, 20, 20, 21],
+    [-0.5, 0.5, 0.5, 0.5, -1, -1, 1],
+)
+# group means 1 (rows 0 and 2) and 12
+INTERLEAVED = ([0.0, 10, 2, 14], [0, 1, 0, 1], None, [-1.0, -2, 1, 2])
+
+
+@pytest.mark.parametrize(("reward", "groups", "rollouts", "expected"), [FAN_OUT, DEEP_FAN_OUT, INTERLEAVED])
+def test_centred_rewards(reward, groups, rollouts, expected):
+    assert group_relative_advantage(reward, groups, rollouts, scale="none").tolist() == expected
+
+
+@pytest.mark.parametrize(("reward", "groups", "rollouts", "expected"), [FAN_OUT, DEEP_FAN_OUT])
+def test_the_two_stages_give_the_functions_numbers(reward, groups, rollouts, expected, make_batch):
+    batch = GroupRelativeAdvantage(scale="none")(FanOutCollapse()(make_batch(reward, groups, rollouts)))
+    assert batch["advantage"].shape == (len(reward), 1, 1)
+    assert batch["advantage"].flatten().tolist() == expected
+
+
+def test_std_with_divisor_one_less_and_epsilon_added():
+    # std(1, 3) = √2, so ∓1 / (√2 + 1e-6); the lone rollout of group 1 gets 0
+    found = group_relative_advantage([1.0, 3, 5], [0, 0, 1])
+    assert found.tolist() == pytest.approx([-0.70710629, 0.70710629, 0.0], abs=5e-8)
+
+
+def test_std_with_the_population_divisor():
+    # std(1, 3) with divisor 2 is 1
+    assert group_relative_advantage([1.0, 3], [0, 0], ddof=0, eps=0.0).tolist() == [-1.0, 1.0]
+
+
+def test_batch_scale_divides_by_the_std_over_all_rollouts():
+    # rewards 0, 2, 4, 6, their std √(20/3); the fanned row of the last votes once
+    found = group_relative_advantage(
+        [0.0, 2, 4, 6, 6], [0, 0, 1, 1, 1], [0, 1, 2, 3, 3], scale="batch", eps=0
+    )
+    assert found.tolist() == pytest.approx([x / math.sqrt(20 / 3) for x in (-1, 1, -1, 1, 1)])
+
+
+def test_leave_one_out():
+    # RLOO, arXiv:2402.14740: 1 − (2+3+4)/3 = −2 …
+    found = group_relative_advantage([1.0, 2, 3, 4], [0] * 4, baseline="leave_one_out", scale="none")
+    assert found.tolist() == pytest.approx([-2, -2 / 3, 2 / 3, 2])
+    # 6 and 3 leave each other, 9 and 12 too, the lone 1 gets 0
+    found = group_relative_advantage(
+        [6.0, 3, 9, 12, 1], [0, 0, 1, 1, 2], baseline="leave_one_out", scale="none"
+    )
+    assert found.tolist() == [3, -3, -3, 3, 0]
+
+
+@pytest.mark.parametrize(("singleton", "expected"), [("zero", 0.0), ("raw", 5.0)])
+def test_a_lone_rollout(singleton, expected):
+    assert group_relative_advantage([1.0, 3, 5], [0, 0, 1], singleton=singleton)[2] == expected
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("first", 4), ("last", 1), ("sum", 7), ("mean", 7 / 3), ("max", 4)],
+)
+def test_segment_rewards_reduce_to_the_rollouts(how, expected):
+    # rollout 8 has the rewards 4, 2, 1 in row order, apart from one another
+    found = collapse_fan_out([4.0, 9, 2, 1], [8, 3, 8, 8], [0, 0, 0, 0], reduce=how)
+    assert found.reward.tolist() == pytest.approx([expected, 9, expected, expected])
+    assert found.speaks.tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("mode", ["chunks", "rigid_or_global"])
+@pytest.mark.parametrize("ids", ["absent", "all unset"])
+def test_groups_by_position_when_the_count_fits(mode, ids, make_batch):
+    stage = GroupRelativeAdvantage(
+        scale="none", without_ids=mode, group_size=2, groups_per_batch=2, rollout_key=None
+    )
+    batch = make_batch([0.0, 2, 10, 14], [-1] * 4)
+    batch = batch.exclude("group_id") if ids == "absent" else batch
+    assert stage(batch)["advantage"].flatten().tolist() == [-1, 1, -2, 2]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("chunks", [-1, 1, 0]), ("rigid_or_global", [-2, 0, 2])])
+def test_groups_by_position_when_it_does_not(mode, expected, make_batch):
+    # chunks: (0, 2) and a lone 4; one global group has the mean 2
+    stage = GroupRelativeAdvantage(
+        scale="none", without_ids=mode, group_size=2, groups_per_batch=2, rollout_key=None
+    )
+    batch = make_batch([0.0, 2, 4], [0, 0, 0]).exclude("group_id")
+    assert stage(batch)["advantage"].flatten().tolist() == expected
+
+
+def test_chunks_count_rollouts_and_not_rows(make_batch):
+    # rollouts 5 (two rows), 6 | 7, 8: means 1 and 3
+    batch = make_batch([0.0, 0, 2, 2, 4], [0] * 5, [5, 5, 6, 7, 8]).exclude("group_id")
+    collapsed = FanOutCollapse(group_key=None)(batch)
+    stage = GroupRelativeAdvantage(scale="none", without_ids="chunks", group_size=2)
+    assert stage(collapsed)["advantage"].flatten().tolist() == [-1, -1, 1, -1, 1]
+    assert stage(collapsed)["group_id"].tolist() == [0, 0, 0, 1, 1]
+
+
+def test_slimes_example_from_rewards_to_loss(make_batch):
+    """Rewards 1, 3 | 5, two groups: the third rollout stands alone and teaches nothing.
+
+    The clipped policy loss is −min(ρA, clip(ρ, 1 ± 0.2)A) with ρ = exp(−kl). A = −0.7071 with ρ = 1 gives
+    0.7071; A = 0.7071 with ρ = exp(−0.3) = 0.7408 gives −0.5238; A = 0 gives 0: mean 0.0610897. Whitening all
+    three together, what uneven groups collapse into where groups are guessed, gives −1, 0, 1 and −0.0666667.
+    """
+    batch = make_batch([1.0, 3.0, 5.0], [0, 0, 1])
+    advantage = GroupRelativeAdvantage()(FanOutCollapse()(batch))["advantage"].flatten().double()
+
+    def clipped_loss(credit: torch.Tensor) -> float:
+        ratio = torch.exp(-torch.tensor([0.0, 0.3, -0.2], dtype=torch.float64))
+        return float(-torch.minimum(ratio * credit, ratio.clamp(0.8, 1.2) * credit).mean())
+
+    assert clipped_loss(advantage) == pytest.approx(0.0610897, abs=1e-7)
+    whitened = group_relative_advantage([1.0, 3.0, 5.0], [0, 0, 0], eps=0.0).double()
+    assert clipped_loss(whitened) == pytest.approx(-0.0666666, abs=1e-6)
+
+
+def test_seven_prompts_twice_unshuffled():
+    assert list(RepeatSampler(7, group_size=2, shuffle=False)) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+
+
+def test_eight_equal_rewards_have_no_advantage():
+    # float32 leaves a std of 6e-8 there, and an advantage of 0.056 with ε = 1e-6 (0.92 with 1e-9)
+    x = torch.full((1, 8), 0.7)
+    x = x - x.mean(-1, keepdim=True)
+    assert (x / (x.std(-1, keepdim=True) + 1e-9)).abs().max() > 0.5
+    for eps in (1e-6, 1e-9, 0.0):
+        assert group_relative_advantage([0.7] * 8, [0] * 8, eps=eps).tolist() == [0.0] * 8

@@ -1,0 +1,152 @@
+"""Every row lands in exactly one minibatch, units whole, the same seed the same order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.transforms import BatchError, MissingKeyError, ShuffleSplit, shuffle_split, split_minibatches
+from headrace.transforms.columns import MINIBATCH
+
+UNITS = st.one_of(st.none(), st.lists(st.integers(0, 6), min_size=1, max_size=25))
+
+
+@given(
+    UNITS,
+    st.integers(1, 25),
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from(["drop", "uneven"]),
+    st.booleans(),
+)
+def test_rows_land_once_in_units_that_stay_whole(units, rows, number, by_size, remainder, shuffle):
+    rows = rows if units is None else len(units)
+    cut = {"minibatch_size": number} if by_size else {"minibatches": number}
+    plan = shuffle_split(
+        rows, None if units is None else torch.tensor(units), remainder=remainder, shuffle=shuffle, **cut
+    )
+    assert sorted([*plan.order.tolist(), *plan.dropped.tolist()]) == list(range(rows))
+    assert sum(plan.sizes) == len(plan.order)
+    assert 0 not in plan.sizes
+    of = list(range(rows)) if units is None else units
+    parts = [[of[i] for i in part.tolist()] for part in plan.order.split(plan.sizes)] if plan.sizes else []
+    parts.append([of[i] for i in plan.dropped.tolist()])
+    homes = [set(part) for part in parts]
+    assert sum(len(home) for home in homes) == len(set(of)), "a unit is in two places"
+
+    counts = [len(home) for home in homes[:-1]]
+    total = len(set(of))
+    if by_size:
+        assert (
+            counts
+            == [number] * (total // number)
+            + ([total % number] if remainder == "uneven" else [])[: bool(total % number)]
+        )
+    elif remainder == "uneven":
+        assert len(counts) == min(number, total)
+        assert max(counts) - min(counts) <= 1
+    else:
+        assert counts == [total // number] * (number if total >= number else 0)
+    assert not plan.dropped.numel() or remainder == "drop"
+
+
+@given(st.integers(0, 2**31), st.integers(2, 30))
+def test_the_same_seed_gives_the_same_order(seed, rows):
+    orders = [
+        shuffle_split(rows, minibatches=1, generator=torch.Generator().manual_seed(seed)).order for _ in "ab"
+    ]
+    assert torch.equal(*orders)
+
+
+def test_rows_of_a_unit_keep_their_order():
+    units = torch.tensor([4, 2, 4, 2, 4])
+    order = shuffle_split(5, units, minibatches=1).order.tolist()
+    assert [i for i in order if units[i] == 4] == [0, 2, 4]
+    assert [i for i in order if units[i] == 2] == [1, 3]
+
+
+def test_orders_differ_from_call_to_call_and_all_rows_move(make_batch):
+    batch = make_batch([0.0] * 40, [0] * 40)
+    stage = ShuffleSplit(minibatches=2, seed=3)
+    orders = {tuple(stage(batch)["rollout_id"].tolist()) for _ in range(5)}
+    assert len(orders) == 5
+    assert tuple(range(40)) not in orders
+    assert (
+        len({tuple(ShuffleSplit(minibatches=2, seed=s)(batch)["rollout_id"].tolist()) for s in range(5)}) == 5
+    )
+
+
+def test_a_restored_split_goes_on_with_the_same_orders(make_batch):
+    batch = make_batch([0.0] * 12, [0] * 12)
+    first, restored = ShuffleSplit(minibatches=3, seed=7), ShuffleSplit(minibatches=3, seed=7)
+    for _ in range(3):
+        first(batch)
+    restored.load_state_dict(first.state_dict())
+    for _ in range(2):
+        assert torch.equal(first(batch)["rollout_id"], restored(batch)["rollout_id"])
+
+
+def test_the_column_and_the_views_agree_with_the_lazy_gather(make_batch):
+    batch = make_batch([float(i) for i in range(7)], [0] * 7)
+    one, two = (ShuffleSplit(minibatches=3, remainder="uneven", seed=1) for _ in "ab")
+    views = list(split_minibatches(one(batch)))
+    gathered = list(two.gather(batch, two.plan(batch)))
+    assert [len(view) for view in views] == [3, 2, 2]
+    for number, (view, part) in enumerate(zip(views, gathered, strict=True)):
+        assert view[MINIBATCH].tolist() == part[MINIBATCH].tolist() == [number] * len(view)
+        assert torch.equal(view["tokens", "full"], part["tokens", "full"])
+        assert list(view["prompt_text"]) == list(part["prompt_text"])
+
+
+def test_a_remainder_raises_unless_told_otherwise(make_batch):
+    batch = make_batch([0.0] * 5, [0, 0, 1, 1, 1], [0, 0, 1, 2, 3])
+    with pytest.raises(BatchError, match=r"5 units do not make 2 minibatches: 1 over.*'uneven'.*'drop'"):
+        ShuffleSplit(minibatches=2)(batch)
+    with pytest.raises(BatchError, match="4 units do not make minibatches of 3: 1 over"):
+        ShuffleSplit(minibatch_size=3, unit="rollout")(batch)
+    batch["row"] = torch.arange(5)
+    stage = ShuffleSplit(minibatch_size=2, remainder="drop")
+    out = stage(batch)
+    assert stage.metrics["dropped"] == 1
+    left = stage.verdict.nonzero().flatten().tolist()
+    assert sorted(out["row"].tolist() + left) == [0, 1, 2, 3, 4]
+
+
+def test_fewer_units_than_minibatches_make_none_that_is_empty(make_batch):
+    batch = make_batch([0.0] * 2, [0, 1])
+    assert [len(p) for p in split_minibatches(ShuffleSplit(minibatches=5, remainder="uneven")(batch))] == [
+        1,
+        1,
+    ]
+    stage = ShuffleSplit(minibatches=5, remainder="drop")
+    assert stage(batch).shape == (0,)
+    assert stage.metrics["dropped"] == 2
+
+
+def test_views_share_memory_with_the_batch(make_batch):
+    out = ShuffleSplit(minibatches=2)(make_batch([0.0] * 4, [0] * 4))
+    second = list(split_minibatches(out))[1]
+    assert second["tokens", "full"].data_ptr() == out["tokens", "full"][2:].data_ptr()
+
+
+def test_a_batch_that_was_not_split_says_so(make_batch):
+    with pytest.raises(MissingKeyError, match="written by ShuffleSplit"):
+        next(split_minibatches(make_batch([0.0], [0])))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"minibatches": 2, "minibatch_size": 2},
+        {"minibatches": 0},
+        {"minibatch_size": -1},
+        {"minibatches": 2, "remainder": "pad"},
+        {"minibatches": 2, "unit": "token"},
+    ],
+)
+def test_options_that_make_no_sense_raise(options):
+    with pytest.raises(ValueError, match=r"minibatches|remainder|unit"):
+        ShuffleSplit(**options)
