@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, InstantiationException
+from hydra.errors import HydraException, InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -37,7 +37,7 @@ def load_pipeline(*overrides: str) -> Pipeline:
         >>> load_pipeline("pipeline=grpo", "pipeline.stages.advantage.scale=none").stages["advantage"].scale
         'none'
     """
-    return build_pipeline(_compose("load", overrides).pipeline)
+    return build_pipeline(compose_config("load", *overrides).pipeline)
 
 
 def build_pipeline(config: DictConfig) -> Pipeline:
@@ -66,21 +66,26 @@ def explain_composition(error: Exception, overrides: Sequence[str], config_name:
     if not key or not path:
         return str(error)
     choices = [word for word in overrides if re.fullmatch(r"[\w/@]+=[\w/]+", word) and "." not in word]
-    parent: Any = _compose(config_name, choices)
+    parent: Any = compose_config(config_name, *choices)
     for part in path[1].split(".")[:-1]:
         parent = parent.get(part)
     names = [str(name) for name in parent]
     return f"there is no {path[1]!r}{suggest(key[1], names)}; there are {', '.join(names)}"
 
 
-def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
+def compose_config(config_name: str, *overrides: str) -> DictConfig:
+    """Compose ``conf/<config_name>.yaml``, also inside a running Hydra application.
+
+    Raises:
+        ConfigError: with a hint.
+    """
     # Inside a Hydra application the global state is the application's: put it back afterwards.
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("headrace.conf", version_base="1.3"):
             return compose(config_name, list(overrides))
-    except ConfigCompositionException as err:
+    except HydraException as err:
         raise ConfigError(explain_composition(err, overrides, config_name)) from err
     finally:
         GlobalHydra.instance().clear()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.markup import escape
@@ -34,7 +34,7 @@ def main() -> None:
         run()
     except Interrupted:
         sys.exit(130)
-    except (ConfigCompositionException, ConfigError, BatchError) as err:
+    except (HydraException, ConfigError, BatchError) as err:
         if full:
             raise
         words = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from headrace.transforms.base import one_of
+from headrace.transforms.seeds import stream_seed
 
 
 class RepeatSampler(Sampler[int]):
@@ -107,7 +108,7 @@ class RepeatSampler(Sampler[int]):
     def _indices(self) -> list[int]:
         order = torch.arange(self.prompts)
         if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + 2**32 * self.epoch)
+            generator = torch.Generator().manual_seed(stream_seed(self.seed, self.epoch))
             order = torch.randperm(self.prompts, generator=generator)
         chunks = order[: self.drawn].split(self.prompts_per_batch)
         groups = [chunk.repeat_interleave(self.group_size).repeat(self.repeats) for chunk in chunks]

@@ -10,7 +10,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from .base import BatchTransform, nested_key, one_of
-from .columns import COUNTED, REWARD, SPEAKS
+from .columns import REWARD, SPEAKS
 from .counted import over_counted
 from .errors import BatchError, listing
 from .ids import as_ids, first_row, is_first, last_row, reduce_by, sum_by
@@ -202,7 +202,7 @@ class FanOutCollapse(BatchTransform):
         group_key: NestedKey | None = "group_id",
     ):
         self_keys = [nested_key(k) for k in (reward_key, rollout_key, group_key)]
-        super().__init__([*(k for k in self_keys if k is not None), COUNTED], [REWARD, SPEAKS])
+        super().__init__([k for k in self_keys if k is not None], [REWARD, SPEAKS])
         self.reward_key, self.rollout_key, self.group_key = self_keys
         self.reward = one_of("reward", reward, REDUCTIONS)
 

@@ -86,8 +86,7 @@ class SampleFilter(BatchTransform):
         super().__init__([*getattr(criterion, "in_keys", ()), *reads], writes[action])
         self.loss_mask_key, self.log_prob_key, self.rollout_key, self.group_key = keys
         self.criterion, self.unit, self.action, self.on_batch = criterion, unit, action, on_batch
-        name = getattr(criterion, "reason", None) or getattr(criterion, "__name__", type(criterion).__name__)
-        self.reasons = (str(name),)
+        self.reasons = (_name_of(criterion),)
 
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
         """Judge all rows, tell the hook, and act."""
@@ -132,3 +131,10 @@ class SampleFilter(BatchTransform):
         for key, value in masks:
             silence_rows(batch, key, quiet, value)
         batch.set(IN_LOSS, ~quiet & batch.get(IN_LOSS, ~quiet))
+
+
+def _name_of(criterion: Callable) -> str:
+    """A criterion's reason, or the name of the function (also behind functools.partial) or class."""
+    function = getattr(criterion, "func", criterion)
+    name = getattr(function, "reason", None) or getattr(function, "__name__", type(function).__name__)
+    return str(name)

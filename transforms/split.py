@@ -16,6 +16,7 @@ from .errors import BatchError
 from .filter import UNITS, Unit
 from .ids import as_ids, first_row
 from .rows import device_of, take_rows
+from .seeds import stream_seed
 
 Remainder = Literal["raise", "drop", "uneven"]
 REMAINDERS = ("raise", "drop", "uneven")
@@ -91,8 +92,9 @@ def _check_options(minibatches: int | None, minibatch_size: int | None, remainde
         raise ValueError(
             f"give one of minibatches and minibatch_size; got {minibatches=} and {minibatch_size=}"
         )
-    if (minibatches or minibatch_size or 0) < 1:
-        raise ValueError(f"minibatches and minibatch_size must be ≥ 1; got {minibatches or minibatch_size}")
+    number = minibatches if minibatches is not None else minibatch_size
+    if number is not None and number < 1:
+        raise ValueError(f"minibatches and minibatch_size must be ≥ 1; got {number}")
     one_of("remainder", remainder, REMAINDERS)
 
 
@@ -181,7 +183,7 @@ class ShuffleSplit(BatchTransform):
         if self.unit != "sample":
             ids = as_ids(self.column(batch, f"{self.unit}_key"), f"{self.unit}_id")
         device = device_of(batch) if ids is None else ids.device
-        generator = torch.Generator(device=device).manual_seed(_mix(self.seed, self.calls))
+        generator = torch.Generator(device=device).manual_seed(stream_seed(self.seed, self.calls))
         plan = shuffle_split(
             len(batch),
             ids,
@@ -225,6 +227,12 @@ def split_minibatches(batch: TensorDictBase) -> Iterator[TensorDictBase]:
 
     Raises:
         MissingKeyError: the batch has no ``("headrace", "minibatch")`` column.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> batch = ShuffleSplit(minibatches=3)(TensorDict({"x": torch.arange(6)}, batch_size=[6]))
+        >>> [part["x"].shape[0] for part in split_minibatches(batch)]
+        [2, 2, 2]
     """
     if len(batch) == 0:
         return
@@ -233,11 +241,3 @@ def split_minibatches(batch: TensorDictBase) -> Iterator[TensorDictBase]:
     for size in torch.unique_consecutive(numbers, return_counts=True)[1].tolist():
         yield batch[start : start + size]
         start += size
-
-
-def _mix(seed: int, calls: int) -> int:
-    # One round of splitmix64 (Steele et al., 2014): neighbouring seeds and calls get unrelated streams.
-    x = (seed * 0x9E3779B97F4A7C15 + calls + 1) % 2**64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-    return (x ^ (x >> 31)) >> 1

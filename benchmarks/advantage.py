@@ -1,0 +1,91 @@
+"""The validated advantage against the plain reshape formula, as CPU time in one run.
+
+    python benchmarks/advantage.py [--rounds 30]
+
+The formula has no ids and no checks: it is the limit. Candidates take turns in random order, and the ratio
+is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from headrace.transforms import group_relative_advantage
+
+GROUP_SIZE = 8
+SIZES = {8_192: 2.5, 131_072: 1.6, 1_048_576: 1.6}  # rows, and the ratio to stay under
+
+
+def reshape_formula(reward: Tensor) -> Tensor:
+    """The advantage where every group is a row of a matrix."""
+    x = reward.view(-1, GROUP_SIZE)
+    x = x - x.mean(-1, keepdim=True)
+    return (x / (x.std(-1, keepdim=True) + 1e-6)).view(-1)
+
+
+def candidates(rows: int) -> dict[str, Callable[[], Tensor]]:
+    """The formula, and the validated advantage on the layouts that a batch can have, all of `rows` rows."""
+    generator = torch.Generator().manual_seed(0)
+    reward = torch.randn(rows, generator=generator)
+    ids = torch.arange(rows)
+    fanned = ids // 4
+    order = torch.randperm(rows, generator=generator)
+    ragged = torch.randint(0, rows // GROUP_SIZE, (rows,), generator=generator).sort().values
+    layouts = {
+        "one row a rollout": (reward, ids // GROUP_SIZE, ids),
+        "fan-out of 4": (reward[fanned], fanned // GROUP_SIZE, fanned),
+        "ragged groups": (reward, ragged, ids),
+        "rows shuffled": (reward[order], order // GROUP_SIZE, order),
+    }
+    tried = {"reshape formula": lambda: reshape_formula(reward)}
+    return tried | {
+        name: lambda columns=columns: group_relative_advantage(*columns) for name, columns in layouts.items()
+    }
+
+
+def measure(functions: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each function, by round; the first round is thrown away."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    shuffler = random.Random(0)
+    for _ in range(rounds + 1):
+        for name in shuffler.sample(list(functions), len(functions)):
+            start = time.process_time()
+            functions[name]()
+            times[name].append(time.process_time() - start)
+    return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    table = Table(title=f"Validated advantage over the reshape formula, groups of {GROUP_SIZE}, one thread")
+    table.add_column("rows", justify="right")
+    table.add_column("formula, ms", justify="right")
+    for name in list(candidates(64))[1:]:
+        table.add_column(name, justify="right")
+    table.add_column("target", justify="right")
+    for rows, target in SIZES.items():
+        times = measure(candidates(rows), rounds)
+        base = times.pop("reshape formula")
+        ratios = [
+            statistics.median(t / b for t, b in zip(seconds, base, strict=True)) for seconds in times.values()
+        ]
+        cells = [f"{rows:,}", f"{1e3 * statistics.median(base):.2f}", *(f"{ratio:.2f}" for ratio in ratios)]
+        table.add_row(*cells, f"≤ {target}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

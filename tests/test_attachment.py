@@ -1,0 +1,189 @@
+"""One pipeline object at every place where TorchRL takes a transform, on real rollouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollouts import make_collector, make_env, make_pipeline, make_policy
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.envs.transforms import Compose
+from torchrl.objectives.llm import GRPOLoss
+from torchrl.trainers import Trainer
+from torchrl.trainers.trainers import DefaultOptimizationStepper
+
+from headrace.pipeline import StageError
+from headrace.transforms import ProcessedTwiceError, RewardWithin, SampleFilter, split_minibatches
+
+
+def collected(**options) -> TensorDict:
+    return next(iter(make_collector(make_env(**options))))
+
+
+def by_rollout(batch: TensorDict) -> dict[tuple[int, float], float]:
+    """Advantage by rollout and segment, whatever the order of the rows."""
+    return {
+        (int(r), float(w)): float(a)
+        for r, w, a in zip(
+            batch["rollout_id"].flatten(),
+            batch["next", "reward"].flatten(),
+            batch["advantage"].flatten(),
+            strict=True,
+        )
+    }
+
+
+@pytest.fixture
+def expected() -> dict[tuple[int, float], float]:
+    return by_rollout(make_pipeline()(collected()))
+
+
+def test_what_the_collector_yields_is_flattened_and_complete(expected):
+    batch = collected()
+    assert batch.shape == (9, 2)  # 3 prompts, 4 rollouts, 2 of them revised: 18 rows
+    assert len(set(batch["rollout_id"].flatten().tolist())) == 12
+    pipeline = make_pipeline()
+    assert pipeline(batch).shape == (18,)
+    assert pipeline.metrics["rollouts/in"] == 12
+
+
+def test_compose(expected):
+    assert by_rollout(Compose(make_pipeline())(collected())) == expected
+
+
+def test_collector_postproc(expected):
+    for batch in make_collector(make_env(), postproc=make_pipeline()):
+        assert by_rollout(batch) == expected
+        assert sum(len(part) for part in split_minibatches(batch)) == 18
+
+
+def test_stages_in_a_compose_as_collector_postproc(expected):
+    for batch in make_collector(make_env(), postproc=Compose(*make_pipeline().stages.values())):
+        assert by_rollout(batch) == expected
+
+
+@pytest.mark.parametrize("filled_by", ["extend", "collector"])
+def test_replay_buffer_on_the_way_in(filled_by):
+    pipeline, raw = make_pipeline(), []
+    buffer = ReplayBuffer(storage=LazyTensorStorage(64), sampler=SamplerWithoutReplacement(), batch_size=6)
+    buffer.append_transform(pipeline, invert=True)
+    if filled_by == "extend":
+        raw.append(collected())
+        buffer.extend(raw[0])
+    else:
+        for _ in make_collector(
+            make_env(), replay_buffer=buffer, postproc=lambda b: raw.append(b.clone()) or b
+        ):
+            pass
+    sampled = torch.cat([buffer.sample() for _ in range(3)])
+    assert by_rollout(sampled) == by_rollout(make_pipeline()(raw[0]))
+    with pytest.raises(ProcessedTwiceError):
+        pipeline(sampled)
+
+
+def test_replay_buffer_writes_nothing_where_nothing_is_left():
+    pipeline = make_pipeline("pipeline.stages.filter.criterion.tol=100", "pipeline.stages.filter.action=drop")
+    buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=6)
+    buffer.append_transform(Compose(pipeline), invert=True)
+    buffer.extend(collected())
+    assert len(buffer) == 0
+    assert pipeline.metrics["left/filter/zero_variance"] == 18
+
+
+def test_replay_buffers_save_the_state_of_the_split():
+    def filled(pipeline):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=6)
+        buffer.append_transform(pipeline, invert=True)
+        buffer.extend(collected())
+        return buffer
+
+    first = filled(make_pipeline())
+    fresh = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=6)
+    fresh.append_transform(restored := make_pipeline(), invert=True)
+    fresh.load_state_dict(first.state_dict())
+    assert restored.stages["split"].calls == 1
+
+
+class TensorDictLoss(GRPOLoss):
+    """The trainer of torchrl 0.14.1 writes a key into the loss's output that GRPOLoss's refuses."""
+
+    def forward(self, batch):
+        terms = super().forward(batch)
+        return TensorDict({key: value for key, value in terms.items() if value is not None})
+
+
+def test_trainer_hook(expected):
+    torch.manual_seed(0)
+    policy, env = make_policy(), make_env()
+    loss = TensorDictLoss(policy, masking_strategy="generic", entropy_bonus=False)
+    seen = []
+    trainer = Trainer(
+        collector=make_collector(env, policy=policy),
+        total_frames=env.frames_per_batch,
+        frame_skip=1,
+        optim_steps_per_batch=1,
+        loss_module=loss,
+        optimizer=torch.optim.SGD(policy.parameters(), lr=0.1),
+        progress_bar=False,
+        optimization_stepper=DefaultOptimizationStepper(),
+    )
+    before = [p.clone() for p in policy.parameters()]
+    trainer.register_op("batch_process", make_pipeline())
+    trainer.register_op("process_optim_batch", lambda batch: seen.append(batch) or batch)
+    trainer.train()
+    assert by_rollout(seen[0]) == expected
+    assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def narrow() -> SampleFilter:
+    return SampleFilter(criterion=RewardWithin(high=0.0), action="drop")
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        "standalone",
+        "compose",
+        "minibatches",
+        "filter alone",
+        "replay buffer in",
+        "replay buffer out",
+        "stage",
+    ],
+)
+def test_a_second_application_is_impossible(second):
+    once = next(iter(make_collector(make_env(), postproc=make_pipeline())))
+    attempts = {
+        "standalone": lambda: make_pipeline()(once),
+        "compose": lambda: Compose(make_pipeline(), make_pipeline())(collected()),
+        "minibatches": lambda: next(make_pipeline().minibatches(once)),
+        "filter alone": lambda: narrow()(once),
+        "replay buffer in": lambda: buffer_with(make_pipeline(), invert=True).extend(once),
+        "replay buffer out": lambda: extended(buffer_with(make_pipeline(), invert=False), once).sample(),
+        "stage": lambda: make_pipeline()(once.clone().reshape(2, 9)),
+    }
+    with pytest.raises(ProcessedTwiceError, match="attach the pipeline at one place"):
+        attempts[second]()
+
+
+def buffer_with(transform, *, invert: bool) -> ReplayBuffer:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=6)
+    buffer.append_transform(transform, invert=invert)
+    return buffer
+
+
+def extended(buffer: ReplayBuffer, batch: TensorDict) -> ReplayBuffer:
+    buffer.extend(batch)
+    return buffer
+
+
+def test_wrong_data_stop_the_collector_with_the_stages_name():
+    with pytest.raises(StageError, match=r"stage 'gate', CompletenessGate\(group_size=9"):
+        list(make_collector(make_env(), postproc=make_pipeline("pipeline.stages.gate.group_size=9")))
+
+
+def test_it_crosses_to_a_worker_process():
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        out = pool.apply(make_pipeline(), (collected(),))
+    assert by_rollout(out) == by_rollout(make_pipeline()(collected()))

@@ -1,0 +1,136 @@
+"""The command, as a user runs it: in a process of its own, in a folder of its own."""
+
+from __future__ import annotations
+
+import csv
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from omegaconf import OmegaConf
+
+QUICK = ["train.steps=2", "sampler.prompts_per_batch=4", "policy.width=16", "policy.layers=1"]
+
+
+def headrace(folder, *words, check=True):
+    done = subprocess.run(
+        [sys.executable, "-W", "error::FutureWarning", "-m", "headrace.pipeline", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, headrace(folder, *QUICK, "hydra.run.dir=out", "pipeline=dr_grpo", "seed=1")
+
+
+def test_it_shows_the_order_and_the_closing_table(finished):
+    _, done = finished
+    assert "4. advantage: GroupRelativeAdvantage(scale='none')" in done.stdout
+    assert "collected" in done.stdout
+    assert "trained" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    assert done.stderr == ""
+
+
+def test_it_writes_the_resolved_config_and_every_steps_numbers(finished):
+    folder, _ = finished
+    config = OmegaConf.load(folder / "out" / "config.yaml")
+    assert config.pipeline.stages.split.seed == config.sampler.seed == 1
+    with (folder / "out" / "metrics.csv").open() as file:
+        steps = list(csv.DictReader(file))
+    assert [float(step["step"]) for step in steps] == [0, 1]
+    for step in steps:
+        assert float(step["rows/in"]) == 40  # 4 prompts, 8 rollouts, 2 of them of two segments
+        assert float(step["rollouts/in"]) == 32
+        left = sum(float(value) for key, value in step.items() if key.startswith("left/"))
+        assert float(step["rows/trained"]) + left == 40
+
+
+def test_the_same_seed_gives_the_same_run(finished, tmp_path):
+    folder, _ = finished
+    headrace(tmp_path, *QUICK, "hydra.run.dir=out", "pipeline=dr_grpo", "seed=1")
+    assert (tmp_path / "out" / "metrics.csv").read_text() == (folder / "out" / "metrics.csv").read_text()
+
+
+def test_a_sweep_over_recipes(tmp_path):
+    headrace(tmp_path, "-m", "pipeline=grpo,dr_grpo,dapo", *QUICK, "train.steps=1", "hydra.sweep.dir=sweep")
+    scales = [
+        OmegaConf.load(tmp_path / "sweep" / str(job) / "config.yaml").pipeline.stages.advantage.scale
+        for job in range(3)
+    ]
+    assert scales == ["group", "none", "group"]
+
+
+def test_cfg_prints_the_job(tmp_path):
+    shown = OmegaConf.create(headrace(tmp_path, "--cfg", "job", "pipeline=dr_grpo").stdout)
+    assert shown.pipeline.stages.advantage.scale == "none"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pipeline.stages.advantge.scale=none"], "did you mean 'advantage'?"),
+        (["+pipeline.stages.advantage.scael=none"], "did you mean 'scale'?"),
+        (["train.step=3"], "did you mean 'steps'"),
+        (["pipeline=gprpo"], "Available options in 'pipeline'"),
+        (["pipeline.stages.gate.on_incomplete=raise", "env.failing=0.5"], "stage 'gate'"),
+    ],
+)
+def test_what_is_wrong_is_one_paragraph(tmp_path, words, message):
+    done = headrace(tmp_path, *QUICK, *words, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("headrace:") == 1
+
+
+def test_accumulation_takes_fewer_steps(tmp_path):
+    headrace(tmp_path, *QUICK, "hydra.run.dir=out", "train.accumulate=3", "train.epochs=1")
+    with (tmp_path / "out" / "metrics.csv").open() as file:
+        assert {float(step["optimiser_steps"]) for step in csv.DictReader(file)} == {1}
+
+
+def test_ctrl_c_ends_it_with_the_table(tmp_path):
+    run = subprocess.Popen(
+        [sys.executable, "-m", "headrace.pipeline", *QUICK, "train.steps=100000", "hydra.run.dir=out"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "out" / "metrics.csv"
+    for _ in range(600):
+        if metrics.exists() and metrics.read_text().count("\n") > 2:
+            break
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.1)
+    run.send_signal(signal.SIGINT)
+    shown, errors = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "interrupted after step" in shown
+    assert "collected" in shown
+    assert "Traceback" not in errors
+
+
+def test_the_default_experiment_learns(tmp_path):
+    """Reward from 0.1 to above 0.8: every stage at work, fan-out and failures included."""
+    done = headrace(tmp_path, "hydra.run.dir=out")
+    with (tmp_path / "out" / "metrics.csv").open() as file:
+        steps = list(csv.DictReader(file))
+    rewards = [float(step["reward"]) for step in steps]
+    assert rewards[0] < 0.15
+    assert min(rewards[-5:]) > 0.8
+    for reason in ("gate: incomplete", "filter: zero variance"):
+        assert reason in done.stdout
+    assert all(float(step["rows/in"]) > float(step["rollouts/in"]) for step in steps)

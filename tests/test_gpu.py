@@ -1,0 +1,127 @@
+"""The contract and the golden numbers on CUDA tensors, and no device read where none is promised."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import batch_of
+
+from headrace.pipeline import Pipeline, load_pipeline
+from headrace.transforms import (
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    RewardsVary,
+    RewardWithin,
+    SampleFilter,
+    ShuffleSplit,
+    group_relative_advantage,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture
+def no_read():
+    """Any synchronisation with the device inside is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+FANNED = ([1.0, 3, 3, 5, 11], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3])
+
+
+def test_golden_numbers():
+    reward, groups, rollouts = (torch.tensor(column, device="cuda") for column in FANNED)
+    assert group_relative_advantage(reward, groups, rollouts, scale="none").tolist() == [-1, 1, 1, -3, 3]
+    found = group_relative_advantage(torch.tensor([1.0, 3, 5], device="cuda"), [0, 0, 1])
+    assert found.tolist() == pytest.approx([-0.70710629, 0.70710629, 0.0], abs=5e-8)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_uniform_groups_are_bit_equal_to_the_reshape_formula(segments):
+    reward = torch.randn(512, device="cuda")
+    x = reward.view(64, 8)
+    x = x - x.mean(-1, keepdim=True)
+    expected = (x / (x.std(-1, keepdim=True) + 1e-6)).flatten().repeat_interleave(segments)
+    ids = torch.arange(512, device="cuda").repeat_interleave(segments)
+    found = group_relative_advantage(reward.repeat_interleave(segments), ids // 8, ids)
+    assert torch.equal(found, expected)
+
+
+def test_devices_agree():
+    generator = torch.Generator().manual_seed(0)
+    reward = torch.randint(0, 5, (300,), generator=generator).float()
+    groups = torch.randint(0, 40, (300,), generator=generator)
+    on_gpu = group_relative_advantage(reward.cuda(), groups.cuda())
+    torch.testing.assert_close(on_gpu.cpu(), group_relative_advantage(reward, groups))
+
+
+def test_the_pipeline_runs_where_the_batch_is():
+    batch = batch_of(*FANNED, device="cuda")
+    pipeline = load_pipeline("pipeline=grpo", "pipeline.stages.gate.group_size=2")
+    out = pipeline(batch)
+    assert out["advantage"].device.type == "cuda"
+    assert pipeline.metrics["rollouts/trained"] == 4
+
+
+@pytest.mark.parametrize("action", ["mask", "exclude"])
+@pytest.mark.parametrize("criterion", [RewardsVary(), RewardWithin(high=4.0)], ids=repr)
+@pytest.mark.parametrize("unit", ["sample", "rollout", "group"])
+def test_masking_reads_nothing(action, criterion, unit, no_read):
+    batch = batch_of_before(no_read)
+    SampleFilter(criterion=criterion, unit=unit, action=action)(batch)
+
+
+def test_splitting_samples_reads_nothing(no_read):
+    batch = batch_of_before(no_read)
+    ShuffleSplit(minibatches=2, remainder="uneven")(batch)
+
+
+def test_the_pipeline_itself_reads_nothing(no_read):
+    batch = batch_of_before(no_read)
+    Pipeline({"filter": SampleFilter(criterion=RewardsVary(), unit="group")})(batch)
+
+
+def test_the_cores_read_nothing(no_read):
+    from headrace.transforms.advantage import advantage_in_groups
+    from headrace.transforms.grouping import ById
+    from headrace.transforms.ids import first_row, is_first
+    from headrace.transforms.layout import Facts, facts_of, gather_blocks
+
+    reward = torch.rand(12, device="cuda")
+    ids = torch.arange(12, device="cuda")
+    first, groups = first_row(ids), first_row(ids // 4)
+    facts_of(reward, ids // 4, ids, first, groups)
+    blocks, _ = gather_blocks(reward, first, Facts(False, 4, 4, True, 12, 1.0))
+    for layout in (blocks, ById(reward.double(), groups, is_first(first))):
+        advantage_in_groups(layout, "leave_one_out", "group", 1, 1e-6, "raw")
+
+
+@pytest.mark.parametrize(
+    ("stage", "reads"), [(FanOutCollapse(), 1), (GroupRelativeAdvantage(rollout_key=None), 1)], ids=repr
+)
+def test_reads_are_as_many_as_promised(stage, reads):
+    batch = batch_of(*FANNED, device="cuda")
+    stage(batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchroniz") as found:
+            stage(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(found) == reads
+
+
+def batch_of_before(_: None):
+    """A batch made on the device, which reads; then back to where a read is an error."""
+    torch.cuda.set_sync_debug_mode("default")
+    batch = batch_of(*FANNED, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    return batch

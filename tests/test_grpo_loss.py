@@ -1,0 +1,97 @@
+"""Through TorchRL's own GRPOLoss: out of the loss is out for good."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollouts import make_collector, make_env, make_pipeline, make_policy
+from torchrl.objectives.llm import GRPOLoss
+
+from headrace.pipeline.optimise import optimise, total_loss
+from headrace.transforms import LengthWithin, RewardWithin, SampleFilter
+from headrace.transforms.rows import take_rows
+
+
+def gradient(policy, batch, **options) -> torch.Tensor:
+    policy.zero_grad()
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_coeff=0.01, **options)
+    total_loss(loss(batch)).sum().backward()
+    return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+
+@pytest.fixture
+def scene():
+    """A policy in float64, and a processed batch on whose rows its ratios are not 1."""
+    policy = make_policy().double()
+    batch = make_pipeline()(next(iter(make_collector(make_env(), policy=policy))))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    processed = batch.exclude(("headrace", "processed"))
+    processed["advantage"] = torch.randn(len(batch), 1, 1, dtype=torch.float64)
+    processed["log_probs", "full"] = processed["log_probs", "full"].double()
+    return policy, processed
+
+
+def halve(batch):
+    """Judge out the rows with an odd rollout."""
+    return batch["rollout_id"].flatten() % 2 == 0
+
+
+def test_masked_rows_have_no_gradient_and_no_share_in_the_denominator(scene):
+    policy, batch = scene
+    masked = SampleFilter(criterion=halve)(batch)
+    without = take_rows(batch, halve(batch).nonzero().flatten())
+    assert 0 < len(without) < len(batch)
+    torch.testing.assert_close(gradient(policy, masked), gradient(policy, without), rtol=1e-12, atol=1e-15)
+    assert (gradient(policy, masked) - gradient(policy, batch)).abs().max() > 1e-4
+
+
+def test_masked_rows_leave_a_loss_that_reads_no_loss_mask(scene):
+    """With another mask than ours, as the strategy `sft` has, NaN log-probabilities keep the rows out."""
+    policy, batch = scene
+    masked = SampleFilter(criterion=halve, loss_mask_key=("masks", "absent"))(batch)
+    assert torch.equal(masked["masks", "all_assistant_mask"], batch["masks", "all_assistant_mask"])
+    without = take_rows(batch, halve(batch).nonzero().flatten())
+    torch.testing.assert_close(gradient(policy, masked), gradient(policy, without), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("options", [{"aggregation": "prompt_mean"}, {"kl_to_inference_coeff": 0.1}])
+def test_terms_that_divide_by_rows_need_the_masked_rows_gone(scene, options):
+    """GRPOLoss's sample mean and its KL terms divide by all rows; a filter after the advantage drops them."""
+    policy, batch = scene
+    masked = SampleFilter(criterion=halve)(batch)
+    gone = SampleFilter(criterion=LengthWithin(low=1), action="drop")(masked)
+    without = take_rows(batch, halve(batch).nonzero().flatten())
+    expected = gradient(policy, without, **options)
+    torch.testing.assert_close(gradient(policy, gone, **options), expected, rtol=1e-12, atol=1e-15)
+
+
+def test_an_excluded_row_is_out_of_the_loss_too(scene):
+    policy, batch = scene
+    excluded = SampleFilter(criterion=halve, action="exclude")(batch)
+    masked = SampleFilter(criterion=halve)(batch)
+    assert torch.equal(gradient(policy, excluded), gradient(policy, masked))
+
+
+def test_a_batch_with_nothing_in_the_loss_takes_no_step(scene):
+    policy, batch = scene
+    nothing = SampleFilter(criterion=RewardWithin(low=1e9))(batch)
+    before = [p.clone() for p in policy.parameters()]
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
+    assert optimise([nothing], loss, torch.optim.SGD(policy.parameters(), lr=1.0)) == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def test_accumulated_minibatches_have_the_gradient_of_their_union(scene):
+    policy, batch = scene
+    whole = gradient(policy, batch)
+    parts = [batch[:3], batch[3:4], batch[4:]]
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_coeff=0.01)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    assert optimise(parts, loss, optimizer, accumulate=3) == 1
+    accumulated = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    torch.testing.assert_close(accumulated, whole, rtol=1e-10, atol=1e-14)
+    assert optimise(parts, loss, optimizer, accumulate=2) == 2
+    with pytest.raises(ValueError, match="accumulate must be ≥ 1"):
+        optimise(parts, loss, optimizer, accumulate=0)

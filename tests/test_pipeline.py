@@ -1,0 +1,305 @@
+"""Named stages in order, each row accounted for, errors that name the stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import batch_of
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import nn
+from torchrl.envs.transforms import RewardScaling
+
+from headrace.pipeline import Pipeline, StageError
+from headrace.transforms import (
+    BatchError,
+    CompletenessGate,
+    FanOutCollapse,
+    Finite,
+    GroupRelativeAdvantage,
+    LengthWithin,
+    NotTruncated,
+    RewardsVary,
+    RewardWithin,
+    SampleFilter,
+    ShuffleSplit,
+)
+
+MASK = ("masks", "all_assistant_mask")
+
+
+def stages(**changes):
+    """The default recipe's, every stage with work to do."""
+    return {
+        "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
+        "collapse": FanOutCollapse(),
+        "filter": SampleFilter(criterion=RewardsVary(), unit="group"),
+        "advantage": GroupRelativeAdvantage(scale="none"),
+        "split": ShuffleSplit(minibatches=2, unit="rollout", remainder="drop"),
+    } | changes
+
+
+def busy_batch(make_batch):
+    """Group 0 varies and fans out, group 1 is incomplete, group 2 has equal rewards; row 1 trains nothing."""
+    batch = make_batch(
+        [1.0, 3, 3, 5, 1, 2, 4, 4, 4], [0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 2, 3, 4, 5, 6, 7]
+    )
+    batch[MASK][1] = False
+    return batch
+
+
+def test_every_row_is_trained_or_has_one_reason(make_batch):
+    pipeline = Pipeline(stages())
+    out = pipeline(busy_batch(make_batch))
+    names = [pipeline.ledger.names[code] for code in pipeline.ledger.reason.tolist()]
+    # Six of the seven rollouts that are left fit into two minibatches … all six: none is dropped.
+    assert names == [
+        "trained",
+        "pipeline/no_loss_tokens",
+        "trained",
+        "trained",
+        "gate/incomplete",
+        "gate/incomplete",
+        "filter/zero_variance",
+        "filter/zero_variance",
+        "filter/zero_variance",
+    ]
+    assert sorted(out["headrace", "row"].tolist()) == [0, 1, 2, 3, 6, 7, 8]
+    numbers = pipeline.metrics
+    assert {key: numbers[key] for key in ("rows/in", "rollouts/in", "groups/in")} == {
+        "rows/in": 9,
+        "rollouts/in": 8,
+        "groups/in": 3,
+    }
+    assert (numbers["rows/trained"], numbers["rollouts/trained"], numbers["groups/trained"]) == (3, 3, 1)
+
+
+def test_a_row_keeps_its_first_reason(make_batch):
+    pipeline = Pipeline(
+        {
+            "low": SampleFilter(criterion=RewardWithin(low=2.0)),
+            "lower": SampleFilter(criterion=RewardWithin(low=4.0), action="drop"),
+        }
+    )
+    pipeline(make_batch([1.0, 3, 5], [0, 0, 0]))
+    names = [pipeline.ledger.names[code] for code in pipeline.ledger.reason.tolist()]
+    assert names == ["low/reward_bounds", "lower/reward_bounds", "trained"]
+
+
+@st.composite
+def wild_batches(draw):
+    groups = draw(st.lists(st.integers(0, 3), min_size=1, max_size=14))
+    rows = len(groups)
+    rewards = draw(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=rows, max_size=rows))
+    status = draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows))
+    segments = draw(st.lists(st.integers(1, 3), min_size=rows, max_size=rows))
+    columns = [
+        [value for value, n in zip(values, segments, strict=True) for _ in range(n)]
+        for values in (rewards, groups, list(range(rows)), status)
+    ]
+    batch = batch_of(*columns[:3], status=columns[3])
+    silent = draw(st.lists(st.integers(0, len(batch) - 1), max_size=3))
+    batch[MASK][silent] = False
+    return batch
+
+
+@given(
+    wild_batches(),
+    st.sampled_from(["mask", "exclude", "drop"]),
+    st.sampled_from(["sample", "rollout", "group"]),
+    st.sampled_from(["drop", "uneven"]),
+)
+def test_the_ledger_balances_and_nothing_untrained_trains(batch, action, unit, remainder):
+    pipeline = Pipeline(
+        stages(
+            gate=CompletenessGate(group_size=14, on_incomplete="keep", min_rollouts=2),
+            filter=SampleFilter(criterion=NotTruncated(), action=action, unit=unit),
+            split=ShuffleSplit(minibatches=3, remainder=remainder, unit="group"),
+        )
+    )
+    out = pipeline(batch)
+    trains = set(out["headrace", "row"][out[MASK].any(-1)].tolist()) if len(out) else set()
+    assert trains == set((pipeline.ledger.reason == 0).nonzero().flatten().tolist())
+    counts = pipeline.ledger.counts()
+    assert sum(counts.values()) == len(batch)
+    numbers = pipeline.metrics
+    left = sum(value for key, value in numbers.items() if key.startswith("left/"))
+    assert numbers["rows/in"] == len(batch) == numbers["rows/trained"] + left
+    if len(out):
+        assert torch.isfinite(out["advantage"]).all()
+
+
+def test_minibatches_are_those_of_the_processed_batch_and_one_order_an_epoch(make_batch):
+    whole = Pipeline(stages())(busy_batch(make_batch))
+    parts = list(Pipeline(stages()).minibatches(busy_batch(make_batch)))
+    assert torch.equal(torch.cat([part["headrace", "row"] for part in parts]), whole["headrace", "row"])
+    assert [part["headrace", "minibatch"].unique().item() for part in parts] == [0, 1]
+
+    pipeline = Pipeline(stages())
+    twice = [
+        part["headrace", "row"].tolist() for part in pipeline.minibatches(busy_batch(make_batch), epochs=2)
+    ]
+    assert sorted(twice[0] + twice[1]) == sorted(twice[2] + twice[3]) == [0, 1, 2, 3, 6, 7, 8]
+    assert twice[0] + twice[1] != twice[2] + twice[3]
+    assert pipeline.metrics["rows/trained"] == 3
+    assert pipeline.metrics["left/split/remainder"] == 0
+
+
+def test_a_pipeline_without_a_split_yields_the_batch_once_an_epoch(make_batch):
+    pipeline = Pipeline(stages(split=None))
+    assert [len(part) for part in pipeline.minibatches(busy_batch(make_batch), epochs=2)] == [7, 7]
+
+
+def test_nothing_left_yields_no_minibatch_and_the_metrics_say_why(make_batch):
+    pipeline = Pipeline(stages())
+    batch = make_batch([1.0, 2], [0, 1])
+    assert list(pipeline.minibatches(batch)) == []
+    assert pipeline.metrics["left/gate/incomplete"] == 2
+    assert pipeline.metrics["rows/trained"] == 0
+    assert pipeline(batch).shape == (0,)
+
+
+def test_an_empty_batch_leaves_no_numbers_of_the_one_before(make_batch):
+    pipeline = Pipeline(stages())
+    pipeline(busy_batch(make_batch))
+    batch = busy_batch(make_batch)[:0]
+    assert pipeline(batch) is batch
+    assert pipeline.metrics == {}
+    assert list(pipeline.minibatches(batch)) == []
+
+
+def test_a_stage_that_fails_is_named_with_its_options(make_batch):
+    with pytest.raises(
+        StageError, match=r"stage 'gate', CompletenessGate\(group_size=7\): 3 incomplete"
+    ) as info:
+        Pipeline(stages(gate=CompletenessGate(group_size=7)))(busy_batch(make_batch))
+    assert isinstance(info.value.__cause__, BatchError)
+    with pytest.raises(StageError, match=r"stage 'collapse', FanOutCollapse\(\).*the key 'rollout_id'"):
+        Pipeline(stages(gate=None))(busy_batch(make_batch).exclude("rollout_id"))
+    with pytest.raises(StageError, match=r"stage 'split'.*5 units do not make 2 minibatches"):
+        list(Pipeline({"split": ShuffleSplit(minibatches=2)}).minibatches(make_batch([0.0] * 5, [0] * 5)))
+
+
+# -- foreign stages -----------------------------------------------------------------------------------
+
+
+def keep_positive(batch: TensorDict) -> TensorDict:
+    return batch[batch["next", "reward"].flatten() > 0]
+
+
+def test_any_callable_is_a_stage_and_rows_it_loses_are_recorded(make_batch):
+    pipeline = Pipeline({"positive": keep_positive, "advantage": GroupRelativeAdvantage(scale="none")})
+    out = pipeline(make_batch([0.0, 1, 3], [0, 0, 0]))
+    assert out["advantage"].flatten().tolist() == [-1, 1]
+    assert pipeline.ledger.counts()["positive/gone"] == 1
+    assert "keep_positive" in repr(pipeline)
+
+
+def test_torchrls_own_transforms_are_stages(make_batch):
+    scaling = RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")])
+    pipeline = Pipeline({"scale": scaling, "advantage": GroupRelativeAdvantage(scale="none")})
+    assert pipeline(make_batch([1.0, 3], [0, 0]))["advantage"].flatten().tolist() == [-10, 10]
+
+
+@pytest.mark.parametrize(
+    ("stage", "found"),
+    [(lambda batch: None, "NoneType"), (lambda batch: batch.exclude("headrace"), "TensorDict")],
+)
+def test_a_stage_that_loses_track_of_rows_is_refused(stage, found, make_batch):
+    with pytest.raises(StageError, match=rf"stage 'odd'.*keeps the column.*returned {found}"):
+        Pipeline({"odd": stage})(make_batch([1.0], [0]))
+
+
+def test_a_modules_state_is_the_pipelines():
+    assert "stages.linear.weight" in Pipeline({"linear": nn.Linear(2, 2)}).state_dict()
+
+
+# -- orders -------------------------------------------------------------------------------------------
+
+
+def test_order_puts_a_stage_into_the_middle(make_batch):
+    late = {"advantage": GroupRelativeAdvantage(scale="none"), "collapse": FanOutCollapse()}
+    pipeline = Pipeline(late, order=["collapse", "advantage"])
+    assert list(pipeline.stages) == pipeline.order == ["collapse", "advantage"]
+    assert pipeline(make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1]))["advantage"].flatten().tolist() == [
+        -1,
+        1,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (["collapse"], "order must name each stage once"),
+        (["collapse", "collapse", "advantage"], "order must name each stage once"),
+        (["colapse", "advantage"], r"'colapse' \(did you mean 'collapse'\?\).*There are \['advantage'"),
+        (
+            ["advantage", "collapse"],
+            r"stage 'advantage' reads \('headrace', 'reward'\), which 'collapse' writes",
+        ),
+    ],
+)
+def test_an_order_that_cannot_work_is_refused(order, message):
+    with pytest.raises(ValueError, match=message):
+        Pipeline({"advantage": GroupRelativeAdvantage(), "collapse": FanOutCollapse()}, order=order)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["split", "gate"], "'gate' comes after 'split'.*must be last"),
+        (["advantage", "exclude"], r"'advantage' reads \('headrace', 'counted'\), which 'exclude' writes"),
+        (["vary", "collapse"], "'vary' reads .*which 'collapse' writes"),
+        (["advantage", "scale"], r"'advantage' reads \('next', 'reward'\), which 'scale' writes"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(names, message):
+    possible = stages(
+        exclude=SampleFilter(criterion=RewardWithin(), action="exclude"),
+        vary=SampleFilter(criterion=RewardsVary()),
+        scale=RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")]),
+    )
+    with pytest.raises(ValueError, match=message):
+        Pipeline({name: possible[name] for name in names})
+
+
+def test_what_has_an_effect_is_not_refused():
+    Pipeline(
+        {
+            "finite": SampleFilter(criterion=Finite(), action="exclude"),
+            **stages(),
+            "split": None,
+            "empty": SampleFilter(criterion=LengthWithin(low=1), action="drop"),
+            "cut": ShuffleSplit(minibatches=1),
+        }
+    )
+
+
+def test_a_non_finite_reward_excluded_before_the_collapse_never_reaches_a_baseline(make_batch):
+    pipeline = Pipeline({"finite": SampleFilter(criterion=Finite(), action="exclude"), **stages(gate=None)})
+    out = pipeline(make_batch([float("nan"), 1, 3, 3], [0, 0, 0, 0], [0, 1, 2, 2]))
+    found = {int(r): float(a) for r, a in zip(out["rollout_id"], out["advantage"].flatten(), strict=True)}
+    assert {r: found[r] for r in found if r} == {r: a for r, a in {1: -1.0, 2: 1.0}.items() if r in found}
+    assert found.get(0, 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"x": 3}, "stage 'x' must be a transform or a callable"),
+        ({"x": Pipeline({})}, "stage 'x' is a pipeline"),
+    ],
+)
+def test_what_is_no_stage_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Pipeline(given)
+
+
+def test_it_prints_its_order():
+    assert repr(Pipeline(stages())).splitlines()[:3] == [
+        "Pipeline",
+        "  1. gate: CompletenessGate(group_size=3, on_incomplete='drop')",
+        "  2. collapse: FanOutCollapse()",
+    ]

@@ -1,0 +1,167 @@
+"""Recipes, and what a command line changes in them."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from omegaconf import OmegaConf
+
+from headrace.pipeline import ConfigError, build_pipeline, load_pipeline
+from headrace.pipeline.load import compose_config
+from headrace.transforms import Finite, Fresh, LengthWithin, NotTruncated, RewardsVary, RewardWithin
+
+GATE = "pipeline.stages.gate.group_size=2"
+
+
+def advantage_of(batch, *overrides):
+    return load_pipeline(GATE, "pipeline.stages.split.shuffle=false", *overrides)(batch)[
+        "advantage"
+    ].flatten()
+
+
+def test_grpo_divides_and_dr_grpo_does_not(make_batch):
+    batch = make_batch([1.0, 3, 5, 11], [0, 0, 1, 1])
+    assert advantage_of(batch).tolist() == pytest.approx([-0.7071063, 0.7071063, -0.7071066, 0.7071066])
+    assert advantage_of(batch, "pipeline=dr_grpo").tolist() == [-1, 1, -3, 3]
+
+
+def test_one_word_makes_it_rloo(make_batch):
+    batch = make_batch([6.0, 3, 9, 12], [0, 0, 1, 1])
+    word = "pipeline.stages.advantage.baseline=leave_one_out"
+    assert advantage_of(batch, "pipeline=dr_grpo", word).tolist() == [3, -3, -3, 3]
+
+
+def test_grpo_masks_groups_without_variance_and_dapo_drops_them(make_batch):
+    batch = make_batch([1.0, 3, 5, 5], [0, 0, 1, 1])
+    assert len(load_pipeline(GATE)(batch)) == 4
+    assert len(load_pipeline(GATE, "pipeline=dapo")(batch)) == 2
+
+
+def test_recipes_are_differences():
+    base = OmegaConf.load("conf/pipeline/grpo.yaml")
+    for name in ("dr_grpo", "dapo"):
+        recipe = OmegaConf.load(f"conf/pipeline/{name}.yaml")
+        assert recipe.pop("defaults") == ["grpo"]
+        merged = OmegaConf.merge(base, recipe)
+        assert sum(merged.stages[s] != base.stages[s] for s in base.stages) == 1
+
+
+def test_every_option_of_a_stage_is_in_the_recipe_with_its_default():
+    """So that a command line can change it without a plus, and a misspelt one is caught."""
+    nodes = compose_config("load").pipeline.stages
+    pipeline = load_pipeline()
+    for name, stage in pipeline.stages.items():
+        assert set(nodes[name]) - {"_target_"} == set(inspect.signature(type(stage)).parameters)
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("~pipeline.stages.filter", ["gate", "collapse", "advantage", "split"]),
+        ("pipeline.stages.filter=null", ["gate", "collapse", "advantage", "split"]),
+        (
+            "pipeline.order=[collapse,gate,filter,advantage,split]",
+            ["collapse", "gate", "filter", "advantage", "split"],
+        ),
+    ],
+)
+def test_delete_and_reorder(override, names):
+    assert load_pipeline(override).order == names
+
+
+def test_add_in_the_middle_with_a_nested_key():
+    pipeline = load_pipeline(
+        "+pipeline.stages.cut={_target_: headrace.transforms.SampleFilter, action: drop, criterion: "
+        "{_target_: headrace.transforms.NotTruncated, truncated_key: [next, truncated]}}",
+        "pipeline.order=[gate,cut,collapse,filter,advantage,split]",
+    )
+    assert pipeline.order[1] == "cut"
+    assert pipeline.stages["cut"].criterion.truncated_key == ("next", "truncated")
+
+
+@pytest.mark.parametrize(
+    ("word", "cls"),
+    [
+        ("rewards_vary", RewardsVary),
+        ("reward_within", RewardWithin),
+        ("finite", Finite),
+        ("not_truncated", NotTruncated),
+        ("length_within", LengthWithin),
+        ("fresh", Fresh),
+    ],
+)
+def test_another_criterion_is_one_word(word, cls):
+    criterion = load_pipeline(f"criterion@pipeline.stages.filter.criterion={word}").stages["filter"].criterion
+    assert type(criterion) is cls
+    assert repr(criterion) == repr(cls()), "the YAML has the defaults of the class"
+    assert set(OmegaConf.load(f"conf/criterion/{word}.yaml")) - {"_target_"} == set(
+        inspect.signature(cls).parameters
+    )
+
+
+def test_any_callable_by_target(make_batch):
+    pipeline = load_pipeline(
+        GATE,
+        "~pipeline.stages.filter.criterion",
+        "+pipeline.stages.filter.criterion={_target_: test_recipes.not_five, _partial_: true}",
+    )
+    pipeline(make_batch([1.0, 3, 5, 5], [0, 0, 1, 1]))
+    assert pipeline.metrics["left/filter/not_five"] == 2
+
+
+def not_five(batch):
+    return batch["next", "reward"].flatten() != 5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "pipeline.stages.advantge.scale=none",
+            r"no 'pipeline.stages.advantge' \(did you mean 'advantage'\?\)",
+        ),
+        (
+            "pipeline.stages.advantage.scael=none",
+            r"no 'pipeline.stages.advantage.scael' \(did you mean 'scale'",
+        ),
+        (
+            "+pipeline.stages.advantage.scael=none",
+            r"stage 'advantage' .* no option 'scael' \(did you mean 'scale'",
+        ),
+        (
+            "+pipeline.stages.advantge.scale=none",
+            r"stage 'advantge' has no _target_ \(did you mean 'advantage'",
+        ),
+        ("~pipeline.stages.fitler", r"fitler"),
+        ("pipeline=gprpo", r"Could not find 'pipeline/gprpo'[\s\S]*dr_grpo"),
+        ("pipeline.stages.advantage.scale=sdt", r"pipeline.stages.advantage: scale must be one of 'group'"),
+        ("pipeline.stages.split.minibatches=0", r"pipeline.stages.split: .*must be ≥ 1; got 0"),
+        ("pipeline.order=[gate]", r"order must name each stage once"),
+        (
+            "pipeline.stages.gate._target_=headrace.transforms.Gate",
+            r"_target_ 'headrace.transforms.Gate' cannot be",
+        ),
+        (
+            "+pipeline.stages.filter.criterion.tolerance=1",
+            r"stage 'filter', criterion .*no option 'tolerance' \(did",
+        ),
+        ("pipeline..stages=1", r"."),
+    ],
+)
+def test_what_there_is_not_fails_before_any_rollout_with_a_hint(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_pipeline(override)
+
+
+def test_loading_leaves_an_outer_hydra_application_alone():
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("headrace.conf", version_base="1.3"):
+        load_pipeline("pipeline=dapo")
+        assert compose("config").seed == 0
+
+
+def test_a_node_of_ones_own_builds():
+    node = OmegaConf.create({"_target_": "headrace.pipeline.Pipeline", "stages": {}})
+    assert build_pipeline(node).order == []

@@ -1,0 +1,125 @@
+"""Prompts in the order of dispatch, ids stamped once."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.pipeline import RepeatSampler, stamp_ids
+
+SHAPES = {
+    "prompts": st.integers(1, 12),
+    "group_size": st.integers(1, 4),
+    "prompts_per_batch": st.integers(1, 5),
+    "repeats": st.integers(1, 3),
+    "shuffle": st.booleans(),
+    "seed": st.integers(0, 2**31),
+}
+
+
+@given(**SHAPES)
+def test_each_epoch_has_every_prompt_in_runs_of_a_group(
+    prompts, group_size, prompts_per_batch, repeats, **options
+):
+    sampler = RepeatSampler(
+        prompts,
+        group_size=group_size,
+        prompts_per_batch=prompts_per_batch,
+        repeats=repeats,
+        remainder="uneven",
+        **options,
+    )
+    for _ in range(2):
+        indices = list(sampler)
+        assert len(indices) == len(sampler) == prompts * group_size * repeats
+        assert {indices.count(p) for p in range(prompts)} == {group_size * repeats}
+        runs = [indices[i : i + group_size] for i in range(0, len(indices), group_size)]
+        assert all(len(set(run)) == 1 for run in runs)
+        heads = [run[0] for run in runs]
+        size = min(prompts_per_batch, prompts)
+        for repeat in range(1, repeats):
+            assert heads[repeat * size : (repeat + 1) * size] == heads[:size]
+
+
+@given(taken=st.integers(0, 40), **SHAPES)
+def test_a_restored_sampler_goes_on_where_it_was(taken, **options):
+    make = lambda: RepeatSampler(remainder="uneven", **options)  # noqa: E731
+
+    def stream(sampler):
+        while True:
+            yield from sampler
+
+    one, two = make(), make()
+    list(islice(stream(one), taken))
+    two.load_state_dict(one.state_dict())
+    assert list(islice(stream(one), 30)) == list(islice(stream(two), 30))
+
+
+@given(drawn=st.integers(0, 5), **SHAPES)
+def test_draws_have_ids_of_their_own_for_ever(drawn, **options):
+    sampler = RepeatSampler(remainder="uneven", **options)
+    draws = torch.cat(list(islice(sampler.draws(), 6)))
+    size = options["group_size"]
+    assert draws["rollout_id"].tolist() == list(range(len(draws)))
+    assert draws["group_id"].tolist() == [i // size for i in range(len(draws))]
+    assert set(draws["expected_rollouts"].tolist()) == {size}
+    restored = RepeatSampler(remainder="uneven", **options)
+    first = RepeatSampler(remainder="uneven", **options)
+    list(islice(first.draws(), drawn))
+    restored.load_state_dict(first.state_dict())
+    torch.testing.assert_close(next(restored.draws()), next(first.draws()))
+
+
+def test_the_same_prompt_drawn_twice_is_two_groups():
+    draws = torch.cat(list(islice(RepeatSampler(1, group_size=2).draws(), 2)))
+    assert draws["prompt"].tolist() == [0, 0, 0, 0]
+    assert draws["group_id"].tolist() == [0, 0, 1, 1]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    sampler = RepeatSampler(50, group_size=1, seed=1)
+    first, second = list(sampler), list(sampler)
+    assert first != second
+    assert first == list(RepeatSampler(50, group_size=1, seed=1))
+    assert first != list(RepeatSampler(50, group_size=1, seed=2))
+
+
+def test_it_feeds_a_data_loader():
+    data = [f"prompt {i}" for i in range(4)]
+    sampler = RepeatSampler(data, group_size=2, prompts_per_batch=2, shuffle=False)
+    batches = list(torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler))
+    assert batches == [["prompt 0"] * 2 + ["prompt 1"] * 2, ["prompt 2"] * 2 + ["prompt 3"] * 2]
+
+
+def test_a_remainder_raises_unless_told_otherwise():
+    with pytest.raises(ValueError, match="7 prompts do not make batches of 2: 1 over"):
+        RepeatSampler(7, group_size=2, prompts_per_batch=2)
+    assert len(RepeatSampler(7, group_size=2, prompts_per_batch=2, remainder="drop")) == 12
+    assert len(RepeatSampler(7, group_size=2, prompts_per_batch=2, remainder="uneven")) == 14
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": 0}, "got prompts=0"),
+        ({"group_size": 0, "repeats": 0}, "got group_size=0, repeats=0"),
+        ({"prompts_per_batch": 3, "remainder": "pad"}, "remainder must be one of"),
+        ({"prompts": 2, "prompts_per_batch": 3, "remainder": "drop"}, "2 prompts make no batch of 3"),
+    ],
+)
+def test_options_that_make_no_sense_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        RepeatSampler(**({"prompts": 4, "group_size": 2} | options))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "first", "row"),
+    [([1, 1, 2, 3], 0, 3), ([1, 1, 2], 0, 3), ([1, 1], 3, 2), ([1, 2, 1, 2], 0, 1)],
+)
+def test_stamping_what_is_not_in_groups_names_the_row(prompts, first, row):
+    with pytest.raises(ValueError, match=f"break that at row {row}"):
+        stamp_ids(prompts, group_size=2, first_rollout=first)
