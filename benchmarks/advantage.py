@@ -66,7 +66,9 @@ def measure(functions: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
