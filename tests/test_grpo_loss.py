@@ -23,7 +23,7 @@ def gradient(policy, batch, **options) -> torch.Tensor:
 def scene():
     """A policy in float64, and a processed batch on whose rows its ratios are not 1."""
     policy = make_policy().double()
-    batch = make_pipeline()(next(iter(make_collector(make_env(), policy=policy))))
+    batch = make_pipeline("~pipeline.stages.filter")(next(iter(make_collector(make_env(), policy=policy))))
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))

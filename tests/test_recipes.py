@@ -38,6 +38,22 @@ def test_grpo_masks_groups_without_variance_and_dapo_drops_them(make_batch):
     assert len(load_pipeline(GATE, "pipeline=dapo")(batch)) == 2
 
 
+@pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "dapo"])
+def test_the_recipes_filter_comes_before_the_advantage(make_batch, recipe):
+    """Judged out and dropped, the reward of 8 is in nobody's baseline."""
+    pipeline = load_pipeline(
+        f"pipeline={recipe}",
+        "pipeline.stages.gate.group_size=3",
+        "criterion@pipeline.stages.filter.criterion=reward_within",
+        "pipeline.stages.filter.criterion.high=5",
+        "pipeline.stages.filter.unit=sample",
+        "pipeline.stages.filter.action=drop",
+        "pipeline.stages.advantage.scale=none",
+        "pipeline.stages.split.shuffle=false",
+    )
+    assert pipeline(make_batch([1.0, 3, 8], [0, 0, 0]))["advantage"].flatten().tolist() == [-1, 1]
+
+
 def test_recipes_are_differences():
     base = OmegaConf.load("conf/pipeline/grpo.yaml")
     for name in ("dr_grpo", "dapo"):

@@ -33,8 +33,10 @@ class SampleFilter(BatchTransform):
 
     Statistics are those of later stages: a filter after the advantage changes no baseline. Out of the loss
     is meant for good: the row's loss mask becomes False and its behaviour log-probabilities NaN, which
-    TorchRL's GRPOLoss takes out exactly, whichever masking strategy it uses, token count included. A filter
-    that leaves nothing gives an empty batch.
+    TorchRL's GRPOLoss takes out exactly, whichever masking strategy it uses, token count included. (Its
+    ``prompt_mean`` and its KL terms divide by all rows: after the advantage, a second filter with
+    ``LengthWithin(low=1)`` and ``drop`` takes silent rows away.) A filter that leaves nothing gives an empty
+    batch.
 
     Reads what its criterion reads, `rollout_key` or `group_key` by `unit`; writes `loss_mask_key`,
     `log_prob_key`, ``("headrace", "in_loss")`` and, under ``exclude``, ``("headrace", "counted")``. One
