@@ -12,9 +12,8 @@ from torch import nn
 
 from headrace.transforms.base import BatchTransform, has_key, nested_key
 from headrace.transforms.columns import PROCESSED, ROW
-from headrace.transforms.criteria import count_tokens
 from headrace.transforms.errors import BatchError
-from headrace.transforms.rows import device_of
+from headrace.transforms.rows import any_token, device_of
 from headrace.transforms.split import Plan, ShuffleSplit
 
 from .ledger import Ledger
@@ -165,7 +164,7 @@ class Pipeline(BatchTransform):
 
     def _close(self, batch: TensorDictBase) -> TensorDictBase:
         if len(batch) and has_key(batch, self.loss_mask_key):
-            empty = count_tokens(batch, self.loss_mask_key, reader="Pipeline") == 0
+            empty = ~any_token(batch, self.loss_mask_key)
             self._book.judge("pipeline", ("no_loss_tokens",), batch.get(ROW), empty)
         done = torch.ones(len(batch), dtype=torch.bool, device=device_of(batch))
         return batch.set(PROCESSED, done)

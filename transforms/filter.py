@@ -119,19 +119,16 @@ class SampleFilter(BatchTransform):
         return keep.reshape(-1)
 
     def _silence(self, batch: TensorDictBase, quiet: Tensor) -> None:
-        masks = [
-            (key, value)
-            for key, value in ((self.loss_mask_key, False), (self.log_prob_key, float("nan")))
-            if key is not None and has_key(batch, key)
-        ]
+        masks = [key for key in (self.loss_mask_key, self.log_prob_key) if key and has_key(batch, key)]
         if not masks and bool(quiet.any()):
             raise BatchError(
                 f"{int(quiet.sum())} rows are to leave the loss, but the batch has neither "
                 f"{self.loss_mask_key!r} (loss_mask_key) nor {self.log_prob_key!r} (log_prob_key): they "
                 f"would train all the same. It has {key_names(batch)}; set the keys, or action='drop'"
             )
-        for key, value in masks:
-            silence_rows(batch, key, quiet, value)
+        if quiet.device.type != "cpu" or bool(quiet.any()):  # a copy saved where looking costs nothing
+            for key in masks:
+                silence_rows(batch, key, quiet)
         batch.set(IN_LOSS, ~quiet & batch.get(IN_LOSS, ~quiet))
 
 

@@ -47,28 +47,41 @@ def _take(value: Any, rows: Tensor) -> Any:
     return value[rows]
 
 
-def silence_rows(batch: TensorDictBase, key: NestedKey, quiet: Tensor, value: float | bool) -> None:
-    """Overwrite whole rows of a column, in place of the batch, never in place of the tensor.
+def silence_rows(batch: TensorDictBase, key: NestedKey, quiet: Tensor) -> None:
+    """Take whole rows of a column out of the loss: False in a mask, NaN in log-probabilities.
+
+    The batch gets a new tensor; the old one is left alone. No device read.
 
     Args:
         batch: TensorDict ``[N]``; its entry `key` is replaced.
-        key: a dense (N, ...) or ragged column.
-        quiet: (N,) bool, rows to overwrite.
-        value: what to write: False into a loss mask, NaN into log-probabilities.
+        key: a dense (N, ...) or ragged column, bool or floating point.
+        quiet: (N,) bool, the rows.
     """
     if isinstance(batch, LazyStackedTensorDict):
         for td, silent in zip(batch.tensordicts, quiet.tolist(), strict=True):
             if silent:
-                td.set(key, torch.full_like(td.get(key), value))
+                row = td.get(key)
+                td.set(key, torch.full_like(row, False if row.dtype is torch.bool else float("nan")))
         return
     column = batch.get(key)
     wide = quiet.view(-1, *[1] * (column.ndim - 1))
+    # The plain ways, `column & ~wide` and `masked_fill`, cost ten times and up to three times as much on CPU.
     if column.dtype is torch.bool:
-        # On CPU a broadcast `&` of bools costs ten times the same on bytes, which is the same bits.
         loud = (~wide).view(torch.uint8)
         batch.set(key, (column.contiguous().view(torch.uint8) & loud).view(torch.bool))
     else:
-        batch.set(key, column.masked_fill(wide, value))
+        batch.set(key, column + torch.zeros_like(wide, dtype=column.dtype).masked_fill_(wide, float("nan")))
+
+
+def any_token(batch: TensorDictBase, key: NestedKey) -> Tensor:
+    """(N,) bool: whether a row of a dense or ragged (N, T) bool column has a True. No device read."""
+    if isinstance(batch, LazyStackedTensorDict):
+        return torch.stack([mask.any() for mask in batch.get(key, as_list=True)])
+    mask = batch.get(key)
+    if mask.numel() == 0:
+        return torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
+    # On CPU `any` of bools costs thirty times the maximum of the same bytes.
+    return mask.contiguous().view(torch.uint8).reshape(len(mask), -1).amax(-1) > 0
 
 
 def device_of(batch: TensorDictBase) -> torch.device:
