@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -73,6 +74,8 @@ class RepeatSampler(Sampler[int]):
         if self.drawn == 0:
             raise ValueError(f"{self.prompts} prompts make no batch of {prompts_per_batch}")
         self.epoch, self.position = 0, 0
+        self._made_for: tuple[int, int] | None = None  # the seed and epoch of the order at hand
+        self._made: list[int] = []
 
     def __len__(self) -> int:
         """Indices per epoch."""
@@ -81,7 +84,7 @@ class RepeatSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """The rest of the epoch."""
         indices = self._indices()
-        for index in indices[self.position :]:
+        for index in islice(indices, self.position, None):
             # Before the yield: what was handed out counts as drawn, also if nobody comes back for more.
             self.position += 1
             if self.position == len(indices):
@@ -106,13 +109,16 @@ class RepeatSampler(Sampler[int]):
             yield stamp_ids(prompts, group_size=self.group_size, first_rollout=start)
 
     def _indices(self) -> list[int]:
+        if self._made_for == (self.seed, self.epoch):
+            return self._made
         order = torch.arange(self.prompts)
         if self.shuffle:
             generator = torch.Generator().manual_seed(stream_seed(self.seed, self.epoch))
             order = torch.randperm(self.prompts, generator=generator)
         chunks = order[: self.drawn].split(self.prompts_per_batch)
         groups = [chunk.repeat_interleave(self.group_size).repeat(self.repeats) for chunk in chunks]
-        return torch.cat(groups).tolist()
+        self._made_for, self._made = (self.seed, self.epoch), torch.cat(groups).tolist()
+        return self._made
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sampler is. A DataLoader with workers has drawn ahead of what it has handed out."""

@@ -1,0 +1,127 @@
+"""The example with a language model keeps the pipeline's promises, step by step."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from headrace.pipeline import StageError
+
+pytest.importorskip("transformers", reason="the extra `llm` is not installed")
+pytestmark = pytest.mark.llm
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "llm_grpo.py"
+STEPS, ENVS, PER_ENV, GROUP_SIZE = 3, 16, 2, 4
+SIZES = {"num_envs": ENVS, "rollouts_per_env": PER_ENV, "group_size": GROUP_SIZE, "minibatches": 2}
+FULL, LOSS_MASK = ("tokens", "full"), ("masks", "all_assistant_mask")
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("llm_grpo", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def run(example) -> SimpleNamespace:
+    """A short run: its batches, their metrics, and the weights before and after."""
+    tokenizer = example.make_tokenizer()
+    model = example.make_model(tokenizer, seed=0)
+    before = [p.detach().clone() for p in model.parameters()]
+    pairs = list(example.train(model, tokenizer, steps=STEPS, seed=0, **SIZES))
+    return SimpleNamespace(
+        tokenizer=tokenizer,
+        batches=[batch for batch, _ in pairs],
+        metrics=[numbers for _, numbers in pairs],
+        before=before,
+        after=[p.detach() for p in model.parameters()],
+    )
+
+
+def prompts_of(batch: TensorDict, tokenizer) -> list[str]:
+    texts = tokenizer.batch_decode(batch[FULL], skip_special_tokens=True)
+    return [text.split("=")[1] for text in texts]  # "=123=" and the response
+
+
+def test_each_step_has_all_rollouts_but_those_of_the_first_reset(run):
+    assert [len(batch) for batch in run.batches] == [ENVS * PER_ENV] * STEPS
+    collected = torch.cat([batch["rollout_id"] for batch in run.batches]).sort().values
+    assert collected.tolist() == list(range(ENVS, ENVS + ENVS * PER_ENV * STEPS))
+
+
+def test_each_group_is_whole(run):
+    for batch in run.batches:
+        groups, rollouts = batch["group_id"].unique(return_counts=True)
+        assert rollouts.tolist() == [GROUP_SIZE] * len(groups)
+
+
+def test_a_group_has_one_prompt(run):
+    for batch in run.batches:
+        pairs = {*zip(batch["group_id"].tolist(), prompts_of(batch, run.tokenizer), strict=True)}
+        assert len(pairs) == len(batch) // GROUP_SIZE
+
+
+def test_the_tokens_in_the_loss_are_the_response_that_earned_the_reward(run):
+    for batch in run.batches:
+        prompts = prompts_of(batch, run.tokenizer)
+        for row in batch["headrace", "in_loss"].nonzero().flatten().tolist():
+            response = batch[FULL][row, batch[LOSS_MASK][row]].tolist()
+            answer = [*run.tokenizer(prompts[row][::-1])["input_ids"], run.tokenizer.eos_token_id]
+            right = sum(a == b for a, b in zip(response, answer, strict=False))
+            assert batch["next", "reward"][row].item() == pytest.approx(right / len(answer))
+
+
+def test_padding_is_on_the_left_and_nowhere_else(run):
+    for batch in run.batches:
+        attended = batch["masks", "all_attention_mask"]
+        assert torch.equal(attended, batch[FULL] != run.tokenizer.pad_token_id)
+        assert (attended[:, :-1] <= attended[:, 1:]).all()
+
+
+def test_the_advantages_of_a_group_add_up_to_nothing(run):
+    for batch in run.batches:
+        assert batch["advantage"].shape == (len(batch), 1, 1)
+        total = torch.zeros(int(batch["group_id"].max()) + 1)
+        total.index_add_(0, batch["group_id"], batch["advantage"].flatten())
+        torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-5)
+
+
+def test_rows_with_a_token_in_the_loss_are_those_recorded_as_trained(run):
+    for batch, numbers in zip(run.batches, run.metrics, strict=True):
+        assert numbers["rows/trained"] == int(batch[LOSS_MASK].any(-1).sum())
+        left = sum(number for key, number in numbers.items() if key.startswith("left/"))
+        assert numbers["rows/in"] == numbers["rows/trained"] + left == ENVS * PER_ENV
+
+
+def test_each_response_token_in_the_loss_has_the_log_probability_it_was_sampled_with(run):
+    for batch in run.batches:
+        mask, log_probs = batch[LOSS_MASK], batch["log_probs", "full"]
+        assert (mask <= batch["masks", "all_attention_mask"]).all()
+        # TransformersWrapper's own would be 0 for the first token of each response.
+        assert ((log_probs < 0) & log_probs.isfinite())[mask].all()
+        assert log_probs[~batch["headrace", "in_loss"]].isnan().all()
+
+
+def test_training_changes_the_weights(run):
+    assert any(not torch.equal(old, new) for old, new in zip(run.before, run.after, strict=True))
+
+
+def test_the_same_seed_gives_the_same_rewards(example):
+    first, again, other = (example.main(steps=2, seed=seed, **SIZES) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_the_gate_names_the_groups_that_the_first_reset_tore(example):
+    tokenizer = example.make_tokenizer()
+    model = example.make_model(tokenizer, seed=0)
+    sizes = {"num_envs": 6, "rollouts_per_env": 2, "group_size": 4}
+    with pytest.raises(StageError, match=r"2 incomplete groups: group 1 has 2 of 4 .*group 4 has 2 of 4"):
+        next(example.train(model, tokenizer, steps=1, seed=0, **sizes))
