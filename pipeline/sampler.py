@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -84,12 +83,12 @@ class RepeatSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """The rest of the epoch."""
         indices = self._indices()
-        for index in islice(indices, self.position, None):
+        for place in range(self.position, len(indices)):
             # Before the yield: what was handed out counts as drawn, also if nobody comes back for more.
             self.position += 1
             if self.position == len(indices):
                 self.epoch, self.position = self.epoch + 1, 0
-            yield index
+            yield indices[place]
 
     def draws(self) -> Iterator[TensorDict]:
         """Yield batches of draws for ever: the ids that rows carry from here to the loss.

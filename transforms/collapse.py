@@ -110,7 +110,8 @@ def explain_fan_out(reward: Tensor, rollouts: Tensor, groups: Tensor | None, *, 
         raise BatchError(
             "every reward must be finite; found "
             + listing(f"{float(reward[i])} at row {i} (rollout {int(rollouts[i])})" for i in rows)
-            + ". Score those rollouts, or take them out before with SampleFilter(criterion=Finite(), action='exclude')"
+            + ". Score those rollouts, or take them out before this stage with "
+            "SampleFilter(criterion=Finite(), action='exclude')"
         )
     members: dict[int, list[int]] = {}
     for row, rollout in enumerate(rollouts.tolist()):
