@@ -29,11 +29,11 @@ class RunDisplay:
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
-            TextColumn("reward {task.fields[reward]}  kept {task.fields[kept]}  left {task.fields[left]}"),
+            TextColumn("reward {task.fields[reward]}  kept {task.fields[kept]}  out {task.fields[out]}"),
             TimeElapsedColumn(),
             console=self.console,
         )
-        self._task = self._progress.add_task("", total=steps, reward="–", kept="–", left="–")
+        self._task = self._progress.add_task("", total=steps, reward="–", kept="–", out="–")
 
     def __enter__(self) -> RunDisplay:
         self._progress.start()
@@ -53,7 +53,7 @@ class RunDisplay:
             advance=1,
             reward=f"{numbers.get('reward', float('nan')):.2f}",
             kept=f"{trained:.0f}",
-            left=f"{rows - trained:.0f}",
+            out=f"{rows - trained:.0f}",
         )
         write_csv(self.csv_path, self.history)
 
@@ -87,7 +87,7 @@ def funnel(history: list[dict[str, float]], title: str) -> Table:
 
     units = ("rows", "rollouts", "groups")
     table.add_row("collected", *(total(f"{unit}/in") for unit in units))
-    reasons = dict.fromkeys(key for numbers in history for key in numbers if key.startswith("left/"))
+    reasons = dict.fromkeys(key for numbers in history for key in numbers if key.startswith("out/"))
     for key in reasons:
         if any(numbers.get(key) for numbers in history):
             stage, reason = key.split("/")[1:]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.base import has_key
+from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.rows import device_of
 
 TRAINED = "trained"
@@ -22,10 +23,10 @@ class Ledger:
         names: ``stage/reason`` by code.
     """
 
-    def __init__(self, batch: TensorDictBase, id_keys: Iterable[NestedKey]):
+    def __init__(self, batch: TensorDictBase, units: Mapping[str, NestedKey]):
         self.reason = torch.zeros(len(batch), dtype=torch.int64, device=device_of(batch))
         self.names: list[str] = [TRAINED]
-        self.ids = {str(key): batch.get(key).reshape(-1) for key in id_keys if has_key(batch, key)}
+        self.ids = {unit: batch.get(key).reshape(-1) for unit, key in units.items() if has_key(batch, key)}
 
     def judge(self, stage: str, reasons: Iterable[str], rows: Tensor, verdict: Tensor | None) -> None:
         """Record the verdicts of a stage on `rows` (M,), the row numbers that it saw.
@@ -39,10 +40,17 @@ class Ledger:
             after = torch.where((before == 0) & (verdict > 0), verdict.long() + base, before)
             self.reason.index_copy_(0, rows, after)
 
-    def miss(self, stage: str, rows: Tensor, left: Tensor) -> None:
-        """Record `rows` that are not among those `left` as gone at a stage that gave no verdicts."""
-        gone = torch.zeros_like(self.reason).index_fill_(0, rows, 1).index_fill_(0, left, 0)
-        self.judge(stage, ("gone",), rows, gone.index_select(0, rows))
+    def miss(self, stage: str, rows: Tensor, remaining: Tensor) -> None:
+        """Record those of `rows` that are not among `remaining` as gone at a stage that gave no verdicts.
+
+        Raises:
+            BatchError: a row is there twice. One device read.
+        """
+        times = torch.zeros_like(self.reason).index_add_(0, remaining, torch.ones_like(remaining))
+        if bool((times > 1).any()):
+            twice = listing(map(str, (times > 1).nonzero().flatten().tolist()))
+            raise BatchError(f"a stage may drop rows but not repeat them; found twice: rows {twice}")
+        self.judge(stage, ("gone",), rows, times.index_select(0, rows) == 0)
 
     def counts(self) -> dict[str, int]:
         """Rows per reason, `trained` first; reasons without rows included. One device read."""
@@ -54,8 +62,7 @@ class Ledger:
         counts = self.counts()
         found: dict[str, float] = {"rows/in": len(self.reason), "rows/trained": counts.pop(TRAINED)}
         trained = self.reason == 0
-        for key, ids in self.ids.items():
-            unit = key.removesuffix("_id") + "s"
+        for unit, ids in self.ids.items():
             found[f"{unit}/in"] = len(ids.unique())
             found[f"{unit}/trained"] = len(ids[trained].unique())
-        return {k: float(v) for k, v in (found | {f"left/{name}": n for name, n in counts.items()}).items()}
+        return {k: float(v) for k, v in (found | {f"out/{name}": n for name, n in counts.items()}).items()}

@@ -50,7 +50,7 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     stages = plain.get("stages") or {} if isinstance(plain, dict) else {}
     for name, node in stages.items():
         if node is not None:
-            _check_node(f"stage {name!r}", node, [other for other in stages if other != name])
+            _check_node(f"stage {name!r}", name, node, [other for other in stages if other != name])
     try:
         return instantiate(config, _convert_="all")
     except InstantiationException as err:
@@ -61,16 +61,16 @@ def build_pipeline(config: DictConfig) -> Pipeline:
 def explain_composition(error: Exception, overrides: Sequence[str], config_name: str) -> str:
     """Hydra's message, with the nearest names that there are where it is about one that there is not."""
     message = str(error) if error.__cause__ is None else f"{error}\n{error.__cause__}"
-    key = re.search(r"Key '([^']+)' is not in struct", message)
-    path = re.search(r"full_key: ([\w.]+)", message)
-    if not key or not path:
+    path = re.search(r"is not in struct\n\s*full_key: ([\w.]+)", message)
+    path = path or re.search(r"delete from config. '([\w.]+)' does not exist", message)
+    if not path:
         return str(error)
     choices = [word for word in overrides if re.fullmatch(r"[\w/@]+=[\w/]+", word) and "." not in word]
     parent: Any = compose_config(config_name, *choices)
     for part in path[1].split(".")[:-1]:
         parent = parent.get(part)
     names = [str(name) for name in parent]
-    return f"there is no {path[1]!r}{suggest(key[1], names)}; there are {', '.join(names)}"
+    return f"there is no {path[1]!r}{suggest(path[1].split('.')[-1], names)}; there are {', '.join(names)}"
 
 
 def compose_config(config_name: str, *overrides: str) -> DictConfig:
@@ -93,9 +93,8 @@ def compose_config(config_name: str, *overrides: str) -> DictConfig:
             GlobalHydra.instance().initialize(outer)
 
 
-def _check_node(where: str, node: Any, siblings: Sequence[str]) -> None:
+def _check_node(where: str, name: str, node: Any, siblings: Sequence[str]) -> None:
     if not isinstance(node, dict) or "_target_" not in node:
-        name = where.split("'")[1]
         raise ConfigError(f"{where} has no _target_{suggest(name, siblings)}; found {node!r}")
     if node.get("_partial_") or "_args_" in node:
         return
@@ -114,4 +113,4 @@ def _check_node(where: str, node: Any, siblings: Sequence[str]) -> None:
                 f"there are {', '.join(parameters)}"
             )
         if isinstance(value, dict) and "_target_" in value:
-            _check_node(f"{where}, {option}", value, [])
+            _check_node(f"{where}, {option}", option, value, [])

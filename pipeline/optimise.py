@@ -9,6 +9,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
+from headrace.transforms.criteria import count_tokens
+
 
 def optimise(
     minibatches: Iterable[TensorDictBase],
@@ -19,7 +21,7 @@ def optimise(
     max_grad_norm: float | None = None,
     loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
 ) -> int:
-    """Take one optimiser step per `accumulate` minibatches; a short last one takes what is left.
+    """Take one optimiser step per `accumulate` parts of the batch; a short last one takes what is left.
 
     A loss that is a mean over tokens is weighted by the minibatch's share of the step's tokens, so that
     accumulating n minibatches has the gradient of their union::
@@ -29,7 +31,8 @@ def optimise(
     A step without a token in the loss is not taken.
 
     Args:
-        minibatches: TensorDicts ``[n]``, as the pipeline yields them.
+        minibatches: TensorDicts ``[n]``, as the pipeline yields them; with `accumulate` > 1 each is a
+            micro-batch of its step, and steps do not stop at the end of an epoch.
         loss: returns a TensorDict whose entries named ``loss_*`` are scalars to minimise, each a mean over
             the tokens in the loss, such as TorchRL's GRPOLoss with ``token_mean``.
         optimizer: of the loss's parameters.
@@ -48,7 +51,7 @@ def optimise(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     steps = 0
     for parts in _chunks(minibatches, accumulate):
-        tokens = [int(part.get(loss_mask_key).sum()) for part in parts]
+        tokens = [int(count_tokens(part, loss_mask_key, reader="optimise").sum()) for part in parts]
         if sum(tokens) == 0:
             continue
         optimizer.zero_grad()

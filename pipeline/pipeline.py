@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
-from headrace.transforms.base import BatchTransform, has_key, nested_key
+from headrace.transforms.base import BatchTransform, has_key, nested_key, read_numbers
 from headrace.transforms.columns import PROCESSED, ROW
 from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import any_token, device_of
@@ -20,8 +20,8 @@ from .ledger import Ledger
 from .order import arrange, check_order
 
 
-class StageError(BatchError):
-    """A stage failed; the message names it and its options, ``__cause__`` is what it raised."""
+class StageError(RuntimeError):
+    """A stage failed otherwise than by refusing its data; ``__cause__`` is what it raised."""
 
 
 class Pipeline(BatchTransform):
@@ -44,7 +44,8 @@ class Pipeline(BatchTransform):
 
     Raises:
         ValueError: at construction, an order that cannot work, with the two stages' names.
-        StageError: a stage failed on a batch.
+        BatchError: a stage refused a batch; of the class that the stage raised, with its name and options.
+        StageError: a stage failed otherwise.
 
     Example:
         >>> from tensordict import TensorDict
@@ -87,39 +88,46 @@ class Pipeline(BatchTransform):
         return self._close(self._run(batch, self.order))
 
     def minibatches(self, batch: TensorDictBase, *, epochs: int = 1) -> Iterator[TensorDictBase]:
-        """Run all stages and yield the minibatches, gathered one at a time.
+        """Run all stages, now, and return the minibatches, which are gathered one at a time.
 
-        The stages run once; with several epochs the split draws a new order for each. Without a
-        ShuffleSplit the whole batch is the one minibatch. A batch from which nothing is left yields none.
+        The stages run once; with several epochs the split draws an order for each. Without a ShuffleSplit
+        the whole batch is the one minibatch. A batch from which nothing is left has none.
 
         Args:
             batch: TensorDict, as collected.
             epochs: passes over the rows, ≥ 1.
+
+        Raises:
+            ValueError: `epochs` < 1.
+            BatchError: as a call of the pipeline.
         """
+        if epochs < 1:
+            raise ValueError(f"epochs must be ≥ 1; got {epochs}")
         split = self.stages[self.order[-1]] if self.order else None
         if not isinstance(split, ShuffleSplit):
             out = self(batch)
-            yield from [out] * (epochs if len(out) else 0)
-            return
+            return iter([out] * (epochs if len(out) else 0))
         entered = self.enter(batch)
         if entered is None:
-            return
+            return iter(())
         out = self._close(self._run(entered, self.order[:-1]))
-        for _ in range(epochs if len(out) else 0):
-            yield from split.gather(out, self._plan(split, out))
+        plans = self._plans(split, out, epochs) if len(out) else []
+        return (minibatch for plan in plans for minibatch in split.gather(out, plan))
 
     @property
     def metrics(self) -> dict[str, float]:
         """Numbers of the last batch: what came in, what is trained, what left where and why.
 
-        ``rows/in``, ``rows/trained``, ``rollouts/…``, ``groups/…``, ``left/<stage>/<reason>``, and what each
-        stage measured as ``<stage>/<name>``. Empty before the first batch.
+        ``rows/in``, ``rows/trained``, ``rollouts/…``, ``groups/…``, ``out/<stage>/<reason>``, and what each
+        stage measured as ``<stage>/<name>``. Empty before the first batch. A few device reads.
         """
-        numbers = {} if self.ledger is None else self.ledger.numbers()
-        for name, stage in self.stages.items():
-            if isinstance(stage, BatchTransform):
-                numbers |= {f"{name}/{key}": value for key, value in stage.metrics.items()}
-        return numbers
+        measured = {
+            f"{name}/{key}": value
+            for name, stage in self.stages.items()
+            if isinstance(stage, BatchTransform)
+            for key, value in stage.measured.items()
+        }
+        return ({} if self.ledger is None else self.ledger.numbers()) | read_numbers(measured)
 
     def __repr__(self) -> str:
         lines = [f"  {i}. {name}: {self.stages[name]!r}" for i, name in enumerate(self.order, start=1)]
@@ -135,7 +143,7 @@ class Pipeline(BatchTransform):
                 stage.verdict, stage.measured = None, {}
         flat = super().enter(batch)
         if flat is not None:
-            self.ledger = Ledger(flat, [self.rollout_key, self.group_key])
+            self.ledger = Ledger(flat, {"rollouts": self.rollout_key, "groups": self.group_key})
             flat.set(ROW, torch.arange(len(flat), device=device_of(flat)))
         return flat
 
@@ -147,20 +155,23 @@ class Pipeline(BatchTransform):
             rows = batch.get(ROW)
             with self._naming(name):
                 batch = stage(batch)
-                left = self._rows_of(batch)
-            if isinstance(stage, BatchTransform):
-                self._book.judge(name, stage.reasons, rows, stage.verdict)
-            elif len(left) < len(rows):
-                self._book.miss(name, rows, left)
+                remaining = self._rows_of(batch)
+                verdict = stage.verdict if isinstance(stage, BatchTransform) else None
+                if verdict is not None:
+                    self._book.judge(name, stage.reasons, rows, verdict)
+                elif not isinstance(stage, BatchTransform) or len(remaining) != len(rows):
+                    self._book.miss(name, rows, remaining)
         return batch
 
-    def _plan(self, split: ShuffleSplit, batch: TensorDictBase) -> Plan:
-        name = self.order[-1]
-        with self._naming(name):
-            plan = split.plan(batch)
-        if f"{name}/{split.reasons[0]}" not in self._book.names:  # later epochs train the same rows again
-            self._book.judge(name, split.reasons, batch.get(ROW), split.verdict)
-        return plan
+    def _plans(self, split: ShuffleSplit, batch: TensorDictBase, epochs: int) -> list[Plan]:
+        """One order an epoch; a row is out only if every epoch leaves it out."""
+        name, plans, verdicts = self.order[-1], [], []
+        for _ in range(epochs):
+            with self._naming(name):
+                plans.append(split.plan(batch))
+            verdicts.append(split.verdict)
+        self._book.judge(name, split.reasons, batch.get(ROW), torch.stack(verdicts).amin(0))
+        return plans
 
     def _close(self, batch: TensorDictBase) -> TensorDictBase:
         if len(batch) and has_key(batch, self.loss_mask_key):
@@ -189,7 +200,8 @@ class Pipeline(BatchTransform):
         try:
             yield
         except Exception as err:
-            raise StageError(f"stage {name!r}, {self.stages[name]!r}: {err}") from err
+            kind = type(err) if isinstance(err, BatchError) else StageError
+            raise kind(f"stage {name!r}, {self.stages[name]!r}: {err}") from err
 
 
 class CallableStage(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -62,7 +63,7 @@ class RepeatSampler(Sampler[int]):
         if low := [f"{name}={value}" for name, value in counts.items() if value < 1]:
             raise ValueError(f"{', '.join(counts)} must be ≥ 1; got {', '.join(low)}")
         over = self.prompts % prompts_per_batch
-        if over and one_of("remainder", remainder, ("raise", "drop", "uneven")) == "raise":
+        if one_of("remainder", remainder, ("raise", "drop", "uneven")) == "raise" and over:
             raise ValueError(
                 f"{self.prompts} prompts do not make batches of {prompts_per_batch}: {over} over. Set "
                 "remainder='drop' or 'uneven'"
@@ -93,18 +94,20 @@ class RepeatSampler(Sampler[int]):
     def draws(self) -> Iterator[TensorDict]:
         """Yield batches of draws for ever: the ids that rows carry from here to the loss.
 
+        A batch that was begun by ``iter()`` is finished first.
+
         Each TensorDict ``[prompts_per_batch · group_size]`` has ``prompt``, ``group_id``, ``rollout_id``
         and ``expected_rollouts``, (N,) int64; see :func:`stamp_ids`. Ids are unique over all epochs, and a
         restored sampler goes on with the next ones.
         """
         while True:
             start = self.epoch * len(self) + self.position
-            batch = self.prompts_per_batch
-            if self.remainder == "uneven":
-                chunk = self.position // (self.group_size * self.repeats * batch)
-                batch = min(batch, self.drawn - chunk * batch)
-            indices = iter(self)
-            prompts = [next(indices) for _ in range(batch * self.group_size)]
+            size = self.prompts_per_batch * self.group_size
+            # Batches end at multiples of `size` in each chunk of repeats, the last of which may be smaller.
+            chunk = self.position // (size * self.repeats)
+            size = min(size, self.drawn * self.group_size - chunk * size)
+            inside = (self.position - chunk * self.prompts_per_batch * self.group_size * self.repeats) % size
+            prompts = list(islice(self, size - inside))
             yield stamp_ids(prompts, group_size=self.group_size, first_rollout=start)
 
     def _indices(self) -> list[int]:
@@ -112,7 +115,7 @@ class RepeatSampler(Sampler[int]):
             return self._made
         order = torch.arange(self.prompts)
         if self.shuffle:
-            generator = torch.Generator().manual_seed(stream_seed(self.seed, self.epoch))
+            generator = torch.Generator().manual_seed(stream_seed("prompts", self.seed, self.epoch))
             order = torch.randperm(self.prompts, generator=generator)
         chunks = order[: self.drawn].split(self.prompts_per_batch)
         groups = [chunk.repeat_interleave(self.group_size).repeat(self.repeats) for chunk in chunks]

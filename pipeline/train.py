@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchrl.collectors import Collector
 
 from .display import RunDisplay
-from .load import build_pipeline
+from .load import ConfigError, build_pipeline
 from .optimise import optimise
 
 
@@ -27,13 +27,14 @@ def train(config: DictConfig, output: Path) -> float:
         output: folder for ``config.yaml``, resolved, and ``metrics.csv``.
 
     Returns:
-        The mean reward of the last step's rollouts.
+        The mean reward of the last step's rollouts, NaN where nothing was left to collapse.
 
     Raises:
         ConfigError: a stage or option that there is not, before anything is collected.
-        StageError: a stage refused a batch.
+        BatchError: a stage refused a batch.
         Interrupted: the user pressed Ctrl-C; the table has been shown.
     """
+    check_settings(config)
     output.mkdir(parents=True, exist_ok=True)
     pipeline = build_pipeline(config.pipeline)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
@@ -65,22 +66,44 @@ def train(config: DictConfig, output: Path) -> float:
                     loss_mask_key=pipeline.loss_mask_key,
                 )
                 numbers = pipeline.metrics
-                reward = numbers.get("collapse/reward_mean", float(batch["next", "reward"].mean()))
-                display.step({"step": step, "reward": reward, "optimiser_steps": taken, **numbers})
+                rewards = [value for key, value in numbers.items() if key.endswith("/reward_mean")]
+                shown = {"reward": rewards[0]} if rewards else {}
+                display.step({"step": step, **shown, "optimiser_steps": taken, **numbers})
     except KeyboardInterrupt as stop:
         ending = f"interrupted after step {len(display.history)} of {settings.steps}"
         raise Interrupted(ending) from stop
     finally:
         collector.shutdown()
         display.close(f"{ending}, {output}")
-    return display.history[-1]["reward"] if display.history else float("nan")
+    return display.history[-1].get("reward", float("nan"))
+
+
+def check_settings(config: DictConfig) -> None:
+    """Refuse what would fail, or do nothing, only after the first rollouts.
+
+    Raises:
+        ConfigError: a count below 1, or a seed that is no integer.
+    """
+    for name in ("steps", "epochs", "accumulate"):
+        value = config.train[name]
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"train.{name} must be an integer ≥ 1; got {value!r}")
+    if not isinstance(config.seed, int):
+        raise ConfigError(f"seed must be an integer; got {config.seed!r}")
 
 
 def choose_device(wanted: str) -> torch.device:
-    """``auto`` is the GPU if there is one."""
+    """``auto`` is the GPU if there is one.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
+    try:
+        return torch.empty(0, device=wanted).device
+    except (RuntimeError, AssertionError) as err:
+        raise ConfigError(f"device={wanted} is not to be had here: {str(err).splitlines()[0]}") from err
 
 
 def _instantiate_parts(config: DictConfig, device: torch.device) -> dict[str, Any]:

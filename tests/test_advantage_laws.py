@@ -47,6 +47,10 @@ def batches(draw, *, least_segments=1):
     ]
     if draw(st.booleans()):
         rows = draw(st.permutations(rows))
+    else:  # what collectors write: ids that ascend
+        labels.sort()
+        ascending = sorted(rollouts, key=lambda rollout: rollout[0])
+        rows = [(r, g * spread, labels[i]) for i, (g, r, n) in enumerate(ascending) for _ in range(n)]
     rewards, groups, ids = (list(column) for column in zip(*rows, strict=True))
     return torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), torch.tensor(ids)
 
@@ -215,6 +219,28 @@ def test_wrong_data_raise_with_the_offenders(changes, message):
         group_relative_advantage(**(sound | changes))
 
 
+@pytest.mark.parametrize(
+    ("reward", "groups", "rollouts", "found"),
+    [
+        ([1.0, 3, 5, 9, 2, 6], [0, 0, 1, 1, 0, 0], None, [-2, 0, -2, 2, -1, 3]),  # a group comes back
+        ([1.0, 3, 5, 9], [-1, -1, 0, 0], None, "group_id ≥ 0; found -1 at row 0, -1 at row 1"),
+        ([1.0, 3, 5, 9], [0, 0, 1, 1], [-1, 0, 1, 2], "rollout_id ≥ 0; found -1 at row 0"),
+        (
+            [1.0, 3, 3, 9, 2],
+            [0, 0, 1, 1, 1],
+            [0, 1, 1, 2, 3],
+            r"rollout 1 in groups \[0, 1\] \(rows \[1, 2\]\)",
+        ),
+    ],
+)
+def test_ids_in_ascending_order_are_checked_like_any_other(reward, groups, rollouts, found):
+    if isinstance(found, list):
+        assert group_relative_advantage(reward, groups, rollouts, scale="none").tolist() == found
+    else:
+        with pytest.raises(BatchError, match=found):
+            group_relative_advantage(reward, groups, rollouts)
+
+
 def test_a_lone_rollout_raises_where_asked():
     with pytest.raises(BatchError, match=r"at least two rollouts.*group 9 \(rollout 4\)"):
         group_relative_advantage([1.0, 2, 3, 3], [0, 0, 9, 9], [1, 2, 4, 4], singleton="raise")
@@ -233,7 +259,7 @@ def test_rewards_too_large_for_their_own_dtype_take_float64():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"baseline": "median"}, "baseline must be one of 'mean', 'leave_one_out'; got 'median'"),
+        ({"baseline": "median"}, "baseline must be one of 'mean', 'leave_one_out', .*; got 'median'"),
         ({"scale": "std"}, "scale must be one of"),
         ({"ddof": 2}, "ddof must be one of 0, 1"),
         ({"eps": -1e-6}, "eps must be finite and ≥ 0"),

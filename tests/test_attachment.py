@@ -12,8 +12,13 @@ from torchrl.objectives.llm import GRPOLoss
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import DefaultOptimizationStepper
 
-from headrace.pipeline import StageError
-from headrace.transforms import ProcessedTwiceError, RewardWithin, SampleFilter, split_minibatches
+from headrace.transforms import (
+    IncompleteGroupsError,
+    ProcessedTwiceError,
+    RewardWithin,
+    SampleFilter,
+    split_minibatches,
+)
 
 
 def collected(**options) -> TensorDict:
@@ -87,7 +92,7 @@ def test_replay_buffer_writes_nothing_where_nothing_is_left():
     buffer.append_transform(Compose(pipeline), invert=True)
     buffer.extend(collected())
     assert len(buffer) == 0
-    assert pipeline.metrics["left/filter/zero_variance"] == 18
+    assert pipeline.metrics["out/filter/zero_variance"] == 18
 
 
 def test_replay_buffers_save_the_state_of_the_split():
@@ -178,7 +183,7 @@ def extended(buffer: ReplayBuffer, batch: TensorDict) -> ReplayBuffer:
 
 
 def test_wrong_data_stop_the_collector_with_the_stages_name():
-    with pytest.raises(StageError, match=r"stage 'gate', CompletenessGate\(group_size=9"):
+    with pytest.raises(IncompleteGroupsError, match=r"stage 'gate', CompletenessGate\(group_size=9"):
         list(make_collector(make_env(), postproc=make_pipeline("pipeline.stages.gate.group_size=9")))
 
 

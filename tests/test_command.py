@@ -52,7 +52,7 @@ def test_it_writes_the_resolved_config_and_every_steps_numbers(finished):
     for step in steps:
         assert float(step["rows/in"]) == 40  # 4 prompts, 8 rollouts, 2 of them of two segments
         assert float(step["rollouts/in"]) == 32
-        left = sum(float(value) for key, value in step.items() if key.startswith("left/"))
+        left = sum(float(value) for key, value in step.items() if key.startswith("out/"))
         assert float(step["rows/trained"]) + left == 40
 
 
@@ -85,6 +85,10 @@ def test_cfg_prints_the_job(tmp_path):
         (["train.step=3"], "did you mean 'steps'"),
         (["pipeline=gprpo"], "Available options in 'pipeline'"),
         (["pipeline.stages.gate.on_incomplete=raise", "env.failing=0.5"], "stage 'gate'"),
+        (["train.epochs=0"], "train.epochs must be an integer ≥ 1; got 0"),
+        (["device=foo"], "device=foo is not to be had here"),
+        (["seed=abc"], "seed must be an integer; got 'abc'"),
+        (["env.revised=3"], "revised must be in [0, 1]"),
     ],
 )
 def test_what_is_wrong_is_one_paragraph(tmp_path, words, message):

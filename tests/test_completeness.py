@@ -102,6 +102,23 @@ def test_a_group_that_is_missing_entirely_is_caught(make_batch):
         CompletenessGate(group_size=2, expected_groups=[8])(batch)
 
 
+def test_a_batch_without_rows_lacks_every_group(make_batch):
+    empty = make_batch([0.0], [3])[:0]
+    with pytest.raises(IncompleteGroupsError, match="2 incomplete groups: group 3 has 0 of 2"):
+        CompletenessGate(group_size=2, expected_groups=[3, 8])(empty)
+    assert CompletenessGate(group_size=2)(empty) is empty
+
+
+def test_a_fraction_is_met_at_its_boundary(make_batch):
+    gate = CompletenessGate(group_size=13, on_incomplete="keep", min_fraction=7 / 13)
+    assert len(gate(make_batch([0.0] * 7, [0] * 7))) == 7
+
+
+def test_a_status_under_another_name_must_be_there(make_batch):
+    with pytest.raises(MissingKeyError, match=r"'stauts' \(status_key\)"):
+        CompletenessGate(group_size=1, status_key="stauts")(make_batch([0.0], [0], status=[FAILED]))
+
+
 def test_it_is_stateless(make_batch):
     gate = CompletenessGate(group_size=2)
     validation = make_batch([0.0, 1], [3, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -238,30 +239,31 @@ def test_a_verdict_is_given_for_every_row(name, make_batch):
 
 def test_collapse_then_advantage_on_meta_reads_nothing():
     """On ``device="meta"`` there is nothing to read: what runs there synchronises with no device."""
-    from headrace.transforms.advantage import advantage_in_groups
-    from headrace.transforms.collapse import REDUCTIONS, fan_out_problems, reduce_rewards
+    from headrace.transforms.collapse import REDUCTIONS, reduce_rewards
     from headrace.transforms.completeness import presence
+    from headrace.transforms.formula import BASELINES, EPS_MODES, SCALES, advantage_in_groups
     from headrace.transforms.grouping import Blocks, ById
     from headrace.transforms.ids import first_row, is_first
     from headrace.transforms.layout import Facts, facts_of, gather_blocks
+    from headrace.transforms.rules import broken, identity_rules, reward_rules
 
     ids = torch.arange(12, device="meta")
     reward = torch.zeros(12, device="meta")
     first, groups = first_row(ids), first_row(ids // 4)
     for how in REDUCTIONS:
         assert reduce_rewards(reward, first, how).shape == (12,)
-    assert all(flag.shape == () for flag in fan_out_problems(reward, ids, first, ids, siblings_agree=True))
-    assert facts_of(reward, ids // 4, ids, first, groups).shape == (6,)
-    assert presence(ids // 4, ids, ids).have.shape == (12,)
-    blocks, number = gather_blocks(reward, first, Facts(False, 4, 4, True, 12, 0.0))
+    rules = identity_rules(ids, ids // 4, first) + reward_rules(reward, ids, first, siblings_agree=True)
+    assert broken(rules).shape == ()
+    assert facts_of(rules, reward, first, groups).shape == (7,)
+    assert presence(ids // 4, ids, ids, ids).have.shape == (12,)
+    number, blocks = gather_blocks(first, Facts(False, 4, 4, True, 12, 0.0, 0.0), reward, ids)
     assert number.shape == (12,)
-    layouts = [blocks, ById(reward.double(), groups, is_first(first))]
-    assert isinstance(blocks, Blocks)
-    for baseline in ("mean", "leave_one_out"):
-        for scale in ("group", "batch", "none"):
-            for layout in layouts:
-                credit = advantage_in_groups(layout, baseline, scale, 1, 1e-6, "raw")
-                assert credit.numel() == 12
+    layouts = [Blocks(*blocks), ById(reward.double(), groups, is_first(first), ids)]
+    for baseline, scale, eps_mode in product(BASELINES, SCALES, EPS_MODES):
+        for layout in layouts:
+            options = {"baseline": baseline, "scale": scale, "eps_mode": eps_mode}
+            credit = advantage_in_groups(layout, **options, ddof=1, eps=1e-6, singleton="raw", clip=[0, None])
+            assert credit.numel() == 12
 
 
 @pytest.mark.parametrize("action", ["mask", "exclude"])

@@ -137,6 +137,26 @@ def test_ragged_rows_are_masked_one_by_one():
     assert rows[1][MASK].all()
 
 
+def test_a_unit_is_the_criterions_own_unless_given(make_batch):
+    batch = make_batch([1.0, 9, 1, 2], [0, 0, 1, 1])
+    high = RewardWithin(high=5.0)
+    assert len(SampleFilter(criterion=high, action="drop")(batch)) == 3
+    assert len(SampleFilter(criterion=high, action="drop", unit="group")(batch)) == 2
+    assert len(SampleFilter(criterion=RewardsVary(tol=5.0), action="drop")(batch)) == 2
+
+
+def test_who_has_left_the_statistics_judges_nobody(make_batch):
+    batch = make_batch([float("nan"), 1.0, 3.0], [0, 0, 0])
+    excluded = FanOutCollapse()(SampleFilter(criterion=Finite(), action="exclude")(batch))
+    assert len(SampleFilter(criterion=RewardWithin(low=1.0), unit="group", action="drop")(excluded)) == 3
+
+
+@pytest.mark.parametrize("action", ["mask", "drop"])
+def test_unset_ids_do_not_judge_strangers_together(make_batch, action):
+    with pytest.raises(BatchError, match="group_id ≥ 0; found -1 at row 0"):
+        SampleFilter(criterion=RewardsVary(), action=action)(make_batch([1.0, 2], [-1, -1]))
+
+
 # -- criteria -----------------------------------------------------------------------------------------
 
 

@@ -88,18 +88,21 @@ def test_the_pipeline_itself_reads_nothing(no_read):
 
 
 def test_the_cores_read_nothing(no_read):
-    from headrace.transforms.advantage import advantage_in_groups
-    from headrace.transforms.grouping import ById
+    from headrace.transforms.formula import advantage_in_groups
+    from headrace.transforms.grouping import Blocks, ById
     from headrace.transforms.ids import first_row, is_first
     from headrace.transforms.layout import Facts, facts_of, gather_blocks
+    from headrace.transforms.rules import identity_rules, reward_rules
 
     reward = torch.rand(12, device="cuda")
     ids = torch.arange(12, device="cuda")
     first, groups = first_row(ids), first_row(ids // 4)
-    facts_of(reward, ids // 4, ids, first, groups)
-    blocks, _ = gather_blocks(reward, first, Facts(False, 4, 4, True, 12, 1.0))
-    for layout in (blocks, ById(reward.double(), groups, is_first(first))):
-        advantage_in_groups(layout, "leave_one_out", "group", 1, 1e-6, "raw")
+    rules = identity_rules(ids, ids // 4, first) + reward_rules(reward, ids, first, siblings_agree=True)
+    facts_of(rules, reward, first, groups)
+    _, blocks = gather_blocks(first, Facts(False, 4, 4, True, 12, 0.0, 1.0), reward)
+    options = {"ddof": 1, "eps": 1e-6, "eps_mode": "add", "singleton": "raw", "clip": None}
+    for layout in (Blocks(*blocks), ById(reward.double(), groups, is_first(first))):
+        advantage_in_groups(layout, baseline="leave_one_out", scale="group", **options)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from headrace.pipeline import StageError
+from headrace.transforms import IncompleteGroupsError
 
 pytest.importorskip("transformers", reason="the extra `llm` is not installed")
 pytestmark = pytest.mark.llm
@@ -96,7 +96,7 @@ def test_the_advantages_of_a_group_add_up_to_nothing(run):
 def test_rows_with_a_token_in_the_loss_are_those_recorded_as_trained(run):
     for batch, numbers in zip(run.batches, run.metrics, strict=True):
         assert numbers["rows/trained"] == int(batch[LOSS_MASK].any(-1).sum())
-        left = sum(number for key, number in numbers.items() if key.startswith("left/"))
+        left = sum(number for key, number in numbers.items() if key.startswith("out/"))
         assert numbers["rows/in"] == numbers["rows/trained"] + left == ENVS * PER_ENV
 
 
@@ -123,5 +123,7 @@ def test_the_gate_names_the_groups_that_the_first_reset_tore(example):
     tokenizer = example.make_tokenizer()
     model = example.make_model(tokenizer, seed=0)
     sizes = {"num_envs": 6, "rollouts_per_env": 2, "group_size": 4}
-    with pytest.raises(StageError, match=r"2 incomplete groups: group 1 has 2 of 4 .*group 4 has 2 of 4"):
+    with pytest.raises(
+        IncompleteGroupsError, match=r"2 incomplete groups: group 1 has 2 of 4 .*group 4 has 2 of 4"
+    ):
         next(example.train(model, tokenizer, steps=1, seed=0, **sizes))

@@ -14,11 +14,14 @@ from torchrl.envs.transforms import RewardScaling
 from headrace.pipeline import Pipeline, StageError
 from headrace.transforms import (
     BatchError,
+    BatchTransform,
     CompletenessGate,
     FanOutCollapse,
     Finite,
     GroupRelativeAdvantage,
+    IncompleteGroupsError,
     LengthWithin,
+    MissingKeyError,
     NotTruncated,
     RewardsVary,
     RewardWithin,
@@ -124,7 +127,7 @@ def test_the_ledger_balances_and_nothing_untrained_trains(batch, action, unit, r
     counts = pipeline.ledger.counts()
     assert sum(counts.values()) == len(batch)
     numbers = pipeline.metrics
-    left = sum(value for key, value in numbers.items() if key.startswith("left/"))
+    left = sum(value for key, value in numbers.items() if key.startswith("out/"))
     assert numbers["rows/in"] == len(batch) == numbers["rows/trained"] + left
     if len(out):
         assert torch.isfinite(out["advantage"]).all()
@@ -143,7 +146,7 @@ def test_minibatches_are_those_of_the_processed_batch_and_one_order_an_epoch(mak
     assert sorted(twice[0] + twice[1]) == sorted(twice[2] + twice[3]) == [0, 1, 2, 3, 6, 7, 8]
     assert twice[0] + twice[1] != twice[2] + twice[3]
     assert pipeline.metrics["rows/trained"] == 3
-    assert pipeline.metrics["left/split/remainder"] == 0
+    assert pipeline.metrics["out/split/remainder"] == 0
 
 
 def test_a_pipeline_without_a_split_yields_the_batch_once_an_epoch(make_batch):
@@ -155,7 +158,7 @@ def test_nothing_left_yields_no_minibatch_and_the_metrics_say_why(make_batch):
     pipeline = Pipeline(stages())
     batch = make_batch([1.0, 2], [0, 1])
     assert list(pipeline.minibatches(batch)) == []
-    assert pipeline.metrics["left/gate/incomplete"] == 2
+    assert pipeline.metrics["out/gate/incomplete"] == 2
     assert pipeline.metrics["rows/trained"] == 0
     assert pipeline(batch).shape == (0,)
 
@@ -171,14 +174,42 @@ def test_an_empty_batch_leaves_no_numbers_of_the_one_before(make_batch):
 
 def test_a_stage_that_fails_is_named_with_its_options(make_batch):
     with pytest.raises(
-        StageError, match=r"stage 'gate', CompletenessGate\(group_size=7\): 3 incomplete"
+        IncompleteGroupsError, match=r"stage 'gate', CompletenessGate\(group_size=7\): 3 incomplete"
     ) as info:
         Pipeline(stages(gate=CompletenessGate(group_size=7)))(busy_batch(make_batch))
-    assert isinstance(info.value.__cause__, BatchError)
-    with pytest.raises(StageError, match=r"stage 'collapse', FanOutCollapse\(\).*the key 'rollout_id'"):
+    assert isinstance(info.value.__cause__, IncompleteGroupsError)
+    with pytest.raises(MissingKeyError, match=r"stage 'collapse', FanOutCollapse\(\).*the key 'rollout_id'"):
         Pipeline(stages(gate=None))(busy_batch(make_batch).exclude("rollout_id"))
-    with pytest.raises(StageError, match=r"stage 'split'.*5 units do not make 2 minibatches"):
+    with pytest.raises(BatchError, match=r"stage 'split'.*5 units do not make 2 minibatches"):
         list(Pipeline({"split": ShuffleSplit(minibatches=2)}).minibatches(make_batch([0.0] * 5, [0] * 5)))
+
+
+def test_a_row_is_out_only_if_every_epoch_leaves_it_out(make_batch):
+    pipeline = Pipeline({"split": ShuffleSplit(minibatches=2, remainder="drop")})
+    batch = make_batch([0.0] * 5, [0] * 5)
+    seen = {int(row) for part in pipeline.minibatches(batch, epochs=6) for row in part["headrace", "row"]}
+    assert seen == set((pipeline.ledger.reason == 0).nonzero().flatten().tolist()) == {0, 1, 2, 3, 4}
+
+
+def test_minibatches_are_checked_at_once_and_belong_to_their_batch(make_batch):
+    pipeline = Pipeline({"split": ShuffleSplit(minibatches=2)})
+    with pytest.raises(ValueError, match="epochs must be ≥ 1; got 0"):
+        pipeline.minibatches(make_batch([0.0] * 4, [0] * 4), epochs=0)
+    with pytest.raises(BatchError, match="3 units do not make 2"):
+        pipeline.minibatches(make_batch([0.0] * 3, [0] * 3))
+    first = pipeline.minibatches(make_batch([0.0] * 4, [0] * 4))
+    second = pipeline.minibatches(make_batch([0.0] * 6, [0] * 6))
+    assert [len(part) for part in first] == [2, 2]
+    assert [len(part) for part in second] == [3, 3]
+    assert pipeline.metrics["rows/in"] == 6
+
+
+def test_renamed_ids_are_counted_under_the_same_names(make_batch):
+    batch = make_batch([1.0, 2], [0, 0])
+    batch["meta", "gid"] = batch["group_id"]
+    pipeline = Pipeline({"keep": keep_positive}, group_key=["meta", "gid"])
+    pipeline(batch)
+    assert pipeline.metrics["groups/in"] == 1
 
 
 # -- foreign stages -----------------------------------------------------------------------------------
@@ -196,6 +227,31 @@ def test_any_callable_is_a_stage_and_rows_it_loses_are_recorded(make_batch):
     assert "keep_positive" in repr(pipeline)
 
 
+class Quiet(BatchTransform):
+    """Drops a row and gives no verdict."""
+
+    def apply(self, batch):
+        return batch[1:]
+
+
+def test_a_row_that_a_silent_transform_drops_is_recorded(make_batch):
+    pipeline = Pipeline({"quiet": Quiet()})
+    pipeline(make_batch([1.0, 2, 3], [0, 0, 0]))
+    assert pipeline.ledger.names[int(pipeline.ledger.reason[0])] == "quiet/gone"
+    assert pipeline.metrics["rows/trained"] == 2
+
+
+def test_a_stage_that_repeats_rows_is_refused(make_batch):
+    with pytest.raises(BatchError, match=r"stage 'twice'.*not repeat them; found twice: rows 0"):
+        Pipeline({"twice": lambda batch: batch[[0, 0, 1]]})(make_batch([1.0, 2, 3], [0, 0, 0]))
+
+
+def test_a_stage_with_a_bug_is_named_and_no_fault_of_the_data(make_batch):
+    with pytest.raises(StageError, match="stage 'bug', <lambda>: division by zero") as info:
+        Pipeline({"bug": lambda batch: 1 / 0})(make_batch([1.0], [0]))
+    assert not isinstance(info.value, BatchError)
+
+
 def test_torchrls_own_transforms_are_stages(make_batch):
     scaling = RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")])
     pipeline = Pipeline({"scale": scaling, "advantage": GroupRelativeAdvantage(scale="none")})
@@ -207,7 +263,7 @@ def test_torchrls_own_transforms_are_stages(make_batch):
     [(lambda batch: None, "NoneType"), (lambda batch: batch.exclude("headrace"), "TensorDict")],
 )
 def test_a_stage_that_loses_track_of_rows_is_refused(stage, found, make_batch):
-    with pytest.raises(StageError, match=rf"stage 'odd'.*keeps the column.*returned {found}"):
+    with pytest.raises(BatchError, match=rf"stage 'odd'.*keeps the column.*returned {found}"):
         Pipeline({"odd": stage})(make_batch([1.0], [0]))
 
 

@@ -123,7 +123,7 @@ def test_any_callable_by_target(make_batch):
         "+pipeline.stages.filter.criterion={_target_: test_recipes.not_five, _partial_: true}",
     )
     pipeline(make_batch([1.0, 3, 5, 5], [0, 0, 1, 1]))
-    assert pipeline.metrics["left/filter/not_five"] == 2
+    assert pipeline.metrics["out/filter/not_five"] == 2
 
 
 def not_five(batch):
@@ -149,7 +149,7 @@ def not_five(batch):
             "+pipeline.stages.advantge.scale=none",
             r"stage 'advantge' has no _target_ \(did you mean 'advantage'",
         ),
-        ("~pipeline.stages.fitler", r"fitler"),
+        ("~pipeline.stages.fitler", r"no 'pipeline.stages.fitler' \(did you mean 'filter'"),
         ("pipeline=gprpo", r"Could not find 'pipeline/gprpo'[\s\S]*dr_grpo"),
         ("pipeline.stages.advantage.scale=sdt", r"pipeline.stages.advantage: scale must be one of 'group'"),
         ("pipeline.stages.split.minibatches=0", r"pipeline.stages.split: .*must be ≥ 1; got 0"),

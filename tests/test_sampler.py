@@ -74,6 +74,18 @@ def test_draws_have_ids_of_their_own_for_ever(drawn, **options):
     torch.testing.assert_close(next(restored.draws()), next(first.draws()))
 
 
+@given(begun=st.integers(0, 30), **SHAPES)
+def test_a_batch_that_was_begun_is_finished_first(begun, **options):
+    sampler = RepeatSampler(remainder="uneven", **options)
+    begun = begun - begun % options["group_size"]
+    taken = list(islice(sampler, begun))
+    draws = torch.cat(list(islice(sampler.draws(), 2)))
+    assert draws["rollout_id"][0] == len(taken)
+    whole = RepeatSampler(remainder="uneven", **options)
+    stream = [index for _ in range(60) for index in whole]
+    assert taken + draws["prompt"].tolist() == stream[: len(taken) + len(draws)]
+
+
 def test_the_same_prompt_drawn_twice_is_two_groups():
     draws = torch.cat(list(islice(RepeatSampler(1, group_size=2).draws(), 2)))
     assert draws["prompt"].tolist() == [0, 0, 0, 0]
@@ -107,7 +119,7 @@ def test_a_remainder_raises_unless_told_otherwise():
     [
         ({"prompts": 0}, "got prompts=0"),
         ({"group_size": 0, "repeats": 0}, "got group_size=0, repeats=0"),
-        ({"prompts_per_batch": 3, "remainder": "pad"}, "remainder must be one of"),
+        ({"remainder": "pad"}, "remainder must be one of"),
         ({"prompts": 2, "prompts_per_batch": 3, "remainder": "drop"}, "2 prompts make no batch of 3"),
     ],
 )

@@ -125,6 +125,15 @@ def test_fewer_units_than_minibatches_make_none_that_is_empty(make_batch):
     assert stage.metrics["dropped"] == 2
 
 
+@pytest.mark.parametrize(
+    ("rows", "ids", "message"),
+    [(5, [0, 1, 2], "got 3 for 5 rows"), (3, [0, -1, 2], "unit_id ≥ 0; found -1 at row 1")],
+)
+def test_every_row_needs_a_unit(rows, ids, message):
+    with pytest.raises(BatchError, match=message):
+        shuffle_split(rows, ids, minibatches=1)
+
+
 def test_views_share_memory_with_the_batch(make_batch):
     out = ShuffleSplit(minibatches=2)(make_batch([0.0] * 4, [0] * 4))
     second = list(split_minibatches(out))[1]

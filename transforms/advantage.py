@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .base import BatchTransform, has_key, nested_key, one_of
+from .base import BatchTransform, as_dtype, has_key, nested_key, one_of
 from .chunks import chunk_groups
-from .collapse import as_rewards, explain_fan_out, same_length
+from .collapse import as_rewards, same_length
 from .columns import COUNTED, REWARD
 from .counted import over_counted
-from .errors import BatchError, listing
-from .grouping import ById, Grouping, squares_fit
-from .ids import as_ids, first_row, is_first
+from .criteria import count_tokens
+from .errors import BatchError
+from .formula import (
+    Baseline,
+    Clip,
+    EpsMode,
+    Scale,
+    Singleton,
+    advantage_in_groups,
+    check_options,
+    is_relative,
+)
+from .grouping import Blocks, ById, squares_fit
+from .ids import as_ids, first_row, is_first, sum_by
 from .layout import ascending_blocks, gather_blocks, read_facts
+from .rules import Rule, explain, identity_rules, reward_rules
 
-Baseline = Literal["mean", "leave_one_out"]
-Scale = Literal["group", "batch", "none"]
-Singleton = Literal["zero", "raw", "raise"]
 WithoutIds = Literal["raise", "chunks", "rigid_or_global"]
-
-# The reward less its baseline. Leaving oneself out is the deviation times n / (n − 1).
-BASELINES: dict[str, Callable[[Grouping], Tensor]] = {
-    "mean": lambda g: g.deviation,
-    "leave_one_out": lambda g: g.deviation * (g.count / (g.count - 1).clamp_min(1)),
-}
-SCALES: dict[str, Callable[[Grouping, int], Tensor] | None] = {
-    "group": lambda g, ddof: g.std(ddof),
-    "batch": lambda g, ddof: g.batch_std(ddof),
-    "none": None,
-}
-SINGLETONS = ("zero", "raw", "raise")
 
 
 def group_relative_advantage(
@@ -47,24 +44,38 @@ def group_relative_advantage(
     ddof: int = 1,
     eps: float = 1e-6,
     singleton: Singleton = "zero",
+    eps_mode: EpsMode = "add",
+    clip: Clip | None = None,
+    dtype: torch.dtype | None = None,
+    length: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
     """Measure each rollout's reward against its group, and give every segment its rollout's advantage.
 
     For rollout i of a group g with n rollouts (DeepSeekMath, arXiv:2402.03300, section 4.1.2)::
 
-        A_i = (R_i − b_i) / s
+        A_i = (R_i − b_i) / s_i
 
-        baseline  mean           b_i = Σ_{j∈g} R_j / n
-                  leave_one_out  b_i = Σ_{j∈g, j≠i} R_j / (n − 1)       (RLOO, arXiv:2402.14740)
-        scale     group          s = std(R_j, j ∈ g) + ε
-                  batch          s = std(R_j, all rollouts) + ε         (Lite PPO, arXiv:2508.08221)
-                  none           s = 1                                  (Dr. GRPO, arXiv:2503.20783)
-                  std with the divisor n − ddof
+        baseline  mean             b_i = Σ_{j∈g} R_j / n
+                  leave_one_out    b_i = Σ_{j∈g, j≠i} R_j / (n − 1)         (RLOO, arXiv:2402.14740)
+                  length_weighted  b_i = Σ_{j∈g} L_j R_j / Σ_{j∈g} L_j      (OPO, arXiv:2505.23585)
+                  best_other       b_i = max_{j∈g, j≠i} R_j                 (pass@k, arXiv:2503.19595)
+                  batch            b_i = Σ_j R_j / N over all rollouts
+                  none             b_i = 0
+        scale     group            s = std(R_j, j ∈ g)
+                  leave_one_out    s_i = std(R_j, j ∈ g, j ≠ i)
+                  batch            s = std(R_j, all rollouts)               (Lite PPO, arXiv:2508.08221)
+                  mean             s = Σ_{j∈g} R_j / n, for rewards ≥ 0     (MaxRL)
+                  nonzero          s = the share of rewards that are not 0  (GPG, arXiv:2504.02546)
+                  none             s = 1, without ε                         (Dr. GRPO, arXiv:2503.20783)
+        eps_mode  add              s + ε
+                  clamp            max(s, ε)
+        std has the divisor n − ddof, at least 1
 
-    A group whose rewards are all equal has an advantage of exactly 0: float32 round-off would leave up to
-    0.9 there. Where groups of one size lie in contiguous rows, fan-out or not, the result is bit-equal to
-    the reshape formula ``x = r.view(P, G); x -= x.mean(-1); x / (x.std(-1) + eps)``; every other layout
-    accumulates in float64 and rounds once. One device read, for the checks and the layout.
+    Where the baseline or the scale is the group's own, a group whose rewards are all equal has an advantage
+    of exactly 0: float32 round-off would leave up to 0.9 there. Where groups of one size lie in contiguous
+    rows, fan-out or not, the statistics are taken in the reward's dtype by the reshape formula ``x =
+    r.view(P, G); x -= x.mean(-1); x / (x.std(-1) + eps)``, to which the default is bit-equal; every other
+    layout accumulates in float64 and rounds once. One device read, for the checks and the layout.
 
     Args:
         reward: (N,) floats, one a row; the segments of a rollout must agree.
@@ -73,90 +84,93 @@ def group_relative_advantage(
         baseline: what an advantage is measured from.
         scale: what it is divided by.
         ddof: 1 or 0, taken off the count in the std.
-        eps: ε ≥ 0, added to the std, in units of the reward.
-        singleton: what a group with one rollout gets: ``zero``, its reward as it is (``raw``), or an error.
+        eps: ε ≥ 0, in units of the scale.
+        singleton: what a group with one rollout gets where the group is needed: ``zero``, its reward as it
+            is (``raw``), or an error.
+        eps_mode: how ε enters.
+        clip: [low, high] for the result, one of which may be None.
+        dtype: of the statistics; None: as said above.
+        length: (N,) tokens of each row, for ``length_weighted``; a rollout's are those of its segments.
 
     Returns:
         (N,) in the dtype of `reward`.
 
     Raises:
         BatchError: a negative or missing id, a rollout in two groups, a reward that is not finite or too
-            large to square, siblings that disagree, a group of one under ``raise``. Each names the ids.
+            large to square, siblings that disagree, a group of one under ``raise``, a negative reward under
+            ``scale="mean"``. Each names the ids.
 
     Example:
         >>> group_relative_advantage([1., 3., 3., 5., 11.], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3], scale="none")
         tensor([-1.,  1.,  1., -3.,  3.])
     """
-    check_options(baseline, scale, ddof, eps, singleton)
+    options: dict[str, Any] = {
+        "baseline": baseline,
+        "scale": scale,
+        "ddof": ddof,
+        "eps": eps,
+        "eps_mode": eps_mode,
+        "singleton": singleton,
+        "clip": clip,
+    }
+    check_options(**options)
+    if (length is None) == (baseline == "length_weighted"):
+        raise ValueError("length is for baseline='length_weighted', and needed there")
     reward = as_rewards(reward)
     groups = as_ids(group_id, "group_id", device=reward.device)
     rollouts = None if rollout_id is None else as_ids(rollout_id, "rollout_id", device=reward.device)
-    same_length(reward=reward, group_id=groups, rollout_id=rollouts)
+    tokens = None if length is None else as_ids(length, "length", device=reward.device)
+    same_length(reward=reward, group_id=groups, rollout_id=rollouts, length=tokens)
     if len(reward) == 0:
         return reward
-
-    def advantage(grouping: Grouping) -> Tensor:
-        return advantage_in_groups(grouping, baseline, scale, ddof, eps, singleton)
-
-    seen = ascending_blocks(reward, groups, rollouts) if reward.device.type == "cpu" else None
-    if seen is not None:
-        blocks, segments = seen
-        credit = advantage(blocks).view(-1)
-        return credit.repeat_interleave(segments, output_size=len(reward)) if len(segments) else credit
+    if reward.device.type == "cpu" and tokens is None and scale != "mean":
+        seen = ascending_blocks(reward, groups, rollouts)
+        if seen is not None:
+            block, segments = seen
+            credit = advantage_in_groups(Blocks(block.to(dtype or block.dtype)), **options).to(reward.dtype)
+            credit = credit.reshape(-1)
+            return credit.repeat_interleave(segments, output_size=len(reward)) if len(segments) else credit
 
     if rollouts is None:
         rollouts = torch.arange(len(reward), device=reward.device)
     first, group_first = first_row(rollouts), first_row(groups)
-    facts = read_facts(reward, groups, rollouts, first, group_first)
+    rules = identity_rules(rollouts, groups, first)
+    rules += reward_rules(reward, rollouts, first, siblings_agree=True)
+    facts = read_facts(rules, reward, first, group_first)
     if facts.problem:
-        explain_fan_out(reward, rollouts, groups, siblings_agree=True)
-    if singleton == "raise" and facts.smallest_group == 1:
-        _raise_lone(groups, rollouts)
-    size, dtype = facts.largest_group, reward.dtype
-    uniform = facts.contiguous and facts.smallest_group == size > 1
-    if uniform and squares_fit(facts.peak, size, dtype):
-        blocks, number = gather_blocks(reward, first, facts)
-        return advantage(blocks).view(-1).index_select(0, number)
+        explain(rules)
+    if singleton == "raise" and facts.smallest_group == 1 and is_relative(baseline, scale):
+        explain([_lone_rule(groups, rollouts, first, group_first)])
+    if scale == "mean" and facts.lowest < 0:
+        explain([_negative_rule(reward, rollouts)])
+    if tokens is not None:
+        tokens = sum_by(first, tokens)
+    size = facts.largest_group
+    if facts.contiguous and facts.smallest_group == size > 1 and squares_fit(facts.peak, size, reward.dtype):
+        columns = [reward.to(dtype or reward.dtype)] + ([] if tokens is None else [tokens])
+        number, blocks = gather_blocks(first, facts, *columns)
+        credit = advantage_in_groups(Blocks(*blocks), **options)
+        return credit.reshape(-1).index_select(0, number).to(reward.dtype)
     if not squares_fit(facts.peak, len(reward), torch.float64):
         raise BatchError(f"rewards must be small enough to square in float64; found {facts.peak:.3g}")
-    by_id = ById(reward.double(), group_first, is_first(first))
-    return advantage(by_id).to(dtype)
+    by_id = ById(reward.to(dtype or torch.float64), group_first, is_first(first), tokens)
+    return advantage_in_groups(by_id, **options).to(reward.dtype)
 
 
-def advantage_in_groups(
-    grouping: Grouping, baseline: str, scale: str, ddof: int, eps: float, singleton: str
-) -> Tensor:
-    """The formula of :func:`group_relative_advantage`, in whatever layout; no device read."""
-    credit = BASELINES[baseline](grouping)
-    nothing = grouping.equal()
-    if (spread := SCALES[scale]) is not None:
-        divisor = spread(grouping, ddof) + eps
-        nothing = nothing | (divisor == 0)
-        credit = credit / divisor
-    credit = credit.masked_fill_(nothing, 0.0)  # in place: at a million rows an allocation costs as much
-    if singleton == "raw":
-        credit = torch.where(grouping.count == 1, grouping.reward, credit)
-    return credit
+def _lone_rule(groups: Tensor, rollouts: Tensor, first: Tensor, group_first: Tensor) -> Rule:
+    return Rule(
+        sum_by(group_first, is_first(first).long()) == 1,
+        lambda row: f"group {int(groups[row])} (rollout {int(rollouts[row])})",
+        "a group needs at least two rollouts to compare; found one in {found}. Gate incomplete groups "
+        "before, or set singleton='zero' or 'raw'",
+    )
 
 
-def check_options(baseline: str, scale: str, ddof: int, eps: float, singleton: str) -> None:
-    """Raise ValueError for an option that is none."""
-    one_of("baseline", baseline, tuple(BASELINES))
-    one_of("scale", scale, tuple(SCALES))
-    one_of("ddof", ddof, (0, 1))
-    one_of("singleton", singleton, SINGLETONS)
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"eps must be finite and ≥ 0; got {eps!r}")
-
-
-def _raise_lone(groups: Tensor, rollouts: Tensor) -> None:
-    members: dict[int, set[int]] = {}
-    for group, rollout in zip(groups.tolist(), rollouts.tolist(), strict=True):
-        members.setdefault(group, set()).add(rollout)
-    lone = [f"group {g} (rollout {next(iter(m))})" for g, m in members.items() if len(m) == 1]
-    raise BatchError(
-        f"a group needs at least two rollouts to compare; found one in {listing(lone)}. "
-        "Gate incomplete groups before, or set singleton='zero' or 'raw'"
+def _negative_rule(reward: Tensor, rollouts: Tensor) -> Rule:
+    return Rule(
+        reward < 0,
+        lambda row: f"{float(reward[row])} at row {row} (rollout {int(rollouts[row])})",
+        "scale='mean' divides by the group's mean, which needs rewards ≥ 0; found {found}",
     )
 
 
@@ -172,11 +186,14 @@ class GroupRelativeAdvantage(BatchTransform):
     the groups.
 
     Args:
-        baseline: ``mean``, ``leave_one_out``.
-        scale: ``group``, ``batch``, ``none``.
+        baseline: ``mean``, ``leave_one_out``, ``length_weighted``, ``best_other``, ``batch``, ``none``.
+        scale: ``group``, ``leave_one_out``, ``batch``, ``mean``, ``nonzero``, ``none``.
         ddof: 1 or 0.
-        eps: ε ≥ 0, added to the std.
+        eps: ε ≥ 0.
+        eps_mode: ``add``, ``clamp``.
         singleton: ``zero``, ``raw``, ``raise``.
+        clip: [low, high] for the result, one of which may be null.
+        dtype: of the statistics, such as ``float64``; None: as the function says.
         without_ids: what follows where no row has a group id. ``raise``; ``chunks``: consecutive
             `group_size` rollouts, the last group may be short; ``rigid_or_global``: chunks if there are
             exactly `group_size` × `groups_per_batch` rollouts, else one global group (what miles does).
@@ -187,6 +204,7 @@ class GroupRelativeAdvantage(BatchTransform):
         group_key: (N,) or (N, 1) int ≥ 0.
         rollout_key: (N,) or (N, 1) int ≥ 0; None: every row is a rollout of its own.
         advantage_key: where the result goes.
+        mask_key: (N, T) bool, whose tokens ``length_weighted`` counts.
 
     Raises:
         MissingKeyError: a column is not there.
@@ -209,7 +227,10 @@ class GroupRelativeAdvantage(BatchTransform):
         scale: Scale = "group",
         ddof: int = 1,
         eps: float = 1e-6,
+        eps_mode: EpsMode = "add",
         singleton: Singleton = "zero",
+        clip: Clip | None = None,
+        dtype: torch.dtype | str | None = None,
         without_ids: WithoutIds = "raise",
         group_size: int | None = None,
         groups_per_batch: int | None = None,
@@ -218,13 +239,17 @@ class GroupRelativeAdvantage(BatchTransform):
         group_key: NestedKey = "group_id",
         rollout_key: NestedKey | None = "rollout_id",
         advantage_key: NestedKey = "advantage",
+        mask_key: NestedKey = ("masks", "all_assistant_mask"),
     ):
-        check_options(baseline, scale, ddof, eps, singleton)
-        keys = [nested_key(k) for k in (reward_key, group_key, rollout_key, advantage_key)]
-        super().__init__([k for k in (*keys[:3], REWARD, COUNTED) if k is not None], [keys[3]])
-        self.reward_key, self.group_key, self.rollout_key, self.advantage_key = keys
+        keys = [nested_key(k) for k in (reward_key, group_key, rollout_key, advantage_key, mask_key)]
+        lengths = [keys[4]] if baseline == "length_weighted" else []
+        reads = [k for k in (*keys[:3], REWARD, COUNTED, *lengths) if k is not None]
+        super().__init__(reads, [keys[3]])
+        self.reward_key, self.group_key, self.rollout_key, self.advantage_key, self.mask_key = keys
         self.baseline, self.scale, self.ddof, self.eps = baseline, scale, ddof, eps
-        self.singleton = singleton
+        self.eps_mode, self.singleton, self.clip = eps_mode, singleton, clip
+        self.dtype = as_dtype(dtype)
+        check_options(**self._options())
         self.without_ids = one_of("without_ids", without_ids, ("raise", "chunks", "rigid_or_global"))
         self.group_size, self.groups_per_batch = group_size, groups_per_batch
         if without_ids != "raise" and not group_size:
@@ -237,27 +262,27 @@ class GroupRelativeAdvantage(BatchTransform):
         """Add the advantage."""
         collapsed = has_key(batch, REWARD)
         reward = batch.get(REWARD) if collapsed else as_rewards(self.column(batch, "reward_key"))
-        columns = [reward, self._groups(batch, reward)]
+        columns = {"reward": reward, "group_id": self._groups(batch, reward)}
         if self.rollout_key is not None:
-            columns.append(self.column(batch, "rollout_key"))
-            if not collapsed:
-                _one_row_each(columns[2])
-        credit = over_counted(batch, lambda *c: [self._advantage(*c)], *columns)[0]
+            columns["rollout_id"] = self.column(batch, "rollout_key")
+        if self.baseline == "length_weighted":
+            columns["length"] = count_tokens(batch, self.mask_key, reader=type(self).__name__)
+        credit = over_counted(batch, self._advantage if collapsed else self._alone, **columns)
         batch.set(self.advantage_key, credit.view(-1, *[1] * (self.ndim - 1)))
         self.measured = {"abs_mean": credit.abs().mean(), "zero": (credit == 0).double().mean()}
         return batch
 
-    def _advantage(self, reward: Tensor, groups: Tensor, rollouts: Tensor | None = None) -> Tensor:
-        return group_relative_advantage(
-            reward,
-            groups,
-            rollouts,
-            baseline=self.baseline,
-            scale=self.scale,
-            ddof=self.ddof,
-            eps=self.eps,
-            singleton=self.singleton,
-        )
+    def _advantage(self, **columns: Tensor) -> Tensor:
+        return group_relative_advantage(**columns, dtype=self.dtype, **self._options())
+
+    def _alone(self, **columns: Tensor) -> Tensor:
+        if "rollout_id" in columns:
+            _one_row_each(columns["rollout_id"])
+        return self._advantage(**columns)
+
+    def _options(self) -> dict[str, Any]:
+        names = ("baseline", "scale", "ddof", "eps", "eps_mode", "singleton", "clip")
+        return {name: getattr(self, name) for name in names}
 
     def _groups(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
         if self.without_ids == "raise":
@@ -275,11 +300,13 @@ class GroupRelativeAdvantage(BatchTransform):
 
 
 def _one_row_each(rollouts: Tensor) -> None:
-    if bool(is_first(first_row(rollouts)).all()):
-        return
-    ids, counts = (x.tolist() for x in rollouts.unique(return_counts=True))
-    found = [f"rollout {i} in {n} rows" for i, n in zip(ids, counts, strict=True) if n > 1]
-    raise BatchError(
-        f"each rollout must be one row; found {listing(found)}. They would be counted once per row: "
-        "put FanOutCollapse before GroupRelativeAdvantage"
-    )
+    first = first_row(rollouts)
+    if not bool(is_first(first).all()):
+        counts = sum_by(first, torch.ones_like(first))
+        rule = Rule(
+            counts > 1,
+            lambda row: f"rollout {int(rollouts[row])} in {int(counts[row])} rows",
+            "each rollout must be one row; found {found}. They would be counted once per row: put "
+            "FanOutCollapse before GroupRelativeAdvantage",
+        )
+        explain([rule])

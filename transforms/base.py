@@ -159,6 +159,20 @@ def nested_key(key: Any) -> Any:
     return key[0] if len(key) == 1 else key
 
 
+def as_dtype(dtype: Any) -> torch.dtype | None:
+    """A floating-point dtype, also by its name, as YAML has it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point dtype of torch; got {dtype!r}")
+    if dtype is not None and found is None:
+        raise ValueError(f"dtype must be a floating-point dtype of torch; got {dtype!r}")
+    return found
+
+
 def one_of(option: str, value: Any, allowed: Sequence[Any]) -> Any:
     """Check a literal option at construction."""
     if value not in allowed:

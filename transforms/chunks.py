@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .ids import first_row, is_first
+from .ids import first_row, number_of
 
 
 def chunk_groups(
@@ -33,11 +33,7 @@ def chunk_groups(
         >>> chunk_groups(5, None, 2).tolist(), chunk_groups(5, None, 2, 2).tolist()
         ([0, 0, 1, 1, 2], [0, 0, 0, 0, 0])
     """
-    if rollout_id is None:
-        number = torch.arange(rows, device=device)
-    else:
-        first = first_row(rollout_id)
-        number = (is_first(first).long().cumsum(0) - 1).index_select(0, first)
+    number = torch.arange(rows, device=device) if rollout_id is None else number_of(first_row(rollout_id))
     if groups_per_batch is not None and int(number.amax()) + 1 != group_size * groups_per_batch:
         return torch.zeros_like(number)
     return number // group_size

@@ -14,6 +14,7 @@ from .columns import REWARD, SPEAKS
 from .counted import over_counted
 from .errors import BatchError, listing
 from .ids import as_ids, first_row, is_first, last_row, reduce_by, sum_by
+from .rules import broken, explain, identity_rules, reward_rules
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
 REDUCTIONS = ("shared", "first", "last", "sum", "mean", "max")
@@ -67,9 +68,10 @@ def collapse_fan_out(
     if len(reward) == 0:
         return Collapsed(reward, torch.empty_like(reward, dtype=torch.bool))
     first = first_row(rollouts)
-    problems = fan_out_problems(reward, rollouts, first, groups, siblings_agree=reduce == "shared")
-    if bool(torch.stack(problems).any()):
-        explain_fan_out(reward, rollouts, groups, siblings_agree=reduce == "shared")
+    rules = identity_rules(rollouts, groups, first)
+    rules += reward_rules(reward, rollouts, first, siblings_agree=reduce == "shared")
+    if bool(broken(rules)):
+        explain(rules)
     return Collapsed(reduce_rewards(reward, first, reduce), is_first(first))
 
 
@@ -85,58 +87,6 @@ def reduce_rewards(reward: Tensor, first: Tensor, how: Reduction) -> Tensor:
     if how == "mean":
         total = total / sum_by(first, torch.ones_like(total))
     return total.to(reward.dtype)
-
-
-def fan_out_problems(
-    reward: Tensor, rollouts: Tensor, first: Tensor, groups: Tensor | None, *, siblings_agree: bool
-) -> list[Tensor]:
-    """What must all be False, as scalar bools on the device. Nothing is read."""
-    problems = [~torch.isfinite(reward).all(), (rollouts < 0).any()]
-    if groups is not None:
-        problems += [(groups < 0).any(), (groups.index_select(0, first) != groups).any()]
-    if siblings_agree:
-        problems.append((reward.index_select(0, first) != reward).any())
-    return problems
-
-
-def explain_fan_out(reward: Tensor, rollouts: Tensor, groups: Tensor | None, *, siblings_agree: bool) -> None:
-    """Raise for the first problem found, with its ids. Reads what it needs: the run ends here."""
-    reject_negative(rollouts, "rollout_id", "an unset id would merge strangers into one rollout")
-    if groups is not None:
-        reject_negative(groups, "group_id", "an unset id would compare strangers with one another")
-    finite = torch.isfinite(reward)
-    if not finite.all():
-        rows = (~finite).nonzero().flatten().tolist()
-        raise BatchError(
-            "every reward must be finite; found "
-            + listing(f"{float(reward[i])} at row {i} (rollout {int(rollouts[i])})" for i in rows)
-            + ". Score those rollouts, or take them out before this stage with "
-            "SampleFilter(criterion=Finite(), action='exclude')"
-        )
-    members: dict[int, list[int]] = {}
-    for row, rollout in enumerate(rollouts.tolist()):
-        members.setdefault(rollout, []).append(row)
-    if groups is not None:
-        homes = {k: sorted({int(groups[i]) for i in rows}) for k, rows in members.items()}
-        torn = [f"rollout {k} in groups {g} (rows {members[k]})" for k, g in homes.items() if len(g) > 1]
-        if torn:
-            raise BatchError(f"a rollout belongs to one group; found {listing(torn)}. Are ids reused?")
-    if siblings_agree:
-        values = {k: [float(reward[i]) for i in rows] for k, rows in members.items()}
-        odd = [f"rollout {k} (rows {members[k]}: {v})" for k, v in values.items() if len(set(v)) > 1]
-        if odd:
-            raise BatchError(
-                f"the segments of a rollout share its reward; found {listing(odd)}. "
-                "If segments carry rewards of their own, say how they add up: reward='sum', 'last', …"
-            )
-
-
-def reject_negative(ids: Tensor, name: str, why: str) -> None:
-    """Raise if an id is negative, naming the rows."""
-    rows = (ids < 0).nonzero().flatten().tolist()
-    if rows:
-        found = listing(f"{int(ids[i])} at row {i}" for i in rows)
-        raise BatchError(f"every row needs a {name} ≥ 0; found {found}: {why}")
 
 
 def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
@@ -169,7 +119,8 @@ class FanOutCollapse(BatchTransform):
     """Give the segments of one rollout one vote and one reward (:func:`collapse_fan_out`).
 
     The batch keeps its shape: the stage adds columns. Rows that are out of the statistics
-    (``SampleFilter(action="exclude")``) are passed over. One device read, for the checks.
+    (``SampleFilter(action="exclude")``) are passed over. One device read, for the checks; one more where
+    rows are excluded.
 
     Reads `reward_key`, `rollout_key`, `group_key`; writes ``("headrace", "reward")`` (N,) and
     ``("headrace", "speaks")`` (N,) bool.
@@ -202,23 +153,28 @@ class FanOutCollapse(BatchTransform):
         rollout_key: NestedKey = "rollout_id",
         group_key: NestedKey | None = "group_id",
     ):
-        self_keys = [nested_key(k) for k in (reward_key, rollout_key, group_key)]
-        super().__init__([k for k in self_keys if k is not None], [REWARD, SPEAKS])
-        self.reward_key, self.rollout_key, self.group_key = self_keys
+        keys = [nested_key(k) for k in (reward_key, rollout_key, group_key)]
+        super().__init__([k for k in keys if k is not None], [REWARD, SPEAKS])
+        self.reward_key, self.rollout_key, self.group_key = keys
         self.reward = one_of("reward", reward, REDUCTIONS)
 
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the two columns."""
-        reward = as_rewards(self.column(batch, "reward_key"))
-        ids = [self.column(batch, "rollout_key")]
+        columns = {
+            "reward": as_rewards(self.column(batch, "reward_key")),
+            "rollout_id": self.column(batch, "rollout_key"),
+        }
         if self.group_key is not None:
-            ids.append(self.column(batch, "group_key"))
-        collapsed = over_counted(
-            batch, lambda *columns: collapse_fan_out(*columns, reduce=self.reward), reward, *ids
-        )
-        batch.set(REWARD, collapsed[0])
-        batch.set(SPEAKS, collapsed[1])
-        rollouts = collapsed[1].sum()
-        mean = (collapsed[0] * collapsed[1]).double().sum() / rollouts.clamp_min(1)
+            columns["group_id"] = self.column(batch, "group_key")
+
+        def collapse(**given: Tensor) -> Tensor:
+            return torch.stack(collapse_fan_out(**given, reduce=self.reward), -1)
+
+        reward, speaks = over_counted(batch, collapse, **columns).unbind(-1)
+        speaks = speaks.bool()
+        batch.set(REWARD, reward)
+        batch.set(SPEAKS, speaks)
+        rollouts = speaks.sum()
+        mean = (reward * speaks).double().sum() / rollouts.clamp_min(1)
         self.measured = {"rollouts": rollouts, "reward_mean": mean}
         return batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,10 +11,11 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from .base import BatchTransform, has_key, nested_key, one_of
-from .collapse import reject_negative, same_length
+from .collapse import same_length
 from .errors import BatchError, IncompleteGroupsError, listing
 from .ids import any_by, as_ids, first_row, is_first, sum_by
 from .rows import take_rows
+from .rules import Rule, broken, explain, identity_rules
 from .status import Status
 
 OnIncomplete = Literal["raise", "drop", "keep"]
@@ -27,6 +28,8 @@ class Presence(NamedTuple):
     """(N,) bool: no segment of the row's rollout failed or was aborted."""
     have: Tensor
     """(N,) int64: present rollouts of the row's group."""
+    rules: list[Rule]
+    """What must hold of the rows for these numbers to mean anything."""
 
 
 class IncompleteGroups(NamedTuple):
@@ -38,13 +41,39 @@ class IncompleteGroups(NamedTuple):
     """-1 for a group without rows where the number per group is not known."""
 
 
-def presence(groups: Tensor, rollouts: Tensor, status: Tensor | None) -> Presence:
-    """Count each group's unique rollouts that neither failed nor were aborted. No device read."""
+def presence(groups: Tensor, rollouts: Tensor, expected: Tensor, status: Tensor) -> Presence:
+    """Count each group's unique rollouts that neither failed nor were aborted. No device read.
+
+    Args:
+        groups: (N,) int64.
+        rollouts: (N,) int64; rows that share one are one rollout.
+        expected: (N,) int64, rollouts of the row's group when it was dispatched.
+        status: (N,) int64, :class:`Status`.
+    """
     first, group_first = first_row(rollouts), first_row(groups)
-    present = torch.ones_like(first, dtype=torch.bool)
-    if status is not None:
-        present = ~any_by(first, (status == Status.FAILED) | (status == Status.ABORTED))
-    return Presence(present, sum_by(group_first, (is_first(first) & present).long()))
+    present = ~any_by(first, (status == Status.FAILED) | (status == Status.ABORTED))
+    have = sum_by(group_first, (is_first(first) & present).long())
+    sizes = expected.index_select(0, group_first)
+    rules = [
+        *identity_rules(rollouts, groups, first),
+        Rule(
+            (status < min(Status)) | (status > max(Status)),
+            lambda row: f"{int(status[row])} at row {row}",
+            f"status must be one of {', '.join(f'{s.value} {s.name}' for s in Status)}; found {{found}}",
+        ),
+        Rule(
+            (expected < 1) | (sizes != expected),
+            lambda row: f"group {int(groups[row])}: {sorted({int(sizes[row]), int(expected[row])})}",
+            "expected_rollouts must be one number ≥ 1 per group; found {found}",
+        ),
+        Rule(
+            have > expected,
+            lambda row: f"group {int(groups[row])} has {int(have[row])} of {int(expected[row])}",
+            "a group cannot have more rollouts than were dispatched; found {found}. Is group_size right, or "
+            "are group ids reused between steps?",
+        ),
+    ]
+    return Presence(present, have, rules)
 
 
 def incomplete_groups(
@@ -54,7 +83,7 @@ def incomplete_groups(
     group_size: int | None = None,
     expected_rollouts: Tensor | Sequence[int] | None = None,
     status: Tensor | Sequence[int] | None = None,
-    expected_groups: Sequence[int] | None = None,
+    expected_groups: Iterable[int] | None = None,
 ) -> IncompleteGroups:
     """Find the groups that lack rollouts, by counting unique rollout ids and never rows.
 
@@ -78,95 +107,57 @@ def incomplete_groups(
         >>> found.group_id.tolist(), found.have.tolist()
         ([5], [1])
     """
-    groups = as_ids(group_id, "group_id")
-    device = groups.device
-    rollouts = as_ids(rollout_id, "rollout_id", device=device)
-    state = None if status is None else as_ids(status, "status", device=device)
-    expected = _expected(len(groups), group_size, expected_rollouts, device)
-    same_length(group_id=groups, rollout_id=rollouts, expected_rollouts=expected, status=state)
-    have = groups
-    rows = groups.new_empty(0)
+    groups, rollouts, expected, states = _columns(group_id, rollout_id, group_size, expected_rollouts, status)
+    rows, have = groups.new_empty(0), groups
     if len(groups):
-        have = presence(groups, rollouts, state).have
-        if bool(torch.stack(_problems(groups, rollouts, state, expected, have)).any()):
-            _explain(groups, rollouts, state, expected, have)
+        _, have, rules = presence(groups, rollouts, expected, states)
+        explain(rules)
         rows = ((have < expected) & is_first(first_row(groups))).nonzero().flatten()
-    missing = _missing_groups(groups, expected_groups)
-    unseen = torch.tensor(missing, dtype=torch.int64, device=device)
-    nothing = torch.zeros_like(unseen)
+    missing = groups.new_tensor(_missing_groups(groups, expected_groups))
+    nothing = torch.zeros_like(missing)
     return IncompleteGroups(
-        torch.cat([groups[rows], unseen]),
+        torch.cat([groups[rows], missing]),
         torch.cat([have[rows], nothing]),
         torch.cat([expected[rows], nothing + (-1 if group_size is None else group_size)]),
     )
 
 
-def _expected(
-    rows: int, group_size: int | None, column: Tensor | Sequence[int] | None, device: torch.device
-) -> Tensor:
+def _columns(
+    group_id: Tensor | Sequence[int],
+    rollout_id: Tensor | Sequence[int],
+    group_size: int | None,
+    expected_rollouts: Tensor | Sequence[int] | None,
+    status: Tensor | Sequence[int] | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(N,) int64 each: groups, rollouts, expected rollouts, statuses."""
+    groups = as_ids(group_id, "group_id")
+    rollouts = as_ids(rollout_id, "rollout_id", device=groups.device)
     if group_size is not None:
-        return torch.full((rows,), group_size, device=device)
-    if column is None:
+        expected = torch.full_like(groups, group_size)
+    elif expected_rollouts is not None:
+        expected = as_ids(expected_rollouts, "expected_rollouts", device=groups.device)
+    else:
         raise BatchError(
             "how many rollouts a group should have is not known: give group_size, or the batch a column "
             "expected_rollouts"
         )
-    return as_ids(column, "expected_rollouts", device=device)
+    completed = torch.full_like(groups, int(Status.COMPLETED))
+    states = completed if status is None else as_ids(status, "status", device=groups.device)
+    same_length(group_id=groups, rollout_id=rollouts, expected_rollouts=expected, status=states)
+    return groups, rollouts, expected, states
 
 
-def _problems(
-    groups: Tensor, rollouts: Tensor, status: Tensor | None, expected: Tensor, have: Tensor
-) -> list[Tensor]:
-    problems = [
-        (groups < 0).any(),
-        (rollouts < 0).any(),
-        (groups[first_row(rollouts)] != groups).any(),
-        (expected < 1).any(),
-        (expected[first_row(groups)] != expected).any(),
-        (have > expected).any(),
-    ]
-    if status is not None:
-        problems.append(((status < min(Status)) | (status > max(Status))).any())
-    return problems
-
-
-def _explain(groups: Tensor, rollouts: Tensor, status: Tensor | None, expected: Tensor, have: Tensor) -> None:
-    reject_negative(groups, "group_id", "an unset id would compare strangers with one another")
-    reject_negative(rollouts, "rollout_id", "an unset id would merge strangers into one rollout")
-    known = {int(s) for s in Status}
-    states = [] if status is None else status.tolist()
-    if unknown := [f"{s} at row {i}" for i, s in enumerate(states) if s not in known]:
-        raise BatchError(
-            f"status must be one of {[f'{s.value} {s.name}' for s in Status]}; found {listing(unknown)}"
-        )
-    homes: dict[int, set[int]] = {}
-    sizes: dict[int, set[int]] = {}
-    for group, rollout, size in zip(groups.tolist(), rollouts.tolist(), expected.tolist(), strict=True):
-        homes.setdefault(rollout, set()).add(group)
-        sizes.setdefault(group, set()).add(size)
-    if torn := [f"rollout {r} in groups {sorted(g)}" for r, g in homes.items() if len(g) > 1]:
-        raise BatchError(f"a rollout belongs to one group; found {listing(torn)}. Are ids reused?")
-    if odd := [f"group {g}: {sorted(s)}" for g, s in sizes.items() if len(s) > 1 or min(s) < 1]:
-        raise BatchError(f"expected_rollouts must be one number ≥ 1 per group; found {listing(odd)}")
-    rows = (have > expected).nonzero().flatten().tolist()
-    over = {int(groups[i]): f"group {int(groups[i])} has {int(have[i])} of {int(expected[i])}" for i in rows}
-    raise BatchError(
-        f"a group cannot have more rollouts than were dispatched; found {listing(over.values())}. "
-        "Is group_size right, or are group ids reused between steps?"
-    )
-
-
-def _missing_groups(groups: Tensor, expected_groups: Sequence[int] | None) -> list[int]:
+def _missing_groups(groups: Tensor, expected_groups: Iterable[int] | None) -> list[int]:
     if expected_groups is None:
         return []
-    dispatched = [int(g) for g in expected_groups]
+    dispatched = dict.fromkeys(int(g) for g in expected_groups)
     seen = set(groups.unique().tolist())
     if strangers := sorted(seen - set(dispatched)):
         raise BatchError(
             f"the batch has groups that were not dispatched: {listing(map(str, strangers))}. "
             "Do batches of two steps mix?"
         )
-    return [g for g in dict.fromkeys(dispatched) if g not in seen]
+    return [g for g in dispatched if g not in seen]
 
 
 class CompletenessGate(BatchTransform):
@@ -174,7 +165,7 @@ class CompletenessGate(BatchTransform):
 
     Unique rollouts are counted, never rows; those that failed or were aborted do not count and never pass,
     not even with a group that is kept. The gate is stateless: what came before does not matter. One device
-    read for the checks; one more where rows go, one with `expected_groups`.
+    read for the checks; one more where rows go, two with `expected_groups`.
 
     Reads `group_key`, `rollout_key`, `expected_key` where `group_size` is None, `status_key` if it is
     there. Writes nothing; its verdicts are 1 ``incomplete``, 2 ``failed``.
@@ -190,7 +181,8 @@ class CompletenessGate(BatchTransform):
         group_key: (N,) or (N, 1) int ≥ 0.
         rollout_key: (N,) or (N, 1) int ≥ 0.
         expected_key: (N,) or (N, 1) int ≥ 1.
-        status_key: (N,) or (N, 1) :class:`Status`; None: not looked at.
+        status_key: (N,) or (N, 1) :class:`Status`; under the name ``status`` it need not be there. None: not
+            looked at.
 
     Raises:
         IncompleteGroupsError: under ``raise``; lists group, have, expected and the statuses.
@@ -210,7 +202,7 @@ class CompletenessGate(BatchTransform):
         self,
         *,
         group_size: int | None = None,
-        expected_groups: Sequence[int] | Callable[[], Sequence[int]] | None = None,
+        expected_groups: Iterable[int] | Callable[[], Iterable[int]] | None = None,
         on_incomplete: OnIncomplete = "raise",
         min_rollouts: int | None = None,
         min_fraction: float | None = None,
@@ -235,60 +227,72 @@ class CompletenessGate(BatchTransform):
             raise ValueError(f"min_fraction must be in (0, 1]; got {min_fraction}")
         self.min_rollouts, self.min_fraction = min_rollouts, min_fraction
 
+    def enter(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """Check a batch at the door; one without rows lacks every group that was dispatched."""
+        flat = super().enter(batch)
+        if flat is None:
+            self._refuse([], _missing_groups(torch.empty(0), self._dispatched()))
+        return flat
+
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
         """Drop, or raise for, what is incomplete."""
-        groups = as_ids(self.column(batch, "group_key"), "group_id")
-        rollouts = as_ids(self.column(batch, "rollout_key"), "rollout_id")
-        status = None
-        if self.status_key is not None and has_key(batch, self.status_key):
-            status = as_ids(self.column(batch, "status_key"), "status")
-        column = self.column(batch, "expected_key") if self.group_size is None else None
-        expected = _expected(len(groups), self.group_size, column, groups.device)
-
-        present, have = presence(groups, rollouts, status)
+        groups, rollouts, expected, status = _columns(
+            self.column(batch, "group_key"),
+            self.column(batch, "rollout_key"),
+            self.group_size,
+            self.column(batch, "expected_key") if self.group_size is None else None,
+            self._status(batch),
+        )
+        present, have, rules = presence(groups, rollouts, expected, status)
         short = have < expected
-        stays = ~short if self.on_incomplete != "keep" else self._enough(have, expected)
-        problems = _problems(groups, rollouts, status, expected, have)
-        flags = torch.stack([*problems, short.any(), ~(present & stays).all()]).tolist()
-        if any(flags[:-2]):
-            _explain(groups, rollouts, status, expected, have)
+        stays = self._enough(have, expected) if self.on_incomplete == "keep" else ~short
+        flags = torch.stack([broken(rules), short.any(), ~(present & stays).all()])
+        wrong, incomplete, leaving = flags.tolist()
+        if wrong:
+            explain(rules)
         missing = _missing_groups(groups, self._dispatched())
-        if self.on_incomplete == "raise" and (flags[-2] or missing):
-            self._raise(groups, rollouts, status, expected, have, missing)
+        if incomplete and self.on_incomplete == "raise":
+            self._refuse(_tell(groups, rollouts, status, have, expected), missing)
+        self._refuse([], missing)
 
         self.verdict = torch.where(stays, torch.where(present, 0, 2), 1).to(torch.int8)
         self.measured = {"missing_groups": float(len(missing)), "incomplete_rows": short.sum()}
-        return take_rows(batch, (self.verdict == 0).nonzero().flatten()) if flags[-1] else batch
+        return take_rows(batch, (self.verdict == 0).nonzero().flatten()) if leaving else batch
+
+    def _status(self, batch: TensorDictBase) -> Tensor | None:
+        # The column is optional under its own name; whoever renames it means it to be there.
+        if self.status_key is None or (self.status_key == "status" and not has_key(batch, "status")):
+            return None
+        return self.column(batch, "status_key")
 
     def _enough(self, have: Tensor, expected: Tensor) -> Tensor:
         enough = have >= (self.min_rollouts or 1)
-        return enough & (have >= (self.min_fraction or 0) * expected)
+        return enough & (have.double() / expected >= (self.min_fraction or 0))
 
-    def _dispatched(self) -> Sequence[int] | None:
+    def _dispatched(self) -> Iterable[int] | None:
         return self.expected_groups() if callable(self.expected_groups) else self.expected_groups
 
-    def _raise(
-        self,
-        groups: Tensor,
-        rollouts: Tensor,
-        status: Tensor | None,
-        expected: Tensor,
-        have: Tensor,
-        missing: list[int],
-    ) -> None:
-        states = status if status is not None else torch.zeros_like(groups)
-        found = []
-        for group in dict.fromkeys(groups[have < expected].tolist()):
-            rows = (groups == group).nonzero().flatten()
-            worst: dict[int, int] = {}
-            for rollout, state in zip(rollouts[rows].tolist(), states[rows].tolist(), strict=True):
-                worst[rollout] = max(state, worst.get(rollout, 0))
-            counts = Counter(Status(state).name.lower() for state in worst.values())
-            told = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
-            found.append(f"group {group} has {int(have[rows[0]])} of {int(expected[rows[0]])} ({told})")
+    def _refuse(self, incomplete: list[str], missing: list[int]) -> None:
         size = "all" if self.group_size is None else self.group_size
-        found += [f"group {group} has 0 of {size} (no rows)" for group in missing]
-        raise IncompleteGroupsError(
-            f"{len(found)} incomplete group{'s' if len(found) > 1 else ''}: {listing(found)}. "
-            "Collect them to the end, or set on_incomplete='drop', or 'keep' with min_rollouts"
-        )
+        found = incomplete + [f"group {group} has 0 of {size} (no rows)" for group in missing]
+        if found and self.on_incomplete == "raise":
+            raise IncompleteGroupsError(
+                f"{len(found)} incomplete group{'s' if len(found) > 1 else ''}: {listing(found)}. "
+                "Collect them to the end, or set on_incomplete='drop', or 'keep' with min_rollouts"
+            )
+
+
+def _tell(groups: Tensor, rollouts: Tensor, status: Tensor, have: Tensor, expected: Tensor) -> list[str]:
+    """Each incomplete group in words, with how its rollouts ended."""
+    told: dict[int, tuple[int, int, dict[int, int]]] = {}
+    short = (have < expected).nonzero().flatten()
+    columns = (column[short].tolist() for column in (groups, rollouts, status, have, expected))
+    for group, rollout, state, got, wanted in zip(*columns, strict=True):
+        worst = told.setdefault(group, (got, wanted, {}))[2]
+        worst[rollout] = max(state, worst.get(rollout, 0))
+    words = []
+    for group, (got, wanted, worst) in told.items():
+        ends = Counter(Status(state).name.lower() for state in worst.values())
+        how = ", ".join(f"{count} {name}" for name, count in sorted(ends.items()))
+        words.append(f"group {group} has {got} of {wanted} ({how})")
+    return words

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -10,9 +10,7 @@ from torch import Tensor
 from .columns import COUNTED
 
 
-def over_counted(
-    batch: TensorDictBase, function: Callable[..., Sequence[Tensor]], *columns: Tensor
-) -> list[Tensor]:
+def over_counted(batch: TensorDictBase, function: Callable[..., Tensor], **columns: Tensor) -> Tensor:
     """Run `function` on the rows that are in the statistics; the others get zeros.
 
     To a statistic an excluded row does not exist: its ids and rewards are neither used nor checked. Costs
@@ -20,12 +18,12 @@ def over_counted(
 
     Args:
         batch: TensorDict ``[N]``, which may have the column ``("headrace", "counted")``.
-        function: takes the columns, (M,) each, and returns a sequence of (M,) tensors.
-        columns: (N,) tensors.
+        function: takes the columns by name, (M, ...) each, and returns (M, ...).
+        columns: (N, ...) tensors.
     """
     counted = batch.get(COUNTED, None)
     if counted is None:
-        return list(function(*columns))
+        return function(**columns)
     rows = counted.nonzero().squeeze(-1)
-    results = function(*(column.index_select(0, rows) for column in columns))
-    return [result.new_zeros(len(counted)).index_copy_(0, rows, result) for result in results]
+    result = function(**{name: column.index_select(0, rows) for name, column in columns.items()})
+    return result.new_zeros(len(counted), *result.shape[1:]).index_copy_(0, rows, result)

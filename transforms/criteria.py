@@ -1,8 +1,9 @@
 """Criteria for :class:`SampleFilter`: a batch in, (N,) bool out, True where the row stays.
 
-Any callable of that form is one. Two optional attributes help: `reason`, the word under which rows that go
-are counted, and `in_keys`, the columns it reads, by which a pipeline refuses an order that cannot work.
-None of those here reads from the device.
+Any callable of that form is one. Three optional attributes help: `reason`, the word under which rows that go
+are counted; `unit`, what stays or goes as one; and `in_keys`, the columns it reads, by which a pipeline
+refuses an order that cannot work. None of those here reads from the device, but RewardsVary once where rows
+are out of the statistics.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Criterion:
     """A criterion with a name and declared columns. Subclasses implement ``__call__``."""
 
     reason: str
+    unit: str = "sample"
     in_keys: tuple[NestedKey, ...] = ()
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
@@ -54,6 +56,7 @@ class RewardsVary(Criterion):
     """
 
     reason = "zero_variance"
+    unit = "group"
 
     def __init__(
         self,
@@ -70,11 +73,12 @@ class RewardsVary(Criterion):
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool."""
 
-        def flat(reward: Tensor, groups: Tensor) -> list[Tensor]:
+        def flat(reward: Tensor, groups: Tensor) -> Tensor:
             first = first_row(groups)
-            return [reduce_by(first, reward, "amax") - reduce_by(first, reward, "amin") <= self.tol]
+            return reduce_by(first, reward, "amax") - reduce_by(first, reward, "amin") <= self.tol
 
-        return ~over_counted(batch, flat, self._reward(batch), self._column(batch, "group_key"))[0]
+        groups = self._column(batch, "group_key")
+        return ~over_counted(batch, flat, reward=self._reward(batch), groups=groups)
 
 
 class RewardWithin(Criterion):

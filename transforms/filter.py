@@ -12,12 +12,12 @@ from torch import Tensor
 from .base import BatchTransform, has_key, key_names, nested_key, one_of
 from .columns import COUNTED, IN_LOSS
 from .errors import BatchError
-from .ids import any_by, as_ids, first_row
+from .ids import any_by, first_row
 from .rows import silence_rows, take_rows
+from .rules import explain, set_rule
+from .units import Unit, unit_ids, unit_keys
 
-Unit = Literal["sample", "rollout", "group"]
 Action = Literal["mask", "exclude", "drop"]
-UNITS = ("sample", "rollout", "group")
 
 
 class SampleFilter(BatchTransform):
@@ -45,6 +45,7 @@ class SampleFilter(BatchTransform):
     Args:
         criterion: batch → (N,) bool, True where the row stays; see :mod:`headrace.transforms.criteria`.
         unit: what stays or goes as one: a row that fails takes its whole ``rollout`` or ``group`` along.
+            None: the criterion's own (``group`` for RewardsVary), else ``sample``.
         action: ``mask``, ``exclude``, ``drop``.
         on_batch: called as ``on_batch(batch, keep)`` with every row, those that will go included, and the
             (N,) bool verdicts.
@@ -70,7 +71,7 @@ class SampleFilter(BatchTransform):
         self,
         *,
         criterion: Callable[[TensorDictBase], Tensor],
-        unit: Unit = "sample",
+        unit: Unit | None = None,
         action: Action = "mask",
         on_batch: Callable[[TensorDictBase, Tensor], None] | None = None,
         loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
@@ -81,20 +82,26 @@ class SampleFilter(BatchTransform):
         if not callable(criterion):
             raise ValueError(f"criterion must be a callable from a batch to (N,) bool; got {criterion!r}")
         keys = [nested_key(k) for k in (loss_mask_key, log_prob_key, rollout_key, group_key)]
-        self_unit = one_of("unit", unit, UNITS)
-        reads = {"sample": [], "rollout": [keys[2]], "group": [keys[3]]}[self_unit]
+        own: str = unit if unit is not None else getattr(criterion, "unit", "sample")
+        reads = unit_keys(own, *keys[2:])
         writes = {"mask": [IN_LOSS], "exclude": [IN_LOSS, COUNTED], "drop": []}
         one_of("action", action, tuple(writes))
         super().__init__([*getattr(criterion, "in_keys", ()), *reads], writes[action])
         self.loss_mask_key, self.log_prob_key, self.rollout_key, self.group_key = keys
         self.criterion, self.unit, self.action, self.on_batch = criterion, unit, action, on_batch
+        self._unit = own
         self.reasons = (_name_of(criterion),)
 
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
         """Judge all rows, tell the hook, and act."""
         keep = self._judge(batch)
-        if self.unit != "sample":
-            ids = as_ids(self.column(batch, f"{self.unit}_key"), f"{self.unit}_id")
+        if (counted := batch.get(COUNTED, None)) is not None:
+            keep = keep | ~counted  # who has left the statistics judges nobody
+        ids = unit_ids(self, self._unit, batch)
+        if ids is not None:
+            rule = set_rule(ids, f"{self._unit}_id", "an unset id would judge strangers together")
+            if ids.device.type == "cpu" or self.action == "drop":  # where looking costs nothing more
+                explain([rule])
             keep = ~any_by(first_row(ids), ~keep)
         if self.on_batch is not None:
             self.on_batch(batch, keep)

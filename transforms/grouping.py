@@ -23,6 +23,19 @@ class Grouping(Protocol):
     """Each reward less the mean of its group, in which each rollout has one vote."""
     count: Tensor
     """Rollouts per group."""
+    rollouts: Tensor
+    """Rollouts of the batch, a scalar."""
+    length: Tensor
+    """Tokens of each rollout; only there where somebody asked."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of `values` per group, each rollout once."""
+
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum of `values` per group."""
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum of `values` over all rollouts of the batch, each once; a scalar."""
 
     def std(self, ddof: int) -> Tensor:
         """Standard deviation of the rewards per group, with the divisor ``max(count - ddof, 1)``."""
@@ -41,10 +54,25 @@ class Blocks:
     first, since the std of the uncentred rewards differs in the last bit.
     """
 
-    def __init__(self, reward: Tensor):
+    def __init__(self, reward: Tensor, length: Tensor | None = None):
         self.reward = reward
         self.deviation = reward - reward.mean(-1, keepdim=True)
         self.count = reward.new_full((), reward.shape[1])
+        self.rollouts = reward.new_full((), reward.numel())
+        if length is not None:
+            self.length = length
+
+    def sum(self, values: Tensor) -> Tensor:
+        """(P, 1)."""
+        return values.sum(-1, keepdim=True)
+
+    def max(self, values: Tensor) -> Tensor:
+        """(P, 1)."""
+        return values.amax(-1, keepdim=True)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Scalar."""
+        return values.sum()
 
     def std(self, ddof: int) -> Tensor:
         """(P, 1)."""
@@ -66,29 +94,43 @@ class ById:
         reward: (N,) float64; every row of a rollout carries the rollout's reward.
         first: (N,) int64, the first row of each row's group.
         speaks: (N,) bool, True on one row of each rollout.
+        length: (N,) tokens of each row's rollout.
     """
 
-    def __init__(self, reward: Tensor, first: Tensor, speaks: Tensor):
+    def __init__(self, reward: Tensor, first: Tensor, speaks: Tensor, length: Tensor | None = None):
         self.reward, self.first = reward, first
         self.votes = speaks.to(reward.dtype)
+        self.rollouts = self.votes.sum()
         self.count = sum_by(first, self.votes)
-        self.deviation = reward - sum_by(first, reward * self.votes) / self.count
+        self.deviation = reward - self.sum(reward) / self.count
+        if length is not None:
+            self.length = length
+
+    def sum(self, values: Tensor) -> Tensor:
+        """(N,)."""
+        return sum_by(self.first, values * self.votes)
+
+    def max(self, values: Tensor) -> Tensor:
+        """(N,)."""
+        return reduce_by(self.first, values, "amax")
+
+    def total(self, values: Tensor) -> Tensor:
+        """Scalar."""
+        return (values * self.votes).sum()
 
     def std(self, ddof: int) -> Tensor:
         """(N,); two passes, since a sum of squares loses everything to a large mean."""
-        squares = sum_by(self.first, self.deviation.square() * self.votes)
+        squares = self.sum(self.deviation.square())
         return (squares / (self.count - ddof).clamp_min(1)).sqrt()
 
     def batch_std(self, ddof: int) -> Tensor:
         """Scalar."""
-        rollouts = self.votes.sum()
-        deviation = self.reward - (self.reward * self.votes).sum() / rollouts
-        return ((deviation.square() * self.votes).sum() / (rollouts - ddof).clamp_min(1)).sqrt()
+        deviation = self.reward - self.total(self.reward) / self.rollouts
+        return (self.total(deviation.square()) / (self.rollouts - ddof).clamp_min(1)).sqrt()
 
     def equal(self) -> Tensor:
         """(N,) bool."""
-        high, low = (reduce_by(self.first, self.reward, how) for how in ("amax", "amin"))
-        return high == low
+        return self.max(self.reward) == -self.max(-self.reward)
 
 
 def squares_fit(peak: float, terms: int, dtype: torch.dtype) -> bool:

@@ -1,9 +1,9 @@
-"""All arithmetic per id: which rows share one, and sums over those that do.
+"""Arithmetic per id: which rows share one, and sums over those that do.
 
 Ids are labels: any order, any gaps, never used to index. What stands for an id here is the **first row**
 that carries it: ``first = first_row(ids)`` is an (N,) index, ``first[i] == i`` where a row is the first of
-its id, and a sum per id lives in an (N,) buffer at those rows. Nothing has a shape that depends on the
-data, so the CUDA route and a compiled one need no device read.
+its id, and a sum per id lives in an (N,) buffer at those rows. No shape depends on the data but in the CPU's
+own way to find first rows, so the CUDA route and a compiled one need no device read.
 """
 
 from __future__ import annotations
@@ -92,6 +92,11 @@ def _first_row_by_looking(ids: Tensor) -> Tensor:
 def is_first(first: Tensor) -> Tensor:
     """(N,) bool: True on the first row of each id."""
     return first == torch.arange(len(first), device=first.device)
+
+
+def number_of(first: Tensor) -> Tensor:
+    """(N,) int64: 0, 1, … by first appearance, the number of each row's id."""
+    return (is_first(first).long().cumsum(0) - 1).index_select(0, first)
 
 
 def sum_by(first: Tensor, values: Tensor) -> Tensor:

@@ -2,77 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .collapse import fan_out_problems
-from .grouping import Blocks, squares_fit
-from .ids import is_first, sum_by
+from .grouping import squares_fit
+from .ids import is_first, number_of, sum_by
+from .rules import Rule, broken
 
 
 class Facts(NamedTuple):
     """What one device read tells of a batch."""
 
     problem: bool
-    """An id is negative, a rollout torn, a reward not finite, or siblings disagree."""
+    """A rule is broken."""
     smallest_group: int
     largest_group: int
     contiguous: bool
     """The rollouts of each group follow one another, in the order of their first rows."""
     rollouts: int
+    lowest: float
+    """The smallest reward."""
     peak: float
     """The largest absolute reward."""
 
 
-def facts_of(reward: Tensor, groups: Tensor, rollouts: Tensor, first: Tensor, group_first: Tensor) -> Tensor:
-    """(6,) float64, what :class:`Facts` holds; shapes do not depend on the data and nothing is read.
+def facts_of(rules: Sequence[Rule], reward: Tensor, first: Tensor, group_first: Tensor) -> Tensor:
+    """(7,) float64, what :class:`Facts` holds; shapes do not depend on the data and nothing is read.
 
     Args:
-        reward: (N,) float, `groups` and `rollouts` (N,) int64 ids.
-        groups: see above.
-        rollouts: see above.
-        first: (N,) int64, first row of each row's rollout.
-        group_first: (N,) int64, first row of each row's group.
+        rules: of the batch's rows.
+        reward: (N,) float.
+        first: (N,) int64, the first row of each row's rollout.
+        group_first: (N,) int64, the first row of each row's group.
     """
-    problems = fan_out_problems(reward, rollouts, first, groups, siblings_agree=True)
     speaks = is_first(first)
     size = sum_by(group_first, speaks.long())
-    number = speaks.long().cumsum(0) - 1  # the how-manieth rollout of the batch
+    number = number_of(first)
     inside = number - number.index_select(0, group_first) < size
     facts = [
-        torch.stack(problems).any(),
+        broken(rules),
         size.amin(),
         size.amax(),
         (inside | ~speaks).all(),
         speaks.sum(),
+        reward.amin(),
         reward.abs().amax(),
     ]
     return torch.stack([fact.double() for fact in facts])
 
 
-def read_facts(reward: Tensor, groups: Tensor, rollouts: Tensor, first: Tensor, group_first: Tensor) -> Facts:
+def read_facts(rules: Sequence[Rule], reward: Tensor, first: Tensor, group_first: Tensor) -> Facts:
     """The one device read."""
-    problem, small, large, contiguous, count, peak = facts_of(
-        reward, groups, rollouts, first, group_first
-    ).tolist()
-    return Facts(bool(problem), int(small), int(large), bool(contiguous), int(count), peak)
+    found = facts_of(rules, reward, first, group_first).tolist()
+    problem, small, large, contiguous, count, lowest, peak = found
+    return Facts(bool(problem), int(small), int(large), bool(contiguous), int(count), lowest, peak)
 
 
-def gather_blocks(reward: Tensor, first: Tensor, facts: Facts) -> tuple[Blocks, Tensor]:
-    """The rollouts' rewards as (P, G), and for each row the number of its rollout. No device read."""
-    speaks = is_first(first)
-    number = speaks.long().cumsum(0) - 1
+def gather_blocks(first: Tensor, facts: Facts, *columns: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """For each row the number of its rollout, and per-row columns as (P, G), one entry a rollout. No read."""
+    number = number_of(first)
     # Rows that do not speak all write to one slot past the end, which is cut off.
-    slot = torch.where(speaks, number, facts.rollouts)
-    heads = torch.zeros(facts.rollouts + 1, dtype=torch.int64, device=reward.device)
-    heads.scatter_(0, slot, torch.arange(len(reward), device=reward.device))
-    blocks = Blocks(reward.index_select(0, heads[:-1]).view(-1, facts.largest_group))
-    return blocks, number.index_select(0, first)
+    slot = torch.where(is_first(first), number, facts.rollouts)
+    heads = torch.zeros(facts.rollouts + 1, dtype=torch.int64, device=first.device)
+    heads.scatter_(0, slot, torch.arange(len(first), device=first.device))
+    blocks = [column.index_select(0, heads[:-1]).view(-1, facts.largest_group) for column in columns]
+    return number, blocks
 
 
-def ascending_blocks(reward: Tensor, groups: Tensor, rollouts: Tensor | None) -> tuple[Blocks, Tensor] | None:
+def ascending_blocks(reward: Tensor, groups: Tensor, rollouts: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """The layout that collectors write, found by looking: CPU only, a few passes over the ids.
 
     Rollout ids ascend from run to run, groups of one size follow one another, and all data are sound.
@@ -103,4 +103,4 @@ def ascending_blocks(reward: Tensor, groups: Tensor, rollouts: Tensor | None) ->
         return None
     if not bool((run_ids[1:] > run_ids[:-1]).all()) and len(run_ids.unique()) < len(run_ids):
         return None
-    return Blocks(reward.view(-1, size)), segments
+    return reward.view(-1, size), segments

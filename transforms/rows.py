@@ -40,7 +40,7 @@ def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
 
 
 def _take(value: Any, rows: Tensor) -> Any:
-    if isinstance(value, Tensor) and not value.is_nested:
+    if isinstance(value, Tensor):
         return value.index_select(0, rows)
     if isinstance(value, TensorDictBase):
         return take_rows(value, rows)

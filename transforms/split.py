@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -13,10 +13,11 @@ from torch import Tensor
 from .base import BatchTransform, nested_key, one_of, read_column
 from .columns import MINIBATCH
 from .errors import BatchError
-from .filter import UNITS, Unit
 from .ids import as_ids, first_row
 from .rows import device_of, take_rows
+from .rules import explain, set_rule
 from .seeds import stream_seed
+from .units import Unit, unit_ids, unit_keys
 
 Remainder = Literal["raise", "drop", "uneven"]
 REMAINDERS = ("raise", "drop", "uneven")
@@ -35,7 +36,7 @@ class Plan(NamedTuple):
 
 def shuffle_split(
     rows: int,
-    unit_id: Tensor | None = None,
+    unit_id: Tensor | Sequence[int] | None = None,
     *,
     minibatches: int | None = None,
     minibatch_size: int | None = None,
@@ -48,11 +49,11 @@ def shuffle_split(
 
     A unit is a row, or all rows that share a `unit_id`, which stay in row order. With U units, K
     minibatches get ⌊U/K⌋ or ⌈U/K⌉ units each; minibatches of n units are U/n many. No device read without
-    `unit_id`, two with it.
+    `unit_id`, a few with it.
 
     Args:
         rows: N.
-        unit_id: (N,) integers, which rows stay together; None: each row is a unit.
+        unit_id: (N,) integers ≥ 0, which rows stay together; None: each row is a unit.
         minibatches: K ≥ 1; give this or `minibatch_size`.
         minibatch_size: n ≥ 1 units.
         remainder: what happens to units over, when U is no multiple of K or n: ``raise``; ``drop`` the last
@@ -62,28 +63,33 @@ def shuffle_split(
         device: where the order is drawn; that of `unit_id` where there is one.
 
     Raises:
-        BatchError: there is a remainder, under ``raise``.
+        BatchError: there is a remainder, under ``raise``; a unit_id is missing or negative.
 
     Example:
         >>> shuffle_split(5, minibatches=2, remainder="uneven", shuffle=False).sizes
         [3, 2]
     """
     _check_options(minibatches, minibatch_size, remainder)
-    device = unit_id.device if unit_id is not None else device
+    units = None if unit_id is None else as_ids(unit_id, "unit_id", device=torch.device(device or "cpu"))
+    if units is not None:
+        if len(units) != rows:
+            raise BatchError(f"every row needs a unit_id; got {len(units)} for {rows} rows")
+        explain([set_rule(units, "unit_id", "an unset id would tie strangers together")])
+        device = units.device
     if shuffle:
         key = torch.randperm(rows, generator=generator, device=device)
     else:
         key = torch.arange(rows, device=device)
-    if unit_id is None:
+    if units is None:
         bounds = _cut(rows, minibatches, minibatch_size, remainder)
         # `key` is as good a permutation as its inverse.
         return Plan(key[: bounds[-1]], _differences(bounds), key[bounds[-1] :])
     # The rows of a unit share its first row's key, so a stable sort puts them together.
-    ordered, order = key.index_select(0, first_row(unit_id)).sort(stable=True)
+    ordered, order = key.index_select(0, first_row(units)).sort(stable=True)
     starts = torch.cat([ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).nonzero().flatten() + 1])
-    units = _cut(len(starts), minibatches, minibatch_size, remainder)
+    cuts = _cut(len(starts), minibatches, minibatch_size, remainder)
     edges = torch.cat([starts, starts.new_full((1,), rows)])
-    bounds = edges[torch.tensor(units, device=edges.device)].tolist()
+    bounds = edges[torch.tensor(cuts, device=edges.device)].tolist()
     return Plan(order[: bounds[-1]], _differences(bounds), order[bounds[-1] :])
 
 
@@ -167,23 +173,18 @@ class ShuffleSplit(BatchTransform):
         group_key: NestedKey = "group_id",
     ):
         _check_options(minibatches, minibatch_size, remainder)
-        self_keys = nested_key(rollout_key), nested_key(group_key)
-        reads = {"sample": [], "rollout": [self_keys[0]], "group": [self_keys[1]]}[
-            one_of("unit", unit, UNITS)
-        ]
-        super().__init__(reads, [MINIBATCH])
-        self.rollout_key, self.group_key = self_keys
+        keys = nested_key(rollout_key), nested_key(group_key)
+        super().__init__(unit_keys(unit, *keys), [MINIBATCH])
+        self.rollout_key, self.group_key = keys
         self.minibatches, self.minibatch_size, self.remainder = minibatches, minibatch_size, remainder
         self.unit, self.shuffle, self.seed = unit, shuffle, seed
         self.calls = 0
 
     def plan(self, batch: TensorDictBase) -> Plan:
         """Draw the next order for a batch ``[N]``, without moving a row."""
-        ids = None
-        if self.unit != "sample":
-            ids = as_ids(self.column(batch, f"{self.unit}_key"), f"{self.unit}_id")
+        ids = unit_ids(self, self.unit, batch)
         device = device_of(batch) if ids is None else ids.device
-        generator = torch.Generator(device=device).manual_seed(stream_seed(self.seed, self.calls))
+        generator = torch.Generator(device=device).manual_seed(stream_seed("split", self.seed, self.calls))
         plan = shuffle_split(
             len(batch),
             ids,
@@ -223,7 +224,7 @@ class ShuffleSplit(BatchTransform):
 
 
 def split_minibatches(batch: TensorDictBase) -> Iterator[TensorDictBase]:
-    """Yield the minibatches of a batch that :class:`ShuffleSplit` ordered, as views. One device read.
+    """Yield the minibatches of a batch that :class:`ShuffleSplit` ordered, as views. Reads their sizes.
 
     Raises:
         MissingKeyError: the batch has no ``("headrace", "minibatch")`` column.

@@ -46,6 +46,8 @@ class ReverseEnv(EnvBase):
         seed: int = 0,
         device: str | None = None,
     ):
+        if not 0 <= revised <= 1 or not 0 <= failing < 1:
+            raise ValueError(f"revised must be in [0, 1] and failing in [0, 1); got {revised} and {failing}")
         self.sampler, self.failing = sampler, failing
         self.revised = round(revised * sampler.group_size)
         if (sampler.group_size + self.revised) % 2:

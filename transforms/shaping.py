@@ -1,0 +1,213 @@
+"""Rewards shaped before anything is measured against them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from .base import BatchTransform, nested_key, read_column
+from .columns import REWARD
+from .ids import as_ids, first_row
+from .lengths import rollout_lengths
+
+
+def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tensor:
+    """The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
+
+    ::
+
+        0                          L ≤ L_max − L_cache
+        (L_max − L_cache − L)/L_cache    up to L_max
+        −1                         beyond
+
+    Args:
+        length: (N,) tokens.
+        max_length: L_max, tokens.
+        cache: L_cache, tokens, in (0, L_max].
+
+    Returns:
+        (N,) float in [−1, 0], to be added to the reward.
+
+    Example:
+        >>> overlong_punishment(torch.tensor([8, 10, 12]), max_length=10, cache=4).tolist()
+        [-0.5, -1.0, -1.0]
+    """
+    over = length - (max_length - cache)
+    return -(over.clamp(0, cache) / cache).to(torch.get_default_dtype())
+
+
+def length_penalty(length: Tensor, *, coefficient: float, free: int = 0) -> Tensor:
+    """A penalty that grows linearly: ``−c · max(L − free, 0)``.
+
+    Args:
+        length: (N,) tokens.
+        coefficient: c, reward per token, ≥ 0.
+        free: tokens that cost nothing.
+
+    Returns:
+        (N,) float ≤ 0, to be added to the reward.
+
+    Example:
+        >>> length_penalty(torch.tensor([4, 10]), coefficient=0.5, free=3).tolist()
+        [-0.5, -3.5]
+    """
+    return -coefficient * (length - free).clamp_min(0).to(torch.get_default_dtype())
+
+
+class RewardShaping(BatchTransform):
+    """What shaping stages have in common: after FanOutCollapse, they rewrite the rollout's reward.
+
+    Reads and writes ``("headrace", "reward")`` (N,), so that every segment keeps its rollout's one reward. A
+    pipeline refuses one after the advantage.
+    """
+
+    def __init__(self, in_keys: Sequence[NestedKey] = ()):
+        super().__init__([REWARD, *in_keys], [REWARD])
+
+    @abstractmethod
+    def shape(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
+        """(N,) shaped rewards."""
+
+    def apply(self, batch: TensorDictBase) -> TensorDictBase:
+        """Rewrite the reward."""
+        reward = read_column(batch, REWARD, reader=type(self).__name__, option="written by FanOutCollapse")
+        shaped = self.shape(batch, reward).to(reward.dtype)
+        self.measured = {
+            "changed": (shaped != reward).double().mean(),
+            "mean": (shaped - reward).double().mean(),
+        }
+        return batch.set(REWARD, shaped)
+
+
+class _LengthShaping(RewardShaping):
+    """Shaping by a rollout's tokens in the loss, over all its segments."""
+
+    def __init__(self, mask_key: NestedKey, rollout_key: NestedKey):
+        self_keys = nested_key(mask_key), nested_key(rollout_key)
+        super().__init__(self_keys)
+        self.mask_key, self.rollout_key = self_keys
+
+    def lengths(self, batch: TensorDictBase) -> Tensor:
+        """(N,) int64."""
+        first = first_row(as_ids(self.column(batch, "rollout_key"), "rollout_id"))
+        return rollout_lengths(batch, self.mask_key, first, reader=type(self).__name__)
+
+
+class OverlongPunishment(_LengthShaping):
+    """Add :func:`overlong_punishment` of the rollout's tokens to its reward.
+
+    Reads `mask_key`, `rollout_key`; reads and writes ``("headrace", "reward")``.
+
+    Args:
+        max_length: L_max, tokens in the loss over all segments of a rollout.
+        cache: L_cache, tokens, in (0, L_max].
+        weight: factor of the punishment, in units of the reward.
+        mask_key: (N, T) bool.
+        rollout_key: (N,) or (N, 1) int.
+
+    Raises:
+        MissingKeyError: a column is not there.
+
+    Example:
+        >>> OverlongPunishment(max_length=10, cache=4)
+        OverlongPunishment(max_length=10, cache=4)
+    """
+
+    def __init__(
+        self,
+        *,
+        max_length: int,
+        cache: int,
+        weight: float = 1.0,
+        mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        rollout_key: NestedKey = "rollout_id",
+    ):
+        super().__init__(mask_key, rollout_key)
+        if not 0 < cache <= max_length:
+            raise ValueError(f"cache must be in (0, max_length]; got {cache} and {max_length}")
+        self.max_length, self.cache, self.weight = max_length, cache, weight
+
+    def shape(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
+        """(N,)."""
+        lengths = self.lengths(batch)
+        return reward + self.weight * overlong_punishment(
+            lengths, max_length=self.max_length, cache=self.cache
+        )
+
+
+class LengthPenalty(_LengthShaping):
+    """Add :func:`length_penalty` of the rollout's tokens to its reward.
+
+    Reads `mask_key`, `rollout_key`; reads and writes ``("headrace", "reward")``.
+
+    Args:
+        coefficient: reward per token, ≥ 0.
+        free: tokens that cost nothing.
+        mask_key: (N, T) bool.
+        rollout_key: (N,) or (N, 1) int.
+
+    Raises:
+        MissingKeyError: a column is not there.
+
+    Example:
+        >>> LengthPenalty(coefficient=0.01)
+        LengthPenalty(coefficient=0.01)
+    """
+
+    def __init__(
+        self,
+        *,
+        coefficient: float,
+        free: int = 0,
+        mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        rollout_key: NestedKey = "rollout_id",
+    ):
+        super().__init__(mask_key, rollout_key)
+        if coefficient < 0 or free < 0:
+            raise ValueError(f"coefficient and free must be ≥ 0; got {coefficient} and {free}")
+        self.coefficient, self.free = coefficient, free
+
+    def shape(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
+        """(N,)."""
+        return reward + length_penalty(self.lengths(batch), coefficient=self.coefficient, free=self.free)
+
+
+class RewardScale(RewardShaping):
+    """Scale and shift the rollout's reward, then clip it: ``min(max(scale · R + bias, low), high)``.
+
+    Reads and writes ``("headrace", "reward")``.
+
+    Args:
+        scale: factor.
+        bias: added after scaling.
+        low: least result.
+        high: greatest result.
+
+    Raises:
+        MissingKeyError: FanOutCollapse is not before it.
+
+    Example:
+        >>> RewardScale(scale=2.0, bias=-1.0)
+        RewardScale(scale=2.0, bias=-1.0)
+    """
+
+    def __init__(
+        self,
+        *,
+        scale: float = 1.0,
+        bias: float = 0.0,
+        low: float = float("-inf"),
+        high: float = float("inf"),
+    ):
+        super().__init__()
+        if not low <= high:
+            raise ValueError(f"low must be ≤ high; got {low} and {high}")
+        self.scale, self.bias, self.low, self.high = scale, bias, low, high
+
+    def shape(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
+        """(N,)."""
+        return (self.scale * reward + self.bias).clamp(self.low, self.high)

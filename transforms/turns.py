@@ -1,0 +1,135 @@
+"""Credit for the turns of a rollout, where turns are rows."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from .base import BatchTransform, nested_key
+from .errors import BatchError, listing
+from .ids import as_ids, first_row, sum_by
+
+
+def turns_to_go(rollout_id: Tensor, turn: Tensor | None = None) -> Tensor:
+    """How many of a rollout's segments come after each row.
+
+    Args:
+        rollout_id: (N,) integers: which rows are one rollout.
+        turn: (N,) integers that order the segments of a rollout, without ties; None: the order of the rows.
+
+    Returns:
+        (N,) int64 ≥ 0, 0 on the last segment of each rollout. No device read but for the check of `turn`.
+
+    Raises:
+        BatchError: two segments of a rollout have the same turn, with the ids.
+
+    Example:
+        >>> turns_to_go(torch.tensor([5, 9, 5, 5])).tolist()
+        [2, 0, 1, 0]
+    """
+    first, place = _places(rollout_id, turn)
+    return sum_by(first, torch.ones_like(first)) - 1 - place
+
+
+def rewards_to_go(
+    reward: Tensor, rollout_id: Tensor, turn: Tensor | None = None, *, discount: float = 1.0
+) -> Tensor:
+    """The discounted return from each segment on: ``G_t = Σ_{u≥t} γ^{u−t} r_u`` over a rollout's segments.
+
+    Accumulates in float64. One device read, for the largest number of segments.
+
+    Args:
+        reward: (N,) float, each segment's own.
+        rollout_id: (N,) integers.
+        turn: (N,) integers that order the segments of a rollout; None: the order of the rows.
+        discount: γ in [0, 1], per segment.
+
+    Returns:
+        (N,) in the dtype of `reward`.
+
+    Raises:
+        BatchError: two segments of a rollout have the same turn, with the ids.
+
+    Example:
+        >>> rewards_to_go(torch.tensor([1.0, 7.0, 2.0]), torch.tensor([0, 4, 0]), discount=0.5).tolist()
+        [2.0, 7.0, 2.0]
+    """
+    if len(reward) == 0:
+        return reward
+    first, place = _places(rollout_id, turn)
+    turns = int(place.amax()) + 1
+    # One line per rollout, at its first row's number among first rows; absent turns stay 0.
+    line = (first == torch.arange(len(first), device=first.device)).long().cumsum(0)[first] - 1
+    table = torch.zeros(len(first), turns, dtype=torch.float64, device=reward.device)
+    table[line, place] = reward.double()
+    for t in range(turns - 2, -1, -1):
+        table[:, t] += discount * table[:, t + 1]
+    return table[line, place].to(reward.dtype)
+
+
+def _places(rollout_id: Tensor, turn: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(N,) first row of each row's rollout, and (N,) place of each row among its rollout's, from 0."""
+    first = first_row(rollout_id)
+    order = torch.arange(len(first), device=first.device)
+    if turn is not None:
+        order = turn.sort(stable=True).indices
+    order = order[first[order].sort(stable=True).indices]
+    begins = torch.ones_like(order, dtype=torch.bool)
+    begins[1:] = first[order[1:]] != first[order[:-1]]
+    position = torch.arange(len(order), device=order.device)
+    place = position - torch.where(begins, position, 0).cummax(0).values
+    if turn is not None:
+        tied = ~begins[1:] & (turn[order[1:]] == turn[order[:-1]])
+        if bool(tied.any()):
+            rows = order[1:][tied].tolist()
+            found = [f"rollout {int(rollout_id[i])} has turn {int(turn[i])} twice (row {i})" for i in rows]
+            raise BatchError(f"the segments of a rollout need turns of their own; found {listing(found)}")
+    return first, torch.empty_like(place).scatter_(0, order, place)
+
+
+class TurnDiscount(BatchTransform):
+    """Discount a rollout's advantage back over its segments: ``A_t · γ^(turns to go)``.
+
+    Reads `rollout_key`, `turn_key` where it is given; reads and writes `advantage_key`.
+
+    Args:
+        discount: γ in [0, 1], per segment.
+        advantage_key: (N,) with any trailing ones, float.
+        rollout_key: (N,) or (N, 1) int.
+        turn_key: (N,) or (N, 1) int that orders a rollout's segments; None: the order of the rows.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: as :func:`turns_to_go`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict({"advantage": [1.0, 1.0], "rollout_id": [3, 3]}, batch_size=[2])
+        >>> TurnDiscount(discount=0.5)(td)["advantage"].tolist()
+        [0.5, 1.0]
+    """
+
+    def __init__(
+        self,
+        *,
+        discount: float,
+        advantage_key: NestedKey = "advantage",
+        rollout_key: NestedKey = "rollout_id",
+        turn_key: NestedKey | None = None,
+    ):
+        keys = [nested_key(k) for k in (advantage_key, rollout_key, turn_key)]
+        super().__init__([k for k in keys if k is not None], [keys[0]])
+        self.advantage_key, self.rollout_key, self.turn_key = keys
+        if not 0 <= discount <= 1:
+            raise ValueError(f"discount must be in [0, 1]; got {discount}")
+        self.discount = discount
+
+    def apply(self, batch: TensorDictBase) -> TensorDictBase:
+        """Rewrite the advantage."""
+        rollouts = as_ids(self.column(batch, "rollout_key"), "rollout_id")
+        turn = None if self.turn_key is None else as_ids(self.column(batch, "turn_key"), "turn")
+        credit = batch.get(self.advantage_key)
+        factor = torch.full_like(credit.reshape(len(batch), -1)[:, 0], self.discount)
+        factor = factor.pow(turns_to_go(rollouts, turn)).view(-1, *[1] * (credit.ndim - 1))
+        return batch.set(self.advantage_key, credit * factor)

@@ -1,0 +1,120 @@
+"""Advantages of a whole batch brought to mean 0 and standard deviation 1."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from .base import BatchTransform, nested_key, one_of
+from .columns import COUNTED
+from .criteria import count_tokens
+
+EpsMode = Literal["add", "clamp", "variance"]
+EPS_MODES = ("add", "clamp", "variance")
+PER = ("token", "sample")
+
+
+def whiten(
+    values: Tensor, weights: Tensor, *, ddof: int = 1, eps: float = 1e-8, eps_mode: EpsMode = "variance"
+) -> Tensor:
+    """Subtract the weighted mean and divide by the weighted standard deviation.
+
+    With W = Σ w_i (REINFORCE++, arXiv:2501.03262, section 3.2; GDPO, arXiv:2601.05242)::
+
+        μ = Σ w_i A_i / W      σ² = Σ w_i (A_i − μ)² / (W − ddof)
+
+        variance  (A_i − μ) / √(σ² + ε)
+        add       (A_i − μ) / (σ + ε)
+        clamp     (A_i − μ) / max(σ, ε)
+
+    Values that are all equal become exactly 0. Statistics are float64. No device read.
+
+    Args:
+        values: (N,) float, one a row.
+        weights: (N,) ≥ 0, how often a row counts: its tokens in the loss, or 1. A row of weight 0 is out of
+            the statistics and becomes 0.
+        ddof: 1 or 0.
+        eps: ε ≥ 0.
+        eps_mode: how ε enters.
+
+    Returns:
+        (N,) in the dtype of `values`.
+
+    Example:
+        >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]), eps=0.0).tolist()
+        [-0.7071067690849304, 0.7071067690849304, 0.0]
+    """
+    one_of("ddof", ddof, (0, 1))
+    one_of("eps_mode", eps_mode, EPS_MODES)
+    x, w = values.double(), weights.double()
+    total = w.sum()
+    deviation = x - (w * x).sum() / total.clamp_min(1)
+    variance = (w * deviation.square()).sum() / (total - ddof).clamp_min(1)
+    divisor = divide_by(variance.sqrt(), eps, eps_mode) if eps_mode != "variance" else (variance + eps).sqrt()
+    high, low = (torch.where(w > 0, x, end) for end in (float("-inf"), float("inf")))
+    nothing = (high.amax() == low.amin()) | (w == 0) | (divisor == 0)
+    return torch.where(nothing, 0.0, deviation / divisor).to(values.dtype)
+
+
+def divide_by(spread: Tensor, eps: float, eps_mode: str) -> Tensor:
+    """What to divide by: the spread with ε added, or clamped to ε from below."""
+    return spread + eps if eps_mode == "add" else spread.clamp_min(eps)
+
+
+class BatchWhitening(BatchTransform):
+    """Whiten the advantage over the batch (:func:`whiten`), after the groups were compared.
+
+    Rows that are out of the statistics or have no token in the loss get 0. No device read.
+
+    Reads and writes `advantage_key`; reads `mask_key` where `per` is ``token``.
+
+    Args:
+        per: what is counted: every ``token`` in the loss, or every ``sample`` once.
+        ddof: 1 or 0.
+        eps: ε ≥ 0.
+        eps_mode: ``variance``, ``add``, ``clamp``.
+        advantage_key: (N,) with any trailing ones, float.
+        mask_key: (N, T) bool.
+
+    Raises:
+        MissingKeyError: a column is not there.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict({"advantage": torch.tensor([1.0, 3.0]).view(2, 1, 1)}, batch_size=[2])
+        >>> BatchWhitening(per="sample", ddof=0)(td)["advantage"].flatten().tolist()
+        [-1.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        *,
+        per: Literal["token", "sample"] = "token",
+        ddof: int = 1,
+        eps: float = 1e-8,
+        eps_mode: EpsMode = "variance",
+        advantage_key: NestedKey = "advantage",
+        mask_key: NestedKey = ("masks", "all_assistant_mask"),
+    ):
+        keys = nested_key(advantage_key), nested_key(mask_key)
+        reads = keys if one_of("per", per, PER) == "token" else keys[:1]
+        super().__init__([*reads, COUNTED], [keys[0]])
+        self.advantage_key, self.mask_key = keys
+        self.per = per
+        self.ddof, self.eps_mode = one_of("ddof", ddof, (0, 1)), one_of("eps_mode", eps_mode, EPS_MODES)
+        if not 0 <= eps < float("inf"):
+            raise ValueError(f"eps must be finite and ≥ 0; got {eps!r}")
+        self.eps = eps
+
+    def apply(self, batch: TensorDictBase) -> TensorDictBase:
+        """Rewrite the advantage."""
+        credit = self.column(batch, "advantage_key")
+        weights = torch.ones_like(credit, dtype=torch.int64)
+        if self.per == "token":
+            weights = count_tokens(batch, self.mask_key, reader=type(self).__name__)
+        weights = weights * batch.get(COUNTED, torch.ones_like(weights))
+        white = whiten(credit, weights, ddof=self.ddof, eps=self.eps, eps_mode=self.eps_mode)
+        return batch.set(self.advantage_key, white.view_as(batch.get(self.advantage_key)))
