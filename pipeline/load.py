@@ -12,6 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from .order import suggest
 from .pipeline import Pipeline
@@ -46,7 +47,10 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     Raises:
         ConfigError: a stage without a ``_target_``, or an option that its class does not have.
     """
-    plain = OmegaConf.to_container(config, resolve=True)
+    try:
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as err:
+        raise ConfigError(f"the pipeline's configuration does not resolve: {err}") from err
     stages = plain.get("stages") or {} if isinstance(plain, dict) else {}
     for name, node in stages.items():
         if node is not None:
@@ -65,8 +69,11 @@ def explain_composition(error: Exception, overrides: Sequence[str], config_name:
     path = path or re.search(r"delete from config. '([\w.]+)' does not exist", message)
     if not path:
         return str(error)
-    choices = [word for word in overrides if re.fullmatch(r"[\w/@]+=[\w/]+", word) and "." not in word]
-    parent: Any = compose_config(config_name, *choices)
+    groups = [word for word in overrides if re.fullmatch(r"(pipeline|experiment|[\w/]+@[\w.]+)=[\w/]+", word)]
+    try:
+        parent: Any = compose_config(config_name, *groups)
+    except ConfigError:
+        return str(error)
     for part in path[1].split(".")[:-1]:
         parent = parent.get(part)
     names = [str(name) for name in parent]
@@ -85,7 +92,7 @@ def compose_config(config_name: str, *overrides: str) -> DictConfig:
     try:
         with initialize_config_module("headrace.conf", version_base="1.3"):
             return compose(config_name, list(overrides))
-    except HydraException as err:
+    except (HydraException, OmegaConfBaseException) as err:
         raise ConfigError(explain_composition(err, overrides, config_name)) from err
     finally:
         GlobalHydra.instance().clear()

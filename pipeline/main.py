@@ -10,6 +10,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 
@@ -34,7 +35,7 @@ def main() -> None:
         run()
     except Interrupted:
         sys.exit(130)
-    except (HydraException, ConfigError, BatchError) as err:
+    except (HydraException, OmegaConfBaseException, ConfigError, BatchError) as err:
         if full:
             raise
         words = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]

@@ -44,10 +44,12 @@ def optimise(
         The number of steps taken.
 
     Raises:
-        ValueError: `accumulate` < 1.
+        ValueError: `accumulate` < 1, or `max_grad_norm` not above 0.
     """
     if accumulate < 1:
         raise ValueError(f"accumulate must be ≥ 1; got {accumulate}")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be > 0, or None; got {max_grad_norm}")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     steps = 0
     for parts in _chunks(minibatches, accumulate):

@@ -11,9 +11,9 @@ from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
 from headrace.transforms.base import BatchTransform, has_key, nested_key, read_numbers
-from headrace.transforms.columns import PROCESSED, ROW
+from headrace.transforms.columns import IN_LOSS, PROCESSED, ROW
 from headrace.transforms.errors import BatchError
-from headrace.transforms.rows import any_token, device_of
+from headrace.transforms.rows import any_token, check_mask, device_of
 from headrace.transforms.split import Plan, ShuffleSplit
 
 from .ledger import Ledger
@@ -106,7 +106,7 @@ class Pipeline(BatchTransform):
         split = self.stages[self.order[-1]] if self.order else None
         if not isinstance(split, ShuffleSplit):
             out = self(batch)
-            return iter([out] * (epochs if len(out) else 0))
+            return (out.clone(recurse=False) for _ in range(epochs if len(out) else 0))
         entered = self.enter(batch)
         if entered is None:
             return iter(())
@@ -143,6 +143,8 @@ class Pipeline(BatchTransform):
                 stage.verdict, stage.measured = None, {}
         flat = super().enter(batch)
         if flat is not None:
+            if has_key(flat, self.loss_mask_key):
+                check_mask(flat, self.loss_mask_key)
             self.ledger = Ledger(flat, {"rollouts": self.rollout_key, "groups": self.group_key})
             flat.set(ROW, torch.arange(len(flat), device=device_of(flat)))
         return flat
@@ -150,8 +152,11 @@ class Pipeline(BatchTransform):
     def _run(self, batch: TensorDictBase, names: Sequence[str]) -> TensorDictBase:
         for name in names:
             stage = self.stages[name]
-            if len(batch) == 0 and not isinstance(stage, BatchTransform):
-                continue  # a foreign stage need not know what to do with nothing
+            if len(batch) == 0:  # a foreign stage need not know what to do with nothing
+                with self._naming(name):
+                    batch = stage(batch) if isinstance(stage, BatchTransform) else batch
+                self._book.judge(name, getattr(stage, "reasons", ()), torch.empty(0), None)
+                continue
             rows = batch.get(ROW)
             with self._naming(name):
                 batch = stage(batch)
@@ -160,7 +165,7 @@ class Pipeline(BatchTransform):
                 if verdict is not None:
                     self._book.judge(name, stage.reasons, rows, verdict)
                 elif not isinstance(stage, BatchTransform) or len(remaining) != len(rows):
-                    self._book.miss(name, rows, remaining)
+                    self._book.miss(name, rows, remaining.to(rows.device))
         return batch
 
     def _plans(self, split: ShuffleSplit, batch: TensorDictBase, epochs: int) -> list[Plan]:
@@ -174,11 +179,15 @@ class Pipeline(BatchTransform):
         return plans
 
     def _close(self, batch: TensorDictBase) -> TensorDictBase:
-        if len(batch) and has_key(batch, self.loss_mask_key):
-            empty = ~any_token(batch, self.loss_mask_key)
-            self._book.judge("pipeline", ("no_loss_tokens",), batch.get(ROW), empty)
-        done = torch.ones(len(batch), dtype=torch.bool, device=device_of(batch))
-        return batch.set(PROCESSED, done)
+        if len(batch) == 0:
+            return batch
+        silent = torch.zeros(len(batch), dtype=torch.bool, device=device_of(batch))
+        if has_key(batch, self.loss_mask_key):
+            silent = ~any_token(batch, self.loss_mask_key)
+        if has_key(batch, IN_LOSS):
+            silent = silent | ~batch.get(IN_LOSS)
+        self._book.judge("pipeline", ("no_loss_tokens",), batch.get(ROW), silent)
+        return batch.set(PROCESSED, torch.ones_like(silent))
 
     @property
     def _book(self) -> Ledger:
@@ -188,6 +197,8 @@ class Pipeline(BatchTransform):
 
     @staticmethod
     def _rows_of(batch: TensorDictBase) -> torch.Tensor:
+        if isinstance(batch, TensorDictBase) and len(batch) == 0:
+            return torch.empty(0, dtype=torch.int64)  # an empty lazy stack has no columns
         if not isinstance(batch, TensorDictBase) or not has_key(batch, ROW):
             raise BatchError(
                 f"a stage returns a TensorDict that keeps the column {ROW!r}, by which rows are accounted "
@@ -200,6 +211,7 @@ class Pipeline(BatchTransform):
         try:
             yield
         except Exception as err:
+            self.ledger = None  # nothing was trained
             kind = type(err) if isinstance(err, BatchError) else StageError
             raise kind(f"stage {name!r}, {self.stages[name]!r}: {err}") from err
 

@@ -69,7 +69,8 @@ class RepeatSampler(Sampler[int]):
                 "remainder='drop' or 'uneven'"
             )
         self.group_size, self.prompts_per_batch, self.repeats = group_size, prompts_per_batch, repeats
-        self.shuffle, self.seed, self.remainder = shuffle, seed, remainder
+        self.shuffle, self.seed = one_of("shuffle", shuffle, (True, False)), seed
+        self.remainder = remainder
         self.drawn = self.prompts - over if remainder == "drop" else self.prompts
         if self.drawn == 0:
             raise ValueError(f"{self.prompts} prompts make no batch of {prompts_per_batch}")
@@ -124,11 +125,22 @@ class RepeatSampler(Sampler[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sampler is. A DataLoader with workers has drawn ahead of what it has handed out."""
-        return {"epoch": self.epoch, "position": self.position, "seed": self.seed}
+        return {"epoch": self.epoch, "position": self.position} | self._shape()
+
+    def _shape(self) -> dict[str, Any]:
+        names = ("prompts", "group_size", "prompts_per_batch", "repeats", "shuffle", "seed", "drawn")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
+        """Go on from there.
+
+        Raises:
+            ValueError: the state is of a sampler with other options, whose ids this one would give again.
+        """
+        other = {name: state.get(name) for name, value in self._shape().items() if state.get(name) != value}
+        if other or not 0 <= state["position"] < len(self) or state["epoch"] < 0:
+            raise ValueError(f"the state must be of a sampler like this one ({self._shape()}); it is {state}")
+        self.epoch, self.position = state["epoch"], state["position"]
 
 
 def stamp_ids(prompts: Tensor | Sequence[int], *, group_size: int, first_rollout: int = 0) -> TensorDict:

@@ -84,10 +84,12 @@ def check_settings(config: DictConfig) -> None:
     Raises:
         ConfigError: a count below 1, or a seed that is no integer.
     """
-    for name in ("steps", "epochs", "accumulate"):
-        value = config.train[name]
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"train.{name} must be an integer ≥ 1; got {value!r}")
+    counts = {f"train.{name}": config.train[name] for name in ("steps", "epochs", "accumulate")}
+    for name, value in (counts | {"threads": config.threads}).items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name} must be an integer ≥ 1; got {value!r}")
+    if config.train.max_grad_norm is not None and not config.train.max_grad_norm > 0:
+        raise ConfigError(f"train.max_grad_norm must be > 0 or null; got {config.train.max_grad_norm!r}")
     if not isinstance(config.seed, int):
         raise ConfigError(f"seed must be an integer; got {config.seed!r}")
 

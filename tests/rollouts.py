@@ -9,7 +9,6 @@ from headrace.pipeline import Pipeline, RepeatSampler, load_pipeline
 from headrace.pipeline.reverse import DigitPolicy, ReverseEnv
 
 OVERRIDES = (
-    "pipeline.stages.gate.status_key=[next,status]",
     "pipeline.stages.collapse.reward=sum",
     "pipeline.stages.split.remainder=uneven",
 )

@@ -85,6 +85,8 @@ def test_cfg_prints_the_job(tmp_path):
         (["train.step=3"], "did you mean 'steps'"),
         (["pipeline=gprpo"], "Available options in 'pipeline'"),
         (["pipeline.stages.gate.on_incomplete=raise", "env.failing=0.5"], "stage 'gate'"),
+        (["sed=1"], "there is no 'sed' (did you mean 'seed'?)"),
+        (["pipeline.stages.gate.group_size=${nope}"], "nope"),
         (["train.epochs=0"], "train.epochs must be an integer ≥ 1; got 0"),
         (["device=foo"], "device=foo is not to be had here"),
         (["seed=abc"], "seed must be an integer; got 'abc'"),

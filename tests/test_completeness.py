@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import lazy_stack
 
 from headrace.transforms import (
     BatchError,
@@ -114,6 +115,20 @@ def test_a_fraction_is_met_at_its_boundary(make_batch):
     assert len(gate(make_batch([0.0] * 7, [0] * 7))) == 7
 
 
+def test_the_status_after_the_step_is_the_one_that_counts(make_batch):
+    batch = make_batch([0.0, 1], [0, 0], status=[DONE, DONE])
+    batch["next", "status"] = torch.tensor([[DONE], [FAILED]])
+    with pytest.raises(IncompleteGroupsError, match="group 0 has 1 of 2"):
+        CompletenessGate(group_size=2)(batch)
+
+
+def test_a_column_on_some_rows_is_no_column(make_batch):
+    rows = list(make_batch([0.0, 1], [0, 0]).unbind(0))
+    rows[1]["status"] = torch.tensor(3)
+    with pytest.raises(BatchError, match="'status' is on 1 of 2 rows: 1"):
+        CompletenessGate(group_size=2)(lazy_stack(rows))
+
+
 def test_a_status_under_another_name_must_be_there(make_batch):
     with pytest.raises(MissingKeyError, match=r"'stauts' \(status_key\)"):
         CompletenessGate(group_size=1, status_key="stauts")(make_batch([0.0], [0], status=[FAILED]))
@@ -159,9 +174,10 @@ def test_wrong_data_raise_with_the_offenders(make_batch, columns, message):
         ({"on_incomplete": "ignore"}, "on_incomplete must be one of"),
         ({"on_incomplete": "keep"}, "needs min_rollouts or min_fraction"),
         ({"on_incomplete": "drop", "min_rollouts": 2}, "and only that"),
-        ({"on_incomplete": "keep", "min_rollouts": 0}, "min_rollouts must be ≥ 1"),
+        ({"on_incomplete": "keep", "min_rollouts": 0}, "min_rollouts must be an integer ≥ 1"),
         ({"on_incomplete": "keep", "min_fraction": 1.5}, r"min_fraction must be in \(0, 1\]"),
-        ({"group_size": 0}, "group_size must be ≥ 1"),
+        ({"group_size": 0}, "group_size must be an integer ≥ 1; got 0"),
+        ({"group_size": "8"}, "group_size must be an integer ≥ 1; got '8'"),
     ],
 )
 def test_options_that_contradict_raise(options, message):

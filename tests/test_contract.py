@@ -18,17 +18,24 @@ from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
     BatchTransform,
+    BatchWhitening,
     CompletenessGate,
     FanOutCollapse,
     GroupRelativeAdvantage,
+    LengthPenalty,
     MissingKeyError,
+    OverlongPunishment,
     ProcessedTwiceError,
+    RewardScale,
+    RewardsToGo,
     RewardsVary,
     RewardWithin,
     SampleFilter,
     ShuffleSplit,
+    StateAdvantage,
+    TurnDiscount,
 )
-from headrace.transforms.columns import REWARD
+from headrace.transforms.columns import RETURN, REWARD
 
 
 def make_stages() -> dict[str, BatchTransform]:
@@ -41,6 +48,13 @@ def make_stages() -> dict[str, BatchTransform]:
         "filter-drop": SampleFilter(criterion=RewardsVary(), action="drop", unit="group"),
         "advantage": GroupRelativeAdvantage(rollout_key=None),
         "split": ShuffleSplit(minibatches=2, remainder="uneven", seed=5),
+        "overlong": OverlongPunishment(max_length=4, cache=2),
+        "length": LengthPenalty(coefficient=0.1),
+        "reward-scale": RewardScale(scale=2.0, high=9.0),
+        "whitening": BatchWhitening(per="sample"),
+        "turn-discount": TurnDiscount(discount=0.5),
+        "to-go": RewardsToGo(discount=0.5),
+        "states": StateAdvantage(state_key="rollout_id"),
         "pipeline": Pipeline(
             {
                 "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
@@ -58,10 +72,16 @@ every = pytest.mark.parametrize("name", NAMES)
 
 
 def rows(make_batch, **options) -> TensorDict:
-    """Two complete groups with a fan-out and a group that lacks a rollout; one reward above 5."""
-    return make_batch(
-        [1.0, 2, 2, 9, 3, 3, 3, 4], [0, 0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 2, 3, 4, 5, 6], **options
-    )
+    """Two complete groups with a fan-out and a group that lacks a rollout; one reward above 5.
+
+    With what earlier stages would have written, for those that stand in the middle.
+    """
+    rewards = [1.0, 2, 2, 9, 3, 3, 3, 4]
+    batch = make_batch(rewards, [0, 0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 2, 3, 4, 5, 6], **options)
+    batch[RETURN] = torch.tensor(rewards)
+    batch[REWARD] = torch.tensor(rewards)
+    batch["advantage"] = torch.linspace(-1, 1, 8).view(8, 1, 1)
+    return batch
 
 
 def same(a: TensorDict, b: TensorDict) -> bool:
@@ -158,7 +178,8 @@ def test_it_survives_pickling_and_copying_of_its_state(name, make_batch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dtype_and_device_are_kept(name, dtype, make_batch):
     batch = rows(make_batch)
-    batch["next", "reward"] = batch["next", "reward"].to(dtype)
+    for key in (("next", "reward"), REWARD, RETURN, "advantage"):
+        batch[key] = batch[key].to(dtype)
     out = make_stages()[name](batch)
     for key in batch.keys(True, True):
         if key != "prompt_text":
@@ -222,8 +243,8 @@ def test_a_missing_column_is_named_with_the_option(name, make_batch):
     for key in needed:
         if key == "status" or not hasattr(rows(make_batch).get(key, None), "shape"):
             continue  # optional columns
-        with pytest.raises(MissingKeyError, match=r"_key\)"):
-            stage(rows(make_batch).exclude(key))
+        with pytest.raises(MissingKeyError, match=r"_key\)|put \w+ before it"):
+            stage(rows(make_batch).exclude(key, "headrace"))
 
 
 @every

@@ -95,3 +95,5 @@ def test_accumulated_minibatches_have_the_gradient_of_their_union(scene):
     assert optimise(parts, loss, optimizer, accumulate=2) == 2
     with pytest.raises(ValueError, match="accumulate must be ≥ 1"):
         optimise(parts, loss, optimizer, accumulate=0)
+    with pytest.raises(ValueError, match="max_grad_norm must be > 0"):
+        optimise(parts, loss, optimizer, max_grad_norm=-1.0)

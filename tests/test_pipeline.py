@@ -7,7 +7,7 @@ import torch
 from conftest import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from torch import nn
 from torchrl.envs.transforms import RewardScaling
 
@@ -161,6 +161,49 @@ def test_nothing_left_yields_no_minibatch_and_the_metrics_say_why(make_batch):
     assert pipeline.metrics["out/gate/incomplete"] == 2
     assert pipeline.metrics["rows/trained"] == 0
     assert pipeline(batch).shape == (0,)
+
+
+def test_a_lazy_stack_from_which_nothing_is_left_is_empty(make_batch):
+    pipeline = Pipeline(stages())
+    ragged = lazy_stack(list(make_batch([1.0, 2], [0, 1]).unbind(0)))
+    assert pipeline(ragged).shape == (0,)
+    assert pipeline.metrics["out/gate/incomplete"] == 2
+
+
+def test_a_stamped_row_among_fresh_ones_is_refused(make_batch):
+    done = Pipeline({})(make_batch([1.0], [0]))
+    fresh = make_batch([2.0], [1])
+    with pytest.raises(BatchError, match=r"\('headrace', 'processed'\) is on 1 of 2 rows: 0"):
+        Pipeline({})(lazy_stack([done[0], fresh[0]]))
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+def test_minibatches_of_two_epochs_are_not_the_same_objects(make_batch, lazy):
+    batch = make_batch([1.0, 3], [0, 0])
+    batch = lazy_stack(list(batch.unbind(0))) if lazy else batch
+    for split in (None, ShuffleSplit(minibatches=1)):
+        pipeline = Pipeline({"advantage": GroupRelativeAdvantage(scale="none"), "split": split})
+        seen = []
+        for part in pipeline.minibatches(batch, epochs=2):
+            seen.append(sorted(part["advantage"].flatten().tolist()))
+            part["advantage"] = part["advantage"] * 10
+        assert seen == [[-1, 1], [-1, 1]]
+    assert "advantage" not in batch.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_loss_mask_that_is_not_bool_is_refused(make_batch, dtype):
+    batch = make_batch([1.0, 3], [0, 0])
+    batch[MASK] = batch[MASK].to(dtype)
+    with pytest.raises(BatchError, match="a loss mask is bool"):
+        Pipeline({})(batch)
+
+
+def test_a_failed_stage_leaves_no_numbers(make_batch):
+    pipeline = Pipeline(stages(gate=CompletenessGate(group_size=7)))
+    with pytest.raises(IncompleteGroupsError):
+        pipeline(busy_batch(make_batch))
+    assert pipeline.ledger is None
 
 
 def test_an_empty_batch_leaves_no_numbers_of_the_one_before(make_batch):

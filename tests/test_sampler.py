@@ -92,6 +92,15 @@ def test_the_same_prompt_drawn_twice_is_two_groups():
     assert draws["group_id"].tolist() == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize(
+    "change", [{"prompts": 4}, {"group_size": 3}, {"position": 999}, {"epoch": -1}, {"seed": 9}], ids=str
+)
+def test_the_state_of_another_sampler_is_refused(change):
+    sampler = RepeatSampler(10, group_size=2)
+    with pytest.raises(ValueError, match="the state must be of a sampler like this one"):
+        sampler.load_state_dict(sampler.state_dict() | change)
+
+
 def test_epochs_and_seeds_have_orders_of_their_own():
     sampler = RepeatSampler(50, group_size=1, seed=1)
     first, second = list(sampler), list(sampler)

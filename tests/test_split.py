@@ -157,5 +157,5 @@ def test_a_batch_that_was_not_split_says_so(make_batch):
     ],
 )
 def test_options_that_make_no_sense_raise(options):
-    with pytest.raises(ValueError, match=r"minibatches|remainder|unit"):
+    with pytest.raises(ValueError, match=r"minibatch|remainder|unit"):
         ShuffleSplit(**options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,7 @@ from .grouping import Blocks, ById, squares_fit
 from .ids import as_ids, first_row, is_first, sum_by
 from .layout import ascending_blocks, gather_blocks, read_facts
 from .rules import Rule, explain, identity_rules, reward_rules
+from .several import MISSING, SEVERAL, Missing, Several, advantage_of_several
 
 WithoutIds = Literal["raise", "chunks", "rigid_or_global"]
 
@@ -69,6 +71,7 @@ def group_relative_advantage(
                   none             s = 1, without ε                         (Dr. GRPO, arXiv:2503.20783)
         eps_mode  add              s + ε
                   clamp            max(s, ε)
+                  skip             s + ε where s > 0, else undivided        (NeMo RL)
         std has the divisor n − ddof, at least 1
 
     Where the baseline or the scale is the group's own, a group whose rewards are all equal has an advantage
@@ -139,6 +142,12 @@ def group_relative_advantage(
     facts = read_facts(rules, reward, first, group_first)
     if facts.problem:
         explain(rules)
+    room = torch.finfo(reward.dtype).max / 2
+    if facts.peak > room or not squares_fit(facts.peak, len(reward), torch.float64):
+        raise BatchError(
+            f"rewards must leave room for differences in {reward.dtype}, and for squares in float64; found "
+            f"{facts.peak:.3g}"
+        )
     if singleton == "raise" and facts.smallest_group == 1 and is_relative(baseline, scale):
         explain([_lone_rule(groups, rollouts, first, group_first)])
     if scale == "mean" and facts.lowest < 0:
@@ -151,8 +160,6 @@ def group_relative_advantage(
         number, blocks = gather_blocks(first, facts, *columns)
         credit = advantage_in_groups(Blocks(*blocks), **options)
         return credit.reshape(-1).index_select(0, number).to(reward.dtype)
-    if not squares_fit(facts.peak, len(reward), torch.float64):
-        raise BatchError(f"rewards must be small enough to square in float64; found {facts.peak:.3g}")
     by_id = ById(reward.to(dtype or torch.float64), group_first, is_first(first), tokens)
     return advantage_in_groups(by_id, **options).to(reward.dtype)
 
@@ -190,10 +197,15 @@ class GroupRelativeAdvantage(BatchTransform):
         scale: ``group``, ``leave_one_out``, ``batch``, ``mean``, ``nonzero``, ``none``.
         ddof: 1 or 0.
         eps: ε ≥ 0.
-        eps_mode: ``add``, ``clamp``.
+        eps_mode: ``add``, ``clamp``, ``skip``.
         singleton: ``zero``, ``raw``, ``raise``.
         clip: [low, high] for the result, one of which may be null.
         dtype: of the statistics, such as ``float64``; None: as the function says.
+        several: how the columns of ``FanOutCollapse(columns=K)`` become one advantage: the ``sum`` of the
+            weighted rewards is compared, or each is (``decoupled``) and the advantages are added up.
+        weights: of the columns; None: all 1.
+        missing: what a NaN reward does: ``raise``, or ``skip``, which takes it out of its column's
+            statistics; a rollout with no reward at all gets 0.
         without_ids: what follows where no row has a group id. ``raise``; ``chunks``: consecutive
             `group_size` rollouts, the last group may be short; ``rigid_or_global``: chunks if there are
             exactly `group_size` × `groups_per_batch` rollouts, else one global group (what miles does).
@@ -231,6 +243,9 @@ class GroupRelativeAdvantage(BatchTransform):
         singleton: Singleton = "zero",
         clip: Clip | None = None,
         dtype: torch.dtype | str | None = None,
+        several: Several = "sum",
+        weights: Sequence[float] | None = None,
+        missing: Missing = "raise",
         without_ids: WithoutIds = "raise",
         group_size: int | None = None,
         groups_per_batch: int | None = None,
@@ -250,6 +265,8 @@ class GroupRelativeAdvantage(BatchTransform):
         self.eps_mode, self.singleton, self.clip = eps_mode, singleton, clip
         self.dtype = as_dtype(dtype)
         check_options(**self._options())
+        self.several = one_of("several", several, SEVERAL)
+        self.weights, self.missing = weights, one_of("missing", missing, MISSING)
         self.without_ids = one_of("without_ids", without_ids, ("raise", "chunks", "rigid_or_global"))
         self.group_size, self.groups_per_batch = group_size, groups_per_batch
         if without_ids != "raise" and not group_size:
@@ -270,10 +287,22 @@ class GroupRelativeAdvantage(BatchTransform):
         credit = over_counted(batch, self._advantage if collapsed else self._alone, **columns)
         batch.set(self.advantage_key, credit.view(-1, *[1] * (self.ndim - 1)))
         self.measured = {"abs_mean": credit.abs().mean(), "zero": (credit == 0).double().mean()}
+        if self.missing == "skip":
+            self.measured["unscorable"] = reward.isnan().reshape(len(batch), -1).all(-1).sum()
         return batch
 
-    def _advantage(self, **columns: Tensor) -> Tensor:
-        return group_relative_advantage(**columns, dtype=self.dtype, **self._options())
+    def _advantage(self, reward: Tensor, **columns: Tensor) -> Tensor:
+        one = partial(group_relative_advantage, dtype=self.dtype, **self._options())
+        if reward.ndim == 1 and self.missing == "raise":
+            return one(reward=reward, **columns)
+        return advantage_of_several(
+            reward.reshape(len(reward), -1),
+            one,
+            weights=self.weights,
+            several=self.several,
+            missing=self.missing,
+            **columns,
+        )
 
     def _alone(self, **columns: Tensor) -> Tensor:
         if "rollout_id" in columns:

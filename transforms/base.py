@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
 from .columns import PROCESSED
-from .errors import BatchError, MissingKeyError, ProcessedTwiceError
+from .errors import BatchError, MissingKeyError, ProcessedTwiceError, listing
 
 
 class BatchTransform(Transform):
@@ -118,18 +118,42 @@ class BatchTransform(Transform):
 
 def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:
     """Read one number a row: (N,), (N, 1) or (N, 1, 1) comes back as (N,)."""
-    value = batch.get(key, None)
-    if value is None:
-        raise MissingKeyError(
-            f"{reader} needs the key {key!r} ({option}); the batch has {key_names(batch)}. "
-            f"If it goes by another name, set {option}"
-        )
+    value = require(batch, key, reader=reader, option=option)
     if not isinstance(value, Tensor) or value.numel() != len(batch):
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise BatchError(
             f"{reader} needs one number a row in {key!r} ({option}), for {len(batch)} rows; found {found}"
         )
     return value.reshape(-1)
+
+
+def written_column(batch: TensorDictBase, key: NestedKey, *, reader: str, writer: str) -> Tensor:
+    """Read a column that an earlier stage writes.
+
+    Raises:
+        MissingKeyError: it did not.
+        BatchError: it holds more than one number a row.
+    """
+    if not has_key(batch, key):
+        raise MissingKeyError(
+            f"{reader} needs the column {key!r}, written by {writer}: put {writer} before it"
+        )
+    return read_column(batch, key, reader=reader, option=f"written by {writer}")
+
+
+def require(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Any:
+    """What is under a key.
+
+    Raises:
+        MissingKeyError: nothing; the message lists the keys that are there and the option that renames it.
+    """
+    value = batch.get(key, None) if has_key(batch, key) else None
+    if value is None:
+        raise MissingKeyError(
+            f"{reader} needs the key {key!r} ({option}); the batch has {key_names(batch)}. "
+            f"If it goes by another name, set {option}"
+        )
+    return value
 
 
 def read_numbers(measured: dict[str, Tensor | float]) -> dict[str, float]:
@@ -141,8 +165,22 @@ def read_numbers(measured: dict[str, Tensor | float]) -> dict[str, float]:
 
 
 def has_key(batch: TensorDictBase, key: NestedKey) -> bool:
-    """Whether the batch has this column, dense or ragged, on every row."""
-    return key in batch.keys(include_nested=isinstance(key, tuple))
+    """Whether the batch has this column, dense or ragged.
+
+    Raises:
+        BatchError: some rows of a lazy stack have it and some have not.
+    """
+    nested = isinstance(key, tuple)
+    if key in batch.keys(include_nested=nested):
+        return True
+    if isinstance(batch, LazyStackedTensorDict):
+        rows = [i for i, td in enumerate(batch.tensordicts) if key in td.keys(include_nested=nested)]
+        if rows:
+            raise BatchError(
+                f"a column is on every row or on none; {key!r} is on {len(rows)} of {len(batch)} rows: "
+                f"{listing(map(str, rows))}"
+            )
+    return False
 
 
 def key_names(batch: TensorDictBase) -> list[NestedKey]:
@@ -185,4 +223,18 @@ def describe_options(thing: Any) -> str:
     parameters = inspect.signature(type(thing).__init__).parameters.values()
     given = [(p.name, getattr(thing, p.name)) for p in parameters if hasattr(thing, p.name)]
     default = {p.name: p.default for p in parameters}
-    return ", ".join(f"{name}={value!r}" for name, value in given if value != default[name])
+    return ", ".join(f"{name}={value!r}" for name, value in given if _differ(value, default[name]))
+
+
+def _differ(value: Any, default: Any) -> bool:
+    try:
+        return bool(value != default)
+    except (TypeError, ValueError, RuntimeError):  # an array compares element by element
+        return True
+
+
+def at_least(option: str, value: Any, low: int) -> Any:
+    """Check a count at construction; None passes."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+        raise ValueError(f"{option} must be an integer ≥ {low}; got {value!r}")
+    return value

@@ -9,12 +9,13 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .base import BatchTransform, nested_key, one_of
+from .base import BatchTransform, nested_key, one_of, require
 from .columns import REWARD, SPEAKS
 from .counted import over_counted
 from .errors import BatchError, listing
 from .ids import as_ids, first_row, is_first, last_row, reduce_by, sum_by
 from .rules import broken, explain, identity_rules, reward_rules
+from .several import MISSING, Missing
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
 REDUCTIONS = ("shared", "first", "last", "sum", "mean", "max")
@@ -127,7 +128,9 @@ class FanOutCollapse(BatchTransform):
 
     Args:
         reward: how segments' rewards become the rollout's: shared, first, last, sum, mean or max.
-        reward_key: (N,), (N, 1) or (N, 1, 1) float.
+        columns: K, rewards per row; each is reduced by itself.
+        missing: ``skip`` lets a NaN pass as a reward that is missing, on all segments of its rollout.
+        reward_key: (N,), (N, 1) or (N, 1, 1) float; (N, K) where there are several.
         rollout_key: (N,) or (N, 1) int ≥ 0.
         group_key: (N,) or (N, 1) int ≥ 0; None where a batch has no groups.
 
@@ -149,6 +152,8 @@ class FanOutCollapse(BatchTransform):
         self,
         *,
         reward: Reduction = "shared",
+        columns: int = 1,
+        missing: Missing = "raise",
         reward_key: NestedKey = ("next", "reward"),
         rollout_key: NestedKey = "rollout_id",
         group_key: NestedKey | None = "group_id",
@@ -156,25 +161,47 @@ class FanOutCollapse(BatchTransform):
         keys = [nested_key(k) for k in (reward_key, rollout_key, group_key)]
         super().__init__([k for k in keys if k is not None], [REWARD, SPEAKS])
         self.reward_key, self.rollout_key, self.group_key = keys
-        self.reward = one_of("reward", reward, REDUCTIONS)
+        self.reward, self.missing = one_of("reward", reward, REDUCTIONS), one_of("missing", missing, MISSING)
+        if columns < 1:
+            raise ValueError(f"columns must be ≥ 1; got {columns}")
+        if missing == "skip" and reward != "shared":
+            raise ValueError(f"missing='skip' needs reward='shared': NaN has no {reward}")
+        self.columns = columns
 
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the two columns."""
-        columns = {
-            "reward": as_rewards(self.column(batch, "reward_key")),
-            "rollout_id": self.column(batch, "rollout_key"),
-        }
+        columns = {"reward": self._rewards(batch), "rollout_id": self.column(batch, "rollout_key")}
         if self.group_key is not None:
             columns["group_id"] = self.column(batch, "group_key")
-
-        def collapse(**given: Tensor) -> Tensor:
-            return torch.stack(collapse_fan_out(**given, reduce=self.reward), -1)
-
-        reward, speaks = over_counted(batch, collapse, **columns).unbind(-1)
-        speaks = speaks.bool()
-        batch.set(REWARD, reward)
+        table = over_counted(batch, self._collapse, **columns)
+        reward, speaks = table[:, :-1], table[:, -1].bool()
+        batch.set(REWARD, reward[:, 0] if self.columns == 1 else reward)
         batch.set(SPEAKS, speaks)
         rollouts = speaks.sum()
-        mean = (reward * speaks).double().sum() / rollouts.clamp_min(1)
-        self.measured = {"rollouts": rollouts, "reward_mean": mean}
+        there = speaks[:, None] & ~reward.isnan()
+        mean = torch.where(there, reward, 0.0).double().sum(0) / there.sum(0).clamp_min(1)
+        self.measured = {"rollouts": rollouts, "reward_mean": mean.mean()}
         return batch
+
+    def _rewards(self, batch: TensorDictBase) -> Tensor:
+        """(N, K)."""
+        if self.columns == 1:
+            return as_rewards(self.column(batch, "reward_key"))[:, None]
+        value = require(batch, self.reward_key, reader=type(self).__name__, option="reward_key")
+        if value.numel() != len(batch) * self.columns or value.shape[-1] != self.columns:
+            raise BatchError(
+                f"FanOutCollapse needs {self.columns} rewards a row (columns); found {tuple(value.shape)} in "
+                f"{self.reward_key!r} for {len(batch)} rows"
+            )
+        return value.reshape(len(batch), self.columns)
+
+    def _collapse(self, reward: Tensor, **ids: Tensor) -> Tensor:
+        """(M, K + 1): each column reduced, and who speaks."""
+        reduced = []
+        for column in reward.unbind(1):
+            gone = column.isnan() if self.missing == "skip" else torch.zeros_like(column, dtype=torch.bool)
+            value, speaks = collapse_fan_out(torch.where(gone, 0.0, column), reduce=self.reward, **ids)
+            if self.missing == "skip":  # siblings agree also on what is missing
+                collapse_fan_out(gone.to(column.dtype), **ids)
+            reduced.append(torch.where(gone, float("nan"), value))
+        return torch.stack([*reduced, speaks.to(reward.dtype)], 1)

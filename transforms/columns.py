@@ -3,8 +3,10 @@
 ====================================== ================= ===============================================
 column                                  shape, dtype      meaning
 ====================================== ================= ===============================================
-``("headrace", "reward")``              (N,) float        the rollout's one reward, on each of its rows
+``("headrace", "reward")``              (N,) float        the rollout's one reward, on each of its rows;
+                                                          (N, K) where it has several
 ``("headrace", "speaks")``              (N,) bool         the first row of each rollout
+``("headrace", "return")``              (N,) float        the return from this segment on
 ``("headrace", "counted")``             (N,) bool         False: out of the statistics; absent: all count
 ``("headrace", "in_loss")``             (N,) bool         False: out of the loss; absent: all are in
 ``("headrace", "minibatch")``           (N,) int64        which optimiser step of the batch, from 0
@@ -16,6 +18,7 @@ column                                  shape, dtype      meaning
 from __future__ import annotations
 
 REWARD = ("headrace", "reward")
+RETURN = ("headrace", "return")
 SPEAKS = ("headrace", "speaks")
 COUNTED = ("headrace", "counted")
 IN_LOSS = ("headrace", "in_loss")

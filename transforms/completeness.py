@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .base import BatchTransform, has_key, nested_key, one_of
+from .base import BatchTransform, at_least, has_key, nested_key, one_of, read_column
 from .collapse import same_length
 from .errors import BatchError, IncompleteGroupsError, listing
 from .ids import any_by, as_ids, first_row, is_first, sum_by
@@ -181,8 +181,8 @@ class CompletenessGate(BatchTransform):
         group_key: (N,) or (N, 1) int ≥ 0.
         rollout_key: (N,) or (N, 1) int ≥ 0.
         expected_key: (N,) or (N, 1) int ≥ 1.
-        status_key: (N,) or (N, 1) :class:`Status`; under the name ``status`` it need not be there. None: not
-            looked at.
+        status_key: (N,) or (N, 1) :class:`Status`. None: ``("next", "status")`` if it is there, else
+            ``status`` if that is, else all have completed.
 
     Raises:
         IncompleteGroupsError: under ``raise``; lists group, have, expected and the statuses.
@@ -209,20 +209,17 @@ class CompletenessGate(BatchTransform):
         group_key: NestedKey = "group_id",
         rollout_key: NestedKey = "rollout_id",
         expected_key: NestedKey = "expected_rollouts",
-        status_key: NestedKey | None = "status",
+        status_key: NestedKey | None = None,
     ):
         keys = [nested_key(k) for k in (group_key, rollout_key, expected_key, status_key)]
         super().__init__([k for k in keys if k is not None])
         self.group_key, self.rollout_key, self.expected_key, self.status_key = keys
-        if group_size is not None and group_size < 1:
-            raise ValueError(f"group_size must be ≥ 1; got {group_size}")
-        self.group_size, self.expected_groups = group_size, expected_groups
+        self.group_size, self.expected_groups = at_least("group_size", group_size, 1), expected_groups
         self.on_incomplete = one_of("on_incomplete", on_incomplete, ("raise", "drop", "keep"))
         given = min_rollouts is not None or min_fraction is not None
         if (on_incomplete == "keep") != given:
             raise ValueError("on_incomplete='keep', and only that, needs min_rollouts or min_fraction")
-        if min_rollouts is not None and min_rollouts < 1:
-            raise ValueError(f"min_rollouts must be ≥ 1; got {min_rollouts}")
+        at_least("min_rollouts", min_rollouts, 1)
         if min_fraction is not None and not 0 < min_fraction <= 1:
             raise ValueError(f"min_fraction must be in (0, 1]; got {min_fraction}")
         self.min_rollouts, self.min_fraction = min_rollouts, min_fraction
@@ -260,10 +257,15 @@ class CompletenessGate(BatchTransform):
         return take_rows(batch, (self.verdict == 0).nonzero().flatten()) if leaving else batch
 
     def _status(self, batch: TensorDictBase) -> Tensor | None:
-        # The column is optional under its own name; whoever renames it means it to be there.
-        if self.status_key is None or (self.status_key == "status" and not has_key(batch, "status")):
-            return None
-        return self.column(batch, "status_key")
+        if self.status_key is not None:
+            return self.column(batch, "status_key")
+        for key in (
+            ("next", "status"),
+            "status",
+        ):  # at the root an environment leaves the one before the step
+            if has_key(batch, key):
+                return read_column(batch, key, reader=type(self).__name__, option="status_key")
+        return None
 
     def _enough(self, have: Tensor, expected: Tensor) -> Tensor:
         enough = have >= (self.min_rollouts or 1)

@@ -14,10 +14,11 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from .base import describe_options, has_key, nested_key, read_column
+from .base import describe_options, has_key, nested_key, read_column, require, written_column
 from .columns import REWARD
 from .counted import over_counted
 from .ids import first_row, reduce_by
+from .rows import check_mask
 from .status import Status
 
 
@@ -40,7 +41,10 @@ class Criterion:
 
     def _reward(self, batch: TensorDictBase) -> Tensor:
         """The rollout's reward where the batch is collapsed, the row's own where it is not."""
-        return batch.get(REWARD) if has_key(batch, REWARD) else self._column(batch, "reward_key")
+        if has_key(batch, REWARD):
+            return written_column(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
+        reward = self._column(batch, "reward_key")
+        return reward if reward.is_floating_point() else reward.double()  # small integers wrap
 
 
 class RewardsVary(Criterion):
@@ -126,9 +130,8 @@ class Finite(Criterion):
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool."""
-        if not has_key(batch, self.key):
-            return self._column(batch, "key")
-        return torch.isfinite(batch.get(self.key)).reshape(len(batch), -1).all(-1)
+        value = require(batch, self.key, reader=type(self).__name__, option="key")
+        return torch.isfinite(value).reshape(len(batch), -1).all(-1)
 
 
 class NotTruncated(Criterion):
@@ -208,7 +211,7 @@ class Fresh(Criterion):
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool."""
-        version = self._column(batch, "version_key")
+        version = self._column(batch, "version_key").long()
         newest = self.current() if callable(self.current) else self.current
         return (version.amax() if newest is None else newest) - version <= self.max_staleness
 
@@ -216,9 +219,8 @@ class Fresh(Criterion):
 def count_tokens(batch: TensorDictBase, mask_key: NestedKey, *, reader: str) -> Tensor:
     """(N,) int64, the True entries of each row of a loss mask, dense or ragged."""
     if isinstance(batch, LazyStackedTensorDict) and has_key(batch, mask_key):
-        counts = [mask.sum() for mask in batch.get(mask_key, as_list=True)]
-        return torch.stack(counts)
-    mask = batch.get(mask_key, None)
-    if mask is None:
-        return read_column(batch, mask_key, reader=reader, option="mask_key")
+        check_mask(batch, mask_key)
+        return torch.stack([mask.sum() for mask in batch.get(mask_key, as_list=True)])
+    mask = require(batch, mask_key, reader=reader, option="mask_key")
+    check_mask(batch, mask_key)
     return mask.reshape(len(batch), -1).sum(-1)

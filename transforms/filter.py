@@ -13,7 +13,7 @@ from .base import BatchTransform, has_key, key_names, nested_key, one_of
 from .columns import COUNTED, IN_LOSS
 from .errors import BatchError
 from .ids import any_by, first_row
-from .rows import silence_rows, take_rows
+from .rows import check_mask, silence_rows, take_rows
 from .rules import explain, set_rule
 from .units import Unit, unit_ids, unit_keys
 
@@ -126,6 +126,8 @@ class SampleFilter(BatchTransform):
         return keep.reshape(-1)
 
     def _silence(self, batch: TensorDictBase, quiet: Tensor) -> None:
+        if has_key(batch, self.loss_mask_key):
+            check_mask(batch, self.loss_mask_key)
         masks = [key for key in (self.loss_mask_key, self.log_prob_key) if key and has_key(batch, key)]
         if not masks and bool(quiet.any()):
             raise BatchError(

@@ -13,7 +13,7 @@ from .grouping import Grouping
 
 Baseline = Literal["mean", "leave_one_out", "length_weighted", "best_other", "batch", "none"]
 Scale = Literal["group", "leave_one_out", "batch", "mean", "nonzero", "none"]
-EpsMode = Literal["add", "clamp"]
+EpsMode = Literal["add", "clamp", "skip"]
 Singleton = Literal["zero", "raw", "raise"]
 Clip = Sequence[float | None]
 
@@ -22,7 +22,7 @@ BASELINES: dict[str, Callable[[Grouping], Tensor]] = {
     "mean": lambda g: g.deviation,
     "leave_one_out": lambda g: g.deviation * (g.count / (g.count - 1).clamp_min(1)),
     "length_weighted": lambda g: g.reward - g.sum(g.length * g.reward) / g.sum(g.length).clamp_min(1),
-    "best_other": lambda g: g.reward - best_other(g),
+    "best_other": lambda g: g.reward - other_best(g.reward, g),
     "batch": lambda g: g.reward - g.total(g.reward) / g.rollouts,
     "none": lambda g: g.reward,
 }
@@ -39,7 +39,7 @@ SCALES: dict[str, Callable[[Grouping, int], Tensor] | None] = {
 }
 SPREADS = ("group", "leave_one_out")  # of the group: 0 where its rewards are equal
 SINGLETONS = ("zero", "raw", "raise")
-EPS_MODES = ("add", "clamp")
+EPS_MODES = ("add", "clamp", "skip")
 
 
 def advantage_in_groups(
@@ -59,7 +59,7 @@ def advantage_in_groups(
     nothing = grouping.equal() if relative else torch.zeros_like(credit, dtype=torch.bool)
     if (spread := SCALES[scale]) is not None:
         divisor = spread(grouping, ddof)
-        divisor = divisor + eps if eps_mode == "add" else divisor.clamp_min(eps)
+        divisor = with_eps(divisor, eps, eps_mode)
         nothing = nothing | (divisor == 0)
         credit = credit / divisor
         credit.masked_fill_(nothing, 0.0)  # in place: at a million rows an allocation costs as much
@@ -75,12 +75,21 @@ def is_relative(baseline: str, scale: str) -> bool:
     return baseline not in ABSOLUTE or scale in SPREADS
 
 
-def best_other(g: Grouping) -> Tensor:
-    """For each rollout, the best reward of the others in its group; −∞ where there is none."""
-    best = g.max(g.reward)
-    is_best = g.reward == best
-    runner_up = g.max(g.reward.masked_fill(is_best, float("-inf")))
-    alone_at_top = g.sum(is_best.to(g.reward.dtype)) == 1
+def with_eps(spread: Tensor, eps: float, eps_mode: str) -> Tensor:
+    """What to divide by."""
+    if eps_mode == "add":
+        return spread + eps
+    if eps_mode == "clamp":
+        return spread.clamp_min(eps)
+    return torch.where(spread > 0, spread + eps, 1.0)
+
+
+def other_best(values: Tensor, g: Grouping) -> Tensor:
+    """For each rollout, the largest of the others' `values` in its group; −∞ where there is none."""
+    best = g.max(values)
+    is_best = values == best
+    runner_up = g.max(values.masked_fill(is_best, float("-inf")))
+    alone_at_top = g.sum(is_best.to(values.dtype)) == 1
     return torch.where(is_best & alone_at_top, runner_up, best)
 
 
@@ -88,11 +97,12 @@ def leave_one_out_std(g: Grouping, ddof: int) -> Tensor:
     """For each rollout, the std of the others in its group.
 
     With d the deviations from the group's mean, the squares of the others about their own mean add up to
-    ``Σ d_j² − d_i² · n/(n − 1)``.
+    ``Σ d_j² − d_i² · n/(n − 1)``. Where the others are all equal the std is exactly 0, the difference not.
     """
     squares = g.deviation.square()
     others = g.sum(squares) - squares * (g.count / (g.count - 1).clamp_min(1))
-    return (others.clamp_min(0) / (g.count - 1 - ddof).clamp_min(1)).sqrt()
+    std = (others.clamp_min(0) / (g.count - 1 - ddof).clamp_min(1)).sqrt()
+    return std.masked_fill(other_best(g.reward, g) == -other_best(-g.reward, g), 0.0)
 
 
 def check_options(

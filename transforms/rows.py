@@ -8,6 +8,8 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
+from .errors import BatchError
+
 
 def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
     """Gather rows, in the order given.
@@ -31,7 +33,7 @@ def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
     if len(rows) == 0:
         return batch[:0]  # lazy stacks and stacks of strings take no empty index, but a slice of nothing
     if isinstance(batch, LazyStackedTensorDict):
-        return batch[rows]
+        return batch[rows].clone(recurse=False)  # indexing alone hands out the rows themselves
     return TensorDict(
         {key: _take(batch.get(key), rows) for key in batch.keys()},
         batch_size=[len(rows), *batch.batch_size[1:]],
@@ -67,14 +69,28 @@ def silence_rows(batch: TensorDictBase, key: NestedKey, quiet: Tensor) -> None:
     wide = quiet.view(-1, *[1] * (column.ndim - 1))
     # The plain ways, `column & ~wide` and `masked_fill`, cost ten times and up to three times as much on CPU.
     if column.dtype is torch.bool:
-        loud = (~wide).view(torch.uint8)
+        loud = (~wide).view(torch.uint8).neg()  # all bits, since a True may be any of them
         batch.set(key, (column.contiguous().view(torch.uint8) & loud).view(torch.bool))
     else:
         batch.set(key, column + torch.zeros_like(wide, dtype=column.dtype).masked_fill_(wide, float("nan")))
 
 
+def check_mask(batch: TensorDictBase, key: NestedKey) -> None:
+    """Refuse a loss mask that is none: of 0.0 and 1.0, say, whose rows could not be silenced.
+
+    Raises:
+        BatchError: it is not bool.
+    """
+    masks = batch.get(key, as_list=True) if isinstance(batch, LazyStackedTensorDict) else [batch.get(key)]
+    if odd := {mask.dtype for mask in masks} - {torch.bool}:
+        raise BatchError(
+            f"a loss mask is bool, True trains; {key!r} is {odd.pop()}: convert it by `mask != 0`"
+        )
+
+
 def any_token(batch: TensorDictBase, key: NestedKey) -> Tensor:
     """(N,) bool: whether a row of a dense or ragged (N, T) bool column has a True. No device read."""
+    check_mask(batch, key)
     if isinstance(batch, LazyStackedTensorDict):
         return torch.stack([mask.any() for mask in batch.get(key, as_list=True)])
     mask = batch.get(key)

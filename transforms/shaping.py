@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .base import BatchTransform, nested_key, read_column
+from .base import BatchTransform, nested_key, written_column
 from .columns import REWARD
 from .ids import as_ids, first_row
 from .lengths import rollout_lengths
@@ -74,7 +74,7 @@ class RewardShaping(BatchTransform):
 
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
         """Rewrite the reward."""
-        reward = read_column(batch, REWARD, reader=type(self).__name__, option="written by FanOutCollapse")
+        reward = written_column(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
         shaped = self.shape(batch, reward).to(reward.dtype)
         self.measured = {
             "changed": (shaped != reward).double().mean(),

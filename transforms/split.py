@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .base import BatchTransform, nested_key, one_of, read_column
+from .base import BatchTransform, at_least, nested_key, one_of, written_column
 from .columns import MINIBATCH
 from .errors import BatchError
 from .ids import as_ids, first_row
@@ -98,9 +98,8 @@ def _check_options(minibatches: int | None, minibatch_size: int | None, remainde
         raise ValueError(
             f"give one of minibatches and minibatch_size; got {minibatches=} and {minibatch_size=}"
         )
-    number = minibatches if minibatches is not None else minibatch_size
-    if number is not None and number < 1:
-        raise ValueError(f"minibatches and minibatch_size must be ≥ 1; got {number}")
+    at_least("minibatches", minibatches, 1)
+    at_least("minibatch_size", minibatch_size, 1)
     one_of("remainder", remainder, REMAINDERS)
 
 
@@ -177,7 +176,7 @@ class ShuffleSplit(BatchTransform):
         super().__init__(unit_keys(unit, *keys), [MINIBATCH])
         self.rollout_key, self.group_key = keys
         self.minibatches, self.minibatch_size, self.remainder = minibatches, minibatch_size, remainder
-        self.unit, self.shuffle, self.seed = unit, shuffle, seed
+        self.unit, self.shuffle, self.seed = unit, one_of("shuffle", shuffle, (True, False)), seed
         self.calls = 0
 
     def plan(self, batch: TensorDictBase) -> Plan:
@@ -237,7 +236,7 @@ def split_minibatches(batch: TensorDictBase) -> Iterator[TensorDictBase]:
     """
     if len(batch) == 0:
         return
-    numbers = read_column(batch, MINIBATCH, reader="split_minibatches", option="written by ShuffleSplit")
+    numbers = written_column(batch, MINIBATCH, reader="split_minibatches", writer="ShuffleSplit")
     start = 0
     for size in torch.unique_consecutive(numbers, return_counts=True)[1].tolist():
         yield batch[start : start + size]

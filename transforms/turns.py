@@ -6,7 +6,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .base import BatchTransform, nested_key
+from .base import BatchTransform, nested_key, require
 from .errors import BatchError, listing
 from .ids import as_ids, first_row, sum_by
 
@@ -129,7 +129,7 @@ class TurnDiscount(BatchTransform):
         """Rewrite the advantage."""
         rollouts = as_ids(self.column(batch, "rollout_key"), "rollout_id")
         turn = None if self.turn_key is None else as_ids(self.column(batch, "turn_key"), "turn")
-        credit = batch.get(self.advantage_key)
+        credit = require(batch, self.advantage_key, reader=type(self).__name__, option="advantage_key")
         factor = torch.full_like(credit.reshape(len(batch), -1)[:, 0], self.discount)
         factor = factor.pow(turns_to_go(rollouts, turn)).view(-1, *[1] * (credit.ndim - 1))
         return batch.set(self.advantage_key, credit * factor)
