@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test lint types bench docs clean
 
 demo: $(STAMP)
 	$(BIN)/headrace $(ARGS)
@@ -24,6 +24,9 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/advantage.py
+
+docs: $(STAMP)
+	$(BIN)/python docs/make_recipes.py
 
 # torch alone and first: see constraints.txt.
 $(STAMP): pyproject.toml constraints.txt

@@ -18,35 +18,53 @@ def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str,
     present = {name: stage for name, stage in stages.items() if stage is not None}
     if order is None:
         return present
-    if unknown := [name for name in order if name not in present]:
+    if unknown := [name for name in order if name not in stages]:
         hints = "; ".join(f"{name!r}{suggest(name, present)}" for name in unknown)
-        raise ValueError(f"order names stages that there are not: {hints}. There are {list(present)}")
-    if len(set(order)) < len(order) or len(order) < len(present):
+        raise ValueError(
+            f"order names stages that there are not: {hints}. There are {list(present)}. To leave one out of "
+            "an order that a recipe gives, set it to null"
+        )
+    named = [name for name in order if name in present]
+    if len(set(named)) < len(named) or len(named) < len(present):
         raise ValueError(f"order must name each stage once; got {list(order)}, there are {list(present)}")
-    return {name: present[name] for name in order}
+    return {name: present[name] for name in named}
 
 
 def check_order(stages: Mapping[str, Callable]) -> None:
-    """Refuse a stage that reads a column before a later one writes it, and anything after the split.
+    """Refuse what comes after the split, and a column that is written too late to matter.
+
+    Too late is a column that a stage reads and only a later one makes, and one that a stage has built on
+    (`final_keys`: the rewards and groups behind an advantage) and a later one changes. Stages that each
+    change a column in turn are in order.
 
     Raises:
         ValueError: naming the two stages and the column.
     """
     names = list(stages)
+    made: set = set()
     for i, name in enumerate(names):
+        reads, writes, final = _keys(stages[name])
         for later in names[i + 1 :]:
             if isinstance(stages[name], ShuffleSplit):
                 raise ValueError(
                     f"stage {later!r} comes after {name!r}, which cuts the batch into minibatches and must "
                     f"be last; put {later!r} before it"
                 )
-            late = set(getattr(stages[name], "in_keys", ())) & set(getattr(stages[later], "out_keys", ()))
-            if late:
+            later_reads, later_writes, _ = _keys(stages[later])
+            in_turn = writes & later_reads
+            if late := later_writes & ((reads - made - in_turn) | final):
                 columns = ", ".join(repr(key) for key in sorted(late, key=str))
                 raise ValueError(
                     f"stage {name!r} reads {columns}, which {later!r} writes after it: {later!r} would have "
                     f"no effect on it. Put {later!r} before {name!r}, or take it out"
                 )
+        made |= writes
+
+
+def _keys(stage: Callable) -> tuple[set, set, set]:
+    """What a stage reads, writes and builds on; nothing is known of a plain callable."""
+    reads, writes, final = (set(getattr(stage, name, ())) for name in ("in_keys", "out_keys", "final_keys"))
+    return reads, writes, final
 
 
 def suggest(word: str, words: Iterable[str]) -> str:

@@ -364,6 +364,12 @@ def test_what_would_have_no_effect_is_refused(names, message):
         Pipeline({name: possible[name] for name in names})
 
 
+def test_what_changes_a_column_in_turn_is_not_refused(make_batch):
+    twice = {f"scale{i}": RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")]) for i in range(2)}
+    pipeline = Pipeline(twice | {"advantage": GroupRelativeAdvantage(scale="none")})
+    assert pipeline(make_batch([1.0, 3], [0, 0]))["advantage"].flatten().tolist() == [-100, 100]
+
+
 def test_what_has_an_effect_is_not_refused():
     Pipeline(
         {

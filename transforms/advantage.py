@@ -260,6 +260,7 @@ class GroupRelativeAdvantage(BatchTransform):
         lengths = [keys[4]] if baseline == "length_weighted" else []
         reads = [k for k in (*keys[:3], REWARD, COUNTED, *lengths) if k is not None]
         super().__init__(reads, [keys[3]])
+        self.final_keys = tuple(reads)
         self.reward_key, self.group_key, self.rollout_key, self.advantage_key, self.mask_key = keys
         self.baseline, self.scale, self.ddof, self.eps = baseline, scale, ddof, eps
         self.eps_mode, self.singleton, self.clip = eps_mode, singleton, clip

@@ -28,12 +28,14 @@ class BatchTransform(Transform):
     Subclasses implement :meth:`apply`, take keyword-only options and keep each under its own name.
 
     Attributes:
+        final_keys: columns that no later stage may write: it would have no effect on what was made here.
         reasons: why rows leave the training here; the verdict ``k`` of a row means ``reasons[k - 1]``.
         verdict: (N,) int8 for the last batch, 0 for rows that stay in the loss; None if nobody can leave.
         metrics: numbers of the last batch. Tensors until somebody reads them.
     """
 
     reasons: tuple[str, ...] = ()
+    final_keys: tuple[NestedKey, ...] = ()
 
     def __init__(self, in_keys: Sequence[NestedKey] = (), out_keys: Sequence[NestedKey] = ()):
         super().__init__(in_keys=list(in_keys), out_keys=list(out_keys))

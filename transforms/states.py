@@ -127,6 +127,7 @@ class StateAdvantage(BatchTransform):
     ):
         keys = [nested_key(k) for k in (state_key, advantage_key, group_key)]
         super().__init__([*keys, RETURN, COUNTED], [keys[1]])
+        self.final_keys = (keys[0], keys[2], RETURN, COUNTED)
         self.state_key, self.advantage_key, self.group_key = keys
         self.weight, self.scale, self.ddof, self.eps, self.eps_mode = weight, scale, ddof, eps, eps_mode
 

@@ -1,0 +1,391 @@
+"""Every recipe against an independent statement of its formula, one rollout after another."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.pipeline import Pipeline, load_pipeline
+from headrace.transforms import (
+    BatchWhitening,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    LengthPenalty,
+    OverlongPunishment,
+    RewardScale,
+    RewardWithin,
+    SampleFilter,
+    TurnDiscount,
+    group_relative_advantage,
+    overlong_punishment,
+)
+from headrace.transforms.columns import REWARD
+
+ROOT = Path(__file__).parent.parent
+MASK = ("masks", "all_assistant_mask")
+NAMES = sorted(
+    str(path.relative_to(ROOT / "conf" / "pipeline").with_suffix(""))
+    for path in (ROOT / "conf" / "pipeline").rglob("*.yaml")
+)
+KINDS = ("binary", "grid", "gaussian")
+
+
+def rewards_of(kind: str, rng: np.random.Generator, rows: int) -> np.ndarray:
+    draw = {
+        "binary": lambda: rng.integers(0, 2, rows),
+        "grid": lambda: rng.integers(0, 11, rows) / 10,
+        "gaussian": lambda: rng.normal(size=rows),
+    }
+    return draw[kind]().astype(np.float32)
+
+
+def ragged_batch(make_batch, kind: str, seed: int, *, lone: bool = True):
+    """Groups of 1 (2 without lone rollouts) to 6 rollouts, rows shuffled."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(8), rng.integers(1 if lone else 2, 7, 8))
+    if not lone:
+        groups = np.concatenate([groups, np.arange(8)])
+    rng.shuffle(groups)
+    rewards = rewards_of(kind, rng, len(groups))
+    batch = make_batch(rewards.tolist(), groups.tolist(), tokens=5)
+    batch["expected_rollouts"] = torch.tensor([int((groups == g).sum()) for g in groups])
+    batch["state_id"] = torch.arange(len(groups))
+    return batch
+
+
+def run(name: str, batch, *overrides: str) -> torch.Tensor:
+    """Advantage by row, in the order in which the rows came in."""
+    pipeline = load_pipeline(f"pipeline={name}", "pipeline.stages.split.shuffle=false", *overrides)
+    out = pipeline(batch)
+    credit = torch.full((len(batch),), float("nan"))
+    credit[out["headrace", "row"]] = out["advantage"].flatten().float()
+    return credit
+
+
+# -- the frameworks' formulas, stated again -------------------------------------------------------------
+
+
+def std(values, ddof=1):
+    mean = statistics.fmean(values)
+    return (sum((x - mean) ** 2 for x in values) / (len(values) - ddof)) ** 0.5
+
+
+def divided(eps, *, ddof=1, lone=0.0, enters="add"):
+    def formula(group, i):
+        if len(group) == 1:
+            return group[0] if lone == "raw" else lone
+        spread = std(group, ddof)
+        return (group[i] - statistics.fmean(group)) / (spread + eps if enters == "add" else max(spread, eps))
+
+    return formula
+
+
+def centred(group, i):
+    return group[i] - statistics.fmean(group)
+
+
+def against_the_others(group, i):
+    others = group[:i] + group[i + 1 :]
+    if not others:
+        return 0.0
+    credit = group[i] - statistics.fmean(others)
+    spread = std(others) if len(others) > 1 else 0.0
+    return credit / (spread + 1e-6) if len(set(others)) > 1 else credit
+
+
+FORMULAS = {
+    "verl": divided(1e-6, lone="raw"),
+    "slime": divided(1e-6),
+    "miles": divided(1e-6),
+    "trl": divided(1e-4),
+    "prime_rl": centred,
+    "nemo_rl": against_the_others,
+    "skyrl": divided(1e-6, lone="raw"),
+    "areal": divided(1e-5),  # and whitened over tokens, below
+    "openrlhf": divided(1e-9),
+    "open_instruct": divided(1e-8, ddof=0),
+    "tinker": centred,
+    "torchrl": divided(1e-6, enters="clamp"),
+}
+NO_LONE = ("openrlhf", "torchrl")
+
+
+def stated(formula, batch) -> torch.Tensor:
+    rewards = [float(r) for r in batch["next", "reward"].flatten()]
+    groups = batch["group_id"].tolist()
+    out = []
+    for row, group in enumerate(groups):
+        members = [i for i, g in enumerate(groups) if g == group]
+        values = [rewards[i] for i in members]
+        equal = len(values) > 1 and len(set(values)) == 1
+        out.append(0.0 if equal else formula(values, members.index(row)))
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def whitened_over_tokens(credit, tokens, eps):
+    each = [float(a) for a, n in zip(credit, tokens, strict=True) for _ in range(int(n))]
+    mean, spread = statistics.fmean(each), std(each)
+    return torch.tensor([(float(a) - mean) / (spread + eps) for a in credit], dtype=torch.float64)
+
+
+def test_every_convention_is_stated():
+    assert {f"as/{name}" for name in FORMULAS} == {name for name in NAMES if name.startswith("as/")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_convention_is_its_frameworks_formula(make_batch, name, kind, seed):
+    batch = ragged_batch(make_batch, kind, seed, lone=name not in NO_LONE)
+    expected = stated(FORMULAS[name], batch)
+    if name == "areal":
+        expected = whitened_over_tokens(expected, batch[MASK].sum(-1), 1e-5)
+    torch.testing.assert_close(run(f"as/{name}", batch).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+# -- the algorithms ------------------------------------------------------------------------------------
+
+
+def golden(name, make_batch, rewards, groups, *overrides):
+    batch = make_batch(rewards, groups)
+    batch["expected_rollouts"] = torch.tensor([groups.count(g) for g in groups])
+    return run(name, batch, *overrides).tolist()
+
+
+def test_rloo(make_batch):
+    assert golden("rloo", make_batch, [6.0, 3, 9, 12, 1], [0, 0, 1, 1, 2]) == [3, -3, -3, 3, 0]
+
+
+def test_maxrl(make_batch):
+    # over the group's mean 1/4; a group that never succeeded has none
+    assert golden("maxrl", make_batch, [1.0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]) == [3, -1, -1, -1, 0, 0]
+    with pytest.raises(ValueError, match=r"needs rewards ≥ 0; found -1.0 at row 1 \(rollout 1\)"):
+        golden("maxrl", make_batch, [1.0, -1], [0, 0])
+
+
+def test_pass_at_k(make_batch):
+    undivided = "pipeline.stages.advantage.scale=none"
+    assert golden("passk", make_batch, [1.0, 4, 2], [0, 0, 0], undivided) == [0, 2, 0]
+    assert golden("passk", make_batch, [4.0, 4, 2], [0, 0, 0], undivided) == [0, 0, 0]  # a tie
+    # std(1, 4, 2) = √(7/3)
+    assert golden("passk", make_batch, [1.0, 4, 2], [0, 0, 0])[1] == pytest.approx(
+        2 / (7 / 3) ** 0.5, rel=1e-5
+    )
+
+
+def test_gpg(make_batch):
+    # centred 2 and −2; two rollouts, one of them with a reward
+    assert golden("gpg", make_batch, [4.0, 0], [0, 0]) == [4, -4]
+
+
+def test_opo_weighs_the_baseline_by_length(make_batch):
+    batch = make_batch([1.0, 0], [0, 0], expected_rollouts=[2, 2])
+    batch[MASK] = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
+    # (3·1 + 1·0) / 4
+    assert run("opo", batch).tolist() == [0.25, -0.75]
+
+
+def test_lite_ppo(make_batch):
+    # batch std of 0, 2, 4, 6 is √(20/3)
+    found = golden("lite_ppo", make_batch, [0.0, 2, 4, 6], [0, 0, 1, 1])
+    assert found == pytest.approx([x / (20 / 3) ** 0.5 for x in (-1, 1, -1, 1)], rel=1e-5)
+
+
+def test_gdpo_lets_no_reward_drown(make_batch):
+    # correct 1, 1 says nothing; integer 1, −1 and format 1, 0 say ±0.7071 each, however they are scaled
+    batch = make_batch([0.0, 0], [0, 0], expected_rollouts=[2, 2])
+    batch["next", "reward"] = torch.tensor([[1.0, 1, 1], [1, -1, 0]])
+    batch[MASK] = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0]]).bool()
+    found = run("gdpo", batch, "pipeline.stages.collapse.columns=3")
+    assert found.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
+
+
+def test_a_missing_reward_leaves_its_own_column_only(make_batch):
+    nan = float("nan")
+    batch = make_batch([0.0] * 4, [0] * 4)
+    batch["next", "reward"] = torch.tensor([[1.0, 0.0], [3.0, nan], [nan, 2.0], [nan, nan]])
+    pipeline = Pipeline(
+        {
+            "collapse": FanOutCollapse(columns=2, missing="skip"),
+            "advantage": GroupRelativeAdvantage(
+                scale="none", several="decoupled", weights=[1, 10], missing="skip"
+            ),
+        }
+    )
+    # first column: 1, 3 about 2; second: 0, 2 about 1, times 10; the last rollout has no reward at all
+    assert pipeline(batch)["advantage"].flatten().tolist() == [-1 - 10, 1, 10, 0]
+    assert pipeline.metrics["advantage/unscorable"] == 1
+    strict = Pipeline({"collapse": FanOutCollapse(columns=2), "advantage": GroupRelativeAdvantage()})
+    with pytest.raises(ValueError, match="every reward must be finite; found nan at row 2"):
+        strict(batch)
+
+
+def test_a_weighted_sum_of_rewards(make_batch):
+    batch = make_batch([0.0, 0], [0, 0])
+    batch["next", "reward"] = torch.tensor([[1.0, 4.0], [3.0, 0.0]])
+    pipeline = Pipeline(
+        {
+            "collapse": FanOutCollapse(columns=2),
+            "advantage": GroupRelativeAdvantage(scale="none", weights=[1.0, 0.5]),
+        }
+    )
+    assert pipeline(batch)["advantage"].flatten().tolist() == [0, 0]  # 3 and 3
+    with pytest.raises(ValueError, match="needs a weight; got 1 for 2 columns"):
+        Pipeline({"c": FanOutCollapse(columns=2), "a": GroupRelativeAdvantage(weights=[1.0])})(batch)
+
+
+def test_reinforce_pp_whitens_over_tokens(make_batch):
+    batch = ragged_batch(make_batch, "gaussian", 4)
+    expected = whitened_over_tokens(stated(centred, batch), batch[MASK].sum(-1), 0.0)
+    torch.testing.assert_close(run("reinforce_pp_baseline", batch).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gigpo_adds_what_the_same_state_says(make_batch):
+    """Two rollouts of two steps, rewards 0, 4 and 0, 2; γ = 1/2. Both start in state 7, then part.
+
+    Returns to go 2, 4 and 1, 2. Episodes 4 and 2: ±1. In state 7, 2 and 1 about 1.5: ±0.5; the others are
+    alone.
+    """
+    batch = make_batch(
+        [0.0, 4, 0, 2], [0] * 4, [0, 0, 1, 1], expected_rollouts=[2] * 4, state_id=[7, 8, 7, 9]
+    )
+    found = run("gigpo", batch, "pipeline.stages.returns.discount=0.5")
+    assert found.tolist() == [1.5, 1, -1.5, -1]
+    halved = run("gigpo", batch, "pipeline.stages.returns.discount=0.5", "pipeline.stages.states.weight=0.5")
+    assert halved.tolist() == [1.25, 1, -1.25, -1]
+
+
+def test_the_same_state_in_two_groups_is_two_states(make_batch):
+    batch = make_batch([1.0, 3, 5, 9], [0, 0, 1, 1], expected_rollouts=[2] * 4, state_id=[7, 7, 7, 7])
+    assert run("gigpo", batch).tolist() == [-2, 2, -4, 4]
+
+
+def test_overlong_punishment():
+    # DAPO, eq. 13 with L_max 10 and L_cache 4
+    found = overlong_punishment(torch.tensor([6, 8, 10, 12]), max_length=10, cache=4)
+    assert found.tolist() == [0, -0.5, -1, -1]
+
+
+def test_shaping_counts_the_tokens_of_all_segments_and_keeps_one_reward(make_batch):
+    batch = make_batch([1.0, 1, 2], [0, 0, 0], [5, 5, 6])
+    batch[MASK] = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
+    collapsed = FanOutCollapse()(batch)
+    assert LengthPenalty(coefficient=0.1, free=2)(collapsed)[REWARD].tolist() == pytest.approx([0.5, 0.5, 2])
+    assert OverlongPunishment(max_length=8, cache=2)(collapsed)[REWARD].tolist() == [0.5, 0.5, 2]
+    assert RewardScale(scale=2.0, bias=-1.0, high=2.5)(collapsed)[REWARD].tolist() == [1, 1, 2.5]
+
+
+def test_a_turn_discount_pays_later_turns_more(make_batch):
+    batch = make_batch([0.0] * 4, [0] * 4, [5, 6, 5, 5], turn=[2, 0, 0, 1])
+    batch["advantage"] = torch.ones(4, 1, 1)
+    by_row = TurnDiscount(discount=0.5)(batch)["advantage"].flatten()
+    by_turn = TurnDiscount(discount=0.5, turn_key="turn")(batch)["advantage"].flatten()
+    assert by_row.tolist() == [0.25, 1, 0.5, 1]
+    assert by_turn.tolist() == [1, 1, 0.25, 0.5]
+    batch["turn"][2] = 1
+    with pytest.raises(ValueError, match="rollout 5 has turn 1 twice"):
+        TurnDiscount(discount=0.5, turn_key="turn")(batch)
+
+
+@pytest.mark.parametrize("ends", [[0, None], [None, 0.5], [-1, 1]])
+def test_clip(ends):
+    low, high = (bound if bound is not None else sign * 9 for bound, sign in zip(ends, (-1, 1), strict=True))
+    found = group_relative_advantage([0.0, 1, 5], [0, 0, 0], scale="none", clip=ends)
+    assert found.tolist() == [min(max(x, low), high) for x in (-2, -1, 3)]
+
+
+# -- laws for all ----------------------------------------------------------------------------------------
+
+
+def columns_for(name, batch):
+    if name == "gdpo":
+        reward = batch["next", "reward"].view(-1)
+        batch["next", "reward"] = torch.stack([reward, reward.flip(0)], -1)
+    return batch
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, name):
+    """The repeated row is a segment without tokens of its own, since OPO and whitening count those."""
+    batch = columns_for(name, ragged_batch(make_batch, "grid", 1, lone=name[3:] not in NO_LONE))
+    batch["next", "reward"] = batch["next", "reward"].abs()
+    more = batch[2:3].clone()
+    more[MASK] = torch.zeros_like(more[MASK])
+    if name == "gigpo":  # rows are steps: one more, after the end, in a state of its own
+        more["next", "reward"] = torch.zeros_like(more["next", "reward"])
+        more["state_id"] += 1000
+    before, after = run(name, batch), run(name, torch.cat([batch, more]))
+    torch.testing.assert_close(after[:-1], before, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_eight_equal_rewards_have_exactly_none(make_batch, name):
+    batch = make_batch([0.7] * 8, [0] * 8, expected_rollouts=[8] * 8, state_id=[0] * 8)
+    out = load_pipeline(f"pipeline={name}")(columns_for(name, batch))
+    if name == "dapo":  # which drops the group
+        assert len(out) == 0
+    else:
+        assert out["advantage"].flatten().tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_recipe_gives_nan(make_batch, name, kind):
+    batch = columns_for(name, ragged_batch(make_batch, kind, 7, lone=name[3:] not in NO_LONE))
+    batch["next", "reward"] = batch["next", "reward"].abs()
+    out = load_pipeline(f"pipeline={name}")(batch)
+    assert len(out) > 0
+    assert torch.isfinite(out["advantage"]).all()
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (
+            {"advantage": GroupRelativeAdvantage(), "collapse": FanOutCollapse()},
+            "'advantage' reads .* which 'collapse' writes",
+        ),
+        (
+            {"collapse": FanOutCollapse(), "advantage": GroupRelativeAdvantage(), "shape": RewardScale()},
+            "'advantage' reads .*'reward'.* which 'shape' writes",
+        ),
+        (
+            {
+                "filter": SampleFilter(criterion=RewardWithin(reward_key="advantage")),
+                "advantage": GroupRelativeAdvantage(),
+            },
+            "'filter' reads 'advantage', which 'advantage' writes",
+        ),
+        (
+            {"whitening": BatchWhitening(), "advantage": GroupRelativeAdvantage()},
+            "'whitening' reads 'advantage', which 'advantage' writes",
+        ),
+    ],
+)
+def test_an_order_without_effect_is_refused_with_both_names(stages, message):
+    with pytest.raises(ValueError, match=message):
+        Pipeline(stages)
+
+
+def test_shaping_stages_add_up():
+    Pipeline(
+        {
+            "collapse": FanOutCollapse(),
+            "length": LengthPenalty(coefficient=0.1),
+            "scale": RewardScale(scale=0.5),
+            "advantage": GroupRelativeAdvantage(),
+            "whitening": BatchWhitening(),
+            "turns": TurnDiscount(discount=0.9),
+        }
+    )
+
+
+def test_the_page_of_recipes_is_up_to_date():
+    done = subprocess.run([sys.executable, ROOT / "docs" / "make_recipes.py", "--check"], check=False)
+    assert done.returncode == 0, "run `make docs`"
