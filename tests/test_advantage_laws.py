@@ -19,8 +19,9 @@ REWARDS = st.one_of(
 )
 OPTIONS = st.fixed_dictionaries(
     {
-        "baseline": st.sampled_from(["mean", "leave_one_out"]),
-        "scale": st.sampled_from(["group", "batch", "none"]),
+        "baseline": st.sampled_from(["mean", "leave_one_out", "best_other", "batch", "none"]),
+        "scale": st.sampled_from(["group", "leave_one_out", "batch", "nonzero", "none"]),
+        "eps_mode": st.sampled_from(["add", "clamp", "skip"]),
         "ddof": st.sampled_from([0, 1]),
         "eps": st.sampled_from([0.0, 1e-6, 1e-4]),
         "singleton": st.sampled_from(["zero", "raw"]),
@@ -55,34 +56,60 @@ def batches(draw, *, least_segments=1):
     return torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), torch.tensor(ids)
 
 
-def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, singleton):
+def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, eps_mode, singleton):
     """The definition, one rollout after another, in float64 by the standard library."""
     rollouts = {r: (g, x) for x, g, r in zip(reward.tolist(), groups.tolist(), ids.tolist(), strict=True)}
     everyone = [x for _, x in rollouts.values()]
 
     def std(values):
+        if len(set(values)) < 2:
+            return 0.0
         mean = statistics.fmean(values)
         return (sum((x - mean) ** 2 for x in values) / max(len(values) - ddof, 1)) ** 0.5
 
-    def one(group, x):
-        members = [y for g, y in rollouts.values() if g == group]
-        if len(members) == 1:
-            return x if singleton == "raw" else 0.0
-        if len(set(members)) == 1:
-            return 0.0
-        n = len(members)
-        base = sum(members) / n if baseline == "mean" else (sum(members) - x) / (n - 1)
-        divisor = {"group": std(members) + eps, "batch": std(everyone) + eps, "none": 1.0}[scale]
-        return (x - base) / divisor
+    def one(rollout):
+        group, x = rollouts[rollout]
+        others = [y for r, (g, y) in rollouts.items() if g == group and r != rollout]
+        members = [x, *others]
+        if baseline not in ("batch", "none") or scale in ("group", "leave_one_out"):
+            if not others:
+                return x if singleton == "raw" else 0.0
+            if len(set(members)) == 1:
+                return 0.0
+        base = {
+            "mean": lambda: statistics.fmean(members),
+            "leave_one_out": lambda: statistics.fmean(others),
+            "best_other": lambda: max(others),
+            "batch": lambda: statistics.fmean(everyone),
+            "none": lambda: 0.0,
+        }[baseline]()
+        if scale == "none":
+            return x - base
+        spread = {
+            "group": lambda: std(members),
+            "leave_one_out": lambda: std(others),
+            "batch": lambda: std(everyone),
+            "nonzero": lambda: sum(y != 0 for y in everyone) / len(everyone),
+        }[scale]()
+        divisor = {
+            "add": lambda: spread + eps,
+            "clamp": lambda: max(spread, eps),
+            "skip": lambda: spread + eps if spread > 0 else 1.0,
+        }[eps_mode]()
+        return (x - base) / divisor if divisor else 0.0
 
-    return torch.tensor([one(*rollouts[r]) for r in ids.tolist()], dtype=torch.float64)
+    return torch.tensor([one(r) for r in ids.tolist()], dtype=torch.float64)
 
 
 @given(batches(), OPTIONS)
 def test_it_is_what_the_definition_says(batch, options):
+    expected = by_loops(*batch, **options)
     found = group_relative_advantage(*batch, **options)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), by_loops(*batch, **options), rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=2e-4)
+    exact = group_relative_advantage(*batch, **options, dtype=torch.float64)
+    assert exact.dtype == torch.float32
+    torch.testing.assert_close(exact.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @given(batches(), OPTIONS)
@@ -143,7 +170,8 @@ def test_segments_share_their_rollouts_advantage(batch, options):
 def test_a_group_of_equal_rewards_has_exactly_none(rewards, options, groups):
     reward = torch.tensor(rewards).repeat_interleave(5)
     group_id = torch.arange(len(rewards)).repeat_interleave(5)
-    assert (group_relative_advantage(reward, group_id, **options) == 0).all()
+    if options["baseline"] not in ("batch", "none") or options["scale"] in ("group", "leave_one_out"):
+        assert (group_relative_advantage(reward, group_id, **options) == 0).all()
 
 
 @given(
