@@ -81,7 +81,7 @@ def test_cfg_prints_the_job(tmp_path):
     ("words", "message"),
     [
         (["pipeline.stages.advantge.scale=none"], "did you mean 'advantage'?"),
-        (["+pipeline.stages.advantage.scael=none"], "did you mean 'scale'?"),
+        (["+pipeline.stages.advantage.scael=none"], "did you mean 'scale'"),
         (["train.step=3"], "did you mean 'steps'"),
         (["pipeline=gprpo"], "Available options in 'pipeline'"),
         (["pipeline.stages.gate.on_incomplete=raise", "env.failing=0.5"], "stage 'gate'"),
