@@ -23,6 +23,12 @@ def test_the_batch_keeps_its_shape_and_gains_two_columns(make_batch):
     assert out[SPEAKS].tolist() == [True, True, False]
 
 
+def test_the_mean_reward_is_over_rollouts_and_not_rows(make_batch):
+    stage = FanOutCollapse()
+    stage(make_batch([1.0, 4, 4, 4], [0, 0, 0, 0], [0, 1, 1, 1]))
+    assert stage.metrics == {"rollouts": 2, "reward_mean": 2.5}
+
+
 def test_siblings_must_agree_unless_told_how_they_add_up(make_batch):
     batch = make_batch([1.0, 2.0, 5.0], [0, 0, 0], [7, 7, 8])
     with pytest.raises(BatchError, match=r"rollout 7 \(rows \[0, 1\]: \[1.0, 2.0\]\).*reward='sum'"):

@@ -83,6 +83,15 @@ def test_a_batch_with_nothing_in_the_loss_takes_no_step(scene):
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
+def test_the_gradient_of_a_step_is_clipped(scene):
+    policy, batch = scene
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
+    before = torch.cat([p.detach().flatten() for p in policy.parameters()])
+    optimise([batch], loss, torch.optim.SGD(policy.parameters(), lr=1.0), max_grad_norm=1e-3)
+    after = torch.cat([p.detach().flatten() for p in policy.parameters()])
+    assert (after - before).norm() == pytest.approx(1e-3, rel=1e-3)
+
+
 def test_accumulated_minibatches_have_the_gradient_of_their_union(scene):
     policy, batch = scene
     whole = gradient(policy, batch)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torch import nn
-from torchrl.envs.transforms import RewardScaling
+from torchrl.envs.transforms import Compose, RewardScaling
 
 from headrace.pipeline import Pipeline, StageError
 from headrace.transforms import (
@@ -275,6 +275,14 @@ class Quiet(BatchTransform):
 
     def apply(self, batch):
         return batch[1:]
+
+
+def test_rows_masked_inside_a_compose_are_not_called_trained(make_batch):
+    batch = make_batch([1.0, 9], [0, 0]).exclude(MASK)
+    pipeline = Pipeline({"inner": Compose(SampleFilter(criterion=RewardWithin(high=5.0)))})
+    pipeline(batch)
+    assert pipeline.ledger.counts()["pipeline/no_loss_tokens"] == 1
+    assert pipeline.metrics["rows/trained"] == 1
 
 
 def test_a_row_that_a_silent_transform_drops_is_recorded(make_batch):
