@@ -1,55 +1,29 @@
-"""Named stages in order, each row accounted for, errors that name the stage."""
+"""Stages run in order, each row is accounted for, errors name the stage."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from busy import busy_batch, keep_positive, stages
 from conftest import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
-from torch import nn
-from torchrl.envs.transforms import Compose, RewardScaling
+from tensordict import lazy_stack
 
-from headrace.pipeline import Pipeline, StageError
+from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
-    BatchTransform,
     CompletenessGate,
-    FanOutCollapse,
-    Finite,
     GroupRelativeAdvantage,
     IncompleteGroupsError,
-    LengthWithin,
     MissingKeyError,
     NotTruncated,
-    RewardsVary,
     RewardWithin,
     SampleFilter,
     ShuffleSplit,
 )
 
 MASK = ("masks", "all_assistant_mask")
-
-
-def stages(**changes):
-    """The default recipe's, every stage with work to do."""
-    return {
-        "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
-        "collapse": FanOutCollapse(),
-        "filter": SampleFilter(criterion=RewardsVary(), unit="group"),
-        "advantage": GroupRelativeAdvantage(scale="none"),
-        "split": ShuffleSplit(minibatches=2, unit="rollout", remainder="drop"),
-    } | changes
-
-
-def busy_batch(make_batch):
-    """Group 0 varies and fans out, group 1 is incomplete, group 2 has equal rewards; row 1 trains nothing."""
-    batch = make_batch(
-        [1.0, 3, 3, 5, 1, 2, 4, 4, 4], [0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 2, 3, 4, 5, 6, 7]
-    )
-    batch[MASK][1] = False
-    return batch
 
 
 def test_every_row_is_trained_or_has_one_reason(make_batch):
@@ -253,166 +227,3 @@ def test_renamed_ids_are_counted_under_the_same_names(make_batch):
     pipeline = Pipeline({"keep": keep_positive}, group_key=["meta", "gid"])
     pipeline(batch)
     assert pipeline.metrics["groups/in"] == 1
-
-
-# -- foreign stages -----------------------------------------------------------------------------------
-
-
-def keep_positive(batch: TensorDict) -> TensorDict:
-    return batch[batch["next", "reward"].flatten() > 0]
-
-
-def test_any_callable_is_a_stage_and_rows_it_loses_are_recorded(make_batch):
-    pipeline = Pipeline({"positive": keep_positive, "advantage": GroupRelativeAdvantage(scale="none")})
-    out = pipeline(make_batch([0.0, 1, 3], [0, 0, 0]))
-    assert out["advantage"].flatten().tolist() == [-1, 1]
-    assert pipeline.ledger.counts()["positive/gone"] == 1
-    assert "keep_positive" in repr(pipeline)
-
-
-class Quiet(BatchTransform):
-    """Drops a row and gives no verdict."""
-
-    def apply(self, batch):
-        return batch[1:]
-
-
-def test_rows_masked_inside_a_compose_are_not_called_trained(make_batch):
-    batch = make_batch([1.0, 9], [0, 0]).exclude(MASK)
-    pipeline = Pipeline({"inner": Compose(SampleFilter(criterion=RewardWithin(high=5.0)))})
-    pipeline(batch)
-    assert pipeline.ledger.counts()["pipeline/no_loss_tokens"] == 1
-    assert pipeline.metrics["rows/trained"] == 1
-
-
-def test_a_row_that_a_silent_transform_drops_is_recorded(make_batch):
-    pipeline = Pipeline({"quiet": Quiet()})
-    pipeline(make_batch([1.0, 2, 3], [0, 0, 0]))
-    assert pipeline.ledger.names[int(pipeline.ledger.reason[0])] == "quiet/gone"
-    assert pipeline.metrics["rows/trained"] == 2
-
-
-def test_a_stage_that_repeats_rows_is_refused(make_batch):
-    with pytest.raises(BatchError, match=r"stage 'twice'.*not repeat them; found twice: rows 0"):
-        Pipeline({"twice": lambda batch: batch[[0, 0, 1]]})(make_batch([1.0, 2, 3], [0, 0, 0]))
-
-
-def test_a_stage_with_a_bug_is_named_and_no_fault_of_the_data(make_batch):
-    with pytest.raises(StageError, match="stage 'bug', <lambda>: division by zero") as info:
-        Pipeline({"bug": lambda batch: 1 / 0})(make_batch([1.0], [0]))
-    assert not isinstance(info.value, BatchError)
-
-
-def test_torchrls_own_transforms_are_stages(make_batch):
-    scaling = RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")])
-    pipeline = Pipeline({"scale": scaling, "advantage": GroupRelativeAdvantage(scale="none")})
-    assert pipeline(make_batch([1.0, 3], [0, 0]))["advantage"].flatten().tolist() == [-10, 10]
-
-
-@pytest.mark.parametrize(
-    ("stage", "found"),
-    [(lambda batch: None, "NoneType"), (lambda batch: batch.exclude("headrace"), "TensorDict")],
-)
-def test_a_stage_that_loses_track_of_rows_is_refused(stage, found, make_batch):
-    with pytest.raises(BatchError, match=rf"stage 'odd'.*keeps the column.*returned {found}"):
-        Pipeline({"odd": stage})(make_batch([1.0], [0]))
-
-
-def test_a_modules_state_is_the_pipelines():
-    assert "stages.linear.weight" in Pipeline({"linear": nn.Linear(2, 2)}).state_dict()
-
-
-# -- orders -------------------------------------------------------------------------------------------
-
-
-def test_order_puts_a_stage_into_the_middle(make_batch):
-    late = {"advantage": GroupRelativeAdvantage(scale="none"), "collapse": FanOutCollapse()}
-    pipeline = Pipeline(late, order=["collapse", "advantage"])
-    assert list(pipeline.stages) == pipeline.order == ["collapse", "advantage"]
-    assert pipeline(make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1]))["advantage"].flatten().tolist() == [
-        -1,
-        1,
-        1,
-    ]
-
-
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [
-        (["collapse"], "order must name each stage once"),
-        (["collapse", "collapse", "advantage"], "order must name each stage once"),
-        (["colapse", "advantage"], r"'colapse' \(did you mean 'collapse'\?\).*There are \['advantage'"),
-        (
-            ["advantage", "collapse"],
-            r"stage 'advantage' reads \('headrace', 'reward'\), which 'collapse' writes",
-        ),
-    ],
-)
-def test_an_order_that_cannot_work_is_refused(order, message):
-    with pytest.raises(ValueError, match=message):
-        Pipeline({"advantage": GroupRelativeAdvantage(), "collapse": FanOutCollapse()}, order=order)
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["split", "gate"], "'gate' comes after 'split'.*must be last"),
-        (["advantage", "exclude"], r"'advantage' reads \('headrace', 'counted'\), which 'exclude' writes"),
-        (["vary", "collapse"], "'vary' reads .*which 'collapse' writes"),
-        (["advantage", "scale"], r"'advantage' reads \('next', 'reward'\), which 'scale' writes"),
-    ],
-)
-def test_what_would_have_no_effect_is_refused(names, message):
-    possible = stages(
-        exclude=SampleFilter(criterion=RewardWithin(), action="exclude"),
-        vary=SampleFilter(criterion=RewardsVary()),
-        scale=RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")]),
-    )
-    with pytest.raises(ValueError, match=message):
-        Pipeline({name: possible[name] for name in names})
-
-
-def test_what_changes_a_column_in_turn_is_not_refused(make_batch):
-    twice = {f"scale{i}": RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")]) for i in range(2)}
-    pipeline = Pipeline(twice | {"advantage": GroupRelativeAdvantage(scale="none")})
-    assert pipeline(make_batch([1.0, 3], [0, 0]))["advantage"].flatten().tolist() == [-100, 100]
-
-
-def test_what_has_an_effect_is_not_refused():
-    Pipeline(
-        {
-            "finite": SampleFilter(criterion=Finite(), action="exclude"),
-            **stages(),
-            "split": None,
-            "empty": SampleFilter(criterion=LengthWithin(low=1), action="drop"),
-            "cut": ShuffleSplit(minibatches=1),
-        }
-    )
-
-
-def test_a_non_finite_reward_excluded_before_the_collapse_never_reaches_a_baseline(make_batch):
-    pipeline = Pipeline({"finite": SampleFilter(criterion=Finite(), action="exclude"), **stages(gate=None)})
-    out = pipeline(make_batch([float("nan"), 1, 3, 3], [0, 0, 0, 0], [0, 1, 2, 2]))
-    found = {int(r): float(a) for r, a in zip(out["rollout_id"], out["advantage"].flatten(), strict=True)}
-    assert {r: found[r] for r in found if r} == {r: a for r, a in {1: -1.0, 2: 1.0}.items() if r in found}
-    assert found.get(0, 0.0) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"x": 3}, "stage 'x' must be a transform or a callable"),
-        ({"x": Pipeline({})}, "stage 'x' is a pipeline"),
-    ],
-)
-def test_what_is_no_stage_is_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        Pipeline(given)
-
-
-def test_it_prints_its_order():
-    assert repr(Pipeline(stages())).splitlines()[:3] == [
-        "Pipeline",
-        "  1. gate: CompletenessGate(group_size=3, on_incomplete='drop')",
-        "  2. collapse: FanOutCollapse()",
-    ]

@@ -373,8 +373,8 @@ def test_an_order_without_effect_is_refused_with_both_names(stages, message):
         Pipeline(stages)
 
 
-def test_shaping_stages_add_up():
-    Pipeline(
+def test_stages_that_change_a_column_in_turn_are_in_order():
+    pipeline = Pipeline(
         {
             "collapse": FanOutCollapse(),
             "length": LengthPenalty(coefficient=0.1),
@@ -384,6 +384,7 @@ def test_shaping_stages_add_up():
             "turns": TurnDiscount(discount=0.9),
         }
     )
+    assert pipeline.order == ["collapse", "length", "scale", "advantage", "whitening", "turns"]
 
 
 def test_the_page_of_recipes_is_up_to_date():

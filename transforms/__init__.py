@@ -1,12 +1,13 @@
 """Transforms between collection and loss: one concept a file, a function and a thin class in each."""
 
-from .advantage import GroupRelativeAdvantage, group_relative_advantage
+from .advantage import GroupRelativeAdvantage
 from .base import BatchTransform
 from .collapse import Collapsed, FanOutCollapse, collapse_fan_out
 from .completeness import CompletenessGate, IncompleteGroups, incomplete_groups
 from .criteria import Criterion, Finite, Fresh, LengthWithin, NotTruncated, RewardsVary, RewardWithin
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, ProcessedTwiceError
 from .filter import SampleFilter
+from .relative import group_relative_advantage
 from .rows import take_rows
 from .shaping import LengthPenalty, OverlongPunishment, RewardScale, length_penalty, overlong_punishment
 from .split import Plan, ShuffleSplit, shuffle_split, split_minibatches

@@ -5,13 +5,13 @@ from __future__ import annotations
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .advantage import group_relative_advantage
 from .base import BatchTransform, nested_key, require, written_column
 from .collapse import as_rewards
 from .columns import COUNTED, RETURN
 from .counted import over_counted
 from .formula import EpsMode, Scale
 from .ids import as_ids, first_row
+from .relative import group_relative_advantage
 from .rules import explain, set_rule
 from .turns import rewards_to_go
 

@@ -1,0 +1,40 @@
+"""A recipe with every stage at work, and a batch that gives each something to do."""
+
+from __future__ import annotations
+
+from tensordict import TensorDict
+
+from headrace.transforms import (
+    CompletenessGate,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    RewardsVary,
+    SampleFilter,
+    ShuffleSplit,
+)
+
+MASK = ("masks", "all_assistant_mask")
+
+
+def stages(**changes):
+    """The default recipe's, every stage with work to do."""
+    return {
+        "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
+        "collapse": FanOutCollapse(),
+        "filter": SampleFilter(criterion=RewardsVary(), unit="group"),
+        "advantage": GroupRelativeAdvantage(scale="none"),
+        "split": ShuffleSplit(minibatches=2, unit="rollout", remainder="drop"),
+    } | changes
+
+
+def busy_batch(make_batch):
+    """Group 0 varies and fans out, group 1 is incomplete, group 2 has equal rewards; row 1 trains nothing."""
+    batch = make_batch(
+        [1.0, 3, 3, 5, 1, 2, 4, 4, 4], [0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 2, 3, 4, 5, 6, 7]
+    )
+    batch[MASK][1] = False
+    return batch
+
+
+def keep_positive(batch: TensorDict) -> TensorDict:
+    return batch[batch["next", "reward"].flatten() > 0]

@@ -1,0 +1,79 @@
+"""Any callable is a stage; what it loses is recorded, what it breaks is refused."""
+
+from __future__ import annotations
+
+import pytest
+from busy import keep_positive
+from torch import nn
+from torchrl.envs.transforms import Compose, RewardScaling
+
+from headrace.pipeline import Pipeline, StageError
+from headrace.transforms import (
+    BatchError,
+    BatchTransform,
+    GroupRelativeAdvantage,
+    RewardWithin,
+    SampleFilter,
+)
+
+MASK = ("masks", "all_assistant_mask")
+
+
+def test_any_callable_is_a_stage_and_rows_it_loses_are_recorded(make_batch):
+    pipeline = Pipeline({"positive": keep_positive, "advantage": GroupRelativeAdvantage(scale="none")})
+    out = pipeline(make_batch([0.0, 1, 3], [0, 0, 0]))
+    assert out["advantage"].flatten().tolist() == [-1, 1]
+    assert pipeline.ledger.counts()["positive/gone"] == 1
+    assert "keep_positive" in repr(pipeline)
+
+
+class Quiet(BatchTransform):
+    """Drops a row and gives no verdict."""
+
+    def apply(self, batch):
+        return batch[1:]
+
+
+def test_rows_masked_inside_a_compose_are_not_called_trained(make_batch):
+    batch = make_batch([1.0, 9], [0, 0]).exclude(MASK)
+    pipeline = Pipeline({"inner": Compose(SampleFilter(criterion=RewardWithin(high=5.0)))})
+    pipeline(batch)
+    assert pipeline.ledger.counts()["pipeline/no_loss_tokens"] == 1
+    assert pipeline.metrics["rows/trained"] == 1
+
+
+def test_a_row_that_a_silent_transform_drops_is_recorded(make_batch):
+    pipeline = Pipeline({"quiet": Quiet()})
+    pipeline(make_batch([1.0, 2, 3], [0, 0, 0]))
+    assert pipeline.ledger.names[int(pipeline.ledger.reason[0])] == "quiet/gone"
+    assert pipeline.metrics["rows/trained"] == 2
+
+
+def test_a_stage_that_repeats_rows_is_refused(make_batch):
+    with pytest.raises(BatchError, match=r"stage 'twice'.*not repeat them; found twice: rows 0"):
+        Pipeline({"twice": lambda batch: batch[[0, 0, 1]]})(make_batch([1.0, 2, 3], [0, 0, 0]))
+
+
+def test_a_stage_with_a_bug_is_named_and_no_fault_of_the_data(make_batch):
+    with pytest.raises(StageError, match="stage 'bug', <lambda>: division by zero") as info:
+        Pipeline({"bug": lambda batch: 1 / 0})(make_batch([1.0], [0]))
+    assert not isinstance(info.value, BatchError)
+
+
+def test_torchrls_own_transforms_are_stages(make_batch):
+    scaling = RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")])
+    pipeline = Pipeline({"scale": scaling, "advantage": GroupRelativeAdvantage(scale="none")})
+    assert pipeline(make_batch([1.0, 3], [0, 0]))["advantage"].flatten().tolist() == [-10, 10]
+
+
+@pytest.mark.parametrize(
+    ("stage", "found"),
+    [(lambda batch: None, "NoneType"), (lambda batch: batch.exclude("headrace"), "TensorDict")],
+)
+def test_a_stage_that_loses_track_of_rows_is_refused(stage, found, make_batch):
+    with pytest.raises(BatchError, match=rf"stage 'odd'.*keeps the column.*returned {found}"):
+        Pipeline({"odd": stage})(make_batch([1.0], [0]))
+
+
+def test_a_modules_state_is_the_pipelines():
+    assert "stages.linear.weight" in Pipeline({"linear": nn.Linear(2, 2)}).state_dict()

@@ -1,0 +1,113 @@
+"""Orders that cannot work are refused before any rollout."""
+
+from __future__ import annotations
+
+import pytest
+from busy import stages
+from torchrl.envs.transforms import RewardScaling
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import (
+    FanOutCollapse,
+    Finite,
+    GroupRelativeAdvantage,
+    LengthWithin,
+    RewardsVary,
+    RewardWithin,
+    SampleFilter,
+    ShuffleSplit,
+)
+
+
+def test_order_puts_a_stage_into_the_middle(make_batch):
+    late = {"advantage": GroupRelativeAdvantage(scale="none"), "collapse": FanOutCollapse()}
+    pipeline = Pipeline(late, order=["collapse", "advantage"])
+    assert list(pipeline.stages) == pipeline.order == ["collapse", "advantage"]
+    assert pipeline(make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1]))["advantage"].flatten().tolist() == [
+        -1,
+        1,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (["collapse"], "order must name each stage once"),
+        (["collapse", "collapse", "advantage"], "order must name each stage once"),
+        (["colapse", "advantage"], r"'colapse' \(did you mean 'collapse'\?\).*There are \['advantage'"),
+        (
+            ["advantage", "collapse"],
+            r"stage 'advantage' reads \('headrace', 'reward'\), which 'collapse' writes",
+        ),
+    ],
+)
+def test_an_order_that_cannot_work_is_refused(order, message):
+    with pytest.raises(ValueError, match=message):
+        Pipeline({"advantage": GroupRelativeAdvantage(), "collapse": FanOutCollapse()}, order=order)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["split", "gate"], "'gate' comes after 'split'.*must be last"),
+        (["advantage", "exclude"], r"'advantage' reads \('headrace', 'counted'\), which 'exclude' writes"),
+        (["vary", "collapse"], "'vary' reads .*which 'collapse' writes"),
+        (["advantage", "scale"], r"'advantage' reads \('next', 'reward'\), which 'scale' writes"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(names, message):
+    possible = stages(
+        exclude=SampleFilter(criterion=RewardWithin(), action="exclude"),
+        vary=SampleFilter(criterion=RewardsVary()),
+        scale=RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")]),
+    )
+    with pytest.raises(ValueError, match=message):
+        Pipeline({name: possible[name] for name in names})
+
+
+def test_what_changes_a_column_in_turn_is_not_refused(make_batch):
+    twice = {f"scale{i}": RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")]) for i in range(2)}
+    pipeline = Pipeline(twice | {"advantage": GroupRelativeAdvantage(scale="none")})
+    assert pipeline(make_batch([1.0, 3], [0, 0]))["advantage"].flatten().tolist() == [-100, 100]
+
+
+def test_what_has_an_effect_is_not_refused():
+    pipeline = Pipeline(
+        {
+            "finite": SampleFilter(criterion=Finite(), action="exclude"),
+            **stages(),
+            "split": None,
+            "empty": SampleFilter(criterion=LengthWithin(low=1), action="drop"),
+            "cut": ShuffleSplit(minibatches=1),
+        }
+    )
+    assert pipeline.order == ["finite", "gate", "collapse", "filter", "advantage", "empty", "cut"]
+
+
+def test_a_non_finite_reward_excluded_before_the_collapse_never_reaches_a_baseline(make_batch):
+    pipeline = Pipeline({"finite": SampleFilter(criterion=Finite(), action="exclude"), **stages(gate=None)})
+    out = pipeline(make_batch([float("nan"), 1, 3, 3], [0, 0, 0, 0], [0, 1, 2, 2]))
+    found = {int(r): float(a) for r, a in zip(out["rollout_id"], out["advantage"].flatten(), strict=True)}
+    assert {r: found[r] for r in found if r} == {r: a for r, a in {1: -1.0, 2: 1.0}.items() if r in found}
+    assert found.get(0, 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"x": 3}, "stage 'x' must be a transform or a callable"),
+        ({"x": Pipeline({})}, "stage 'x' is a pipeline"),
+    ],
+)
+def test_what_is_no_stage_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Pipeline(given)
+
+
+def test_it_prints_its_order():
+    assert repr(Pipeline(stages())).splitlines()[:3] == [
+        "Pipeline",
+        "  1. gate: CompletenessGate(group_size=3, on_incomplete='drop')",
+        "  2. collapse: FanOutCollapse()",
+    ]
