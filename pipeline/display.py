@@ -29,7 +29,7 @@ class RunDisplay:
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
-            TextColumn("reward {task.fields[reward]}  kept {task.fields[kept]}  out {task.fields[out]}"),
+            TextColumn("reward {task.fields[reward]}  rows kept {task.fields[kept]}, out {task.fields[out]}"),
             TimeElapsedColumn(),
             console=self.console,
         )
@@ -58,8 +58,10 @@ class RunDisplay:
         write_csv(self.csv_path, self.history)
 
     def close(self, title: str) -> None:
-        """Print the closing table."""
-        self.console.print(funnel(self.history, title))
+        """Print the closing table, if any step came to its end."""
+        if self.history:
+            self.console.print(funnel(self.history, title))
+            self.console.print(f"written to {self.csv_path.parent}", soft_wrap=True, highlight=False)
 
 
 def write_csv(path: Path, history: list[dict[str, float]]) -> None:

@@ -21,6 +21,7 @@ class Ledger:
     Attributes:
         reason: (N,) int64; 0 is trained, and `names` says what the others are.
         names: ``stage/reason`` by code.
+        ids: (N,) int64 by unit, ``rollouts`` and ``groups``, where the batch has them.
     """
 
     def __init__(self, batch: TensorDictBase, units: Mapping[str, NestedKey]):
@@ -51,6 +52,25 @@ class Ledger:
             twice = listing(map(str, (times > 1).nonzero().flatten().tolist()))
             raise BatchError(f"a stage may drop rows but not repeat them; found twice: rows {twice}")
         self.judge(stage, ("gone",), rows, times.index_select(0, rows) == 0)
+
+    def rows(self, name: str) -> list[dict[str, int]]:
+        """The rows with a reason, each with its rollout and group.
+
+        Args:
+            name: ``stage/reason``, or ``trained``.
+
+        Raises:
+            KeyError: no stage has such a reason.
+        """
+        if name not in self.names:
+            raise KeyError(f"there is no reason {name!r}; there are {self.names}")
+        found = (self.reason == self.names.index(name)).nonzero().flatten()
+        columns = {"row": found} | {unit.removesuffix("s"): ids[found] for unit, ids in self.ids.items()}
+        table = [column.tolist() for column in columns.values()]
+        return [dict(zip(columns, values, strict=True)) for values in zip(*table, strict=True)]
+
+    def __repr__(self) -> str:
+        return f"Ledger({', '.join(f'{name}: {count}' for name, count in self.counts().items() if count)})"
 
     def counts(self) -> dict[str, int]:
         """Rows per reason, `trained` first; reasons without rows included. One device read."""

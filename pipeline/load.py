@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -38,6 +40,8 @@ def load_pipeline(*overrides: str) -> Pipeline:
         >>> load_pipeline("pipeline=grpo", "pipeline.stages.advantage.scale=none").stages["advantage"].scale
         'none'
     """
+    if bare := [word for word in overrides if "=" not in word and not word.startswith("~")]:
+        raise ConfigError(f"an override is KEY=VALUE; got {bare[0]!r}. A recipe is pipeline={bare[0]}")
     return build_pipeline(compose_config("load", *overrides).pipeline)
 
 
@@ -65,6 +69,9 @@ def build_pipeline(config: DictConfig) -> Pipeline:
 def explain_composition(error: Exception, overrides: Sequence[str], config_name: str) -> str:
     """Hydra's message, with the nearest names that there are where it is about one that there is not."""
     message = str(error) if error.__cause__ is None else f"{error}\n{error.__cause__}"
+    if absent := re.search(r"Could not find 'pipeline/([\w/]+)'", message):
+        known = recipes()
+        return f"there is no recipe {absent[1]!r}{suggest(absent[1], known)}; there are {', '.join(known)}"
     path = re.search(r"is not in struct\n\s*full_key: ([\w.]+)", message)
     path = path or re.search(r"delete from config. '([\w.]+)' does not exist", message)
     if not path:
@@ -78,6 +85,12 @@ def explain_composition(error: Exception, overrides: Sequence[str], config_name:
         parent = parent.get(part)
     names = [str(name) for name in parent]
     return f"there is no {path[1]!r}{suggest(path[1].split('.')[-1], names)}; there are {', '.join(names)}"
+
+
+def recipes() -> list[str]:
+    """The names of the recipes that come with headrace."""
+    folder = Path(str(files("headrace.conf"))) / "pipeline"
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 
 
 def compose_config(config_name: str, *overrides: str) -> DictConfig:

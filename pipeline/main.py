@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,26 +20,36 @@ from headrace.transforms import BatchError
 from .load import ConfigError, explain_composition
 from .train import Interrupted, train
 
+REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError)
+
 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
 def run(config: DictConfig) -> float:
     """Run the experiment that the command line composed."""
-    return train(config, Path(HydraConfig.get().runtime.output_dir))
+    try:
+        return train(config, Path(HydraConfig.get().runtime.output_dir))
+    except REFUSALS as err:  # here, since Hydra would print a line of its own above ours
+        refuse(err)
 
 
 def main() -> None:
     """Run; say what is wrong in one paragraph, or with HYDRA_FULL_ERROR=1 in a trace."""
-    full = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HEADRACE_TRACE"] = os.environ.get("HYDRA_FULL_ERROR", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing a trace of its own and leaving
     os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
     try:
         run()
     except Interrupted:
         sys.exit(130)
-    except (HydraException, OmegaConfBaseException, ConfigError, BatchError) as err:
-        if full:
-            raise
-        words = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
-        text = explain_composition(err, words, "config") if not isinstance(err, ValueError) else str(err)
-        Console(stderr=True).print(f"[bold red]headrace:[/] {escape(text)}", soft_wrap=True)
-        sys.exit(2)
+    except REFUSALS as err:
+        refuse(err)
+
+
+def refuse(err: Exception) -> NoReturn:
+    """End with what is wrong."""
+    if os.environ.get("HEADRACE_TRACE") == "1":
+        raise err
+    words = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
+    text = str(err) if isinstance(err, ValueError) else explain_composition(err, words, "config")
+    Console(stderr=True).print(f"[bold red]headrace:[/] {escape(text)}", soft_wrap=True)
+    sys.exit(2)

@@ -53,7 +53,7 @@ def train(config: DictConfig, output: Path) -> float:
     )
     display = RunDisplay(settings.steps, output / "metrics.csv")
     display.console.print(pipeline)
-    ending = "the run"
+    ending = "where the rows went"
     try:
         with display:
             for step, batch in enumerate(collector):
@@ -74,7 +74,7 @@ def train(config: DictConfig, output: Path) -> float:
         raise Interrupted(ending) from stop
     finally:
         collector.shutdown()
-        display.close(f"{ending}, {output}")
+        display.close(ending)
     return display.history[-1].get("reward", float("nan"))
 
 

@@ -83,7 +83,7 @@ def test_cfg_prints_the_job(tmp_path):
         (["pipeline.stages.advantge.scale=none"], "did you mean 'advantage'?"),
         (["+pipeline.stages.advantage.scael=none"], "did you mean 'scale'"),
         (["train.step=3"], "did you mean 'steps'"),
-        (["pipeline=gprpo"], "Available options in 'pipeline'"),
+        (["pipeline=gprpo"], "no recipe 'gprpo' (did you mean 'grpo'"),
         (["pipeline.stages.gate.on_incomplete=raise", "env.failing=0.5"], "stage 'gate'"),
         (["sed=1"], "there is no 'sed' (did you mean 'seed'?)"),
         (["pipeline.stages.gate.group_size=${nope}"], "nope"),
@@ -98,7 +98,7 @@ def test_what_is_wrong_is_one_paragraph(tmp_path, words, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stderr.count("headrace:") == 1
+    assert done.stderr.startswith("headrace: ")
 
 
 def test_accumulation_takes_fewer_steps(tmp_path):

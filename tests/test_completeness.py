@@ -41,7 +41,7 @@ def test_failed_and_aborted_rollouts_do_not_count_and_truncated_do(make_batch):
         CompletenessGate(group_size=2)(batch)
     gate = CompletenessGate(group_size=2, on_incomplete="drop")
     assert gate(batch)["group_id"].tolist() == [0, 0]
-    assert gate.verdict.tolist() == [0, 0, 1, 1, 1, 1]
+    assert gate.verdict.tolist() == [0, 0, 1, 2, 2, 1]
 
 
 def test_one_failed_segment_fails_the_rollout(make_batch):

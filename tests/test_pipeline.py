@@ -52,6 +52,20 @@ def test_every_row_is_trained_or_has_one_reason(make_batch):
     assert (numbers["rows/trained"], numbers["rollouts/trained"], numbers["groups/trained"]) == (3, 3, 1)
 
 
+def test_the_ledger_says_who_left_where(make_batch):
+    pipeline = Pipeline(stages())
+    pipeline(busy_batch(make_batch))
+    assert pipeline.ledger.rows("gate/incomplete") == [
+        {"row": 4, "rollout": 3, "group": 1},
+        {"row": 5, "rollout": 4, "group": 1},
+    ]
+    assert repr(pipeline.ledger) == (
+        "Ledger(trained: 3, gate/incomplete: 2, filter/zero_variance: 3, pipeline/no_loss_tokens: 1)"
+    )
+    with pytest.raises(KeyError, match=r"no reason 'gate/late'; there are \['trained', 'gate/incomplete'"):
+        pipeline.ledger.rows("gate/late")
+
+
 def test_a_row_keeps_its_first_reason(make_batch):
     pipeline = Pipeline(
         {

@@ -10,9 +10,9 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .base import BatchTransform, at_least, has_key, nested_key, one_of, read_column
+from .base import BatchTransform, at_least, has_key, key_names, nested_key, one_of, read_column
 from .collapse import same_length
-from .errors import BatchError, IncompleteGroupsError, listing
+from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
 from .ids import any_by, as_ids, first_row, is_first, sum_by
 from .rows import take_rows
 from .rules import Rule, broken, explain, identity_rules
@@ -168,7 +168,8 @@ class CompletenessGate(BatchTransform):
     read for the checks; one more where rows go, two with `expected_groups`.
 
     Reads `group_key`, `rollout_key`, `expected_key` where `group_size` is None, `status_key` if it is
-    there. Writes nothing; its verdicts are 1 ``incomplete``, 2 ``failed``.
+    there. Writes nothing; its verdicts are 1 ``incomplete``, for the siblings of who is missing, and 2
+    ``failed``.
 
     Args:
         group_size: rollouts that each group was dispatched with. None: the column `expected_key` says.
@@ -237,7 +238,7 @@ class CompletenessGate(BatchTransform):
             self.column(batch, "group_key"),
             self.column(batch, "rollout_key"),
             self.group_size,
-            self.column(batch, "expected_key") if self.group_size is None else None,
+            self._expected(batch),
             self._status(batch),
         )
         present, have, rules = presence(groups, rollouts, expected, status)
@@ -252,9 +253,19 @@ class CompletenessGate(BatchTransform):
             self._refuse(_tell(groups, rollouts, status, have, expected), missing)
         self._refuse([], missing)
 
-        self.verdict = torch.where(stays, torch.where(present, 0, 2), 1).to(torch.int8)
+        self.verdict = torch.where(present, torch.where(stays, 0, 1), 2).to(torch.int8)
         self.measured = {"missing_groups": float(len(missing)), "incomplete_rows": short.sum()}
         return take_rows(batch, (self.verdict == 0).nonzero().flatten()) if leaving else batch
+
+    def _expected(self, batch: TensorDictBase) -> Tensor | None:
+        if self.group_size is not None:
+            return None
+        if not has_key(batch, self.expected_key):
+            raise MissingKeyError(
+                "CompletenessGate must know how many rollouts each group was dispatched with: set "
+                f"group_size, or give the batch a column {self.expected_key!r} (expected_key); it has {key_names(batch)}"
+            )
+        return self.column(batch, "expected_key")
 
     def _status(self, batch: TensorDictBase) -> Tensor | None:
         if self.status_key is not None:
