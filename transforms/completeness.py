@@ -262,8 +262,8 @@ class CompletenessGate(BatchTransform):
             return None
         if not has_key(batch, self.expected_key):
             raise MissingKeyError(
-                "CompletenessGate must know how many rollouts each group was dispatched with: set "
-                f"group_size, or give the batch a column {self.expected_key!r} (expected_key); it has {key_names(batch)}"
+                "The gate must know how many rollouts each group was dispatched with: set group_size, or "
+                f"give the batch a column {self.expected_key!r} (expected_key); it has {key_names(batch)}"
             )
         return self.column(batch, "expected_key")
 
