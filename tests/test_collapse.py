@@ -86,6 +86,12 @@ def test_an_option_that_is_none_raises():
         collapse_fan_out([1.0], [0], reduce="median")
 
 
+def test_of_a_large_wrong_batch_only_the_head_is_told():
+    rows = 200_000
+    with pytest.raises(BatchError, match=r"rollout 0 .* more \(the first 100 of 100000 rows\)\. If segments"):
+        collapse_fan_out(torch.arange(rows).float(), torch.arange(rows) // 2)
+
+
 def test_long_lists_of_offenders_are_cut_and_counted():
     with pytest.raises(BatchError, match=r"found -1 at row 0, .*-1 at row 7 and 12 more"):
         collapse_fan_out([1.0] * 20, [-1] * 20)

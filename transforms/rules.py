@@ -11,6 +11,9 @@ from torch import Tensor
 from .errors import BatchError, listing
 
 
+LOOKED_AT = 100  # telling of a rollout costs a pass over the batch, and nobody reads more
+
+
 class Rule(NamedTuple):
     """A rule, its offenders and how to tell of them."""
 
@@ -36,7 +39,9 @@ def explain(rules: Sequence[Rule]) -> None:
     for rule in rules:
         rows = rule.bad.nonzero().flatten().tolist()
         if rows:
-            found = listing(dict.fromkeys(map(rule.tell, rows)))
+            found = listing(dict.fromkeys(map(rule.tell, rows[:LOOKED_AT])))
+            if len(rows) > LOOKED_AT:
+                found += f" (the first {LOOKED_AT} of {len(rows)} rows)"
             raise BatchError(rule.message.format(found=found))
 
 
