@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .errors import BatchError, listing
 
-
 LOOKED_AT = 100  # telling of a rollout costs a pass over the batch, and nobody reads more
 
 
