@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .base import BatchTransform, nested_key, written_column
 from .columns import REWARD
-from .ids import as_ids, first_row
-from .lengths import rollout_lengths
+from .criteria import count_tokens
+from .ids import as_ids, first_row, sum_by
 
 
 def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tensor:
@@ -92,9 +92,9 @@ class _LengthShaping(RewardShaping):
         self.mask_key, self.rollout_key = self_keys
 
     def lengths(self, batch: TensorDictBase) -> Tensor:
-        """(N,) int64."""
+        """(N,) int64, the tokens in the loss over all rows of each row's rollout."""
         first = first_row(as_ids(self.column(batch, "rollout_key"), "rollout_id"))
-        return rollout_lengths(batch, self.mask_key, first, reader=type(self).__name__)
+        return sum_by(first, count_tokens(batch, self.mask_key, reader=type(self).__name__))
 
 
 class OverlongPunishment(_LengthShaping):

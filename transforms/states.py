@@ -9,7 +9,7 @@ from .base import BatchTransform, nested_key, require, written_column
 from .collapse import as_rewards
 from .columns import COUNTED, RETURN
 from .counted import over_counted
-from .formula import EpsMode, Scale
+from .formula import EpsMode, Scale, check_options
 from .ids import as_ids, first_row
 from .relative import group_relative_advantage
 from .rules import explain, set_rule
@@ -130,6 +130,9 @@ class StateAdvantage(BatchTransform):
         self.final_keys = (keys[0], keys[2], RETURN, COUNTED)
         self.state_key, self.advantage_key, self.group_key = keys
         self.weight, self.scale, self.ddof, self.eps, self.eps_mode = weight, scale, ddof, eps, eps_mode
+        check_options(
+            baseline="mean", scale=scale, ddof=ddof, eps=eps, eps_mode=eps_mode, singleton="zero", clip=None
+        )
 
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
         """Add to the advantage."""

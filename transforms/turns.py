@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .base import BatchTransform, nested_key, require
 from .errors import BatchError, listing
-from .ids import as_ids, first_row, sum_by
+from .ids import as_ids, first_row, number_of, sum_by
 
 
 def turns_to_go(rollout_id: Tensor, turn: Tensor | None = None) -> Tensor:
@@ -59,8 +59,7 @@ def rewards_to_go(
         return reward
     first, place = _places(rollout_id, turn)
     turns = int(place.amax()) + 1
-    # One line per rollout, at its first row's number among first rows; absent turns stay 0.
-    line = (first == torch.arange(len(first), device=first.device)).long().cumsum(0)[first] - 1
+    line = number_of(first)  # one per rollout; turns that it does not have stay 0
     table = torch.zeros(len(first), turns, dtype=torch.float64, device=reward.device)
     table[line, place] = reward.double()
     for t in range(turns - 2, -1, -1):

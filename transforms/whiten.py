@@ -11,6 +11,7 @@ from torch import Tensor
 from .base import BatchTransform, nested_key, one_of
 from .columns import COUNTED
 from .criteria import count_tokens
+from .formula import with_eps
 
 EpsMode = Literal["add", "clamp", "variance"]
 EPS_MODES = ("add", "clamp", "variance")
@@ -53,15 +54,10 @@ def whiten(
     total = w.sum()
     deviation = x - (w * x).sum() / total.clamp_min(1)
     variance = (w * deviation.square()).sum() / (total - ddof).clamp_min(1)
-    divisor = divide_by(variance.sqrt(), eps, eps_mode) if eps_mode != "variance" else (variance + eps).sqrt()
+    divisor = (variance + eps).sqrt() if eps_mode == "variance" else with_eps(variance.sqrt(), eps, eps_mode)
     high, low = (torch.where(w > 0, x, end) for end in (float("-inf"), float("inf")))
     nothing = (high.amax() == low.amin()) | (w == 0) | (divisor == 0)
     return torch.where(nothing, 0.0, deviation / divisor).to(values.dtype)
-
-
-def divide_by(spread: Tensor, eps: float, eps_mode: str) -> Tensor:
-    """What to divide by: the spread with ε added, or clamped to ε from below."""
-    return spread + eps if eps_mode == "add" else spread.clamp_min(eps)
 
 
 class BatchWhitening(BatchTransform):
