@@ -23,7 +23,7 @@ but for `gdpo` and `gigpo`, which need several rewards and anchor states.
 An advantage is `(R − baseline) / scale`, with ε added to the scale (`add`), as its least value (`clamp`), or
 added where the scale is positive (`skip`). [relative.py](../transforms/relative.py) has the equations. A
 lone rollout is alone in its group. Everywhere, groups of equal rewards have an advantage of exactly 0 where
-the group is needed, and no NaN comes out.
+the group is needed, and no NaN comes out. The loss mean is that of [LossWeight](../transforms/weight.py).
 """
 
 
@@ -43,8 +43,19 @@ def row(name: str, pipeline: Pipeline) -> str:
     part = pipeline.stages["advantage"]
     eps = "–" if part.scale == "none" else f"{part.eps:g} {part.eps_mode}"
     ddof = part.ddof if part.scale in ("group", "leave_one_out", "batch") else "–"
-    others = [stage for stage in pipeline.order if stage not in ("gate", "collapse", "advantage", "split")]
-    cells = [f"`{name}`", part.baseline, part.scale, ddof, eps, part.singleton, ", ".join(others) or "–"]
+    others = [
+        stage for stage in pipeline.order if stage not in ("gate", "collapse", "advantage", "split", "weight")
+    ]
+    cells = [
+        f"`{name}`",
+        part.baseline,
+        part.scale,
+        ddof,
+        eps,
+        part.singleton,
+        pipeline.stages["weight"].unit,
+        ", ".join(others) or "–",
+    ]
     return (
         "| " + " | ".join(str(cell).replace("_", " ") if i else cell for i, cell in enumerate(cells)) + " |"
     )
@@ -53,8 +64,8 @@ def row(name: str, pipeline: Pipeline) -> str:
 def table(folder: Path, prefix: str = "") -> str:
     """All recipes of a folder: a table, and below it what each says of itself."""
     lines = [
-        "| recipe | baseline | scale | ddof | ε | lone rollout | further stages |",
-        "|---|---|---|---|---|---|---|",
+        "| recipe | baseline | scale | ddof | ε | lone rollout | loss mean | further stages |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     notes = []
     for path in sorted(folder.glob("*.yaml")):

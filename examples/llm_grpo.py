@@ -169,7 +169,7 @@ def train(
     actor = TransformersWrapper(  # the same weights, for scoring and training
         model, tokenizer=tokenizer, input_mode="tokens", input_key=FULL, generate=False, pad_output=True
     )
-    loss = GRPOLoss(actor, masking_strategy="rlhf", entropy_bonus=False)
+    loss = GRPOLoss(actor, masking_strategy="rlhf", entropy_bonus=False, aggregation="none")
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
 
     pipeline = load_pipeline(

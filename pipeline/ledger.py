@@ -29,6 +29,23 @@ class Ledger:
         self.names: list[str] = [TRAINED]
         self.ids = {unit: batch.get(key).reshape(-1) for unit, key in units.items() if has_key(batch, key)}
 
+    def admit(self, batch: TensorDictBase, units: Mapping[str, NestedKey]) -> Tensor:
+        """Give numbers to rows that an earlier batch left for this one.
+
+        Args:
+            batch: TensorDict ``[n]``, those rows alone.
+            units: the keys of ids, as at the door.
+
+        Returns:
+            (n,) int64, their row numbers.
+        """
+        start = len(self.reason)
+        self.reason = torch.cat([self.reason, self.reason.new_zeros(len(batch))])
+        for unit, ids in self.ids.items():
+            more = batch.get(units[unit]).reshape(-1)
+            self.ids[unit] = torch.cat([ids, more.to(ids.dtype)])
+        return torch.arange(start, len(self.reason), device=self.reason.device)
+
     def judge(self, stage: str, reasons: Iterable[str], rows: Tensor, verdict: Tensor | None) -> None:
         """Record the verdicts of a stage on `rows` (M,), the row numbers that it saw.
 

@@ -1,15 +1,19 @@
-"""Optimiser steps over minibatches, each made of one or several of them."""
+"""Optimiser steps over minibatches, each made of one or several forward passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from tensordict import NestedKey, TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 
+from headrace.transforms import split_microbatches, weighted_loss
+from headrace.transforms.base import has_key
+from headrace.transforms.columns import MICROBATCH
 from headrace.transforms.criteria import count_tokens
+from headrace.transforms.ranks import resolve_group
 
 
 def optimise(
@@ -17,49 +21,59 @@ def optimise(
     loss: Callable[[TensorDictBase], TensorDictBase],
     optimizer: torch.optim.Optimizer,
     *,
-    accumulate: int = 1,
+    reduce: Callable[[TensorDictBase, TensorDictBase], Tensor] = weighted_loss,
+    transform: Callable[[TensorDictBase], TensorDictBase] | None = None,
     max_grad_norm: float | None = None,
+    process_group: dist.ProcessGroup | str | None = None,
     loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
 ) -> int:
-    """Take one optimiser step per `accumulate` parts of the batch; a short last one takes what is left.
+    """Take one optimiser step per minibatch, whose micro-batches' gradients add up.
 
-    A loss that is a mean over tokens is weighted by the minibatch's share of the step's tokens, so that
-    accumulating n minibatches has the gradient of their union::
+    ::
 
-        Σ_k (T_k / Σ_j T_j) · L_k,   T_k the tokens in the loss of minibatch k
+        gradient = Σ_ranks Σ_micro-batches ∇ reduce(loss(micro-batch), micro-batch)
 
-    A step without a token in the loss is not taken.
+    which with weights of :class:`LossWeight` is that of the named mean over the whole step. A step without a
+    token in the loss, on any rank, is not taken.
 
     Args:
-        minibatches: TensorDicts ``[n]``, as the pipeline yields them; with `accumulate` > 1 each is a
-            micro-batch of its step, and steps do not stop at the end of an epoch.
-        loss: returns a TensorDict whose entries named ``loss_*`` are scalars to minimise, each a mean over
-            the tokens in the loss, such as TorchRL's GRPOLoss with ``token_mean``.
+        minibatches: TensorDicts ``[n]``, as the pipeline yields them.
+        loss: from a micro-batch to a TensorDict with entries named ``loss_*`` to minimise, such as TorchRL's
+            ``GRPOLoss(aggregation="none")``.
         optimizer: of the loss's parameters.
-        accumulate: minibatches per step, ≥ 1.
+        reduce: from the loss's terms and the micro-batch to a scalar. :func:`total_loss` where the weights
+            are folded into the advantage, or the loss knows of none.
+        transform: what is done to a micro-batch before the loss, :func:`pack` say.
         max_grad_norm: clips the gradient of a step; None: not clipped.
-        loss_mask_key: (n, T) bool.
+        process_group: of ranks whose gradients are summed; a process group, or ``world``. None: there is one
+            rank, or the model sums or averages them itself, as DDP does.
+        loss_mask_key: (n, T) bool, read where the batch has no ``num_tokens``.
 
     Returns:
         The number of steps taken.
 
     Raises:
-        ValueError: `accumulate` < 1, or `max_grad_norm` not above 0.
+        ValueError: `max_grad_norm` not above 0.
+        MissingKeyError: there are no weights (see `reduce`).
     """
-    if accumulate < 1:
-        raise ValueError(f"accumulate must be ≥ 1; got {accumulate}")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, or None; got {max_grad_norm}")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    steps = 0
-    for parts in _chunks(minibatches, accumulate):
-        tokens = [int(count_tokens(part, loss_mask_key, reader="optimise").sum()) for part in parts]
-        if sum(tokens) == 0:
+    group = resolve_group(process_group)
+    stream, steps = iter(minibatches), 0
+    while (minibatch := next(stream, None)) is not None:
+        parts = list(split_microbatches(minibatch)) if has_key(minibatch, MICROBATCH) else [minibatch]
+        trains = _has_tokens(minibatch, loss_mask_key)
+        del minibatch  # lest two of them be in memory when the next one is gathered
+        if not trains:
             continue
         optimizer.zero_grad()
-        for part, count in zip(parts, tokens, strict=True):
-            if count:
-                (total_loss(loss(part)) * (count / sum(tokens))).backward()
+        while parts:
+            part = parts.pop(0) if transform is None else transform(parts.pop(0))
+            reduce(loss(part), part).backward()
+            del part
+        if group is not None:
+            _add_up(parameters, group)
         if max_grad_norm is not None:
             nn.utils.clip_grad_norm_(parameters, max_grad_norm)
         optimizer.step()
@@ -67,12 +81,28 @@ def optimise(
     return steps
 
 
-def total_loss(terms: TensorDictBase) -> torch.Tensor:
-    """The sum of a loss module's ``loss_*`` entries."""
+def total_loss(terms: TensorDictBase, batch: TensorDictBase | None = None) -> Tensor:
+    """The sum of a loss module's ``loss_*`` entries, each a mean already; `batch` is not looked at.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> float(total_loss(TensorDict({"loss_objective": torch.tensor(2.0), "ESS": torch.tensor(1.0)})))
+        2.0
+    """
     return sum(value for key, value in terms.items() if key.startswith("loss_") and value is not None)
 
 
-def _chunks(items: Iterable[TensorDictBase], size: int) -> Iterator[list[TensorDictBase]]:
-    stream = iter(items)
-    while chunk := list(islice(stream, size)):
-        yield chunk
+def _has_tokens(minibatch: TensorDictBase, loss_mask_key: NestedKey) -> bool:
+    """Whether the step, on all its ranks, has a token in the loss."""
+    if has_key(minibatch, "num_tokens"):
+        return bool((minibatch.get("num_tokens") > 0).any())
+    return bool(count_tokens(minibatch, loss_mask_key, reader="optimise", option="loss_mask_key").sum() > 0)
+
+
+def _add_up(parameters: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum gradients over ranks; a parameter that took no part on one rank may have on another."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)

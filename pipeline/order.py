@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.transforms import ShuffleSplit
+from headrace.transforms.columns import MINIBATCH
 
 
 def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str,
 
 
 def check_order(stages: Mapping[str, Callable]) -> None:
-    """Refuse what comes after the split, and a column that is written too late to matter.
+    """Refuse what comes after the split without reading it, and a column that is written too late to matter.
 
     Too late is a column that a stage reads and only a later one makes, and one that a stage has built on
     (`final_keys`: the rewards and groups behind an advantage) and a later one changes. Stages that each
@@ -45,12 +46,13 @@ def check_order(stages: Mapping[str, Callable]) -> None:
     for i, name in enumerate(names):
         reads, writes, final = _keys(stages[name])
         for later in names[i + 1 :]:
-            if isinstance(stages[name], ShuffleSplit):
-                raise ValueError(
-                    f"stage {later!r} comes after {name!r}, which cuts the batch into minibatches and must "
-                    f"be last; put {later!r} before it"
-                )
             later_reads, later_writes, _ = _keys(stages[later])
+            if isinstance(stages[name], ShuffleSplit) and MINIBATCH not in later_reads:
+                raise ValueError(
+                    f"stage {later!r} comes after {name!r}, which cuts the batch into minibatches: only a "
+                    f"stage that reads how it was cut, {MINIBATCH!r} in its in_keys, has a place there; put "
+                    f"{later!r} before {name!r}"
+                )
             in_turn = writes & later_reads
             if late := later_writes & ((reads - made - in_turn) | final):
                 columns = ", ".join(repr(key) for key in sorted(late, key=str))

@@ -13,8 +13,9 @@ from torch import nn
 from headrace.transforms.base import BatchTransform, has_key, nested_key, read_numbers
 from headrace.transforms.columns import IN_LOSS, PROCESSED, ROW
 from headrace.transforms.errors import BatchError
+from headrace.transforms.plan import Plan, mark
 from headrace.transforms.rows import any_token, check_mask, device_of
-from headrace.transforms.split import Plan, ShuffleSplit
+from headrace.transforms.shuffle import ShuffleSplit
 
 from .ledger import Ledger
 from .order import arrange, check_order
@@ -81,17 +82,30 @@ class Pipeline(BatchTransform):
         self.order = list(arranged)
         self.loss_mask_key = nested_key(loss_mask_key)
         self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
+        self._units = {"rollouts": self.rollout_key, "groups": self.group_key}
+        splits = [i for i, name in enumerate(self.order) if isinstance(self.stages[name], ShuffleSplit)]
+        self._split_at = splits[0] if splits else len(self.order)
         self.ledger: Ledger | None = None
 
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
         """Run all stages on a flat batch; rows come back in training order."""
-        return self._close(self._run(batch, self.order))
+        split = self._split
+        if split is None:
+            return self._stamp(self._judge_silent(self._run(batch, self.order)))
+        out, passes = self._cut(batch, split, 1)
+        for marked, plan in passes:
+            return split.arrange(marked, plan)
+        return out
 
     def minibatches(self, batch: TensorDictBase, *, epochs: int = 1) -> Iterator[TensorDictBase]:
         """Run all stages, now, and return the minibatches, which are gathered one at a time.
 
-        The stages run once; with several epochs the split draws an order for each. Without a ShuffleSplit
-        the whole batch is the one minibatch. A batch from which nothing is left has none.
+        The stages before the split run once; with several epochs the split draws an order for each, and the
+        stages after it, which weigh the rows of a step, run for each. Without a ShuffleSplit the whole batch
+        is the one minibatch. A batch from which nothing is left has none.
+
+        A loop that lets go of a minibatch before it asks for the next (``del minibatch``), as
+        :func:`optimise` does, has one in memory at a time.
 
         Args:
             batch: TensorDict, as collected.
@@ -103,16 +117,15 @@ class Pipeline(BatchTransform):
         """
         if epochs < 1:
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
-        split = self.stages[self.order[-1]] if self.order else None
-        if not isinstance(split, ShuffleSplit):
+        split = self._split
+        if split is None:
             out = self(batch)
             return (out.clone(recurse=False) for _ in range(epochs if len(out) else 0))
         entered = self.enter(batch)
         if entered is None:
+            self._tell_ranks(batch)
             return iter(())
-        out = self._close(self._run(entered, self.order[:-1]))
-        plans = self._plans(split, out, epochs) if len(out) else []
-        return (minibatch for plan in plans for minibatch in split.gather(out, plan))
+        return split.stream(self._cut(entered, split, epochs)[1])
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -145,7 +158,7 @@ class Pipeline(BatchTransform):
         if flat is not None:
             if has_key(flat, self.loss_mask_key):
                 check_mask(flat, self.loss_mask_key)
-            self.ledger = Ledger(flat, {"rollouts": self.rollout_key, "groups": self.group_key})
+            self.ledger = Ledger(flat, self._units)
             flat.set(ROW, torch.arange(len(flat), device=device_of(flat)))
         return flat
 
@@ -168,17 +181,39 @@ class Pipeline(BatchTransform):
                     self._book.miss(name, rows, remaining.to(rows.device))
         return batch
 
-    def _plans(self, split: ShuffleSplit, batch: TensorDictBase, epochs: int) -> list[Plan]:
-        """One order an epoch; a row is out only if every epoch leaves it out."""
-        name, plans, verdicts = self.order[-1], [], []
-        for _ in range(epochs):
-            with self._naming(name):
-                plans.append(split.plan(batch))
-            verdicts.append(split.verdict)
-        self._book.judge(name, split.reasons, batch.get(ROW), torch.stack(verdicts).amin(0))
-        return plans
+    def _cut(
+        self, batch: TensorDictBase, split: ShuffleSplit, epochs: int
+    ) -> tuple[TensorDictBase, list[tuple[TensorDictBase, Plan]]]:
+        """Run the stages before the split; then, for each epoch, mark where rows go and run those after "
+        "it."""
+        at = self._split_at
+        out = self._run(batch, self.order[:at])
+        if len(out) == 0:
+            return self._run(out, self.order[at:]), []
+        with self._naming(self.order[at]):
+            split.begin(out)
+            out = self._admit(split, out)
+            plans = split.plans(out, epochs)
+        self._book.judge(self.order[at], split.reasons, out.get(ROW), split.verdict)
+        self._judge_silent(out)
+        passes = [(self._stamp(self._run(mark(out, plan), self.order[at + 1 :])), plan) for plan in plans]
+        return out, passes
 
-    def _close(self, batch: TensorDictBase) -> TensorDictBase:
+    def _tell_ranks(self, batch: TensorDictBase) -> None:
+        """Let stages that talk to other ranks say that this one has no rows, lest those wait for it."""
+        for stage in self.stages.values():
+            if getattr(stage, "process_group", None) is not None:
+                stage(batch)
+
+    def _admit(self, split: ShuffleSplit, batch: TensorDictBase) -> TensorDictBase:
+        """Add the rows that the split carried over from the last batch, and enter them in the ledger."""
+        rows = batch.get(ROW)
+        admitted = split.admit(batch.exclude(ROW))
+        if len(admitted) > len(rows):
+            rows = torch.cat([rows, self._book.admit(admitted[len(rows) :], self._units)])
+        return admitted.set(ROW, rows)
+
+    def _judge_silent(self, batch: TensorDictBase) -> TensorDictBase:
         if len(batch) == 0:
             return batch
         silent = torch.zeros(len(batch), dtype=torch.bool, device=device_of(batch))
@@ -187,7 +222,17 @@ class Pipeline(BatchTransform):
         if has_key(batch, IN_LOSS):
             silent = silent | ~batch.get(IN_LOSS)
         self._book.judge("pipeline", ("no_loss_tokens",), batch.get(ROW), silent)
-        return batch.set(PROCESSED, torch.ones_like(silent))
+        return batch
+
+    @staticmethod
+    def _stamp(batch: TensorDictBase) -> TensorDictBase:
+        if len(batch) == 0:
+            return batch
+        return batch.set(PROCESSED, torch.ones(len(batch), dtype=torch.bool, device=device_of(batch)))
+
+    @property
+    def _split(self) -> ShuffleSplit | None:
+        return self.stages[self.order[self._split_at]] if self._split_at < len(self.order) else None
 
     @property
     def _book(self) -> Ledger:

@@ -61,7 +61,6 @@ def train(config: DictConfig, output: Path) -> float:
                     pipeline.minibatches(batch, epochs=settings.epochs),
                     parts["loss"],
                     parts["optimizer"],
-                    accumulate=settings.accumulate,
                     max_grad_norm=settings.max_grad_norm,
                     loss_mask_key=pipeline.loss_mask_key,
                 )
@@ -84,7 +83,7 @@ def check_settings(config: DictConfig) -> None:
     Raises:
         ConfigError: a count below 1, or a seed that is no integer.
     """
-    counts = {f"train.{name}": config.train[name] for name in ("steps", "epochs", "accumulate")}
+    counts = {f"train.{name}": config.train[name] for name in ("steps", "epochs")}
     for name, value in (counts | {"threads": config.threads}).items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} must be an integer ≥ 1; got {value!r}")

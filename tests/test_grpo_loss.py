@@ -8,7 +8,7 @@ from rollouts import make_collector, make_env, make_pipeline, make_policy
 from torchrl.objectives.llm import GRPOLoss
 
 from headrace.pipeline.optimise import optimise, total_loss
-from headrace.transforms import LengthWithin, RewardWithin, SampleFilter
+from headrace.transforms import LengthWithin, MissingKeyError, RewardWithin, SampleFilter
 from headrace.transforms.rows import take_rows
 
 
@@ -27,7 +27,8 @@ def scene():
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-    processed = batch.exclude(("headrace", "processed"))
+    cut = [("headrace", key) for key in ("processed", "minibatch", "microbatch")]
+    processed = batch.exclude(*cut, "num_tokens")
     processed["advantage"] = torch.randn(len(batch), 1, 1, dtype=torch.float64)
     processed["log_probs", "full"] = processed["log_probs", "full"].double()
     return policy, processed
@@ -79,7 +80,7 @@ def test_a_batch_with_nothing_in_the_loss_takes_no_step(scene):
     nothing = SampleFilter(criterion=RewardWithin(low=1e9))(batch)
     before = [p.clone() for p in policy.parameters()]
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
-    assert optimise([nothing], loss, torch.optim.SGD(policy.parameters(), lr=1.0)) == 0
+    assert optimise([nothing], loss, torch.optim.SGD(policy.parameters(), lr=1.0), reduce=total_loss) == 0
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
@@ -87,22 +88,24 @@ def test_the_gradient_of_a_step_is_clipped(scene):
     policy, batch = scene
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
     before = torch.cat([p.detach().flatten() for p in policy.parameters()])
-    optimise([batch], loss, torch.optim.SGD(policy.parameters(), lr=1.0), max_grad_norm=1e-3)
+    optimise(
+        [batch], loss, torch.optim.SGD(policy.parameters(), lr=1.0), reduce=total_loss, max_grad_norm=1e-3
+    )
     after = torch.cat([p.detach().flatten() for p in policy.parameters()])
     assert (after - before).norm() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_accumulated_minibatches_have_the_gradient_of_their_union(scene):
+def test_options_of_optimise_that_make_no_sense_raise(scene):
     policy, batch = scene
-    whole = gradient(policy, batch)
-    parts = [batch[:3], batch[3:4], batch[4:]]
-    loss = GRPOLoss(policy, masking_strategy="generic", entropy_coeff=0.01)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    assert optimise(parts, loss, optimizer, accumulate=3) == 1
-    accumulated = torch.cat([p.grad.flatten() for p in policy.parameters()])
-    torch.testing.assert_close(accumulated, whole, rtol=1e-10, atol=1e-14)
-    assert optimise(parts, loss, optimizer, accumulate=2) == 2
-    with pytest.raises(ValueError, match="accumulate must be ≥ 1"):
-        optimise(parts, loss, optimizer, accumulate=0)
     with pytest.raises(ValueError, match="max_grad_norm must be > 0"):
-        optimise(parts, loss, optimizer, max_grad_norm=-1.0)
+        optimise([batch], None, optimizer, max_grad_norm=-1.0)
+
+
+def test_a_loss_without_weights_is_refused_unless_it_is_said_how_to_add_it_up(scene):
+    policy, batch = scene
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    with pytest.raises(MissingKeyError, match="weighted_loss needs the key 'loss_weight'"):
+        optimise([batch.exclude("loss_weight")], loss, optimizer)
+    assert optimise([batch], loss, optimizer, reduce=total_loss) == 1

@@ -50,7 +50,7 @@ def test_an_order_that_cannot_work_is_refused(order, message):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["split", "gate"], "'gate' comes after 'split'.*must be last"),
+        (["split", "gate"], "'gate' comes after 'split'.*in its in_keys"),
         (["advantage", "exclude"], r"'advantage' reads \('headrace', 'counted'\), which 'exclude' writes"),
         (["vary", "collapse"], "'vary' reads .*which 'collapse' writes"),
         (["advantage", "scale"], r"'advantage' reads \('next', 'reward'\), which 'scale' writes"),

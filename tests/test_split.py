@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.transforms import BatchError, MissingKeyError, ShuffleSplit, shuffle_split, split_minibatches
 from headrace.transforms.columns import MINIBATCH
+from headrace.transforms.plan import mark
 
 UNITS = st.one_of(st.none(), st.lists(st.integers(0, 6), min_size=1, max_size=25))
 
@@ -27,12 +28,12 @@ def test_rows_land_once_in_units_that_stay_whole(units, rows, number, by_size, r
     plan = shuffle_split(
         rows, None if units is None else torch.tensor(units), remainder=remainder, shuffle=shuffle, **cut
     )
-    assert sorted([*plan.order.tolist(), *plan.dropped.tolist()]) == list(range(rows))
+    assert sorted([*plan.order.tolist(), *plan.left.tolist()]) == list(range(rows))
     assert sum(plan.sizes) == len(plan.order)
     assert 0 not in plan.sizes
     of = list(range(rows)) if units is None else units
     parts = [[of[i] for i in part.tolist()] for part in plan.order.split(plan.sizes)] if plan.sizes else []
-    parts.append([of[i] for i in plan.dropped.tolist()])
+    parts.append([of[i] for i in plan.left.tolist()])
     homes = [set(part) for part in parts]
     assert sum(len(home) for home in homes) == len(set(of)), "a unit is in two places"
 
@@ -49,7 +50,7 @@ def test_rows_land_once_in_units_that_stay_whole(units, rows, number, by_size, r
         assert max(counts) - min(counts) <= 1
     else:
         assert counts == [total // number] * (number if total >= number else 0)
-    assert not plan.dropped.numel() or remainder == "drop"
+    assert not plan.left.numel() or remainder == "drop"
 
 
 @given(st.integers(0, 2**31), st.integers(2, 30))
@@ -92,7 +93,8 @@ def test_the_column_and_the_views_agree_with_the_lazy_gather(make_batch):
     batch = make_batch([float(i) for i in range(7)], [0] * 7)
     one, two = (ShuffleSplit(minibatches=3, remainder="uneven", seed=1) for _ in "ab")
     views = list(split_minibatches(one(batch)))
-    gathered = list(two.gather(batch, two.plan(batch)))
+    plan = two.plan(batch)
+    gathered = list(two.stream([(mark(batch, plan), plan)]))
     assert [len(view) for view in views] == [3, 2, 2]
     for number, (view, part) in enumerate(zip(views, gathered, strict=True)):
         assert view[MINIBATCH].tolist() == part[MINIBATCH].tolist() == [number] * len(view)
@@ -103,13 +105,13 @@ def test_the_column_and_the_views_agree_with_the_lazy_gather(make_batch):
 def test_a_remainder_raises_unless_told_otherwise(make_batch):
     batch = make_batch([0.0] * 5, [0, 0, 1, 1, 1], [0, 0, 1, 2, 3])
     with pytest.raises(BatchError, match=r"5 units do not make 2 minibatches: 1 over.*'uneven'.*'drop'"):
-        ShuffleSplit(minibatches=2)(batch)
+        ShuffleSplit(minibatches=2, unit="sample")(batch)
     with pytest.raises(BatchError, match="4 units do not make minibatches of 3: 1 over"):
         ShuffleSplit(minibatch_size=3, unit="rollout")(batch)
     batch["row"] = torch.arange(5)
-    stage = ShuffleSplit(minibatch_size=2, remainder="drop")
+    stage = ShuffleSplit(minibatch_size=2, unit="sample", remainder="drop")
     out = stage(batch)
-    assert stage.metrics["dropped"] == 1
+    assert stage.metrics["left"] == 1
     left = stage.verdict.nonzero().flatten().tolist()
     assert sorted(out["row"].tolist() + left) == [0, 1, 2, 3, 4]
 
@@ -122,7 +124,7 @@ def test_fewer_units_than_minibatches_make_none_that_is_empty(make_batch):
     ]
     stage = ShuffleSplit(minibatches=5, remainder="drop")
     assert stage(batch).shape == (0,)
-    assert stage.metrics["dropped"] == 2
+    assert stage.metrics["left"] == 2
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_a_batch_that_was_not_split_says_so(make_batch):
         {"minibatches": 2, "minibatch_size": 2},
         {"minibatches": 0},
         {"minibatch_size": -1},
-        {"minibatches": 2, "remainder": "pad"},
+        {"minibatches": 2, "remainder": "keep"},
         {"minibatches": 2, "unit": "token"},
     ],
 )

@@ -216,11 +216,13 @@ class Fresh(Criterion):
         return (version.amax() if newest is None else newest) - version <= self.max_staleness
 
 
-def count_tokens(batch: TensorDictBase, mask_key: NestedKey, *, reader: str) -> Tensor:
+def count_tokens(
+    batch: TensorDictBase, mask_key: NestedKey, *, reader: str, option: str = "mask_key"
+) -> Tensor:
     """(N,) int64, the True entries of each row of a loss mask, dense or ragged."""
     if isinstance(batch, LazyStackedTensorDict) and has_key(batch, mask_key):
         check_mask(batch, mask_key)
         return torch.stack([mask.sum() for mask in batch.get(mask_key, as_list=True)])
-    mask = require(batch, mask_key, reader=reader, option="mask_key")
+    mask = require(batch, mask_key, reader=reader, option=option)
     check_mask(batch, mask_key)
     return mask.reshape(len(batch), -1).sum(-1)

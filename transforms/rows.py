@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from .errors import BatchError
+from .base import has_key, key_names
+from .errors import BatchError, MissingKeyError
 
 
 def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
@@ -98,6 +100,41 @@ def any_token(batch: TensorDictBase, key: NestedKey) -> Tensor:
         return torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
     # On CPU `any` of bools costs thirty times the maximum of the same bytes.
     return mask.contiguous().view(torch.uint8).reshape(len(mask), -1).amax(-1) > 0
+
+
+def loss_tokens(batch: TensorDictBase, mask_key: NestedKey, log_prob_key: NestedKey | None) -> Tensor:
+    """(N,) int64: tokens in the loss, as TorchRL's GRPOLoss counts them: masked in, with a finite log-prob.
+
+    Either column may be missing; dense (N, T) or ragged. No device read.
+
+    Raises:
+        MissingKeyError: both are.
+        BatchError: the mask is not bool; the two differ in shape.
+    """
+    keys = [key for key in (mask_key, log_prob_key) if key is not None and has_key(batch, key)]
+    if not keys:
+        raise MissingKeyError(
+            f"tokens in the loss are counted by {mask_key!r} (loss_mask_key) or {log_prob_key!r} "
+            f"(log_prob_key); the batch has {key_names(batch)}"
+        )
+    if mask_key in keys:
+        check_mask(batch, mask_key)
+    if isinstance(batch, LazyStackedTensorDict):
+        rows = zip(*(batch.get(key, as_list=True) for key in keys), strict=True)
+        return torch.cat([_speaking(columns, 1) for columns in rows])
+    return _speaking([batch.get(key) for key in keys], len(batch))
+
+
+def _speaking(columns: Sequence[Tensor], rows: int) -> Tensor:
+    """Tokens that are True in all of the bool columns and finite in all others; of so many rows."""
+    flags = [c if c.dtype is torch.bool else torch.isfinite(c) for c in columns]
+    if len({flag.numel() for flag in flags}) > 1:
+        raise BatchError(
+            f"a token has one mask and one log-probability; found {[tuple(f.shape) for f in flags]}"
+        )
+    speaking = flags[0] if len(flags) == 1 else flags[0] & flags[1].view_as(flags[0])
+    # As bytes: summing bools costs several times as much on CPU.
+    return speaking.contiguous().view(torch.uint8).reshape(rows, -1).sum(-1, dtype=torch.int64)
 
 
 def device_of(batch: TensorDictBase) -> torch.device:

@@ -64,14 +64,21 @@ class DigitPolicy(TensorDictModuleBase):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         self.to(device)
 
-    def logits(self, tokens: Tensor, there: Tensor) -> Tensor:
-        """(B, T, V): logits of the next token; PAD has none. `there` (B, T) bool marks real tokens."""
+    def logits(self, tokens: Tensor, there: Tensor, packed: TensorDictBase | None = None) -> Tensor:
+        """(B, T, V): logits of the next token; PAD has none. `there` (B, T) bool marks real tokens.
+
+        Where rows are `packed` end to end, a token sees those of its own row.
+        """
         length = tokens.shape[1]
-        place = (there.long().cumsum(-1) - 1).clamp_min(0)
-        x = self.token(tokens) + self.position(place)
         causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
         itself = torch.eye(length, dtype=torch.bool, device=tokens.device)
-        visible = (causal & there[:, None, None, :]) | itself  # padding sees itself, lest it be NaN
+        if packed is None:
+            place = (there.long().cumsum(-1) - 1).clamp_min(0)
+            visible = (causal & there[:, None, None, :]) | itself  # padding sees itself, lest it be NaN
+        else:
+            place, row = packed["position_ids"], packed["segment_ids"]
+            visible = causal & (row[:, None, :, None] == row[:, None, None, :])
+        x = self.token(tokens) + self.position(place)
         for block in self.blocks:
             x = block(x, visible)
         never = torch.arange(VOCABULARY, device=tokens.device) == PAD
@@ -102,6 +109,7 @@ class DigitPolicy(TensorDictModuleBase):
 
     def get_dist(self, batch: TensorDictBase, **_: Any) -> LLMMaskedCategorical:
         """The distribution of every token given those before it, over the tokens in the loss."""
-        logits = self.logits(batch["tokens", "full"], batch["masks", "all_attention_mask"])
+        packed = batch if "segment_ids" in batch.keys() else None
+        logits = self.logits(batch["tokens", "full"], batch["masks", "all_attention_mask"], packed)
         shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
         return LLMMaskedCategorical(logits=shifted, mask=batch["masks", "all_assistant_mask"])

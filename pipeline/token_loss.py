@@ -1,0 +1,53 @@
+"""TorchRL's GRPOLoss with every term per token, so that every term can be weighed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.objectives.llm import GRPOLoss
+
+
+class TokenGRPOLoss(GRPOLoss):
+    """GRPOLoss whose KL terms come per token like the others, (N, T, 1), 0 out of the loss.
+
+    With ``aggregation="none"`` GRPOLoss leaves the policy and entropy terms per token, but averages its KL
+    terms over all positions of the micro-batch, padding included, so that they depend on the cut. Here they
+    are, per token, the estimator k3 of http://joschu.net/blog/kl-approx.html::
+
+        coeff · (exp(d) − 1 − d),   d = log π_ref − log π
+
+    Args:
+        arguments: those of GRPOLoss but `aggregation`.
+        options: likewise.
+
+    Example:
+        >>> from headrace.pipeline.reverse import DigitPolicy
+        >>> TokenGRPOLoss(DigitPolicy(), masking_strategy="generic", kl_to_ref_coeff=0.1).aggregation
+        'none'
+    """
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, aggregation="none", **options)
+
+    def _kl_to_ref(
+        self,
+        tensordict: TensorDictBase,
+        key: NestedKey = ("next", "ref_log_probs"),
+        ref_log_prob: Tensor | None = None,
+        coeff: float | None = None,
+        mask: Tensor | None = None,
+        dist: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        current = tensordict.get("_cur_log_prob")
+        if ref_log_prob is None:
+            padding = {"padding_side": self.ref_log_prob_padding_side, "padding_value": 0.0}
+            ref_log_prob = tensordict.get(key, None, as_padded_tensor=True, **padding)
+        if ref_log_prob is None:
+            raise KeyError(f"the KL term needs {key!r}, (N, T) log-probabilities")
+        inside = torch.ones_like(current, dtype=torch.bool) if mask is None else mask
+        gap = torch.where(inside, ref_log_prob.view_as(current) - current, 0.0)
+        penalty = (gap.expm1() - gap).unsqueeze(-1)
+        return (self.kl_to_ref_coeff if coeff is None else coeff) * penalty, penalty

@@ -1,0 +1,105 @@
+"""A real batch with fan-out and masked rows, and the gradient of its loss, on one rank or on several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rollouts import make_collector, make_env, make_pipeline, make_policy
+from tensordict import TensorDict
+from torchrl.objectives.llm import GRPOLoss
+
+from headrace.pipeline import Pipeline, TokenGRPOLoss, optimise, total_loss
+from headrace.transforms import LossWeight, SampleFilter, ShuffleSplit
+from headrace.transforms.means import MEANS
+from headrace.transforms.rows import take_rows
+
+LENGTH = 6
+
+
+def halve(batch: TensorDict) -> torch.Tensor:
+    """Judge out every third rollout."""
+    return batch["rollout_id"].flatten() % 3 != 0
+
+
+def make_scene(dtype: torch.dtype) -> tuple[torch.nn.Module, TensorDict]:
+    """A policy whose ratios to the one that acted are not 1, and a batch that lacks only its cut."""
+    torch.manual_seed(3)
+    policy = make_policy()
+    recipe = make_pipeline("~pipeline.stages.filter", "~pipeline.stages.split", "~pipeline.stages.weight")
+    batch = recipe(next(iter(make_collector(make_env(), policy=policy))))
+    batch = SampleFilter(criterion=halve)(batch.exclude(("headrace", "processed"), ("headrace", "row")))
+    policy = policy.to(dtype)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    batch["advantage"] = torch.randn(len(batch), 1, 1, dtype=dtype)
+    batch["log_probs", "full"] = batch["log_probs", "full"].to(dtype)
+    batch["next", "ref_log_probs", "full"] = batch["log_probs", "full"].nan_to_num() - 0.1
+    return policy, batch
+
+
+def gradient(
+    policy, batch, mean, *, fold="none", group=None, gradients="sum", transform=None, **cut
+) -> torch.Tensor:
+    """Of one optimiser step over the whole batch, which may be cut on the way."""
+    terms = {"entropy_coeff": 0.01, "kl_to_ref_coeff": 0.1} if fold == "none" else {"entropy_bonus": False}
+    make_loss = TokenGRPOLoss if fold == "none" else GRPOLoss
+    loss = make_loss(policy, masking_strategy="generic", **terms)
+    world = "world" if group == "own rows" else None
+    options = {"remainder": "uneven", "minibatches": 1} | cut
+    weight = LossWeight(
+        unit=mean,
+        length=LENGTH if mean == "constant" else None,
+        fold=fold,
+        gradients=gradients,
+        ranks=options.get("ranks", 1),
+        process_group=world,
+        shared_ids="same",
+    )
+    pipeline = Pipeline({"split": ShuffleSplit(process_group=world, **options), "weight": weight})
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    policy.zero_grad()
+    reduce = {} if fold == "none" else {"reduce": total_loss}
+    steps = optimise(
+        pipeline.minibatches(batch),
+        loss,
+        optimizer,
+        transform=transform,
+        process_group=None if group is None else "world",
+        **reduce,
+    )
+    if steps != 1:
+        raise RuntimeError(f"one step was to be taken, {steps} were")
+    return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative, in the Euclidean norm."""
+    return float((found - expected).norm() / expected.norm())
+
+
+def run_rank(rank: int, world: int, folder: str) -> None:
+    """What each process does: every unit in both precisions, and how far it is from the whole batch."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        policy, batch = make_scene(dtype)
+        mine = take_rows(batch, torch.arange(rank, len(batch), world))
+        for unit in MEANS:
+            whole = gradient(policy, batch, unit)
+            shared = {"group": "shared rows", "ranks": world, "rank": rank, "remainder": "pad"}
+            own = {"group": "own rows", "remainder": "pad"}
+            ways = {
+                "shared": gradient(policy, batch, unit, **shared, microbatches=2),
+                "shared, balanced": gradient(policy, batch, unit, **shared, max_tokens=40, balance="tokens"),
+                "own rows": gradient(policy, mine, unit, **own, microbatches=2),
+                "own rows, by tokens": gradient(policy, mine, unit, **own, max_tokens=40),
+                "averaged": gradient(policy, batch, unit, **shared, gradients="mean") / world,
+            }
+            for way, grad in ways.items():
+                found[str(dtype), unit, way] = distance(grad, whole)
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()

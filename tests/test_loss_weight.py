@@ -1,0 +1,300 @@
+"""The weighted sum over any cut is the named mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import (
+    BatchError,
+    LossWeight,
+    MissingKeyError,
+    ShuffleSplit,
+    loss_weight,
+    split_microbatches,
+    split_minibatches,
+    weighted_loss,
+)
+from headrace.transforms.columns import IN_LOSS, MICROBATCH, MINIBATCH, RANK
+from headrace.transforms.means import MEANS
+
+MASK, WEIGHT = ("masks", "all_assistant_mask"), "loss_weight"
+
+
+def batch_of(loss, mask=None, **ids) -> TensorDict:
+    loss = torch.tensor(loss, dtype=torch.float64)
+    mask = torch.ones_like(loss, dtype=torch.bool) if mask is None else torch.tensor(mask).bool()
+    columns = {name: torch.tensor(values) for name, values in ids.items()}
+    return TensorDict({"loss": loss, MASK: mask, **columns}, batch_size=[len(loss)])
+
+
+def summed(batch: TensorDict) -> float:
+    return float((batch[WEIGHT].unsqueeze(-1) * batch[MASK] * batch["loss"]).sum())
+
+
+# -- golden numbers ---------------------------------------------------------------------------------
+
+NINE = [[1.0, 2, 3], [4, 5, 6], [7, 8, 9]]
+TWELVE = [*NINE, [10.0, 11, 12]]
+
+
+@pytest.mark.parametrize(
+    ("unit", "batch", "expected"),
+    [
+        # (1 + 2 + 4 + 5 + 6) / 5
+        ("token", batch_of([[1, 2, 3], [4, 5, 6]], [[1, 1, 0], [1, 1, 1]]), 3.6),
+        # (1.5 + 3) / 2
+        ("sample", batch_of([[1, 2], [3, 4]], [[1, 1], [1, 0]]), 2.25),
+        # 2 + 5 + 8 = 15, over three samples
+        ("sample", batch_of(NINE), 15 / 3),
+        # rows 1 to 3 are one rollout: 5; the last is another: 11; 5 + 11 = 16, over two rollouts
+        ("rollout", batch_of(TWELVE, rollout_id=[3, 3, 3, 8]), 16 / 2),
+        # tokens 1, 2, 3: 2; tokens 5 to 8: 6.5
+        (
+            "group",
+            batch_of(
+                [[1, 2], [3, 4], [5, 6], [7, 8]], [[1, 1], [1, 0], [1, 1], [1, 1]], group_id=[0, 0, 1, 1]
+            ),
+            4.25,
+        ),
+        # 78 over two rollouts of length 4
+        ("constant", batch_of(TWELVE, rollout_id=[3, 3, 3, 8]), 78 / (2 * 4)),
+    ],
+)
+def test_golden_means(unit, batch, expected):
+    stage = LossWeight(unit=unit, length=4 if unit == "constant" else None, dtype="float64")
+    assert summed(stage(batch)) == pytest.approx(expected, rel=1e-15)
+
+
+def test_the_rollout_mean_survives_a_cut_inside_a_rollout():
+    batch = LossWeight(unit="rollout", dtype="float64")(batch_of(TWELVE, rollout_id=[3, 3, 3, 8]))
+    assert (summed(batch[:2]) + summed(batch[2:])) * 2 == pytest.approx(16, rel=1e-15)
+
+
+def test_siblings_carry_the_rollouts_mask_total():
+    """slime's rollout_mask_sums: lengths 2, 3, 4, the first two rows one rollout → 5, 5, 4."""
+    found = loss_weight(torch.tensor([2, 3, 4]), "rollout", rollout_id=torch.tensor([0, 0, 1]))
+    assert (1 / (found.weight * found.rollouts)).tolist() == pytest.approx([5, 5, 4])
+
+
+# -- laws -------------------------------------------------------------------------------------------
+
+
+def named_mean(unit, loss, mask, rollouts, groups, length) -> float:
+    """The definition, in a loop."""
+    rows = [i for i in range(len(loss)) if mask[i].any()]
+    label = {"sample": range(len(loss)), "rollout": rollouts, "group": groups}
+    if unit == "token":
+        return float(loss[mask].mean()) if rows else 0.0
+    if unit == "constant":
+        return float(loss[mask].sum()) / (len({rollouts[i] for i in rows}) * length) if rows else 0.0
+    units = {label[unit][i] for i in rows}
+    means = []
+    for u in units:
+        mine = [i for i in rows if label[unit][i] == u]
+        means.append(float(loss[mine][mask[mine]].mean()))
+    return sum(means) / len(means) if means else 0.0
+
+
+@given(
+    st.integers(1, 9).flatmap(
+        lambda n: st.tuples(
+            st.lists(st.integers(0, 4), min_size=n, max_size=n),
+            st.lists(st.integers(0, 2), min_size=n, max_size=n),
+            st.lists(st.integers(-1, 2), min_size=n, max_size=n),
+            st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=n, max_size=n),
+        )
+    ),
+    st.sampled_from(MEANS),
+)
+def test_each_step_sums_to_its_own_mean(columns, unit):
+    rollouts, groups, steps, mask = columns
+    loss = torch.arange(1.0, 3 * len(mask) + 1, dtype=torch.float64).view(-1, 3) ** 1.5
+    batch = TensorDict(
+        {
+            "loss": loss,
+            MASK: torch.tensor(mask),
+            "rollout_id": torch.tensor(rollouts),
+            "group_id": torch.tensor(groups),
+            MINIBATCH: torch.tensor(steps),
+        },
+        batch_size=[len(mask)],
+    )
+    length = 7 if unit == "constant" else None
+    out = LossWeight(unit=unit, length=length, dtype="float64")(batch)
+    assert out[WEIGHT].isfinite().all()
+    for step in set(steps):
+        rows = [i for i in range(len(steps)) if steps[i] == step]
+        expected = named_mean(
+            unit, loss[rows], batch[MASK][rows], [rollouts[i] for i in rows], [groups[i] for i in rows], 7
+        )
+        assert summed(out[rows]) == pytest.approx(expected if step >= 0 else 0.0, rel=1e-12)
+        tokens = int(batch[MASK][rows].sum())
+        assert out["num_tokens"][rows].tolist() == [tokens if step >= 0 else 0] * len(rows)
+        speaking = [i for i in rows if any(mask[i])] if step >= 0 else []
+        assert out["num_samples"][rows].tolist() == [len(speaking)] * len(rows)
+        assert out["num_rollouts"][rows].tolist() == [len({rollouts[i] for i in speaking})] * len(rows)
+        assert out["num_groups"][rows].tolist() == [len({groups[i] for i in speaking})] * len(rows)
+
+
+@given(st.sampled_from(["rollout", "group", "token", "constant"]), st.integers(1, 5))
+def test_a_rollouts_share_does_not_depend_on_its_number_of_samples(unit, pieces):
+    """One rollout of five tokens, cut into so many samples."""
+    cuts = torch.arange(5).tensor_split(pieces)
+    mask = torch.zeros(pieces + 1, 5, dtype=torch.bool)
+    for row, tokens in enumerate(cuts):
+        mask[row, tokens] = True
+    mask[-1, :2] = True
+    batch = batch_of([[1.0] * 5] * (pieces + 1), mask.tolist(), rollout_id=[0] * pieces + [1])
+    batch["group_id"] = batch["rollout_id"]
+    out = LossWeight(unit=unit, length=9 if unit == "constant" else None, dtype="float64")(batch)
+    share = {"rollout": 1 / 2, "group": 1 / 2, "token": 5 / 7, "constant": 5 / 18}[unit]
+    assert summed(out[:-1]) == pytest.approx(share, rel=1e-12)
+
+
+def test_rows_out_of_the_loss_are_in_no_denominator():
+    batch = batch_of(NINE, rollout_id=[0, 1, 2], group_id=[0, 0, 1])
+    batch[IN_LOSS] = torch.tensor([True, True, False])
+    batch["log_probs", "full"] = torch.zeros(3, 3)
+    batch["log_probs", "full"][1, 0] = float("nan")  # GRPOLoss leaves such a token out
+    for unit, expected in {
+        "token": 17 / 5,
+        "sample": (2 + 5.5) / 2,
+        "rollout": 3.75,
+        "group": 17 / 5,
+    }.items():
+        out = LossWeight(unit=unit, dtype="float64")(batch)
+        inside = batch[MASK] & batch["log_probs", "full"].isfinite()
+        found = float((out[WEIGHT].unsqueeze(-1) * inside * batch["loss"]).sum())
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert out[WEIGHT][2] == 0
+
+
+def test_fold_into_a_token_mean_undoes_its_denominator():
+    batch = batch_of(TWELVE, rollout_id=[3, 3, 3, 8])
+    batch["advantage"] = torch.ones(4, 1, 1, dtype=torch.float64)
+    for columns in ({}, {MICROBATCH: [0, 0, 1, 1]}, {MICROBATCH: [0, 1, 0, 1], RANK: [0, 0, 1, 1]}):
+        cut = batch.clone()
+        for key, values in columns.items():
+            cut[key] = torch.tensor(values)
+        out = LossWeight(unit="rollout", fold="token_mean")(cut)
+        assert WEIGHT not in out.keys()
+        passes = torch.stack([torch.tensor(v) for v in columns.values()] or [torch.zeros(4)]).T.tolist()
+        total = 0.0
+        for each in {tuple(p) for p in passes}:
+            rows = [i for i, p in enumerate(passes) if tuple(p) == each]
+            total += float((out["advantage"][rows].squeeze(-1) * batch["loss"][rows]).mean())
+        assert total == pytest.approx(8, rel=1e-12)
+    summing = LossWeight(unit="rollout", fold="sum")(batch)
+    assert float((summing["advantage"].squeeze(-1) * batch["loss"]).sum()) == pytest.approx(8, rel=1e-12)
+
+
+def test_gradients_that_are_averaged_get_weights_times_the_ranks():
+    batch = batch_of(NINE)
+    once = LossWeight(dtype="float64")(batch)[WEIGHT]
+    assert torch.equal(LossWeight(dtype="float64", gradients="mean", ranks=4)(batch)[WEIGHT], 4 * once)
+    assert torch.equal(LossWeight(dtype="float64", ranks=4)(batch)[WEIGHT], once)
+
+
+def test_weights_have_the_advantages_dtype_but_at_least_float32():
+    batch = batch_of(NINE)
+    for given_, found in (("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")):
+        batch["advantage"] = torch.zeros(3, 1, 1, dtype=getattr(torch, given_))
+        assert LossWeight()(batch)[WEIGHT].dtype == getattr(torch, found)
+    assert LossWeight(dtype="float16")(batch)[WEIGHT].dtype == torch.float16
+
+
+def test_ragged_rows_weigh_as_dense_ones():
+    dense = batch_of(NINE, [[1, 1, 0], [1, 1, 1], [1, 0, 0]], rollout_id=[0, 0, 1])
+    rows = []
+    for row, length in zip(dense.unbind(0), (2, 3, 1), strict=True):
+        row = row.clone()
+        row[MASK], row["loss"] = row[MASK][:length], row["loss"][:length]
+        rows.append(row)
+    found = LossWeight(unit="rollout")(lazy_stack(rows))
+    assert torch.equal(found[WEIGHT], LossWeight(unit="rollout")(dense)[WEIGHT])
+
+
+# -- through the split ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", MEANS)
+def test_each_minibatch_of_a_pipeline_has_its_own_mean_however_it_is_cut(unit, make_batch):
+    batch = make_batch([0.0] * 12, [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3], [0, 0, 1, 2, 3, 4, 5, 6, 6, 6, 7, 8])
+    batch["loss"] = torch.rand(12, 4, dtype=torch.float64)
+    length = 5 if unit == "constant" else None
+    split = {"minibatches": 3, "seed": 3, "remainder": "pad"}
+    wholes = None
+    for cut in ({}, {"microbatches": 2}, {"max_tokens": 9}, {"microbatch_size": 1, "balance": "attention"}):
+
+        def pipeline(cut=cut):
+            weight = LossWeight(unit=unit, length=length, dtype="float64")
+            return Pipeline({"split": ShuffleSplit(**split, **cut), "weight": weight})
+
+        parts = list(pipeline().minibatches(batch))
+        sums = [sum(map(summed, split_microbatches(part))) for part in parts]
+        ordered = pipeline()(batch)
+        assert [len(part) for part in split_minibatches(ordered)] == [len(part) for part in parts]
+        for part, total in zip(parts, sums, strict=True):
+            real = part[~part.get(("headrace", "padding"), torch.zeros(len(part)).bool())]
+            expected = named_mean(
+                unit, real["loss"], real[MASK], real["rollout_id"].tolist(), real["group_id"].tolist(), 5
+            )
+            assert total == pytest.approx(expected, rel=1e-12)
+        wholes = wholes or sums
+        assert sums == pytest.approx(wholes, rel=1e-12)
+
+
+def test_weights_before_the_split_are_refused():
+    with pytest.raises(
+        ValueError, match=r"'weight' reads \('headrace', 'minibatch'\), which 'split' writes after"
+    ):
+        Pipeline({"weight": LossWeight(), "split": ShuffleSplit(minibatches=1)})
+
+
+# -- wrong data -------------------------------------------------------------------------------------
+
+
+def test_a_batch_in_which_nothing_says_what_is_in_the_loss_is_refused():
+    with pytest.raises(MissingKeyError, match=r"loss_mask_key\) or .*log_prob_key\)"):
+        LossWeight()(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
+
+
+def test_an_unset_id_in_the_loss_is_refused_and_out_of_it_is_not():
+    batch = batch_of(NINE, rollout_id=[0, -1, 2])
+    with pytest.raises(BatchError, match="rollout_id ≥ 0; found -1 at row 1"):
+        LossWeight(unit="rollout")(batch)
+    batch[IN_LOSS] = torch.tensor([True, False, True])
+    assert LossWeight(unit="rollout")(batch)["num_rollouts"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unit": "prompt"}, "unit must be one of"),
+        ({"unit": "constant"}, "divides by a length"),
+        ({"length": 3}, "divides by a length"),
+        ({"unit": "constant", "length": 0}, "length must be an integer ≥ 1"),
+        ({"fold": "mean"}, "fold must be one of"),
+        ({"gradients": "max"}, "gradients must be one of"),
+        ({"ranks": 0}, "ranks must be an integer ≥ 1"),
+        ({"ranks": 2, "process_group": "world"}, "give ranks where"),
+    ],
+)
+def test_options_that_make_no_sense_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        LossWeight(**options)
+
+
+def test_weights_need_terms_per_token():
+    batch = LossWeight()(batch_of(NINE))
+    with pytest.raises(BatchError, match=r"'loss_kl_to_ref' is \(\).*aggregation='none'.*TokenGRPOLoss"):
+        weighted_loss(TensorDict({"loss_kl_to_ref": torch.zeros(())}), batch)
+    with pytest.raises(BatchError, match=r"entries named loss_\*; found \['objective'\]"):
+        weighted_loss(TensorDict({"objective": torch.zeros(3, 3)}), batch)
+    with pytest.raises(MissingKeyError, match="loss_weight"):
+        weighted_loss(TensorDict({"loss_objective": torch.zeros(3, 3)}), batch_of(NINE))

@@ -1,0 +1,318 @@
+"""What ShuffleSplit promises in its docstring, of minibatches, ranks and micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import BatchError, LossWeight, ShuffleSplit, deal, split_microbatches
+from headrace.transforms.columns import IN_LOSS, MICROBATCH, MINIBATCH, PADDING, RANK, ROW
+
+ATTENTION, LOSS = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
+
+
+def batch_of(lengths, rollouts=None, first_id: int = 0) -> TensorDict:
+    """Rows of so many tokens, all in the loss."""
+    rows, width = len(lengths), max(lengths)
+    mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    ids = torch.tensor(range(rows) if rollouts is None else rollouts) + first_id
+    return TensorDict(
+        {
+            "name": torch.arange(rows) + 1000 * first_id,
+            "rollout_id": ids,
+            "group_id": ids // 2,
+            ATTENTION: mask,
+            LOSS: mask.clone(),
+            ("log_probs", "full"): -torch.rand(rows, width),
+        },
+        batch_size=[rows],
+    )
+
+
+LENGTHS = st.lists(st.integers(1, 12), min_size=4, max_size=24)
+CUT = st.one_of(
+    st.just({}),
+    st.integers(1, 4).map(lambda m: {"microbatches": m}),
+    st.integers(1, 5).map(lambda s: {"microbatch_size": s}),
+    st.integers(4, 30).map(lambda t: {"max_tokens": t, "remainder": "pad"}),
+)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "minibatches": st.integers(1, 3),
+        "balance": st.sampled_from(["none", "tokens", "attention"]),
+        "ranks": st.sampled_from([1, 2, 3]),
+        "remainder": st.sampled_from(["pad", "uneven", "drop"]),
+        "unit": st.sampled_from(["sample", "rollout", "group"]),
+        "seed": st.integers(0, 99),
+    }
+)
+
+
+@given(LENGTHS, st.integers(1, 3), OPTIONS, CUT)
+def test_the_promises(lengths, fan_out, options, cut):
+    options = options | cut
+    batch = batch_of(lengths, [i // fan_out for i in range(len(lengths))])
+    split = ShuffleSplit(**options)
+    try:
+        out = split(batch)
+    except BatchError as err:  # fewer rows than ranks, and no padding allowed
+        assume("none may be empty" not in str(err))
+        raise
+    padding = out.get(PADDING, torch.zeros(len(out), dtype=torch.bool))
+    assert options["remainder"] == "pad" or not padding.any()
+
+    # Each row in exactly one micro-batch of one minibatch, or left.
+    left = batch["name"][split.verdict.bool()].tolist()
+    assert sorted(out["name"][~padding].tolist() + left) == batch["name"].tolist()
+
+    # Units whole in a minibatch.
+    if options["unit"] != "sample":
+        homes: dict[int, set[int]] = {}
+        for unit, minibatch in zip(
+            out[f"{options['unit']}_id"].tolist(), out[MINIBATCH].tolist(), strict=True
+        ):
+            homes.setdefault(unit, set()).add(minibatch)
+        assert all(len(home) == 1 for home in homes.values())
+
+    # Ranks level in micro-batches, and none empty.
+    ranks = out.get(RANK, torch.zeros(len(out), dtype=torch.int64))
+    place = torch.stack([out[MINIBATCH], ranks, out[MICROBATCH]], 1)
+    assert place.tolist() == sorted(place.tolist())
+    for minibatch in out[MINIBATCH].unique():
+        counts = {
+            rank: out[MICROBATCH][(out[MINIBATCH] == minibatch) & (ranks == rank)].unique().tolist()
+            for rank in range(options["ranks"])
+        }
+        assert len({tuple(numbers) for numbers in counts.values()}) == 1
+        assert counts[0] == list(range(len(counts[0]))) != []
+
+    # Budget, size and count kept.
+    parts = [out[(place == p).all(1)] for p in place.unique(dim=0)]
+    real = [part[~part.get(PADDING, torch.zeros(len(part), dtype=torch.bool))] for part in parts]
+    tokens = [int(part[ATTENTION].sum()) for part in real]
+    if "max_tokens" in cut:
+        assert all(t <= cut["max_tokens"] or len(part) == 1 for t, part in zip(tokens, real, strict=True))
+    elif options["remainder"] == "pad":
+        assert len({len(part) for part in parts}) <= 1
+    if "microbatch_size" in cut and options["remainder"] != "pad":
+        assert all(len(part) <= cut["microbatch_size"] for part in parts)
+    if "microbatches" in cut and options["remainder"] == "pad":
+        assert len(parts) == len(out[MINIBATCH].unique()) * options["ranks"] * cut["microbatches"]
+
+    # Padding trains nothing.
+    assert not out[LOSS][padding].any()
+    assert out["log_probs", "full"][padding].isnan().all()
+
+
+@given(LENGTHS, st.integers(0, 99), st.sampled_from(["none", "tokens"]))
+def test_the_same_seed_makes_the_same_minibatches_for_any_number_of_ranks(lengths, seed, balance):
+    batch = batch_of(lengths)
+    found = []
+    for ranks in (1, 2, 3):
+        split = ShuffleSplit(
+            minibatches=2, seed=seed, ranks=ranks, microbatches=2, balance=balance, remainder="pad"
+        )
+        out = split(batch)
+        real = out[~out.get(PADDING, torch.zeros(len(out), dtype=torch.bool))]
+        found.append([sorted(real["name"][real[MINIBATCH] == k].tolist()) for k in (0, 1)])
+    assert found[0] == found[1] == found[2]
+
+
+@given(LENGTHS, st.sampled_from([2, 3]))
+def test_the_parts_of_the_ranks_are_the_whole(lengths, ranks):
+    batch = batch_of(lengths)
+    options = {"minibatches": 1, "ranks": ranks, "microbatches": 2, "balance": "tokens", "remainder": "pad"}
+    whole = ShuffleSplit(**options)(batch)
+    mine = [ShuffleSplit(rank=rank, **options)(batch) for rank in range(ranks)]
+    assert torch.equal(torch.cat([part["name"] for part in mine]), whole["name"])
+    assert [part[RANK].unique().tolist() for part in mine] == [[rank] for rank in range(ranks)]
+
+
+def test_one_rollout_per_step():
+    """Rollouts [0,0,0,1,1,2,2,2,2], one a step → rows {0,1,2}, {3,4}, {5,6,7,8}."""
+    batch = batch_of([1] * 9, [0, 0, 0, 1, 1, 2, 2, 2, 2])
+    parts = Pipeline({"split": ShuffleSplit(minibatch_size=1, shuffle=False)}).minibatches(batch)
+    assert [part["name"].tolist() for part in parts] == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
+
+
+def test_ranks_are_level_in_cost():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 4000, (1024,), generator=generator)
+    for balance, cost in (("tokens", lengths), ("attention", lengths**2 + 24576 * lengths)):
+        dealt = deal(lengths, ranks=4, microbatches=8, balance=balance)
+        by_rank = torch.stack([sum(cost[part].sum() for part in mine) for mine in dealt]).double()
+        slots = torch.tensor([[float(cost[part].sum()) for part in mine] for mine in dealt])
+        assert by_rank.max() / by_rank.mean() - 1 < 1e-3
+        assert slots.max() / slots.mean() - 1 < 1e-3
+    assert {len(part) for mine in dealt for part in mine} == {32}
+
+
+def test_a_row_above_the_budget_is_alone_counted_or_refused():
+    batch = batch_of([3, 20, 3, 3])
+    split = ShuffleSplit(minibatches=1, max_tokens=9)
+    parts = list(split_microbatches(split(batch)))
+    assert sorted(part[ATTENTION].sum(-1).tolist() for part in parts) == [[3, 3, 3], [20]]
+    assert split.metrics["oversized"] == 1
+    with pytest.raises(
+        BatchError, match=r"rows \[1\] have \[20\] tokens.*9 \(max_tokens\).*oversized='alone'"
+    ):
+        ShuffleSplit(minibatches=1, max_tokens=9, oversized="raise")(batch)
+
+
+def test_too_few_rows_for_the_ranks_say_what_to_do():
+    with pytest.raises(BatchError, match=r"minibatch 0 has 2 rows for 3 ranks.*remainder='pad'"):
+        ShuffleSplit(minibatches=1, ranks=3)(batch_of([2, 2]))
+    out = ShuffleSplit(minibatches=1, ranks=3, remainder="pad")(batch_of([2, 2]))
+    assert out[PADDING].tolist() == [False, False, True]
+
+
+def test_padding_changes_neither_weights_nor_metrics_nor_the_ledger(make_batch):
+    batch = make_batch([1.0, 3, 3, 5, 11, 2], [0, 0, 0, 7, 7, 7], [0, 1, 1, 2, 3, 4])
+    batch[IN_LOSS] = torch.ones(6, dtype=torch.bool)
+    found = {}
+    for remainder in ("uneven", "pad"):
+        split = ShuffleSplit(minibatches=2, microbatches=2, remainder=remainder)
+        pipeline = Pipeline({"split": split, "weight": LossWeight(unit="rollout")})
+        out = pipeline(batch)
+        weights = dict(zip(out[ROW].tolist(), out["loss_weight"].tolist(), strict=True))
+        numbers = {k: v for k, v in pipeline.metrics.items() if k != "split/padded"}
+        found[remainder] = (weights.pop(-1, 0.0), weights, numbers, pipeline.ledger.counts(), len(out))
+    assert found["pad"][:4] == found["uneven"][:4]
+    assert found["pad"][4] > found["uneven"][4]
+    quiet = out[out[PADDING]]
+    assert not quiet[IN_LOSS].any()
+    assert quiet["loss_weight"].tolist() == [0.0] * len(quiet)
+
+
+def test_padding_without_a_column_that_keeps_it_out_is_refused():
+    batch = batch_of([2, 2, 2]).exclude(LOSS, ("log_probs", "full"))
+    with pytest.raises(BatchError, match=r"padding rows are kept out of the loss by .*loss_mask_key"):
+        ShuffleSplit(minibatches=2, remainder="pad")(batch)
+
+
+def test_rows_in_order_are_views():
+    batch = batch_of([2] * 8)
+    stages = {"split": ShuffleSplit(minibatches=2, shuffle=False, microbatches=2), "weight": LossWeight()}
+    parts = list(Pipeline(stages).minibatches(batch))
+    assert [part[ATTENTION].data_ptr() for part in parts] == [batch[ATTENTION][i:].data_ptr() for i in (0, 4)]
+    micro = list(split_microbatches(parts[1]))
+    assert [part[ATTENTION].data_ptr() for part in micro] == [batch[ATTENTION][i:].data_ptr() for i in (4, 6)]
+
+
+# -- carried rows -----------------------------------------------------------------------------------
+
+
+def test_carried_units_come_first_to_an_end_and_are_accounted_for():
+    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=3, remainder="carry"), "weight": LossWeight()})
+    seen, given_ = [], []
+    for number in range(5):
+        batch = batch_of([2, 3, 4, 5, 6], [0, 0, 1, 2, 3], first_id=10 * number)
+        given_ += batch["name"].tolist()
+        seen += [name for part in pipeline.minibatches(batch, epochs=1) for name in part["name"].tolist()]
+        numbers = pipeline.metrics
+        assert numbers["rows/in"] == numbers["rows/trained"] + numbers["out/split/carried"]
+        assert numbers["rows/in"] == 5 + numbers["split/carried_in"]
+        assert {row["rollout"] % 10 for row in pipeline.ledger.rows("split/carried")} <= {0, 1, 2, 3}
+    waiting = pipeline.stages["split"].carried
+    waiting = [] if waiting is None else waiting["name"].tolist()
+    assert sorted(seen + waiting) == sorted(given_)
+    assert len(seen) == len(set(seen))
+
+
+def test_each_epoch_has_the_same_rows_when_some_are_carried():
+    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")})
+    batch = batch_of([2] * 5)
+    parts = [part["name"] for part in pipeline.minibatches(batch, epochs=2)]
+    first, second = torch.cat(parts[:2]), torch.cat(parts[2:])
+    assert torch.equal(first.sort().values, second.sort().values)
+    assert not torch.equal(first, second)
+
+
+def test_carried_rows_are_in_the_state():
+    first, second = (ShuffleSplit(minibatch_size=3, remainder="carry") for _ in "ab")
+    first(batch_of([2] * 5))
+    second.load_state_dict(first.state_dict())
+    more = batch_of([2] * 5, first_id=10)
+    assert torch.equal(first(more)["name"], second(more)["name"])
+
+
+def test_an_id_that_is_carried_and_comes_again_is_refused():
+    split = ShuffleSplit(minibatch_size=3, remainder="carry")
+    split(batch_of([2] * 5))
+    with pytest.raises(BatchError, match=r"carried for rollouts \[\d, \d\].*ids must be unique"):
+        split(batch_of([2] * 5))
+
+
+def test_carried_rows_of_another_width_are_refused():
+    split = ShuffleSplit(minibatch_size=3, remainder="carry")
+    split(batch_of([2] * 5))
+    with pytest.raises(BatchError, match="columns of the same width; pad them"):
+        split(batch_of([3] * 5, first_id=10))
+    split(batch_of([2] * 3, first_id=20))
+    with pytest.raises(BatchError, match="only some have more"):
+        split(batch_of([2] * 5, first_id=30).set("more", torch.zeros(5)))
+
+
+# -- resuming ---------------------------------------------------------------------------------------
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 2), st.sampled_from(["uneven", "carry", "pad", "drop"]))
+def test_a_run_restored_in_the_middle_of_a_batch_goes_on_with_the_rest(lengths, taken, epochs, remainder):
+    def make():
+        split = ShuffleSplit(minibatch_size=2, remainder=remainder, seed=4)
+        return Pipeline({"split": split, "weight": LossWeight()})
+
+    whole, interrupted, restored = make(), make(), make()
+    earlier, batch = batch_of([2] * 5), batch_of(lengths, first_id=10)
+    earlier, batch = (rows.select("name", "rollout_id") for rows in (earlier, batch))
+    for rows in (earlier, batch):  # one width, so that rows can be carried
+        rows[LOSS] = torch.ones(len(rows), 2, dtype=torch.bool)
+    list(whole.minibatches(earlier))
+    list(interrupted.minibatches(earlier))
+    expected = [part["name"].tolist() for part in whole.minibatches(batch, epochs=epochs)]
+    stream = interrupted.minibatches(batch, epochs=epochs)
+    seen = [next(stream)["name"].tolist() for _ in range(min(taken, len(expected)))]
+    restored.load_state_dict(interrupted.state_dict())
+    if len(seen) < len(expected):
+        seen += [part["name"].tolist() for part in restored.minibatches(batch, epochs=epochs)]
+    assert seen == expected
+    later = batch.clone()
+    later["rollout_id"] += 1000
+    following = [
+        [part["name"].tolist() for part in pipeline.minibatches(later)] for pipeline in (whole, restored)
+    ]
+    assert following[0] == following[1]
+
+
+def test_resuming_with_another_batch_is_refused():
+    first, second = (Pipeline({"split": ShuffleSplit(minibatches=2)}) for _ in "ab")
+    next(first.minibatches(batch_of([2] * 4)))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(BatchError, match=r"4 rows was interrupted after 1 minibatches.*this one has 6"):
+        second.minibatches(batch_of([2] * 6))
+    with pytest.raises(BatchError, match=r"had 2 minibatches, this one has 4.*epochs"):
+        second.minibatches(batch_of([2] * 4), epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatches": 2, "max_tokens": 9}, "give at most one of microbatches"),
+        ({"microbatches": 0}, "microbatches must be an integer ≥ 1"),
+        ({"max_tokens": 0}, "max_tokens must be an integer ≥ 1"),
+        ({"ranks": 2, "rank": 2}, "rank must be below ranks"),
+        ({"rank": -1}, "rank must be an integer ≥ 0"),
+        ({"ranks": 2, "process_group": "world"}, "give ranks where"),
+        ({"ranks": 2, "max_tokens": 9}, "remainder='pad'"),
+        ({"balance": "length"}, "balance must be one of"),
+        ({"linear": -1.0}, "linear must be ≥ 0"),
+        ({"oversized": "drop"}, "oversized must be one of"),
+    ],
+)
+def test_options_that_make_no_sense_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        ShuffleSplit(minibatches=1, **options)

@@ -1,0 +1,128 @@
+"""Rows end to end lose nothing but their padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+
+from headrace.transforms import BatchError, MissingKeyError, pack, unpack, unpack_tokens
+
+ATTENTION, LOSS, FULL = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"), ("tokens", "full")
+
+
+def batch_of(lengths, width=None, side="left") -> TensorDict:
+    rows, width = len(lengths), width or max(lengths)
+    place = torch.arange(width).expand(rows, width)
+    count = torch.tensor(lengths).unsqueeze(1)
+    there = place >= width - count if side == "left" else place < count
+    tokens = torch.where(there, torch.arange(1, rows * width + 1).view(rows, width), 0)
+    return TensorDict(
+        {
+            FULL: tokens,
+            ATTENTION: there,
+            LOSS: there & (tokens % 2 == 0) & (there.cumsum(-1) > 1),
+            ("log_probs", "full"): torch.where(there, -tokens / 10.0, 0.0),
+            "advantage": torch.arange(rows).view(rows, 1, 1) * 1.0,
+            "loss_weight": torch.arange(rows) / 10.0,
+            "rollout_id": torch.arange(rows),
+            "prompt_text": [f"prompt {i}" for i in range(rows)],
+        },
+        batch_size=[rows],
+    )
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.sampled_from(["left", "right"]))
+def test_unpacking_gives_back_the_rows(lengths, side):
+    batch = batch_of(lengths, width=7, side=side)
+    back = unpack(pack(batch))
+    for key in (FULL, ATTENTION, LOSS, ("log_probs", "full")):
+        assert torch.equal(back[key], batch[key])
+    assert torch.equal(back["rollout_id"], batch["rollout_id"])
+    assert list(back["prompt_text"]) == list(batch["prompt_text"])
+    there = batch[ATTENTION]
+    assert torch.equal(
+        back["advantage"].squeeze(-1)[there], batch["advantage"].squeeze(-1).expand(-1, 7)[there]
+    )
+    assert torch.equal(back["loss_weight"][there], batch["loss_weight"].unsqueeze(1).expand(-1, 7)[there])
+
+
+def test_a_packed_batch_by_hand():
+    packed = pack(batch_of([2, 1, 3]))
+    assert packed.shape == (1,)
+    assert packed["input_ids"].tolist() == [[2, 3, 6, 7, 8, 9]]
+    assert packed["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2]]
+    assert packed["segment_ids"].tolist() == [[0, 0, 1, 2, 2, 2]]
+    assert packed["cu_seqlens"].tolist() == [[0, 2, 3, 6]]
+    assert packed["cu_seqlens"].dtype == torch.int32
+    assert packed["advantage"].tolist() == [[[0.0], [0.0], [1.0], [2.0], [2.0], [2.0]]]
+    assert packed["loss_weight"].shape == (1, 6)
+    assert packed["rows", "rollout_id"].tolist() == [[0, 1, 2]]
+
+
+def test_ragged_rows_pack_as_padded_ones():
+    dense = batch_of([2, 1, 3], side="right")
+    ragged = []
+    for row, length in zip(dense.unbind(0), [2, 1, 3], strict=True):
+        row = row.clone()
+        for key in (FULL, ATTENTION, LOSS, ("log_probs", "full")):
+            row[key] = row[key][:length]
+        ragged.append(row)
+    found, expected = pack(lazy_stack(ragged)), pack(dense)
+    for key in (FULL, LOSS, ("log_probs", "full"), "advantage", "loss_weight", "position_ids", "cu_seqlens"):
+        assert torch.equal(found[key], expected[key]), key
+    assert torch.equal(unpack(found)[FULL], dense[FULL])
+
+
+def test_a_per_token_advantage_is_packed_per_token():
+    batch = batch_of([2, 3])
+    batch["advantage"] = torch.arange(6.0).view(2, 3, 1)
+    assert pack(batch)["advantage"].flatten().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_gradients_flow_back_through_unpacking():
+    packed = pack(batch_of([2, 3]))
+    values = torch.ones(1, 5, requires_grad=True)
+    (unpack_tokens(values, packed) * torch.tensor([[1.0], [10.0]])).sum().backward()
+    assert values.grad.tolist() == [[1.0, 1.0, 10.0, 10.0, 10.0]]
+
+
+def test_a_transformers_model_scores_packed_rows_as_it_scores_rows():
+    transformers = pytest.importorskip("transformers", reason="the extra `llm` is not installed")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=64, pad_token_id=0, **sizes)
+    ).double()
+    batch = batch_of([3, 5, 2])
+    packed = pack(batch)
+    there = batch[ATTENTION]
+    place = (there.long().cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        padded = model(input_ids=batch[FULL], attention_mask=there, position_ids=place).logits
+        end_to_end = model(
+            input_ids=packed["input_ids"], position_ids=packed["position_ids"], use_cache=False
+        ).logits
+    torch.testing.assert_close(
+        unpack_tokens(end_to_end, packed)[there], padded[there], rtol=1e-10, atol=1e-12
+    )
+
+
+def test_what_cannot_be_packed_says_why():
+    batch = batch_of([2, 3])
+    with pytest.raises(MissingKeyError, match="attention_key"):
+        pack(batch.exclude(ATTENTION))
+    with pytest.raises(BatchError, match=r"every row needs a token; rows \[0\] have none"):
+        pack(batch_of([0, 3]))
+    first = batch.clone()
+    first[LOSS] = first[ATTENTION].clone()
+    with pytest.raises(BatchError, match=r"first token has nothing before it.*rows \[0, 1\]"):
+        pack(first)
+    with pytest.raises(
+        BatchError, match=r"\(2, 3, ...\), as wide as the attention mask; 'rollout_id' is \(2,\)"
+    ):
+        pack(batch, token_keys=["rollout_id"])
+    with pytest.raises(MissingKeyError, match="written by pack"):
+        unpack(batch)

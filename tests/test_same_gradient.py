@@ -1,0 +1,97 @@
+"""One batch, one gradient: however it is cut, shuffled, padded, packed and spread over processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.multiprocessing
+from gradients import distance, gradient, make_scene, run_rank
+
+from headrace.transforms import pack
+from headrace.transforms.means import MEANS
+
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+CUTS = {
+    "in micro-batches": {"microbatches": 3},
+    "row by row": {"microbatch_size": 1},
+    "not shuffled": {"shuffle": False, "microbatches": 2},
+    "shuffled otherwise": {"seed": 9, "unit": "sample"},
+    "by tokens": {"max_tokens": 30, "balance": "attention"},
+    "balanced": {"microbatches": 4, "balance": "tokens"},
+    "padded": {"microbatches": 4, "remainder": "pad"},
+    "packed": {"transform": pack},
+    "packed in micro-batches": {"transform": pack, "microbatches": 3, "balance": "tokens"},
+    "packed and padded": {"transform": pack, "microbatches": 4, "remainder": "pad"},
+}
+
+
+@pytest.fixture(scope="module", params=list(TOLERANCE), ids=str)
+def scene(request):
+    return request.param, *make_scene(request.param)
+
+
+def widen(batch, by: int = 5):
+    """More padding on the left."""
+    wide = batch.clone()
+    keys = [("tokens", "full"), ("log_probs", "full"), ("next", "ref_log_probs", "full")]
+    for key in [*keys, ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")]:
+        wide[key] = torch.nn.functional.pad(batch[key], (by, 0))
+    return wide
+
+
+def test_the_scene_has_fan_out_and_masked_rows(scene):
+    _, _, batch = scene
+    assert len(batch["rollout_id"].unique()) < len(batch)
+    trained = batch["masks", "all_assistant_mask"].any(-1)
+    assert 0 < int(trained.sum()) < len(batch)
+    assert len(batch["masks", "all_assistant_mask"].sum(-1).unique()) > 2
+
+
+@pytest.mark.parametrize("unit", MEANS)
+def test_the_gradient_is_that_of_the_whole_batch(scene, unit):
+    dtype, policy, batch = scene
+    whole = gradient(policy, batch, unit)
+    assert whole.norm() > 1e-3
+    for name, cut in CUTS.items():
+        assert distance(gradient(policy, batch, unit, **cut), whole) < TOLERANCE[dtype], name
+    assert distance(gradient(policy, widen(batch), unit), whole) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("unit", MEANS)
+def test_units_differ(scene, unit):
+    _, policy, batch = scene
+    others = [gradient(policy, batch, other) for other in MEANS if other != unit]
+    assert all(distance(other, gradient(policy, batch, unit)) > 1e-3 for other in others)
+
+
+@pytest.mark.parametrize("unit", MEANS)
+def test_a_folded_weight_has_the_same_gradient_through_the_plain_loss(scene, unit):
+    dtype, policy, batch = scene
+    whole = gradient(policy, batch, unit, fold="token_mean")
+    for cut in ({"microbatches": 3}, {"max_tokens": 30}, {"microbatches": 4, "remainder": "pad"}):
+        assert distance(gradient(policy, batch, unit, fold="token_mean", **cut), whole) < TOLERANCE[dtype]
+
+
+def test_folded_and_summed_weights_agree_on_the_policy_term(scene):
+    from torchrl.objectives.llm import GRPOLoss
+
+    from headrace.pipeline import optimise
+    from headrace.transforms import LossWeight, ShuffleSplit
+
+    dtype, policy, batch = scene
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
+    parts = [LossWeight(unit="rollout")(ShuffleSplit(minibatches=1, microbatches=2)(batch))]
+    policy.zero_grad()
+    optimise(parts, loss, torch.optim.SGD(policy.parameters(), lr=0.0))
+    summed = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    assert distance(gradient(policy, batch, "rollout", fold="token_mean"), summed) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_that_share_a_batch_or_hold_rows_of_their_own_agree(world, tmp_path):
+    torch.multiprocessing.spawn(run_rank, args=(world, str(tmp_path)), nprocs=world)
+    for rank in range(world):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert len(found) == 2 * len(MEANS) * 5
+        for (dtype, unit, way), far in found.items():
+            assert far < (1e-6 if "32" in dtype else 1e-12), (rank, dtype, unit, way)

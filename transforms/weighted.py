@@ -1,0 +1,58 @@
+"""A loss of per-token terms, summed by weight."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from .base import require
+from .errors import BatchError
+
+
+def weighted_loss(
+    terms: TensorDictBase, batch: TensorDictBase, *, weight_key: NestedKey = "loss_weight"
+) -> Tensor:
+    """Sum the terms of a loss over tokens, each with its row's weight.
+
+    ::
+
+        L = Σ_k Σ_i w_i Σ_t ℓ_kit,   ℓ_k the entries named loss_*, 0 for tokens out of the loss
+
+    Sums of L over the micro-batches and ranks of an optimiser step are the step's loss.
+
+    Args:
+        terms: entries named ``loss_*`` (N, T) or (N, T, 1), as ``GRPOLoss(aggregation="none")`` returns them.
+        batch: TensorDict ``[N]`` with the weights.
+        weight_key: (N,), or (N, T) where the batch is packed; written by :class:`LossWeight`.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        MissingKeyError: the batch has no weights.
+        BatchError: a term is no per-token tensor of these rows, since it was averaged already.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> terms = TensorDict({"loss_objective": torch.tensor([[[1.0], [2.0]], [[3.0], [0.0]]])})
+        >>> batch = TensorDict({"loss_weight": torch.tensor([0.25, 0.5])}, batch_size=[2])
+        >>> float(weighted_loss(terms, batch))
+        2.25
+    """
+    weight = require(batch, weight_key, reader="weighted_loss", option="weight_key")
+    found = {
+        key: value for key, value in terms.items() if key.startswith("loss_") and isinstance(value, Tensor)
+    }
+    total = torch.zeros((), dtype=weight.dtype, device=weight.device)
+    for key, value in found.items():
+        if value.ndim < 2 or len(value) != len(batch):
+            raise BatchError(
+                f"weights are for per-token terms, ({len(batch)}, T) or ({len(batch)}, T, 1); {key!r} is "
+                f"{tuple(value.shape)}. Set aggregation='none' on GRPOLoss; its KL terms stay means of their "
+                "micro-batch all the same: use headrace.pipeline.TokenGRPOLoss for those"
+            )
+        total = total + (value * weight.reshape(*weight.shape, *[1] * (value.ndim - weight.ndim))).sum()
+    if not found:
+        raise BatchError(f"a loss has entries named loss_*; found {sorted(map(str, terms.keys()))}")
+    return total
