@@ -24,6 +24,7 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/advantage.py
+	$(BIN)/python benchmarks/balance.py
 
 docs: $(STAMP)
 	$(BIN)/python docs/make_recipes.py

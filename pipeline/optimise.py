@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
-from headrace.transforms import split_microbatches, weighted_loss
+from headrace.transforms import BatchError, split_microbatches, weighted_loss
 from headrace.transforms.base import has_key
 from headrace.transforms.columns import MICROBATCH
 from headrace.transforms.criteria import count_tokens
@@ -84,12 +84,21 @@ def optimise(
 def total_loss(terms: TensorDictBase, batch: TensorDictBase | None = None) -> Tensor:
     """The sum of a loss module's ``loss_*`` entries, each a mean already; `batch` is not looked at.
 
+    Raises:
+        BatchError: an entry is per token.
+
     Example:
         >>> from tensordict import TensorDict
         >>> float(total_loss(TensorDict({"loss_objective": torch.tensor(2.0), "ESS": torch.tensor(1.0)})))
         2.0
     """
-    return sum(value for key, value in terms.items() if key.startswith("loss_") and value is not None)
+    found = {k: value for k, value in terms.items() if k.startswith("loss_") and isinstance(value, Tensor)}
+    if odd := [f"{key!r} {tuple(value.shape)}" for key, value in found.items() if value.numel() != 1]:
+        raise BatchError(
+            f"without weights a loss is made of means; found {', '.join(odd)}: set aggregation='token_mean' "
+            "on GRPOLoss, or weigh the rows by LossWeight and add up by weighted_loss"
+        )
+    return torch.stack([value.squeeze() for value in found.values()]).sum()
 
 
 def _has_tokens(minibatch: TensorDictBase, loss_mask_key: NestedKey) -> bool:

@@ -10,9 +10,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torchrl.collectors import Collector
 
+from headrace.transforms import LossWeight, weighted_loss
+
 from .display import RunDisplay
 from .load import ConfigError, build_pipeline
-from .optimise import optimise
+from .optimise import optimise, total_loss
+from .pipeline import Pipeline
 
 
 class Interrupted(Exception):
@@ -61,6 +64,8 @@ def train(config: DictConfig, output: Path) -> float:
                     pipeline.minibatches(batch, epochs=settings.epochs),
                     parts["loss"],
                     parts["optimizer"],
+                    transform=parts["transform"],
+                    reduce=weighted_loss if weighs(pipeline) else total_loss,
                     max_grad_norm=settings.max_grad_norm,
                     loss_mask_key=pipeline.loss_mask_key,
                 )
@@ -93,6 +98,12 @@ def check_settings(config: DictConfig) -> None:
         raise ConfigError(f"seed must be an integer; got {config.seed!r}")
 
 
+def weighs(pipeline: Pipeline) -> bool:
+    """Whether a stage writes weights for the loss; else they are folded into the advantage, or there are "
+    "none."""
+    return any(isinstance(stage, LossWeight) and stage.fold == "none" for stage in pipeline.stages.values())
+
+
 def choose_device(wanted: str) -> torch.device:
     """``auto`` is the GPU if there is one.
 
@@ -115,5 +126,6 @@ def _instantiate_parts(config: DictConfig, device: torch.device) -> dict[str, An
         "env": instantiate(config.env, sampler=sampler, device=str(device), _convert_="all"),
         "policy": policy,
         "loss": loss,
+        "transform": instantiate(config.train.transform, _convert_="all"),
         "optimizer": instantiate(config.optimizer, params=policy.parameters(), _convert_="all"),
     }

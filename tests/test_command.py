@@ -101,10 +101,24 @@ def test_what_is_wrong_is_one_paragraph(tmp_path, words, message):
     assert done.stderr.startswith("headrace: ")
 
 
-def test_accumulation_takes_fewer_steps(tmp_path):
-    headrace(tmp_path, *QUICK, "hydra.run.dir=out", "train.accumulate=3", "train.epochs=1")
-    with (tmp_path / "out" / "metrics.csv").open() as file:
-        assert {float(step["optimiser_steps"]) for step in csv.DictReader(file)} == {1}
+def test_the_same_rewards_however_the_step_is_cut(tmp_path):
+    """Packed, by tokens or through a loss that knows no weights: one gradient, so the same policy learns."""
+    packed = "train.transform={_target_: headrace.transforms.pack, _partial_: true}"
+    folded = ["pipeline.stages.weight.fold=token_mean", "loss.aggregation=token_mean"]
+    ways = {"whole": [], "packed": [packed, "pipeline.stages.split.max_tokens=50"], "folded": folded}
+    rewards = {}
+    for name, words in ways.items():
+        headrace(tmp_path, *QUICK, f"hydra.run.dir={name}", "train.steps=3", *words)
+        with (tmp_path / name / "metrics.csv").open() as file:
+            rewards[name] = [float(step["reward"]) for step in csv.DictReader(file)]
+    assert len(rewards["whole"]) == 3
+    assert rewards["packed"] == rewards["folded"] == rewards["whole"]
+
+
+def test_without_weights_a_loss_per_token_is_refused(tmp_path):
+    done = headrace(tmp_path, *QUICK, "~pipeline.stages.weight", check=False)
+    assert done.returncode == 2
+    assert "set aggregation='token_mean' on GRPOLoss" in done.stderr
 
 
 def test_ctrl_c_ends_it_with_the_table(tmp_path):

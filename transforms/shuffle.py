@@ -181,13 +181,12 @@ class ShuffleSplit(BatchTransform):
         if self.carried is None:
             return batch
         ours, theirs = (unit_ids(self, self.unit, rows) for rows in (self.carried, batch))
-        if ours is not None and theirs is not None:
-            if bool((twice := torch.isin(ours, theirs)).any()):
-                found = sorted(set(ours[twice].tolist()))[:10]
-                raise BatchError(
-                    f"rows were carried for {self.unit}s {found}, and the batch has those ids again: ids "
-                    "must be unique over batches to be carried, as RepeatSampler stamps them"
-                )
+        again = [] if ours is None or theirs is None else ours[torch.isin(ours, theirs)].tolist()
+        if again:
+            raise BatchError(
+                f"rows were carried for {self.unit}s {sorted(set(again))[:10]}, and the batch has those ids "
+                "again: ids must be unique over batches to be carried, as RepeatSampler stamps them"
+            )
         return join_rows([batch, self.carried], "carried rows")
 
     def plan(self, batch: TensorDictBase) -> Plan:
