@@ -177,7 +177,9 @@ def incomplete_run() -> dict[str, Any]:
 
 def filtered_run() -> dict[str, Any]:
     """Three groups of equal rewards, so that nothing is left to train."""
-    rows = [row for group, reward in ((0, 0.0), (1, 1.0), (2, 1.0)) for row in rollouts_of(group, [reward] * 4)]
+    rows = [
+        row for group, reward in ((0, 0.0), (1, 1.0), (2, 1.0)) for row in rollouts_of(group, [reward] * 4)
+    ]
     for row in rows:
         row["reason"], row["staleness"] = "filter/zero_variance", None
     return run_of(step_of(rows, actions={"filter/zero_variance": "masked"}), title="all filtered")

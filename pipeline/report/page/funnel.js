@@ -27,16 +27,19 @@ function funnelRow(name, cells, kind) {
     h("span", { class: "number" }, text), h("span", { class: "unit" }, unitOf(unit, text)), drawing)));
 }
 
-function stageRows(stage, whole) {
+function stageRows(stage, before, whole) {
   const cells = UNITS.map((unit) => [unit, count(stage[unit]), bar(unit, whole[unit], 0, stage[unit], "kept")]);
   const rows = [funnelRow(stage.name, cells, "stage")];
   const gone = Object.fromEntries(UNITS.map((unit) => [unit, stage[unit] || 0]));
+  // Rows that leave take their rollout and group along only where none of its rows stays.
+  const wholly = (unit) => sum((stage.out || []).map((out) => out[unit])) <= (before[unit] || 0) - (stage[unit] || 0);
   for (const out of stage.out || []) {
     const action = Object.hasOwn(ACTIONS, out.action) ? out.action : "dropped";
     const pieces = UNITS.map((unit) => {
-      const piece = bar(unit, whole[unit], gone[unit], out[unit], action);
+      const left = wholly(unit);
+      const piece = left && out[unit] ? bar(unit, whole[unit], gone[unit], out[unit], action) : null;
       gone[unit] += out[unit] || 0;
-      return [unit, isNumber(out[unit]) ? (out[unit] ? `−${count(out[unit])}` : "0") : NONE, piece];
+      return [unit, `${left && out[unit] ? "−" : ""}${count(out[unit])}`, piece];
     });
     const why = [h("span", { class: "why" }, String(out.reason).replaceAll("_", " ")), `, ${out.action}`];
     rows.push(funnelRow(why, pieces, "out"));
@@ -51,7 +54,7 @@ function drawFunnel({ step }) {
   const head = h("thead", { role: "rowgroup" }, h("tr", { role: "row" },
     h("th", { scope: "col", role: "columnheader" }, "stage"),
     UNITS.map((unit) => h("th", { scope: "col", role: "columnheader" }, unit))));
-  const body = h("tbody", { role: "rowgroup" }, stages.flatMap((stage) => stageRows(stage, whole)));
+  const body = h("tbody", { role: "rowgroup" }, stages.flatMap((stage, k) => stageRows(stage, stages[k - 1] || whole, whole)));
   const used = new Set(stages.flatMap((stage) => (stage.out || []).map((out) => out.action)));
   const marks = ["kept", ...Object.keys(ACTIONS).filter((action) => used.has(action))].map((kind) => [
     swatch(s("rect", { class: `left ${kind}`, x: 1, y: 1, width: 16, height: 12 })),

@@ -129,7 +129,10 @@ function walk(svg, grid) {
       rows[i][j].focus({ preventScroll: true });
       rows[i][j].scrollIntoView({ block: "nearest" });
       showTip(rows[i][j]);
-    } else if (e.key === "Enter" && tips.has(e.target)) openGroup(e.target.dataset.group);
+    } else if (e.key === "Enter" && tips.has(e.target)) {
+      e.preventDefault(); // the summary that gets the focus would close again
+      openGroup(e.target.dataset.group);
+    }
   });
   svg.addEventListener("click", (e) => { if (tips.has(e.target)) openGroup(e.target.dataset.group); });
 }
