@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 # In order: each uses words of those before it, and the last one starts.
-SCRIPTS = ("base", "tip", "model", "funnel", "strip", "compare", "tree", "tape", "lag", "curves", "page")
+SCRIPTS = (
+    *("base", "tip", "model", "funnel", "dots", "walk", "strip", "compare", "tree", "tape", "lag", "curves"),
+    "page",
+)
 
 EXACT_IN_JAVASCRIPT = 2**53
 

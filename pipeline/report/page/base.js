@@ -5,8 +5,10 @@ const NONE = "–";
 function dress(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
-    if (name === "style") for (const [key, text] of Object.entries(value)) element.style.setProperty(key, text);
-    else if (name === "on") for (const [event, f] of Object.entries(value)) element.addEventListener(event, f);
+    if (name === "style")
+      for (const [key, text] of Object.entries(value)) element.style.setProperty(key, text);
+    else if (name === "on")
+      for (const [event, f] of Object.entries(value)) element.addEventListener(event, f);
     else element.setAttribute(name, value === true ? "" : value);
   }
   element.append(...children.flat().filter((child) => child !== null && child !== undefined));
@@ -14,13 +16,14 @@ function dress(element, attributes, children) {
 }
 
 const h = (tag, attributes = {}, ...children) => dress(document.createElement(tag), attributes, children);
-const s = (tag, attributes = {}, ...children) => dress(document.createElementNS(SVG, tag), attributes, children);
+const s = (tag, attributes = {}, ...children) =>
+  dress(document.createElementNS(SVG, tag), attributes, children);
 const byId = (id) => document.getElementById(id);
 const words = (text) => [h("p", { class: "empty" }, text)];
 const column = (table, name) => (table && table[name]) || [];
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const sum = (values) => values.reduce((total, value) => total + (value || 0), 0);
-const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
+const plural = (n, word, many = `${word}s`) => `${count(n)} ${n === 1 ? word : many}`;
 
 function extent(values) {
   let low = Infinity;
@@ -34,7 +37,11 @@ function extent(values) {
 }
 
 function count(n) {
-  return isNumber(n) ? n.toLocaleString("en-US").replace("-", "−") : n === null || n === undefined ? NONE : String(n);
+  return isNumber(n)
+    ? n.toLocaleString("en-US").replace("-", "−")
+    : n === null || n === undefined
+      ? NONE
+      : String(n);
 }
 
 // Four significant digits, without trailing zeros.
@@ -75,7 +82,9 @@ function ticks([low, high], wanted) {
 
 // A mark by name and what it means.
 function legend(entries) {
-  const items = entries.map(([mark, text, kind]) => h("li", kind ? { "data-legend": kind } : {}, mark, h("span", {}, text)));
+  const items = entries.map(([mark, text, kind]) =>
+    h("li", kind ? { "data-legend": kind } : {}, mark, h("span", {}, text)),
+  );
   return h("ul", { class: "legend", "aria-label": "Legend" }, items);
 }
 

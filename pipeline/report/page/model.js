@@ -11,19 +11,38 @@ function readStep(step) {
   column(step.groups, "id").forEach((id, i) => {
     const at = (name) => column(step.groups, name)[i] ?? null;
     groups.set(String(id), {
-      id, label: at("label"), counted: at("rollouts"), expected: at("expected"), segments: at("segments"),
-      mean: at("reward_mean"), std: at("reward_std"), low: at("reward_min"), high: at("reward_max"),
-      flat: at("zero_variance") === true, complete: at("complete") !== false, lag: at("staleness"),
+      id,
+      label: at("label"),
+      counted: at("rollouts"),
+      expected: at("expected"),
+      segments: at("segments"),
+      mean: at("reward_mean"),
+      std: at("reward_std"),
+      low: at("reward_min"),
+      high: at("reward_max"),
+      flat: at("zero_variance") === true,
+      complete: at("complete") !== false,
+      lag: at("staleness"),
       rollouts: new Map(),
     });
   });
   const rows = column(step.rows, "row").map((row, i) => {
     const at = (name) => column(step.rows, name)[i] ?? null;
     return {
-      row, group: at("group"), rollout: at("rollout"), reward: at("reward"), advantage: at("advantage"),
-      byRow: at("advantage_by_row"), tokens: at("tokens"), weight: at("weight"), status: at("status"),
-      reason: at("reason") || "", lag: at("staleness"), minibatch: at("minibatch"),
-      microbatch: at("microbatch"), rank: at("rank"),
+      row,
+      group: at("group"),
+      rollout: at("rollout"),
+      reward: at("reward"),
+      advantage: at("advantage"),
+      byRow: at("advantage_by_row"),
+      tokens: at("tokens"),
+      weight: at("weight"),
+      status: at("status"),
+      reason: at("reason") || "",
+      lag: at("staleness"),
+      minibatch: at("minibatch"),
+      microbatch: at("microbatch"),
+      rank: at("rank"),
     };
   });
   for (const row of rows) placeRow(groups, row);
@@ -36,8 +55,19 @@ function placeRow(groups, row) {
   const key = String(row.group);
   if (!groups.has(key)) {
     groups.set(key, {
-      id: row.group, label: null, counted: null, expected: null, segments: null, mean: null, std: null,
-      low: null, high: null, flat: false, complete: true, lag: null, rollouts: new Map(),
+      id: row.group,
+      label: null,
+      counted: null,
+      expected: null,
+      segments: null,
+      mean: null,
+      std: null,
+      low: null,
+      high: null,
+      flat: false,
+      complete: true,
+      lag: null,
+      rollouts: new Map(),
     });
   }
   const group = groups.get(key);
@@ -81,4 +111,9 @@ function fate(rollout) {
   if (!rollout.reasons.length) return "in the loss";
   const left = rollout.reasons.join(", ");
   return rollout.trained ? `partly in the loss; rows left: ${left}` : `left: ${left}`;
+}
+
+function ofExpected(group) {
+  const counted = count(group.counted ?? group.rollouts.length);
+  return isNumber(group.expected) ? `${counted} of ${count(group.expected)}` : counted;
 }

@@ -20,7 +20,9 @@ function showTip(element) {
   box.style.top = `${above > 4 ? above : at.bottom + 8}px`;
 }
 
-const hideTip = () => { byId("tip").hidden = true; };
+const hideTip = () => {
+  byId("tip").hidden = true;
+};
 
 for (const event of ["pointerover", "focusin"]) {
   document.addEventListener(event, (e) => {
@@ -31,4 +33,6 @@ for (const event of ["pointerover", "focusin"]) {
 }
 for (const event of ["pointerleave", "focusout"]) document.documentElement.addEventListener(event, hideTip);
 document.addEventListener("scroll", hideTip, { capture: true, passive: true });
-document.addEventListener("keydown", (e) => { if (e.key === "Escape") hideTip(); });
+document.addEventListener("keydown", (e) => {
+  if (e.key === "Escape") hideTip();
+});
