@@ -363,6 +363,19 @@ def test_one_row_of_nothing_but_nulls_is_drawn(look):
     page.open("details.rollout")
 
 
+@pytest.mark.parametrize(
+    "rewards", [[1e20, 1e20], [1e9, 1e9 * (1 + 1e-9)], [-0.0, 0.0], [1e-30, 3e-30], [-1e300, 1e300]]
+)
+def test_rewards_of_any_size_are_drawn(look, rewards):
+    rows = pages.rollouts_of(0, rewards)
+    for row in rows:
+        row["advantage"] = row["advantage_by_row"] = row["reward"]
+    page = look(pages.run_of(pages.step_of(rows, size=2)))
+    assert all(0 < float(x) < 1200 for x in page.values("#strip .scroll .dot", "cx"))
+    assert 1 <= len(page.all("#strip .grid")) < 20
+    assert "−0" not in page.texts("#strip .axis text")
+
+
 def test_an_empty_batch_says_why_each_panel_is_empty(look):
     page = look(pages.empty_run())
     for panel in PANELS[:-1]:

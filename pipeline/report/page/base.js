@@ -37,11 +37,8 @@ function extent(values) {
 }
 
 function count(n) {
-  return isNumber(n)
-    ? n.toLocaleString("en-US").replace("-", "−")
-    : n === null || n === undefined
-      ? NONE
-      : String(n);
+  if (!isNumber(n)) return n === null || n === undefined ? NONE : String(n);
+  return (n || 0).toLocaleString("en-US").replace("-", "−"); // −0 is 0
 }
 
 // Four significant digits, without trailing zeros.
@@ -60,9 +57,10 @@ function common(values) {
   return known.every((value) => value === known[0]) ? known[0] : sum(known) / known.length;
 }
 
-// A linear scale; a domain of one value gets room on both sides.
+// A linear scale; a domain of one value, up to rounding, gets room on both sides.
 function scale([low, high], [from, to]) {
-  if (low === high) [low, high] = [low - 0.5, high + 0.5];
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  if (high - low <= 1e-9 * size) [low, high] = [low - (size / 2 || 0.5), high + (size / 2 || 0.5)];
   const map = (value) => from + ((value - low) / (high - low)) * (to - from);
   map.domain = [low, high];
   return map;
