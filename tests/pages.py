@@ -68,7 +68,7 @@ def funnel_of(rows: list[Row], actions: dict[str, str]) -> list[dict[str, Any]]:
         out = []
         for reason in reasons:
             gone = [row for row in left if row["reason"] == reason]
-            out.append({"reason": reason.split("/")[1], "action": actions[reason], **units(gone)})
+            out.append({"reason": reason.split("/", 1)[1], "action": actions[reason], **units(gone)})
         left = [row for row in left if row["reason"] not in reasons]
         stages.append({"name": stage, **units(left), "out": out})
     return stages

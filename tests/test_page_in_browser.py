@@ -405,6 +405,7 @@ def test_a_hostile_run_is_shown_as_text_and_runs_nothing(look):
     assert page.texts("h1") == [pages.HOSTILE]
     assert page.texts("p.prompt") == [pages.HOSTILE]
     assert f"left: gate/{pages.HOSTILE}" in page.texts("#tree td")
+    assert pages.HOSTILE.replace("_", " ") in page.texts("#funnel .why")
     assert pages.HOSTILE in page.texts("#curves .name")
 
 

@@ -7,6 +7,9 @@ const ACTIONS = {
   carried: "carried over to a later step",
 };
 
+// Whatever else took a row away, the row is gone.
+const actionOf = (out) => (Object.hasOwn(ACTIONS, out.action) ? out.action : "dropped");
+
 function bar(unit, whole, from, size, kind) {
   if (!whole || !isNumber(size)) return null;
   const start = Math.min(Math.max(from / whole, 0), 1);
@@ -59,7 +62,7 @@ function stageRows(stage, before, whole) {
   const wholly = (unit) =>
     sum((stage.out || []).map((out) => out[unit])) <= (before[unit] || 0) - (stage[unit] || 0);
   for (const out of stage.out || []) {
-    const action = Object.hasOwn(ACTIONS, out.action) ? out.action : "dropped";
+    const action = actionOf(out);
     const pieces = UNITS.map((unit) => {
       const left = wholly(unit);
       const piece = left && out[unit] ? bar(unit, whole[unit], gone[unit], out[unit], action) : null;
@@ -93,7 +96,7 @@ function drawFunnel({ step }) {
     { role: "rowgroup" },
     stages.flatMap((stage, k) => stageRows(stage, stages[k - 1] || whole, whole)),
   );
-  const used = new Set(stages.flatMap((stage) => (stage.out || []).map((out) => out.action)));
+  const used = new Set(stages.flatMap((stage) => (stage.out || []).map(actionOf)));
   const marks = ["kept", ...Object.keys(ACTIONS).filter((action) => used.has(action))].map((kind) => [
     swatch(s("rect", { class: `left ${kind}`, x: 1, y: 1, width: 16, height: 12 })),
     kind === "kept" ? "in the loss" : ACTIONS[kind],
