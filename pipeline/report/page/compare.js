@@ -1,0 +1,134 @@
+// What each row's advantage is, against what it were if the rows of a fan-out each had a vote.
+const CLOSE = 1e-5; // a few float32 roundings
+
+function pairsOf(rows) {
+  return rows
+    .filter((row) => isNumber(row.advantage) && isNumber(row.byRow))
+    .map((row) => {
+      const [a, b] = [row.advantage, row.byRow];
+      const differs = Math.abs(a - b) > CLOSE * Math.max(1, Math.abs(a), Math.abs(b));
+      return { row, a, b, kind: differs && a * b < 0 ? "flips" : differs ? "differs" : "same" };
+    });
+}
+
+function mark(kind, x, y) {
+  if (kind === "flips") return s("path", { class: "point flips", d: `M${x} ${y - 6}l6 6l-6 6l-6 -6z` });
+  return s("circle", { class: `point ${kind}`, cx: x, cy: y, r: kind === "same" ? 3 : 4.5 });
+}
+
+function scatter(pairs, width) {
+  const size = Math.min(width, 460);
+  const [low, high] = extent(pairs.flatMap(({ a, b }) => [a, b]));
+  const room = (high - low || 1) * 0.06;
+  const x = scale([low - room, high + room], [46, size - 10]);
+  const y = scale(x.domain, [size - 42, 10]);
+  const marks = ticks(x.domain, size < 380 ? 4 : 6);
+  const [from, to] = x.domain;
+  const order = { same: 0, differs: 1, flips: 2 };
+  const points = [...pairs]
+    .sort((p, q) => order[p.kind] - order[q.kind])
+    .map(({ row, a, b, kind }) => {
+      const point = mark(kind, x(a), y(b));
+      point.setAttribute("data-tip", "");
+      return tip(point, () => [
+        `row ${row.row}`,
+        `group ${row.group}, rollout ${row.rollout}`,
+        `by rollout ${number(a)}`,
+        `by row ${number(b)}`,
+      ]);
+    });
+  return s(
+    "svg",
+    {
+      class: "scatter",
+      width: size,
+      height: size,
+      role: "img",
+      "aria-label": `Scatter of ${plural(pairs.length, "row")}: advantage by row against advantage by rollout`,
+    },
+    marks
+      .map((tick) => [
+        s("line", { class: "grid", x1: x(tick), x2: x(tick), y1: y(from), y2: y(to) }),
+        s("line", { class: "grid", y1: y(tick), y2: y(tick), x1: x(from), x2: x(to) }),
+        s("text", { x: x(tick), y: size - 26 }, number(tick)),
+        s("text", { class: "end", x: 40, y: y(tick) + 4 }, number(tick)),
+      ])
+      .flat(),
+    s("line", { class: "diagonal", x1: x(from), y1: y(from), x2: x(to), y2: y(to) }),
+    s("text", { class: "title", x: (46 + size - 10) / 2, y: size - 6 }, "advantage by rollout"),
+    s(
+      "text",
+      { class: "title", transform: `translate(11 ${(size - 32) / 2}) rotate(-90)` },
+      "advantage by row",
+    ),
+    points,
+  );
+}
+
+function furthest(pairs) {
+  const some = pairs
+    .filter(({ kind }) => kind !== "same")
+    .sort((p, q) => Math.abs(q.a - q.b) - Math.abs(p.a - p.b))
+    .slice(0, 8);
+  if (!some.length) return null;
+  const names = ["row", "group", "rollout", "by rollout", "by row"];
+  return h(
+    "div",
+    { class: "across", tabindex: 0, role: "region", "aria-label": "Rows that differ most" },
+    h(
+      "table",
+      { class: "plain" },
+      h("caption", {}, "rows that differ most"),
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          names.map((name) => h("th", { scope: "col" }, name)),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        some.map(({ row, a, b }) =>
+          h(
+            "tr",
+            {},
+            [row.row, row.group, row.rollout].map((id) => h("td", {}, String(id))),
+            [a, b].map((value) => h("td", {}, number(value))),
+          ),
+        ),
+      ),
+    ),
+  );
+}
+
+function drawCompare({ model, width }) {
+  const pairs = pairsOf(model.rows);
+  if (!model.rows.length) return words("There are no rows at this step, so there is nothing to compare.");
+  if (!pairs.length)
+    return words("No row of this step has both advantages: none came as far as the advantage stage.");
+  const flips = pairs.filter(({ kind }) => kind === "flips").length;
+  const off = pairs.filter(({ kind }) => kind !== "same").length;
+  const said = off
+    ? `Counting rows instead of rollouts would change ${count(off)} of ${plural(pairs.length, "row")}, ` +
+      `and flip the sign of ${flips ? count(flips) : "none"}.`
+    : `Counting rows instead of rollouts would change none of ${plural(pairs.length, "row")}.`;
+  const marks = [
+    ["same", "the same either way"],
+    ["differs", "differs"],
+    ["flips", "flips its sign"],
+  ].map(([kind, text]) => [swatch(mark(kind, 9, 7)), text, kind]);
+  const side = h(
+    "div",
+    {},
+    h("p", { class: "said" }, said),
+    legend([
+      ...marks,
+      [swatch(s("line", { class: "diagonal", x1: 0, y1: 14, x2: 18, y2: 0 })), "equal", "diagonal"],
+    ]),
+    furthest(pairs),
+  );
+  return [h("div", { class: "beside" }, scatter(pairs, width), side)];
+}

@@ -1,0 +1,120 @@
+// Small multiples: one metric each, with the step that the page shows marked.
+const FIRST = 12;
+let allCurves = false;
+
+function path(xs, ys) {
+  let open = false;
+  return xs
+    .map((x, i) => {
+      const known = ys[i] !== null;
+      const word = known ? `${open ? "L" : "M"}${x.toFixed(1)} ${ys[i].toFixed(1)}` : "";
+      open = known;
+      return word;
+    })
+    .join("");
+}
+
+function drawCurve(name, values, steps, current, width) {
+  const height = 64;
+  const range = extent(values);
+  const at = steps.indexOf(current);
+  const now = at < 0 ? null : values[at];
+  const head = h(
+    "figcaption",
+    {},
+    h("span", { class: "name" }, name),
+    h("span", { class: "number" }, number(now)),
+  );
+  if (!range) return h("figure", {}, head, words("no number at any step"));
+  const x = scale(extent(steps), [7, width - 7]);
+  const y = scale(range, [height - 7, 7]);
+  const xs = steps.map(x);
+  const ys = values.map((value) => (isNumber(value) ? y(value) : null));
+  // A number between two gaps has no line to be seen by.
+  const alone = xs
+    .map((_, i) => i)
+    .filter((i) => ys[i] !== null && (ys[i - 1] ?? null) === null && (ys[i + 1] ?? null) === null);
+  const drawing = s(
+    "svg",
+    {
+      width,
+      height,
+      role: "img",
+      "aria-label":
+        `${name} over ${plural(steps.length, "step")}, from ${number(range[0])} to ${number(range[1])}; ` +
+        `at step ${current}: ${number(now)}`,
+    },
+    at < 0 ? null : s("line", { class: "now", x1: xs[at], x2: xs[at], y1: 0, y2: height }),
+    s("path", { class: "curve", d: path(xs, ys) }),
+    alone.map((i) => s("circle", { class: "alone", cx: xs[i], cy: ys[i], r: 2 })),
+    at < 0 || ys[at] === null ? null : s("circle", { class: "here", cx: xs[at], cy: ys[at], r: 4 }),
+  );
+  const ends =
+    range[0] === range[1] ? [`always ${number(range[0])}`] : [`${number(range[0])} to ${number(range[1])}`];
+  return h("figure", {}, head, drawing, h("p", { class: "range" }, ends));
+}
+
+function drawCurves({ run, step, width, redraw }) {
+  const names = Object.keys(run.curves);
+  if (!names.length) return words("No metric was recorded over the steps.");
+  const columns = Math.max(1, Math.floor((width + 20) / 220));
+  const each = (width - 20 * (columns - 1)) / columns;
+  const some = allCurves ? names : names.slice(0, FIRST);
+  const more =
+    names.length > some.length
+      ? h(
+          "button",
+          {
+            type: "button",
+            class: "more",
+            on: {
+              click: () => {
+                allCurves = true;
+                redraw();
+              },
+            },
+          },
+          `show all ${count(names.length)} metrics`,
+        )
+      : null;
+  return [
+    legend([
+      [
+        swatch(s("line", { class: "curve", x1: 0, x2: 18, y1: 7, y2: 7 })),
+        `the metric, steps ${count(run.curve_steps[0])} to ${count(run.curve_steps.at(-1))}`,
+        "curve",
+      ],
+      [
+        swatch([
+          s("line", { class: "now", x1: 9, x2: 9, y1: 0, y2: 14 }),
+          s("circle", { class: "here", cx: 9, cy: 7, r: 4 }),
+        ]),
+        `step ${count(step.step)}`,
+        "now",
+      ],
+    ]),
+    h(
+      "div",
+      { class: "multiples", style: { "grid-template-columns": `repeat(${columns}, minmax(0, 1fr))` } },
+      some.map((name) => drawCurve(name, run.curves[name], run.curve_steps, step.step, each)),
+    ),
+    more,
+  ].filter(Boolean);
+}
+
+function drawNumbers({ step }) {
+  const numbers = Object.entries(step.numbers || {});
+  if (!numbers.length) return words("No number was recorded at this step.");
+  return [
+    h(
+      "details",
+      { class: "numbers" },
+      h("summary", {}, plural(numbers.length, "number")),
+      h(
+        "dl",
+        {},
+        numbers.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, number(value)))),
+      ),
+    ),
+  ];
+}

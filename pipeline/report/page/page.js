@@ -1,0 +1,110 @@
+// What is chosen, and who draws it.
+const run = JSON.parse(byId("run").textContent);
+const NARROWEST = 260; // a page that is laid out later, in a hidden tab, has no width yet
+const state = { index: 0, sort: "id", filter: "all" };
+const PANELS = {
+  funnel: drawFunnel,
+  strip: drawStrip,
+  compare: drawCompare,
+  tree: drawTree,
+  tape: drawTape,
+  lag: drawLag,
+  curves: drawCurves,
+  numbers: drawNumbers,
+};
+
+function draw(names = Object.keys(PANELS)) {
+  const step = run.steps[state.index];
+  for (const name of names) {
+    const body = byId(name).querySelector(".body");
+    // Built away from the page and put in at once, so that the page does not jump.
+    body.replaceChildren(
+      ...PANELS[name]({
+        run,
+        step,
+        model: modelOf(step),
+        width: Math.max(body.clientWidth, NARROWEST),
+        sort: state.sort,
+        filter: state.filter,
+        redraw: () => draw([name]),
+      }),
+    );
+  }
+}
+
+function summarise(step) {
+  const [first, last] = [(step.funnel || [])[0], (step.funnel || []).at(-1)];
+  if (!first || !first.rows) return `Step ${count(step.step)}: no rows were collected.`;
+  const parts = ["rows", "rollouts", "groups"].map(
+    (unit) => `${count(last[unit])} of ${count(first[unit])} ${unit}`,
+  );
+  return `Step ${count(step.step)}: ${parts[0]} are in the loss, from ${parts[1]} and ${parts[2]}.`;
+}
+
+function show(index) {
+  state.index = Math.min(Math.max(index, 0), run.steps.length - 1);
+  const step = run.steps[state.index];
+  hideTip();
+  byId("summary").textContent = summarise(step);
+  const shown = step.shown || {};
+  byId("sampled").hidden = !(shown.groups < shown.of);
+  byId("sampled").textContent =
+    `The panels below the funnel show ${count(shown.groups)} of ${count(shown.of)} groups.`;
+  byId("slider").value = state.index;
+  byId("slider").setAttribute("aria-valuetext", `step ${step.step}`);
+  byId("number").value = step.step;
+  byId("previous").disabled = state.index === 0;
+  byId("next").disabled = state.index === run.steps.length - 1;
+  draw();
+}
+
+// The step with the number nearest to the one typed.
+function nearest(wanted) {
+  const gaps = run.steps.map((step) => Math.abs(step.step - wanted));
+  return gaps.indexOf(Math.min(...gaps));
+}
+
+function start() {
+  document.title = `${run.title} · headrace`;
+  byId("title").textContent = run.title;
+  byId("recipe").append(
+    ...run.recipe.map((stage) => h("li", {}, h("b", {}, stage.name), h("code", {}, stage.text))),
+  );
+  byId("recipe-box").hidden = !run.recipe.length;
+  byId("curves").hidden = run.curve_steps.length < 2;
+  if (!run.steps.length) {
+    byId("summary").textContent = "No step was recorded in this run.";
+    byId("stepper").hidden = true;
+    document.querySelector("main").hidden = true;
+    return;
+  }
+  const last = run.steps.length - 1;
+  byId("stepper").hidden = last === 0;
+  byId("slider").max = last;
+  byId("number").min = run.steps[0].step;
+  byId("number").max = run.steps[last].step;
+  byId("of").textContent =
+    `${count(run.steps.length)} steps, ${count(run.steps[0].step)} to ${count(run.steps[last].step)}`;
+  byId("slider").addEventListener("input", (e) => show(Number(e.target.value)));
+  byId("number").addEventListener("change", (e) => show(nearest(Number(e.target.value))));
+  byId("previous").addEventListener("click", () => show(state.index - 1));
+  byId("next").addEventListener("click", () => show(state.index + 1));
+  for (const name of ["sort", "filter"]) {
+    byId(name).value = state[name]; // browsers keep what was chosen before a reload
+    byId(name).addEventListener("change", (e) => {
+      state[name] = e.target.value;
+      draw(["strip", "tree"]);
+    });
+  }
+  let wide = document.documentElement.clientWidth;
+  window.addEventListener("resize", () =>
+    requestAnimationFrame(() => {
+      const now = document.documentElement.clientWidth;
+      if (now !== wide) draw(Object.keys(PANELS).filter((name) => name !== "tree"));
+      wide = now;
+    }),
+  );
+  show(last);
+}
+
+start();

@@ -1,0 +1,164 @@
+// A line per group, with the dots of its rollouts at their rewards.
+function groupName(group, room) {
+  const text = group.label ? `${group.id}  ${group.label.replace(/\s+/g, " ")}` : `group ${group.id}`;
+  const letters = Math.floor(room / 6.6);
+  return text.length > letters ? `${text.slice(0, Math.max(1, letters - 1))}…` : text;
+}
+
+function drawLine({ group, rollouts }, frame, y) {
+  const { dots, above, height } = stack(rollouts, frame.x);
+  const middle = y + above;
+  const room = frame.left - (frame.none ? 36 : 12);
+  const ends = extent(dots.filter((dot) => dot.rollout.reward !== null).map((dot) => dot.x));
+  const marks = dots.map((dot) => drawDot(dot, middle, frame.most));
+  const line = s(
+    "g",
+    { class: "line", "data-group": group.id },
+    group.complete
+      ? null
+      : s("rect", {
+          class: "incomplete",
+          x: frame.left - (frame.none ? 30 : 0),
+          y: y + 1,
+          height: height - 2,
+          width: frame.right - frame.left + (frame.none ? 30 : 0),
+        }),
+    s(
+      "svg",
+      { x: 0, y: middle - 10, width: room, height: 20 },
+      s("text", { class: "name", x: 4, y: 14 }, groupName(group, room - 4)),
+    ),
+    s("line", { class: "guide", x1: frame.left, x2: frame.right, y1: middle, y2: middle }),
+    ends ? s("line", { class: "span", x1: ends[0], x2: ends[1], y1: middle, y2: middle }) : null,
+    isNumber(group.mean)
+      ? s("line", {
+          class: "mean",
+          x1: frame.x(group.mean),
+          x2: frame.x(group.mean),
+          y1: middle - 9,
+          y2: middle + 9,
+        })
+      : null,
+    marks,
+    frame.right < frame.width - 40
+      ? s("text", { class: "count", x: frame.width - 4, y: middle + 4 }, ofExpected(group))
+      : null,
+  );
+  return { line, height, marks };
+}
+
+function stripAxis(frame) {
+  const marks = ticks(frame.x.domain, frame.right - frame.left < 260 ? 3 : 7);
+  return s(
+    "svg",
+    { class: "axis", width: frame.width, height: 34, "aria-hidden": "true" },
+    frame.none ? s("text", { x: frame.left - 18, y: 28 }, "none") : null,
+    s("text", { class: "title", x: (frame.left + frame.right) / 2, y: 11 }, "reward"),
+    frame.width > 560 ? s("text", { class: "count", x: frame.width - 4, y: 28 }, "rollouts") : null,
+    marks.map((tick) => s("text", { x: frame.x(tick), y: 28 }, number(tick))),
+  );
+}
+
+function stripFrame(lines, width) {
+  const rollouts = lines.flatMap(({ rollouts: some }) => some);
+  const none = rollouts.some((rollout) => rollout.reward === null);
+  const wide = width > 560;
+  const frame = {
+    width,
+    none,
+    left: (width > 900 ? 260 : wide ? 190 : 84) + (none ? 24 : 0),
+    right: width - (wide ? 70 : 14),
+  };
+  const domain = extent(
+    rollouts.map((rollout) => rollout.reward).concat(lines.map(({ group }) => group.mean)),
+  ) || [0, 1];
+  const along = scale(domain, [frame.left + 12, frame.right - 12]);
+  frame.x = (reward) => (reward === null ? frame.left - 18 : along(reward));
+  frame.x.domain = along.domain;
+  frame.most = Math.max(0, ...rollouts.map((rollout) => Math.abs(rollout.advantage ?? 0)));
+  return frame;
+}
+
+function stripLegend(lines, most) {
+  const has = (test) => lines.some(({ group, rollouts }) => rollouts.some((rollout) => test(rollout, group)));
+  const circle = (kind, r = 5, style = {}) =>
+    swatch(s("circle", { class: `dot ${kind}`, cx: 12, cy: 10, r, style }), 24, 20);
+  const sizes = [
+    ...new Set(lines.flatMap(({ rollouts }) => rollouts.map((rollout) => rollout.rows.length))),
+  ].sort((a, b) => a - b);
+  const some = sizes.length > 3 ? [sizes[0], sizes[Math.floor(sizes.length / 2)], sizes.at(-1)] : sizes;
+  const ramp = s(
+    "svg",
+    { class: "swatch", width: 96, height: 12, "aria-hidden": "true" },
+    s("rect", { class: "ramp", x: 0.5, y: 0.5, width: 95, height: 11, rx: 3 }),
+  );
+  return legend(
+    [
+      has((rollout, group) => rollout.advantage !== null && !group.flat)
+        ? [ramp, `advantage, −${number(most)} to ${number(most)}`, "advantage"]
+        : null,
+      has((rollout, group) => group.flat)
+        ? [circle("flat"), "rewards all equal: nothing to learn", "flat"]
+        : null,
+      has((rollout, group) => rollout.advantage === null && !group.flat)
+        ? [circle("none"), "left before it had an advantage", "none"]
+        : null,
+      has((rollout) => !rollout.trained) ? [circle("plain gone"), "dashed: left the loss", "gone"] : null,
+      lines.some(({ group }) => !group.complete)
+        ? [
+            swatch(s("rect", { class: "incomplete", width: 24, height: 14 }), 24),
+            "incomplete group",
+            "incomplete",
+          ]
+        : null,
+      [
+        swatch(s("line", { class: "mean", x1: 7, x2: 7, y1: 0, y2: 18 }), 14, 18),
+        "mean of the group",
+        "mean",
+      ],
+      ...some.map((size) => [circle("plain", radius(size)), plural(size, "segment"), "size"]),
+    ].filter(Boolean),
+  );
+}
+
+function drawStrip({ model, width, sort, filter }) {
+  if (!model.groups.length) return words("There are no rows at this step, so there is no rollout to draw.");
+  const lines = chosen(model, sort, filter);
+  if (!lines.length) {
+    return words(
+      filter === "trained"
+        ? "No rollout of this step is in the loss: all of them left."
+        : "No rollout left: all of them are in the loss.",
+    );
+  }
+  const frame = stripFrame(lines, width - 18); // room for the scroll bar
+  let y = 0;
+  const drawn = lines.map((line) => {
+    const done = drawLine(line, frame, y);
+    y += done.height;
+    return done;
+  });
+  const grid = ticks(frame.x.domain, frame.right - frame.left < 260 ? 3 : 7).map((tick) =>
+    s("line", { class: "grid", x1: frame.x(tick), x2: frame.x(tick), y1: 0, y2: y }),
+  );
+  const dots = drawn.reduce((total, { marks }) => total + marks.length, 0);
+  const svg = s(
+    "svg",
+    {
+      width: frame.width,
+      height: y,
+      role: "group",
+      "aria-label": `${plural(dots, "rollout")} of ${plural(lines.length, "group")} at their rewards`,
+    },
+    grid,
+    drawn.map(({ line }) => line),
+  );
+  walk(
+    svg,
+    drawn.map(({ marks }) => marks),
+  );
+  return [
+    stripLegend(lines, frame.most),
+    h("div", { class: "scroll", role: "region", "aria-label": "Strip plot" }, stripAxis(frame), svg),
+  ];
+}

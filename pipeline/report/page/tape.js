@@ -1,0 +1,135 @@
+// For each minibatch a tape per rank; pieces are micro-batches, as wide as their tokens.
+function tapesOf(rows, weigh) {
+  const minibatches = new Map();
+  for (const row of rows) {
+    const name = row.minibatch ?? null;
+    if (!minibatches.has(name)) minibatches.set(name, new Map());
+    const ranks = minibatches.get(name);
+    const rank = row.rank ?? 0;
+    if (!ranks.has(rank)) ranks.set(rank, new Map());
+    const pieces = ranks.get(rank);
+    const piece = row.microbatch ?? 0;
+    const before = pieces.get(piece) || { size: 0, rows: 0 };
+    pieces.set(piece, { size: before.size + weigh(row), rows: before.rows + 1 });
+  }
+  const ordered = (map) => [...map].sort(([a], [b]) => (a === null) - (b === null) || a - b);
+  return ordered(minibatches).map(([name, ranks]) => ({
+    name,
+    ranks: ordered(ranks).map(([rank, pieces]) => ({
+      rank,
+      pieces: ordered(pieces),
+      size: sum([...pieces.values()].map((piece) => piece.size)),
+    })),
+  }));
+}
+
+function imbalance(sizes) {
+  const mean = sum(sizes) / sizes.length;
+  return mean ? (Math.max(...sizes) / mean).toFixed(2) : NONE;
+}
+
+function drawPiece([name, piece], from, whole, width, unit) {
+  const part = whole ? (piece.size / whole) * 100 : 0;
+  const text = count(name);
+  const node = s(
+    "svg",
+    { class: "piece", x: `${from}%`, width: `${part}%`, height: 22, "data-tip": "" },
+    s("rect", { class: name % 2 ? "odd" : "even", width: "100%", height: "100%" }),
+    s("rect", { class: "cut", width: 1, height: "100%" }),
+    (part / 100) * width > 8 * text.length + 8 ? s("text", { x: 5, y: 15.5 }, text) : null,
+  );
+  return tip(node, () => [
+    `micro-batch ${text}`,
+    `${count(piece.size)} ${unit}`,
+    `${plural(piece.rows, "row")}`,
+  ]);
+}
+
+function drawTapes({ name, ranks }, width, unit) {
+  const whole = Math.max(...ranks.map((rank) => rank.size));
+  const room = width - 150;
+  const title = name === null ? "not split into minibatches" : `minibatch ${count(name)}`;
+  const all = ranks.flatMap((rank) => rank.pieces.map(([, piece]) => piece.size));
+  const overRanks = `${imbalance(ranks.map((rank) => rank.size))} over ${plural(ranks.length, "rank")}`;
+  const overPieces = `${imbalance(all)} over ${plural(all.length, "micro-batch", "micro-batches")}`;
+  const facts = `max / mean: ${overRanks}, ${overPieces}`;
+  return h(
+    "div",
+    { class: "minibatch" },
+    h("h3", {}, title, h("span", { class: "facts" }, facts)),
+    ranks.map(({ rank, pieces, size }) => {
+      let from = 0;
+      const drawn = pieces.map((piece) => {
+        const node = drawPiece(piece, from, whole, room, unit);
+        from += whole ? (piece[1].size / whole) * 100 : 0;
+        return node;
+      });
+      const idle =
+        100 - from > 0.05
+          ? s("rect", { class: "idle", x: `${from}%`, width: `${100 - from}%`, height: 22 })
+          : null;
+      return h(
+        "div",
+        { class: "rank" },
+        h("span", { class: "who" }, `rank ${count(rank)}`),
+        s(
+          "svg",
+          {
+            class: "tape",
+            height: 22,
+            role: "img",
+            "aria-label":
+              `${title}, rank ${count(rank)}: ` +
+              `${plural(pieces.length, "micro-batch", "micro-batches")}, ${count(size)} ${unit}`,
+          },
+          idle,
+          drawn,
+        ),
+        h("span", { class: "size" }, count(size)),
+      );
+    }),
+  );
+}
+
+function drawTape({ model, width }) {
+  // A row that was masked later still takes its place in its minibatch.
+  const rows = model.rows.filter((row) => row.minibatch !== null || !row.reason);
+  if (!model.rows.length) return words("There are no rows at this step, so there is no micro-batch.");
+  if (!rows.length) return words("No row of this step is in the loss, so there is no micro-batch.");
+  const known = rows.some((row) => isNumber(row.tokens) && row.tokens > 0);
+  const unit = known ? "tokens" : "rows";
+  const minibatches = tapesOf(rows, (row) => (known ? row.tokens || 0 : 1));
+  const waits = minibatches.some(({ ranks }) =>
+    ranks.some(({ size }) => size < Math.max(...ranks.map((rank) => rank.size))),
+  );
+  return [
+    known ? null : h("p", { class: "note" }, "The tokens are not known here, so widths are rows."),
+    legend(
+      [
+        [
+          swatch(
+            [
+              s("rect", { class: "even", width: 14, height: 14 }),
+              s("rect", { class: "odd", x: 14, width: 14, height: 14 }),
+            ],
+            28,
+          ),
+          "micro-batches, by turns",
+          "piece",
+        ],
+        waits
+          ? [
+              swatch(s("rect", { class: "idle", x: 0.5, y: 0.5, width: 17, height: 13 })),
+              "waiting for the longest rank",
+              "idle",
+            ]
+          : null,
+      ].filter(Boolean),
+    ),
+    h(
+      "div",
+      { class: "scroll", tabindex: 0, role: "region", "aria-label": "Tapes by minibatch" },
+      minibatches.map((minibatch) => drawTapes(minibatch, width, unit)),
+    ),
+  ].filter(Boolean);
+}

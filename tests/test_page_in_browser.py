@@ -1,0 +1,482 @@
+"""The report as it is seen: drawn, sorted, opened and read in a browser."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+
+import pages
+import pytest
+
+from headrace.pipeline.report import write_page
+
+pytestmark = pytest.mark.browser
+
+webdriver = pytest.importorskip(
+    "selenium.webdriver", reason="selenium is not installed: the extra `dev` has it"
+)
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+FLAGS = ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run")
+PANELS = ("funnel", "strip", "compare", "tree", "tape", "lag", "numbers")
+
+
+@pytest.fixture(scope="session")
+def driver():
+    if not BROWSER or not DRIVER:
+        pytest.skip("needs chromium and chromedriver on PATH (Debian: chromium, chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for flag in FLAGS:
+        options.add_argument(flag)
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        options.add_argument("--no-sandbox")  # chromium refuses root otherwise
+    # A driver that is named is used; selenium would look for one to download else.
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def look(driver, tmp_path):
+    """Opens a run's page; at the end of the test its console must be empty."""
+
+    def open_page(run, *, scheme="light", width=1200, motion="no-preference"):
+        write_page(run, tmp_path / "page.html")
+        media = [{"name": "prefers-color-scheme", "value": scheme}]
+        media += [{"name": "prefers-reduced-motion", "value": motion}]
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        driver.get((tmp_path / "page.html").as_uri())
+        return Page(driver)
+
+    yield open_page
+    assert driver.get_log("browser") == []
+
+
+class Page:
+    def __init__(self, driver):
+        self.driver = driver
+
+    def all(self, selector):
+        return self.driver.find_elements("css selector", selector)
+
+    def one(self, selector):
+        (found,) = self.all(selector)
+        return found
+
+    def texts(self, selector):
+        script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
+        return self.driver.execute_script(script, selector)
+
+    def values(self, selector, name):
+        script = (
+            "return [...document.querySelectorAll(arguments[0])].map((e) => e.getAttribute(arguments[1]))"
+        )
+        return self.driver.execute_script(script, selector, name)
+
+    def css(self, selector, name):
+        styles = "[...document.querySelectorAll(arguments[0])].map((e) => getComputedStyle(e))"
+        return self.driver.execute_script(f"return {styles}.map((e) => e[arguments[1]])", selector, name)
+
+    def choose(self, control, value):
+        script = "const e = document.getElementById(arguments[0]); e.value = arguments[1]; "
+        self.driver.execute_script(script + "e.dispatchEvent(new Event('change'))", control, value)
+
+    def open(self, selector):
+        script = "for (const e of document.querySelectorAll(arguments[0])) e.open = true"
+        self.driver.execute_script(script, selector)
+        ready = "return [...document.querySelectorAll(arguments[0])].every((e) => e.childElementCount > 1)"
+        for _ in range(50):
+            if self.driver.execute_script(ready, selector):
+                return
+        raise AssertionError(f"{selector} stayed empty")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", [*pages.RUNS, "hostile"])
+def test_every_panel_says_something_and_the_console_nothing(look, name, scheme):
+    run = pages.hostile_run() if name == "hostile" else pages.RUNS[name]()
+    page = look(run, scheme=scheme)
+    for panel in PANELS:
+        assert page.one(f"#{panel} .body").text
+    assert page.one("#summary").text.startswith("Step ")
+
+
+@pytest.mark.parametrize("name", ["fan-out", "incomplete", "filtered"])
+def test_there_is_a_dot_for_each_rollout_and_a_line_for_each_group(look, name):
+    run = pages.RUNS[name]()
+    rows = run["steps"][-1]["rows"]
+    page = look(run)
+    dots = page.values("#strip .scroll .dot", "data-rollout")
+    assert sorted(map(int, dots)) == sorted(set(rows["rollout"]))
+    assert page.values("#strip .line", "data-group") == [str(g) for g in sorted(set(rows["group"]))]
+
+
+def test_no_dot_hides_another(look):
+    """Twenty equal rewards stand beside one another, the same way at each look."""
+    run = pages.run_of(pages.step_of(pages.rollouts_of(0, [1.0] * 12 + [0.0] * 8), size=20))
+    places = []
+    for _ in range(2):
+        page = look(run)
+        places.append(
+            list(zip(*(page.values("#strip .scroll .dot", key) for key in ("cx", "cy")), strict=True))
+        )
+    assert len(set(places[0])) == 20
+    assert places[0] == places[1]
+
+
+def test_the_advantage_is_orange_below_zero_and_blue_above(look):
+    page = look(pages.fan_out_run(1))
+    fills = dict(
+        zip(page.values(".dot.scaled", "data-rollout"), page.css(".dot.scaled", "fill"), strict=True)
+    )
+
+    def red_less_blue(rollout):
+        # Mixed colours come as `color(srgb r g b)`.
+        red, _, blue = map(float, re.findall(r"[\d.]+", fills[rollout])[:3])
+        return red - blue
+
+    assert red_less_blue("0") > 0.4  # reward 0 of 0, 0.4, …, 1
+    assert red_less_blue("3") < -0.3
+
+
+def test_groups_of_equal_rewards_are_grey_and_incomplete_ones_hatched(look):
+    page = look(pages.fan_out_run(1))
+    assert page.values("#strip .scroll .dot.flat", "data-group") == ["3"] * 4
+    assert len({*page.css("#strip .scroll .dot.flat", "fill")}) == 1
+    assert not page.all("#strip .scroll rect.incomplete")
+    page = look(pages.incomplete_run())
+    assert page.values("#strip .line:has(rect.incomplete)", "data-group") == ["2", "5"]
+    assert {*page.css("#strip .line rect.incomplete", "fill")} == {'url("#incomplete")'}
+
+
+def test_a_dot_grows_with_its_segments(look):
+    """Twice the segments, twice the area."""
+    page = look(pages.incomplete_run())
+    radius = dict(
+        zip(
+            page.values(".dot[data-group='8']", "data-rollout"),
+            page.values(".dot[data-group='8']", "r"),
+            strict=True,
+        )
+    )
+    assert float(radius["801"]) ** 2 == pytest.approx(2 * float(radius["800"]) ** 2)
+    assert float(radius["803"]) ** 2 == pytest.approx(3 * float(radius["800"]) ** 2)
+
+
+@pytest.mark.parametrize("name", ["fan-out", "incomplete", "filtered"])
+def test_a_legend_explains_every_mark_that_is_drawn(look, name):
+    page = look(pages.RUNS[name]())
+    kinds = set(page.values("#strip [data-legend]", "data-legend"))
+    drawn = {"scaled": "advantage", "flat": "flat", "none": "none", "gone": "gone"}
+    for mark, entry in drawn.items():
+        assert bool(page.all(f"#strip .scroll .dot.{mark}")) == (entry in kinds), mark
+    assert bool(page.all("#strip .scroll rect.incomplete")) == ("incomplete" in kinds)
+    actions = {word for mark in page.values("#funnel table .left", "class") for word in mark.split()} - {
+        "left"
+    }
+    assert actions == set(page.values("#funnel [data-legend]", "data-legend"))
+
+
+def test_the_funnel_tells_what_left_and_how(look):
+    page = look(pages.incomplete_run())
+    said = page.one("#funnel").text
+    for words in ("incomplete, dropped", "failed, dropped", "truncated, excluded", "remainder, carried"):
+        assert words in said
+    assert page.texts("#funnel tr.out:nth-child(3) td .number") == ["−4", "−4", "2", "−393"]
+    # Group 5 left for two reasons, so neither takes whole groups away: no minus, and no bar.
+    assert len(page.all("#funnel tr.out:nth-child(3) td rect.left")) == 3
+    assert page.texts("#funnel tr.stage td[data-unit=rows] .number") == ["20", "15", "15", "14", "14", "13"]
+
+
+@pytest.mark.parametrize(
+    ("order", "groups"),
+    [
+        ("id", ["1", "2", "4", "5", "8"]),
+        ("mean", ["8", "5", "2", "1", "4"]),  # 0.125, 0.25, 1/3, 0.5, 0.75
+        ("std", ["1", "2", "4", "8", "5"]),  # 0.5, 0.471, 0.433, 0.217, 0
+        ("lag", ["2", "5", "8", "1", "4"]),  # 2, 2, 2, 1, 1
+    ],
+)
+def test_groups_are_sorted_in_the_strip_and_in_the_tree(look, order, groups):
+    page = look(pages.incomplete_run())
+    page.choose("sort", order)
+    assert page.values("#strip .line", "data-group") == groups
+    assert page.values("#tree details.group", "data-group") == groups
+
+
+def test_rollouts_are_filtered_by_where_they_went(look):
+    page = look(pages.incomplete_run())
+    seen = {}
+    for choice in ("all", "trained", "left"):
+        page.choose("filter", choice)
+        seen[choice] = page.values("#strip .scroll .dot", "data-rollout")
+    assert {"200", "201", "202", "500", "501", "103"} <= {*seen["left"]}
+    assert "803" in seen["trained"]  # one of its three rows left
+    assert sorted(seen["all"]) == sorted(seen["trained"] + seen["left"])
+
+
+def test_ids_beyond_a_double_are_told_apart_and_in_order(look):
+    big = 2**60
+    rows = pages.rollouts_of(0, [0, 1]) + pages.rollouts_of(1, [0, 1])
+    for k, row in enumerate(rows):
+        row["group"], row["rollout"] = big + 1 - row["group"], big + k
+    page = look(pages.run_of(pages.step_of(rows, size=2)))
+    assert page.values("#strip .line", "data-group") == [str(big), str(big + 1)]
+    assert len(page.all("#strip .scroll .dot")) == 4
+
+
+def test_rows_that_a_count_by_rows_would_change_are_counted(look):
+    """Groups 3 (equal) and 6 (no fan-out) stay as they are."""
+    run = pages.fan_out_run(1)
+    rows = run["steps"][0]["rows"]
+    pairs = list(zip(rows["advantage"], rows["advantage_by_row"], rows["group"], strict=True))
+    differ = [(a, b) for a, b, group in pairs if group not in (3, 6)]
+    flips = sum(a * b < 0 for a, b in differ)
+    page = look(run)
+    assert f"would change {len(differ)} of {len(pairs)} rows" in page.one(".said").text
+    assert f"flip the sign of {flips}." in page.one(".said").text
+    drawn = [len(page.all(f".scatter .point.{kind}")) for kind in ("same", "differs", "flips")]
+    assert drawn == [len(pairs) - len(differ), len(differ) - flips, flips]
+    assert page.all(".scatter .diagonal")
+
+
+def test_the_tree_is_built_when_opened_and_says_why_each_row_left(look):
+    run = pages.incomplete_run()
+    page = look(run)
+    assert not page.all("#tree details.rollout")
+    page.open("#tree details.group")
+    assert not page.all("#tree table")
+    page.open("#tree details.rollout")
+    rows = run["steps"][0]["rows"]
+    cells = page.texts("#tree tbody td:nth-child(7)")
+    assert len(cells) == len(rows["row"])
+    expected = [f"left: {reason}" if reason else "in the loss" for reason in rows["reason"]]
+    assert sorted(cells) == sorted(expected)
+    assert "partly in the loss; rows left: filter/truncated" in page.one("#tree").text
+
+
+def test_a_long_tree_is_shown_in_parts_and_a_dot_opens_its_group(look):
+    rows = [row for group in range(60) for row in pages.rollouts_of(group, [0, 1])]
+    page = look(pages.run_of(pages.step_of(rows, size=2)), motion="reduce")
+    assert len(page.all("#tree details.group")) == 25
+    page.driver.execute_script(
+        "document.querySelector('.dot[data-group=\"55\"]').dispatchEvent(new Event('click', {bubbles: true}))"
+    )
+    assert page.values("#tree details.group[open]", "data-group") == ["55"]
+    assert page.texts("#tree details.group[open] details.rollout .name") == ["rollout 5500", "rollout 5501"]
+
+
+def test_the_strip_is_read_by_the_keyboard(look):
+    page = look(pages.fan_out_run(1), motion="reduce")
+    assert page.values("#strip .scroll .dot[tabindex='0']", "data-rollout") == ["0"]
+    page.driver.execute_script("document.querySelector('.dot[tabindex=\"0\"]').focus()")
+    page.driver.switch_to.active_element.send_keys("\ue014\ue014")  # right, right
+    assert page.driver.switch_to.active_element.get_attribute("data-rollout") == "2"
+    assert page.one("#tip").text.startswith("group 0, rollout 2\nreward ")
+    page.driver.switch_to.active_element.send_keys("\ue015")  # down
+    assert page.driver.switch_to.active_element.get_attribute("data-group") == "1"
+    page.driver.switch_to.active_element.send_keys("\ue00c")  # escape
+    assert not page.one("#tip").is_displayed()
+    page.driver.switch_to.active_element.send_keys("\ue007")  # enter
+    assert page.values("#tree details[open]", "data-group") == ["1"]
+
+
+def test_every_drawing_and_control_has_a_name(look):
+    page = look(pages.fan_out_run())
+    script = """
+    const part = (e) => e.parentElement.closest("[role=img], [aria-hidden]");  // of something with a name
+    const named = (e) => e.getAttribute("aria-label") || e.getAttribute("aria-hidden") || e.textContent.trim()
+      || (e.labels && e.labels.length) || part(e);
+    return [...document.querySelectorAll("svg, button, input, select, summary, section, [role=img]")]
+      .filter((e) => !named(e)).map((e) => e.outerHTML.slice(0, 120));
+    """
+    assert page.driver.execute_script(script) == []
+
+
+def test_tapes_show_each_rank_and_its_tokens(look):
+    run = pages.fan_out_run(1)
+    rows = run["steps"][0]["rows"]
+    totals: dict[tuple[int, int], int] = {}
+    for minibatch, rank, tokens in zip(rows["minibatch"], rows["rank"], rows["tokens"], strict=True):
+        if minibatch is not None:
+            totals[minibatch, rank] = totals.get((minibatch, rank), 0) + tokens
+    page = look(run)
+    assert page.texts("#tape .rank .size") == [f"{totals[key]:,}" for key in sorted(totals)]
+    first = [totals[0, 0], totals[0, 1]]
+    ratio = max(first) / (sum(first) / 2)
+    assert f"max / mean: {ratio:.2f} over 2 ranks" in page.texts("#tape h3")[0]
+    assert len(page.all("#tape .piece")) == 12
+
+
+def test_rows_without_minibatch_or_rank_are_one_tape(look):
+    rows = pages.rollouts_of(0, [0, 1])
+    page = look(pages.run_of(pages.step_of(rows, size=2)))
+    assert "not split into minibatches" in page.one("#tape").text
+    assert page.texts("#tape .who") == ["rank 0"]
+    for row in rows:
+        row["tokens"] = None
+    made = pages.step_of([row | {"tokens": 0} for row in rows], size=2)
+    made["rows"]["tokens"] = [None, None]
+    assert "widths are rows" in look(pages.run_of(made)).one("#tape").text
+
+
+def test_the_step_is_chosen_and_marked_on_the_curves(look):
+    page = look(pages.fan_out_run())
+    assert page.one("#number").get_attribute("value") == "40"
+    assert not page.one("#next").is_enabled()
+    page.one("#previous").click()
+    assert page.one("#summary").text.startswith("Step 30:")
+    page.choose("number", "9")
+    assert page.one("#summary").text.startswith("Step 10:")
+    assert page.texts("#curves figure .number")[0] == "0.6862"  # 1 − 0.9^11
+    assert len(page.all("#curves .multiples .now")) == 4  # all but the curve without a number
+    assert "no number at any step" in page.one("#curves").text
+
+
+def test_one_step_has_neither_selector_nor_curves(look):
+    page = look(pages.incomplete_run())
+    assert not page.one("#stepper").is_displayed()
+    assert not page.one("#curves").is_displayed()
+
+
+def test_a_run_without_steps_says_so(look):
+    page = look(pages.run_of())
+    assert page.one("#summary").text == "No step was recorded in this run."
+    assert not page.one("main").is_displayed()
+
+
+def test_one_row_of_nothing_but_nulls_is_drawn(look):
+    row = dict.fromkeys(pages.ROW_COLUMNS) | {"group": 1, "rollout": 1, "reason": ""}
+    made = pages.step_of([row | {"tokens": 0}], size=None)
+    made["rows"]["tokens"] = [None]
+    for unit in pages.UNITS:
+        made["funnel"][0][unit] = None
+    page = look(pages.run_of(made))
+    assert len(page.all("#strip .scroll .dot.none")) == 1
+    page.open("details.group")
+    page.open("details.rollout")
+
+
+@pytest.mark.parametrize(
+    "rewards", [[1e20, 1e20], [1e9, 1e9 * (1 + 1e-9)], [-0.0, 0.0], [1e-30, 3e-30], [-1e300, 1e300]]
+)
+def test_rewards_of_any_size_are_drawn(look, rewards):
+    rows = pages.rollouts_of(0, rewards)
+    for row in rows:
+        row["advantage"] = row["advantage_by_row"] = row["reward"]
+    page = look(pages.run_of(pages.step_of(rows, size=2)))
+    assert all(0 < float(x) < 1200 for x in page.values("#strip .scroll .dot", "cx"))
+    assert 1 <= len(page.all("#strip .grid")) < 20
+    assert "−0" not in page.texts("#strip .axis text")
+
+
+def test_an_empty_batch_says_why_each_panel_is_empty(look):
+    page = look(pages.empty_run())
+    for panel in PANELS[:-1]:
+        assert re.search("no rows|no groups", page.one(f"#{panel} .empty").text, re.I), panel
+
+
+def test_a_batch_of_which_all_left_says_so(look):
+    page = look(pages.filtered_run())
+    assert "0 of 12 rows are in the loss" in page.one("#summary").text
+    assert "nothing trains at this step" in page.one("#funnel .empty").text
+    assert "none came as far as the advantage" in page.one("#compare .empty").text
+    assert "No row of this step is in the loss" in page.one("#tape .empty").text
+    assert "is not known" in page.one("#lag .empty").text
+    page.choose("filter", "trained")
+    assert "all of them left" in page.one("#strip .empty").text
+
+
+def test_a_hostile_run_is_shown_as_text_and_runs_nothing(look):
+    page = look(pages.hostile_run())
+    page.open("details.group")
+    page.open("details.rollout")
+    page.driver.execute_script("document.querySelector('.dot').focus()")
+    page.driver.execute_script("for (const e of document.querySelectorAll('details')) e.open = true")
+    assert page.driver.execute_script("return window.ran") is None
+    assert not page.all("img")
+    assert len(page.all("script")) == 2
+    assert page.texts("h1") == [pages.HOSTILE]
+    assert page.texts("p.prompt") == [pages.HOSTILE]
+    assert f"left: gate/{pages.HOSTILE}" in page.texts("#tree td")
+    assert pages.HOSTILE.replace("_", " ") in page.texts("#funnel .why")
+    assert pages.HOSTILE in page.texts("#curves .name")
+
+
+CONTRAST = """
+// The least contrast of all text by WCAG 2: (L1 + 0.05) / (L2 + 0.05), over what lies behind it.
+const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+const rgb = (colour) => {
+  canvas.clearRect(0, 0, 1, 1);
+  canvas.fillStyle = colour;
+  canvas.fillRect(0, 0, 1, 1);
+  return [...canvas.getImageData(0, 0, 1, 1).data];
+};
+const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+const light = (c) => [0.2126, 0.7152, 0.0722].reduce((sum, part, i) => sum + part * linear(c[i] / 255), 0);
+const behind = (e) => {
+  const piece = e.closest(".piece");
+  if (piece) return rgb(getComputedStyle(piece.querySelector("rect")).fill);
+  for (let at = e; at; at = at.parentElement) {
+    const c = rgb(getComputedStyle(at).backgroundColor);
+    if (c[3] === 255) return c;
+  }
+  return rgb("white");
+};
+const found = [];
+for (const e of document.querySelectorAll("body *")) {
+  const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+  if (!own || !e.checkVisibility() || e.matches("script, style, noscript, option, button:disabled")) continue;
+  const colour = rgb(e instanceof SVGElement ? getComputedStyle(e).fill : getComputedStyle(e).color);
+  const [a, b] = [light(colour), light(behind(e))].sort((x, y) => y - x);
+  const name = `${e.tagName} ${e.getAttribute("class")} ${e.textContent.slice(0, 40)}`;
+  found.push([(a + 0.05) / (b + 0.05), name]);
+}
+return found;
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["fan-out", "incomplete", "empty"])
+def test_all_text_has_a_contrast_of_at_least_4_5(look, name, scheme):
+    page = look(pages.RUNS[name](), scheme=scheme)
+    page.open("details.group")
+    page.driver.execute_script("const d = document.querySelector('.dot'); if (d) d.focus()")
+    found = page.driver.execute_script(CONTRAST)
+    assert len(found) > 20
+    assert [entry for entry in found if entry[0] < 4.5] == []
+
+
+def test_the_themes_differ(look):
+    assert look(pages.empty_run()).css("body", "backgroundColor") != look(
+        pages.empty_run(), scheme="dark"
+    ).css("body", "backgroundColor")
+
+
+@pytest.mark.parametrize("width", [360, 700, 1600])
+@pytest.mark.parametrize("name", [*pages.RUNS, "hostile"])
+def test_nothing_is_wider_than_the_window(look, name, width):
+    run = pages.hostile_run() if name == "hostile" else pages.RUNS[name]()
+    page = look(run, width=width)
+    page.open("details.group")
+    page.open("details.rollout")
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
+    script = """
+    const edge = document.documentElement.clientWidth;
+    return [...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right > edge + 1
+      && !e.closest(".across, svg, summary .prompt, #tip")).map((e) => e.outerHTML.slice(0, 100));
+    """
+    assert page.driver.execute_script(script) == []
+
+
+def test_five_thousand_rows_are_drawn(look):
+    page = look(pages.large_run(5000))
+    assert len(page.all("#strip .scroll .dot")) == 5000
+    assert "show 200 of 1,234 groups" in page.one("#sampled").text
+    assert len(page.all("#tape .rank")) == 32
