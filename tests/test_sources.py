@@ -313,13 +313,13 @@ def test_nemo_rl_rows_are_slices_of_one_and_end_at_their_length(tmp_path):
     assert advantages(batch) == [-1.0, 1.0, -1.0, 1.0]
 
 
-def test_open_instruct_groups_are_prompts_and_a_step_may_go_on_in_the_next_shard(tmp_path):
+def test_open_instruct_groups_are_prompts_and_metadata_are_left_aside(tmp_path):
     rows = [
         open_instruct_row(i, i // 2, float(i), finish_reason="length" if i == 3 else "stop") for i in range(4)
     ]
     write_lines(tmp_path / "run_metadata.jsonl", [{"run_name": "run"}])
-    write_lines(tmp_path / "run_rollouts_000000.jsonl", rows[:3])
-    write_lines(tmp_path / "run_rollouts_000001.jsonl", [rows[3], open_instruct_row(0, 0, 1.0, step=4)])
+    write_lines(tmp_path / "run_rollouts_000000.jsonl", rows)
+    write_lines(tmp_path / "run_rollouts_000001.jsonl", [open_instruct_row(0, 0, 1.0, step=4)])
     source = open_source(tmp_path)
     (step, batch), (after, _) = list(source)
     assert (source.format, step, after) == ("open_instruct", 3, 4)

@@ -63,14 +63,14 @@ class Source:
             same = bool(rows) and step == (rows[0].step or 0)
             if not same:
                 if rows:
-                    yield self._batch(rows)
-                    rows = []
+                    rows, done = [], self._batch(rows)
+                    yield done
                 if step <= last:
                     raise SourceError(
                         f"{path}: steps ascend and stay together; found step {step} after step {last}. Was "
                         "the run resumed, or are files of two runs mixed? Read them one at a time"
                     )
-            elif first and not READERS[self.format].shards:
+            elif first:
                 raise SourceError(f"{path}: a step is in one file; found step {step} in the file before, too")
             last = step
             if isinstance(item, tuple):

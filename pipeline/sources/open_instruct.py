@@ -3,7 +3,7 @@
 Schema: allenai/open-instruct at 00feb3a, ``open_instruct/rl_utils.py`` (``RolloutRecord``,
 ``save_rollouts_to_disk``): ``step``, ``sample_idx``, ``prompt_idx``, ``prompt_tokens``,
 ``response_tokens``, ``reward``, ``advantage``, ``finish_reason``, ``dataset``, ``ground_truth``,
-``request_info``, ``logprobs``. A shard has ten thousand rollouts, and a step may go on in the next one.
+``request_info``, ``logprobs``. A shard has about ten thousand rollouts, and a step is in one shard.
 
 ``prompt_idx`` is ``sample_idx`` divided by the rollouts a prompt: with ``mask_truncated_completions`` rows
 have gone before it is made, and it would put strangers into one group. So the samples of a group must have

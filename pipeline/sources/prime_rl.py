@@ -26,7 +26,7 @@ from headrace.transforms.status import Status
 from .jsonl import read_jsonl
 from .paths import Branch, branches
 from .reading import Reading
-from .record import Record
+from .record import Record, as_number
 from .sample import Sample
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
@@ -121,7 +121,10 @@ def _reward(trace: Record, key: str | None) -> float | None:
     names = list(rewards.data) if rewards is not None else []
     values = [_value(rewards.record(name, optional=True)) for name in names if key in (None, name)]
     given = [value for value in values if value is not None]
-    return sum(given) if given else None
+    total = as_number(sum(given))
+    if total is None:
+        raise trace.fail("'rewards' must add up to a finite number", given)
+    return total if given else None
 
 
 def _value(reward: Record | None) -> float | None:

@@ -36,7 +36,6 @@ class Format:
             ``.jsonl.gz`` too.
         keys: what the first record has, or the columns of a table; empty: the suffix is enough.
         options: of ``group_by``, ``group_size``, ``reward_key``, those that it reads.
-        shards: whether a step may go on in the next file.
         leave: a file's name that is left aside in a folder, as a regular expression.
     """
 
@@ -44,7 +43,6 @@ class Format:
     files: tuple[str, ...]
     keys: frozenset[str] = frozenset()
     options: frozenset[str] = frozenset()
-    shards: bool = False
     leave: str | None = None
 
 
@@ -80,7 +78,6 @@ READERS: dict[str, Format] = {
         ("*_rollouts_*.jsonl",),
         frozenset({"prompt_tokens", "response_tokens", "prompt_idx", "sample_idx", "reward"}),
         SIZE,
-        shards=True,
     ),
     "tinker": Format(
         read_tinker,
