@@ -288,6 +288,30 @@ def test_prime_rl_the_folder_is_the_step_and_failures_are_rows(tmp_path):
         list(open_source(write_lines(tmp_path / "traces.jsonl", [two])))
 
 
+def test_prime_rl_paths_without_tokens_are_left_aside_where_others_have_some(tmp_path):
+    nodes = [
+        node(None, "user", [1], [False]),
+        node(0, "assistant", [2], [True]),
+        node(0, "assistant", [], [], sampled=True),
+    ]
+    rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": nodes})]
+    assert len(only(open_source(write_lines(tmp_path / "traces.jsonl", rows)))[1]) == 1
+    for row in (text := [node(None, "user", [], []), nodes[2]]):
+        row["logprobs"] = []
+    rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": text})]
+    batch = only(open_source(write_lines(tmp_path / "traces.jsonl", rows)))[1]
+    assert batch[MASK].tolist() == [[True]]
+    assert list(batch["response_text"]) == ["assistant: assistant says"]
+
+
+def test_prime_rl_a_node_comes_after_its_parent(tmp_path):
+    rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": [node(0, "user", [1], [True])]})]
+    with pytest.raises(
+        SourceError, match=r"nodes\[0\]: 'parent' must be a node before this one \(0\); found 0"
+    ):
+        list(open_source(write_lines(tmp_path / "traces.jsonl", rows)))
+
+
 # -- NeMo RL, open-instruct, tinker ------------------------------------------------------------------
 
 

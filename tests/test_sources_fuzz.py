@@ -29,6 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.pipeline.sources import SourceError, open_source
+from headrace.pipeline.sources.errors import show
 from headrace.transforms import Status
 
 LINES = {
@@ -301,3 +302,8 @@ def test_every_line_is_good_as_it_is(tmp_path):
         source = open_source(file, skip_bad=True, **options)
         assert len(next(iter(source))[1]) == 1
         assert source.skipped == 1
+
+
+def test_what_cannot_be_printed_is_still_told_of():
+    assert show(10**5000) == "a int that cannot be printed" or len(show(10**5000)) < 200
+    assert len(show(["x" * 10**6] * 100)) <= 200
