@@ -1,0 +1,97 @@
+"""Training data that NeMo RL logs: one ``train_data_step<N>.jsonl`` a step.
+
+Schema: NVIDIA-NeMo/RL, ``nemo_rl/algorithms/grpo.py`` (``grpo_train``), and ``log_batched_dict_as_jsonl``
+in ``nemo_rl/utils/logger.py``, read from forks that carry the main branch of late 2026; the wheel on PyPI
+is empty. Each line is one sample, sliced out of the batch: every value but ``idx`` is a list of one. Read
+are ``token_ids``, ``input_lengths``, ``token_loss_mask``, ``sample_loss_mask``, ``rewards``
+(``filtered_rewards`` where dynamic sampling wrote it), ``advantages``, ``generation_logprobs`` and
+``content``. Releases before those masks were logged cannot be read. It is not confirmed that ``content`` is
+always a string; it is left aside where it is not.
+
+Rows are padded on the right; ``input_lengths`` says where they end. The response begins at the first token
+with a loss. Advantages are logged for each token: where they differ within a sample, it is logged as NaN.
+Groups are not dumped: give ``group_by="prompt"``, which compares the tokens before the response. Statuses
+are not dumped: all completed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import SourceError
+from .jsonl import read_jsonl
+from .reading import Reading
+from .record import Record, as_text
+from .sample import Sample
+
+
+def read_nemo_rl(path: Path, reading: Reading) -> Iterator[Sample]:
+    """Samples of one file, which is one step.
+
+    Raises:
+        SourceError: the file's name has no step, a record is not as documented, or grouping by prompt was not
+            asked for.
+    """
+    named = re.search(r"step(\d{1,18})\.jsonl(\.gz)?$", path.name)
+    if named is None:
+        raise SourceError(
+            f"{path}: the step is in the file's name, train_data_step<N>.jsonl; found {path.name}"
+        )
+    step = int(named[1])
+
+    def parse(record: Record, reading: Reading) -> list[Sample]:
+        return [parse_row(record, reading, step)]
+
+    return read_jsonl(path, reading, parse)
+
+
+def parse_row(record: Record, reading: Reading, step: int) -> Sample:
+    """One line of the dump."""
+    row = Record({key: _only(record, key) for key in record.data}, record.where, record.line)
+    tokens, length, trains = row.wholes("token_ids"), row.whole("input_lengths"), row.bits("token_loss_mask")
+    log_probs = row.numbers("generation_logprobs", optional=True)
+    advantages = row.numbers("advantages", optional=True)
+    for name, values in (("token_loss_mask", trains), ("generation_logprobs", log_probs)):
+        if values is not None and len(values) != len(tokens):
+            raise row.fail(f"{name!r} must be as long as token_ids ({len(tokens)})", len(values))
+    if length > len(tokens):
+        raise row.fail(f"'input_lengths' is at most the length of token_ids ({len(tokens)})", length)
+    mask = trains[:length]
+    begin = mask.index(1) if 1 in mask else length
+    reward = "filtered_rewards" if "filtered_rewards" in row.data else "rewards"
+    return Sample(
+        group=reading.group_of_prompt(tokens[:begin], record.where),
+        rollout=record.line,
+        reward=row.number(reward),
+        response=as_text(row.data.get("content")),
+        tokens=tokens[:length],
+        loss_mask=mask[begin:],
+        response_length=length - begin,
+        log_probs=None if log_probs is None else log_probs[begin:length],
+        step=step,
+        advantage=None if advantages is None else _one(advantages, trains),
+        in_loss=record.bits("sample_loss_mask") == [1],
+        expected=reading.group_size,
+        where=record.where,
+    )
+
+
+def _only(record: Record, key: Any) -> Any:
+    value = record.data[key]
+    if key == "idx":
+        return value
+    if not isinstance(value, list) or len(value) != 1:
+        raise record.fail(f"{key!r} must be a list of one, the sample's slice of the batch", value)
+    return value[0]
+
+
+def _one(advantages: list[float], trains: list[int]) -> float:
+    """The advantage of all tokens that train; NaN where they differ or there are none."""
+    if len(advantages) == 1:
+        return advantages[0]
+    values = {value for value, bit in zip(advantages, trains, strict=False) if bit}
+    return values.pop() if len(values) == 1 else math.nan

@@ -1,0 +1,70 @@
+"""Rollouts of open-instruct, ``--save_traces``: ``<run>_rollouts_<shard>.jsonl``, a rollout a line.
+
+Schema: allenai/open-instruct at 00feb3a, ``open_instruct/rl_utils.py`` (``RolloutRecord``,
+``save_rollouts_to_disk``): ``step``, ``sample_idx``, ``prompt_idx``, ``prompt_tokens``,
+``response_tokens``, ``reward``, ``advantage``, ``finish_reason``, ``dataset``, ``ground_truth``,
+``request_info``, ``logprobs``. A shard has about ten thousand rollouts, and a step is in one shard.
+
+``prompt_idx`` is ``sample_idx`` divided by the rollouts a prompt: with ``mask_truncated_completions`` rows
+have gone before it is made, and it would put strangers into one group. So the samples of a group must have
+the same prompt, or it is an error. A ``finish_reason`` other than ``stop`` means truncated, as in
+open-instruct's own rule. The mask of what tools wrote is not saved: all tokens of the response train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.transforms.status import Status
+
+from .jsonl import read_jsonl
+from .reading import Reading
+from .record import Record
+from .sample import Sample
+
+
+def read_open_instruct(path: Path, reading: Reading) -> Iterator[Sample]:
+    """Samples of one shard.
+
+    Raises:
+        SourceError: a record is not as documented, or two prompts share a ``prompt_idx``.
+    """
+    prompts: dict[int, tuple[list[int], str]] = {}
+    current: int | None = None
+
+    def parse(record: Record, reading: Reading) -> list[Sample]:
+        nonlocal current
+        sample = parse_row(record, reading)
+        if sample.step != current:
+            prompts.clear()
+            current = sample.step
+        tokens = record.data["prompt_tokens"]
+        first, where = prompts.setdefault(record.data["prompt_idx"], (tokens, record.where))
+        if first != tokens:
+            raise record.fail(
+                f"samples of one prompt_idx have the same prompt_tokens, as at {where}; were rows taken out "
+                "before it was dumped (mask_truncated_completions)? The prompt_idx",
+                record.data["prompt_idx"],
+            )
+        return [sample]
+
+    return read_jsonl(path, reading, parse)
+
+
+def parse_row(record: Record, reading: Reading) -> Sample:
+    """One line of the dump."""
+    prompt, response = record.wholes("prompt_tokens"), record.wholes("response_tokens")
+    return Sample(
+        group=record.whole("prompt_idx"),
+        rollout=record.whole("sample_idx"),
+        reward=record.number("reward"),
+        status=Status.COMPLETED if record.text("finish_reason") == "stop" else Status.TRUNCATED,
+        tokens=prompt + response,
+        response_length=len(response),
+        log_probs=record.numbers("logprobs", optional=True),
+        step=record.whole("step"),
+        advantage=record.number("advantage"),
+        expected=reading.group_size,
+        where=record.where,
+    )

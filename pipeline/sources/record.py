@@ -1,0 +1,183 @@
+"""One record of a dump, read field by field: a wrong type is an error with its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headrace.transforms.errors import listing
+
+from .errors import SourceError, show
+
+INT64 = 2**63
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+class Record:
+    """A mapping with its place.
+
+    Every getter raises :class:`SourceError` where the key is not there or its value is of another type; under
+    ``optional=True`` an absent key or a null is None. A bool is never a number.
+
+    Args:
+        data: what was read.
+        where: ``file:line``.
+        line: number of the record in its file, from 1.
+
+    Example:
+        >>> Record({"reward": 1}, "a.jsonl:7", 7).number("reward")
+        1.0
+    """
+
+    __slots__ = ("data", "line", "where")
+
+    def __init__(self, data: dict[Any, Any], where: str, line: int = 0):
+        self.data, self.where, self.line = data, where, line
+
+    def fail(self, required: str, found: Any) -> SourceError:
+        """An error at this record's place."""
+        return SourceError(f"{self.where}: {required}; found {show(found)}")
+
+    def get(self, key: str, *, optional: bool = False) -> Any:
+        """The value under a key, whatever it is."""
+        value = self.data.get(key)
+        if value is None and not optional:
+            if key in self.data:
+                raise self.fail(f"{key!r} must be set", None)
+            keys = listing(sorted(map(show, self.data)))
+            raise SourceError(f"{self.where}: the key {key!r} is required; found the keys {keys}")
+        return value
+
+    def text(self, key: str, *, optional: bool = False) -> Any:
+        """A string that is valid Unicode."""
+        return self._typed(key, optional, as_text, "a string of valid Unicode")
+
+    def number(self, key: str, *, optional: bool = False) -> Any:
+        """A finite number within float32, as a float."""
+        return self._typed(key, optional, as_number, "a finite number")
+
+    def whole(self, key: str, *, optional: bool = False) -> Any:
+        """An integer from 0 to 2⁶³ - 1."""
+        return self._typed(key, optional, as_whole, "an integer from 0 to 2**63 - 1")
+
+    def label(self, key: str, *, optional: bool = False) -> Any:
+        """An id: a string or an integer ≥ 0."""
+        return self._typed(key, optional, as_label, "an id, a string or an integer ≥ 0")
+
+    def flag(self, key: str, *, default: bool | None = None) -> bool:
+        """True or False."""
+        value = self.get(key, optional=default is not None)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(f"{key!r} must be true or false", value)
+        return value
+
+    def wholes(self, key: str, *, optional: bool = False) -> Any:
+        """A list of integers ≥ 0, such as tokens."""
+        return self._typed(key, optional, as_wholes, "a list of integers from 0 to 2**63 - 1")
+
+    def numbers(self, key: str, *, optional: bool = False) -> Any:
+        """A list of finite numbers."""
+        return self._typed(key, optional, as_numbers, "a list of finite numbers")
+
+    def bits(self, key: str, *, optional: bool = False) -> Any:
+        """A list of 0 and 1 (or booleans), as 0 and 1."""
+        return self._typed(key, optional, as_bits, "a list of 0 and 1")
+
+    def record(self, key: str, *, optional: bool = False) -> Any:
+        """A nested record."""
+        value = self.get(key, optional=optional)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.fail(f"{key!r} must be an object", value)
+        return Record(value, f"{self.where}, {key}", self.line)
+
+    def records(self, key: str, *, optional: bool = False) -> list[Record]:
+        """A list of nested records; empty where it is optional and absent."""
+        values = self.get(key, optional=optional)
+        if values is None:
+            return []
+        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+            raise self.fail(f"{key!r} must be a list of objects", values)
+        return [Record(value, f"{self.where}, {key}[{i}]", self.line) for i, value in enumerate(values)]
+
+    def _typed(self, key: str, optional: bool, convert: Callable[[Any], Any], what: str) -> Any:
+        value = self.get(key, optional=optional)
+        if value is None:
+            return None
+        converted = convert(value)
+        if converted is None:
+            raise self.fail(f"{key!r} must be {what}", value)
+        return converted
+
+
+def as_text(value: Any) -> str | None:
+    """A string that UTF-8 can hold, else None."""
+    if type(value) is not str:
+        return None
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair: it would fail later, where it is printed
+        return None
+    return value
+
+
+def as_number(value: Any) -> float | None:
+    """A float, else None."""
+    if type(value) not in (int, float) or not -FLOAT32_MAX <= value <= FLOAT32_MAX:
+        return None
+    return float(value)
+
+
+def as_whole(value: Any) -> int | None:
+    """An integer ≥ 0 that int64 holds, else None."""
+    return value if type(value) is int and 0 <= value < INT64 else None
+
+
+def as_label(value: Any) -> str | int | None:
+    """An id, else None."""
+    return as_whole(value) if type(value) is int else as_text(value)
+
+
+def as_wholes(value: Any) -> list[int] | None:
+    """A list of integers ≥ 0, else None."""
+    values = _as_list(value)
+    if values is None or not all(type(item) is int for item in values):
+        return None
+    return values if not values or (min(values) >= 0 and max(values) < INT64) else None
+
+
+def as_numbers(value: Any) -> list[float] | None:
+    """A list of floats, else None."""
+    values = _as_list(value)
+    if values is None or not all(type(item) in (int, float) for item in values):
+        return None
+    inside = all(-FLOAT32_MAX <= item <= FLOAT32_MAX for item in values)  # NaN compares as False
+    return [float(item) for item in values] if inside else None
+
+
+def as_bits(value: Any) -> list[int] | None:
+    """A list of 0 and 1, else None."""
+    values = _as_list(value)
+    if values is None or not all(type(item) in (bool, int, float) and item in (0, 1) for item in values):
+        return None
+    return [int(item) for item in values]
+
+
+def as_number_or_gap(value: Any) -> float | None:
+    """A float, NaN for null or NaN, else None: how a table says that a reward was not given."""
+    if value is None or (type(value) is float and math.isnan(value)):
+        return math.nan
+    return as_number(value)
+
+
+def _as_list(value: Any) -> list[Any] | None:
+    if isinstance(value, torch.Tensor):
+        plain = value.layout is torch.strided and value.device.type == "cpu" and value.dim() == 1
+        return value.detach().tolist() if plain and not value.is_quantized else None
+    return value if type(value) is list else None

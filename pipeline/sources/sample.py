@@ -1,0 +1,117 @@
+"""One row of a dump, in words that all formats share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.transforms.status import Status
+
+from .errors import SourceError
+
+MAX_TOKENS = 2**24  # a length from a dump decides how much memory a batch takes
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sample: a rollout, or one of its segments.
+
+    Tokens are counted in one sequence, prompt first. The response is its end: everything from the first
+    token that the policy produced, with what tools wrote in between. Without `tokens` and `response_length`
+    a text counts as one token.
+
+    Args:
+        group: which draw of which prompt; a label, compared within its step.
+        rollout: which execution; samples of a step that share it are its segments.
+        reward: None where there is none.
+        rewards: several rewards by name, instead of `reward`; NaN is one that was not given.
+        status: how the rollout ended.
+        prompt: text.
+        response: text.
+        tokens: (L,) token ids of the whole sequence.
+        loss_mask: (R,) over the response or (L,) over all tokens, 1 trains; None: all of the response.
+        response_length: R, in tokens.
+        log_probs: (R,) log-probabilities of the policy that acted, over the response.
+        policy_version: who acted; the oldest where there were several.
+        step: the training step.
+        advantage: what the framework computed; NaN where it is not one number.
+        in_loss: False takes the whole sample out of the loss.
+        expected: rollouts that the group was dispatched with.
+        where: ``file:line``, for messages.
+
+    Example:
+        >>> Sample(group="a", rollout=0, reward=1.0, tokens=[5, 6, 7], response_length=2).extent()
+        (3, 2)
+    """
+
+    group: str | int
+    rollout: str | int
+    reward: float | None = None
+    rewards: dict[str, float] | None = None
+    status: Status = Status.COMPLETED
+    prompt: str | None = None
+    response: str | None = None
+    tokens: list[int] | None = None
+    loss_mask: list[int] | None = None
+    response_length: int | None = None
+    log_probs: list[float] | None = None
+    policy_version: int | None = None
+    step: int | None = None
+    advantage: float | None = None
+    in_loss: bool = True
+    expected: int | None = None
+    where: str = "a sample"
+
+    @property
+    def lost(self) -> bool:
+        """Whether the rollout failed or was aborted: it has no reward that means anything."""
+        return self.status in (Status.FAILED, Status.ABORTED)
+
+    def extent(self) -> tuple[int, int]:
+        """How many tokens the row has, and how many of them are the response."""
+        known = [
+            self.response_length,
+            *(x if x is None else len(x) for x in (self.log_probs, self.loss_mask)),
+        ]
+        response = next((length for length in known if length is not None), None)
+        if self.tokens is None:
+            response = 1 if response is None else response
+            return response, response
+        length = len(self.tokens)
+        return length, length if response is None else response
+
+    def check(self) -> Sample:
+        """Raise for what contradicts itself.
+
+        Raises:
+            SourceError: lengths that do not fit one another, or no reward where there must be one.
+        """
+        length, response = self.extent()
+        if length > MAX_TOKENS:
+            raise self._fail(f"a sample has at most {MAX_TOKENS} tokens", length)
+        if response > length:
+            raise self._fail(
+                "the response is a part of the tokens", f"a response of {response} in {length} tokens"
+            )
+        if self.loss_mask is not None and len(self.loss_mask) not in (response, length):
+            raise self._fail(
+                f"the loss mask covers the response ({response} tokens) or the sequence ({length})",
+                f"{len(self.loss_mask)} entries",
+            )
+        if self.log_probs is not None and len(self.log_probs) != response:
+            raise self._fail(
+                f"log-probabilities cover the response ({response} tokens)", f"{len(self.log_probs)} entries"
+            )
+        scored = self.reward is not None if self.rewards is None else _any_number(self.rewards)
+        if not scored and not self.lost:
+            raise self._fail(
+                "a rollout that neither failed nor was aborted needs a reward",
+                f"none, with the status {self.status.name.lower()}",
+            )
+        return self
+
+    def _fail(self, required: str, found: object) -> SourceError:
+        return SourceError(f"{self.where}: {required}; found {found}")
+
+
+def _any_number(rewards: dict[str, float]) -> bool:
+    return any(value == value for value in rewards.values())

@@ -1,0 +1,58 @@
+"""Rollout summaries of tinker-cookbook: ``train_rollout_summaries.jsonl``, a trajectory a line.
+
+Schema: tinker-cookbook 0.6.1, ``tinker_cookbook/rl/rollout_logging.py`` (``serialize_rollout_summaries``,
+schema_version 1): ``iteration``, ``group_idx``, ``traj_idx``, ``sampling_client_step``, ``total_reward``,
+``final_reward``, ``steps`` with ``ac_len`` and ``episode_done`` each, and more. A file is one iteration.
+
+Neither tokens nor texts are kept. The response has as many tokens as its actions together, all of which
+train; what the environment wrote between them is not counted. A trajectory whose last step did not end the
+episode was truncated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.transforms.status import Status
+
+from .jsonl import read_jsonl
+from .reading import Reading
+from .record import Record
+from .sample import Sample
+
+REWARDS = ("total_reward", "final_reward")
+
+
+def read_tinker(path: Path, reading: Reading) -> Iterator[Sample]:
+    """Samples of one file, which is one iteration.
+
+    Raises:
+        ValueError: `reward_key` is neither ``total_reward`` (the default) nor ``final_reward``.
+        SourceError: a record is not as documented.
+    """
+    if (reading.one_reward_key() or REWARDS[0]) not in REWARDS:
+        raise ValueError(f"reward_key must be one of {', '.join(REWARDS)}; got {reading.one_reward_key()!r}")
+    return read_jsonl(path, reading, parse_row)
+
+
+def parse_row(record: Record, reading: Reading) -> list[Sample]:
+    """One line of the summaries."""
+    version = record.whole("schema_version")
+    if version != 1:
+        raise record.fail("'schema_version' must be 1, the one that is known", version)
+    group, steps = record.whole("group_idx"), record.records("steps")
+    ended = steps[-1].flag("episode_done") if steps else True
+    return [
+        Sample(
+            group=group,
+            rollout=f"{group}/{record.whole('traj_idx')}",
+            reward=record.number(reading.one_reward_key() or REWARDS[0]),
+            status=Status.COMPLETED if ended else Status.TRUNCATED,
+            response_length=sum(step.whole("ac_len") for step in steps),
+            policy_version=record.whole("sampling_client_step", optional=True),
+            step=record.whole("iteration"),
+            expected=reading.group_size,
+            where=record.where,
+        )
+    ]

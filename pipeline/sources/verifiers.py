@@ -1,0 +1,61 @@
+"""Evaluations that verifiers saves: ``results.jsonl``, a rollout a line.
+
+Schema: verifiers 0.1.8.post2, ``verifiers/utils/eval_utils.py`` (``make_dataset``), and 0.1.14,
+``verifiers/utils/save_utils.py`` (``state_to_output``): ``example_id``, ``prompt``, ``completion`` (strings
+or chat messages), ``reward``, ``task``, and from 0.1.9 on ``is_completed``, ``is_truncated``, ``error``,
+with the metrics beside them. Later releases (0.4.0) save episodes, in ``traces.jsonl``: those are of the
+format ``prime_rl``.
+
+A group is an example (of a task, where it is named): an evaluation draws each once. A rollout with an
+``error`` failed, one that ``is_truncated`` was truncated. There is no step: a file is one, numbered in
+order of the files. Tokens are not saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.transforms.status import Status
+
+from .jsonl import read_jsonl
+from .reading import Reading
+from .record import Record
+from .sample import Sample
+from .text import read_text
+
+
+def read_verifiers(path: Path, reading: Reading) -> Iterator[Sample]:
+    """Samples of one evaluation, which is one step.
+
+    Raises:
+        SourceError: a record is not as documented.
+    """
+    reading.one_reward_key()
+    return read_jsonl(path, reading, parse_row)
+
+
+def parse_row(record: Record, reading: Reading) -> list[Sample]:
+    """One line of the results."""
+    example, task = record.label("example_id"), record.text("task", optional=True)
+    status = _status(record)
+    reward = record.number(reading.one_reward_key() or "reward", optional=True)
+    return [
+        Sample(
+            group=example if task is None else f"{task}/{example}",
+            rollout=record.line,
+            reward=reward,
+            status=status,
+            prompt=read_text(record, "prompt", optional=status is Status.FAILED),
+            response=read_text(record, "completion", optional=status is Status.FAILED),
+            step=reading.file,
+            expected=reading.group_size,
+            where=record.where,
+        )
+    ]
+
+
+def _status(record: Record) -> Status:
+    if record.get("error", optional=True) is not None:
+        return Status.FAILED
+    return Status.TRUNCATED if record.flag("is_truncated", default=False) else Status.COMPLETED
