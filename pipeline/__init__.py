@@ -3,6 +3,7 @@
 from .load import ConfigError, build_pipeline, load_pipeline
 from .optimise import optimise, total_loss
 from .pipeline import Pipeline, StageError
+from .report import StepReport, log_report, make_report, write_dump, write_page
 from .sampler import RepeatSampler, stamp_ids
 from .token_loss import TokenGRPOLoss
 
@@ -11,10 +12,15 @@ __all__ = [
     "Pipeline",
     "RepeatSampler",
     "StageError",
+    "StepReport",
     "TokenGRPOLoss",
     "build_pipeline",
     "load_pipeline",
+    "log_report",
+    "make_report",
     "optimise",
     "stamp_ids",
     "total_loss",
+    "write_dump",
+    "write_page",
 ]

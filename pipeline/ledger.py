@@ -21,12 +21,14 @@ class Ledger:
     Attributes:
         reason: (N,) int64; 0 is trained, and `names` says what the others are.
         names: ``stage/reason`` by code.
+        actions: what became of the rows, by code: ``masked``, ``excluded``, ``dropped``, ``carried``.
         ids: (N,) int64 by unit, ``rollouts`` and ``groups``, where the batch has them.
     """
 
     def __init__(self, batch: TensorDictBase, units: Mapping[str, NestedKey]):
         self.reason = torch.zeros(len(batch), dtype=torch.int64, device=device_of(batch))
         self.names: list[str] = [TRAINED]
+        self.actions: list[str] = [TRAINED]
         self.ids = {unit: batch.get(key).reshape(-1) for unit, key in units.items() if has_key(batch, key)}
 
     def admit(self, batch: TensorDictBase, units: Mapping[str, NestedKey]) -> Tensor:
@@ -46,13 +48,22 @@ class Ledger:
             self.ids[unit] = torch.cat([ids, more.to(ids.dtype)])
         return torch.arange(start, len(self.reason), device=self.reason.device)
 
-    def judge(self, stage: str, reasons: Iterable[str], rows: Tensor, verdict: Tensor | None) -> None:
+    def judge(
+        self,
+        stage: str,
+        reasons: Iterable[str],
+        rows: Tensor,
+        verdict: Tensor | None,
+        action: str = "dropped",
+    ) -> None:
         """Record the verdicts of a stage on `rows` (M,), the row numbers that it saw.
 
-        A row that has left already keeps its first reason. No device read.
+        A row that has left already keeps its first reason. `action` is what became of it: ``masked``,
+        ``excluded``, ``dropped`` or ``carried``. No device read.
         """
-        base = len(self.names) - 1
+        base, reasons = len(self.names) - 1, list(reasons)
         self.names += [f"{stage}/{reason}" for reason in reasons]
+        self.actions += ["carried" if reason == "carried" else action for reason in reasons]
         if verdict is not None:
             before = self.reason.index_select(0, rows)
             after = torch.where((before == 0) & (verdict > 0), verdict.long() + base, before)

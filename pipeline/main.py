@@ -18,16 +18,25 @@ from rich.markup import escape
 from headrace.transforms import BatchError
 
 from .load import ConfigError, explain_composition
+from .sources import SourceError
+from .tasks.compare import compare
+from .tasks.plan import plan
+from .tasks.replay import replay
 from .train import Interrupted, train
 
-REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError)
+REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError)
+TASKS = {"train": train, "replay": replay, "plan": plan}
 
 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
 def run(config: DictConfig) -> float:
-    """Run the experiment that the command line composed."""
+    """Run the task that the command line composed."""
+    hydra_config = HydraConfig.get()
+    output = Path(hydra_config.runtime.output_dir)
     try:
-        return train(config, Path(HydraConfig.get().runtime.output_dir))
+        if config.task == "compare":
+            return compare(config, output, list(hydra_config.overrides.task))
+        return TASKS[config.task](config, output)
     except REFUSALS as err:  # here, since Hydra would print a line of its own above ours
         refuse(err)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from rich.console import Console
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
@@ -19,6 +20,11 @@ from headrace.transforms.shuffle import ShuffleSplit
 
 from .ledger import Ledger
 from .order import arrange, check_order
+from .record import KEYS, Record
+from .report import StepReport, make_report, show_report
+
+# What becomes of a row, by what its stage does.
+ACTIONS = {"mask": "masked", "exclude": "excluded", "drop": "dropped"}
 
 
 class StageError(RuntimeError):
@@ -42,6 +48,9 @@ class Pipeline(BatchTransform):
         loss_mask_key: (N, T) bool; a row without a True in it has nothing to train, and is recorded so.
         group_key: (N,) or (N, 1) int, for counting groups.
         rollout_key: (N,) or (N, 1) int, for counting rollouts.
+        report_keys: where the report finds ``reward``, ``status``, ``policy_version``, ``expected_rollouts``,
+            ``advantage``, ``loss_weight``, ``prompt`` and ``response``, where they go by other names than
+            the usual ones.
 
     Raises:
         ValueError: at construction, an order that cannot work, with the two stages' names.
@@ -69,6 +78,7 @@ class Pipeline(BatchTransform):
         loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
         group_key: NestedKey = "group_id",
         rollout_key: NestedKey = "rollout_id",
+        report_keys: Mapping[str, NestedKey] | None = None,
     ):
         super().__init__()
         arranged = arrange(stages, order)
@@ -85,7 +95,11 @@ class Pipeline(BatchTransform):
         self._units = {"rollouts": self.rollout_key, "groups": self.group_key}
         splits = [i for i, name in enumerate(self.order) if isinstance(self.stages[name], ShuffleSplit)]
         self._split_at = splits[0] if splits else len(self.order)
+        self.report_keys = dict(report_keys or {})
+        if unknown := sorted(set(self.report_keys) - set(KEYS)):
+            raise ValueError(f"report_keys must be among {', '.join(KEYS)}; got {', '.join(unknown)}")
         self.ledger: Ledger | None = None
+        self.record: Record | None = None
 
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
         """Run all stages on a flat batch; rows come back in training order."""
@@ -142,6 +156,24 @@ class Pipeline(BatchTransform):
         }
         return ({} if self.ledger is None else self.ledger.numbers()) | read_numbers(measured)
 
+    def report(self, *, step: int = 0, console: Console | None = None, solved: float = 1.0) -> StepReport:
+        """Print a funnel and a table of groups for the last batch, and return its report.
+
+        :func:`headrace.pipeline.report.make_report` returns it without printing. One device read, besides
+        that of the stages' metrics.
+
+        Args:
+            step: its number.
+            console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
+            solved: least reward of a solved rollout.
+
+        Raises:
+            RuntimeError: there was no batch, or a stage refused it.
+        """
+        report = make_report(self, step=step, solved=solved)
+        (console or Console()).print(show_report(report))
+        return report
+
     def __repr__(self) -> str:
         lines = [f"  {i}. {name}: {self.stages[name]!r}" for i, name in enumerate(self.order, start=1)]
         return "\n".join(["Pipeline", *lines])
@@ -150,7 +182,7 @@ class Pipeline(BatchTransform):
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Check a batch at the door, forget the last one and open the ledger."""
-        self.ledger = None
+        self.ledger = self.record = None
         for stage in self.stages.values():
             if isinstance(stage, BatchTransform):
                 stage.verdict, stage.measured = None, {}
@@ -159,6 +191,9 @@ class Pipeline(BatchTransform):
             if has_key(flat, self.loss_mask_key):
                 check_mask(flat, self.loss_mask_key)
             self.ledger = Ledger(flat, self._units)
+            self.record = Record(
+                flat, keys=self.report_keys, loss_mask_key=self.loss_mask_key, ids=self.ledger.ids
+            )
             flat.set(ROW, torch.arange(len(flat), device=device_of(flat)))
         return flat
 
@@ -170,15 +205,18 @@ class Pipeline(BatchTransform):
                     batch = stage(batch) if isinstance(stage, BatchTransform) else batch
                 self._book.judge(name, getattr(stage, "reasons", ()), torch.empty(0), None)
                 continue
-            rows = batch.get(ROW)
+            rows, before = batch.get(ROW), batch
             with self._naming(name):
                 batch = stage(batch)
                 remaining = self._rows_of(batch)
                 verdict = stage.verdict if isinstance(stage, BatchTransform) else None
                 if verdict is not None:
-                    self._book.judge(name, stage.reasons, rows, verdict)
+                    action = ACTIONS.get(getattr(stage, "action", "drop"), "dropped")
+                    self._book.judge(name, stage.reasons, rows, verdict, action)
                 elif not isinstance(stage, BatchTransform) or len(remaining) != len(rows):
                     self._book.miss(name, rows, remaining.to(rows.device))
+            if len(remaining) < len(rows) and self.record is not None:
+                self.record.see(before)  # the last that is known of rows that are gone
         return batch
 
     def _cut(
@@ -196,6 +234,8 @@ class Pipeline(BatchTransform):
             plans = split.plans(out, epochs)
         self._book.judge(self.order[at], split.reasons, out.get(ROW), split.verdict)
         self._judge_silent(out)
+        if self.record is not None:
+            self.record.see(out)
         passes = [(self._stamp(self._run(mark(out, plan), self.order[at + 1 :])), plan) for plan in plans]
         return out, passes
 
@@ -210,7 +250,11 @@ class Pipeline(BatchTransform):
         rows = batch.get(ROW)
         admitted = split.admit(batch.exclude(ROW))
         if len(admitted) > len(rows):
-            rows = torch.cat([rows, self._book.admit(admitted[len(rows) :], self._units)])
+            carried = admitted[len(rows) :]
+            numbers = self._book.admit(carried, self._units)
+            if self.record is not None:
+                self.record.admit(carried, self._book.ids, numbers)
+            rows = torch.cat([rows, numbers])
         return admitted.set(ROW, rows)
 
     def _judge_silent(self, batch: TensorDictBase) -> TensorDictBase:
@@ -221,13 +265,14 @@ class Pipeline(BatchTransform):
             silent = ~any_token(batch, self.loss_mask_key)
         if has_key(batch, IN_LOSS):
             silent = silent | ~batch.get(IN_LOSS)
-        self._book.judge("pipeline", ("no_loss_tokens",), batch.get(ROW), silent)
+        self._book.judge("pipeline", ("no_loss_tokens",), batch.get(ROW), silent, "masked")
         return batch
 
-    @staticmethod
-    def _stamp(batch: TensorDictBase) -> TensorDictBase:
+    def _stamp(self, batch: TensorDictBase) -> TensorDictBase:
         if len(batch) == 0:
             return batch
+        if self.record is not None:
+            self.record.see(batch, credit=self._split is None)
         return batch.set(PROCESSED, torch.ones(len(batch), dtype=torch.bool, device=device_of(batch)))
 
     @property
@@ -256,7 +301,7 @@ class Pipeline(BatchTransform):
         try:
             yield
         except Exception as err:
-            self.ledger = None  # nothing was trained
+            self.ledger = self.record = None  # nothing was trained
             kind = type(err) if isinstance(err, BatchError) else StageError
             raise kind(f"stage {name!r}, {self.stages[name]!r}: {err}") from err
 

@@ -16,6 +16,7 @@ from .display import RunDisplay
 from .load import ConfigError, build_pipeline
 from .optimise import optimise, total_loss
 from .pipeline import Pipeline
+from .report import RunReport, make_report
 
 
 class Interrupted(Exception):
@@ -27,7 +28,7 @@ def train(config: DictConfig, output: Path) -> float:
 
     Args:
         config: as ``conf/config.yaml`` composes it.
-        output: folder for ``config.yaml``, resolved, and ``metrics.csv``.
+        output: folder for ``config.yaml``, resolved, ``metrics.csv`` and ``report.html``.
 
     Returns:
         The mean reward of the last step's rollouts, NaN where nothing was left to collapse.
@@ -55,6 +56,14 @@ def train(config: DictConfig, output: Path) -> float:
         auto_register_policy_transforms=False,
     )
     display = RunDisplay(settings.steps, output / "metrics.csv")
+    run = RunReport(
+        output,
+        title=f"headrace, {settings.steps} steps",
+        steps=config.report.steps,
+        dump=config.report.dump,
+        page=config.report.html,
+        config=OmegaConf.to_yaml(config, resolve=True),
+    )
     display.console.print(pipeline)
     ending = "where the rows went"
     try:
@@ -69,7 +78,9 @@ def train(config: DictConfig, output: Path) -> float:
                     max_grad_norm=settings.max_grad_norm,
                     loss_mask_key=pipeline.loss_mask_key,
                 )
-                numbers = pipeline.metrics
+                report = make_report(pipeline, step=step, solved=config.report.solved)
+                run.add(report)
+                numbers = report.numbers
                 rewards = [value for key, value in numbers.items() if key.endswith("/reward_mean")]
                 shown = {"reward": rewards[0]} if rewards else {}
                 display.step({"step": step, **shown, "optimiser_steps": taken, **numbers})
@@ -78,6 +89,7 @@ def train(config: DictConfig, output: Path) -> float:
         raise Interrupted(ending) from stop
     finally:
         collector.shutdown()
+        run.close()
         display.close(ending)
     return display.history[-1].get("reward", float("nan"))
 

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 
 from .nemo_rl import read_nemo_rl
 from .open_instruct import read_open_instruct
+from .own import NEEDED, read_own
 from .prime_rl import read_prime_rl
 from .reading import Reading
 from .sample import Sample
@@ -47,6 +48,7 @@ class Format:
 
 
 READERS: dict[str, Format] = {
+    "headrace": Format(read_own, ("step_*.parquet", "step_*.jsonl"), frozenset(NEEDED)),
     "slime": Format(read_slime, ("*.pt",), options=REWARD | SIZE, leave=r"(^|.*[^a-zA-Z])eval_\d+\.pt"),
     "verl": Format(read_verl, ("*.jsonl",), frozenset({"input", "output", "score", "step"}), GROUPS | REWARD),
     "trl": Format(

@@ -16,7 +16,13 @@ function mark(kind, x, y) {
   return s("circle", { class: `point ${kind}`, cx: x, cy: y, r: kind === "same" ? 3 : 4.5 });
 }
 
-function scatter(pairs, width) {
+// What the two axes are; another recipe's advantage takes the place of that by row.
+function namesOf(run) {
+  const [x, y] = run.versus || ["by rollout", "by row"];
+  return { x, y, other: Boolean(run.versus) };
+}
+
+function scatter(pairs, width, named) {
   const size = Math.min(width, 460);
   const [low, high] = extent(pairs.flatMap(({ a, b }) => [a, b]));
   const room = (high - low || 1) * 0.06;
@@ -33,8 +39,8 @@ function scatter(pairs, width) {
       return tip(point, () => [
         `row ${row.row}`,
         `group ${row.group}, rollout ${row.rollout}`,
-        `by rollout ${number(a)}`,
-        `by row ${number(b)}`,
+        `${named.x} ${number(a)}`,
+        `${named.y} ${number(b)}`,
       ]);
     });
   return s(
@@ -44,7 +50,7 @@ function scatter(pairs, width) {
       width: size,
       height: size,
       role: "img",
-      "aria-label": `Scatter of ${plural(pairs.length, "row")}: advantage by row against advantage by rollout`,
+      "aria-label": `Scatter of ${plural(pairs.length, "row")}: advantage ${named.y} against advantage ${named.x}`,
     },
     marks
       .map((tick) => [
@@ -55,23 +61,23 @@ function scatter(pairs, width) {
       ])
       .flat(),
     s("line", { class: "diagonal", x1: x(from), y1: y(from), x2: x(to), y2: y(to) }),
-    s("text", { class: "title", x: (46 + size - 10) / 2, y: size - 6 }, "advantage by rollout"),
+    s("text", { class: "title", x: (46 + size - 10) / 2, y: size - 6 }, `advantage ${named.x}`),
     s(
       "text",
       { class: "title", transform: `translate(11 ${(size - 32) / 2}) rotate(-90)` },
-      "advantage by row",
+      `advantage ${named.y}`,
     ),
     points,
   );
 }
 
-function furthest(pairs) {
+function furthest(pairs, named) {
   const some = pairs
     .filter(({ kind }) => kind !== "same")
     .sort((p, q) => Math.abs(q.a - q.b) - Math.abs(p.a - p.b))
     .slice(0, 8);
   if (!some.length) return null;
-  const names = ["row", "group", "rollout", "by rollout", "by row"];
+  const names = ["row", "group", "rollout", named.x, named.y];
   return h(
     "div",
     { class: "across", tabindex: 0, role: "region", "aria-label": "Rows that differ most" },
@@ -104,14 +110,18 @@ function furthest(pairs) {
   );
 }
 
-function drawCompare({ model, width }) {
+function drawCompare({ run, model, width }) {
+  const named = namesOf(run);
   const pairs = pairsOf(model.rows);
   if (!model.rows.length) return words("There are no rows at this step, so there is nothing to compare.");
   if (!pairs.length)
     return words("No row of this step has both advantages: none came as far as the advantage stage.");
   const flips = pairs.filter(({ kind }) => kind === "flips").length;
   const off = pairs.filter(({ kind }) => kind !== "same").length;
-  const said = off
+  const told = named.other ? `Under ${named.y} instead of ${named.x} the advantage of` : null;
+  const said = told
+    ? `${told} ${count(off)} of ${plural(pairs.length, "row")} differs, and ${flips ? count(flips) : "none"} flips its sign.`
+    : off
     ? `Counting rows instead of rollouts would change ${count(off)} of ${plural(pairs.length, "row")}, ` +
       `and flip the sign of ${flips ? count(flips) : "none"}.`
     : `Counting rows instead of rollouts would change none of ${plural(pairs.length, "row")}.`;
@@ -128,7 +138,7 @@ function drawCompare({ model, width }) {
       ...marks,
       [swatch(s("line", { class: "diagonal", x1: 0, y1: 14, x2: 18, y2: 0 })), "equal", "diagonal"],
     ]),
-    furthest(pairs),
+    furthest(pairs, named),
   );
-  return [h("div", { class: "beside" }, scatter(pairs, width), side)];
+  return [h("div", { class: "beside" }, scatter(pairs, width, named), side)];
 }

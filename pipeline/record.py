@@ -1,0 +1,150 @@
+"""What is known of each row of a batch: as it came in, and as far as the stages took it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.base import has_key, nested_key
+from headrace.transforms.columns import COUNTED, MICROBATCH, MINIBATCH, RANK, REWARD, ROW
+from headrace.transforms.rows import device_of, loss_tokens
+
+# Where a report looks for what it tells; the first key that the batch has.
+KEYS: dict[str, tuple[NestedKey, ...]] = {
+    "reward": (("next", "reward"), "reward"),
+    "status": (("next", "status"), "status"),
+    "policy_version": (("next", "policy_version"), "policy_version"),
+    "expected_rollouts": ("expected_rollouts",),
+    "advantage": ("advantage",),
+    "loss_weight": ("loss_weight",),
+    "prompt": ("prompt_text", ("text", "prompt"), "query"),
+    "response": ("response_text", ("text", "response")),
+}
+FLOATS = ("collected_reward", "reward", "advantage", "loss_weight")
+AT_THE_DOOR = ("status", "policy_version", "expected_rollouts")
+TEXTS = ("prompt", "response")
+WRITTEN = {"minibatch": MINIBATCH, "microbatch": MICROBATCH, "rank": RANK, "counted": COUNTED}
+
+
+class Record:
+    """One entry for each row, on the batch's device; nothing is read from it before somebody asks.
+
+    Attributes:
+        columns: (N,) float64 (NaN: unknown) or int64 (-1: unknown) by name.
+        texts: N strings by name, where the batch has any.
+        rewards: (N, K) float64, where a row has several.
+    """
+
+    def __init__(
+        self,
+        batch: TensorDictBase,
+        *,
+        keys: Mapping[str, NestedKey],
+        loss_mask_key: NestedKey,
+        ids: Mapping[str, Tensor],
+    ):
+        self.keys = KEYS | {name: (nested_key(key),) for name, key in keys.items()}
+        self.rows, self.device = len(batch), device_of(batch)
+        self.columns: dict[str, Tensor] = {}
+        self.texts: dict[str, Any] = {}
+        self.rewards: Tensor | None = None
+        for name, values in ids.items():
+            self._enter(f"{name.removesuffix('s')}_id", values)
+        for name in AT_THE_DOOR:
+            if (values := self._found(batch, name)) is not None:
+                self._enter(name, values)
+        if (reward := self._found(batch, "reward", several=True)) is not None:
+            several = reward.reshape(self.rows, -1).double()
+            self.rewards = several if several.shape[1] > 1 else None
+            self._enter("collected_reward", several.sum(1))
+            self._enter("reward", several.sum(1))
+        if has_key(batch, loss_mask_key):
+            self._enter("tokens", loss_tokens(batch, loss_mask_key, None))
+        for name in TEXTS:
+            found = [key for key in self.keys[name] if has_key(batch, key)]
+            if found and not isinstance(batch.get(found[0]), Tensor):
+                self.texts[name] = batch.get(found[0])
+
+    def see(self, batch: TensorDictBase, *, credit: bool = True) -> None:
+        """Take over what stages have written; rows by ``("headrace", "row")``. No device read.
+
+        Args:
+            batch: TensorDict ``[n]``, after some stage.
+            credit: False leaves the advantage, into which weights may have been folded, as it was.
+        """
+        if len(batch) == 0:
+            return
+        rows = batch.get(ROW)
+        found = {name: batch.get(key) for name, key in WRITTEN.items() if has_key(batch, key)}
+        for name in ("advantage", "loss_weight") if credit else ("loss_weight",):
+            if (values := self._found(batch, name, several=True)) is not None:
+                found[name] = values.reshape(len(batch), -1).double().mean(1)
+        if has_key(batch, REWARD):
+            found["reward"] = batch.get(REWARD).reshape(len(batch), -1).double().sum(1)
+        for name, values in found.items():
+            self._column(name).index_copy_(0, rows, values.to(self._column(name).dtype))
+
+    def admit(self, carried: TensorDictBase, ids: Mapping[str, Tensor], rows: Tensor) -> None:
+        """Make room for rows of an earlier batch."""
+        more = len(rows)
+        self.rows += more
+        for name, column in self.columns.items():
+            self.columns[name] = torch.cat([column, column.new_full((more,), _unknown(column.dtype))])
+        for name, values in ids.items():
+            self.columns[f"{name.removesuffix('s')}_id"] = values.clone()
+        for name in AT_THE_DOOR:
+            if name in self.columns and (values := self._found(carried, name)) is not None:
+                self.columns[name][-more:] = values.long()
+        if self.rewards is not None:
+            self.rewards = torch.cat(
+                [self.rewards, self.rewards.new_full((more, self.rewards.shape[1]), math.nan)]
+            )
+        self._column("carried_in").fill_(0)[-more:] = 1
+        self.texts = {}
+
+    def _found(self, batch: TensorDictBase, name: str, *, several: bool = False) -> Tensor | None:
+        """The column under the first of its keys, if it is one that a report can tell of."""
+        for key in self.keys[name]:
+            if has_key(batch, key):
+                value = batch.get(key, None)
+                fits = isinstance(value, Tensor) and value.shape[:1] == (len(batch),)
+                if fits and (several or value.numel() == len(batch)):
+                    return value if several else value.reshape(-1)
+                return None
+        return None
+
+    def _enter(self, name: str, values: Tensor) -> None:
+        self._column(name).copy_(values.reshape(-1))
+
+    def _column(self, name: str) -> Tensor:
+        if name not in self.columns:
+            dtype = torch.float64 if name in FLOATS else torch.int64
+            self.columns[name] = torch.full((self.rows,), _unknown(dtype), dtype=dtype, device=self.device)
+        return self.columns[name]
+
+    def read(self, more: Mapping[str, Tensor]) -> dict[str, Any]:
+        """All columns, and (N,) int64 `more`, as NumPy arrays, by one device read."""
+        columns = self.columns | more
+        # Floats travel as the integers of the same bits, so that one tensor holds all and ids stay exact.
+        bits = [c.view(torch.int64) if c.dtype == torch.float64 else c for c in columns.values()]
+        read = torch.stack(bits).cpu() if bits else torch.empty(0, self.rows, dtype=torch.int64)
+        return {
+            name: (row.view(torch.float64) if column.dtype == torch.float64 else row).numpy()
+            for (name, column), row in zip(columns.items(), read.unbind(0), strict=True)
+        }
+
+
+def _unknown(dtype: torch.dtype) -> float:
+    return float("nan") if dtype == torch.float64 else -1
+
+
+def strings(texts: Any, rows: int) -> Sequence[str] | None:
+    """A column of texts as strings, or None where it is none, as in a batch of ragged conversations."""
+    values = texts.tolist() if hasattr(texts, "tolist") else list(texts)
+    flat = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in values]
+    return flat if len(flat) == rows and all(isinstance(value, str) for value in flat) else None

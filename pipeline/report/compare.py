@@ -1,0 +1,127 @@
+"""The same rollouts through two recipes: what differs in what they would train on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace.transforms import BatchError
+
+from .step import StepReport
+
+
+@dataclass
+class Comparison:
+    """Sums over steps, from which :attr:`numbers` and :attr:`shares` follow.
+
+    A row's share of the gradient is taken as |advantage| · weight · tokens, over the sum of all rows of the
+    step: what it would weigh if all tokens' gradients were of one length.
+
+    Attributes:
+        names: of the two recipes.
+        shares: by table (``segments`` of the rollout, ``tokens`` of the row, ``prompt``), by line, the two
+            shares of the gradient and the number of rows, summed over steps.
+    """
+
+    names: tuple[str, str]
+    steps: int = 0
+    rows: int = 0
+    both: int = 0
+    only: list[int] = field(default_factory=lambda: [0, 0])
+    differ: int = 0
+    flips: int = 0
+    moments: np.ndarray = field(default_factory=lambda: np.zeros(6))
+    moved: float = 0.0
+    shares: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What differs, over all steps.
+
+        ``rows``; ``trained_by_both``, ``trained_only_by_first``, ``trained_only_by_second``; of the rows that
+        have an advantage under both ``correlation`` (Pearson's), ``differ`` (by more than float32 rounding)
+        and ``sign_flips``; and ``gradient_moved``, the share of the gradient that goes to another group,
+        ½ Σ |s₁ − s₂|, a mean over steps.
+        """
+        n, x, y, xx, yy, xy = self.moments
+        with np.errstate(invalid="ignore", divide="ignore"):
+            correlation = (n * xy - x * y) / np.sqrt((n * xx - x * x) * (n * yy - y * y))
+        return {
+            "rows": float(self.rows),
+            "trained_by_both": float(self.both),
+            "trained_only_by_first": float(self.only[0]),
+            "trained_only_by_second": float(self.only[1]),
+            "correlation": float(correlation),
+            "differ": float(self.differ),
+            "sign_flips": float(self.flips),
+            "gradient_moved": self.moved / max(self.steps, 1),
+        }
+
+    def add(self, first: StepReport, second: StepReport) -> None:
+        """Take the reports of one batch under the two recipes.
+
+        Raises:
+            BatchError: they are not of the same rows.
+        """
+        _check(first, second)
+        trained = [report.columns["reason"] == 0 for report in (first, second)]
+        credit = [_column(report, "advantage") for report in (first, second)]
+        self.steps, self.rows = self.steps + 1, self.rows + len(first)
+        self.both += int((trained[0] & trained[1]).sum())
+        self.only = [
+            n + int((a & ~b).sum()) for n, a, b in zip(self.only, trained, trained[::-1], strict=True)
+        ]
+        known = np.isfinite(credit[0]) & np.isfinite(credit[1])
+        a, b = (values[known] for values in credit)
+        differ = np.abs(a - b) > 1e-5 * np.maximum(1, np.maximum(np.abs(a), np.abs(b)))
+        self.differ += int(differ.sum())
+        self.flips += int((differ & (a * b < 0)).sum())
+        sums = (known.sum(), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
+        self.moments = self.moments + np.array(sums, dtype=float)
+        share = [_share(report, which) for report, which in zip((first, second), trained, strict=True)]
+        groups = first.columns.get("group_id", np.zeros(len(first), int))
+        _, of = np.unique(groups, return_inverse=True)
+        by_group = [np.bincount(of.reshape(-1), weights) for weights in share]
+        self.moved += float(np.abs(by_group[0] - by_group[1]).sum() / 2)
+        for table, labels in _labels(first).items():
+            lines = self.shares.setdefault(table, {})
+            for label in np.unique(labels):
+                rows = labels == label
+                found = np.array([share[0][rows].sum(), share[1][rows].sum(), rows.sum()])
+                lines[str(label)] = lines.get(str(label), np.zeros(3)) + found
+
+
+def _check(first: StepReport, second: StepReport) -> None:
+    for name in ("group_id", "rollout_id"):
+        ids = [report.columns.get(name) for report in (first, second)]
+        if len(first) != len(second) or (ids[0] is not None and not np.array_equal(ids[0], ids[1])):
+            raise BatchError(
+                f"two recipes are compared row by row, over the same batch; one has {len(first)} rows and "
+                f"the other {len(second)}, or their {name}s differ"
+            )
+
+
+def _column(report: StepReport, name: str) -> np.ndarray:
+    return report.columns.get(name, np.full(len(report), np.nan))
+
+
+def _share(report: StepReport, trained: np.ndarray) -> np.ndarray:
+    """(N,) each row's share of the step's gradient; 0 everywhere where nothing is trained."""
+    weight, tokens = _column(report, "loss_weight"), report.columns.get("tokens", np.ones(len(report)))
+    weight = np.where(np.isfinite(weight), weight, 1.0)
+    size = np.where(trained, np.abs(np.nan_to_num(_column(report, "advantage"))) * weight * tokens, 0.0)
+    return size / (size.sum() or 1.0)
+
+
+def _labels(report: StepReport) -> dict[str, np.ndarray]:
+    """(N,) by table, the line that a row is in; labels sort as they should be read."""
+    found = {}
+    if "rollout_id" in report.columns:
+        _, of, times = np.unique(report.columns["rollout_id"], return_inverse=True, return_counts=True)
+        found["segments"] = times[of.reshape(-1)]
+    if "tokens" in report.columns:
+        found["tokens"] = 2 ** np.ceil(np.log2(np.maximum(report.columns["tokens"], 1))).astype(int)
+    if "prompt" in report.texts:
+        found["prompt"] = np.array(report.texts["prompt"])
+    return found

@@ -1,0 +1,126 @@
+"""Reports on disk: one Parquet or JSONL file per step, one row per row that came in."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headrace.transforms import Status
+
+from .step import StepReport
+
+SCHEMA_VERSION = 1
+FLOATS = ("reward", "rollout_reward", "advantage", "loss_weight", "advantage_by_row")
+# What the report calls the rollout's reward is not what the row came with, which is what a replay needs.
+SOURCES = {"reward": "collected_reward", "rollout_reward": "reward"}
+
+
+def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
+    """One row per row that came in.
+
+    ======================================================= =========== =====================================
+    column                                                   type        meaning
+    ======================================================= =========== =====================================
+    ``step``, ``row``                                        int64       of the run, of the batch
+    ``group_id``, ``rollout_id``                             int64       as the batch had them
+    ``reward``                                               float64     as the row came; null: none
+    ``rewards``                                              list        where a row came with several
+    ``rollout_reward``                                       float64     the rollout's, as compared
+    ``advantage``, ``loss_weight``                           float64
+    ``advantage_by_row``                                     float64     if each row had a vote
+    ``status``, ``reason``, ``action``                       string      ``trained``, or ``stage/reason``
+    ``tokens``                                               int64       in the loss, as collected
+    ``policy_version``, ``expected_rollouts``                int64
+    ``minibatch``, ``microbatch``, ``rank``                  int64       where it was trained
+    ``carried_in``                                           int64       1: a row of an earlier step
+    ``prompt``, ``response``                                 string      decoded text, where there is any
+    ======================================================= =========== =====================================
+
+    The schema's metadata has ``headrace.schema`` (the version of this table), ``headrace.recipe`` (the
+    stages, as JSON) and ``headrace.config`` (the resolved configuration, as YAML, where given).
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from headrace.pipeline import Pipeline, make_report
+        >>> pipeline = Pipeline({})
+        >>> _ = pipeline(TensorDict({"rollout_id": [4, 5]}, batch_size=[2]))
+        >>> report_table(make_report(pipeline))["rollout_id"].to_pylist()
+        [4, 5]
+    """
+    columns: dict[str, Any] = {"step": pa.array(np.full(len(report), report.step))}
+    order = ("row", "group_id", "rollout_id", *FLOATS, "tokens", "policy_version", "expected_rollouts")
+    for name in (*order, "minibatch", "microbatch", "rank", "carried_in"):
+        if (source := SOURCES.get(name, name)) in report.columns:
+            values = report.columns[source]
+            columns[name] = pa.array(values, mask=~np.isfinite(values) if name in FLOATS else values < 0)
+    if "rewards" in report.columns:
+        several = report.columns["rewards"]
+        columns["rewards"] = pa.FixedSizeListArray.from_arrays(several.reshape(-1), several.shape[1])
+    if "status" in report.columns:
+        names = {int(status): status.name.lower() for status in Status}
+        columns["status"] = [names.get(value, str(value)) for value in report.columns["status"].tolist()]
+    codes = pa.array(report.columns["reason"], pa.int32())
+    for name, words in (("reason", report.names), ("action", report.actions)):
+        columns[name] = pa.DictionaryArray.from_arrays(codes, pa.array(words, pa.string())).cast(pa.string())
+    columns |= {name: pa.array(texts, pa.string()) for name, texts in report.texts.items()}
+    about = {"headrace.schema": str(SCHEMA_VERSION), "headrace.recipe": json.dumps(report.recipe)}
+    if config is not None:
+        about["headrace.config"] = config
+    return pa.table(columns).replace_schema_metadata(about)
+
+
+def write_dump(
+    report: StepReport,
+    folder: str | os.PathLike[str],
+    *,
+    format: Literal["parquet", "jsonl"] = "parquet",
+    config: str | None = None,
+) -> Path:
+    """Add the file of a step to a folder, whole or not at all. ``open_source`` reads it back.
+
+    Args:
+        report: of the step, whose number names the file; a file of that step is replaced.
+        folder: made if it is not there.
+        format: ``parquet``, or ``jsonl`` for eyes and other tools.
+        config: the resolved configuration, as YAML.
+
+    Returns:
+        The file's path.
+    """
+    if format not in ("parquet", "jsonl"):
+        raise ValueError(f"format must be 'parquet' or 'jsonl'; got {format!r}")
+    table = report_table(report, config=config)
+    path = Path(folder) / f"step_{report.step:08d}.{format}"
+    if format == "parquet":
+        write_whole(path, lambda file: pq.write_table(table, file, compression="zstd"))
+    else:
+        write_whole(path, lambda file: file.write_text("".join(_lines(table)), encoding="utf-8"))
+    return path
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` make a file beside `path`, and move it there: readers never see half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _lines(table: pa.Table) -> Any:
+    for batch in table.to_batches(max_chunksize=10_000):
+        for row in batch.to_pylist():
+            yield json.dumps(_known(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _known(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if value is not None}

@@ -1,0 +1,120 @@
+"""What the page of a run shows, from its reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.transforms import Status
+
+from .step import StepReport
+
+GROUPS, ROWS = 200, 5000  # on a page, per step; a browser draws no more with grace
+
+
+def page_data(
+    reports: Sequence[StepReport],
+    *,
+    title: str,
+    history: Sequence[tuple[int, Mapping[str, float]]] | None = None,
+) -> dict[str, Any]:
+    """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
+
+    A step of more than 200 groups, or 5000 rows, is shown by its first groups; its funnel and numbers are
+    those of all.
+
+    Args:
+        reports: of the steps that the page lets one choose from.
+        title: of the page.
+        history: (step, numbers) of all steps, for the curves; None: those of the reports.
+
+    Example:
+        >>> page_data([], title="mine")["steps"]
+        []
+    """
+    told = [(report.step, report.numbers) for report in reports] if history is None else history
+    names = dict.fromkeys(name for _, numbers in told for name in numbers)
+    return {
+        "title": title,
+        "recipe": [{"name": name, "text": text} for name, text in (reports[0].recipe if reports else ())],
+        "steps": [_step(report) for report in reports],
+        "curve_steps": [step for step, _ in told],
+        "curves": {name: [numbers.get(name) for _, numbers in told] for name in names},
+    }
+
+
+def _step(report: StepReport) -> dict[str, Any]:
+    groups = report.groups
+    total = len(groups["id"]) if groups else 0
+    shown = min(total, GROUPS)
+    while shown > 1 and groups["segments"][:shown].sum() > ROWS:
+        shown -= 1
+    rows = np.arange(len(report))[:ROWS]
+    if groups:
+        rows = np.flatnonzero(np.isin(report.columns["group_id"], groups["id"][:shown]))
+    return {
+        "step": report.step,
+        "funnel": [
+            level._asdict() | {"out": [left._asdict() for left in level.out]} for level in report.funnel
+        ],
+        "shown": {"groups": shown, "of": total},
+        "groups": _groups(report, shown),
+        "rows": _rows(report, rows),
+        "numbers": report.numbers,
+    }
+
+
+def _groups(report: StepReport, shown: int) -> dict[str, list]:
+    groups, texts = report.groups, report.texts.get("prompt")
+    if not groups:
+        names = ("id", "label", "rollouts", "expected", "segments", "reward_mean", "reward_std", "reward_min")
+        return {name: [] for name in (*names, "reward_max", "zero_variance", "complete", "staleness")}
+    head = {name: values[:shown] for name, values in groups.items()}
+    return {
+        "id": head["id"].tolist(),
+        "label": [None if texts is None else texts[row] for row in head["row"]],
+        "rollouts": head["rollouts"].tolist(),
+        "expected": _or_none(head["expected"]),
+        "segments": head["segments"].tolist(),
+        **{name: _or_none(head[name]) for name in ("reward_mean", "reward_std", "reward_min", "reward_max")},
+        "zero_variance": head["zero_variance"].tolist(),
+        "complete": head["complete"].tolist(),
+        "staleness": _or_none(head["staleness"]),
+    }
+
+
+def _rows(report: StepReport, rows: np.ndarray) -> dict[str, list]:
+    columns: Mapping[str, np.ndarray] = report.columns
+
+    def column(name: str) -> list:
+        return _or_none(columns[name][rows]) if name in columns else [None] * len(rows)
+
+    def ids(name: str) -> list:
+        return columns[name][rows].tolist() if name in columns else rows.tolist()
+
+    status = columns["status"][rows].tolist() if "status" in columns else [0] * len(rows)
+    names = {int(value): value.name.lower() for value in Status}
+    return {
+        "row": rows.tolist(),
+        "group": columns["group_id"][rows].tolist() if "group_id" in columns else [0] * len(rows),
+        "rollout": ids("rollout_id"),
+        "reward": column("reward"),
+        "advantage": column("advantage"),
+        "advantage_by_row": column("advantage_by_row"),
+        "tokens": column("tokens"),
+        "weight": column("loss_weight"),
+        "status": [names.get(value, str(value)) for value in status],
+        "reason": ["" if code == 0 else report.names[code] for code in columns["reason"][rows].tolist()],
+        "staleness": _or_none(report.staleness[rows]),
+        "minibatch": column("minibatch"),
+        "microbatch": column("microbatch"),
+        "rank": column("rank"),
+    }
+
+
+def _or_none(values: np.ndarray) -> list:
+    """Python numbers, None where nothing is known."""
+    unknown = ~np.isfinite(values) if values.dtype.kind == "f" else values < 0
+    return [None if gone else value for value, gone in zip(values.tolist(), unknown.tolist(), strict=True)]

@@ -1,0 +1,151 @@
+"""The report of one processed batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from headrace.pipeline.record import strings
+from headrace.transforms import BatchError, CompletenessGate, GroupRelativeAdvantage, group_relative_advantage
+
+from .funnel import Level, funnel
+from .groups import groups_of, rollouts_of, staleness_of
+from .numbers import numbers_of
+
+if TYPE_CHECKING:
+    from headrace.pipeline.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What happened to one batch between the collector and the loss. On the CPU, apart from the pipeline.
+
+    Attributes:
+        step: its number.
+        recipe: (name, text) of each stage, in order.
+        columns: (N,) NumPy arrays by name, one entry per row that came in. `row`; `reason`, the code in
+            `names`; and what the batch had of `rollout_id`, `group_id`, `collected_reward` (the row's own),
+            `reward` (the rollout's, as the advantage saw it), `advantage` (a mean over tokens, where it is
+            per token), `advantage_by_row` (what it were if each row had a vote), `loss_weight`, `tokens`,
+            `status`, `policy_version`, `expected_rollouts`, `minibatch`, `microbatch`, `rank`, `counted`.
+            Floats are NaN and integers -1 where nothing is known.
+        names: ``stage/reason`` by code; 0 is ``trained``.
+        actions: what became of those rows, by code.
+        texts: N strings by name, ``prompt`` and ``response``.
+        group_size: rollouts that each group was dispatched with, if the gate says so.
+        solved: least reward of a solved rollout.
+        measured: the pipeline's metrics.
+    """
+
+    step: int
+    recipe: tuple[tuple[str, str], ...]
+    columns: Mapping[str, np.ndarray]
+    names: Sequence[str]
+    actions: Sequence[str]
+    texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    group_size: int | None = None
+    solved: float = 1.0
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.columns["reason"])
+
+    def __repr__(self) -> str:
+        trained = int((self.columns["reason"] == 0).sum())
+        return f"StepReport(step={self.step}, {trained} of {len(self)} rows trained)"
+
+    @cached_property
+    def funnel(self) -> list[Level]:
+        """What is left in the loss after each stage, and who left why."""
+        return funnel(self.columns, [name for name, _ in self.recipe], self.names, self.actions)
+
+    @cached_property
+    def rollouts(self) -> dict[str, np.ndarray]:
+        """One entry per rollout."""
+        return rollouts_of(self.columns)
+
+    @cached_property
+    def groups(self) -> dict[str, np.ndarray]:
+        """One entry per group; empty where the batch has no groups."""
+        return groups_of(self.columns, self.group_size)
+
+    @cached_property
+    def staleness(self) -> np.ndarray:
+        """(N,) versions behind the newest policy in the batch; -1 unknown."""
+        return staleness_of(self.columns)
+
+    @cached_property
+    def numbers(self) -> dict[str, float]:
+        """All numbers: the pipeline's metrics, and the field's."""
+        return {**self.measured, **numbers_of(self.columns, self.rollouts, self.groups, self.solved)}
+
+
+def make_report(pipeline: Pipeline, *, step: int = 0, solved: float = 1.0) -> StepReport:
+    """The report of the pipeline's last batch. One device read, but for the stages' own metrics.
+
+    Raises:
+        RuntimeError: there was none, or a stage refused it.
+    """
+    ledger, record = pipeline.ledger, pipeline.record
+    if ledger is None or record is None:
+        raise RuntimeError(
+            "there is no batch to report on: run the pipeline over one; one that was refused has none"
+        )
+    columns = record.read({"reason": ledger.reason})
+    rows = len(columns["reason"])
+    columns["row"] = np.arange(rows)
+    if (by_row := _advantage_by_row(pipeline, columns)) is not None:
+        columns["advantage_by_row"] = by_row
+    if record.rewards is not None:
+        columns["rewards"] = record.rewards.cpu().numpy()
+    texts = {name: found for name, text in record.texts.items() if (found := strings(text, rows)) is not None}
+    sizes = [stage.group_size for stage in pipeline.stages.values() if isinstance(stage, CompletenessGate)]
+    return StepReport(
+        step=step,
+        recipe=tuple((name, repr(pipeline.stages[name])) for name in pipeline.order),
+        columns=columns,
+        names=tuple(ledger.names),
+        actions=tuple(ledger.actions),
+        texts=texts,
+        group_size=sizes[0] if sizes else None,
+        solved=solved,
+        measured=pipeline.metrics,
+    )
+
+
+def empty_report(pipeline: Pipeline, *, step: int = 0) -> StepReport:
+    """The report of a batch without rows."""
+    nothing = np.empty(0, dtype=np.int64)
+    recipe = tuple((name, repr(pipeline.stages[name])) for name in pipeline.order)
+    return StepReport(step, recipe, {"row": nothing, "reason": nothing}, ("trained",), ("trained",))
+
+
+def _advantage_by_row(pipeline: Pipeline, columns: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """(N,) the advantage that each row would have if the rows of a fan-out were so many rollouts."""
+    stages = [stage for stage in pipeline.stages.values() if isinstance(stage, GroupRelativeAdvantage)]
+    if not stages or not {"reward", "advantage", "group_id"} <= set(columns):
+        return None
+    stage = stages[0]
+    rows = np.isfinite(columns["advantage"]) & np.isfinite(columns["reward"]) & (columns["group_id"] >= 0)
+    rows &= columns.get("counted", np.ones(len(rows))) != 0
+    if not rows.any() or stage.baseline == "length_weighted" or stage.several != "sum":
+        return None
+    options = {
+        name: getattr(stage, name) for name in ("baseline", "scale", "ddof", "eps", "eps_mode", "clip")
+    }
+    singleton = "zero" if stage.singleton == "raise" else stage.singleton
+    reward = torch.from_numpy(columns["reward"][rows])
+    try:
+        credit = group_relative_advantage(
+            reward, torch.from_numpy(columns["group_id"][rows]), singleton=singleton, **options
+        )
+    except BatchError:  # what it is compared with need not exist, for a reward of a stranger's making, say
+        return None
+    found = np.full(len(rows), np.nan)
+    found[rows] = credit.numpy()
+    return found

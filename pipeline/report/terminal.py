@@ -1,0 +1,114 @@
+"""A report in a terminal: a funnel and a table of groups."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.box import SIMPLE
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from .funnel import UNITS
+from .step import StepReport
+
+GROUPS = 12  # lines of the table; what there is more is counted below it
+ROLLOUTS = 8  # rewards in a line
+
+
+def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
+    """What to print for a report; readable at 80 columns. No text of the user's is read as markup.
+
+    Args:
+        report: of a batch.
+        groups: lines of the group table at most. Groups that lost rollouts come first.
+
+    Example:
+        >>> import torch
+        >>> from rich.console import Console
+        >>> from tensordict import TensorDict
+        >>> from headrace.pipeline import Pipeline, make_report
+        >>> pipeline = Pipeline({"collapse": None})
+        >>> _ = pipeline(TensorDict({"rollout_id": [0, 1]}, batch_size=[2]))
+        >>> Console(width=40).print(show_report(make_report(pipeline)))
+        step 0            rows   rollouts
+        ─────────────────────────────────
+        collected            2          2
+        trained              2          2
+    """
+    parts: list[Table | Text] = [_funnel(report)]
+    if report.groups:
+        parts += [Text(), _groups(report, groups)]
+        if (more := len(report.groups["id"]) - groups) > 0:
+            parts.append(Text(f"and {more:,} groups more", style="dim"))
+    return Group(*parts)
+
+
+def _funnel(report: StepReport) -> Table:
+    units = [unit for unit in UNITS if getattr(report.funnel[0], unit) is not None]
+    table = Table(box=SIMPLE, pad_edge=False, header_style="bold", padding=(0, 1), show_edge=False)
+    table.add_column(f"step {report.step}")
+    for unit in units:
+        table.add_column(unit, justify="right")
+    levels = report.funnel
+    table.add_row("collected", *(_count(getattr(levels[0], unit)) for unit in units))
+    for level in levels[1:]:
+        for left in level.out:
+            words = Text(f"  {level.name}: {left.reason.replace('_', ' ')}, {left.action}")
+            table.add_row(words, *(_minus(getattr(left, unit)) for unit in units), style="dim")
+    table.add_row("trained", *(_count(getattr(levels[-1], unit)) for unit in units), style="bold")
+    return table
+
+
+def _groups(report: StepReport, most: int) -> Table:
+    groups, each = report.groups, report.rollouts
+    text = report.texts.get("prompt")
+    table = Table(box=SIMPLE, pad_edge=False, header_style="bold", padding=(0, 1), show_edge=False)
+    table.add_column("group", justify="right", no_wrap=True)
+    if text is not None:
+        table.add_column("prompt", max_width=18, no_wrap=True, overflow="ellipsis")
+    table.add_column("rollouts", justify="right", no_wrap=True)
+    table.add_column("rows", justify="right", no_wrap=True)
+    table.add_column("rewards", max_width=24, overflow="fold")
+    table.add_column("advantages", no_wrap=True)
+    table.add_column("left", overflow="fold")
+    worst = np.argsort((groups["trained"] >= groups["rollouts"]) & groups["complete"], kind="stable")
+    for g in worst[:most]:
+        mine = np.flatnonzero(each["group"] == groups["id"][g])
+        expected = groups["expected"][g]
+        size = f"{groups['rollouts'][g]}" + (f" of {expected}" if expected >= 0 else "")
+        cells = [str(groups["id"][g]), size, str(groups["segments"][g]), _values(each["reward"][mine])]
+        if text is not None:
+            cells.insert(1, " ".join(text[groups["row"][g]].split()))
+        credit = each["advantage"][mine]
+        credit = credit[np.isfinite(credit)]
+        cells.append(f"{credit.min():+.2f} … {credit.max():+.2f}" if len(credit) else "–")
+        cells.append(_reasons(report, each["reason"][mine]))
+        trains = bool(groups["trained"][g])
+        table.add_row(*(Text(cell) for cell in cells), style="" if trains else "dim")
+    return table
+
+
+def _values(values: np.ndarray) -> str:
+    """Rewards, each value once with how often it is there, the most frequent first."""
+    known = values[np.isfinite(values)]
+    found, times = np.unique(known, return_counts=True)
+    order = np.argsort(-times, kind="stable")
+    told = [f"{found[i]:.3g}" + (f"×{times[i]}" if times[i] > 1 else "") for i in order[:ROLLOUTS]]
+    missing = len(values) - len(known)
+    return " ".join(told + ["…"] * (len(found) > ROLLOUTS) + [f"none×{missing}"] * bool(missing))
+
+
+def _reasons(report: StepReport, codes: np.ndarray) -> str:
+    found, times = np.unique(codes[codes > 0], return_counts=True)
+    return ", ".join(
+        f"{report.names[code].replace('_', ' ')}" + (f" ×{count}" if count > 1 else "")
+        for code, count in zip(found, times, strict=True)
+    )
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def _minus(value: int | None) -> str:
+    return "" if not value else f"−{value:,}"

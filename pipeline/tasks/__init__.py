@@ -1,0 +1,1 @@
+"""What the command does besides training: look at rollouts that were dumped."""

@@ -1,0 +1,131 @@
+"""The same rollouts through two recipes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headrace.pipeline.load import ConfigError, load_pipeline
+from headrace.pipeline.report import Comparison, StepReport, make_report, page_data, write_page
+from headrace.pipeline.report.dump import write_whole
+
+from .reading import at_step, each_step, open_configured
+
+LINES = 8  # of a table of shares: those that differ most
+
+
+def compare(
+    config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
+) -> float:
+    """Run every step of a dump through two recipes; print, and write what differs.
+
+    Args:
+        config: as ``task=compare`` composes it.
+        output: folder for ``config.yaml``, ``compare.json`` and ``compare.html``.
+        words: overrides of the command line; those of ``pipeline`` hold for both recipes.
+        console: where to print; None: standard output.
+
+    Returns:
+        The correlation of the advantages.
+
+    Raises:
+        ConfigError: not two recipes, no path, or an option that one of the recipes does not have.
+        SourceError: a file that cannot be read.
+        BatchError: a stage refused a step's batch.
+    """
+    console = console or Console()
+    names = list(config.pipelines)
+    if len(names) != 2:
+        raise ConfigError(f"two recipes are compared: pipelines=[as/verl,grpo]; got {names}")
+    shared = [word for word in words if word.lstrip("+~").startswith("pipeline.") or "@pipeline." in word]
+    pipelines = [load_pipeline(f"pipeline={name}", *shared) for name in names]
+    source = open_configured(config)
+    output.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, output / "config.yaml", resolve=True)
+    found = Comparison((names[0], names[1]))
+    shown: list[StepReport] = []
+    for step, batch in each_step(source, console):
+        reports = []
+        for pipeline in pipelines:
+            with at_step(step):
+                pipeline.minibatches(batch.clone(recurse=False))
+            reports.append(make_report(pipeline, step=step, solved=config.report.solved))
+        found.add(*reports)
+        if len(shown) < config.report.steps:
+            shown.append(_against(*reports))
+    told = {"pipelines": names, "numbers": found.numbers, "shares": _plain(found)}
+    write_whole(output / "compare.json", lambda file: file.write_text(json.dumps(told, indent=1)))
+    if config.report.html:
+        page = page_data(shown, title=f"{names[0]} and {names[1]}") | {"versus": names}
+        write_page(page, output / "compare.html")
+    show(found, console)
+    console.print(f"written to {output}", soft_wrap=True, highlight=False, markup=False)
+    return found.numbers["correlation"]
+
+
+def _against(first: StepReport, second: StepReport) -> StepReport:
+    """The first recipe's report, with the second one's advantage to hold against it."""
+    other = second.columns.get("advantage", np.full(len(second), np.nan))
+    columns = {**first.columns, "advantage_by_row": other}
+    return StepReport(
+        first.step,
+        first.recipe,
+        columns,
+        first.names,
+        first.actions,
+        first.texts,
+        first.group_size,
+        first.solved,
+        first.measured,
+    )
+
+
+def show(found: Comparison, console: Console) -> None:
+    """Print what differs."""
+    table = Table(title="the same rollouts", title_justify="left", box=SIMPLE, show_header=False)
+    first, second = found.names
+    words = {
+        "rows": "rows",
+        "trained_by_both": "trained by both",
+        "trained_only_by_first": f"trained by {first} alone",
+        "trained_only_by_second": f"trained by {second} alone",
+        "correlation": "correlation of advantages",
+        "differ": "advantages that differ",
+        "sign_flips": "advantages that flip their sign",
+        "gradient_moved": "share of the gradient that goes to other groups",
+    }
+    for key, value in found.numbers.items():
+        table.add_row(
+            Text(words[key]), f"{value:,.0f}" if value == int(value or 0) and value > 1 else f"{value:.4g}"
+        )
+    console.print(table)
+    for name, lines in found.shares.items():
+        table = Table(title=f"share of the gradient by {name}", title_justify="left", box=SIMPLE)
+        table.add_column(name, max_width=30, no_wrap=True, overflow="ellipsis")
+        for column in (first, second, "rows"):
+            table.add_column(Text(column), justify="right")
+        rows = sorted(lines.items(), key=lambda line: -abs(line[1][0] - line[1][1]))[:LINES]
+        for label, (one, other, count) in sorted(rows, key=_in_order):
+            shares = (f"{one / found.steps:.1%}", f"{other / found.steps:.1%}")
+            table.add_row(Text(label), *shares, f"{count:,.0f}")
+        console.print(table)
+
+
+def _in_order(line: tuple[str, np.ndarray]) -> tuple[int, str]:
+    return (int(line[0]), "") if line[0].isdecimal() else (0, line[0])
+
+
+def _plain(found: Comparison) -> dict[str, dict[str, list[float]]]:
+    steps = max(found.steps, 1)
+    return {
+        table: {label: [a / steps, b / steps, rows] for label, (a, b, rows) in lines.items()}
+        for table, lines in found.shares.items()
+    }

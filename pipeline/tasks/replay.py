@@ -1,0 +1,60 @@
+"""Yesterday's rollouts through today's recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from headrace.pipeline.display import funnel
+from headrace.pipeline.load import build_pipeline
+from headrace.pipeline.report import RunReport, make_report, show_report
+
+from .reading import at_step, each_step, open_configured
+
+
+def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
+    """Run every step of a dump through the pipeline; print, and write what happened.
+
+    Args:
+        config: as ``task=replay`` composes it.
+        output: folder for ``config.yaml``, ``report.html`` and ``rollouts/``.
+        console: where to print; None: standard output.
+
+    Returns:
+        Rows that are trained.
+
+    Raises:
+        ConfigError: no path, or a stage or option that there is not.
+        SourceError: a file that cannot be read.
+        BatchError: a stage refused a step's batch.
+    """
+    console = console or Console()
+    pipeline = build_pipeline(config.pipeline)
+    source = open_configured(config)
+    output.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, output / "config.yaml", resolve=True)
+    console.print(pipeline, markup=False, highlight=False)
+    run = RunReport(
+        output,
+        title=f"replay of {Path(config.source.path).name}",
+        steps=config.report.steps,
+        dump=config.report.dump,
+        page=config.report.html,
+        config=OmegaConf.to_yaml(config, resolve=True),
+    )
+    history, report = [], None
+    for step, batch in each_step(source, console):
+        with at_step(step):
+            pipeline.minibatches(batch)  # runs the stages; nobody needs the minibatches
+        report = make_report(pipeline, step=step, solved=config.report.solved)
+        history.append(dict(report.numbers))
+        run.add(report)
+    page = run.close()
+    if report is not None and len(history) == 1:
+        console.print(show_report(report))
+    elif history:
+        console.print(funnel(history, f"where the rows of {len(history)} steps went"))
+    console.print(f"written to {page or output}", soft_wrap=True, highlight=False, markup=False)
+    return sum(numbers["rows/trained"] for numbers in history)
