@@ -25,6 +25,7 @@ types: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/advantage.py
 	$(BIN)/python benchmarks/balance.py
+	$(BIN)/python benchmarks/replay.py
 
 docs: $(STAMP)
 	$(BIN)/python docs/make_recipes.py

@@ -76,13 +76,17 @@ def explain_composition(error: Exception, overrides: Sequence[str], config_name:
     path = path or re.search(r"delete from config. '([\w.]+)' does not exist", message)
     if not path:
         return str(error)
-    groups = [word for word in overrides if re.fullmatch(r"(pipeline|experiment|[\w/]+@[\w.]+)=[\w/]+", word)]
+    groups = [
+        word for word in overrides if re.fullmatch(r"(pipeline|experiment|task|[\w/]+@[\w.]+)=[\w/]+", word)
+    ]
     try:
         parent: Any = compose_config(config_name, *groups)
     except ConfigError:
         return str(error)
     for part in path[1].split(".")[:-1]:
-        parent = parent.get(part)
+        parent = parent.get(part) if isinstance(parent, DictConfig) else None
+    if not isinstance(parent, DictConfig):
+        return str(error)
     names = [str(name) for name in parent]
     return f"there is no {path[1]!r}{suggest(path[1].split('.')[-1], names)}; there are {', '.join(names)}"
 

@@ -145,7 +145,7 @@ def _rewards(table: pa.Table, lost: np.ndarray, path: Path) -> np.ndarray:
         raise SourceError(
             f"{path}: 'rewards' must be a list of as many numbers on every row; found {lists.type}"
         )
-    return lists.flatten().cast(pa.float64()).to_numpy(zero_copy_only=False).reshape(len(table), -1)
+    return lists.flatten().cast(pa.float64()).to_numpy(zero_copy_only=False).reshape(len(table), -1).copy()
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
@@ -156,6 +156,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     if status not in STATUS:
         raise record.fail(f"'status' must be one of {', '.join(STATUS)}", status)
     tokens: Any = record.whole("tokens", optional=True)
+    advantage = record.number("advantage", optional=True)
     return [
         Sample(
             group=record.whole("group_id"),
@@ -167,7 +168,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             response_length=tokens,
             policy_version=record.whole("policy_version", optional=True),
             step=record.whole("step"),
-            advantage=record.number("advantage", optional=True),
+            advantage=float("nan") if advantage is None else advantage,
             expected=record.whole("expected_rollouts", optional=True),
             where=record.where,
         )

@@ -1,0 +1,92 @@
+"""A million rows through `task=replay`: its time, and how much memory it takes beyond the imports.
+
+python benchmarks/replay.py [ROWS]
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+PER_STEP, GROUP_SIZE = 8192, 8
+
+
+def write(folder: Path, rows: int) -> int:
+    """Write a dump with texts, a step a file; returns its bytes."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    size = 0
+    for step in range(-(-rows // PER_STEP)):
+        count = min(PER_STEP, rows - step * PER_STEP)
+        group = np.arange(count) // GROUP_SIZE
+        table = pa.table(
+            {
+                "step": np.full(count, step),
+                "row": np.arange(count),
+                "group_id": group,
+                "rollout_id": np.arange(count),
+                "reward": (rng.random(count) < 0.4).astype(float),
+                "tokens": rng.integers(1, 1024, count),
+                "expected_rollouts": np.bincount(group)[group],
+                "prompt": [f"What is {g} times {step}? " + "Think. " * 20 for g in group.tolist()],
+                "response": [f"{word:x}" * 60 for word in rng.integers(0, 2**62, count).tolist()],
+            }
+        ).replace_schema_metadata({"headrace.schema": "1"})
+        path = folder / f"step_{step:08d}.parquet"
+        pq.write_table(table, path, compression="none")
+        size += path.stat().st_size
+    return size
+
+
+def replay(source: Path, output: Path, told: multiprocessing.SimpleQueue) -> None:
+    """Run the task in a process of its own, so that its peak is its own."""
+    import torch
+
+    from headrace.pipeline.load import compose_config
+    from headrace.pipeline.tasks.replay import replay
+
+    torch.set_num_threads(1)
+    words = ("task=replay", f"source.path={source}", "pipeline.stages.split.remainder=uneven")
+    config = compose_config("config", *words)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    with Path("/dev/null").open("w") as quiet:
+        trained = replay(config, output, Console(file=quiet))
+    seconds = time.perf_counter() - start
+    told.put((seconds, before / 1024, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, trained))
+
+
+def main(rows: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        size = write(Path(folder) / "dump", rows)
+        start = time.perf_counter()
+        for path in sorted((Path(folder) / "dump").iterdir()):
+            pq.read_table(path)
+        reading = time.perf_counter() - start
+        told = context.SimpleQueue()
+        process = context.Process(target=replay, args=(Path(folder) / "dump", Path(folder) / "out", told))
+        process.start()
+        process.join()
+        seconds, before, peak, trained = told.get()
+    table = Table(title=f"{rows:,} rows through task=replay: report, page and Parquet", show_header=False)
+    table.add_row("dump, uncompressed", f"{size / 2**20:,.0f} MiB")
+    table.add_row("time", f"{seconds:.1f} s")
+    table.add_row("over reading the files alone", f"{seconds / reading:.0f} ×")
+    table.add_row("peak memory", f"{peak:,.0f} MiB, of which {before:,.0f} MiB before it began")
+    table.add_row("rows trained", f"{trained:,.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000)

@@ -1,0 +1,262 @@
+"""What is written is read back, whole or not at all, and trackers get all numbers."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from busy import busy_batch, stages
+
+from headrace.pipeline import Pipeline, log_report, make_report, write_dump
+from headrace.pipeline.report import Comparison, RunReport, page_data, render_page, report_table
+from headrace.pipeline.report.loggers import group_rows
+from headrace.pipeline.sources import SourceError, open_source
+from headrace.transforms import BatchError, FanOutCollapse, GroupRelativeAdvantage, LossWeight
+
+
+def make(make_batch, step=0, **changes):
+    batch = busy_batch(make_batch)
+    batch["status"] = torch.tensor([0, 0, 0, 1, 0, 0, 0, 0, 0])
+    batch["next", "policy_version"] = torch.arange(9)
+    pipeline = Pipeline(stages(weight=LossWeight(), **changes))
+    pipeline(batch)
+    return batch, make_report(pipeline, step=step)
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_a_dump_replays_to_the_same_report(format, make_batch, tmp_path):
+    batch, first = make(make_batch, step=12)
+    path = write_dump(first, tmp_path, format=format)
+    assert path.name == f"step_00000012.{format}"
+    ((step, again),) = open_source(tmp_path)
+    assert step == 12
+    for key in ("rollout_id", "group_id", "status", ("next", "policy_version")):
+        assert torch.equal(again[key], batch[key]), key
+    assert torch.equal(again["next", "reward"], batch["next", "reward"])
+    tokens = batch["masks", "all_assistant_mask"].sum(-1)
+    assert torch.equal(again["masks", "all_assistant_mask"].sum(-1), tokens)
+    assert list(again["prompt_text"]) == list(batch["prompt_text"])
+    pipeline = Pipeline(stages(weight=LossWeight()))
+    pipeline(again)
+    second = make_report(pipeline, step=12)
+    assert second.funnel == first.funnel
+    for name in ("reason", "advantage", "loss_weight", "minibatch"):
+        assert second.columns[name] == pytest.approx(first.columns[name], nan_ok=True), name
+
+
+def test_a_dump_says_what_made_it(make_batch, tmp_path):
+    _, report = make(make_batch)
+    metadata = pq.read_schema(write_dump(report, tmp_path, config="seed: 0\n")).metadata
+    assert metadata[b"headrace.schema"] == b"1"
+    assert metadata[b"headrace.config"] == b"seed: 0\n"
+    assert json.loads(metadata[b"headrace.recipe"])[0][0] == "gate"
+
+
+def test_the_table_by_hand(make_batch):
+    _, report = make(make_batch)
+    table = report_table(report).to_pydict()
+    assert table["reason"][:2] == ["trained", "pipeline/no_loss_tokens"]
+    assert table["action"][4] == "dropped"
+    assert table["status"][3] == "truncated"
+    assert table["advantage"][4] is None
+    assert table["minibatch"][4] is None
+
+
+def test_a_write_that_fails_leaves_what_was_there(make_batch, tmp_path, monkeypatch):
+    _, report = make(make_batch)
+    path = write_dump(report, tmp_path)
+    before = path.read_bytes()
+
+    def half(table, file, **_):
+        file.write_bytes(b"half")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(pq, "write_table", half)
+    with pytest.raises(OSError, match="full"):
+        write_dump(report, tmp_path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_several_rewards_are_dumped_and_read(make_batch, tmp_path):
+    batch = make_batch([0.0] * 4, [0, 0, 1, 1])
+    batch["next", "reward"] = torch.arange(8.0).view(4, 2)
+    pipeline = Pipeline({"collapse": FanOutCollapse(columns=2)})
+    pipeline(batch)
+    write_dump(make_report(pipeline), tmp_path)
+    ((_, again),) = open_source(tmp_path)
+    assert torch.equal(again["next", "reward"], batch["next", "reward"])
+
+
+DAMAGE = {
+    "no ids": (lambda t: t.drop_columns(["rollout_id"]), r"columns \['rollout_id'\] are required"),
+    "null id": (
+        lambda t: put(t, "group_id", [None] * 9, pa.int64()),
+        "'group_id' must be an integer on every row",
+    ),
+    "float id": (
+        lambda t: put(t, "group_id", [0.5] * 9),
+        "'group_id' must be an integer on every row; found double",
+    ),
+    "unset id": (lambda t: put(t, "group_id", [0] * 8 + [-1]), "'group_id' must be ≥ 0; found -1 at row 8"),
+    "no reward": (lambda t: put(t, "reward", [1.0] * 8 + [None]), "finite 'reward'; row 8 has none"),
+    "text reward": (lambda t: put(t, "reward", ["x"] * 9), "'reward' must be a number; found string"),
+    "status": (
+        lambda t: put(t, "status", ["done"] * 9),
+        "'status' must be one of completed, .*; found 'done'",
+    ),
+    "two steps": (
+        lambda t: put(t, "step", [0] * 8 + [1]),
+        r"a file is one step, a number ≥ 0; found \[0, 1\]",
+    ),
+    "tokens": (lambda t: put(t, "tokens", [2**40] * 9), "at most 16777216 tokens"),
+    "version": (lambda t: t.replace_schema_metadata({"headrace.schema": "7"}), "must be 1, .*; found '7'"),
+    "stranger": (lambda t: t.replace_schema_metadata({}), "must be 1, .*; found ''"),
+}
+
+
+def put(table, name, values, kind=None):
+    return table.set_column(table.column_names.index(name), name, pa.array(values, kind))
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_dump_is_refused_with_its_name(name, make_batch, tmp_path):
+    _, report = make(make_batch)
+    path = write_dump(report, tmp_path)
+    damage, message = DAMAGE[name]
+    pq.write_table(damage(pq.read_table(path)), path)
+    with pytest.raises(SourceError, match=f"step_00000000.parquet: .*{message}"):
+        list(open_source(path, "headrace"))
+
+
+def test_a_truncated_dump_is_refused(make_batch, tmp_path):
+    _, report = make(make_batch)
+    path = write_dump(report, tmp_path)
+    whole = path.read_bytes()
+    for size in range(0, len(whole), 97):
+        path.write_bytes(whole[:size])
+        with pytest.raises(SourceError, match="a Parquet file is required"):
+            list(open_source(path, "headrace"))
+
+
+# -- trackers ---------------------------------------------------------------------------------------
+
+
+def test_csv_gets_every_number(make_batch, tmp_path):
+    from torchrl.record.loggers.csv import CSVLogger
+
+    logger = CSVLogger(exp_name="run", log_dir=str(tmp_path))
+    _, report = make(make_batch, step=4)
+    log_report(logger, report, prefix="pipeline/")
+    files = {
+        p.relative_to(tmp_path / "run" / "scalars").as_posix(): p for p in (tmp_path / "run").rglob("*.csv")
+    }
+    assert len(files) == len(report.numbers)
+    rows = list(csv.reader(files["pipeline/rows/trained.csv"].read_text().splitlines()))
+    assert [float(cell) for cell in rows[-1]] == [4, 3]
+
+
+def test_tensorboard_gets_every_number(make_batch, tmp_path):
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard"
+    )
+    from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+    logger = TensorboardLogger(exp_name="run", log_dir=str(tmp_path))
+    _, report = make(make_batch, step=4)
+    log_report(logger, report, table=True)
+    logger.experiment.flush()
+    found = accumulator.EventAccumulator(str(tmp_path / "run")).Reload()
+    assert set(found.Tags()["scalars"]) == set(report.numbers)
+    assert [(e.step, e.value) for e in found.Scalars("rows/in")] == [(4, 9.0)]
+
+
+def test_wandb_gets_the_table_of_groups(make_batch, tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="no wandb")
+    from torchrl.record.loggers.wandb import WandbLogger
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(exp_name="run", offline=True, save_dir=str(tmp_path), project="headrace")
+    seen = {}
+    _, report = make(make_batch, step=4)
+    monkeypatch.setattr(logger.experiment, "log", lambda data, **_: seen.update(data))
+    log_report(logger, report, table=True)
+    logger.experiment.finish()
+    assert seen["groups"].columns[:2] == ["group", "prompt"]
+    assert len(seen["groups"].data) == 3
+    assert set(report.numbers) <= set(seen)
+
+
+def test_the_table_of_groups_is_plain_python(make_batch):
+    names, rows = group_rows(make(make_batch)[1])
+    assert names[:3] == ["group", "prompt", "segments"]
+    assert rows[1][:3] == [1, "prompt 1", 2]
+    assert json.dumps(rows)
+
+
+# -- pages and comparisons --------------------------------------------------------------------------
+
+
+def test_a_page_shows_what_the_report_tells(make_batch):
+    _, report = make(make_batch)
+    data = page_data([report], title="mine")
+    render_page(data)
+    step = data["steps"][0]
+    assert step["groups"]["complete"] == [True, False, True]
+    assert step["rows"]["reason"][4] == "gate/incomplete"
+    assert step["rows"]["advantage"][4] is None
+    assert step["shown"] == {"groups": 3, "of": 3}
+    assert step["funnel"][1]["out"][0]["action"] == "dropped"
+
+
+def test_a_page_of_many_groups_shows_the_first(make_batch):
+    pipeline = Pipeline({"collapse": FanOutCollapse()})
+    pipeline(make_batch([0.0] * 1000, [i // 2 for i in range(1000)]))
+    step = page_data([make_report(pipeline)], title="many")["steps"][0]
+    assert step["shown"] == {"groups": 200, "of": 500}
+    assert len(step["rows"]["row"]) == 400
+    assert step["funnel"][0]["rows"] == 1000
+
+
+def test_a_long_run_keeps_some_steps_and_all_curves(make_batch, tmp_path):
+    run = RunReport(tmp_path, title="long", steps=4, dump="jsonl")
+    for step in range(23):
+        run.add(make(make_batch, step=step)[1])
+    page = run.close().read_text()
+    data = json.loads(page.split('id="run">')[1].split("</script>")[0])
+    kept = [step["step"] for step in data["steps"]]
+    assert kept[0] == 0
+    assert kept[-1] == 22
+    assert 3 <= len(kept) <= 5
+    assert data["curve_steps"] == list(range(23))
+    assert len(list((tmp_path / "rollouts").iterdir())) == 23
+
+
+def test_two_recipes_differ_where_they_differ(make_batch):
+    batch = make_batch([1.0, 3, 3, 3, 2, 2], [0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 2, 3])
+    reports = []
+    for drop, clip in ((None, None), ("group", [None, 0.5])):
+        changes = {"gate": None, "advantage": GroupRelativeAdvantage(scale="none", clip=clip)}
+        pipeline = Pipeline(
+            stages(**changes, filter=None if drop is None else stages()["filter"], weight=LossWeight())
+        )
+        pipeline(batch.clone())
+        reports.append(make_report(pipeline))
+    found = Comparison(("a", "b"))
+    found.add(*reports)
+    numbers = found.numbers
+    assert numbers["rows"] == 6
+    assert numbers["trained_by_both"] + numbers["trained_only_by_first"] == 6
+    assert numbers["trained_only_by_second"] == 0
+    assert numbers["differ"] == 3  # the three rows of the rollout that was clipped
+    assert numbers["sign_flips"] == 0
+    assert 0 < numbers["correlation"] < 1
+    shares = found.shares["segments"]
+    assert sum(line[0] for line in shares.values()) == pytest.approx(1)
+    assert shares["3"][0] > shares["3"][1]
+    with pytest.raises(BatchError, match="row by row, over the same batch"):
+        found.add(reports[0], make(make_batch)[1])

@@ -1,0 +1,302 @@
+"""What a report tells adds up, and costs one device read."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from busy import busy_batch, stages
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.pipeline import Pipeline, load_pipeline, make_report
+from headrace.pipeline.report import show_report
+from headrace.transforms import (
+    BatchError,
+    CompletenessGate,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    LossWeight,
+    RewardWithin,
+    SampleFilter,
+    ShuffleSplit,
+)
+
+
+def printed(report, width: int = 80, **options) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, **options).print(show_report(report))
+    return out.getvalue()
+
+
+@pytest.fixture
+def report(make_batch):
+    pipeline = Pipeline(stages(weight=LossWeight(unit="rollout")))
+    pipeline(busy_batch(make_batch))
+    return make_report(pipeline, step=3)
+
+
+def test_the_funnel_by_hand(report):
+    levels = {level.name: level for level in report.funnel}
+    assert [level.name for level in report.funnel] == [
+        "collected",
+        "gate",
+        "collapse",
+        "filter",
+        "advantage",
+        "split",
+        "weight",
+        "pipeline",
+    ]
+    assert levels["collected"][1:4] == (9, 8, 3)
+    gone = levels["gate"].out[0]
+    assert (gone.reason, gone.action, gone.rows, gone.rollouts, gone.groups) == (
+        "incomplete",
+        "dropped",
+        2,
+        2,
+        1,
+    )
+    masked = levels["filter"].out[0]
+    assert (masked.reason, masked.action, masked.rows, masked.groups) == ("zero_variance", "masked", 3, 1)
+    silent = levels["pipeline"].out[0]
+    # The rollout of that row has another row in the loss: it did not leave.
+    assert (silent.reason, silent.rows, silent.rollouts, silent.groups) == ("no_loss_tokens", 1, 0, 0)
+    assert levels["pipeline"][1:4] == (3, 3, 1)
+
+
+def test_the_groups_by_hand(report):
+    groups = {name: values.tolist() for name, values in report.groups.items()}
+    assert groups["id"] == [0, 1, 2]
+    assert groups["rollouts"] == [3, 2, 3]
+    assert groups["segments"] == [4, 2, 3]
+    assert groups["expected"] == [3, 3, 3]
+    assert groups["complete"] == [True, False, True]
+    assert groups["zero_variance"] == [False, False, True]
+    assert groups["reward_mean"] == [3.0, 1.5, 4.0]
+    assert groups["reward_std"] == pytest.approx([2.0, 0.5**0.5, 0.0])
+    assert groups["trained"] == [3, 0, 0]
+
+
+def test_the_numbers_by_hand(report):
+    numbers = report.numbers
+    assert numbers["frac_reward_zero_std"] == pytest.approx(1 / 3)
+    assert (numbers["group_size/min"], numbers["group_size/max"]) == (2, 3)
+    assert numbers["group_size/mean"] == pytest.approx(8 / 3)
+    assert numbers["reward/all/mean"] == 3.0  # (1+3+5 + 1+2 + 4+4+4) / 8
+    assert numbers["reward/effective/mean"] == 3.0
+    assert numbers["reward/effective/std"] == 2.0
+    assert numbers["advantages/fraction_zero"] == pytest.approx(1 / 3)
+    assert numbers["fan_out/max"] == 2
+    assert numbers["rows/trained"] == 3
+    assert (numbers["solve_none"], numbers["solve_all"], numbers["solve_partial"]) == (0, 1, 0)
+
+
+def test_solve_rates_go_by_the_reward_that_solves(make_batch):
+    pipeline = Pipeline({"collapse": FanOutCollapse()})
+    pipeline(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))
+    numbers = make_report(pipeline).numbers
+    assert [numbers[f"solve_{which}"] for which in ("none", "partial", "all")] == pytest.approx([1 / 3] * 3)
+    assert make_report(pipeline, solved=2.0).numbers["solve_none"] == 1
+
+
+def test_staleness_is_told_per_group_and_over_all(make_batch):
+    batch = make_batch([0.0, 1, 0, 1], [0, 0, 1, 1])
+    batch["next", "policy_version"] = torch.tensor([7, 5, 7, 7])
+    pipeline = Pipeline({"collapse": FanOutCollapse()})
+    pipeline(batch)
+    report = make_report(pipeline)
+    assert report.groups["staleness"].tolist() == [2, 0]
+    assert (report.numbers["staleness/max"], report.numbers["staleness/mean"]) == (2, 0.5)
+
+
+ROWS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=1, max_size=30
+)
+
+
+@given(
+    ROWS, st.sampled_from(["mask", "exclude", "drop"]), st.sampled_from(["uneven", "drop", "carry", "pad"])
+)
+def test_kept_and_left_add_up_at_every_stage(rows, action, remainder):
+    from conftest import batch_of
+
+    rollouts = [3 * group + rollout for group, rollout, _, _ in rows]
+    reward = {r: float(value) for r, (_, _, value, _) in zip(rollouts, rows, strict=True)}
+    batch = batch_of([reward[r] for r in rollouts], [group for group, *_ in rows], rollouts)
+    batch["masks", "all_assistant_mask"] &= torch.tensor([trains for *_, trains in rows]).unsqueeze(1)
+    pipeline = Pipeline(
+        {
+            "gate": CompletenessGate(group_size=2, on_incomplete="drop"),
+            "collapse": FanOutCollapse(),
+            "filter": SampleFilter(criterion=RewardWithin(high=2.0), action=action),
+            "advantage": GroupRelativeAdvantage(scale="none"),
+            "split": ShuffleSplit(minibatch_size=2, remainder=remainder),
+            "weight": LossWeight(),
+        }
+    )
+    try:
+        pipeline(batch)
+    except BatchError as err:
+        assume("than were dispatched" not in str(err))  # a group has more rollouts than that
+        raise
+    report = make_report(pipeline)
+    for before, after in zip(report.funnel, report.funnel[1:], strict=False):
+        for unit in ("rows", "rollouts", "groups", "tokens"):
+            left = sum(getattr(gone, unit) for gone in after.out)
+            assert getattr(before, unit) == getattr(after, unit) + left, (after.name, unit)
+    assert (
+        report.funnel[-1].rows == int((report.columns["reason"] == 0).sum()) == report.numbers["rows/trained"]
+    )
+    assert report.funnel[-1].rollouts == report.numbers["rollouts/trained"]
+    assert int(report.groups["segments"].sum()) == len(batch) == len(report)
+    printed(report)
+
+
+class Reads(TorchDispatchMode):
+    """Count what would wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        self.count += "_local_scalar_dense" in name or "nonzero" in name or "unique" in name
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_record_is_read_at_once(make_batch):
+    pipeline = Pipeline(stages())
+    pipeline(busy_batch(make_batch))
+    with Reads() as reads:
+        columns = pipeline.record.read({"reason": pipeline.ledger.reason})
+    assert reads.count == 0
+    assert {"reward", "advantage", "tokens", "rollout_id", "reason"} <= set(columns)
+
+
+def test_ids_of_62_bits_come_through(make_batch):
+    big = 2**62 - 1
+    pipeline = Pipeline({"collapse": FanOutCollapse()})
+    pipeline(make_batch([1.0, 2.0], [big, big], [big, big - 1]))
+    assert make_report(pipeline).columns["rollout_id"].tolist() == [big, big - 1]
+
+
+def test_advantages_of_rows_that_a_later_filter_drops_are_kept(make_batch):
+    pipeline = Pipeline(
+        {
+            "advantage": GroupRelativeAdvantage(scale="none"),
+            "filter": SampleFilter(criterion=RewardWithin(high=2.0), action="drop"),
+        }
+    )
+    pipeline(make_batch([1.0, 3.0], [0, 0]))
+    report = make_report(pipeline)
+    assert report.columns["advantage"].tolist() == [-1.0, 1.0]
+    assert report.numbers["advantages/all/max"] == 1
+    assert report.numbers["advantages/effective/max"] == -1
+
+
+def test_the_advantage_by_row_shows_the_double_count(make_batch):
+    """Rewards 1 and 3, the second fanned out into three rows: by rollout −1 and 1, by row −1.5 and 0.5."""
+    pipeline = Pipeline({"collapse": FanOutCollapse(), "advantage": GroupRelativeAdvantage(scale="none")})
+    pipeline(make_batch([1.0, 3, 3, 3], [0] * 4, [0, 1, 1, 1]))
+    columns = make_report(pipeline).columns
+    assert columns["advantage"].tolist() == [-1, 1, 1, 1]
+    assert columns["advantage_by_row"].tolist() == [-1.5, 0.5, 0.5, 0.5]
+
+
+def test_a_folded_weight_does_not_hide_the_advantage(make_batch):
+    split, fold = ShuffleSplit(minibatches=1), LossWeight(fold="token_mean")
+    pipeline = Pipeline({"advantage": GroupRelativeAdvantage(scale="none"), "split": split, "weight": fold})
+    pipeline(make_batch([1.0, 3, 5], [0, 0, 0]))
+    assert make_report(pipeline).columns["advantage"].tolist() == [-2, 0, 2]
+
+
+def test_rows_that_were_carried_are_in_the_report_of_the_step_that_trains_them(make_batch):
+    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry", shuffle=False)})
+    pipeline(make_batch([1.0, 2, 3], [0] * 3, [0, 1, 2], status=[0, 0, 1]))
+    assert make_report(pipeline).funnel[1].out[0][:3] == ("carried", "carried", 1)
+    pipeline(make_batch([4.0], [1], [3], status=[0]))
+    report = make_report(pipeline)
+    assert report.columns["rollout_id"].tolist() == [3, 2]
+    assert report.columns["status"].tolist() == [0, 1]
+    assert report.columns["carried_in"].tolist() == [0, 1]
+    assert report.funnel[-1].rows == 2
+
+
+def test_there_is_no_report_of_nothing(make_batch):
+    pipeline = Pipeline(stages(gate=CompletenessGate(group_size=3)))
+    with pytest.raises(RuntimeError, match="run the pipeline over one"):
+        make_report(pipeline)
+    with pytest.raises(BatchError):
+        pipeline(busy_batch(make_batch))
+    with pytest.raises(RuntimeError, match="one that was refused has none"):
+        pipeline.report()
+
+
+def test_the_keys_of_a_report_can_be_renamed(make_batch):
+    batch = make_batch([1.0, 2], [0, 0])
+    batch["score"], batch["question"] = batch.pop(("next", "reward")), batch.pop("prompt_text")
+    pipeline = Pipeline({}, report_keys={"reward": "score", "prompt": "question"})
+    pipeline(batch)
+    report = make_report(pipeline)
+    assert report.columns["reward"].tolist() == [1, 2]
+    assert report.texts["prompt"] == ["prompt 0", "prompt 0"]
+    with pytest.raises(ValueError, match=r"report_keys must be among reward, .*; got prize"):
+        Pipeline({}, report_keys={"prize": "score"})
+
+
+# -- in a terminal ----------------------------------------------------------------------------------
+
+
+def test_what_is_printed_tells_all_and_fits_80_columns(report):
+    text = printed(report)
+    for word in (
+        "gate: incomplete, dropped",
+        "filter: zero variance, masked",
+        "trained",
+        "prompt 1",
+        "2 of 3",
+        "4×3",
+    ):
+        assert word in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text, "no colour where there is no terminal"
+    assert "\x1b" in printed(report, force_terminal=True)
+
+
+def test_the_users_text_is_no_markup(make_batch):
+    batch = make_batch([1.0, 2], [0, 0])
+    batch["prompt_text"] = ["[bold red]boom[/]\n\x1b[31m[/nope]"] * 2
+    pipeline = Pipeline({"collapse": FanOutCollapse()})
+    pipeline(batch)
+    text = printed(make_report(pipeline), width=120)
+    assert "[bold red]boom[/]" in text
+    assert "\x1b" not in text
+
+
+def test_the_pipeline_prints_its_report(make_batch, capsys):
+    pipeline = load_pipeline("pipeline.stages.gate.group_size=2", "pipeline.stages.split.remainder=uneven")
+    pipeline(make_batch([1.0, 2, 3, 3], [0, 0, 1, 1]))
+    report = pipeline.report(step=9)
+    assert repr(report) == "StepReport(step=9, 2 of 4 rows trained)"
+    assert "zero variance" in capsys.readouterr().out
+
+
+def test_many_groups_are_cut_and_counted(make_batch):
+    pipeline = Pipeline({"collapse": FanOutCollapse()})
+    pipeline(make_batch([float(i % 3) for i in range(100)], [i // 2 for i in range(100)]))
+    assert "and 38 groups more" in printed(make_report(pipeline))
+
+
+def test_a_batch_of_which_nothing_is_left_has_a_report(make_batch):
+    pipeline = Pipeline(stages(gate=CompletenessGate(group_size=9, on_incomplete="drop")))
+    assert len(pipeline(busy_batch(make_batch))) == 0
+    report = make_report(pipeline)
+    assert report.funnel[-1].rows == 0
+    assert np.isnan(report.columns.get("advantage", np.array([np.nan]))).all()
+    assert "gate: incomplete" in printed(report)

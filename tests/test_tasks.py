@@ -1,0 +1,155 @@
+"""The command over dumps: replay, compare, plan."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from busy import busy_batch, stages
+from rich.console import Console
+
+from headrace.pipeline import Pipeline, make_report, write_dump
+from headrace.pipeline.load import ConfigError, compose_config
+from headrace.pipeline.tasks.compare import compare
+from headrace.pipeline.tasks.plan import plan, solve_rates, uninformative
+from headrace.pipeline.tasks.replay import replay
+from headrace.transforms import BatchError, LossWeight
+
+COUNTED = ("pipeline.stages.gate.group_size=3", "pipeline.stages.gate.on_incomplete=drop")
+
+
+@pytest.fixture
+def dump(make_batch, tmp_path):
+    folder = tmp_path / "dump"
+    for step in range(3):
+        pipeline = Pipeline(stages(weight=LossWeight()))
+        pipeline(busy_batch(make_batch))
+        write_dump(make_report(pipeline, step=step), folder)
+    return folder
+
+
+def configure(task, dump, *words):
+    return compose_config("config", f"task={task}", f"source.path={dump}", *words)
+
+
+def told(function, config, folder, *arguments) -> tuple[float, str]:
+    console = Console(width=100, record=True, file=io.StringIO())
+    return function(config, folder, *arguments, console), console.export_text()
+
+
+def test_a_replay_prints_and_writes(dump, tmp_path):
+    out = tmp_path / "out"
+    trained, text = told(replay, configure("replay", dump, *COUNTED, "pipeline=dapo"), out)
+    assert trained == 3 * 3
+    assert "gate: incomplete" in text
+    assert "−6" in text
+    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "report.html", "rollouts"]
+    again, _ = told(
+        replay, configure("replay", out / "rollouts", *COUNTED, "pipeline=dapo"), tmp_path / "two"
+    )
+    assert again == trained
+
+
+def test_a_replay_of_one_step_shows_its_groups(dump, tmp_path):
+    words = [*COUNTED, "report.dump=null", "report.html=false"]
+    _, text = told(replay, configure("replay", dump / "step_00000001.parquet", *words), tmp_path / "out")
+    assert "2 of 3" in text
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.yaml"]
+
+
+def test_a_step_that_is_refused_is_named(dump, tmp_path):
+    config = configure("replay", dump, "pipeline.stages.gate.group_size=3")
+    with pytest.raises(BatchError, match=r"step 0: stage 'gate'.*group 1 has 2 of 3"):
+        told(replay, config, tmp_path / "out")
+
+
+def test_two_recipes_over_the_same_rollouts(dump, tmp_path):
+    config = configure("compare", dump, "pipelines=[grpo,dr_grpo]")
+    correlation, text = told(compare, config, tmp_path / "out", COUNTED)
+    assert 0 < correlation <= 1
+    assert "advantages that differ" in text
+    found = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert found["numbers"]["rows"] == 27
+    assert found["numbers"]["trained_by_both"] == 9
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert '"versus":["grpo","dr_grpo"]' in page
+    with pytest.raises(ConfigError, match=r"two recipes are compared.*got \['grpo'\]"):
+        told(compare, configure("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
+
+
+def test_the_plan_by_hand(make_batch, tmp_path):
+    """Solve rates 0, ½ and 1, in groups of two: of G = 2 the middle one fails in half of all draws."""
+    pipeline = Pipeline({})
+    pipeline(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))
+    write_dump(make_report(pipeline), tmp_path)
+    share, text = told(plan, configure("plan", tmp_path, "plan.group_sizes=[2,4]"), tmp_path)
+    assert share == pytest.approx(2 / 3)
+    assert re.search(r"0\.25 to 0\.5 +1 +50% +12%", text)
+    assert re.search(r"all +3 +83% +71%", text)
+    assert re.search(r"informative +12 +14", text.replace("\n", " ")) or "12" in text
+
+
+def test_the_probability_by_its_definition():
+    rate = np.array([0.0, 0.3, 1.0])
+    draws = np.random.default_rng(0).random((20000, 3, 4)) < rate[:, None]
+    seen = (draws.all(-1) | ~draws.any(-1)).mean(0)
+    assert uninformative(rate, 4) == pytest.approx(seen, abs=0.02)
+
+
+def test_a_rollout_of_several_rows_is_solved_once(make_batch):
+    batch = make_batch([1.0, 1, 1, 0], [0] * 4, [0, 0, 0, 1])
+    rate, count = solve_rates(batch, 1.0)
+    assert (rate.tolist(), count.tolist()) == ([0.5], [2])
+    batch["status"] = torch.tensor([0, 0, 0, 3])
+    assert solve_rates(batch, 1.0)[0].tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["task=replay"], "source.path=FILE, FOLDER or a glob"),
+        (["task=plan", "source.path=nowhere"], "nowhere: the format must be clear"),
+        (["task=plan", "source.path=nowhere", "source.format=verl"], "a file, or a folder with"),
+        (["task=sing"], "Could not find 'task/sing'"),
+        (["task=replay", "source.paht=x"], "there is no 'source.paht' (did you mean 'path'"),
+    ],
+)
+def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace.pipeline", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_trains_dumps_and_replays(tmp_path):
+    def headrace(*words):
+        done = subprocess.run(
+            [sys.executable, "-m", "headrace.pipeline", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    small = ["train.steps=3", "sampler.prompts_per_batch=4", "policy.width=16", "policy.layers=1"]
+    headrace(*small, "report.dump=parquet", "hydra.run.dir=run")
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    words = ["pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.collapse.reward=sum"]
+    shown = headrace("task=replay", "source.path=run/rollouts", *words, "hydra.run.dir=again")
+    assert "where the rows of 3 steps went" in shown
