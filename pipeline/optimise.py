@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -14,6 +15,7 @@ from headrace.transforms.base import has_key
 from headrace.transforms.columns import MICROBATCH
 from headrace.transforms.criteria import count_tokens
 from headrace.transforms.ranks import resolve_group
+from headrace.transforms.rows import device_of
 
 
 def optimise(
@@ -54,6 +56,7 @@ def optimise(
 
     Raises:
         ValueError: `max_grad_norm` not above 0.
+        BatchError: a gradient that is not finite, before the step is taken; minibatches that hold several.
         MissingKeyError: there are no weights (see `reduce`).
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -63,7 +66,7 @@ def optimise(
     stream, steps = iter(minibatches), 0
     while (minibatch := next(stream, None)) is not None:
         parts = list(split_microbatches(minibatch)) if has_key(minibatch, MICROBATCH) else [minibatch]
-        trains = _has_tokens(minibatch, loss_mask_key)
+        trains = _has_tokens(minibatch, loss_mask_key, group)
         del minibatch  # lest two of them be in memory when the next one is gathered
         if not trains:
             continue
@@ -74,8 +77,12 @@ def optimise(
             del part
         if group is not None:
             _add_up(parameters, group)
-        if max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
+        if not bool(torch.isfinite(norm)):
+            raise BatchError(
+                f"the gradient of a step must be finite; that of step {steps} of this batch has the norm "
+                f"{float(norm)}. Are advantages and behaviour log-probabilities finite? Nothing was changed"
+            )
         optimizer.step()
         steps += 1
     return steps
@@ -93,6 +100,8 @@ def total_loss(terms: TensorDictBase, batch: TensorDictBase | None = None) -> Te
         2.0
     """
     found = {k: value for k, value in terms.items() if k.startswith("loss_") and isinstance(value, Tensor)}
+    if not found:
+        raise BatchError(f"a loss has entries named loss_*; found {sorted(map(str, terms.keys()))}")
     if odd := [f"{key!r} {tuple(value.shape)}" for key, value in found.items() if value.numel() != 1]:
         raise BatchError(
             f"without weights a loss is made of means; found {', '.join(odd)}: set aggregation='token_mean' "
@@ -101,11 +110,20 @@ def total_loss(terms: TensorDictBase, batch: TensorDictBase | None = None) -> Te
     return torch.stack([value.squeeze() for value in found.values()]).sum()
 
 
-def _has_tokens(minibatch: TensorDictBase, loss_mask_key: NestedKey) -> bool:
-    """Whether the step, on all its ranks, has a token in the loss."""
-    if has_key(minibatch, "num_tokens"):
-        return bool((minibatch.get("num_tokens") > 0).any())
-    return bool(count_tokens(minibatch, loss_mask_key, reader="optimise", option="loss_mask_key").sum() > 0)
+def _has_tokens(minibatch: TensorDictBase, loss_mask_key: NestedKey, group: dist.ProcessGroup | None) -> bool:
+    """Whether the step, on any of its ranks, has a token in the loss."""
+    found = False
+    if len(minibatch):
+        if has_key(minibatch, "num_tokens"):
+            found = bool((minibatch.get("num_tokens") > 0).any())
+        else:
+            tokens = count_tokens(minibatch, loss_mask_key, reader="optimise", option="loss_mask_key")
+            found = bool(tokens.sum() > 0)
+    if group is not None:  # one that skips a step the others take would add its next gradient to theirs
+        flag = torch.tensor([int(found)], device=device_of(minibatch))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        found = bool(flag)
+    return found
 
 
 def _add_up(parameters: list[Tensor], group: dist.ProcessGroup) -> None:

@@ -47,11 +47,12 @@ def check_order(stages: Mapping[str, Callable]) -> None:
         reads, writes, final = _keys(stages[name])
         for later in names[i + 1 :]:
             later_reads, later_writes, _ = _keys(stages[later])
-            if isinstance(stages[name], ShuffleSplit) and MINIBATCH not in later_reads:
+            takes_out = bool(getattr(stages[later], "reasons", ()))
+            if isinstance(stages[name], ShuffleSplit) and (MINIBATCH not in later_reads or takes_out):
                 raise ValueError(
                     f"stage {later!r} comes after {name!r}, which cuts the batch into minibatches: only a "
-                    f"stage that reads how it was cut, {MINIBATCH!r} in its in_keys, has a place there; put "
-                    f"{later!r} before {name!r}"
+                    f"stage that reads how it was cut, {MINIBATCH!r} in its in_keys, and takes no rows out "
+                    f"has a place there; put {later!r} before {name!r}"
                 )
             in_turn = writes & later_reads
             if late := later_writes & ((reads - made - in_turn) | final):

@@ -17,6 +17,7 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.plan import Plan, mark
 from headrace.transforms.rows import any_token, check_mask, device_of
 from headrace.transforms.shuffle import ShuffleSplit
+from headrace.transforms.weight import LossWeight
 
 from .ledger import Ledger
 from .order import arrange, check_order
@@ -106,7 +107,7 @@ class Pipeline(BatchTransform):
         split = self._split
         if split is None:
             return self._stamp(self._judge_silent(self._run(batch, self.order)))
-        out, passes = self._cut(batch, split, 1)
+        out, passes = self._cut(batch, split, 1, whole=True)
         for marked, plan in passes:
             return split.arrange(marked, plan)
         return out
@@ -137,9 +138,14 @@ class Pipeline(BatchTransform):
             return (out.clone(recurse=False) for _ in range(epochs if len(out) else 0))
         entered = self.enter(batch)
         if entered is None:
-            self._tell_ranks(batch)
             return iter(())
-        return split.stream(self._cut(entered, split, epochs)[1])
+        passes = self._cut(entered, split, epochs, whole=False)[1]
+        with self._naming(self.order[self._split_at]):
+            try:
+                return split.stream(passes)
+            except BatchError:
+                split.undo()
+                raise
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -195,6 +201,8 @@ class Pipeline(BatchTransform):
                 flat, keys=self.report_keys, loss_mask_key=self.loss_mask_key, ids=self.ledger.ids
             )
             flat.set(ROW, torch.arange(len(flat), device=device_of(flat)))
+        else:
+            self._tell_ranks(batch)
         return flat
 
     def _run(self, batch: TensorDictBase, names: Sequence[str]) -> TensorDictBase:
@@ -220,24 +228,42 @@ class Pipeline(BatchTransform):
         return batch
 
     def _cut(
-        self, batch: TensorDictBase, split: ShuffleSplit, epochs: int
+        self, batch: TensorDictBase, split: ShuffleSplit, epochs: int, *, whole: bool
     ) -> tuple[TensorDictBase, list[tuple[TensorDictBase, Plan]]]:
-        """Run the stages before the split; then, for each epoch, mark where rows go and run those after "
-        "it."""
+        """Run the stages before the split; then, for each epoch, mark where rows go and run those after."""
         at = self._split_at
         out = self._run(batch, self.order[:at])
         if len(out) == 0:
             return self._run(out, self.order[at:]), []
         with self._naming(self.order[at]):
-            split.begin(out)
-            out = self._admit(split, out)
-            plans = split.plans(out, epochs)
-        self._book.judge(self.order[at], split.reasons, out.get(ROW), split.verdict)
-        self._judge_silent(out)
-        if self.record is not None:
-            self.record.see(out)
-        passes = [(self._stamp(self._run(mark(out, plan), self.order[at + 1 :])), plan) for plan in plans]
-        return out, passes
+            split.begin(out, whole=whole)
+        try:
+            with self._naming(self.order[at]):
+                out = self._admit(split, out)
+                plans = split.plans(out, epochs)
+            self._book.judge(self.order[at], split.reasons, out.get(ROW), split.verdict)
+            if self.record is not None:
+                self.record.see(out)
+            weighed = [self._weigh(mark(out, plan)) for plan in plans]
+        except BaseException:
+            split.undo()  # what it drew and carried was for a batch that is not trained
+            raise
+        self._judge_silent(out, weighed[0])
+        return out, [(self._stamp(each), plan) for each, plan in zip(weighed, plans, strict=True)]
+
+    def _weigh(self, marked: TensorDictBase) -> TensorDictBase:
+        """Run the stages after the split, which may add columns and move nothing."""
+        names = self.order[self._split_at + 1 :]
+        out = self._run(marked, names)
+        kept = len(out) == len(marked)
+        if kept and not all(isinstance(self.stages[name], LossWeight) for name in names):
+            kept = torch.equal(out.get(ROW), marked.get(ROW))
+        if not kept:
+            raise BatchError(
+                f"stages after {self.order[self._split_at]!r} leave all rows where they are, since they were "
+                f"cut already; one of {', '.join(map(repr, names))} moved or dropped some"
+            )
+        return out
 
     def _tell_ranks(self, batch: TensorDictBase) -> None:
         """Let stages that talk to other ranks say that this one has no rows, lest those wait for it."""
@@ -257,7 +283,8 @@ class Pipeline(BatchTransform):
             rows = torch.cat([rows, numbers])
         return admitted.set(ROW, rows)
 
-    def _judge_silent(self, batch: TensorDictBase) -> TensorDictBase:
+    def _judge_silent(self, batch: TensorDictBase, weighed: TensorDictBase | None = None) -> TensorDictBase:
+        """Record the rows that train nothing: none of their tokens is in the loss, or weighs anything."""
         if len(batch) == 0:
             return batch
         silent = torch.zeros(len(batch), dtype=torch.bool, device=device_of(batch))
@@ -265,6 +292,9 @@ class Pipeline(BatchTransform):
             silent = ~any_token(batch, self.loss_mask_key)
         if has_key(batch, IN_LOSS):
             silent = silent | ~batch.get(IN_LOSS)
+        for stage in self.stages.values():
+            if isinstance(stage, LossWeight) and stage.fold == "none" and weighed is not None:
+                silent = silent | (weighed.get(stage.weight_key) == 0)
         self._book.judge("pipeline", ("no_loss_tokens",), batch.get(ROW), silent, "masked")
         return batch
 

@@ -129,7 +129,7 @@ class Record:
 
     def read(self, more: Mapping[str, Tensor]) -> dict[str, Any]:
         """All columns, and (N,) int64 `more`, as NumPy arrays, by one device read."""
-        columns = self.columns | more
+        columns = {**self.columns, **more}
         # Floats travel as the integers of the same bits, so that one tensor holds all and ids stay exact.
         bits = [c.view(torch.int64) if c.dtype == torch.float64 else c for c in columns.values()]
         read = torch.stack(bits).cpu() if bits else torch.empty(0, self.rows, dtype=torch.int64)

@@ -30,6 +30,8 @@ class TokenGRPOLoss(GRPOLoss):
     """
 
     def __init__(self, *arguments: Any, **options: Any):
+        if options.pop("aggregation", "none") != "none":
+            raise ValueError("TokenGRPOLoss is per token: leave aggregation out, and sum by weighted_loss")
         super().__init__(*arguments, aggregation="none", **options)
 
     def _kl_to_ref(
@@ -47,7 +49,14 @@ class TokenGRPOLoss(GRPOLoss):
             ref_log_prob = tensordict.get(key, None, as_padded_tensor=True, **padding)
         if ref_log_prob is None:
             raise KeyError(f"the KL term needs {key!r}, (N, T) log-probabilities")
+        if ref_log_prob.ndim == current.ndim + 1:
+            ref_log_prob = ref_log_prob.squeeze(-1)
+        if ref_log_prob.shape != current.shape:
+            raise ValueError(
+                f"reference log-probabilities are {tuple(current.shape)}, as the policy's; {key!r} is "
+                f"{tuple(ref_log_prob.shape)}"
+            )
         inside = torch.ones_like(current, dtype=torch.bool) if mask is None else mask
-        gap = torch.where(inside, ref_log_prob.view_as(current) - current, 0.0)
+        gap = torch.where(inside, ref_log_prob, 0.0) - torch.where(inside, current, 0.0)
         penalty = (gap.expm1() - gap).unsqueeze(-1)
         return (self.kl_to_ref_coeff if coeff is None else coeff) * penalty, penalty

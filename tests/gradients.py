@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from tensordict import TensorDict
 from torchrl.objectives.llm import GRPOLoss
 
 from headrace.pipeline import Pipeline, TokenGRPOLoss, optimise, total_loss
-from headrace.transforms import LossWeight, SampleFilter, ShuffleSplit
+from headrace.transforms import BatchError, LossWeight, SampleFilter, ShuffleSplit
 from headrace.transforms.means import MEANS
 from headrace.transforms.rows import take_rows
 
@@ -102,4 +103,40 @@ def run_rank(rank: int, world: int, folder: str) -> None:
             for way, grad in ways.items():
                 found[str(dtype), unit, way] = distance(grad, whole)
     torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_uneven(rank: int, world: int, folder: str) -> None:
+    """What each process is told where one of them has no rows, other rows, or wrong ones."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    _, batch = make_scene(torch.float32)
+    mine = take_rows(batch, torch.arange(rank, len(batch), world))
+    wrong = mine.clone()
+    if rank == 1:
+        wrong["rollout_id"][:] = -1
+    cases = {
+        "one is empty": mine[:0] if rank == 1 else mine,
+        "all are empty": mine[:0],
+        "one has wrong ids": wrong,
+        "one has too few": mine[:1] if rank == 1 else mine,
+    }
+    told = {}
+    for name, rows in cases.items():
+        for how in ("minibatches", "call"):
+            split = ShuffleSplit(minibatches=2, unit="sample", remainder="uneven", process_group="world")
+            weight = LossWeight(unit="rollout", process_group="world", shared_ids="same")
+            pipeline = Pipeline({"split": split, "weight": weight})
+            try:
+                found = list(pipeline.minibatches(rows)) if how == "minibatches" else [pipeline(rows)]
+                told[name, how] = len(found)
+            except BatchError as err:
+                told[name, how] = str(err)
+    torch.save(told, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

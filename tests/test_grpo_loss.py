@@ -8,7 +8,16 @@ from rollouts import make_collector, make_env, make_pipeline, make_policy
 from torchrl.objectives.llm import GRPOLoss
 
 from headrace.pipeline.optimise import optimise, total_loss
-from headrace.transforms import LengthWithin, MissingKeyError, RewardWithin, SampleFilter
+from headrace.pipeline.token_loss import TokenGRPOLoss
+from headrace.transforms import (
+    BatchError,
+    LengthWithin,
+    LossWeight,
+    MissingKeyError,
+    RewardWithin,
+    SampleFilter,
+    ShuffleSplit,
+)
 from headrace.transforms.rows import take_rows
 
 
@@ -109,3 +118,35 @@ def test_a_loss_without_weights_is_refused_unless_it_is_said_how_to_add_it_up(sc
     with pytest.raises(MissingKeyError, match="weighted_loss needs the key 'loss_weight'"):
         optimise([batch.exclude("loss_weight")], loss, optimizer)
     assert optimise([batch], loss, optimizer, reduce=total_loss) == 1
+
+
+def test_a_gradient_that_is_not_finite_takes_no_step(scene):
+    policy, batch = scene
+    batch["advantage"][0] = float("nan")
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
+    before = [p.clone() for p in policy.parameters()]
+    with pytest.raises(BatchError, match="gradient of a step must be finite; that of step 0"):
+        optimise([batch], loss, torch.optim.SGD(policy.parameters(), lr=1.0), reduce=total_loss)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def test_terms_per_token_add_up_to_those_of_the_loss_itself(scene):
+    """GRPOLoss divides its KL terms by all positions, the others by tokens."""
+    policy, batch = scene
+    batch["next", "ref_log_probs", "full"] = batch["log_probs", "full"].nan_to_num() - 0.3
+    options = {"masking_strategy": "generic", "kl_to_ref_coeff": 0.1}
+    with torch.no_grad():
+        ours, theirs = TokenGRPOLoss(policy, **options)(batch), GRPOLoss(policy, **options)(batch)
+    torch.testing.assert_close(ours.loss_kl_to_ref.mean(), theirs.loss_kl_to_ref, rtol=1e-12, atol=0)
+    mean = ours.loss_objective.sum() / batch["masks", "all_assistant_mask"].sum()
+    torch.testing.assert_close(mean, theirs.loss_objective, rtol=1e-12, atol=1e-15)
+    with pytest.raises(ValueError, match="leave aggregation out"):
+        TokenGRPOLoss(policy, aggregation="token_mean")
+
+
+def test_several_steps_in_one_batch_are_refused(scene):
+    policy, batch = scene
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
+    whole = LossWeight()(ShuffleSplit(minibatches=3, remainder="uneven")(batch))
+    with pytest.raises(BatchError, match="holds 3: take them one by one"):
+        optimise([whole], loss, torch.optim.SGD(policy.parameters(), lr=0.0))

@@ -193,6 +193,38 @@ def test_fold_into_a_token_mean_undoes_its_denominator():
     assert float((summing["advantage"].squeeze(-1) * batch["loss"]).sum()) == pytest.approx(8, rel=1e-12)
 
 
+def test_folding_twice_or_into_integers_is_refused():
+    batch = batch_of(NINE)
+    batch["advantage"] = torch.ones(3, 1, 1)
+    once = LossWeight(fold="sum")(batch)
+    with pytest.raises(BatchError, match="folding twice"):
+        LossWeight(fold="sum")(once)
+    batch["advantage"] = torch.ones(3, 1, 1, dtype=torch.int64)
+    with pytest.raises(BatchError, match=r"floating-point number; found torch.int64"):
+        LossWeight(fold="sum")(batch)
+
+
+def test_ragged_advantages_per_token_are_folded_row_by_row():
+    rows = [TensorDict({MASK: torch.ones(n).bool(), "advantage": torch.ones(n, 1)}) for n in (1, 3)]
+    stack = lazy_stack(rows)
+    out = LossWeight(fold="sum")(stack)
+    assert [a.flatten().tolist() for a in out.get("advantage", as_list=True)] == [[0.25], [0.25] * 3]
+    assert [a.flatten().tolist() for a in stack.get("advantage", as_list=True)] == [[1.0], [1.0] * 3]
+
+
+def test_averaged_gradients_of_dealt_rows_need_the_number_of_ranks():
+    batch = batch_of(NINE)
+    batch[RANK] = torch.tensor([0, 1, 1])
+    with pytest.raises(BatchError, match="set ranks on LossWeight"):
+        LossWeight(gradients="mean")(batch)
+
+
+def test_a_weight_of_any_shape_of_one_a_row_weighs_its_row():
+    batch = LossWeight()(batch_of(NINE))
+    batch[WEIGHT] = batch[WEIGHT].view(3, 1, 1)
+    assert float(weighted_loss(TensorDict({"loss_x": torch.ones(3, 3)}), batch)) == pytest.approx(1)
+
+
 def test_gradients_that_are_averaged_get_weights_times_the_ranks():
     batch = batch_of(NINE)
     once = LossWeight(dtype="float64")(batch)[WEIGHT]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -9,7 +11,15 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline
-from headrace.transforms import BatchError, LossWeight, ShuffleSplit, deal, split_microbatches
+from headrace.transforms import (
+    BatchError,
+    BatchTransform,
+    LossWeight,
+    ShuffleSplit,
+    deal,
+    split_microbatches,
+    split_minibatches,
+)
 from headrace.transforms.columns import IN_LOSS, MICROBATCH, MINIBATCH, PADDING, RANK, ROW
 
 ATTENTION, LOSS = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
@@ -288,14 +298,121 @@ def test_a_run_restored_in_the_middle_of_a_batch_goes_on_with_the_rest(lengths, 
     assert following[0] == following[1]
 
 
-def test_resuming_with_another_batch_is_refused():
-    first, second = (Pipeline({"split": ShuffleSplit(minibatches=2)}) for _ in "ab")
-    next(first.minibatches(batch_of([2] * 4)))
+def interrupted(taken: int = 1, epochs: int = 1, **options):
+    """A pipeline that goes on where another stood, which had taken so many minibatches of four rows."""
+    first, second = (Pipeline({"split": ShuffleSplit(minibatches=2, **options)}) for _ in "ab")
+    stream = first.minibatches(batch_of([2] * 4), epochs=epochs)
+    seen = [next(stream)["name"].tolist() for _ in range(taken)]
     second.load_state_dict(first.state_dict())
+    return second, seen, [part["name"].tolist() for part in stream]
+
+
+def test_resuming_with_another_batch_is_refused_and_can_be_tried_again():
+    restored, _, rest = interrupted()
     with pytest.raises(BatchError, match=r"4 rows was interrupted after 1 minibatches.*this one has 6"):
-        second.minibatches(batch_of([2] * 6))
+        restored.minibatches(batch_of([2] * 6))
+    with pytest.raises(BatchError, match="this one has other rollout_ids"):
+        restored.minibatches(batch_of([2] * 4, first_id=50))
     with pytest.raises(BatchError, match=r"had 2 minibatches, this one has 4.*epochs"):
-        second.minibatches(batch_of([2] * 4), epochs=2)
+        restored.minibatches(batch_of([2] * 4), epochs=2)
+    with pytest.raises(BatchError, match=r"go on with pipeline.minibatches\(batch\)"):
+        restored(batch_of([2] * 4))
+    assert [part["name"].tolist() for part in restored.minibatches(batch_of([2] * 4))] == rest
+
+
+def test_a_state_that_is_passed_on_unused_is_the_same_state():
+    restored, _, rest = interrupted(taken=3, epochs=2)
+    third = Pipeline({"split": ShuffleSplit(minibatches=2)})
+    third.load_state_dict(restored.state_dict())
+    assert [part["name"].tolist() for part in third.minibatches(batch_of([2] * 4), epochs=2)] == rest
+
+
+def test_a_state_from_before_the_first_minibatch_draws_the_same_orders():
+    restored, seen, rest = interrupted(taken=0)
+    assert seen == []
+    assert [part["name"].tolist() for part in restored.minibatches(batch_of([2] * 4))] == rest
+
+
+def test_a_loop_that_is_left_has_done_with_the_batch():
+    first, second = (Pipeline({"split": ShuffleSplit(minibatches=2)}) for _ in "ab")
+    for _ in first.minibatches(batch_of([2] * 4)):
+        break
+    second.load_state_dict(first.state_dict())
+    assert len(list(second.minibatches(batch_of([2] * 6, first_id=50)))) == 2
+
+
+def test_what_follows_the_split_refusing_a_batch_undoes_what_was_carried():
+    stages = {"split": ShuffleSplit(minibatch_size=3, remainder="carry"), "weight": LossWeight(unit="group")}
+    pipeline, twin = (
+        Pipeline(stages),
+        Pipeline({name: copy.deepcopy(stage) for name, stage in stages.items()}),
+    )
+    for each in (pipeline, twin):
+        each(batch_of([2] * 5))
+    broken = batch_of([2] * 5, first_id=10)
+    broken["group_id"][:] = -1
+    with pytest.raises(BatchError, match="every row in the loss needs a group_id"):
+        pipeline(broken)
+    more = batch_of([2] * 5, first_id=20)
+    assert torch.equal(pipeline(more)["name"], twin(more)["name"])
+
+
+def test_the_rows_that_are_carried_over_two_epochs_are_those_of_the_first():
+    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")})
+    list(pipeline.minibatches(batch_of([2] * 5), epochs=2))
+    assert len(pipeline.stages["split"].carried) == 1
+    assert pipeline.metrics["split/left"] == pipeline.metrics["out/split/carried"] == 1
+
+
+def test_rows_that_were_moved_or_are_several_steps_are_refused_where_one_is_needed():
+    ordered = ShuffleSplit(minibatches=4, unit="sample")(batch_of([2] * 8))
+    with pytest.raises(BatchError, match=r"this batch holds 4: take them one by one, by split_minibatches"):
+        split_microbatches(ordered)
+    moved = ordered[torch.tensor([3, 0, 5, 1])]
+    for split in (split_minibatches, split_microbatches):
+        with pytest.raises(BatchError, match="these have been moved since"):
+            split(moved)
+
+
+def test_the_micro_batches_of_all_ranks_are_told_apart():
+    out = ShuffleSplit(minibatches=1, ranks=2)(batch_of([2] * 4))
+    assert [part[RANK].tolist() for part in split_microbatches(out)] == [[0, 0], [1, 1]]
+
+
+def test_a_batch_that_was_spread_before_is_spread_anew():
+    out = ShuffleSplit(minibatches=1, ranks=2, microbatches=2, remainder="pad")(batch_of([2] * 3))
+    again = ShuffleSplit(minibatches=1)(out)
+    assert RANK not in again.keys(True)
+    assert PADDING not in again.keys(True)
+
+
+def test_a_stage_after_the_split_moves_nothing():
+    class Late(BatchTransform):
+        """Drops the first rows."""
+
+        def __init__(self):
+            super().__init__(in_keys=[MINIBATCH])
+
+        def apply(self, batch):
+            return batch[2:]
+
+    with pytest.raises(BatchError, match="since they were cut already; one of 'late' moved or dropped some"):
+        Pipeline({"split": ShuffleSplit(minibatches=2), "late": Late()})(batch_of([2] * 8))
+
+
+def test_a_row_whose_tokens_weigh_nothing_is_recorded_as_such():
+    batch = batch_of([2] * 4)
+    batch["log_probs", "full"][1] = float("nan")  # GRPOLoss leaves those tokens out
+    pipeline = Pipeline({"split": ShuffleSplit(minibatches=2), "weight": LossWeight()})
+    pipeline(batch)
+    assert [row["row"] for row in pipeline.ledger.rows("pipeline/no_loss_tokens")] == [1]
+
+
+def test_padding_needs_a_mask_that_is_one():
+    batch = batch_of([2] * 3)
+    batch[LOSS] = batch[LOSS].float()
+    with pytest.raises(BatchError, match="a loss mask is bool"):
+        ShuffleSplit(minibatches=2, remainder="pad")(batch)
 
 
 @pytest.mark.parametrize(

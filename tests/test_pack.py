@@ -124,5 +124,11 @@ def test_what_cannot_be_packed_says_why():
         BatchError, match=r"\(2, 3, ...\), as wide as the attention mask; 'rollout_id' is \(2,\)"
     ):
         pack(batch, token_keys=["rollout_id"])
+    outside = batch.clone()
+    outside[LOSS][0, 0] = True
+    with pytest.raises(BatchError, match=r"a token in the loss is a real one; in rows \[0\]"):
+        pack(outside)
+    with pytest.raises(BatchError, match="at least one row"):
+        pack(batch[:0])
     with pytest.raises(MissingKeyError, match="written by pack"):
         unpack(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.multiprocessing
-from gradients import distance, gradient, make_scene, run_rank
+from gradients import distance, gradient, make_scene, run_rank, run_uneven
 
 from headrace.transforms import pack
 from headrace.transforms.means import MEANS
@@ -95,3 +95,17 @@ def test_processes_that_share_a_batch_or_hold_rows_of_their_own_agree(world, tmp
         assert len(found) == 2 * len(MEANS) * 5
         for (dtype, unit, way), far in found.items():
             assert far < (1e-6 if "32" in dtype else 1e-12), (rank, dtype, unit, way)
+
+
+def test_what_one_process_refuses_all_of_them_refuse(tmp_path):
+    """Lest the others wait for it."""
+    torch.multiprocessing.spawn(run_uneven, args=(2, str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for how in ("minibatches", "call"):
+        assert "by rank there are [2, 0] minibatches" in first["one is empty", how]
+        assert "by rank there are [2, 0] minibatches" in second["one is empty", how]
+        assert "rank 1: every row in the loss needs a rollout_id" in first["one has wrong ids", how]
+        assert "rank 1: every row in the loss needs a rollout_id" in second["one has wrong ids", how]
+        assert "by rank there are [2, 1] minibatches" in first["one has too few", how]
+        assert "by rank there are [2, 1] minibatches" in second["one has too few", how]
+    assert first["all are empty", "minibatches"] == second["all are empty", "minibatches"] == 0

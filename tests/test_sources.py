@@ -536,7 +536,7 @@ def test_a_large_file_is_never_in_memory(tmp_path):
 def test_auto_says_what_it_saw_and_which_formats_there_are(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"question": 1}])
     with pytest.raises(
-        SourceError, match=r"found .*a\.jsonl with question\. Set format to one of slime, verl"
+        SourceError, match=r"found .*a\.jsonl with question\. Set format to one of headrace, slime, verl"
     ):
         open_source(path)
     with pytest.raises(SourceError, match="is required; found none"):
@@ -548,7 +548,7 @@ def test_auto_says_what_it_saw_and_which_formats_there_are(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "verll"}, "format must be auto or one of slime, verl"),
+        ({"format": "verll"}, "format must be auto or one of headrace, slime, verl"),
         ({"group_by": "input"}, "group_by must be None or 'prompt'"),
         ({"group_size": 0}, "group_size must be an integer ≥ 1"),
         (

@@ -59,7 +59,8 @@ def pack(
 
     Raises:
         MissingKeyError: tokens or attention mask are not there.
-        BatchError: a row without a token, or with a first token in the loss.
+        BatchError: no rows; a row without a token, with a first token in the loss, or with one in the loss
+            that is no real token.
 
     Example:
         >>> tokens = torch.tensor([[0, 5, 6], [7, 8, 9]])
@@ -69,6 +70,8 @@ def pack(
         >>> packed["input_ids"].tolist(), packed["cu_seqlens"].tolist()
         ([[5, 6, 7, 8, 9]], [[0, 2, 5]])
     """
+    if len(batch) == 0:
+        raise BatchError("a batch to pack has at least one row; got none")
     there = _columns(batch, attention_key, "attention_key")
     check_mask(batch, attention_key)
     width = max(len(mask) for mask in there)
@@ -84,6 +87,7 @@ def pack(
         empty = (counts == 0).nonzero().flatten().tolist()
         raise BatchError(f"every row needs a token; rows {empty[:10]} have none")
     if has_key(batch, loss_mask_key):
+        _check_inside(_columns(batch, loss_mask_key, "loss_mask_key"), there)
         _check_first(_lay(batch, loss_mask_key, there, at, width)[0], begins)
 
     keys = [nested_key(key) for key in token_keys]
@@ -197,4 +201,14 @@ def _check_first(loss_mask: Tensor, begins: Tensor) -> None:
         raise BatchError(
             "a row's first token has nothing before it to predict it from; it is in the loss in rows "
             f"{rows[:10]}: take it out of the loss mask"
+        )
+
+
+def _check_inside(loss_mask: list[Tensor], there: list[Tensor]) -> None:
+    pairs = enumerate(zip(loss_mask, there, strict=True))
+    rows = [row for row, (loss, real) in pairs if loss.shape != real.shape or bool((loss & ~real).any())]
+    if rows:
+        raise BatchError(
+            f"a token in the loss is a real one; in rows {rows[:10]} the loss mask has another shape than "
+            "the attention mask, or is True where that is False, and packing would drop those tokens"
         )

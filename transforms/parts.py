@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from tensordict import TensorDictBase
 
-from .base import written_column
-from .columns import MICROBATCH, MINIBATCH
+from .base import has_key, written_column
+from .columns import MICROBATCH, MINIBATCH, RANK
+from .errors import BatchError
 
 
 def split_minibatches(batch: TensorDictBase) -> Iterator[TensorDictBase]:
@@ -16,6 +18,7 @@ def split_minibatches(batch: TensorDictBase) -> Iterator[TensorDictBase]:
 
     Raises:
         MissingKeyError: the batch has no ``("headrace", "minibatch")`` column.
+        BatchError: its rows are no longer in their order, after a replay buffer's sampler, say.
 
     Example:
         >>> from tensordict import TensorDict
@@ -25,14 +28,15 @@ def split_minibatches(batch: TensorDictBase) -> Iterator[TensorDictBase]:
         >>> [part["x"].shape[0] for part in split_minibatches(batch)]
         [2, 2, 2]
     """
-    return _runs(batch, MINIBATCH, "split_minibatches")
+    return _runs(batch, (MINIBATCH,), "split_minibatches")
 
 
 def split_microbatches(minibatch: TensorDictBase) -> Iterator[TensorDictBase]:
-    """Yield the micro-batches of one minibatch of one rank, as views. Reads their sizes.
+    """Yield the micro-batches of one minibatch, rank by rank, as views. Reads their sizes.
 
     Raises:
         MissingKeyError: the batch has no ``("headrace", "microbatch")`` column.
+        BatchError: it holds several minibatches, or its rows are no longer in their order.
 
     Example:
         >>> from tensordict import TensorDict
@@ -42,14 +46,26 @@ def split_microbatches(minibatch: TensorDictBase) -> Iterator[TensorDictBase]:
         >>> [part["x"].shape[0] for part in split_microbatches(batch)]
         [3, 3]
     """
-    return _runs(minibatch, MICROBATCH, "split_microbatches")
+    keys = (MINIBATCH, RANK, MICROBATCH) if has_key(minibatch, RANK) else (MINIBATCH, MICROBATCH)
+    return _runs(minibatch, keys, "split_microbatches")
 
 
-def _runs(batch: TensorDictBase, key: tuple[str, str], reader: str) -> Iterator[TensorDictBase]:
+def _runs(batch: TensorDictBase, keys: Sequence[tuple[str, str]], reader: str) -> Iterator[TensorDictBase]:
     if len(batch) == 0:
-        return
-    numbers = written_column(batch, key, reader=reader, writer="ShuffleSplit")
-    start = 0
-    for size in torch.unique_consecutive(numbers, return_counts=True)[1].tolist():
-        yield batch[start : start + size]
-        start += size
+        return iter(())
+    columns = [written_column(batch, key, reader=reader, writer="ShuffleSplit") for key in keys]
+    places, counts = torch.unique_consecutive(torch.stack(columns), dim=1, return_counts=True)
+    numbers, sizes = places.T.tolist(), counts.tolist()
+    if numbers != sorted(map(list, set(map(tuple, numbers)))):
+        raise BatchError(
+            f"{reader} takes rows in the order that ShuffleSplit gave them; these have been moved since. "
+            "Take its minibatches before anything samples from them, or leave the split out and cut what was "
+            "sampled"
+        )
+    if len(keys) > 1 and len({number[0] for number in numbers}) > 1:
+        raise BatchError(
+            f"a minibatch is one optimiser step; this batch holds {len({n[0] for n in numbers})}: take them "
+            "one by one, by split_minibatches(batch)"
+        )
+    ends = list(accumulate(sizes))
+    return (batch[end - size : end] for end, size in zip(ends, sizes, strict=True))

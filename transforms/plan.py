@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from .base import has_key, key_names
 from .columns import IN_LOSS, MICROBATCH, MINIBATCH, PADDING, RANK, ROW
 from .deal import deal
 from .errors import BatchError
-from .rows import device_of, silence_rows, take_rows
+from .rows import check_mask, device_of, silence_rows, take_rows
 from .split import Cut
 
 
@@ -55,42 +55,49 @@ class Plan(NamedTuple):
         return spans
 
 
-def make_plan(
-    cut: Cut,
-    lengths: Tensor,
-    *,
-    ranks: int,
-    pad: bool,
-    agree: Callable[[list[int]], list[int]] | None = None,
-    **how: Any,
-) -> Plan:
+Dealt = list[list[list[Tensor]]]
+"""By minibatch, rank and micro-batch, the positions of its rows in the minibatch."""
+
+
+def deal_minibatches(
+    cut: Cut, lengths: Tensor, *, ranks: int, pad: bool, multiples: Sequence[int] | None = None, **how: Any
+) -> Dealt:
     """Deal the rows of each minibatch to ranks and micro-batches (:func:`deal`).
 
     Args:
         cut: rows by minibatch.
         lengths: (N,) int64 on the CPU, tokens a row.
         ranks: ≥ 1.
-        pad: fill up what is short, so that no micro-batch is empty and, cut by count or size, all have as
-            many rows.
-        agree: from the number of micro-batches of each minibatch to the numbers that there shall be, no
-            smaller.
+        pad: micro-batches may be empty, since they will be filled up; else there are as many as rows allow.
+        multiples: by minibatch, what the number of micro-batches is to be a multiple of.
         how: further options of :func:`deal`.
+    """
+    dealt = []
+    for k, rows in enumerate(cut.order.split(cut.sizes) if cut.sizes else ()):
+        options = dict(how)
+        if not pad and options.get("microbatches") is not None:  # none is empty
+            options["microbatches"] = max(min(options["microbatches"], len(rows) // ranks), 1)
+        multiple = 1 if multiples is None else multiples[k]
+        dealt.append(deal(lengths[rows], ranks=ranks, multiple_of=multiple, **options))
+    return dealt
+
+
+def make_plan(cut: Cut, dealt: Dealt, *, ranks: int, pad: bool, level: bool) -> Plan:
+    """Put the dealt rows in order.
+
+    Args:
+        cut: rows by minibatch.
+        dealt: of it.
+        ranks: ≥ 1.
+        pad: fill up what is short, so that no micro-batch is empty.
+        level: under `pad`, until all micro-batches have as many rows.
 
     Raises:
         BatchError: a minibatch has fewer rows than micro-batches that must not be empty; not under `pad`.
     """
-    minibatches = list(cut.order.split(cut.sizes)) if cut.sizes else []
-    dealt = [_deal_rows(rows, lengths, ranks, pad, how) for rows in minibatches]
-    if agree is not None:
-        agreed = agree([len(each[0]) for each in dealt])
-        dealt = [
-            each
-            if len(each[0]) == count
-            else _deal_rows(rows, lengths, ranks, pad, how | {"multiple_of": count})
-            for rows, each, count in zip(minibatches, dealt, agreed, strict=True)
-        ]
+    minibatches = cut.order.split(cut.sizes) if cut.sizes else ()
     full = 1
-    if pad and how.get("max_tokens") is None:
+    if pad and level:
         full = max((len(part) for each in dealt for mine in each for part in mine), default=0)
     order, padding, sizes = [], [], []
     for number, (rows, each) in enumerate(zip(minibatches, dealt, strict=True)):
@@ -109,14 +116,6 @@ def make_plan(
     return Plan(torch.cat([nothing, *order]), torch.cat([nothing.bool(), *padding]), sizes, cut.left)
 
 
-def _deal_rows(
-    rows: Tensor, lengths: Tensor, ranks: int, pad: bool, how: dict[str, Any]
-) -> list[list[Tensor]]:
-    if not pad and how.get("microbatches") is not None:  # none is empty
-        how = how | {"microbatches": max(min(how["microbatches"], len(rows) // ranks), 1)}
-    return deal(lengths[rows], ranks=ranks, **how)
-
-
 def mark(batch: TensorDictBase, plan: Plan) -> TensorDictBase:
     """Write, in row order, where each row is trained; -1 where it is not. Moves no row.
 
@@ -128,7 +127,7 @@ def mark(batch: TensorDictBase, plan: Plan) -> TensorDictBase:
     real = ~plan.padding
     table[:, plan.order[real]] = plan.numbers()[:, real]
     table = table.to(device_of(batch))
-    marked = batch.clone(recurse=False).set(MINIBATCH, table[0]).set(MICROBATCH, table[2])
+    marked = batch.exclude(RANK, PADDING).set(MINIBATCH, table[0]).set(MICROBATCH, table[2])
     return marked.set(RANK, table[1]) if any(len(ranks) > 1 for ranks in plan.sizes) else marked
 
 
@@ -177,6 +176,34 @@ def take_span(batch: TensorDictBase, plan: Plan, span: slice | Tensor, silence: 
             f"padding rows are kept out of the loss by {silence.mask!r} (loss_mask_key) or "
             f"{silence.log_prob!r} (log_prob_key), and the batch has neither: it has {key_names(batch)}"
         )
+    if silence.mask in kept_out:
+        check_mask(taken, silence.mask)
     for key in kept_out:
         silence_rows(taken, key, quiet)
     return taken.set(PADDING, quiet)
+
+
+def measure(plan: Plan, lengths: Tensor | None, max_tokens: int | None) -> dict[str, float]:
+    """What a stage tells of its plan: how many parts, how level, how full.
+
+    Args:
+        plan: of a batch.
+        lengths: (N,) int64 on the CPU, tokens a row; None: not known.
+        max_tokens: of a micro-batch.
+    """
+    counts = [len(ranks[0]) for ranks in plan.sizes]
+    found = {
+        "minibatches": float(len(plan.sizes)),
+        "microbatches": float(sum(counts)),
+        "padded": float(plan.padding.sum()),
+    }
+    if lengths is not None and counts:
+        k, r, m = plan.numbers()
+        loads = torch.zeros(len(counts), len(plan.sizes[0]), max(counts), dtype=torch.float64)
+        loads.index_put_((k, r, m), (lengths[plan.order] * ~plan.padding).double(), accumulate=True)
+        by_rank = loads.sum(-1)
+        found["rank_imbalance"] = float((by_rank.amax(-1) / by_rank.mean(-1).clamp_min(1)).max() - 1)
+        found["max_tokens"] = float(loads.max())
+        if max_tokens is not None:
+            found["oversized"] = float((lengths > max_tokens).sum())
+    return found

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .base import at_least
 from .errors import BatchError, listing
 
 SharedIds = Literal["raise", "same", "different"]
@@ -78,7 +79,7 @@ def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds, name: str) -> Tenso
     """
     if shared == "same":
         return ids
-    pairs = torch.unique(torch.stack([ids, rank], 1), dim=0)
+    pairs, number = torch.unique(torch.stack([ids, rank], 1), dim=0, return_inverse=True)
     if shared == "raise":
         found, times = torch.unique_consecutive(pairs[:, 0], return_counts=True)
         twice = found[times > 1].tolist()
@@ -88,23 +89,62 @@ def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds, name: str) -> Tenso
                 "the same unit there, 'different' if each rank numbers its own"
             )
         return ids
-    _, number = torch.unique(torch.stack([ids, rank], 1), dim=0, return_inverse=True)
     return number
+
+
+class ToldError(BatchError):
+    """What one rank refused, raised on all of them."""
+
+
+def raise_together(error: BatchError | None, group: dist.ProcessGroup) -> None:
+    """Raise on every rank what any of them has to refuse, lest the others wait for it. One collective.
+
+    Raises:
+        ToldError: some rank had an error.
+    """
+    told: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, None if error is None else str(error), group=group)
+    wrong = [f"rank {rank}: {message}" for rank, message in enumerate(told) if message is not None]
+    if wrong:
+        raise ToldError("; ".join(wrong)) from error
 
 
 def agree_on_counts(counts: list[int], group: dist.ProcessGroup) -> list[int]:
     """The largest of each count over the ranks. One collective.
 
     Raises:
-        BatchError: on every rank alike, where the ranks have not as many counts.
+        ToldError: on every rank alike, where the ranks have not as many counts.
     """
     everyones: list[list[int]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyones, counts, group=group)
     lengths = [len(theirs) for theirs in everyones]
     if len(set(lengths)) > 1:
-        raise BatchError(
+        raise ToldError(
             f"every rank takes as many optimiser steps; by rank there are {lengths} minibatches: give all "
             "ranks as many units, by minibatches=K rather than minibatch_size, and none of them an empty "
             "batch"
         )
     return [max(column) for column in zip(*everyones, strict=True)]
+
+
+def check_ranks(
+    ranks: int, rank: int | None, process_group: object, max_tokens: int | None, remainder: str
+) -> None:
+    """Check how a stage's rows are spread.
+
+    Raises:
+        ValueError: a rank that is none, both ways to spread at once, or a budget that needs padding.
+    """
+    at_least("rank", rank, 0)
+    if rank is not None and rank >= ranks:
+        raise ValueError(f"rank must be below ranks; got {rank=} and {ranks=}")
+    if ranks > 1 and process_group is not None:
+        raise ValueError(
+            "give ranks where each rank holds the whole batch, process_group where each holds rows of its "
+            f"own; got {ranks=} and {process_group=}"
+        )
+    if max_tokens is not None and (ranks > 1 or process_group is not None) and remainder != "pad":
+        raise ValueError(
+            "with max_tokens a rank may have fewer rows than others have micro-batches, and must fill them "
+            f"up: set remainder='pad'; got {remainder=}"
+        )

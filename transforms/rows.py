@@ -141,6 +141,8 @@ def device_of(batch: TensorDictBase) -> torch.device:
     """Where a batch lies: its own word, else that of its first tensor."""
     if batch.device is not None:
         return batch.device
+    if isinstance(batch, LazyStackedTensorDict) and batch.tensordicts:
+        return device_of(batch.tensordicts[0])  # its own columns may be ragged
     for value in batch.values(include_nested=True, leaves_only=True):
         if isinstance(value, Tensor):
             return value.device

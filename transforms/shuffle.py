@@ -10,14 +10,15 @@ import torch.distributed as dist
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .base import BatchTransform, at_least, nested_key, one_of
+from .base import BatchTransform, has_key, nested_key, one_of
 from .carry import join_rows
 from .columns import MICROBATCH, MINIBATCH, RANK, ROW
 from .criteria import count_tokens
 from .deal import Balance, check_deal
 from .errors import BatchError
-from .plan import Plan, Silence, make_plan, mark, take_span
-from .ranks import agree_on_counts, resolve_group
+from .plan import Plan, Silence, deal_minibatches, make_plan, mark, measure, take_span
+from .progress import Progress
+from .ranks import ToldError, agree_on_counts, check_ranks, raise_together, resolve_group
 from .rows import device_of, take_rows
 from .seeds import stream_seed
 from .split import Remainder, check_split, shuffle_split
@@ -123,7 +124,7 @@ class ShuffleSplit(BatchTransform):
             "linear": linear,
         }
         check_deal(ranks=ranks, **self._how)
-        _check_ranks(ranks, rank, process_group, max_tokens, remainder)
+        check_ranks(ranks, rank, process_group, max_tokens, remainder)
         ids = nested_key(rollout_key), nested_key(group_key)
         self.length_key = nested_key(length_key)
         self._measures = max_tokens is not None or balance != "none"
@@ -132,11 +133,8 @@ class ShuffleSplit(BatchTransform):
         self.rollout_key, self.group_key = ids
         self.minibatches, self.minibatch_size, self.remainder = minibatches, minibatch_size, remainder
         self.microbatches, self.microbatch_size, self.max_tokens = microbatches, microbatch_size, max_tokens
-        self.oversized, self.balance, self.linear = (
-            one_of("oversized", oversized, ("alone", "raise")),
-            balance,
-            linear,
-        )
+        self.oversized = one_of("oversized", oversized, ("alone", "raise"))
+        self.balance, self.linear = balance, linear
         self.ranks, self.rank, self.process_group = ranks, rank, process_group
         self.unit, self.shuffle, self.seed = unit, one_of("shuffle", shuffle, (True, False)), seed
         self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
@@ -145,16 +143,17 @@ class ShuffleSplit(BatchTransform):
         self.calls = 0
         self.carried: TensorDictBase | None = None
         self._admitted = 0
-        self._progress: dict[str, Any] = {}  # the state before the batch at hand, and how far it has come
-        self._resume: dict[str, Any] = {}
+        self._progress: Progress | None = None  # of the batch at hand
+        self._resume: dict[str, Any] | None = None  # a state whose batch is still to be given again
 
     # -- one batch ----------------------------------------------------------------------------------
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Check a batch at the door; a rank without rows still tells the others so."""
         flat = super().enter(batch)
-        if flat is None and self.process_group is not None:
-            self._agree([])
+        if flat is None and (group := resolve_group(self.process_group)) is not None:
+            raise_together(None, group)
+            agree_on_counts([], group)
         return flat
 
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
@@ -180,12 +179,17 @@ class ShuffleSplit(BatchTransform):
         self._admitted = 0 if self.carried is None else len(self.carried)
         if self.carried is None:
             return batch
-        ours, theirs = (unit_ids(self, self.unit, rows) for rows in (self.carried, batch))
-        again = [] if ours is None or theirs is None else ours[torch.isin(ours, theirs)].tolist()
+        option = "group_key" if self.unit == "group" else "rollout_key"
+        if has_key(batch, getattr(self, option)):
+            ours, theirs = (self.column(rows, option) for rows in (self.carried, batch))
+            again = ours[torch.isin(ours, theirs)].tolist()
+        else:
+            again = []
         if again:
             raise BatchError(
-                f"rows were carried for {self.unit}s {sorted(set(again))[:10]}, and the batch has those ids "
-                "again: ids must be unique over batches to be carried, as RepeatSampler stamps them"
+                f"rows were carried for {option.removesuffix('_key')}s {sorted(set(again))[:10]}, and the "
+                "batch has those ids again: ids must be unique over batches to be carried, as RepeatSampler "
+                "stamps them"
             )
         return join_rows([batch, self.carried], "carried rows")
 
@@ -198,6 +202,14 @@ class ShuffleSplit(BatchTransform):
 
         Under ``carry`` the first order says who is carried, and the others are orders of the rest.
         """
+        try:
+            return self._plans(batch, epochs)
+        except BatchError as err:
+            if (group := resolve_group(self.process_group)) is not None and not isinstance(err, ToldError):
+                raise_together(err, group)
+            raise
+
+    def _plans(self, batch: TensorDictBase, epochs: int) -> list[Plan]:
         ids = unit_ids(self, self.unit, batch)
         ids = None if ids is None else ids.cpu()
         lengths = self._lengths(batch)
@@ -218,7 +230,10 @@ class ShuffleSplit(BatchTransform):
         self.verdict = torch.stack(verdicts).amin(0).to(device)
         if self.remainder == "carry":
             self.carried = self._keep(batch, carried.to(device))
-        self.measured = self._measure(plans[-1], lengths)
+        self.measured = measure(plans[-1], lengths if self._measures else None, self.max_tokens)
+        self.measured["left"] = float((torch.stack(verdicts).amin(0) > 0).sum())
+        if self.remainder == "carry":
+            self.measured["carried_in"] = float(self._admitted)
         return plans
 
     def _draw(self, rows: Tensor, ids: Tensor | None, lengths: Tensor) -> Plan:
@@ -233,18 +248,14 @@ class ShuffleSplit(BatchTransform):
             generator=generator,
         )
         self.calls += 1
-        return make_plan(
-            cut._replace(order=rows[cut.order], left=rows[cut.left]),
-            lengths,
-            ranks=self.ranks,
-            pad=self.remainder == "pad",
-            agree=None if self.process_group is None else self._agree,
-            **self._how,
-        )
-
-    def _agree(self, counts: list[int]) -> list[int]:
-        group = resolve_group(self.process_group)
-        return counts if group is None else agree_on_counts(counts, group)
+        cut = cut._replace(order=rows[cut.order], left=rows[cut.left])
+        group, pad = resolve_group(self.process_group), self.remainder == "pad"
+        dealt = deal_minibatches(cut, lengths, ranks=self.ranks, pad=pad, **self._how)
+        if group is not None:
+            raise_together(None, group)
+            counts = agree_on_counts([len(each[0]) for each in dealt], group)
+            dealt = deal_minibatches(cut, lengths, ranks=self.ranks, pad=pad, multiples=counts, **self._how)
+        return make_plan(cut, dealt, ranks=self.ranks, pad=pad, level=self.max_tokens is None)
 
     def _lengths(self, batch: TensorDictBase) -> Tensor:
         if not self._measures:
@@ -262,98 +273,72 @@ class ShuffleSplit(BatchTransform):
     def _keep(self, batch: TensorDictBase, rows: Tensor) -> TensorDictBase | None:
         return None if len(rows) == 0 else take_rows(batch, rows).exclude(ROW)
 
-    def _measure(self, plan: Plan, lengths: Tensor) -> dict[str, float]:
-        counts = [len(ranks[0]) for ranks in plan.sizes]
-        found = {
-            "minibatches": float(len(plan.sizes)),
-            "microbatches": float(sum(counts)),
-            "left": float(len(plan.left)),
-            "padded": float(plan.padding.sum()),
-        }
-        if self.remainder == "carry":
-            found["carried_in"] = float(self._admitted)
-        if self._measures and counts:
-            k, r, m = plan.numbers()
-            loads = torch.zeros(len(counts), self.ranks, max(counts), dtype=torch.float64)
-            loads.index_put_((k, r, m), (lengths[plan.order] * ~plan.padding).double(), accumulate=True)
-            by_rank = loads.sum(-1)
-            found["rank_imbalance"] = float((by_rank.amax(-1) / by_rank.mean(-1).clamp_min(1)).max() - 1)
-            found["max_tokens"] = float(loads.max())
-        if self.max_tokens is not None:
-            found["oversized"] = float((lengths > self.max_tokens).sum())
-        return found
-
     # -- one batch after the other ------------------------------------------------------------------
 
-    def begin(self, batch: TensorDictBase) -> None:
+    def begin(self, batch: TensorDictBase, *, whole: bool = False) -> None:
         """Remember the state before a batch, to which a checkpoint in its middle goes back.
 
+        Args:
+            batch: TensorDict ``[N]``, before :meth:`admit`.
+            whole: its minibatches are not taken one by one.
+
         Raises:
-            BatchError: an interrupted batch is to be resumed, and this one has another number of rows.
+            BatchError: an interrupted batch is to be resumed, and this is another one, or comes whole.
         """
-        self._progress = {
-            "calls": self.calls,
-            "carried": self.carried,
-            "rows": len(batch),
-            "taken": 0,
-            "of": 0,
-        }
-        if self._resume and self._resume["rows"] != len(batch):
-            raise BatchError(
-                f"a batch of {self._resume['rows']} rows was interrupted after {self._resume['taken']} "
-                f"minibatches; to go on with the others give it again: this one has {len(batch)} rows"
-            )
+        ids = self.column(batch, "rollout_key") if has_key(batch, self.rollout_key) else None
+        progress = Progress({"calls": self.calls, "carried": self.carried}, len(batch), ids)
+        if self._resume is not None:
+            progress.check(self._resume["batch"])
+            if whole:
+                raise BatchError(
+                    "a batch was interrupted between its minibatches: go on with pipeline.minibatches(batch)"
+                )
+        progress.closed = whole
+        self._progress = progress
+
+    def undo(self) -> None:
+        """Forget the batch that was begun: what follows the split refused it."""
+        if self._progress is not None:
+            self.calls, self.carried = (self._progress.before[name] for name in ("calls", "carried"))
+            self._progress = None
 
     def stream(self, passes: Sequence[tuple[TensorDictBase, Plan]]) -> Iterator[TensorDictBase]:
-        """Yield the minibatches of marked batches, but those that a restored run had taken."""
-        progress, resume, self._resume = self._progress, self._resume, {}
-        progress["of"] = sum(len(plan.sizes) for _, plan in passes)
-        progress["taken"] = resume.get("taken", 0)
-        if resume and resume["of"] != progress["of"]:
-            raise BatchError(
-                f"the interrupted batch had {resume['of']} minibatches, this one has {progress['of']}: "
-                "resume it with the same options and epochs"
-            )
+        """Yield the minibatches of marked batches, but those that a restored run had taken.
+
+        An iterator that is closed before its end, as a loop does that is left by ``break``, has done with
+        the batch. The state is that of the batch begun last.
+        """
+        progress = self._progress or Progress({"calls": self.calls, "carried": self.carried}, 0, None)
+        progress.minibatches = sum(len(plan.sizes) for _, plan in passes)
+        if self._resume is not None and passes:
+            progress.resume(self._resume["batch"])
+            self._resume = None
         return self._yield(passes, progress)
 
     def _yield(
-        self, passes: Sequence[tuple[TensorDictBase, Plan]], progress: dict
+        self, passes: Sequence[tuple[TensorDictBase, Plan]], progress: Progress
     ) -> Iterator[TensorDictBase]:
-        skip = progress["taken"]
-        for batch, plan in passes:
-            spans = plan.spans(self.rank)
-            for span in spans[skip:]:
-                progress["taken"] += 1
-                yield take_span(batch, plan, span, self._silence)
-            skip = max(skip - len(spans), 0)
+        skip = progress.taken
+        try:
+            for batch, plan in passes:
+                spans = plan.spans(self.rank)
+                for span in spans[skip:]:
+                    progress.taken += 1
+                    yield take_span(batch, plan, span, self._silence)
+                skip = max(skip - len(spans), 0)
+        finally:
+            progress.closed = True
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What ``state_dict`` saves; in the middle of a batch, what there was before it, and how far it "
-        "came."""
-        if 0 < self._progress.get("taken", 0) < self._progress["of"]:
-            return dict(self._progress)
+        """What ``state_dict`` saves; in the middle of a batch, the state before it and how far it came."""
+        if self._resume is not None:
+            return self._resume
+        if self._progress is not None and not self._progress.done:
+            return self._progress.state()
         return {"calls": self.calls, "carried": self.carried}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.calls, self.carried = state["calls"], state["carried"]
-        self._progress = {}
-        self._resume = {key: state[key] for key in ("rows", "taken", "of")} if "taken" in state else {}
-
-
-def _check_ranks(
-    ranks: int, rank: int | None, process_group: object, max_tokens: int | None, remainder: str
-) -> None:
-    at_least("rank", rank, 0)
-    if rank is not None and rank >= ranks:
-        raise ValueError(f"rank must be below ranks; got {rank=} and {ranks=}")
-    if ranks > 1 and process_group is not None:
-        raise ValueError(
-            "give ranks where each rank holds the whole batch, process_group where each holds rows of its "
-            f"own; got {ranks=} and {process_group=}"
-        )
-    if max_tokens is not None and (ranks > 1 or process_group is not None) and remainder != "pad":
-        raise ValueError(
-            "with max_tokens a rank may have fewer rows than others have micro-batches, and must fill them "
-            f"up: set remainder='pad'; got {remainder=}"
-        )
+        self._progress = None
+        self._resume = state if "batch" in state else None

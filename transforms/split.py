@@ -69,6 +69,9 @@ def shuffle_split(
         if len(units) != rows:
             raise BatchError(f"every row needs a unit_id; got {len(units)} for {rows} rows")
         explain([set_rule(units, "unit_id", "an unset id would tie strangers together")])
+    if rows == 0:
+        nothing = torch.empty(0, dtype=torch.int64)
+        return Cut(nothing, [], nothing)
     key = torch.randperm(rows, generator=generator) if shuffle else torch.arange(rows)
     if units is None:
         bounds = _cut(rows, minibatches, minibatch_size, remainder)

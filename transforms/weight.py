@@ -6,14 +6,15 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from tensordict import NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .base import BatchTransform, as_dtype, at_least, has_key, nested_key, one_of, require
 from .columns import IN_LOSS, MICROBATCH, MINIBATCH, RANK
+from .errors import BatchError
 from .ids import as_ids, first_row, sum_by
 from .means import Mean, Weighed, check_mean, loss_weight
-from .ranks import SHARED_IDS, SharedIds, gather_columns, resolve_group, tell_apart
+from .ranks import SHARED_IDS, SharedIds, gather_columns, raise_together, resolve_group, tell_apart
 from .rows import device_of, loss_tokens
 from .rules import Rule, broken, explain
 
@@ -32,7 +33,8 @@ class LossWeight(BatchTransform):
     :func:`weighted_loss`, which weighs every term; or `fold`, which multiplies the advantage by w (``sum``)
     or by w · (tokens in the loss of the row's micro-batch) (``token_mean``, for GRPOLoss's default
     aggregation, whose losses of a step's micro-batches are then added up). A positive factor commutes with
-    clipping, so fold is exact for the policy term; the entropy and KL terms have no advantage in them and
+    clipping, so fold is exact for the policy term (not under GRPOLoss's `kl_mask_threshold`, which takes
+    further tokens out of its mean); the entropy and KL terms have no advantage in them and
     stay means over their micro-batch.
 
     Reads `loss_mask_key` and `log_prob_key` (a token whose log-probability is not finite is out of
@@ -119,31 +121,59 @@ class LossWeight(BatchTransform):
     def enter(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Check a batch at the door; a rank without rows still tells the others so."""
         flat = super().enter(batch)
-        if flat is None and self.process_group is not None:
+        if flat is None and (group := resolve_group(self.process_group)) is not None:
             nothing = torch.empty(0, dtype=torch.int64, device=device_of(batch))
+            raise_together(None, group)
             self._weigh(nothing, nothing, nothing, nothing, None)
         return flat
 
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
         """Weigh the rows of each step."""
-        tokens = loss_tokens(batch, self.loss_mask_key, self.log_prob_key)
-        if (in_loss := batch.get(IN_LOSS, None)) is not None:
-            tokens = tokens * in_loss
-        step = batch.get(MINIBATCH, None)
-        rollouts, groups = self._ids(batch, "rollout", tokens), self._ids(batch, "group", tokens)
-        found = self._weigh(tokens, step, rollouts, groups, self._dtype_in(batch))
+        group = resolve_group(self.process_group)
+        try:
+            tokens, rollouts, groups = self._read(batch)
+        except BatchError as err:
+            if group is not None:
+                raise_together(err, group)
+            raise
+        if group is not None:
+            raise_together(None, group)
+        self.measured = {"tokens": tokens.sum(), "samples": (tokens > 0).sum()}
+        found = self._weigh(tokens, batch.get(MINIBATCH, None), rollouts, groups, self._dtype_in(batch))
         weight = found.weight * (self._ranks() if self.gradients == "mean" else 1)
         if self.fold == "none":
             batch.set(self.weight_key, weight)
         else:
             factor = weight if self.fold == "sum" else weight * self._tokens_of_microbatch(batch, tokens)
-            advantage = require(batch, self.advantage_key, reader="LossWeight", option="advantage_key")
-            wide = factor.view(-1, *[1] * (advantage.ndim - 1))
-            batch.set(self.advantage_key, advantage * wide.to(advantage.dtype))
+            self._fold(batch, factor)
         for name in ("tokens", "samples", "rollouts", "groups"):
             if (count := getattr(found, name)) is not None:
                 batch.set(f"num_{name}", count)
         return batch
+
+    def _read(self, batch: TensorDictBase) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Tokens in the loss, and ids."""
+        if has_key(batch, RANK) and self.ranks == 1 and self.gradients == "mean":
+            raise BatchError(
+                "rows are dealt to several ranks whose gradients are averaged: set ranks on LossWeight, to "
+                "the split's own"
+            )
+        tokens = loss_tokens(batch, self.loss_mask_key, self.log_prob_key)
+        if (in_loss := batch.get(IN_LOSS, None)) is not None:
+            tokens = tokens * in_loss
+        return tokens, self._ids(batch, "rollout", tokens), self._ids(batch, "group", tokens)
+
+    def _fold(self, batch: TensorDictBase, factor: Tensor) -> None:
+        if has_key(batch, "num_tokens"):
+            raise BatchError("these rows were weighed already: folding twice would weigh them twice")
+        require(batch[:1], self.advantage_key, reader="LossWeight", option="advantage_key")
+        rows = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
+        for row, mine in zip(rows, factor.split(1) if len(rows) > 1 else [factor], strict=True):
+            advantage = row.get(self.advantage_key)
+            if not advantage.is_floating_point():
+                raise BatchError(f"an advantage is a floating-point number; found {advantage.dtype}")
+            wide = mine.view(-1, *[1] * (advantage.ndim - 1)) if rows[0] is batch else mine
+            row.set(self.advantage_key, advantage * wide.to(advantage.dtype))
 
     def _weigh(
         self,

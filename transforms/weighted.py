@@ -41,12 +41,14 @@ def weighted_loss(
         2.25
     """
     weight = require(batch, weight_key, reader="weighted_loss", option="weight_key")
+    if weight.numel() == len(batch):
+        weight = weight.reshape(-1)
     found = {
         key: value for key, value in terms.items() if key.startswith("loss_") and isinstance(value, Tensor)
     }
     total = torch.zeros((), dtype=weight.dtype, device=weight.device)
     for key, value in found.items():
-        if value.ndim < 2 or len(value) != len(batch):
+        if value.ndim < 2 or value.shape[: weight.ndim] != weight.shape:
             raise BatchError(
                 f"weights are for per-token terms, ({len(batch)}, T) or ({len(batch)}, T, 1); {key!r} is "
                 f"{tuple(value.shape)}. Set aggregation='none' on GRPOLoss; its KL terms stay means of their "

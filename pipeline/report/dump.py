@@ -93,6 +93,16 @@ def write_dump(
 
     Returns:
         The file's path.
+
+    Example:
+        >>> import tempfile
+        >>> from tensordict import TensorDict
+        >>> from headrace.pipeline import Pipeline, make_report
+        >>> pipeline = Pipeline({})
+        >>> _ = pipeline(TensorDict({"rollout_id": [4, 5]}, batch_size=[2]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_dump(make_report(pipeline, step=7), folder).name
+        'step_00000007.parquet'
     """
     if format not in ("parquet", "jsonl"):
         raise ValueError(f"format must be 'parquet' or 'jsonl'; got {format!r}")

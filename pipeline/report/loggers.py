@@ -56,7 +56,9 @@ def _log_table(logger: Any, name: str, report: StepReport) -> None:
     if kind == "WandbLogger":
         import wandb
 
-        logger.experiment.log({name: wandb.Table(columns=names, data=rows)}, step=report.step)
+        logger.experiment.log(
+            {name: wandb.Table(columns=list[str | int](names), data=rows)}, step=report.step
+        )
     elif kind == "TrackioLogger":
         import trackio
         from pandas import DataFrame

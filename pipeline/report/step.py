@@ -88,8 +88,21 @@ class StepReport:
 def make_report(pipeline: Pipeline, *, step: int = 0, solved: float = 1.0) -> StepReport:
     """The report of the pipeline's last batch. One device read, but for the stages' own metrics.
 
+    Args:
+        pipeline: after a batch.
+        step: its number.
+        solved: least reward of a solved rollout.
+
     Raises:
         RuntimeError: there was none, or a stage refused it.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from headrace.pipeline import Pipeline
+        >>> pipeline = Pipeline({})
+        >>> _ = pipeline(TensorDict({"rollout_id": [4, 5]}, batch_size=[2]))
+        >>> make_report(pipeline, step=7)
+        StepReport(step=7, 2 of 2 rows trained)
     """
     ledger, record = pipeline.ledger, pipeline.record
     if ledger is None or record is None:

@@ -100,8 +100,8 @@ def show(rate: np.ndarray, count: np.ndarray, sizes: Sequence[int], solved: floa
         inside &= (rate < 1) | (low == 1.0)
         if inside.any():
             label = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-            lost = [f"{uninformative(rate[inside], size).mean():.0%}" for size in sizes]
-            table.add_row(label, f"{inside.sum():,}", *lost)
+            cells = [f"{uninformative(rate[inside], size).mean():.0%}" for size in sizes]
+            table.add_row(label, f"{inside.sum():,}", *cells)
     lost = [float(uninformative(rate, size).mean()) for size in sizes]
     table.add_section()
     table.add_row("all", f"{len(rate):,}", *(f"{share:.0%}" for share in lost), style="bold")
