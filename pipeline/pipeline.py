@@ -16,6 +16,7 @@ from headrace.transforms.columns import IN_LOSS, PROCESSED, ROW
 from headrace.transforms.errors import BatchError
 from headrace.transforms.plan import Plan, mark
 from headrace.transforms.rows import any_token, check_mask, device_of
+from headrace.transforms.shallow import shallow_copy
 from headrace.transforms.shuffle import ShuffleSplit
 from headrace.transforms.weight import LossWeight
 
@@ -24,6 +25,15 @@ from .order import arrange, check_order
 from .record import KEYS, Record
 from .report import StepReport, make_report, show_report
 
+# What a report tells of, and the option under which stages know it.
+STAGES_KEYS = {
+    "reward": "reward_key",
+    "status": "status_key",
+    "policy_version": "version_key",
+    "expected_rollouts": "expected_key",
+    "advantage": "advantage_key",
+    "loss_weight": "weight_key",
+}
 # What becomes of a row, by what its stage does.
 ACTIONS = {"mask": "masked", "exclude": "excluded", "drop": "dropped"}
 
@@ -101,6 +111,7 @@ class Pipeline(BatchTransform):
             raise ValueError(f"report_keys must be among {', '.join(KEYS)}; got {', '.join(unknown)}")
         self.ledger: Ledger | None = None
         self.record: Record | None = None
+        self.empty = False  # whether the last batch had no rows at all
 
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
         """Run all stages on a flat batch; rows come back in training order."""
@@ -135,7 +146,7 @@ class Pipeline(BatchTransform):
         split = self._split
         if split is None:
             out = self(batch)
-            return (out.clone(recurse=False) for _ in range(epochs if len(out) else 0))
+            return (shallow_copy(out) for _ in range(epochs if len(out) else 0))
         entered = self.enter(batch)
         if entered is None:
             return iter(())
@@ -188,7 +199,7 @@ class Pipeline(BatchTransform):
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Check a batch at the door, forget the last one and open the ledger."""
-        self.ledger = self.record = None
+        self.ledger, self.record, self.empty = None, None, False
         for stage in self.stages.values():
             if isinstance(stage, BatchTransform):
                 stage.verdict, stage.measured = None, {}
@@ -198,10 +209,14 @@ class Pipeline(BatchTransform):
                 check_mask(flat, self.loss_mask_key)
             self.ledger = Ledger(flat, self._units)
             self.record = Record(
-                flat, keys=self.report_keys, loss_mask_key=self.loss_mask_key, ids=self.ledger.ids
+                flat,
+                keys=self._stages_keys() | self.report_keys,
+                loss_mask_key=self.loss_mask_key,
+                ids=self.ledger.ids,
             )
             flat.set(ROW, torch.arange(len(flat), device=device_of(flat)))
         else:
+            self.empty = True
             self._tell_ranks(batch)
         return flat
 
@@ -264,6 +279,15 @@ class Pipeline(BatchTransform):
                 f"cut already; one of {', '.join(map(repr, names))} moved or dropped some"
             )
         return out
+
+    def _stages_keys(self) -> dict[str, NestedKey]:
+        """Keys that stages were given, for a report to look under."""
+        stages = list(self.stages.values())
+        given = {
+            name: [key for stage in stages if (key := getattr(stage, option, None)) is not None]
+            for name, option in STAGES_KEYS.items()
+        }
+        return {name: keys[0] for name, keys in given.items() if keys}
 
     def _tell_ranks(self, batch: TensorDictBase) -> None:
         """Let stages that talk to other ranks say that this one has no rows, lest those wait for it."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.base import has_key, nested_key
@@ -65,10 +65,10 @@ class Record:
             self._enter("reward", several.sum(1))
         if has_key(batch, loss_mask_key):
             self._enter("tokens", loss_tokens(batch, loss_mask_key, None))
+        self.loss_mask_key = loss_mask_key
         for name in TEXTS:
-            found = [key for key in self.keys[name] if has_key(batch, key)]
-            if found and not isinstance(batch.get(found[0]), Tensor):
-                self.texts[name] = batch.get(found[0])
+            if (text := self._text(batch, name)) is not None:
+                self.texts[name] = text
 
     def see(self, batch: TensorDictBase, *, credit: bool = True) -> None:
         """Take over what stages have written; rows by ``("headrace", "row")``. No device read.
@@ -82,10 +82,12 @@ class Record:
         rows = batch.get(ROW)
         found = {name: batch.get(key) for name, key in WRITTEN.items() if has_key(batch, key)}
         for name in ("advantage", "loss_weight") if credit else ("loss_weight",):
-            if (values := self._found(batch, name, several=True)) is not None:
-                found[name] = values.reshape(len(batch), -1).double().mean(1)
+            if (values := self._per_row(batch, name)) is not None:
+                found[name] = values
         if has_key(batch, REWARD):
             found["reward"] = batch.get(REWARD).reshape(len(batch), -1).double().sum(1)
+        elif (reward := self._found(batch, "reward", several=True)) is not None:
+            found["reward"] = reward.reshape(len(batch), -1).double().sum(1)
         for name, values in found.items():
             self._column(name).index_copy_(0, rows, values.to(self._column(name).dtype))
 
@@ -100,17 +102,51 @@ class Record:
         for name in AT_THE_DOOR:
             if name in self.columns and (values := self._found(carried, name)) is not None:
                 self.columns[name][-more:] = values.long()
+        if "tokens" in self.columns and has_key(carried, self.loss_mask_key):
+            self.columns["tokens"][-more:] = loss_tokens(carried, self.loss_mask_key, None)
+        if "reward" in self.columns and (reward := self._found(carried, "reward", several=True)) is not None:
+            for name in ("collected_reward", "reward"):
+                self.columns[name][-more:] = reward.reshape(more, -1).double().sum(1)
         if self.rewards is not None:
             self.rewards = torch.cat(
                 [self.rewards, self.rewards.new_full((more, self.rewards.shape[1]), math.nan)]
             )
         self._column("carried_in").fill_(0)[-more:] = 1
-        self.texts = {}
+        before = self.rows - more
+        for name, text in list(self.texts.items()):
+            had, has = strings(text, before), self._text(carried, name)
+            told = None if had is None or has is None else strings(has, more)
+            self.texts.pop(name)
+            if had is not None and told is not None:
+                self.texts[name] = [*had, *told]
+
+    def _text(self, batch: TensorDictBase, name: str) -> Any:
+        """The texts under the first of their keys, or None."""
+        found = [key for key in self.keys[name] if has_key(batch, key)]
+        value = batch.get(found[0]) if found else None
+        return None if isinstance(value, Tensor) else value
+
+    def _per_row(self, batch: TensorDictBase, name: str) -> Tensor | None:
+        """(n,) one number a row; per-token ones by their mean over the tokens in the loss."""
+        key = next((key for key in self.keys[name] if has_key(batch, key)), None)
+        if key is None:
+            return None
+        mask_key = self.loss_mask_key if has_key(batch, self.loss_mask_key) else None
+        if isinstance(batch, LazyStackedTensorDict):
+            return torch.cat(
+                [_mean(row.get(key)[None], mask_key and row.get(mask_key)[None]) for row in batch.tensordicts]
+            )
+        return _mean(batch.get(key), mask_key and batch.get(mask_key))
 
     def _found(self, batch: TensorDictBase, name: str, *, several: bool = False) -> Tensor | None:
         """The column under the first of its keys, if it is one that a report can tell of."""
         for key in self.keys[name]:
             if has_key(batch, key):
+                if (
+                    isinstance(batch, LazyStackedTensorDict)
+                    and len({row.get(key).shape for row in batch.tensordicts}) > 1
+                ):
+                    return None  # ragged
                 value = batch.get(key, None)
                 fits = isinstance(value, Tensor) and value.shape[:1] == (len(batch),)
                 if fits and (several or value.numel() == len(batch)):
@@ -137,6 +173,15 @@ class Record:
             name: (row.view(torch.float64) if column.dtype == torch.float64 else row).numpy()
             for (name, column), row in zip(columns.items(), read.unbind(0), strict=True)
         }
+
+
+def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """(n,) of (n,), (n, 1, 1) or per-token (n, T, 1) values; by tokens in the loss, 0 where there is none."""
+    flat = values.reshape(len(values), -1).double()
+    if mask is None or mask.numel() != flat.numel():
+        return flat.mean(1)
+    inside = mask.reshape(len(values), -1)
+    return torch.where(inside, flat, 0.0).sum(1) / inside.sum(1).clamp_min(1)
 
 
 def _unknown(dtype: torch.dtype) -> float:

@@ -15,7 +15,15 @@ from headrace.pipeline import Pipeline, log_report, make_report, write_dump
 from headrace.pipeline.report import Comparison, RunReport, page_data, render_page, report_table
 from headrace.pipeline.report.loggers import group_rows
 from headrace.pipeline.sources import SourceError, open_source
-from headrace.transforms import BatchError, FanOutCollapse, GroupRelativeAdvantage, LossWeight
+from headrace.transforms import (
+    BatchError,
+    FanOutCollapse,
+    Finite,
+    GroupRelativeAdvantage,
+    LossWeight,
+    SampleFilter,
+    ShuffleSplit,
+)
 
 
 def make(make_batch, step=0, **changes):
@@ -103,7 +111,7 @@ DAMAGE = {
         "'group_id' must be an integer on every row; found double",
     ),
     "unset id": (lambda t: put(t, "group_id", [0] * 8 + [-1]), "'group_id' must be ≥ 0; found -1 at row 8"),
-    "no reward": (lambda t: put(t, "reward", [1.0] * 8 + [None]), "finite 'reward'; row 8 has none"),
+    "no reward": (lambda t: put(t, "reward", [None] + [1.0] * 8), "finite 'reward'; row 0 has none"),
     "text reward": (lambda t: put(t, "reward", ["x"] * 9), "'reward' must be a number; found string"),
     "status": (
         lambda t: put(t, "status", ["done"] * 9),
@@ -115,12 +123,87 @@ DAMAGE = {
     ),
     "tokens": (lambda t: put(t, "tokens", [2**40] * 9), "at most 16777216 tokens"),
     "version": (lambda t: t.replace_schema_metadata({"headrace.schema": "7"}), "must be 1, .*; found '7'"),
+    "not UTF-8": (
+        lambda t: put(t, "prompt", pa.array([b"\xff"] * 9).view(pa.string())),
+        "columns must be as",
+    ),
+    "some tokens": (lambda t: put(t, "tokens", [1] * 8 + [None]), "'tokens' must be an integer on every row"),
     "stranger": (lambda t: t.replace_schema_metadata({}), "must be 1, .*; found ''"),
 }
 
 
 def put(table, name, values, kind=None):
     return table.set_column(table.column_names.index(name), name, pa.array(values, kind))
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_several_rewards_come_back_in_either_form(format, make_batch, tmp_path):
+    batch = make_batch([0.0] * 4, [0, 0, 1, 1])
+    batch["next", "reward"] = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, float("nan")], [5.0, 5.0]])
+    pipeline = Pipeline({})
+    pipeline(batch)
+    write_dump(make_report(pipeline), tmp_path, format=format)
+    ((_, again),) = open_source(tmp_path)
+    assert torch.equal(again["next", "reward"].nan_to_num(-1), batch["next", "reward"].nan_to_num(-1))
+
+
+def test_a_reward_that_a_filter_took_out_need_not_be_one(make_batch, tmp_path):
+    batch = make_batch([0.0, float("nan"), 1.0], [0, 0, 0])
+    finite = SampleFilter(criterion=Finite(), action="exclude")
+    Pipeline({"finite": finite, "collapse": FanOutCollapse()})(batch)
+    pipeline = Pipeline({"finite": finite, "collapse": FanOutCollapse()})
+    pipeline(batch)
+    write_dump(make_report(pipeline), tmp_path)
+    ((_, again),) = open_source(tmp_path)
+    assert again["next", "reward"].isnan().flatten().tolist() == [False, True, False]
+
+
+def test_half_a_surrogate_pair_is_written_as_a_mark(make_batch, tmp_path):
+    batch = make_batch([0.0, 1.0], [0, 0])
+    batch["prompt_text"] = ["\ud800 half", "whole"]
+    pipeline = Pipeline({})
+    pipeline(batch)
+    for format in ("parquet", "jsonl"):
+        write_dump(make_report(pipeline), tmp_path / format, format=format)
+        ((_, again),) = open_source(tmp_path / format)
+        assert list(again["prompt_text"]) == ["? half", "whole"]
+
+
+def test_a_step_without_rows_is_written_and_read_over(make_batch, tmp_path):
+    batch, report = make(make_batch, step=1)
+    pipeline = Pipeline(stages())
+    pipeline(batch[:0])
+    write_dump(make_report(pipeline, step=0), tmp_path)
+    write_dump(report, tmp_path)
+    assert [step for step, _ in open_source(tmp_path)] == [1]
+
+
+def test_steps_with_carried_rows_replay(make_batch, tmp_path):
+    def make_pipeline():
+        return Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")})
+
+    first = make_pipeline()
+    reports = []
+    for step in range(3):
+        first(make_batch([1.0, 2, 3], [step] * 3, [3 * step + i for i in range(3)]))
+        reports.append(make_report(first, step=step))
+        write_dump(reports[-1], tmp_path)
+    second = make_pipeline()
+    for step, batch in open_source(tmp_path):
+        second(batch)
+        again = make_report(second, step=step)
+        assert again.columns["rollout_id"].tolist() == reports[step].columns["rollout_id"].tolist()
+        assert again.funnel == reports[step].funnel
+        assert again.texts["prompt"] == reports[step].texts["prompt"]
+
+
+def test_a_file_that_is_bad_is_skipped_where_that_is_allowed(make_batch, tmp_path):
+    for step in (0, 1):
+        write_dump(make(make_batch, step=step)[1], tmp_path)
+    (tmp_path / "step_00000001.parquet").write_bytes(b"PAR1")
+    source = open_source(tmp_path, skip_bad=True)
+    assert [step for step, _ in source] == [0]
+    assert source.skipped == 1
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -181,11 +264,17 @@ def test_wandb_gets_the_table_of_groups(make_batch, tmp_path, monkeypatch):
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(exp_name="run", offline=True, save_dir=str(tmp_path), project="headrace")
-    seen = {}
+    seen, steps = {}, []
     _, report = make(make_batch, step=4)
-    monkeypatch.setattr(logger.experiment, "log", lambda data, **_: seen.update(data))
+
+    def log(data, step=None, **_):
+        seen.update(data)
+        steps.append(step)
+
+    monkeypatch.setattr(logger.experiment, "log", log)
     log_report(logger, report, table=True)
     logger.experiment.finish()
+    assert steps[-1] is None, "wandb drops what comes with a step that it has passed"
     assert seen["groups"].columns[:2] == ["group", "prompt"]
     assert len(seen["groups"].data) == 3
     assert set(report.numbers) <= set(seen)
@@ -236,6 +325,19 @@ def test_a_long_run_keeps_some_steps_and_all_curves(make_batch, tmp_path):
     assert len(list((tmp_path / "rollouts").iterdir())) == 23
 
 
+def _moved(first, second) -> float:
+    """½ Σ |s₁ − s₂| over groups, in a loop."""
+    shares = []
+    for report in (first, second):
+        table = report_table(report).to_pylist()
+        size = dict.fromkeys((0, 1), 0.0)
+        for row in table:
+            if row["reason"] == "trained":
+                size[row["group_id"]] += abs(row["advantage"]) * row["loss_weight"] * row["tokens"]
+        shares.append([size[group] / sum(size.values()) for group in (0, 1)])
+    return sum(abs(a - b) for a, b in zip(*shares, strict=True)) / 2
+
+
 def test_two_recipes_differ_where_they_differ(make_batch):
     batch = make_batch([1.0, 3, 3, 3, 2, 2], [0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 2, 3])
     reports = []
@@ -255,6 +357,7 @@ def test_two_recipes_differ_where_they_differ(make_batch):
     assert numbers["differ"] == 3  # the three rows of the rollout that was clipped
     assert numbers["sign_flips"] == 0
     assert 0 < numbers["correlation"] < 1
+    assert numbers["gradient_moved"] == pytest.approx(_moved(*reports))
     shares = found.shares["segments"]
     assert sum(line[0] for line in shares.values()) == pytest.approx(1)
     assert shares["3"][0] > shares["3"][1]

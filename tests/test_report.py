@@ -11,6 +11,7 @@ from busy import busy_batch, stages
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from rich.console import Console
+from tensordict import lazy_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.pipeline import Pipeline, load_pipeline, make_report
@@ -277,6 +278,88 @@ def test_the_users_text_is_no_markup(make_batch):
     text = printed(make_report(pipeline), width=120)
     assert "[bold red]boom[/]" in text
     assert "\x1b" not in text
+
+
+def test_no_character_of_the_users_moves_the_cursor(make_batch):
+    batch = make_batch([1.0, 2], [0, 0])
+    batch["prompt_text"] = ["\x1b[31m\x9b31m\u202ered\a"] * 2
+    pipeline = Pipeline({"collapse": FanOutCollapse()})
+    pipeline(batch)
+    text = printed(make_report(pipeline), width=120)
+    assert not {"\x1b", "\x9b", "\u202e", "\a"} & set(text)
+    assert "red" in text
+
+
+def test_ragged_advantages_per_token_are_told_by_their_mean_in_the_loss(make_batch):
+    def credit(batch):
+        rows = list(batch.unbind(0))
+        for row in rows:
+            row["advantage"] = row["masks", "all_assistant_mask"].double().unsqueeze(-1)
+        return lazy_stack(rows)
+
+    batch = make_batch([1.0, 2, 3], [0, 0, 0])
+    ragged = [row.clone() for row in batch.unbind(0)]
+    for n, row in enumerate(ragged):
+        for key in (("masks", "all_assistant_mask"), ("log_probs", "full"), ("tokens", "full")):
+            row[key] = row[key][: n + 1]
+    for rows in (batch, lazy_stack(ragged)):
+        pipeline = Pipeline({"credit": credit})
+        pipeline(rows)
+        assert make_report(pipeline).columns["advantage"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_batch_without_rows_has_a_report(make_batch):
+    pipeline = Pipeline(stages())
+    pipeline(busy_batch(make_batch)[:0])
+    report = make_report(pipeline)
+    assert len(report) == 0
+    assert "collected" in printed(report)
+
+
+def test_keys_are_those_of_the_stages(make_batch):
+    batch = make_batch([9.0, 9], [0, 0])
+    batch["score"] = torch.tensor([0.0, 1.0])
+    stage = GroupRelativeAdvantage(scale="none", reward_key="score", advantage_key="credit")
+    pipeline = Pipeline({"collapse": FanOutCollapse(reward_key="score"), "advantage": stage})
+    pipeline(batch)
+    columns = make_report(pipeline).columns
+    assert columns["collected_reward"].tolist() == [0, 1]
+    assert columns["advantage"].tolist() == [-0.5, 0.5]
+
+
+def test_a_group_has_zero_variance_if_each_of_its_rewards_has(make_batch):
+    batch = make_batch([0.0] * 4, [0, 0, 1, 1])
+    batch["next", "reward"] = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 3.0], [2.0, 3.0]])
+    pipeline = Pipeline({})
+    pipeline(batch)
+    assert make_report(pipeline).groups["zero_variance"].tolist() == [False, True]
+
+
+def test_a_group_without_rewards_has_no_spread(make_batch):
+    batch = make_batch([0.0] * 3, [0, 0, 1], status=[3, 3, 0])
+    pipeline = Pipeline({})
+    pipeline(batch)
+    groups = make_report(pipeline).groups
+    assert np.isnan(groups["reward_std"]).tolist() == [True, True]
+    assert groups["rollouts"].tolist() == [0, 1]
+
+
+def test_the_oldest_segment_says_how_stale_a_rollout_is(make_batch):
+    batch = make_batch([1.0, 1, 2], [0, 0, 0], [0, 0, 1])
+    batch["next", "policy_version"] = torch.tensor([7, 4, 7])
+    pipeline = Pipeline({})
+    pipeline(batch)
+    assert make_report(pipeline).numbers["staleness/max"] == 3
+
+
+def test_a_rollout_that_left_in_two_ways_counts_once(make_batch):
+    """Row 0 is masked for its reward, row 1 for having no tokens: the rollout goes with the second."""
+    batch = make_batch([9.0, 1, 1], [0, 0, 0], [0, 0, 1])
+    batch["masks", "all_assistant_mask"][1] = False
+    pipeline = Pipeline({"filter": SampleFilter(criterion=RewardWithin(high=5.0))})
+    pipeline(batch)
+    levels = make_report(pipeline).funnel
+    assert [(left.rows, left.rollouts) for level in levels for left in level.out] == [(1, 0), (1, 1)]
 
 
 def test_the_pipeline_prints_its_report(make_batch, capsys):

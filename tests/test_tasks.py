@@ -77,7 +77,7 @@ def test_two_recipes_over_the_same_rollouts(dump, tmp_path):
     found = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert found["numbers"]["rows"] == 27
     assert found["numbers"]["trained_by_both"] == 9
-    page = (tmp_path / "out" / "compare.html").read_text()
+    page = (tmp_path / "out" / "report.html").read_text()
     assert '"versus":["grpo","dr_grpo"]' in page
     with pytest.raises(ConfigError, match=r"two recipes are compared.*got \['grpo'\]"):
         told(compare, configure("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)

@@ -15,6 +15,7 @@ from torchrl.envs.transforms import Transform
 
 from .columns import PROCESSED
 from .errors import BatchError, MissingKeyError, ProcessedTwiceError, listing
+from .shallow import shallow_copy
 
 
 class BatchTransform(Transform):
@@ -75,7 +76,7 @@ class BatchTransform(Transform):
                 "what else there is to do into its stages"
             )
         flat = batch.reshape(-1) if batch.batch_dims > 1 else batch
-        return flat.clone(recurse=False)
+        return shallow_copy(flat)
 
     def _call(self, batch: TensorDictBase | None) -> TensorDictBase | None:
         # Replay buffers call this on the way in; they fail on an empty batch and write nothing for None.

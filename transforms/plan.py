@@ -15,6 +15,7 @@ from .columns import IN_LOSS, MICROBATCH, MINIBATCH, PADDING, RANK, ROW
 from .deal import deal
 from .errors import BatchError
 from .rows import check_mask, device_of, silence_rows, take_rows
+from .shallow import shallow_copy
 from .split import Cut
 
 
@@ -127,7 +128,11 @@ def mark(batch: TensorDictBase, plan: Plan) -> TensorDictBase:
     real = ~plan.padding
     table[:, plan.order[real]] = plan.numbers()[:, real]
     table = table.to(device_of(batch))
-    marked = batch.exclude(RANK, PADDING).set(MINIBATCH, table[0]).set(MICROBATCH, table[2])
+    marked = shallow_copy(batch)
+    for key in (RANK, PADDING):
+        if has_key(marked, key):
+            marked.pop(key)
+    marked.set(MINIBATCH, table[0]).set(MICROBATCH, table[2])
     return marked.set(RANK, table[1]) if any(len(ranks) > 1 for ranks in plan.sizes) else marked
 
 
@@ -157,7 +162,7 @@ def take_span(batch: TensorDictBase, plan: Plan, span: slice | Tensor, silence: 
     rows, padding = plan.order[span], plan.padding[span]
     device = device_of(batch)
     if len(rows) and torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + len(rows))):
-        taken = batch[int(rows[0]) : int(rows[0]) + len(rows)].clone(recurse=False)
+        taken = shallow_copy(batch[int(rows[0]) : int(rows[0]) + len(rows)])
     else:
         taken = take_rows(batch, rows.to(device))
     if not bool(plan.padding.any()) or not len(rows):

@@ -86,9 +86,9 @@ class Comparison:
         self.moved += float(np.abs(by_group[0] - by_group[1]).sum() / 2)
         for table, labels in _labels(first).items():
             lines = self.shares.setdefault(table, {})
-            for label in np.unique(labels):
-                rows = labels == label
-                found = np.array([share[0][rows].sum(), share[1][rows].sum(), rows.sum()])
+            named, at = np.unique(labels, return_inverse=True)
+            sums = [np.bincount(at.reshape(-1), weights) for weights in (*share, np.ones(len(labels)))]
+            for label, found in zip(named, np.stack(sums, 1), strict=True):
                 lines[str(label)] = lines.get(str(label), np.zeros(3)) + found
 
 
@@ -123,5 +123,5 @@ def _labels(report: StepReport) -> dict[str, np.ndarray]:
     if "tokens" in report.columns:
         found["tokens"] = 2 ** np.ceil(np.log2(np.maximum(report.columns["tokens"], 1))).astype(int)
     if "prompt" in report.texts:
-        found["prompt"] = np.array(report.texts["prompt"])
+        found["prompt"] = np.array(report.texts["prompt"], dtype=object)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -69,7 +70,7 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     codes = pa.array(report.columns["reason"], pa.int32())
     for name, words in (("reason", report.names), ("action", report.actions)):
         columns[name] = pa.DictionaryArray.from_arrays(codes, pa.array(words, pa.string())).cast(pa.string())
-    columns |= {name: pa.array(texts, pa.string()) for name, texts in report.texts.items()}
+    columns |= {name: pa.array(map(_encodable, texts), pa.string()) for name, texts in report.texts.items()}
     about = {"headrace.schema": str(SCHEMA_VERSION), "headrace.recipe": json.dumps(report.recipe)}
     if config is not None:
         about["headrace.config"] = config
@@ -129,8 +130,19 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
 def _lines(table: pa.Table) -> Any:
     for batch in table.to_batches(max_chunksize=10_000):
         for row in batch.to_pylist():
-            yield json.dumps(_known(row), ensure_ascii=False, allow_nan=False) + "\n"
+            yield (
+                json.dumps({"schema": SCHEMA_VERSION, **_known(row)}, ensure_ascii=False, allow_nan=False)
+                + "\n"
+            )
 
 
 def _known(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if value is not None}
+    found = {name: value for name, value in row.items() if value is not None}
+    if "rewards" in found:
+        found["rewards"] = [value if math.isfinite(value) else None for value in found["rewards"]]
+    return found
+
+
+def _encodable(text: str) -> str:
+    """A text that a file can hold: half a surrogate pair, which a tokenizer may cut off, becomes a mark."""
+    return text.encode("utf-8", "replace").decode()

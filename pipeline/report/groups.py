@@ -20,16 +20,11 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     Returns:
         (R,) `group`, `rollout`, `row` (its first), `segments`, `reward`, `advantage` (of its first
         row with one), `trained` (whether a row of it is), `lost` (failed or aborted),
-        `reason` (the code of its first row that left, 0 if it is trained), `staleness` (versions behind the
+        `reason` (the code of its first row, 0 if any is trained), `staleness` (versions behind the
         newest, -1 unknown).
     """
-    rows = len(columns["reason"])
-    ids = columns.get("rollout_id", np.arange(rows))
-    _, first, of, segments = np.unique(ids, return_index=True, return_inverse=True, return_counts=True)
-    order = np.argsort(first, kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    of, first, segments = place[of.reshape(-1)], first[order], segments[order]
+    ids = columns.get("rollout_id", np.arange(len(columns["reason"])))
+    first, of = _number(ids)
     trained = _any(of, columns["reason"] == 0, len(first))
     status = columns.get("status")
     lost = np.zeros(len(first), bool) if status is None else _any(of, np.isin(status, LOST), len(first))
@@ -37,13 +32,13 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
         "group": columns["group_id"][first] if "group_id" in columns else np.full(len(first), -1),
         "rollout": ids[first],
         "row": first,
-        "segments": segments,
+        "segments": np.bincount(of, minlength=len(first)),
         "reward": _first_known(of, columns.get("reward"), len(first)),
         "advantage": _first_known(of, columns.get("advantage"), len(first)),
         "trained": trained,
         "lost": lost,
         "reason": np.where(trained, 0, columns["reason"][first]),
-        "staleness": staleness_of(columns)[first],
+        "staleness": _greatest(of, staleness_of(columns), len(first)),
     }
 
 
@@ -63,11 +58,8 @@ def groups_of(columns: Columns, group_size: int | None) -> dict[str, np.ndarray]
     if "group_id" not in columns or len(columns["group_id"]) == 0:
         return {}
     ids = columns["group_id"]
-    _, first, of = np.unique(ids, return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    of, first, size = place[of.reshape(-1)], first[order], len(order)
+    first, of = _number(ids)
+    size = len(first)
     each = rollouts_of(columns)
     home = of[each["row"]]
     present = ~each["lost"]
@@ -78,15 +70,15 @@ def groups_of(columns: Columns, group_size: int | None) -> dict[str, np.ndarray]
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.bincount(home, reward, size) / number
         spread = np.bincount(home, np.where(scored, (each["reward"] - mean[home]) ** 2, 0.0), size)
-        std = np.sqrt(spread / (number - 1))
-    low, high = np.full(size, np.inf), np.full(size, -np.inf)
-    np.minimum.at(low, home[scored], each["reward"][scored])
-    np.maximum.at(high, home[scored], each["reward"][scored])
+        std = np.where(number > 1, np.sqrt(spread / np.maximum(number - 1, 1)), np.nan)
+    low, high = _extremes(home[scored], each["reward"][scored], size)
+    equal = low == high
+    for column in columns["rewards"].T if "rewards" in columns else ():  # equal only if each of several is
+        ends = _extremes(home[scored], column[each["row"]][scored], size)
+        equal &= ends[0] == ends[1]
     expected = columns["expected_rollouts"][first] if "expected_rollouts" in columns else np.full(size, -1)
     if group_size is not None:
         expected = np.where(expected < 0, group_size, expected)
-    oldest = np.full(size, -1)
-    np.maximum.at(oldest, of, staleness_of(columns))
     return {
         "id": ids[first],
         "row": first,
@@ -99,8 +91,8 @@ def groups_of(columns: Columns, group_size: int | None) -> dict[str, np.ndarray]
         "reward_std": std,
         "reward_min": np.where(number > 0, low, np.nan),
         "reward_max": np.where(number > 0, high, np.nan),
-        "zero_variance": (number > 1) & (low == high),
-        "staleness": oldest,
+        "zero_variance": (number > 1) & equal,
+        "staleness": _greatest(of, staleness_of(columns), size),
     }
 
 
@@ -110,6 +102,28 @@ def staleness_of(columns: Columns) -> np.ndarray:
     if version is None or len(version) == 0:
         return np.full(len(columns["reason"]), -1)
     return np.where(version < 0, -1, version.max() - version)
+
+
+def _number(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first row of each id, in order, and for each row the number of its id in that order."""
+    _, first, of = np.unique(ids, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return first[order], place[of.reshape(-1)]
+
+
+def _greatest(of: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    found = np.full(size, -1)
+    np.maximum.at(found, of, values)
+    return found
+
+
+def _extremes(of: np.ndarray, values: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    low, high = np.full(size, np.inf), np.full(size, -np.inf)
+    np.minimum.at(low, of, values)
+    np.maximum.at(high, of, values)
+    return low, high
 
 
 def _any(of: np.ndarray, flags: np.ndarray, size: int) -> np.ndarray:

@@ -51,20 +51,21 @@ def group_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
 
 
 def _log_table(logger: Any, name: str, report: StepReport) -> None:
-    kind = type(logger).__name__
+    kinds = {kind.__name__ for kind in type(logger).__mro__}
     names, rows = group_rows(report)
-    if kind == "WandbLogger":
+    if "WandbLogger" in kinds:
         import wandb
 
-        logger.experiment.log(
-            {name: wandb.Table(columns=list[str | int](names), data=rows)}, step=report.step
-        )
-    elif kind == "TrackioLogger":
+        table = wandb.Table(columns=list[str | int](names), data=rows)
+        logger.experiment.log({name: table})  # without a step: each number has moved wandb's own on
+    elif "TrackioLogger" in kinds:
         import trackio
         from pandas import DataFrame
 
-        logger.experiment.log({name: trackio.Table(dataframe=DataFrame(rows, columns=names))})
-    elif kind == "MLFlowLogger":
+        logger.experiment.log(
+            {name: trackio.Table(dataframe=DataFrame(rows, columns=names))}, step=report.step
+        )
+    elif "MLFlowLogger" in kinds:
         import mlflow
 
         columns = {column: [row[i] for row in rows] for i, column in enumerate(names)}

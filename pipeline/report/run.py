@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,7 @@ class RunReport:
         dump: ``parquet`` or ``jsonl`` files of every step; None: none.
         page: whether the page is written.
         config: the resolved configuration, as YAML, for the files.
+        versus: two names, where the reports' `advantage_by_row` is another recipe's advantage.
     """
 
     def __init__(
@@ -35,13 +37,14 @@ class RunReport:
         dump: Literal["parquet", "jsonl"] | None = None,
         page: bool = True,
         config: str | None = None,
+        versus: Sequence[str] | None = None,
     ):
         if steps < 2:
             raise ValueError(f"steps must be ≥ 2; got {steps}")
         if dump not in (None, "parquet", "jsonl"):
             raise ValueError(f"dump must be 'parquet', 'jsonl' or null; got {dump!r}")
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
-        self.config = config
+        self.config, self.versus = config, versus
         self.history: list[tuple[int, dict[str, float]]] = []
         self._kept: list[StepReport] = []
         self._every = 1
@@ -66,5 +69,6 @@ class RunReport:
         if self._last is not None and (not kept or self._last is not kept[-1]):
             kept.append(self._last)
         path = self.folder / "report.html"
-        write_page(page_data(kept, title=self.title, history=self.history), path)
+        data = page_data(kept, title=self.title, history=self.history)
+        write_page(data if self.versus is None else data | {"versus": list(self.versus)}, path)
         return path

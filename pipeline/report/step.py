@@ -104,6 +104,8 @@ def make_report(pipeline: Pipeline, *, step: int = 0, solved: float = 1.0) -> St
         >>> make_report(pipeline, step=7)
         StepReport(step=7, 2 of 2 rows trained)
     """
+    if pipeline.empty:
+        return empty_report(pipeline, step=step)
     ledger, record = pipeline.ledger, pipeline.record
     if ledger is None or record is None:
         raise RuntimeError(
@@ -133,9 +135,10 @@ def make_report(pipeline: Pipeline, *, step: int = 0, solved: float = 1.0) -> St
 
 def empty_report(pipeline: Pipeline, *, step: int = 0) -> StepReport:
     """The report of a batch without rows."""
-    nothing = np.empty(0, dtype=np.int64)
+    names = ("row", "reason", "group_id", "rollout_id")
+    columns = {name: np.empty(0, dtype=np.int64) for name in names} | {"collected_reward": np.empty(0)}
     recipe = tuple((name, repr(pipeline.stages[name])) for name in pipeline.order)
-    return StepReport(step, recipe, {"row": nothing, "reason": nothing}, ("trained",), ("trained",))
+    return StepReport(step, recipe, columns, ("trained",), ("trained",))
 
 
 def _advantage_by_row(pipeline: Pipeline, columns: Mapping[str, np.ndarray]) -> np.ndarray | None:

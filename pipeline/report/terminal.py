@@ -53,7 +53,7 @@ def _funnel(report: StepReport) -> Table:
     table.add_row("collected", *(_count(getattr(levels[0], unit)) for unit in units))
     for level in levels[1:]:
         for left in level.out:
-            words = Text(f"  {level.name}: {left.reason.replace('_', ' ')}, {left.action}")
+            words = Text(f"  {printable(level.name)}: {left.reason.replace('_', ' ')}, {left.action}")
             table.add_row(words, *(_minus(getattr(left, unit)) for unit in units), style="dim")
     table.add_row("trained", *(_count(getattr(levels[-1], unit)) for unit in units), style="bold")
     return table
@@ -78,7 +78,7 @@ def _groups(report: StepReport, most: int) -> Table:
         size = f"{groups['rollouts'][g]}" + (f" of {expected}" if expected >= 0 else "")
         cells = [str(groups["id"][g]), size, str(groups["segments"][g]), _values(each["reward"][mine])]
         if text is not None:
-            cells.insert(1, " ".join(text[groups["row"][g]].split()))
+            cells.insert(1, printable(" ".join(text[groups["row"][g]].split())))
         credit = each["advantage"][mine]
         credit = credit[np.isfinite(credit)]
         cells.append(f"{credit.min():+.2f} … {credit.max():+.2f}" if len(credit) else "–")
@@ -101,9 +101,14 @@ def _values(values: np.ndarray) -> str:
 def _reasons(report: StepReport, codes: np.ndarray) -> str:
     found, times = np.unique(codes[codes > 0], return_counts=True)
     return ", ".join(
-        f"{report.names[code].replace('_', ' ')}" + (f" ×{count}" if count > 1 else "")
+        printable(report.names[code].replace("_", " ")) + (f" ×{count}" if count > 1 else "")
         for code, count in zip(found, times, strict=True)
     )
+
+
+def printable(text: str) -> str:
+    """Text in which no character moves the cursor, changes a colour or turns the direction of reading."""
+    return "".join(letter if letter.isprintable() else "·" for letter in text)
 
 
 def _count(value: int | None) -> str:

@@ -30,6 +30,7 @@ NEEDED = ("step", "row", "group_id", "rollout_id", "reward")
 COUNTS = {"policy_version": ("next", "policy_version"), "expected_rollouts": "expected_rollouts"}
 STATUS = {status.name.lower(): int(status) for status in Status}
 VERSION = "1"
+MAX_CELLS = 2**31  # of a loss mask, in bytes
 
 
 def read_own(path: Path, reading: Reading) -> Iterator[Sample | tuple[int, TensorDict]]:
@@ -40,7 +41,10 @@ def read_own(path: Path, reading: Reading) -> Iterator[Sample | tuple[int, Tenso
             type, an id or a reward that is null.
     """
     if path.suffix == ".parquet":
-        yield from read_table(path)
+        try:
+            yield from read_table(path)
+        except SourceError as err:
+            reading.skipped.note(err)
     else:
         yield from read_jsonl(path, reading, parse_row)
 
@@ -66,7 +70,9 @@ def read_table(path: Path) -> Iterator[tuple[int, TensorDict]]:
             if len(steps) != 1 or not isinstance(steps[0], int) or steps[0] < 0:
                 raise SourceError(f"{path}: a file is one step, a number ≥ 0; found {steps[:5]}")
             yield steps[0], _batch(table, path)
-    except (pa.ArrowException, TypeError, OverflowError) as err:
+    except SourceError:
+        raise
+    except Exception as err:  # a column of a stranger's making makes the conversion raise anything
         raise SourceError(f"{path}: columns must be as documented; found {str(err)[:200]}") from err
 
 
@@ -81,13 +87,16 @@ def _batch(table: pa.Table, path: Path) -> TensorDict:
     exact = torch.equal(reward.float().double().nan_to_num(), reward.nan_to_num())
     batch["next", "reward"] = reward.float() if exact else reward
     for name, key in COUNTS.items():
-        if name in table.column_names and table[name].null_count == 0:
+        if name in table.column_names and table[name].null_count < len(table):
             batch[key] = torch.from_numpy(_integers(table, name, path, low=0))
     tokens = np.ones(len(table), dtype=np.int64)
-    if "tokens" in table.column_names and table["tokens"].null_count == 0:
+    if "tokens" in table.column_names and table["tokens"].null_count < len(table):
         tokens = _integers(table, "tokens", path, low=0)
-        if tokens.max() > MAX_TOKENS:
-            raise SourceError(f"{path}: a row has at most {MAX_TOKENS} tokens; found {tokens.max()}")
+        if tokens.max() > MAX_TOKENS or tokens.max() * len(table) > MAX_CELLS:
+            raise SourceError(
+                f"{path}: a row has at most {MAX_TOKENS} tokens, and a step {MAX_CELLS} in rows × the "
+                f"longest; found {tokens.max()} tokens in one of {len(table)} rows"
+            )
     width = int(max(tokens.max(), 1))
     batch["masks", "all_assistant_mask"] = torch.arange(width) >= width - torch.from_numpy(tokens).unsqueeze(
         1
@@ -135,6 +144,8 @@ def _status(table: pa.Table, path: Path) -> np.ndarray:
 def _rewards(table: pa.Table, lost: np.ndarray, path: Path) -> np.ndarray:
     """(N, 1), or (N, K) of several."""
     reward = _floats(table, "reward", path)
+    if "reason" in table.column_names:  # a row that a filter took out for it had none, too
+        lost = lost | (np.array(table["reason"].to_pylist(), dtype=object) != "trained")
     if (bad := ~np.isfinite(reward) & ~lost).any() and "rewards" not in table.column_names:
         row = int(bad.argmax())
         raise SourceError(f"{path}: a rollout that did not fail needs a finite 'reward'; row {row} has none")
@@ -155,13 +166,17 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     status = record.text("status", optional=True) or "completed"
     if status not in STATUS:
         raise record.fail(f"'status' must be one of {', '.join(STATUS)}", status)
+    if record.whole("schema", optional=True) not in (None, int(VERSION)):
+        raise record.fail(f"'schema' must be {VERSION}, the one that is known", record.get("schema"))
+    rewards = _several(record)
     tokens: Any = record.whole("tokens", optional=True)
     advantage = record.number("advantage", optional=True)
     return [
         Sample(
             group=record.whole("group_id"),
             rollout=record.whole("rollout_id"),
-            reward=record.number("reward", optional=True),
+            reward=None if rewards else record.number("reward", optional=True),
+            rewards=rewards,
             status=Status(STATUS[status]),
             prompt=record.text("prompt", optional=True),
             response=record.text("response", optional=True),
@@ -173,3 +188,14 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             where=record.where,
         )
     ]
+
+
+def _several(record: Record) -> dict[str, float] | None:
+    """Several rewards by their place; NaN where one is null."""
+    values = record.get("rewards", optional=True)
+    if values is None:
+        return None
+    numbers = isinstance(values, list) and all(v is None or type(v) in (int, float) for v in values)
+    if not numbers or len(values) < 2:
+        raise record.fail("'rewards' must be a list of two or more numbers", values)
+    return {str(i): float("nan") if v is None else float(v) for i, v in enumerate(values)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.pipeline.load import ConfigError, load_pipeline
-from headrace.pipeline.report import Comparison, StepReport, make_report, page_data, write_page
+from headrace.pipeline.report import Comparison, RunReport, StepReport, make_report
 from headrace.pipeline.report.dump import write_whole
 
 from .reading import at_step, each_step, open_configured
@@ -29,7 +31,7 @@ def compare(
 
     Args:
         config: as ``task=compare`` composes it.
-        output: folder for ``config.yaml``, ``compare.json`` and ``compare.html``.
+        output: folder for ``config.yaml``, ``compare.json`` and ``report.html``.
         words: overrides of the command line; those of ``pipeline`` hold for both recipes.
         console: where to print; None: standard output.
 
@@ -51,21 +53,25 @@ def compare(
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
     found = Comparison((names[0], names[1]))
-    shown: list[StepReport] = []
+    run = RunReport(
+        output,
+        title=f"{names[0]} and {names[1]}",
+        steps=config.report.steps,
+        page=config.report.html,
+        versus=names,
+    )
     for step, batch in each_step(source, console):
         reports = []
         for pipeline in pipelines:
             with at_step(step):
-                pipeline.minibatches(batch.clone(recurse=False))
+                pipeline.minibatches(batch)
             reports.append(make_report(pipeline, step=step, solved=config.report.solved))
         found.add(*reports)
-        if len(shown) < config.report.steps:
-            shown.append(_against(*reports))
-    told = {"pipelines": names, "numbers": found.numbers, "shares": _plain(found)}
+        run.add(_against(*reports))
+    numbers = {key: None if math.isnan(value) else value for key, value in found.numbers.items()}
+    told = {"pipelines": names, "numbers": numbers, "shares": _plain(found)}
     write_whole(output / "compare.json", lambda file: file.write_text(json.dumps(told, indent=1)))
-    if config.report.html:
-        page = page_data(shown, title=f"{names[0]} and {names[1]}") | {"versus": names}
-        write_page(page, output / "compare.html")
+    run.close()
     show(found, console)
     console.print(f"written to {output}", soft_wrap=True, highlight=False, markup=False)
     return found.numbers["correlation"]
@@ -74,18 +80,7 @@ def compare(
 def _against(first: StepReport, second: StepReport) -> StepReport:
     """The first recipe's report, with the second one's advantage to hold against it."""
     other = second.columns.get("advantage", np.full(len(second), np.nan))
-    columns = {**first.columns, "advantage_by_row": other}
-    return StepReport(
-        first.step,
-        first.recipe,
-        columns,
-        first.names,
-        first.actions,
-        first.texts,
-        first.group_size,
-        first.solved,
-        first.measured,
-    )
+    return dataclasses.replace(first, columns={**first.columns, "advantage_by_row": other})
 
 
 def show(found: Comparison, console: Console) -> None:
@@ -103,9 +98,7 @@ def show(found: Comparison, console: Console) -> None:
         "gradient_moved": "share of the gradient that goes to other groups",
     }
     for key, value in found.numbers.items():
-        table.add_row(
-            Text(words[key]), f"{value:,.0f}" if value == int(value or 0) and value > 1 else f"{value:.4g}"
-        )
+        table.add_row(Text(words[key]), _told(key, value))
     console.print(table)
     for name, lines in found.shares.items():
         table = Table(title=f"share of the gradient by {name}", title_justify="left", box=SIMPLE)
@@ -119,8 +112,20 @@ def show(found: Comparison, console: Console) -> None:
         console.print(table)
 
 
+def _told(key: str, value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    return (
+        f"{value:.1%}"
+        if key == "gradient_moved"
+        else f"{value:.4f}"
+        if key == "correlation"
+        else f"{value:,.0f}"
+    )
+
+
 def _in_order(line: tuple[str, np.ndarray]) -> tuple[int, str]:
-    return (int(line[0]), "") if line[0].isdecimal() else (0, line[0])
+    return (int(line[0]), "") if line[0].isdecimal() and len(line[0]) < 19 else (0, line[0])
 
 
 def _plain(found: Comparison) -> dict[str, dict[str, list[float]]]:

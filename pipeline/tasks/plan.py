@@ -53,7 +53,7 @@ def plan(config: DictConfig, output: Path, console: Console | None = None) -> fl
     """
     console = console or Console()
     sizes = list(config.plan.group_sizes)
-    if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes):
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise ConfigError(f"plan.group_sizes must be integers ≥ 1; got {sizes}")
     rates, counts = [], []
     for _, batch in each_step(open_configured(config), console):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from omegaconf import DictConfig, OmegaConf
@@ -59,9 +59,3 @@ def at_step(step: int) -> Iterator[None]:
         yield
     except BatchError as err:
         raise type(err)(f"step {step}: {err}") from err
-
-
-def run_over(run: Callable[[TensorDictBase], object], step: int, batch: TensorDictBase) -> None:
-    """Run a pipeline's stages over a batch; its minibatches are not gathered."""
-    with at_step(step):
-        run(batch)
