@@ -87,8 +87,8 @@ class Comparison:
         for table, labels in _labels(first).items():
             lines = self.shares.setdefault(table, {})
             named, at = np.unique(labels, return_inverse=True)
-            sums = [np.bincount(at.reshape(-1), weights) for weights in (*share, np.ones(len(labels)))]
-            for label, found in zip(named, np.stack(sums, 1), strict=True):
+            parts = [np.bincount(at.reshape(-1), weights) for weights in (*share, np.ones(len(labels)))]
+            for label, found in zip(named, np.stack(parts, 1), strict=True):
                 lines[str(label)] = lines.get(str(label), np.zeros(3)) + found
 
 
