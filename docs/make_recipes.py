@@ -40,7 +40,7 @@ def comment_of(path: Path) -> str:
 
 def row(name: str, pipeline: Pipeline) -> str:
     """A recipe's line in the table."""
-    part = pipeline.stages["advantage"]
+    part, weight = pipeline.stages["advantage"], pipeline.stages["weight"]
     eps = "–" if part.scale == "none" else f"{part.eps:g} {part.eps_mode}"
     ddof = part.ddof if part.scale in ("group", "leave_one_out", "batch") else "–"
     others = [
@@ -53,7 +53,7 @@ def row(name: str, pipeline: Pipeline) -> str:
         ddof,
         eps,
         part.singleton,
-        pipeline.stages["weight"].unit,
+        f"{weight.unit} {weight.length}" if weight.length else weight.unit,
         ", ".join(others) or "–",
     ]
     return (

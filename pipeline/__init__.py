@@ -2,9 +2,10 @@
 
 from .load import ConfigError, build_pipeline, load_pipeline
 from .optimise import optimise, total_loss
-from .pipeline import Pipeline, StageError
-from .report import StepReport, log_report, make_report, write_dump, write_page
+from .pipeline import Pipeline
+from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
 from .sampler import RepeatSampler, stamp_ids
+from .stage import StageError
 from .token_loss import TokenGRPOLoss
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "log_report",
     "make_report",
     "optimise",
+    "page_data",
     "stamp_ids",
     "total_loss",
     "write_dump",

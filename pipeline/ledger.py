@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
@@ -107,10 +108,19 @@ class Ledger:
 
     def numbers(self) -> dict[str, float]:
         """Rows, and where the batch has ids rollouts and groups, in and trained; rows by reason."""
-        counts = self.counts()
-        found: dict[str, float] = {"rows/in": len(self.reason), "rows/trained": counts.pop(TRAINED)}
-        trained = self.reason == 0
-        for unit, ids in self.ids.items():
-            found[f"{unit}/in"] = len(ids.unique())
-            found[f"{unit}/trained"] = len(ids[trained].unique())
-        return {k: float(v) for k, v in (found | {f"out/{name}": n for name, n in counts.items()}).items()}
+        ids = {unit: column.cpu().numpy() for unit, column in self.ids.items()}
+        return ledger_numbers(self.reason.cpu().numpy(), self.names, ids)
+
+
+def ledger_numbers(
+    reason: np.ndarray, names: Sequence[str], ids: Mapping[str, np.ndarray]
+) -> dict[str, float]:
+    """The numbers of a ledger, of columns that have been read: (N,) each."""
+    tally = np.bincount(reason, minlength=len(names)).tolist()
+    trained = reason == 0
+    found: dict[str, float] = {"rows/in": len(reason), "rows/trained": tally[0]}
+    for unit, column in ids.items():
+        found[f"{unit}/in"] = len(np.unique(column))
+        found[f"{unit}/trained"] = len(np.unique(column[trained]))
+    found |= {f"out/{name}": count for name, count in zip(names[1:], tally[1:], strict=True)}
+    return {name: float(value) for name, value in found.items()}

@@ -19,6 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from .order import suggest
 from .pipeline import Pipeline
 
+TASKS = ("train", "replay", "compare", "plan")
+
 
 class ConfigError(ValueError):
     """A configuration that names something that there is not; the message has a hint."""
@@ -72,6 +74,8 @@ def explain_composition(error: Exception, overrides: Sequence[str], config_name:
     if absent := re.search(r"Could not find 'pipeline/([\w/]+)'", message):
         known = recipes()
         return f"there is no recipe {absent[1]!r}{suggest(absent[1], known)}; there are {', '.join(known)}"
+    if absent := re.search(r"Could not find 'task/([\w/]+)'", message):
+        return f"there is no task {absent[1]!r}{suggest(absent[1], TASKS)}; there are {', '.join(TASKS)}"
     path = re.search(r"is not in struct\n\s*full_key: ([\w.]+)", message)
     path = path or re.search(r"delete from config. '([\w.]+)' does not exist", message)
     if not path:

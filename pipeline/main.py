@@ -24,7 +24,7 @@ from .tasks.plan import plan
 from .tasks.replay import replay
 from .train import Interrupted, train
 
-REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError)
+REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, FileExistsError)
 TASKS = {"train": train, "replay": replay, "plan": plan}
 
 
@@ -59,6 +59,10 @@ def refuse(err: Exception) -> NoReturn:
     if os.environ.get("HEADRACE_TRACE") == "1":
         raise err
     words = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
-    text = str(err) if isinstance(err, ValueError) else explain_composition(err, words, "config")
+    text = (
+        str(err)
+        if isinstance(err, ValueError | FileExistsError)
+        else explain_composition(err, words, "config")
+    )
     Console(stderr=True).print(f"[bold red]headrace:[/] {escape(text)}", soft_wrap=True)
     sys.exit(2)

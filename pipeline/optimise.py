@@ -55,12 +55,19 @@ def optimise(
         The number of steps taken.
 
     Raises:
+        TypeError: a TensorDict in place of several.
         ValueError: `max_grad_norm` not above 0.
         BatchError: a gradient that is not finite, before the step is taken; minibatches that hold several.
         MissingKeyError: there are no weights (see `reduce`).
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, or None; got {max_grad_norm}")
+    if isinstance(minibatches, TensorDictBase):
+        raise TypeError(
+            "optimise takes minibatches, not a batch, whose rows it would take for them: give it "
+            "pipeline.minibatches(collected), or split_minibatches(batch) of one that a pipeline has "
+            "processed"
+        )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     group = resolve_group(process_group)
     stream, steps = iter(minibatches), 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,6 +23,7 @@ from .ledger import Ledger
 from .order import arrange, check_order
 from .record import KEYS, Record
 from .report import StepReport, make_report, show_report
+from .stage import StageError, as_module
 
 # What a report tells of, and the option under which stages know it.
 STAGES_KEYS = {
@@ -36,10 +36,6 @@ STAGES_KEYS = {
 }
 # What becomes of a row, by what its stage does.
 ACTIONS = {"mask": "masked", "exclude": "excluded", "drop": "dropped"}
-
-
-class StageError(RuntimeError):
-    """A stage failed otherwise than by refusing its data; ``__cause__`` is what it raised."""
 
 
 class Pipeline(BatchTransform):
@@ -165,19 +161,22 @@ class Pipeline(BatchTransform):
         ``rows/in``, ``rows/trained``, ``rollouts/…``, ``groups/…``, ``out/<stage>/<reason>``, and what each
         stage measured as ``<stage>/<name>``. Empty before the first batch. A few device reads.
         """
-        measured = {
+        numbers = {} if self.ledger is None else self.ledger.numbers()
+        return numbers | read_numbers(self.stages_measured())
+
+    def stages_measured(self) -> dict[str, torch.Tensor | float]:
+        """What each stage measured of the last batch, as ``<stage>/<name>``, not read yet."""
+        return {
             f"{name}/{key}": value
             for name, stage in self.stages.items()
             if isinstance(stage, BatchTransform)
             for key, value in stage.measured.items()
         }
-        return ({} if self.ledger is None else self.ledger.numbers()) | read_numbers(measured)
 
     def report(self, *, step: int = 0, console: Console | None = None, solved: float = 1.0) -> StepReport:
         """Print a funnel and a table of groups for the last batch, and return its report.
 
-        :func:`headrace.pipeline.report.make_report` returns it without printing. One device read, besides
-        that of the stages' metrics.
+        :func:`headrace.pipeline.make_report` returns it without printing. One device read.
 
         Args:
             step: its number.
@@ -358,23 +357,3 @@ class Pipeline(BatchTransform):
             self.ledger = self.record = None  # nothing was trained
             kind = type(err) if isinstance(err, BatchError) else StageError
             raise kind(f"stage {name!r}, {self.stages[name]!r}: {err}") from err
-
-
-class CallableStage(nn.Module):
-    """A plain callable as a stage."""
-
-    def __init__(self, function: Callable[[TensorDictBase], TensorDictBase]):
-        super().__init__()
-        self.function = function
-
-    def forward(self, batch: TensorDictBase) -> TensorDictBase:
-        """Call it."""
-        return self.function(batch)
-
-    def __repr__(self) -> str:
-        return getattr(self.function, "__name__", repr(self.function))
-
-
-def as_module(stage: Any) -> nn.Module:
-    """A stage as a module, so that its state is the pipeline's."""
-    return stage if isinstance(stage, nn.Module) else CallableStage(stage)

@@ -163,16 +163,30 @@ class Record:
             self.columns[name] = torch.full((self.rows,), _unknown(dtype), dtype=dtype, device=self.device)
         return self.columns[name]
 
-    def read(self, more: Mapping[str, Tensor]) -> dict[str, Any]:
-        """All columns, and (N,) int64 `more`, as NumPy arrays, by one device read."""
+    def read(
+        self, more: Mapping[str, Tensor], scalars: Mapping[str, Tensor | float]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """All columns and (N,) int64 `more` as NumPy arrays, and `scalars` as floats, by one device read."""
         columns = {**self.columns, **more}
+        if self.rewards is not None:
+            columns["rewards"] = self.rewards
+        found = {k: v.detach().double().reshape(1) for k, v in scalars.items() if isinstance(v, Tensor)}
         # Floats travel as the integers of the same bits, so that one tensor holds all and ids stay exact.
-        bits = [c.view(torch.int64) if c.dtype == torch.float64 else c for c in columns.values()]
-        read = torch.stack(bits).cpu() if bits else torch.empty(0, self.rows, dtype=torch.int64)
-        return {
-            name: (row.view(torch.float64) if column.dtype == torch.float64 else row).numpy()
-            for (name, column), row in zip(columns.items(), read.unbind(0), strict=True)
+        parts = {**columns, **{f"scalar/{name}": value for name, value in found.items()}}
+        bits = [p.reshape(-1).view(torch.int64) if p.is_floating_point() else p for p in parts.values()]
+        read = torch.cat(bits).cpu() if bits else torch.empty(0, dtype=torch.int64)
+        back = dict(zip(parts, read.split([part.numel() for part in parts.values()]), strict=True))
+        arrays = {
+            name: (back[name].view(torch.float64) if column.is_floating_point() else back[name])
+            .reshape(column.shape)
+            .numpy()
+            for name, column in columns.items()
         }
+        numbers = {
+            name: float(back[f"scalar/{name}"].view(torch.float64)) if name in found else float(value)
+            for name, value in scalars.items()
+        }
+        return arrays, numbers
 
 
 def _mean(values: Tensor, mask: Tensor | None) -> Tensor:

@@ -338,6 +338,13 @@ def _moved(first, second) -> float:
     return sum(abs(a - b) for a, b in zip(*shares, strict=True)) / 2
 
 
+def test_a_dump_is_not_mixed_with_that_of_another_run(make_batch, tmp_path):
+    first = RunReport(tmp_path, title="one", dump="parquet")
+    first.add(make(make_batch)[1])
+    with pytest.raises(FileExistsError, match=r"has 1 files of another, step_00000000.parquet the first"):
+        RunReport(tmp_path, title="two", dump="parquet")
+
+
 def test_two_recipes_differ_where_they_differ(make_batch):
     batch = make_batch([1.0, 3, 3, 3, 2, 2], [0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 2, 3])
     reports = []

@@ -115,7 +115,9 @@ def test_a_loss_without_weights_is_refused_unless_it_is_said_how_to_add_it_up(sc
     policy, batch = scene
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    with pytest.raises(MissingKeyError, match="weighted_loss needs the key 'loss_weight'"):
+    with pytest.raises(
+        MissingKeyError, match=r"weighted_loss needs the key 'loss_weight'.*reduce=total_loss"
+    ):
         optimise([batch.exclude("loss_weight")], loss, optimizer)
     assert optimise([batch], loss, optimizer, reduce=total_loss) == 1
 
@@ -142,6 +144,12 @@ def test_terms_per_token_add_up_to_those_of_the_loss_itself(scene):
     torch.testing.assert_close(mean, theirs.loss_objective, rtol=1e-12, atol=1e-15)
     with pytest.raises(ValueError, match="leave aggregation out"):
         TokenGRPOLoss(policy, aggregation="token_mean")
+
+
+def test_a_batch_in_place_of_minibatches_is_refused(scene):
+    policy, batch = scene
+    with pytest.raises(TypeError, match=r"takes minibatches, not a batch.*split_minibatches\(batch\)"):
+        optimise(batch, None, torch.optim.SGD(policy.parameters(), lr=0.0))
 
 
 def test_several_steps_in_one_batch_are_refused(scene):

@@ -175,8 +175,13 @@ def test_the_record_is_read_at_once(make_batch):
     pipeline = Pipeline(stages())
     pipeline(busy_batch(make_batch))
     with Reads() as reads:
-        columns = pipeline.record.read({"reason": pipeline.ledger.reason})
-    assert reads.count == 0
+        columns, numbers = pipeline.record.read(
+            {"reason": pipeline.ledger.reason}, pipeline.stages_measured()
+        )
+    # One `.cpu()`, which no dispatch sees here; then the stages' tensors are turned into floats on the CPU.
+    assert reads.count == sum(torch.is_tensor(v) for v in pipeline.stages_measured().values())
+    assert numbers["filter/kept"] == pipeline.metrics["filter/kept"]
+    assert make_report(pipeline).numbers.items() >= pipeline.metrics.items()
     assert {"reward", "advantage", "tokens", "rollout_id", "reason"} <= set(columns)
 
 

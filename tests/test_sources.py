@@ -539,17 +539,30 @@ def test_auto_says_what_it_saw_and_which_formats_there_are(tmp_path):
         SourceError, match=r"found .*a\.jsonl with question\. Set format to one of headrace, slime, verl"
     ):
         open_source(path)
+    for format in ("verl", "auto"):
+        with pytest.raises(SourceError, match="nothing: there is no such file or folder"):
+            open_source(tmp_path / "nothing", format)
     with pytest.raises(SourceError, match="is required; found none"):
-        open_source(tmp_path / "nothing", "verl")
-    with pytest.raises(SourceError, match="no file with a known suffix"):
-        open_source(tmp_path / "nothing")
+        open_source(f"{tmp_path}/*.nothing", "verl")
+
+
+def test_a_uid_that_is_the_groups_own_has_to_be_said_to_be(tmp_path):
+    rows = [verl_row("math_7", score) for score in (1.0, 0.0)] + [verl_row("algebra", 1.0)]
+    path = write_lines(tmp_path / "7.jsonl", rows)
+    with pytest.raises(SourceError, match=r"if it is the group's own.*group_by='uid'"):
+        list(open_source(path, "verl"))
+    ((_, batch),) = open_source(path, "verl", group_by="uid")
+    assert batch["group_id"].tolist() == [0, 0, 1]
+    assert len(batch["rollout_id"].unique()) == 3
+    with pytest.raises(ValueError, match="group_by='uid' is for the format verl"):
+        open_source(write_lines(tmp_path / "a.jsonl", [{}]), "tinker", group_by="uid")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"format": "verll"}, "format must be auto or one of headrace, slime, verl"),
-        ({"group_by": "input"}, "group_by must be None or 'prompt'"),
+        ({"group_by": "input"}, "group_by must be None, 'prompt' or 'uid'"),
         ({"group_size": 0}, "group_size must be an integer ≥ 1"),
         (
             {"format": "tinker", "group_by": "prompt"},

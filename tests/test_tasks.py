@@ -114,9 +114,16 @@ def test_a_rollout_of_several_rows_is_solved_once(make_batch):
     ("words", "message"),
     [
         (["task=replay"], "source.path=FILE, FOLDER or a glob"),
-        (["task=plan", "source.path=nowhere"], "nowhere: the format must be clear"),
-        (["task=plan", "source.path=nowhere", "source.format=verl"], "a file, or a folder with"),
-        (["task=sing"], "Could not find 'task/sing'"),
+        (["task=plan", "source.path=nowhere"], "nowhere: there is no such file or folder"),
+        (
+            ["task=plan", "source.path=nowhere", "source.format=verl"],
+            "nowhere: there is no such file or folder",
+        ),
+        (["task=repaly"], "there is no task 'repaly' (did you mean 'replay'?)"),
+        (
+            ["task=replay", "source.path=.", "source.format=slimee"],
+            "format must be auto or one of headrace, slime",
+        ),
         (["task=replay", "source.paht=x"], "there is no 'source.paht' (did you mean 'path'"),
     ],
 )

@@ -6,8 +6,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .base import require
-from .errors import BatchError
+from .base import has_key, key_names
+from .errors import BatchError, MissingKeyError
 
 
 def weighted_loss(
@@ -40,7 +40,14 @@ def weighted_loss(
         >>> float(weighted_loss(terms, batch))
         2.25
     """
-    weight = require(batch, weight_key, reader="weighted_loss", option="weight_key")
+    if not has_key(batch, weight_key):
+        raise MissingKeyError(
+            f"weighted_loss needs the key {weight_key!r} (weight_key), written by LossWeight after the "
+            f"split; the batch has {key_names(batch)}. Where weights are folded into the advantage, or the "
+            "loss makes means of its own, add them up by headrace.pipeline.total_loss: optimise(..., "
+            "reduce=total_loss)"
+        )
+    weight = batch.get(weight_key)
     if weight.numel() == len(batch):
         weight = weight.reshape(-1)
     found = {

@@ -43,6 +43,11 @@ class RunReport:
             raise ValueError(f"steps must be ≥ 2; got {steps}")
         if dump not in (None, "parquet", "jsonl"):
             raise ValueError(f"dump must be 'parquet', 'jsonl' or null; got {dump!r}")
+        if dump is not None and (old := sorted((folder / "rollouts").glob("step_*"))):
+            raise FileExistsError(
+                f"a dump is of one run; {folder / 'rollouts'} has {len(old)} files of another, "
+                f"{old[0].name} the first: take another folder (hydra.run.dir=...), or remove them"
+            )
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
         self.config, self.versus = config, versus
         self.history: list[tuple[int, dict[str, float]]] = []

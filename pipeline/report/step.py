@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from headrace.pipeline.ledger import ledger_numbers
 from headrace.pipeline.record import strings
 from headrace.transforms import BatchError, CompletenessGate, GroupRelativeAdvantage, group_relative_advantage
 
@@ -86,7 +87,7 @@ class StepReport:
 
 
 def make_report(pipeline: Pipeline, *, step: int = 0, solved: float = 1.0) -> StepReport:
-    """The report of the pipeline's last batch. One device read, but for the stages' own metrics.
+    """The report of the pipeline's last batch. One device read.
 
     Args:
         pipeline: after a batch.
@@ -111,13 +112,13 @@ def make_report(pipeline: Pipeline, *, step: int = 0, solved: float = 1.0) -> St
         raise RuntimeError(
             "there is no batch to report on: run the pipeline over one; one that was refused has none"
         )
-    columns = record.read({"reason": ledger.reason})
+    columns, measured = record.read({"reason": ledger.reason}, pipeline.stages_measured())
+    ids = {unit: columns[f"{unit.removesuffix('s')}_id"] for unit in ledger.ids}
+    measured = ledger_numbers(columns["reason"], ledger.names, ids) | measured
     rows = len(columns["reason"])
     columns["row"] = np.arange(rows)
     if (by_row := _advantage_by_row(pipeline, columns)) is not None:
         columns["advantage_by_row"] = by_row
-    if record.rewards is not None:
-        columns["rewards"] = record.rewards.cpu().numpy()
     texts = {name: found for name, text in record.texts.items() if (found := strings(text, rows)) is not None}
     sizes = [stage.group_size for stage in pipeline.stages.values() if isinstance(stage, CompletenessGate)]
     return StepReport(
@@ -129,7 +130,7 @@ def make_report(pipeline: Pipeline, *, step: int = 0, solved: float = 1.0) -> St
         texts=texts,
         group_size=sizes[0] if sizes else None,
         solved=solved,
-        measured=pipeline.metrics,
+        measured=measured,
     )
 
 

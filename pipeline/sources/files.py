@@ -43,6 +43,8 @@ def find_files(path: str | Path, format: Format | None) -> list[Path]:
                 break
     else:
         patterns = (str(path),)
+        if not glob.has_magic(str(path)):
+            raise SourceError(f"{path}: there is no such file or folder")
         found = [Path(name) for name in glob.glob(str(path), recursive=True)]
     files = sorted({file for file in found if file.is_file()}, key=_by_number)
     if not files:
@@ -58,6 +60,8 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
     Raises:
         SourceError: it is of none or of several formats.
     """
+    if not Path(path).exists() and not glob.has_magic(str(path)):
+        raise SourceError(f"{path}: there is no such file or folder")
     fits, seen = [], ""
     for name, format in READERS.items():
         try:

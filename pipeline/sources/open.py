@@ -108,7 +108,7 @@ def open_source(
     *,
     skip_bad: bool = False,
     reward_key: str | Sequence[str] | None = None,
-    group_by: Literal["prompt"] | None = None,
+    group_by: Literal["prompt", "uid"] | None = None,
     group_size: int | None = None,
 ) -> Source:
     """Open training rollouts that a framework has dumped.
@@ -118,7 +118,8 @@ def open_source(
         format: a name in :data:`READERS`, or ``auto``: by the suffix and the keys of the first record.
         skip_bad: skip malformed records and count them, instead of raising.
         reward_key: the reward's name, where a format has several; TRL takes a sequence of them.
-        group_by: ``prompt`` makes equal prompts of a step one group, in formats that keep no group's id.
+        group_by: ``prompt`` makes equal prompts of a step one group, in formats that keep no group's id;
+            ``uid`` takes verl's uid for the group's, each row being one rollout.
         group_size: rollouts that each group was dispatched with; written as ``expected_rollouts``. A group
             with more is an error.
 
@@ -140,8 +141,8 @@ def open_source(
     """
     if format != "auto" and format not in READERS:
         raise ValueError(f"format must be auto or one of {', '.join(READERS)}; got {format!r}")
-    if group_by not in (None, "prompt"):
-        raise ValueError(f"group_by must be None or 'prompt'; got {group_by!r}")
+    if group_by not in (None, "prompt", "uid"):
+        raise ValueError(f"group_by must be None, 'prompt' or 'uid'; got {group_by!r}")
     if group_size is not None and (type(group_size) is not int or group_size < 1):
         raise ValueError(f"group_size must be an integer ≥ 1; got {group_size!r}")
     name = recognise(path, skip_bad=skip_bad) if format == "auto" else format
@@ -150,6 +151,8 @@ def open_source(
         if value is not None and option not in READERS[name].options:
             raise ValueError(f"the format {name} does not read {option}; it reads {_options(name)}")
     keys = (reward_key,) if isinstance(reward_key, str) else None if reward_key is None else tuple(reward_key)
+    if group_by == "uid" and name != "verl":
+        raise ValueError(f"group_by='uid' is for the format verl; this is {name}")
     files = find_files(path, READERS[name])
     return Source(name, files, Reading(keys, group_by, group_size, Skipped(allowed=skip_bad)))
 

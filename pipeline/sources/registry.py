@@ -48,7 +48,11 @@ class Format:
 
 
 READERS: dict[str, Format] = {
-    "headrace": Format(read_own, ("step_*.parquet", "step_*.jsonl"), frozenset(NEEDED)),
+    "headrace": Format(
+        read_own,
+        ("step_*.parquet", "step_*.jsonl", "rollouts/step_*.parquet", "rollouts/step_*.jsonl"),
+        frozenset(NEEDED),
+    ),
     "slime": Format(read_slime, ("*.pt",), options=REWARD | SIZE, leave=r"(^|.*[^a-zA-Z])eval_\d+\.pt"),
     "verl": Format(read_verl, ("*.jsonl",), frozenset({"input", "output", "score", "step"}), GROUPS | REWARD),
     "trl": Format(

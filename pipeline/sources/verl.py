@@ -4,7 +4,8 @@ Schema: verl 0.9.1, ``_write_generations`` in ``verl/trainer/ppo/ray_trainer.py`
 ``verl/trainer/ppo/v1/trainer_base.py``; each line has ``input``, ``output``, ``gts``, ``score``, ``step``
 and what the reward function added. The trainer of ``v1`` adds ``uid``, a key ``{uid}_{session}_{index}``
 (``v1/replay_buffer.py``): prompt, rollout, segment. It is taken apart from the right, since a uid may have
-underscores. The other trainer writes no uid: give ``group_by="prompt"``.
+underscores. The other trainer writes no uid: give ``group_by="prompt"``. A uid of your own that is the
+group's, on each of its rows, is read with ``group_by="uid"``: each row is then a rollout.
 
 A score that is no number, written as ``NaN``, is an error. Statuses and tokens are not dumped: all
 completed.
@@ -32,7 +33,7 @@ def read_verl(path: Path, reading: Reading) -> Iterator[Sample]:
 
     def parse(record: Record, reading: Reading) -> list[Sample]:
         sample = parse_row(record, reading)
-        uid = record.data.get("uid")
+        uid = record.data.get("uid") if reading.group_by != "uid" else None
         if uid is not None and uid in seen:
             raise record.fail("a uid names one row", uid)
         if uid is not None:
@@ -45,7 +46,10 @@ def read_verl(path: Path, reading: Reading) -> Iterator[Sample]:
 def parse_row(record: Record, reading: Reading) -> Sample:
     """One line of the dump."""
     prompt, uid = record.text("input"), record.text("uid", optional=True)
-    group, rollout = split_key(record, uid) if uid is not None else (None, record.line)
+    if reading.group_by == "uid":
+        group, rollout = record.text("uid"), record.line
+    else:
+        group, rollout = split_key(record, uid) if uid is not None else (None, record.line)
     key = reading.one_reward_key() or "score"
     return Sample(
         group=reading.group_of_prompt(prompt, record.where) if group is None else group,
@@ -71,5 +75,9 @@ def split_key(record: Record, key: str) -> tuple[str, str]:
     """
     parts = key.rsplit("_", 2)
     if len(parts) != 3 or not parts[0] or not all(p.isascii() and p.isdecimal() for p in parts[1:]):
-        raise record.fail("'uid' must be a key {uid}_{session}_{index} with two numbers at its end", key)
+        raise record.fail(
+            "'uid' must be a key {uid}_{session}_{index} with two numbers at its end; if it is the group's "
+            "own, on each of its rows, set group_by='uid'",
+            key,
+        )
     return parts[0], f"{parts[0]}_{parts[1]}"

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError
-from headrace.pipeline.sources import Source, open_source
+from headrace.pipeline.sources import Source, SourceError, open_source
 from headrace.transforms import BatchError
 
 
@@ -29,7 +29,9 @@ def open_configured(config: DictConfig) -> Source:
         )
     try:
         return open_source(**{str(name): value for name, value in options.items()})
-    except TypeError as err:
+    except SourceError:
+        raise
+    except (TypeError, ValueError) as err:
         raise ConfigError(f"source: {err}") from err
 
 

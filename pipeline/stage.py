@@ -1,0 +1,33 @@
+"""A stage of a pipeline: anything that takes a batch and returns one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import nn
+
+
+class StageError(RuntimeError):
+    """A stage failed otherwise than by refusing its data; ``__cause__`` is what it raised."""
+
+
+class CallableStage(nn.Module):
+    """A plain callable as a stage."""
+
+    def __init__(self, function: Callable[[TensorDictBase], TensorDictBase]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, batch: TensorDictBase) -> TensorDictBase:
+        """Call it."""
+        return self.function(batch)
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__name__", repr(self.function))
+
+
+def as_module(stage: Any) -> nn.Module:
+    """A stage as a module, so that its state is the pipeline's."""
+    return stage if isinstance(stage, nn.Module) else CallableStage(stage)
