@@ -555,7 +555,7 @@ def test_a_uid_that_is_the_groups_own_has_to_be_said_to_be(tmp_path):
     assert batch["group_id"].tolist() == [0, 0, 1]
     assert len(batch["rollout_id"].unique()) == 3
     with pytest.raises(ValueError, match="group_by='uid' is for the format verl"):
-        open_source(write_lines(tmp_path / "a.jsonl", [{}]), "tinker", group_by="uid")
+        open_source(write_lines(tmp_path / "a.jsonl", [{}]), "nemo_rl", group_by="uid")
 
 
 @pytest.mark.parametrize(

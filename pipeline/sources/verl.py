@@ -46,6 +46,8 @@ def read_verl(path: Path, reading: Reading) -> Iterator[Sample]:
 def parse_row(record: Record, reading: Reading) -> Sample:
     """One line of the dump."""
     prompt, uid = record.text("input"), record.text("uid", optional=True)
+    group: str | None
+    rollout: str | int
     if reading.group_by == "uid":
         group, rollout = record.text("uid"), record.line
     else:
