@@ -311,6 +311,14 @@ def test_a_page_of_many_groups_shows_the_first(make_batch):
     assert step["funnel"][0]["rows"] == 1000
 
 
+def test_a_page_of_wide_groups_shows_as_many_as_fit(make_batch):
+    pipeline = Pipeline({"collapse": FanOutCollapse()})
+    pipeline(make_batch([0.0] * 12000, [i // 60 for i in range(12000)]))
+    step = page_data([make_report(pipeline)], title="wide")["steps"][0]
+    assert step["shown"] == {"groups": 83, "of": 200}
+    assert len(step["rows"]["row"]) == 83 * 60
+
+
 def test_a_long_run_keeps_some_steps_and_all_curves(make_batch, tmp_path):
     run = RunReport(tmp_path, title="long", steps=4, dump="jsonl")
     for step in range(23):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
@@ -161,6 +161,19 @@ def test_ranks_are_level_in_cost():
     assert {len(part) for mine in dealt for part in mine} == {32}
 
 
+def test_of_two_rounds_the_lighter_rank_gets_the_heavier_part():
+    dealt = deal(torch.tensor([10, 9, 5, 1]), ranks=2, microbatches=2, balance="tokens")
+    lengths = torch.tensor([10, 9, 5, 1])
+    assert sorted(sum(int(lengths[part].sum()) for part in mine) for mine in dealt) == [11, 14]
+
+
+def test_padding_is_no_load():
+    split = ShuffleSplit(minibatches=1, ranks=2, balance="tokens", remainder="pad")
+    out = split(batch_of([2, 2, 2]))
+    assert int(out[PADDING].sum()) == 1
+    assert split.metrics["rank_imbalance"] == pytest.approx(4 / 3 - 1)
+
+
 def test_a_row_above_the_budget_is_alone_counted_or_refused():
     batch = batch_of([3, 20, 3, 3])
     split = ShuffleSplit(minibatches=1, max_tokens=9)
@@ -248,6 +261,21 @@ def test_carried_rows_are_in_the_state():
     second.load_state_dict(first.state_dict())
     more = batch_of([2] * 5, first_id=10)
     assert torch.equal(first(more)["name"], second(more)["name"])
+
+
+def test_ragged_rows_are_carried():
+    def ragged(lengths, first_id):
+        rows = list(batch_of(lengths, first_id=first_id).unbind(0))
+        for row, length in zip(rows, lengths, strict=True):
+            for key in (ATTENTION, LOSS, ("log_probs", "full")):
+                row[key] = row[key][:length]
+        return lazy_stack(rows)
+
+    split = ShuffleSplit(minibatch_size=2, remainder="carry", shuffle=False)
+    split(ragged([1, 2, 3], 0))
+    out = split(ragged([4, 5], 10))
+    assert [len(mask) for mask in out.get(ATTENTION, as_list=True)] == [4, 5]
+    assert [len(mask) for mask in split.carried.get(ATTENTION, as_list=True)] == [3]
 
 
 def test_an_id_that_is_carried_and_comes_again_is_refused():

@@ -74,6 +74,9 @@ def test_ragged_rows_pack_as_padded_ones():
     for key in (FULL, LOSS, ("log_probs", "full"), "advantage", "loss_weight", "position_ids", "cu_seqlens"):
         assert torch.equal(found[key], expected[key]), key
     assert torch.equal(unpack(found)[FULL], dense[FULL])
+    for row in ragged:
+        row["advantage"] = row[FULL].float().unsqueeze(-1)
+    assert torch.equal(pack(lazy_stack(ragged))["advantage"].flatten(), found[FULL].flatten().float())
 
 
 def test_a_per_token_advantage_is_packed_per_token():

@@ -20,6 +20,7 @@ from headrace.transforms import (
     BatchError,
     CompletenessGate,
     FanOutCollapse,
+    Finite,
     GroupRelativeAdvantage,
     LossWeight,
     RewardWithin,
@@ -81,6 +82,8 @@ def test_the_groups_by_hand(report):
     assert groups["reward_mean"] == [3.0, 1.5, 4.0]
     assert groups["reward_std"] == pytest.approx([2.0, 0.5**0.5, 0.0])
     assert groups["trained"] == [3, 0, 0]
+    # Rollout 1 has a row that trains nothing, and one that trains.
+    assert [report.names[code] for code in report.rollouts["reason"][:3]] == ["trained"] * 3
 
 
 def test_the_numbers_by_hand(report):
@@ -365,6 +368,41 @@ def test_a_rollout_that_left_in_two_ways_counts_once(make_batch):
     pipeline(batch)
     levels = make_report(pipeline).funnel
     assert [(left.rows, left.rollouts) for level in levels for left in level.out] == [(1, 0), (1, 1)]
+
+
+def test_a_reward_that_is_none_is_in_no_mean(make_batch):
+    finite = SampleFilter(criterion=Finite(), action="exclude")
+    pipeline = Pipeline({"finite": finite, "advantage": GroupRelativeAdvantage(scale="none")})
+    pipeline(make_batch([1.0, float("nan"), 3.0], [0, 0, 0]))
+    report = make_report(pipeline)
+    assert report.groups["reward_mean"].tolist() == [2.0]
+    by_row = report.columns["advantage_by_row"].tolist()
+    assert (by_row[0], by_row[2]) == (-1.0, 1.0)
+    assert np.isnan(by_row[1])
+
+
+def test_a_row_out_of_the_statistics_has_no_vote_by_row_either(make_batch):
+    excluded = SampleFilter(criterion=RewardWithin(high=5.0), action="exclude")
+    pipeline = Pipeline({"filter": excluded, "advantage": GroupRelativeAdvantage(scale="none")})
+    pipeline(make_batch([1.0, 3.0, 9.0], [0, 0, 0]))
+    by_row = make_report(pipeline).columns["advantage_by_row"]
+    assert by_row[:2].tolist() == [-1.0, 1.0]
+    assert np.isnan(by_row[2])
+
+
+def test_a_group_that_left_for_two_reasons_at_once_left_once(make_batch):
+    batch = make_batch([1.0, 2, 3, 4], [0, 0, 1, 1], status=[3, 0, 0, 0])
+    pipeline = Pipeline({"gate": CompletenessGate(group_size=2, on_incomplete="drop")})
+    pipeline(batch)
+    levels = make_report(pipeline).funnel
+    assert {left.reason: left.rows for left in levels[1].out} == {"incomplete": 1, "failed": 1}
+    assert sum(left.groups for left in levels[1].out) == 1 == levels[0].groups - levels[1].groups
+
+
+def test_a_lone_rollout_is_in_no_share_of_equal_groups(make_batch):
+    pipeline = Pipeline({})
+    pipeline(make_batch([1.0, 2, 2], [0, 1, 1]))
+    assert make_report(pipeline).numbers["frac_reward_zero_std"] == 1
 
 
 def test_the_pipeline_prints_its_report(make_batch, capsys):

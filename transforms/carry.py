@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor, lazy_stack
+from tensordict import TensorDictBase, is_leaf_nontensor
 
 from .errors import BatchError
 
@@ -32,8 +32,6 @@ def join_rows(batches: Sequence[TensorDictBase], what: str) -> TensorDictBase:
     for other in others:
         if odd := sorted(map(str, first ^ other)):
             raise BatchError(f"{what} must have the same columns; only some have {', '.join(odd)}")
-    if any(isinstance(batch, LazyStackedTensorDict) for batch in batches):
-        return lazy_stack([row for batch in batches for row in batch.unbind(0)])
     try:
         return torch.cat(list(batches), 0)
     except RuntimeError as err:
