@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
 
 import pages
 import pytest
+from busy import busy_batch, stages
 
+from headrace.pipeline import Pipeline, make_report, page_data
 from headrace.pipeline.report import write_page
+from headrace.transforms import LossWeight, ShuffleSplit
 
 pytestmark = pytest.mark.browser
 
@@ -480,3 +484,36 @@ def test_five_thousand_rows_are_drawn(look):
     assert len(page.all("#strip .scroll .dot")) == 5000
     assert "show 200 of 1,234 groups" in page.one("#sampled").text
     assert len(page.all("#tape .rank")) == 32
+
+
+def real_report(batch, step=0, **changes):
+    """Of a real pipeline over a real batch, not a made-up run."""
+    split = ShuffleSplit(minibatches=2, ranks=2, microbatches=2, balance="tokens", remainder="pad")
+    pipeline = Pipeline(stages(split=split, weight=LossWeight(unit="rollout"), **changes))
+    pipeline(batch)
+    return make_report(pipeline, step=step)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_of_a_real_report_shows_its_rollouts_reasons_and_tapes(look, make_batch, scheme):
+    report = real_report(busy_batch(make_batch))
+    empty = Pipeline(stages())
+    empty(busy_batch(make_batch)[:0])
+    page = look(page_data([report, make_report(empty, step=1)], title="real"), scheme=scheme)
+    assert page.one("#summary").text == "Step 1: no rows were collected."
+    page.one("#previous").click()
+    dots = page.values("#strip .scroll .dot", "data-rollout")
+    assert sorted(map(int, dots)) == sorted(set(report.columns["rollout_id"].tolist()))
+    assert "incomplete" in page.one("#funnel").text
+    assert "zero variance" in page.one("#funnel").text
+    assert "rank 1" in page.one("#tape").text
+
+
+def test_two_recipes_are_held_against_each_other_by_name(look, make_batch):
+    report = real_report(busy_batch(make_batch))
+    other = report.columns["advantage"] * -1
+    against = dataclasses.replace(report, columns={**report.columns, "advantage_by_row": other})
+    page = look(page_data([against], title="two") | {"versus": ["grpo", "as/verl"]})
+    said = page.one("#compare .said").text
+    assert said.startswith("Under as/verl instead of grpo the advantage of")
+    assert "advantage as/verl" in page.texts("#compare svg .title")
