@@ -161,7 +161,11 @@ class LossWeight(BatchTransform):
         tokens = loss_tokens(batch, self.loss_mask_key, self.log_prob_key)
         if (in_loss := batch.get(IN_LOSS, None)) is not None:
             tokens = tokens * in_loss
-        return tokens, self._ids(batch, "rollout", tokens), self._ids(batch, "group", tokens)
+        ids = {name: self._ids(batch, name) for name in ("rollout", "group")}
+        rules = [_set_in_loss(column, name, tokens) for name, column in ids.items() if column is not None]
+        if rules and bool(broken(rules)):
+            explain(rules)
+        return tokens, ids["rollout"], ids["group"]
 
     def _fold(self, batch: TensorDictBase, factor: Tensor) -> None:
         if has_key(batch, "num_tokens"):
@@ -201,20 +205,11 @@ class LossWeight(BatchTransform):
         )
         return Weighed(*(None if column is None else column[told.mine] for column in every))
 
-    def _ids(self, batch: TensorDictBase, name: str, tokens: Tensor) -> Tensor | None:
+    def _ids(self, batch: TensorDictBase, name: str) -> Tensor | None:
         option = f"{name}_key"
         if name not in self._needed and not has_key(batch, getattr(self, option)):
             return None
-        ids = as_ids(self.column(batch, option), f"{name}_id")
-        rule = Rule(
-            (ids < 0) & (tokens > 0),
-            lambda row: f"{int(ids[row])} at row {row}",
-            f"every row in the loss needs a {name}_id ≥ 0; found {{found}}: an unset id would weigh "
-            "strangers as one",
-        )
-        if bool(broken([rule])):
-            explain([rule])
-        return ids
+        return as_ids(self.column(batch, option), f"{name}_id")
 
     def _dtype_in(self, batch: TensorDictBase) -> torch.dtype | None:
         if self.dtype is not None or not has_key(batch, self.advantage_key):
@@ -233,3 +228,12 @@ class LossWeight(BatchTransform):
             if (number := batch.get(key, None)) is not None:
                 passes = first_row(passes * len(tokens) + first_row(number))
         return sum_by(first_row(passes), tokens)
+
+
+def _set_in_loss(ids: Tensor, name: str, tokens: Tensor) -> Rule:
+    return Rule(
+        (ids < 0) & (tokens > 0),
+        lambda row: f"{int(ids[row])} at row {row}",
+        f"every row in the loss needs a {name}_id ≥ 0; found {{found}}: an unset id would weigh strangers "
+        "as one",
+    )
