@@ -17,6 +17,7 @@ from torch import Tensor
 from .base import describe_options, has_key, nested_key, read_column, require, written_column
 from .columns import REWARD
 from .counted import over_counted
+from .counting import count_true
 from .ids import first_row, reduce_by
 from .rows import check_mask
 from .status import Status
@@ -225,4 +226,4 @@ def count_tokens(
         return torch.stack([mask.sum() for mask in batch.get(mask_key, as_list=True)])
     mask = require(batch, mask_key, reader=reader, option=option)
     check_mask(batch, mask_key)
-    return mask.reshape(len(batch), -1).sum(-1)
+    return count_true(mask.reshape(len(batch), -1))

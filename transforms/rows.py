@@ -10,6 +10,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from torch import Tensor
 
 from .base import has_key, key_names
+from .counting import count_true
 from .errors import BatchError, MissingKeyError
 
 
@@ -127,14 +128,22 @@ def loss_tokens(batch: TensorDictBase, mask_key: NestedKey, log_prob_key: Nested
 
 def _speaking(columns: Sequence[Tensor], rows: int) -> Tensor:
     """Tokens that are True in all of the bool columns and finite in all others; of so many rows."""
-    flags = [c if c.dtype is torch.bool else torch.isfinite(c) for c in columns]
-    if len({flag.numel() for flag in flags}) > 1:
-        raise BatchError(
-            f"a token has one mask and one log-probability; found {[tuple(f.shape) for f in flags]}"
-        )
+    if len({column.numel() for column in columns}) > 1:
+        shapes = [tuple(column.shape) for column in columns]
+        raise BatchError(f"a token has one mask and one log-probability; found {shapes}")
+    masks = [column for column in columns if column.dtype is torch.bool]
+    numbers = [column for column in columns if column.dtype is not torch.bool]
+    flags = [*masks, *(torch.isfinite(column) for column in numbers if not masks or not _all_finite(column))]
     speaking = flags[0] if len(flags) == 1 else flags[0] & flags[1].view_as(flags[0])
-    # As bytes: summing bools costs several times as much on CPU.
-    return speaking.contiguous().view(torch.uint8).reshape(rows, -1).sum(-1, dtype=torch.int64)
+    return count_true(speaking.reshape(rows, -1))
+
+
+def _all_finite(column: Tensor) -> bool:
+    """Whether all numbers are, where looking costs nothing more: a twentieth of what isfinite takes."""
+    if column.device.type != "cpu" or column.numel() == 0:
+        return False
+    low, high = torch.aminmax(column)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def device_of(batch: TensorDictBase) -> torch.device:
