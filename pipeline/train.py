@@ -111,8 +111,7 @@ def check_settings(config: DictConfig) -> None:
 
 
 def weighs(pipeline: Pipeline) -> bool:
-    """Whether a stage writes weights for the loss; else they are folded into the advantage, or there are "
-    "none."""
+    """Whether a stage writes weights for the loss; else they are folded in, or there are none."""
     return any(isinstance(stage, LossWeight) and stage.fold == "none" for stage in pipeline.stages.values())
 
 
