@@ -278,6 +278,23 @@ def test_ragged_rows_are_carried():
     assert [len(mask) for mask in split.carried.get(ATTENTION, as_list=True)] == [3]
 
 
+@pytest.mark.parametrize("kind", ["dense", "ragged"])
+def test_a_saved_state_with_carried_rows_is_loaded_without_trust(kind, tmp_path):
+    def rows(first_id):
+        batch = batch_of([2, 2, 2], first_id=first_id)
+        batch["prompt_text"] = [f"prompt {i}" for i in range(3)]
+        return batch if kind == "dense" else lazy_stack(list(batch.unbind(0)))
+
+    first, second = (Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")}) for _ in "ab")
+    first(rows(0))
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    ours, theirs = first(rows(10)), second(rows(10))
+    assert torch.equal(ours["name"], theirs["name"])
+    assert list(ours["prompt_text"]) == list(theirs["prompt_text"])
+    assert torch.equal(ours[LOSS], theirs[LOSS])
+
+
 def test_an_id_that_is_carried_and_comes_again_is_refused():
     split = ShuffleSplit(minibatch_size=3, remainder="carry")
     split(batch_of([2] * 5))

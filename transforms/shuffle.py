@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from .base import BatchTransform, has_key, nested_key, one_of
-from .carry import join_rows
+from .carry import from_plain, join_rows, to_plain
 from .columns import MICROBATCH, MINIBATCH, RANK, ROW
 from .criteria import count_tokens
 from .deal import Balance, check_deal
@@ -331,14 +331,15 @@ class ShuffleSplit(BatchTransform):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What ``state_dict`` saves; in the middle of a batch, the state before it and how far it came."""
+        state = {"calls": self.calls, "carried": self.carried}
         if self._resume is not None:
-            return self._resume
-        if self._progress is not None and not self._progress.done:
-            return self._progress.state()
-        return {"calls": self.calls, "carried": self.carried}
+            state = self._resume
+        elif self._progress is not None and not self._progress.done:
+            state = self._progress.state()
+        return state | {"carried": to_plain(state["carried"])}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self.calls, self.carried = state["calls"], state["carried"]
+        self.calls, self.carried = state["calls"], from_plain(state["carried"])
         self._progress = None
-        self._resume = state if "batch" in state else None
+        self._resume = state | {"carried": self.carried} if "batch" in state else None
