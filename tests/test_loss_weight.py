@@ -164,6 +164,10 @@ def test_tokens_are_counted_whatever_the_width(width, rows, seed, odd):
     assert count_true(shown).tolist() == [sum(row) for row in mask.tolist()]
     wide = torch.ones(rows, 8 * 300 + width, dtype=torch.bool)
     assert count_true(wide).tolist() == [8 * 300 + width] * rows
+    for row in range(rows):  # views begin anywhere in memory
+        assert count_true(mask[row:]).tolist() == [sum(each) for each in mask[row:].tolist()]
+        assert count_true(wide[row : row + 1]).tolist() == [8 * 300 + width]
+        assert count_true(wide[row:, 3:]).tolist() == [8 * 300 + width - 3] * (rows - row)
     assert count_true(wide.t()).tolist() == [rows] * (8 * 300 + width)
 
 

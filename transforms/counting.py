@@ -23,7 +23,10 @@ def count_true(mask: Tensor) -> Tensor:
     width = rows.shape[1] // 8 * 8
     if rows.device.type != "cpu" or width == 0:
         return rows.sum(-1)
-    words = rows[:, :width].reshape(-1).view(torch.uint8).view(torch.int64).view(len(rows), -1)
+    whole = rows[:, :width].reshape(-1)
+    if whole.storage_offset() % 8:  # a row of a larger batch begins anywhere
+        whole = whole.clone()
+    words = whole.view(torch.uint8).view(torch.int64).view(len(rows), -1)
     if bool((words & ~ONES).any()):  # a True that is another byte than 1, as a view of other data may have
         return (rows != 0).sum(-1)
     total = rows[:, width:].sum(-1)
