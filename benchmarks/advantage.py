@@ -9,14 +9,13 @@ is the median over the rounds.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from timing import measure
 from torch import Tensor
 
 from headrace.transforms import group_relative_advantage
@@ -50,18 +49,6 @@ def candidates(rows: int) -> dict[str, Callable[[], Tensor]]:
     return tried | {
         name: lambda columns=columns: group_relative_advantage(*columns) for name, columns in layouts.items()
     }
-
-
-def measure(functions: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each function, by round; the first round is thrown away."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    shuffler = random.Random(0)
-    for _ in range(rounds + 1):
-        for name in shuffler.sample(list(functions), len(functions)):
-            start = time.process_time()
-            functions[name]()
-            times[name].append(time.process_time() - start)
-    return {name: seconds[1:] for name, seconds in times.items()}
 
 
 def main() -> None:

@@ -10,15 +10,14 @@ floats. What trainers run has an object per set and moves items one by one, whic
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from timing import measure
 
 from headrace.transforms.balance import balance_evenly
 
@@ -31,21 +30,15 @@ KINDS = ("lognormal", "bimodal", "uniform")
 TARGET = 3.0
 
 
-def measure(kind: str, bins: int, rounds: int) -> tuple[float, float, float]:
-    """Median CPU seconds of the oracle and of ours, and the median ratio; the first round is thrown away."""
+def compare(kind: str, bins: int, rounds: int) -> tuple[float, float, float]:
+    """Median CPU seconds of the oracle and of ours, and the median ratio."""
     costs = lengths_of(kind, ROWS)
     functions = {
         "oracle": lambda: torch.tensor(largest_differencing(costs.tolist(), bins, equal_count=True)),
         "ours": lambda: balance_evenly(costs, bins),
     }
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    shuffler = random.Random(0)
-    for _ in range(rounds + 1):
-        for name in shuffler.sample(list(functions), len(functions)):
-            start = time.process_time()
-            functions[name]()
-            times[name].append(time.process_time() - start)
-    oracle, ours = times["oracle"][1:], times["ours"][1:]
+    times = measure(functions, rounds)
+    oracle, ours = times["oracle"], times["ours"]
     ratio = statistics.median(a / b for a, b in zip(oracle, ours, strict=True))
     return statistics.median(oracle), statistics.median(ours), ratio
 
@@ -63,7 +56,7 @@ def main() -> None:
         table.add_column(name, justify="left" if name == "lengths" else "right")
     for kind in KINDS:
         for bins in BINS:
-            oracle, ours, ratio = measure(kind, bins, rounds)
+            oracle, ours, ratio = compare(kind, bins, rounds)
             costs = lengths_of(kind, ROWS)
             found = torch.tensor(largest_differencing(costs.tolist(), bins, equal_count=True))
             even = [imbalance(costs, by, bins) for by in (found, balance_evenly(costs, bins))]

@@ -56,14 +56,7 @@ def train(config: DictConfig, output: Path) -> float:
         auto_register_policy_transforms=False,
     )
     display = RunDisplay(settings.steps, output / "metrics.csv")
-    run = RunReport(
-        output,
-        title=f"headrace, {settings.steps} steps",
-        steps=config.report.steps,
-        dump=config.report.dump,
-        page=config.report.html,
-        config=OmegaConf.to_yaml(config, resolve=True),
-    )
+    run = RunReport.configured(config, output, title=f"headrace, {settings.steps} steps")
     display.console.print(pipeline)
     ending = "where the rows went"
     try:

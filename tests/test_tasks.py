@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from busy import busy_batch, stages
+from command import headrace
 from rich.console import Console
 
 from headrace.pipeline import Pipeline, make_report, write_dump
@@ -128,35 +127,16 @@ def test_a_rollout_of_several_rows_is_solved_once(make_batch):
     ],
 )
 def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace.pipeline", *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = headrace(tmp_path, *words, check=False)
     assert done.returncode == 2
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
 
 
 def test_the_command_trains_dumps_and_replays(tmp_path):
-    def headrace(*words):
-        done = subprocess.run(
-            [sys.executable, "-m", "headrace.pipeline", *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
     small = ["train.steps=3", "sampler.prompts_per_batch=4", "policy.width=16", "policy.layers=1"]
-    headrace(*small, "report.dump=parquet", "hydra.run.dir=run")
+    headrace(tmp_path, *small, "report.dump=parquet", "hydra.run.dir=run")
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     words = ["pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.collapse.reward=sum"]
-    shown = headrace("task=replay", "source.path=run/rollouts", *words, "hydra.run.dir=again")
-    assert "where the rows of 3 steps went" in shown
+    shown = headrace(tmp_path, "task=replay", "source.path=run/rollouts", *words, "hydra.run.dir=again")
+    assert "where the rows of 3 steps went" in shown.stdout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,7 +21,8 @@ from .shallow import shallow_copy
 from .split import Cut
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True)
+class Plan:
     """Rows in training order, by minibatch, rank and micro-batch. On the CPU."""
 
     order: Tensor
@@ -31,6 +34,7 @@ class Plan(NamedTuple):
     left: Tensor
     """(·,) int64, rows in no minibatch."""
 
+    @cached_property
     def numbers(self) -> Tensor:
         """(3, M) int64: the minibatch, rank and micro-batch of each row in the order."""
         places = [
@@ -126,7 +130,7 @@ def mark(batch: TensorDictBase, plan: Plan) -> TensorDictBase:
     """
     table = torch.full((3, len(batch)), -1, dtype=torch.int64)
     real = ~plan.padding
-    table[:, plan.order[real]] = plan.numbers()[:, real]
+    table[:, plan.order[real]] = plan.numbers[:, real]
     table = table.to(device_of(batch))
     marked = shallow_copy(batch)
     for key in (RANK, PADDING):
@@ -167,7 +171,7 @@ def take_span(batch: TensorDictBase, plan: Plan, span: slice | Tensor, silence: 
         taken = take_rows(batch, rows.to(device))
     if not bool(plan.padding.any()) or not len(rows):
         return taken
-    places = plan.numbers()[:, span].to(device)
+    places = plan.numbers[:, span].to(device)
     taken.set(MINIBATCH, places[0]).set(MICROBATCH, places[2])
     if has_key(taken, RANK):
         taken.set(RANK, places[1])
@@ -203,7 +207,7 @@ def measure(plan: Plan, lengths: Tensor | None, max_tokens: int | None) -> dict[
         "padded": float(plan.padding.sum()),
     }
     if lengths is not None and counts:
-        k, r, m = plan.numbers()
+        k, r, m = plan.numbers
         loads = torch.zeros(len(counts), len(plan.sizes[0]), max(counts), dtype=torch.float64)
         loads.index_put_((k, r, m), (lengths[plan.order] * ~plan.padding).double(), accumulate=True)
         by_rank = loads.sum(-1)

@@ -116,14 +116,14 @@ class ShuffleSplit(BatchTransform):
         weight_key: NestedKey = "loss_weight",
     ):
         check_split(minibatches, minibatch_size, remainder)
-        self._how: dict[str, Any] = {
-            "microbatches": microbatches,
-            "microbatch_size": microbatch_size,
-            "max_tokens": max_tokens,
-            "balance": balance,
-            "linear": linear,
-        }
-        check_deal(ranks=ranks, **self._how)
+        check_deal(
+            ranks=ranks,
+            microbatches=microbatches,
+            microbatch_size=microbatch_size,
+            max_tokens=max_tokens,
+            balance=balance,
+            linear=linear,
+        )
         check_ranks(ranks, rank, process_group, max_tokens, remainder)
         ids = nested_key(rollout_key), nested_key(group_key)
         self.length_key = nested_key(length_key)
@@ -139,12 +139,21 @@ class ShuffleSplit(BatchTransform):
         self.unit, self.shuffle, self.seed = unit, one_of("shuffle", shuffle, (True, False)), seed
         self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
         self.weight_key = nested_key(weight_key)
-        self._silence = Silence(self.loss_mask_key, self.log_prob_key, self.weight_key)
         self.calls = 0
         self.carried: TensorDictBase | None = None
         self._admitted = 0
         self._progress: Progress | None = None  # of the batch at hand
         self._resume: dict[str, Any] | None = None  # a state whose batch is still to be given again
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        """The options of :func:`deal`, as they are set."""
+        names = ("microbatches", "microbatch_size", "max_tokens", "balance", "linear")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def _silence(self) -> Silence:
+        return Silence(self.loss_mask_key, self.log_prob_key, self.weight_key)
 
     # -- one batch ----------------------------------------------------------------------------------
 
@@ -226,12 +235,12 @@ class ShuffleSplit(BatchTransform):
             plans.append(plan)
             verdicts.append(verdict)
         device = device_of(batch)
-        # A row is out only if every pass leaves it out.
-        self.verdict = torch.stack(verdicts).amin(0).to(device)
+        out = torch.stack(verdicts).amin(0)  # a row is out only if every pass leaves it out
+        self.verdict = out.to(device)
         if self.remainder == "carry":
             self.carried = self._keep(batch, carried.to(device))
         self.measured = measure(plans[-1], lengths if self._measures else None, self.max_tokens)
-        self.measured["left"] = float((torch.stack(verdicts).amin(0) > 0).sum())
+        self.measured["left"] = float((out > 0).sum())
         if self.remainder == "carry":
             self.measured["carried_in"] = float(self._admitted)
         return plans
@@ -253,8 +262,11 @@ class ShuffleSplit(BatchTransform):
         dealt = deal_minibatches(cut, lengths, ranks=self.ranks, pad=pad, **self._how)
         if group is not None:
             raise_together(None, group)
-            counts = agree_on_counts([len(each[0]) for each in dealt], group)
-            dealt = deal_minibatches(cut, lengths, ranks=self.ranks, pad=pad, multiples=counts, **self._how)
+            mine = [len(each[0]) for each in dealt]
+            if (counts := agree_on_counts(mine, group)) != mine:
+                dealt = deal_minibatches(
+                    cut, lengths, ranks=self.ranks, pad=pad, multiples=counts, **self._how
+                )
         return make_plan(cut, dealt, ranks=self.ranks, pad=pad, level=self.max_tokens is None)
 
     def _lengths(self, batch: TensorDictBase) -> Tensor:

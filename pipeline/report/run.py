@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from omegaconf import DictConfig, OmegaConf
+
 from .dump import write_dump
 from .html import write_page
 from .page_data import page_data
@@ -54,6 +56,18 @@ class RunReport:
         self._kept: list[StepReport] = []
         self._every = 1
         self._last: StepReport | None = None
+
+    @classmethod
+    def configured(cls, config: DictConfig, folder: Path, *, title: str) -> RunReport:
+        """As ``report:`` of a composed configuration says, which goes into its files."""
+        return cls(
+            folder,
+            title=title,
+            steps=config.report.steps,
+            dump=config.report.dump,
+            page=config.report.html,
+            config=OmegaConf.to_yaml(config, resolve=True),
+        )
 
     def add(self, report: StepReport) -> None:
         """Take the report of the next step."""

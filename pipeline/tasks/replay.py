@@ -36,14 +36,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
     console.print(pipeline, markup=False, highlight=False)
-    run = RunReport(
-        output,
-        title=f"replay of {Path(config.source.path).name}",
-        steps=config.report.steps,
-        dump=config.report.dump,
-        page=config.report.html,
-        config=OmegaConf.to_yaml(config, resolve=True),
-    )
+    run = RunReport.configured(config, output, title=f"replay of {Path(config.source.path).name}")
     history, report = [], None
     for step, batch in each_step(source, console):
         with at_step(step):
