@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from headrace.pipeline.report.page_schema import Groups, Rows
+
 RECIPE = [
     {"name": "gate", "text": "CompletenessGate(on_incomplete='drop')"},
     {"name": "collapse", "text": "FanOutCollapse(reward='shared')"},
@@ -75,32 +77,25 @@ def funnel_of(rows: list[Row], actions: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def groups_of(rows: list[Row], size: int, labels: Callable[[int], str | None]) -> dict[str, list[Any]]:
-    table: dict[str, list[Any]] = {name: [] for name in GROUP_COLUMNS}
+    lines = []
     for group in dict.fromkeys(row["group"] for row in rows):
         mine = [row for row in rows if row["group"] == group]
         votes = {row["rollout"]: row["reward"] for row in mine}
         rewards = [reward for reward in votes.values() if reward is not None]
-        numbers = (
-            (statistics.mean(rewards), statistics.pstdev(rewards), min(rewards), max(rewards))
-            if rewards
-            else (None,) * 4
+        lines.append(
+            {
+                "id": group,
+                "label": labels(group),
+                "rollouts": len(votes),
+                "expected": size,
+                "reward_mean": statistics.mean(rewards) if rewards else None,
+                "reward_std": statistics.pstdev(rewards) if rewards else None,
+                "zero_variance": len(rewards) > 1 and len(set(rewards)) == 1,
+                "complete": len(votes) == size,
+                "staleness": mine[0]["staleness"],
+            }
         )
-        flat = len(rewards) > 1 and len(set(rewards)) == 1
-        values = (group, labels(group), len(votes), size, len(mine), *numbers)
-        values += (flat, len(votes) == size, mine[0]["staleness"])
-        for name, value in zip(GROUP_COLUMNS, values, strict=True):
-            table[name].append(value)
-    return table
-
-
-GROUP_COLUMNS = (
-    *("id", "label", "rollouts", "expected", "segments", "reward_mean", "reward_std", "reward_min"),
-    *("reward_max", "zero_variance", "complete", "staleness"),
-)
-ROW_COLUMNS = (
-    *("row", "group", "rollout", "reward", "advantage", "advantage_by_row", "tokens", "weight", "status"),
-    *("reason", "staleness", "minibatch", "microbatch", "rank"),
-)
+    return {name: [line[name] for line in lines] for name in Groups.__annotations__}
 
 
 def step_of(
@@ -119,7 +114,7 @@ def step_of(
         "funnel": funnel_of(rows, actions or {}),
         "shown": {"groups": len(groups["id"]), "of": of or len(groups["id"])},
         "groups": groups,
-        "rows": {name: [row[name] for row in rows] for name in ROW_COLUMNS},
+        "rows": {name: [row[name] for row in rows] for name in Rows.__annotations__},
         "numbers": {"rows/in": float(len(rows)), "rows/trained": float(sum(not r["reason"] for r in rows))},
     }
 

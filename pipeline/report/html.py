@@ -13,6 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from .page_schema import Run, check_keys
+
 # In order: each uses words of those before it, and the last one starts.
 SCRIPTS = (
     *("base", "tip", "model", "funnel", "dots", "walk", "strip", "compare", "tree", "tape", "lag", "curves"),
@@ -29,12 +31,10 @@ def render_page(run: Mapping[str, Any]) -> str:
     as missing. Ids beyond 2^53 keep all their digits.
 
     Args:
-        run: `title`, `recipe` (`name` and `text` by stage), `steps`, and the metrics `curves` over
-            `curve_steps`. A step has `step`, `funnel`, `shown`, the tables `groups` and `rows` as columns,
-            and `numbers`.
+        run: as :class:`~headrace.pipeline.report.page_schema.Run` says.
 
     Raises:
-        ValueError: a key is missing, or the columns of a table differ in length.
+        ValueError: a key is missing or unknown, or the columns of a table differ in length.
 
     Example:
         >>> run = {"title": "mine", "recipe": [], "steps": [], "curve_steps": [], "curves": {}}
@@ -72,17 +72,18 @@ def write_page(run: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def check(run: Mapping[str, Any]) -> None:
-    """Raise unless the keys are there and the columns of each table are of one length."""
-    wanted = ("title", "recipe", "steps", "curve_steps", "curves")
-    if missing := [key for key in wanted if key not in run]:
-        raise ValueError(f"a run needs {', '.join(wanted)}; missing: {', '.join(missing)}")
+    """Raise unless the keys are those of the schema and the columns of each table are of one length."""
+    check_keys(run, Run, "run")
     tables = [("curves", {"curve_steps": run["curve_steps"], **run["curves"]})]
     for step in run["steps"]:
         tables += [(f"{name} of step {step['step']}", step[name]) for name in ("groups", "rows")]
     for where, table in tables:
         lengths = {name: len(column) for name, column in table.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"columns must be equally long; found in {where}: {lengths}")
+            raise ValueError(
+                f"columns of a table must be equally long; found in {where}: {lengths}; "
+                "fill up what is not known with None"
+            )
 
 
 def embed(run: Mapping[str, Any]) -> str:

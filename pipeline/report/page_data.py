@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import numpy as np
 
 from headrace.transforms import Status
 
+from . import funnel
+from .page_schema import Groups, Level, Rows, Run, Step
 from .step import StepReport
 
 GROUPS, ROWS = 200, 5000  # on a page, per step; a browser draws no more with grace
@@ -19,7 +21,7 @@ def page_data(
     *,
     title: str,
     history: Sequence[tuple[int, Mapping[str, float]]] | None = None,
-) -> dict[str, Any]:
+) -> Run:
     """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
 
     A step of more than 200 groups, or 5000 rows, is shown by its first groups; its funnel and numbers are
@@ -34,18 +36,18 @@ def page_data(
         >>> page_data([], title="mine")["steps"]
         []
     """
-    told = [(report.step, report.numbers) for report in reports] if history is None else history
-    names = dict.fromkeys(name for _, numbers in told for name in numbers)
+    points = [(report.step, report.numbers) for report in reports] if history is None else history
+    names = dict.fromkeys(name for _, numbers in points for name in numbers)
     return {
         "title": title,
         "recipe": [{"name": name, "text": text} for name, text in (reports[0].recipe if reports else ())],
         "steps": [_step(report) for report in reports],
-        "curve_steps": [step for step, _ in told],
-        "curves": {name: [numbers.get(name) for _, numbers in told] for name in names},
+        "curve_steps": [step for step, _ in points],
+        "curves": {name: [numbers.get(name) for _, numbers in points] for name in names},
     }
 
 
-def _step(report: StepReport) -> dict[str, Any]:
+def _step(report: StepReport) -> Step:
     groups = report.groups
     total = len(groups["id"]) if groups else 0
     shown = min(total, GROUPS)
@@ -56,9 +58,7 @@ def _step(report: StepReport) -> dict[str, Any]:
         rows = np.flatnonzero(np.isin(report.columns["group_id"], groups["id"][:shown]))
     return {
         "step": report.step,
-        "funnel": [
-            level._asdict() | {"out": [left._asdict() for left in level.out]} for level in report.funnel
-        ],
+        "funnel": [_level(level) for level in report.funnel],
         "shown": {"groups": shown, "of": total},
         "groups": _groups(report, shown),
         "rows": _rows(report, rows),
@@ -66,26 +66,31 @@ def _step(report: StepReport) -> dict[str, Any]:
     }
 
 
-def _groups(report: StepReport, shown: int) -> dict[str, list]:
-    groups, texts = report.groups, report.texts.get("prompt")
-    if not groups:
-        names = ("id", "label", "rollouts", "expected", "segments", "reward_mean", "reward_std", "reward_min")
-        return {name: [] for name in (*names, "reward_max", "zero_variance", "complete", "staleness")}
-    head = {name: values[:shown] for name, values in groups.items()}
+def _level(level: funnel.Level) -> Level:
+    # The named tuples have the keys of the schema, and `render_page` refuses any other.
+    return cast(Level, level._asdict() | {"out": [left._asdict() for left in level.out]})
+
+
+def _groups(report: StepReport, shown: int) -> Groups:
+    prompts = report.texts.get("prompt")
+
+    def column(name: str) -> np.ndarray:
+        return report.groups[name][:shown] if report.groups else np.empty(0)
+
     return {
-        "id": head["id"].tolist(),
-        "label": [None if texts is None else texts[row] for row in head["row"]],
-        "rollouts": head["rollouts"].tolist(),
-        "expected": _or_none(head["expected"]),
-        "segments": head["segments"].tolist(),
-        **{name: _or_none(head[name]) for name in ("reward_mean", "reward_std", "reward_min", "reward_max")},
-        "zero_variance": head["zero_variance"].tolist(),
-        "complete": head["complete"].tolist(),
-        "staleness": _or_none(head["staleness"]),
+        "id": column("id").tolist(),
+        "label": [None if prompts is None else prompts[row] for row in column("row")],
+        "rollouts": column("rollouts").tolist(),
+        "expected": _or_none(column("expected")),
+        "reward_mean": _or_none(column("reward_mean")),
+        "reward_std": _or_none(column("reward_std")),
+        "zero_variance": column("zero_variance").tolist(),
+        "complete": column("complete").tolist(),
+        "staleness": _or_none(column("staleness")),
     }
 
 
-def _rows(report: StepReport, rows: np.ndarray) -> dict[str, list]:
+def _rows(report: StepReport, rows: np.ndarray) -> Rows:
     columns: Mapping[str, np.ndarray] = report.columns
 
     def column(name: str) -> list:

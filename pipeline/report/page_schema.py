@@ -1,0 +1,144 @@
+"""The data that the page of a run reads: every key, its type and its meaning.
+
+`page_data` makes it, `render_page` checks it, and `page/data.js` is what reads it. A table is columns of one
+length, and entry i of all columns is one line. None stands for what is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+
+
+class RecipeStage(TypedDict):
+    """A stage of the recipe."""
+
+    name: str  # its name in the pipeline
+    text: str  # the transform and its options
+
+
+class Left(TypedDict):
+    """What left the loss at a stage for one reason; a rollout or group counts when its last row goes."""
+
+    reason: str  # why
+    action: str  # what became of the rows: dropped, masked, excluded or carried
+    rows: int  # how many left
+    rollouts: int | None  # how many left whole
+    groups: int | None  # how many left whole
+    tokens: int | None  # how many left
+
+
+class Level(TypedDict):
+    """A level of the funnel: what is in the loss after a stage."""
+
+    name: str  # of the stage, or `collected` for the first level
+    rows: int  # in the loss
+    rollouts: int | None  # with a row in the loss
+    groups: int | None  # with a row in the loss
+    tokens: int | None  # of the rows in the loss
+    out: list[Left]  # what left at this stage
+
+
+class Shown(TypedDict):
+    """How much of a large step its tables hold."""
+
+    groups: int  # in the tables
+    of: int  # in the step
+
+
+class Groups(TypedDict):
+    """The table of groups."""
+
+    id: list[int]  # the group
+    label: list[str | None]  # its prompt
+    rollouts: list[int]  # its rollouts that neither failed nor were aborted
+    expected: list[int | None]  # its rollouts when it was dispatched
+    reward_mean: list[float | None]  # over its rollouts
+    reward_std: list[float | None]  # over its rollouts, divisor n − 1
+    zero_variance: list[bool]  # whether all its rewards are equal
+    complete: list[bool]  # whether it has all the rollouts expected
+    staleness: list[int | None]  # the greatest of its rows
+
+
+class Rows(TypedDict):
+    """The table of rows."""
+
+    row: list[int]  # the row's index in the batch
+    group: list[int]  # its group
+    rollout: list[int]  # its rollout
+    reward: list[float | None]  # of its rollout
+    advantage: list[float | None]  # as trained; a mean over tokens, where it is per token
+    advantage_by_row: list[float | None]  # if each row had a vote, or under the other recipe of `versus`
+    tokens: list[int | None]  # in the loss mask
+    weight: list[float | None]  # loss weight
+    status: list[str]  # how its rollout ended
+    reason: list[str]  # `stage/reason` if it left the loss, else empty
+    staleness: list[int | None]  # policy versions behind the newest in the batch
+    minibatch: list[int | None]  # index
+    microbatch: list[int | None]  # index within its minibatch and rank
+    rank: list[int | None]  # index
+
+
+class Step(TypedDict):
+    """A step that one can choose on the page."""
+
+    step: int  # its number
+    funnel: list[Level]  # of all its rows: what was collected, then a level for each stage
+    shown: Shown  # how much of it the tables hold
+    groups: Groups  # those shown
+    rows: Rows  # of the groups shown
+    numbers: dict[str, float]  # the metrics of all its rows, by name
+
+
+class RunRequired(TypedDict):
+    """What the data of every run has."""
+
+    title: str  # of the page
+    recipe: list[RecipeStage]  # in order
+    steps: list[Step]  # in order
+    curve_steps: list[int]  # the steps over which the curves are drawn
+    curves: dict[str, list[float | None]]  # metrics by name, as columns beside `curve_steps`
+
+
+class Run(RunRequired, total=False):
+    """The data of the page of a run."""
+
+    versus: list[str]  # two recipes: whose `advantage` it is, and whose `advantage_by_row`
+
+
+def check_keys(value: Mapping[str, Any], schema: type, where: str) -> None:
+    """Raise unless a value and all within it have the keys of their schema, and no others.
+
+    Args:
+        value: data of the page.
+        schema: the TypedDict of this module that it should be.
+        where: what the message calls it.
+
+    Raises:
+        ValueError: a key is missing, or is not in the schema.
+
+    Example:
+        >>> check_keys({"groups": 2, "off": 3}, Shown, "run.steps[0].shown")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: run.steps[0].shown must have the keys groups, of; missing: of; unknown: off. ...
+    """
+    hints = get_type_hints(schema)
+    required = [key for key in hints if key in schema.__required_keys__]  # type: ignore[attr-defined]
+    missing = [key for key in required if key not in value]
+    unknown = [str(key) for key in value if key not in hints]
+    if missing or unknown:
+        optional = [key for key in hints if key not in required]
+        raise ValueError(
+            f"{where} must have the keys {', '.join(required)}"
+            + (f" and may have {', '.join(optional)}" if optional else "")
+            + (f"; missing: {', '.join(missing)}" if missing else "")
+            + (f"; unknown: {', '.join(unknown)}" if unknown else "")
+            + f". Build it with page_data, or as {__name__}.{schema.__name__} says"
+        )
+    for key, hint in hints.items():
+        if is_typeddict(hint):
+            check_keys(value[key], hint, f"{where}.{key}")
+        elif get_origin(hint) is list and is_typeddict(item := get_args(hint)[0]):
+            for index, entry in enumerate(value[key]):
+                check_keys(entry, item, f"{where}.{key}[{index}]")

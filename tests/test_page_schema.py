@@ -1,0 +1,75 @@
+"""The data of the page: one schema, which what is shown keeps to."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import re
+
+import pages
+import pytest
+from busy import busy_batch, stages
+
+from headrace.pipeline import Pipeline, make_report, page_data
+from headrace.pipeline.report import page_schema, render_page
+from headrace.pipeline.report.page_schema import Groups, Rows
+
+PARTS = {
+    "run": lambda run: run,
+    "run.recipe[4]": lambda run: run["recipe"][4],
+    "run.steps[1]": lambda run: run["steps"][1],
+    "run.steps[1].funnel[0]": lambda run: run["steps"][1]["funnel"][0],
+    "run.steps[0].funnel[3].out[0]": lambda run: run["steps"][0]["funnel"][3]["out"][0],
+    "run.steps[0].shown": lambda run: run["steps"][0]["shown"],
+    "run.steps[0].groups": lambda run: run["steps"][0]["groups"],
+    "run.steps[1].rows": lambda run: run["steps"][1]["rows"],
+}
+
+
+@pytest.fixture
+def run():
+    return copy.deepcopy(pages.fan_out_run(2))
+
+
+@pytest.mark.parametrize("where", PARTS)
+def test_each_missing_key_is_refused_by_name_and_place(run, where):
+    part = PARTS[where](run)
+    for key in list(part):
+        value = part.pop(key)
+        with pytest.raises(ValueError, match=rf"^{re.escape(where)} must have .*; missing: {key}\. Build it"):
+            render_page(run)
+        part[key] = value
+    render_page(run)
+
+
+@pytest.mark.parametrize("where", PARTS)
+def test_an_unknown_key_is_refused_by_name_and_place(run, where):
+    PARTS[where](run)["surprise"] = []
+    with pytest.raises(ValueError, match=rf"^{re.escape(where)} must have .*; unknown: surprise\. Build it"):
+        render_page(run)
+
+
+def test_two_recipes_may_be_named(run):
+    render_page(run | {"versus": ["grpo", "dr_grpo"]})
+    with pytest.raises(ValueError, match=r"^run must have .* and may have versus; unknown: against\."):
+        render_page(run | {"against": ["grpo", "dr_grpo"]})
+
+
+def test_the_tables_of_a_real_report_have_the_columns_of_the_schema(make_batch):
+    batch = busy_batch(make_batch)
+    for rows in (batch, batch[:0], batch.exclude("group_id")[:3]):
+        pipeline = Pipeline(stages() if "group_id" in rows.keys() else {})
+        pipeline(rows)
+        run = page_data([make_report(pipeline)], title="real")
+        render_page(run)
+        for table, schema in (("groups", Groups), ("rows", Rows)):
+            assert list(run["steps"][0][table]) == list(schema.__annotations__)
+
+
+def test_every_key_has_a_meaning_beside_it():
+    source = inspect.getsource(page_schema)
+    lines = source.splitlines()
+    fields = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.AnnAssign)]
+    assert len(fields) > 40
+    assert [lines[field.lineno - 1] for field in fields if "  # " not in lines[field.lineno - 1]] == []
