@@ -13,14 +13,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from .bundle import bundle
 from .page_schema import Run, check_keys
 
-# In order: each uses words of those before it, and the last one starts.
-SCRIPTS = (
-    *("base", "tip", "model", "funnel", "dots", "walk", "strip", "compare", "tree", "tape", "lag", "curves"),
-    "page",
-)
-
+PAGE = files(__package__) / "page"
 EXACT_IN_JAVASCRIPT = 2**53
 
 
@@ -43,8 +39,7 @@ def render_page(run: Mapping[str, Any]) -> str:
         ('<!doctype html>', True)
     """
     check(run)
-    style, script = read("page.css"), "\n".join(read(f"{name}.js") for name in SCRIPTS)
-    script = f'(() => {{\n"use strict";\n{script}\n}})();'
+    style, script = read("page.css"), bundle(read_modules(), "page.js")
     parts = {"policy": policy(style, script), "style": style, "script": script, "run": embed(run)}
     # One pass: what is put in is not looked at again, so that no data can name a part.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], read("page.html"))
@@ -117,6 +112,11 @@ def policy(style: str, script: str) -> str:
     )
 
 
+def read_modules() -> dict[str, str]:
+    """The texts of the page's JavaScript modules by file name."""
+    return {name: read(name) for name in sorted(file.name for file in PAGE.iterdir()) if name.endswith(".js")}
+
+
 def read(name: str) -> str:
     """The text of a file of the page."""
-    return (files(__package__) / "page" / name).read_text(encoding="utf-8")
+    return (PAGE / name).read_text(encoding="utf-8")

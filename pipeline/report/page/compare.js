@@ -1,11 +1,16 @@
 // What each row's advantage is, against what it were if the rows of a fan-out each had a vote.
+import { h, plainTable, s, words } from "./dom.js";
+import { legend, swatch } from "./legend.js";
+import { count, extent, isNumber, number, plural, scale, ticks } from "./numbers.js";
+import { tip } from "./tip.js";
+
 const CLOSE = 1e-5; // a few float32 roundings
 
 function pairsOf(rows) {
   return rows
-    .filter((row) => isNumber(row.advantage) && isNumber(row.byRow))
+    .filter((row) => isNumber(row.advantage) && isNumber(row.advantage_by_row))
     .map((row) => {
-      const [a, b] = [row.advantage, row.byRow];
+      const [a, b] = [row.advantage, row.advantage_by_row];
       const differs = Math.abs(a - b) > CLOSE * Math.max(1, Math.abs(a), Math.abs(b));
       return { row, a, b, kind: differs && a * b < 0 ? "flips" : differs ? "differs" : "same" };
     });
@@ -35,7 +40,6 @@ function scatter(pairs, width, named) {
     .sort((p, q) => order[p.kind] - order[q.kind])
     .map(({ row, a, b, kind }) => {
       const point = mark(kind, x(a), y(b));
-      point.setAttribute("data-tip", "");
       return tip(point, () => [
         `row ${row.row}`,
         `group ${row.group}, rollout ${row.rollout}`,
@@ -77,54 +81,44 @@ function furthest(pairs, named) {
     .sort((p, q) => Math.abs(q.a - q.b) - Math.abs(p.a - p.b))
     .slice(0, 8);
   if (!some.length) return null;
-  const names = ["row", "group", "rollout", named.x, named.y];
-  return h(
-    "div",
-    { class: "across", tabindex: 0, role: "region", "aria-label": "Rows that differ most" },
-    h(
-      "table",
-      { class: "plain" },
-      h("caption", {}, "rows that differ most"),
-      h(
-        "thead",
-        {},
-        h(
-          "tr",
-          {},
-          names.map((name) => h("th", { scope: "col" }, name)),
-        ),
-      ),
-      h(
-        "tbody",
-        {},
-        some.map(({ row, a, b }) =>
-          h(
-            "tr",
-            {},
-            [row.row, row.group, row.rollout].map((id) => h("td", {}, String(id))),
-            [a, b].map((value) => h("td", {}, number(value))),
-          ),
-        ),
-      ),
-    ),
+  return plainTable(
+    "Rows that differ most",
+    ["row", "group", "rollout", named.x, named.y],
+    some.map(({ row, a, b }) => [
+      String(row.row),
+      String(row.group),
+      String(row.rollout),
+      number(a),
+      number(b),
+    ]),
+    h("caption", {}, "rows that differ most"),
   );
 }
 
-function drawCompare({ run, model, width }) {
+// How many rows differ, and how many flip.
+function sentence(pairs, named) {
+  const differ = pairs.filter(({ kind }) => kind !== "same").length;
+  const flips = pairs.filter(({ kind }) => kind === "flips").length;
+  const rows = plural(pairs.length, "row");
+  const flipped = flips ? count(flips) : "none";
+  if (named.other)
+    return (
+      `Under ${named.y} instead of ${named.x} the advantage of ${count(differ)} of ${rows} differs, ` +
+      `and ${flipped} flips its sign.`
+    );
+  if (!differ) return `Counting rows instead of rollouts would change none of ${rows}.`;
+  return (
+    `Counting rows instead of rollouts would change ${count(differ)} of ${rows}, ` +
+    `and flip the sign of ${flipped}.`
+  );
+}
+
+export function drawCompare({ run, model, width }) {
   const named = namesOf(run);
   const pairs = pairsOf(model.rows);
   if (!model.rows.length) return words("There are no rows at this step, so there is nothing to compare.");
   if (!pairs.length)
     return words("No row of this step has both advantages: none came as far as the advantage stage.");
-  const flips = pairs.filter(({ kind }) => kind === "flips").length;
-  const off = pairs.filter(({ kind }) => kind !== "same").length;
-  const told = named.other ? `Under ${named.y} instead of ${named.x} the advantage of` : null;
-  const said = told
-    ? `${told} ${count(off)} of ${plural(pairs.length, "row")} differs, and ${flips ? count(flips) : "none"} flips its sign.`
-    : off
-    ? `Counting rows instead of rollouts would change ${count(off)} of ${plural(pairs.length, "row")}, ` +
-      `and flip the sign of ${flips ? count(flips) : "none"}.`
-    : `Counting rows instead of rollouts would change none of ${plural(pairs.length, "row")}.`;
   const marks = [
     ["same", "the same either way"],
     ["differs", "differs"],
@@ -133,7 +127,7 @@ function drawCompare({ run, model, width }) {
   const side = h(
     "div",
     {},
-    h("p", { class: "said" }, said),
+    h("p", { class: "said" }, sentence(pairs, named)),
     legend([
       ...marks,
       [swatch(s("line", { class: "diagonal", x1: 0, y1: 14, x2: 18, y2: 0 })), "equal", "diagonal"],

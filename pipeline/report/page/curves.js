@@ -1,4 +1,8 @@
 // Small multiples: one metric each, with the step that the page shows marked.
+import { h, moreButton, s, words } from "./dom.js";
+import { legend, swatch } from "./legend.js";
+import { count, extent, isNumber, number, plural, scale } from "./numbers.js";
+
 const FIRST = 12;
 let allCurves = false;
 
@@ -54,29 +58,16 @@ function drawCurve(name, values, steps, current, width) {
   return h("figure", {}, head, drawing, h("p", { class: "range" }, ends));
 }
 
-function drawCurves({ run, step, width, redraw }) {
+export function drawCurves({ run, step, width, redraw }) {
   const names = Object.keys(run.curves);
   if (!names.length) return words("No metric was recorded over the steps.");
   const columns = Math.max(1, Math.floor((width + 20) / 220));
   const each = (width - 20 * (columns - 1)) / columns;
   const some = allCurves ? names : names.slice(0, FIRST);
-  const more =
-    names.length > some.length
-      ? h(
-          "button",
-          {
-            type: "button",
-            class: "more",
-            on: {
-              click: () => {
-                allCurves = true;
-                redraw();
-              },
-            },
-          },
-          `show all ${count(names.length)} metrics`,
-        )
-      : null;
+  const showAll = () => {
+    allCurves = true;
+    redraw();
+  };
   return [
     legend([
       [
@@ -98,12 +89,12 @@ function drawCurves({ run, step, width, redraw }) {
       { class: "multiples", style: { "grid-template-columns": `repeat(${columns}, minmax(0, 1fr))` } },
       some.map((name) => drawCurve(name, run.curves[name], run.curve_steps, step.step, each)),
     ),
-    more,
-  ].filter(Boolean);
+    some.length < names.length ? moreButton(`show all ${count(names.length)} metrics`, showAll) : null,
+  ];
 }
 
-function drawNumbers({ step }) {
-  const numbers = Object.entries(step.numbers || {});
+export function drawNumbers({ step }) {
+  const numbers = Object.entries(step.numbers);
   if (!numbers.length) return words("No number was recorded at this step.");
   return [
     h(

@@ -1,7 +1,12 @@
 // A dot per rollout: as large as its segments, coloured by its advantage, beside those it would cover.
+import { s } from "./dom.js";
+import { compareIds, fate } from "./model.js";
+import { extent, number, plural } from "./numbers.js";
+import { tip } from "./tip.js";
+
 const DOT = 4.8;
 
-const radius = (segments) => Math.min(DOT * Math.sqrt(Math.max(1, segments)), 11);
+export const radius = (segments) => Math.min(DOT * Math.sqrt(Math.max(1, segments)), 11);
 
 // How far towards the end of the palette, in steps of a twentieth; the browser mixes by theme.
 function advantageColour(advantage, most) {
@@ -10,7 +15,7 @@ function advantageColour(advantage, most) {
 }
 
 // Levels 0, 1, −1, 2, … : each dot takes the one nearest to the line on which it touches no other.
-function stack(rollouts, x) {
+export function stack(rollouts, x) {
   const dots = rollouts
     .map((rollout) => ({ rollout, x: x(rollout.reward), r: radius(rollout.rows.length) }))
     .sort((a, b) => a.x - b.x || compareIds(a.rollout.id, b.rollout.id));
@@ -38,9 +43,9 @@ function dotTip(rollout) {
   ];
 }
 
-function drawDot({ rollout, x, dy, r }, y, most) {
+export function drawDot({ rollout, x, dy, r }, y, most) {
   const group = rollout.group;
-  const kind = group.flat ? "flat" : rollout.advantage === null ? "none" : "scaled";
+  const kind = group.zero_variance ? "flat" : rollout.advantage === null ? "none" : "scaled";
   const dot = s("circle", {
     class: `dot ${kind} ${rollout.trained ? "trained" : "gone"}`,
     cx: x,
@@ -49,7 +54,6 @@ function drawDot({ rollout, x, dy, r }, y, most) {
     role: "img",
     tabindex: -1,
     "aria-label": dotTip(rollout).join("; "),
-    "data-tip": "",
     "data-rollout": rollout.id,
     "data-group": group.id,
     style: kind === "scaled" ? { fill: advantageColour(rollout.advantage, most) } : {},

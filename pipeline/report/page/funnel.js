@@ -1,5 +1,9 @@
 // A waterfall: what is still in the loss after each stage, and the pieces that left, where they were.
-const UNITS = ["rows", "rollouts", "groups", "tokens"];
+import { UNITS } from "./data.js";
+import { h, s, words } from "./dom.js";
+import { legend, rowSwatch } from "./legend.js";
+import { count, isNumber, sum } from "./numbers.js";
+
 const ACTIONS = {
   dropped: "dropped: gone from the batch",
   masked: "masked: in the batch, not in the loss",
@@ -59,9 +63,8 @@ function stageRows(stage, before, whole) {
   const rows = [funnelRow(stage.name, cells, "stage")];
   const gone = Object.fromEntries(UNITS.map((unit) => [unit, stage[unit] || 0]));
   // Rows that leave take their rollout and group along only where none of its rows stays.
-  const wholly = (unit) =>
-    sum((stage.out || []).map((out) => out[unit])) <= (before[unit] || 0) - (stage[unit] || 0);
-  for (const out of stage.out || []) {
+  const wholly = (unit) => sum(stage.out.map((out) => out[unit])) <= (before[unit] || 0) - (stage[unit] || 0);
+  for (const out of stage.out) {
     const action = actionOf(out);
     const pieces = UNITS.map((unit) => {
       const left = wholly(unit);
@@ -75,8 +78,8 @@ function stageRows(stage, before, whole) {
   return rows;
 }
 
-function drawFunnel({ step }) {
-  const stages = step.funnel || [];
+export function drawFunnel({ step }) {
+  const stages = step.funnel;
   if (!stages.length) return words("No stage was recorded at this step, so there is nothing to count.");
   const whole = Object.fromEntries(
     UNITS.map((unit) => [unit, Math.max(0, ...stages.map((stage) => stage[unit] || 0))]),
@@ -96,9 +99,9 @@ function drawFunnel({ step }) {
     { role: "rowgroup" },
     stages.flatMap((stage, k) => stageRows(stage, stages[k - 1] || whole, whole)),
   );
-  const used = new Set(stages.flatMap((stage) => (stage.out || []).map(actionOf)));
+  const used = new Set(stages.flatMap((stage) => stage.out.map(actionOf)));
   const marks = ["kept", ...Object.keys(ACTIONS).filter((action) => used.has(action))].map((kind) => [
-    swatch(s("rect", { class: `left ${kind}`, x: 1, y: 1, width: 16, height: 12 })),
+    rowSwatch(kind),
     kind === "kept" ? "in the loss" : ACTIONS[kind],
     kind,
   ]);
@@ -115,7 +118,5 @@ function drawFunnel({ step }) {
       : null,
     legend(marks),
     table,
-  ]
-    .flat()
-    .filter(Boolean);
+  ].flat();
 }

@@ -1,8 +1,13 @@
-// Rows by policy-version lag, those in the loss on top of the axis, those that left on top of them.
+// Rows by staleness, those in the loss on top of the axis, those that left on top of them.
+import { h, s, words } from "./dom.js";
+import { legend, rowSwatch } from "./legend.js";
+import { count, extent, isNumber, plural, scale, ticks } from "./numbers.js";
+import { tip } from "./tip.js";
+
 const BINS = 24;
 
 function binsOf(rows) {
-  const [low, high] = extent(rows.map((row) => row.lag));
+  const [low, high] = extent(rows.map((row) => row.staleness));
   const size = Math.max(1, Math.ceil((high - low + 1) / BINS));
   const bins = Array.from({ length: Math.floor((high - low) / size) + 1 }, (_, k) => ({
     from: low + k * size,
@@ -10,7 +15,8 @@ function binsOf(rows) {
     trained: 0,
     left: 0,
   }));
-  for (const row of rows) bins[Math.floor((row.lag - low) / size)][row.reason ? "left" : "trained"] += 1;
+  for (const row of rows)
+    bins[Math.floor((row.staleness - low) / size)][row.reason ? "left" : "trained"] += 1;
   return bins;
 }
 
@@ -52,7 +58,7 @@ function drawBars(bins, width) {
           : null;
       const node = s(
         "g",
-        { class: "bin", "data-tip": "" },
+        { class: "bin" },
         piece("left kept", 0, bin.trained),
         piece("left masked", bin.trained, bin.left),
         k % every ? null : s("text", { x: x + slot / 2, y: bottom + 16 }, name),
@@ -67,20 +73,16 @@ function drawBars(bins, width) {
   );
 }
 
-function drawLag({ model, width }) {
+export function drawLag({ model, width }) {
   if (!model.rows.length) return words("There are no rows at this step.");
-  const known = model.rows.filter((row) => isNumber(row.lag));
+  const known = model.rows.filter((row) => isNumber(row.staleness));
   if (!known.length)
     return words("No row says which policy version acted, so how old they are is not known.");
   const unknown = model.rows.length - known.length;
   return [
     legend([
-      [
-        swatch(s("rect", { class: "left kept", x: 1, y: 1, width: 16, height: 12 })),
-        "in the loss",
-        "trained",
-      ],
-      [swatch(s("rect", { class: "left masked", x: 1, y: 1, width: 16, height: 12 })), "left", "left"],
+      [rowSwatch("kept"), "in the loss", "trained"],
+      [rowSwatch("masked"), "left", "left"],
     ]),
     drawBars(binsOf(known), width),
     unknown
@@ -90,5 +92,5 @@ function drawLag({ model, width }) {
           `${plural(unknown, "row")} without a policy version ${unknown === 1 ? "is" : "are"} not drawn.`,
         )
       : null,
-  ].filter(Boolean);
+  ];
 }

@@ -1,5 +1,18 @@
 // What is chosen, and who draws it.
-const run = JSON.parse(byId("run").textContent);
+import { drawCompare } from "./compare.js";
+import { drawCurves, drawNumbers } from "./curves.js";
+import { UNITS, readRun } from "./data.js";
+import { byId, h } from "./dom.js";
+import { drawFunnel } from "./funnel.js";
+import { drawLag } from "./lag.js";
+import { modelOf } from "./model.js";
+import { count } from "./numbers.js";
+import { drawStrip } from "./strip.js";
+import { drawTape } from "./tape.js";
+import { hideTip, listenForTips } from "./tip.js";
+import { drawTree } from "./tree.js";
+
+const run = readRun(byId("run").textContent);
 const NARROWEST = 260; // a page that is laid out later, in a hidden tab, has no width yet
 const state = { index: 0, sort: "id", filter: "all" };
 const PANELS = {
@@ -17,28 +30,27 @@ function draw(names = Object.keys(PANELS)) {
   const step = run.steps[state.index];
   for (const name of names) {
     const body = byId(name).querySelector(".body");
+    const content = PANELS[name]({
+      run,
+      step,
+      model: modelOf(step),
+      width: Math.max(body.clientWidth, NARROWEST),
+      sort: state.sort,
+      filter: state.filter,
+      redraw: () => draw([name]),
+    });
     // Built away from the page and put in at once, so that the page does not jump.
-    body.replaceChildren(
-      ...PANELS[name]({
-        run,
-        step,
-        model: modelOf(step),
-        width: Math.max(body.clientWidth, NARROWEST),
-        sort: state.sort,
-        filter: state.filter,
-        redraw: () => draw([name]),
-      }),
-    );
+    body.replaceChildren(...content.filter(Boolean));
   }
 }
 
 function summarise(step) {
-  const [first, last] = [(step.funnel || [])[0], (step.funnel || []).at(-1)];
+  const [first, last] = [step.funnel[0], step.funnel.at(-1)];
   if (!first || !first.rows) return `Step ${count(step.step)}: no rows were collected.`;
-  const parts = ["rows", "rollouts", "groups"].map(
+  const [rows, rollouts, groups] = UNITS.map(
     (unit) => `${count(last[unit])} of ${count(first[unit])} ${unit}`,
   );
-  return `Step ${count(step.step)}: ${parts[0]} are in the loss, from ${parts[1]} and ${parts[2]}.`;
+  return `Step ${count(step.step)}: ${rows} are in the loss, from ${rollouts} and ${groups}.`;
 }
 
 function show(index) {
@@ -46,7 +58,7 @@ function show(index) {
   const step = run.steps[state.index];
   hideTip();
   byId("summary").textContent = summarise(step);
-  const shown = step.shown || {};
+  const shown = step.shown;
   byId("sampled").hidden = !(shown.groups < shown.of);
   byId("sampled").textContent =
     `The panels below the funnel show ${count(shown.groups)} of ${count(shown.of)} groups.`;
@@ -65,6 +77,7 @@ function nearest(wanted) {
 }
 
 function start() {
+  listenForTips();
   document.title = `${run.title} · headrace`;
   byId("title").textContent = run.title;
   byId("recipe").append(

@@ -1,4 +1,11 @@
 // A line per group, with the dots of its rollouts at their rewards.
+import { h, s, words } from "./dom.js";
+import { drawDot, radius, stack } from "./dots.js";
+import { legend, swatch } from "./legend.js";
+import { chosen, ofExpected } from "./model.js";
+import { extent, isNumber, number, plural, scale, ticks } from "./numbers.js";
+import { walk } from "./walk.js";
+
 function groupName(group, room) {
   const text = group.label ? `${group.id}  ${group.label.replace(/\s+/g, " ")}` : `group ${group.id}`;
   const letters = Math.floor(room / 6.6);
@@ -30,11 +37,11 @@ function drawLine({ group, rollouts }, frame, y) {
     ),
     s("line", { class: "guide", x1: frame.left, x2: frame.right, y1: middle, y2: middle }),
     ends ? s("line", { class: "span", x1: ends[0], x2: ends[1], y1: middle, y2: middle }) : null,
-    isNumber(group.mean)
+    isNumber(group.reward_mean)
       ? s("line", {
           class: "mean",
-          x1: frame.x(group.mean),
-          x2: frame.x(group.mean),
+          x1: frame.x(group.reward_mean),
+          x2: frame.x(group.reward_mean),
           y1: middle - 9,
           y2: middle + 9,
         })
@@ -48,14 +55,13 @@ function drawLine({ group, rollouts }, frame, y) {
 }
 
 function stripAxis(frame) {
-  const marks = ticks(frame.x.domain, frame.right - frame.left < 260 ? 3 : 7);
   return s(
     "svg",
     { class: "axis", width: frame.width, height: 34, "aria-hidden": "true" },
     frame.none ? s("text", { x: frame.left - 18, y: 28 }, "none") : null,
     s("text", { class: "title", x: (frame.left + frame.right) / 2, y: 11 }, "reward"),
     frame.width > 560 ? s("text", { class: "count", x: frame.width - 4, y: 28 }, "rollouts") : null,
-    marks.map((tick) => s("text", { x: frame.x(tick), y: 28 }, number(tick))),
+    frame.ticks.map((tick) => s("text", { x: frame.x(tick), y: 28 }, number(tick))),
   );
 }
 
@@ -70,11 +76,11 @@ function stripFrame(lines, width) {
     right: width - (wide ? 70 : 14),
   };
   const domain = extent(
-    rollouts.map((rollout) => rollout.reward).concat(lines.map(({ group }) => group.mean)),
+    rollouts.map((rollout) => rollout.reward).concat(lines.map(({ group }) => group.reward_mean)),
   ) || [0, 1];
   const along = scale(domain, [frame.left + 12, frame.right - 12]);
   frame.x = (reward) => (reward === null ? frame.left - 18 : along(reward));
-  frame.x.domain = along.domain;
+  frame.ticks = ticks(along.domain, frame.right - frame.left < 260 ? 3 : 7);
   frame.most = Math.max(0, ...rollouts.map((rollout) => Math.abs(rollout.advantage ?? 0)));
   return frame;
 }
@@ -92,36 +98,30 @@ function stripLegend(lines, most) {
     { class: "swatch", width: 96, height: 12, "aria-hidden": "true" },
     s("rect", { class: "ramp", x: 0.5, y: 0.5, width: 95, height: 11, rx: 3 }),
   );
-  return legend(
-    [
-      has((rollout, group) => rollout.advantage !== null && !group.flat)
-        ? [ramp, `advantage, −${number(most)} to ${number(most)}`, "advantage"]
-        : null,
-      has((rollout, group) => group.flat)
-        ? [circle("flat"), "rewards all equal: nothing to learn", "flat"]
-        : null,
-      has((rollout, group) => rollout.advantage === null && !group.flat)
-        ? [circle("none"), "left before it had an advantage", "none"]
-        : null,
-      has((rollout) => !rollout.trained) ? [circle("plain gone"), "dashed: left the loss", "gone"] : null,
-      lines.some(({ group }) => !group.complete)
-        ? [
-            swatch(s("rect", { class: "incomplete", width: 24, height: 14 }), 24),
-            "incomplete group",
-            "incomplete",
-          ]
-        : null,
-      [
-        swatch(s("line", { class: "mean", x1: 7, x2: 7, y1: 0, y2: 18 }), 14, 18),
-        "mean of the group",
-        "mean",
-      ],
-      ...some.map((size) => [circle("plain", radius(size)), plural(size, "segment"), "size"]),
-    ].filter(Boolean),
-  );
+  return legend([
+    has((rollout, group) => rollout.advantage !== null && !group.zero_variance)
+      ? [ramp, `advantage, −${number(most)} to ${number(most)}`, "advantage"]
+      : null,
+    has((rollout, group) => group.zero_variance)
+      ? [circle("flat"), "rewards all equal: nothing to learn", "flat"]
+      : null,
+    has((rollout, group) => rollout.advantage === null && !group.zero_variance)
+      ? [circle("none"), "left before it had an advantage", "none"]
+      : null,
+    has((rollout) => !rollout.trained) ? [circle("plain gone"), "dashed: left the loss", "gone"] : null,
+    lines.some(({ group }) => !group.complete)
+      ? [
+          swatch(s("rect", { class: "incomplete", width: 24, height: 14 }), 24),
+          "incomplete group",
+          "incomplete",
+        ]
+      : null,
+    [swatch(s("line", { class: "mean", x1: 7, x2: 7, y1: 0, y2: 18 }), 14, 18), "mean of the group", "mean"],
+    ...some.map((size) => [circle("plain", radius(size)), plural(size, "segment"), "size"]),
+  ]);
 }
 
-function drawStrip({ model, width, sort, filter }) {
+export function drawStrip({ model, width, sort, filter }) {
   if (!model.groups.length) return words("There are no rows at this step, so there is no rollout to draw.");
   const lines = chosen(model, sort, filter);
   if (!lines.length) {
@@ -138,7 +138,7 @@ function drawStrip({ model, width, sort, filter }) {
     y += done.height;
     return done;
   });
-  const grid = ticks(frame.x.domain, frame.right - frame.left < 260 ? 3 : 7).map((tick) =>
+  const grid = frame.ticks.map((tick) =>
     s("line", { class: "grid", x1: frame.x(tick), x2: frame.x(tick), y1: 0, y2: y }),
   );
   const dots = drawn.reduce((total, { marks }) => total + marks.length, 0);

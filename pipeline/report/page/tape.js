@@ -1,4 +1,9 @@
 // For each minibatch a tape per rank; pieces are micro-batches, as wide as their tokens.
+import { h, s, words } from "./dom.js";
+import { legend, swatch } from "./legend.js";
+import { NONE, count, isNumber, plural, sum } from "./numbers.js";
+import { tip } from "./tip.js";
+
 function tapesOf(rows, weigh) {
   const minibatches = new Map();
   for (const row of rows) {
@@ -33,7 +38,7 @@ function drawPiece([name, piece], from, whole, width, unit) {
   const text = count(name);
   const node = s(
     "svg",
-    { class: "piece", x: `${from}%`, width: `${part}%`, height: 22, "data-tip": "" },
+    { class: "piece", x: `${from}%`, width: `${part}%`, height: 22 },
     s("rect", { class: name % 2 ? "odd" : "even", width: "100%", height: "100%" }),
     s("rect", { class: "cut", width: 1, height: "100%" }),
     (part / 100) * width > 8 * text.length + 8 ? s("text", { x: 5, y: 15.5 }, text) : null,
@@ -91,7 +96,7 @@ function drawTapes({ name, ranks }, width, unit) {
   );
 }
 
-function drawTape({ model, width }) {
+export function drawTape({ model, width }) {
   // A row that was masked later still takes its place in its minibatch.
   const rows = model.rows.filter((row) => row.minibatch !== null || !row.reason);
   if (!model.rows.length) return words("There are no rows at this step, so there is no micro-batch.");
@@ -104,32 +109,30 @@ function drawTape({ model, width }) {
   );
   return [
     known ? null : h("p", { class: "note" }, "The tokens are not known here, so widths are rows."),
-    legend(
+    legend([
       [
-        [
-          swatch(
-            [
-              s("rect", { class: "even", width: 14, height: 14 }),
-              s("rect", { class: "odd", x: 14, width: 14, height: 14 }),
-            ],
-            28,
-          ),
-          "micro-batches, by turns",
-          "piece",
-        ],
-        waits
-          ? [
-              swatch(s("rect", { class: "idle", x: 0.5, y: 0.5, width: 17, height: 13 })),
-              "waiting for the longest rank",
-              "idle",
-            ]
-          : null,
-      ].filter(Boolean),
-    ),
+        swatch(
+          [
+            s("rect", { class: "even", width: 14, height: 14 }),
+            s("rect", { class: "odd", x: 14, width: 14, height: 14 }),
+          ],
+          28,
+        ),
+        "micro-batches, by turns",
+        "piece",
+      ],
+      waits
+        ? [
+            swatch(s("rect", { class: "idle", x: 0.5, y: 0.5, width: 17, height: 13 })),
+            "waiting for the longest rank",
+            "idle",
+          ]
+        : null,
+    ]),
     h(
       "div",
       { class: "scroll", tabindex: 0, role: "region", "aria-label": "Tapes by minibatch" },
       minibatches.map((minibatch) => drawTapes(minibatch, width, unit)),
     ),
-  ].filter(Boolean);
+  ];
 }

@@ -1,12 +1,17 @@
 // One box that says what the mark under the pointer, or with the focus, is.
+import { byId, h } from "./dom.js";
+
 const tips = new WeakMap();
 
-function tip(element, lines) {
+export function tip(element, lines) {
+  element.setAttribute("data-tip", "");
   tips.set(element, lines);
   return element;
 }
 
-function showTip(element) {
+export const hasTip = (element) => tips.has(element);
+
+export function showTip(element) {
   const box = byId("tip");
   const lines = tips.get(element)();
   box.replaceChildren(...lines.map((line, i) => h(i ? "div" : "strong", {}, line)));
@@ -20,19 +25,21 @@ function showTip(element) {
   box.style.top = `${above > 4 ? above : at.bottom + 8}px`;
 }
 
-const hideTip = () => {
+export const hideTip = () => {
   byId("tip").hidden = true;
 };
 
-for (const event of ["pointerover", "focusin"]) {
-  document.addEventListener(event, (e) => {
-    const element = e.target.closest && e.target.closest("[data-tip]");
-    if (element && tips.has(element)) showTip(element);
-    else hideTip();
+export function listenForTips() {
+  for (const event of ["pointerover", "focusin"]) {
+    document.addEventListener(event, (e) => {
+      const element = e.target.closest && e.target.closest("[data-tip]");
+      if (element && tips.has(element)) showTip(element);
+      else hideTip();
+    });
+  }
+  for (const event of ["pointerleave", "focusout"]) document.documentElement.addEventListener(event, hideTip);
+  document.addEventListener("scroll", hideTip, { capture: true, passive: true });
+  document.addEventListener("keydown", (e) => {
+    if (e.key === "Escape") hideTip();
   });
 }
-for (const event of ["pointerleave", "focusout"]) document.documentElement.addEventListener(event, hideTip);
-document.addEventListener("scroll", hideTip, { capture: true, passive: true });
-document.addEventListener("keydown", (e) => {
-  if (e.key === "Escape") hideTip();
-});

@@ -1,4 +1,8 @@
 // Groups, their rollouts and their rows, each built when it is opened.
+import { byId, h, moreButton, plainTable, quiet, words } from "./dom.js";
+import { chosen, fate, ofExpected } from "./model.js";
+import { NONE, count, isNumber, number, plural } from "./numbers.js";
+
 const PAGE = 25;
 let treeShown = PAGE;
 let treeView = null;
@@ -24,40 +28,17 @@ const ROW_COLUMNS = [
   ["weight", (row) => number(row.weight)],
   ["status", (row) => row.status ?? NONE],
   ["where it went", (row) => (row.reason ? `left: ${row.reason}` : "in the loss")],
-  ["staleness", (row) => count(row.lag)],
+  ["staleness", (row) => count(row.staleness)],
   ["minibatch", (row) => count(row.minibatch)],
   ["micro-batch", (row) => count(row.microbatch)],
   ["rank", (row) => count(row.rank)],
 ];
 
 function rowTable(rollout) {
-  return h(
-    "div",
-    { class: "across", tabindex: 0, role: "region", "aria-label": `Rows of rollout ${rollout.id}` },
-    h(
-      "table",
-      { class: "plain" },
-      h(
-        "thead",
-        {},
-        h(
-          "tr",
-          {},
-          ROW_COLUMNS.map(([name]) => h("th", { scope: "col" }, name)),
-        ),
-      ),
-      h(
-        "tbody",
-        {},
-        rollout.rows.map((row) =>
-          h(
-            "tr",
-            {},
-            ROW_COLUMNS.map(([, cell]) => h("td", {}, cell(row))),
-          ),
-        ),
-      ),
-    ),
+  return plainTable(
+    `Rows of rollout ${rollout.id}`,
+    ROW_COLUMNS.map(([name]) => name),
+    rollout.rows.map((row) => ROW_COLUMNS.map(([, cell]) => cell(row))),
   );
 }
 
@@ -78,10 +59,10 @@ function rolloutNode(rollout) {
 function groupNode({ group, rollouts }) {
   const facts = [
     `${ofExpected(group)} rollouts`,
-    `reward mean ${number(group.mean)}, std ${number(group.std)}`,
+    `reward mean ${number(group.reward_mean)}, std ${number(group.reward_std)}`,
     group.complete ? null : "incomplete",
-    group.flat ? "rewards all equal" : null,
-    isNumber(group.lag) && group.lag ? `staleness ${count(group.lag)}` : null,
+    group.zero_variance ? "rewards all equal" : null,
+    isNumber(group.staleness) && group.staleness ? `staleness ${count(group.staleness)}` : null,
   ]
     .filter(Boolean)
     .join(" · ");
@@ -100,31 +81,18 @@ function groupNode({ group, rollouts }) {
   return node;
 }
 
-function drawTree(view) {
+export function drawTree(view) {
   treeView = view;
   const lines = chosen(view.model, view.sort, view.filter);
   if (!view.model.groups.length) return words("There are no groups at this step.");
   if (!lines.length) return words("No rollout passes the filter chosen above.");
   const rest = lines.length - treeShown;
-  return [
-    ...lines.slice(0, treeShown).map(groupNode),
-    rest > 0
-      ? h(
-          "button",
-          {
-            type: "button",
-            class: "more",
-            on: {
-              click: () => {
-                treeShown += PAGE;
-                growTree(lines);
-              },
-            },
-          },
-          `show ${count(Math.min(rest, PAGE))} more of ${count(rest)}`,
-        )
-      : null,
-  ].filter(Boolean);
+  const showMore = () => {
+    treeShown += PAGE;
+    growTree(lines);
+  };
+  const more = `show ${count(Math.min(rest, PAGE))} more of ${count(rest)}`;
+  return [...lines.slice(0, treeShown).map(groupNode), ...(rest > 0 ? [moreButton(more, showMore)] : [])];
 }
 
 // Those that are open stay open.
@@ -137,7 +105,7 @@ function growTree(lines) {
   if (first) body.querySelectorAll("details.group")[treeShown - PAGE].firstChild.focus();
 }
 
-function openGroup(id) {
+export function openGroup(id) {
   const lines = chosen(treeView.model, treeView.sort, treeView.filter);
   const at = lines.findIndex(({ group }) => String(group.id) === String(id));
   while (at >= treeShown) {

@@ -1,5 +1,8 @@
 // One stop for the tab key; the arrow keys go from dot to dot.
-function walk(svg, grid) {
+import { hasTip, showTip } from "./tip.js";
+import { openGroup } from "./tree.js";
+
+export function walk(svg, grid) {
   const rows = grid.filter((dots) => dots.length);
   if (!rows.length) return;
   let [i, j] = [0, 0];
@@ -38,12 +41,12 @@ function walk(svg, grid) {
       rows[i][j].focus({ preventScroll: true });
       rows[i][j].scrollIntoView({ block: "nearest" });
       showTip(rows[i][j]);
-    } else if (e.key === "Enter" && tips.has(e.target)) {
+    } else if (e.key === "Enter" && hasTip(e.target)) {
       e.preventDefault(); // the summary that gets the focus would close again
       openGroup(e.target.dataset.group);
     }
   });
   svg.addEventListener("click", (e) => {
-    if (tips.has(e.target)) openGroup(e.target.dataset.group);
+    if (hasTip(e.target)) openGroup(e.target.dataset.group);
   });
 }

@@ -1,0 +1,75 @@
+// The data of the run. What is not listed here is not read: other modules get objects with these fields
+// alone. page_schema.py has the same lists and says what each field means; a test compares the two.
+const FIELDS = {
+  Run: ["title", "recipe", "steps", "curve_steps", "curves", "versus"],
+  RecipeStage: ["name", "text"],
+  Step: ["step", "funnel", "shown", "groups", "rows", "numbers"],
+  Level: ["name", "rows", "rollouts", "groups", "tokens", "out"],
+  Left: ["reason", "action", "rows", "rollouts", "groups", "tokens"],
+  Shown: ["groups", "of"],
+  Groups: [
+    "id",
+    "label",
+    "rollouts",
+    "expected",
+    "reward_mean",
+    "reward_std",
+    "zero_variance",
+    "complete",
+    "staleness",
+  ],
+  Rows: [
+    "row",
+    "group",
+    "rollout",
+    "reward",
+    "advantage",
+    "advantage_by_row",
+    "tokens",
+    "weight",
+    "status",
+    "reason",
+    "staleness",
+    "minibatch",
+    "microbatch",
+    "rank",
+  ],
+};
+
+// The fields of a level, and of what left there, that count something.
+export const UNITS = ["rows", "rollouts", "groups", "tokens"];
+
+const objectOf = (kind, valueOf) =>
+  Object.fromEntries(FIELDS[kind].map((name) => [name, valueOf(name) ?? null]));
+const read = (kind, value) => objectOf(kind, (name) => value[name]);
+
+// The lines of a table, of which the data has the columns.
+function readTable(kind, table) {
+  return table[FIELDS[kind][0]].map((_, i) => objectOf(kind, (name) => table[name][i]));
+}
+
+export const readGroups = (step) => readTable("Groups", step.groups);
+export const readRows = (step) => readTable("Rows", step.rows);
+
+// A group of which nothing is known.
+export const unknownGroup = () => objectOf("Groups", () => null);
+
+function readLevel(value) {
+  const level = read("Level", value);
+  return { ...level, out: level.out.map((left) => read("Left", left)) };
+}
+
+function readStep(value) {
+  const step = read("Step", value);
+  return { ...step, funnel: step.funnel.map(readLevel), shown: read("Shown", step.shown) };
+}
+
+// The run as the page has it, in JSON. The tables of a step stay columns until the step is shown.
+export function readRun(text) {
+  const run = read("Run", JSON.parse(text));
+  return {
+    ...run,
+    recipe: run.recipe.map((stage) => read("RecipeStage", stage)),
+    steps: run.steps.map(readStep),
+  };
+}

@@ -1,0 +1,59 @@
+// Numbers: as text, and as places on a scale.
+export const NONE = "–";
+
+export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+export const sum = (values) => values.reduce((total, value) => total + (value || 0), 0);
+export const plural = (n, word, many = `${word}s`) => `${count(n)} ${n === 1 ? word : many}`;
+
+export function extent(values) {
+  let low = Infinity;
+  let high = -Infinity;
+  for (const value of values) {
+    if (!isNumber(value)) continue;
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return low <= high ? [low, high] : null;
+}
+
+export function count(n) {
+  if (!isNumber(n)) return n === null || n === undefined ? NONE : String(n);
+  return (n || 0).toLocaleString("en-US").replace("-", "−"); // −0 is 0
+}
+
+// Four significant digits, without trailing zeros.
+export function number(n) {
+  if (!isNumber(n)) return n === null || n === undefined ? NONE : String(n);
+  if (Number.isInteger(n) && Math.abs(n) < 1e9) return count(n);
+  const size = Math.abs(n);
+  const text = size >= 1e6 || size < 1e-4 ? n.toExponential(2) : String(Number(n.toPrecision(4)));
+  return text.replaceAll("-", "−");
+}
+
+// Where all agree that value, and else their mean: the rows of a rollout share a reward, mostly.
+export function common(values) {
+  const known = values.filter(isNumber);
+  if (!known.length) return null;
+  return known.every((value) => value === known[0]) ? known[0] : sum(known) / known.length;
+}
+
+// A linear scale; a domain of one value, up to rounding, gets room on both sides.
+export function scale([low, high], [from, to]) {
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  if (high - low <= 1e-9 * size) [low, high] = [low - (size / 2 || 0.5), high + (size / 2 || 0.5)];
+  const map = (value) => from + ((value - low) / (high - low)) * (to - from);
+  map.domain = [low, high];
+  return map;
+}
+
+// Round numbers within the domain, about as many as asked for.
+export function ticks([low, high], wanted) {
+  const rough = (high - low) / Math.max(1, wanted);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((k) => k * power).find((size) => size >= rough * 0.999) || rough;
+  const found = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k += 1) {
+    found.push(Number((k * step).toPrecision(12)));
+  }
+  return found;
+}

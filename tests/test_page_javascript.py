@@ -1,0 +1,154 @@
+"""The page's JavaScript against the schema of its data, and its modules against one another."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from typing import is_typeddict
+
+import pages
+import pytest
+
+from headrace.pipeline.report import html, page_schema
+
+MODULES = html.read_modules()
+SCHEMAS = {
+    name: set(schema.__annotations__)
+    for name, schema in vars(page_schema).items()
+    if is_typeddict(schema) and name != "RunRequired"
+}
+# The words by which the modules call an object that data.js has read, and what model.js adds to it.
+WORDS = {
+    "run": ("Run",),
+    "step": ("Step",),
+    "shown": ("Shown",),
+    "level": ("Level",),
+    "stage": ("Level", "RecipeStage"),
+    "out": ("Left",),
+    "group": ("Groups",),
+    "row": ("Rows",),
+}
+ADDED = {"group": {"members"}}
+
+
+def listed_fields() -> dict[str, list[str]]:
+    """The constant FIELDS of data.js."""
+    block = re.search(r"^const FIELDS = \{\n(.*?)^\};$", MODULES["data.js"], re.M | re.S)[1]
+    entry = r'\s*(\w+): \[((?:\s*"\w+",?)+)\s*\],\s*'
+    assert not re.sub(entry, "", block), "FIELDS must be lists of names alone"
+    return {kind: re.findall(r'"(\w+)"', names) for kind, names in re.findall(entry, block)}
+
+
+def listed_units() -> set[str]:
+    """The constant UNITS of data.js: names with which a field is looked up."""
+    return set(
+        re.findall(r'"(\w+)"', re.search(r"^export const UNITS = \[(.*)\];$", MODULES["data.js"], re.M)[1])
+    )
+
+
+def accesses(word: str) -> set[str]:
+    """What follows `word.` anywhere in the modules."""
+    return {name for text in MODULES.values() for name in re.findall(rf"(?<![\w.]){word}\.(\w+)", text)}
+
+
+def test_the_javascript_reads_the_keys_of_the_schema_and_no_others():
+    fields = listed_fields()
+    assert {kind: set(names) for kind, names in fields.items()} == SCHEMAS
+    assert all(len(names) == len(set(names)) for names in fields.values())
+
+
+def test_the_data_is_read_in_one_module():
+    assert [name for name, text in MODULES.items() if "JSON.parse" in text] == ["data.js"]
+    uses = [use for text in MODULES.values() for use in re.findall(r'.*byId\("run"\).*', text)]
+    assert uses == ['const run = readRun(byId("run").textContent);']
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_no_module_asks_for_a_field_that_there_is_not(word):
+    known = set().union(*(SCHEMAS[kind] for kind in WORDS[word])) | ADDED.get(word, set())
+    assert accesses(word) - known == set()
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_each_field_is_used_by_a_module(kind):
+    used = set().union(*(accesses(word) for word, kinds in WORDS.items() if kind in kinds))
+    units = listed_units() if kind in ("Level", "Left") else set()
+    assert units <= SCHEMAS[kind] or not units
+    assert SCHEMAS[kind] - used - units == set()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_import_is_used_and_each_export_imported(name):
+    text = MODULES[name]
+    imports = re.compile(r"^import \{([^}]*)\} from .*;$", re.M)
+    body = imports.sub("", text)
+    for word in re.findall(r"\w+", " ".join(imports.findall(text))):
+        assert re.search(rf"(?<!\w)(?:(?<!\.)|(?<=\.\.\.)){word}\b", body), (
+            f"{name} imports {word} and does not use it"
+        )
+    taken = {
+        word
+        for other in MODULES.values()
+        for names in re.findall(rf'^import \{{([^}}]*)\}} from "\./{re.escape(name)}";$', other, re.M)
+        for word in re.findall(r"\w+", names)
+    }
+    assert set(re.findall(r"^export (?:function|const|class) (\w+)", text, re.M)) == taken
+
+
+@pytest.fixture
+def node(tmp_path):
+    """Runs a module that may import the page's, and reads the JSON that it prints."""
+    if not shutil.which("node"):
+        pytest.skip("needs node")
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+
+    def run(text: str):
+        (tmp_path / "test.js").write_text(text)
+        done = subprocess.run(
+            ["node", "test.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_every_module_but_the_one_that_starts_is_imported_without_a_page(node):
+    names = [name for name in MODULES if name != "page.js"]
+    text = "".join(f'import "./{name}";\n' for name in names)
+    assert node(text + "console.log(1)") == 1
+
+
+def test_numbers_have_four_digits_and_ticks_are_round(node):
+    shown = node("""
+        import { count, extent, number, scale, ticks } from "./numbers.js";
+        console.log(JSON.stringify([
+          [0.123456, -0.5, 1234567, 1.5e-7, null].map(number), count(-0),
+          extent([3, null, NaN, -1]), extent([null]), ticks([0, 1], 4), scale([0, 10], [100, 200])(2.5),
+        ]));
+    """)
+    numbers = ["0.1235", "−0.5", "1,234,567", "1.50e−7", "–"]
+    assert shown == [numbers, "0", [-1, 3], None, [0, 0.5, 1], 125]
+
+
+def test_a_model_is_made_of_the_tables(node):
+    """Group 8 has rollouts of 1, 2, 1 and 3 rows; one row of the last was truncated."""
+    data = json.dumps(html.plain(pages.incomplete_run()))
+    shown = node(f"""
+        import {{ readRun }} from "./data.js";
+        import {{ chosen, fate, modelOf, ofExpected }} from "./model.js";
+        const model = modelOf(readRun({data!r}).steps[0]);
+        const last = model.groups.at(-1);
+        console.log(JSON.stringify([
+          model.groups.map(ofExpected), last.members.map((rollout) => rollout.rows.length),
+          fate(last.members[3]), chosen(model, "std", "left").map(({{ group }}) => group.id),
+        ]));
+    """)
+    expected = ["4 of 4", "3 of 4", "4 of 4", "2 of 4", "4 of 4"]
+    assert shown[:2] == [expected, [1, 2, 1, 3]]
+    # One rollout of group 1 left whole, and all of groups 2 and 5.
+    assert shown[2:] == ["partly in the loss; rows left: filter/truncated", [1, 2, 5]]
