@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from headrace.pipeline.report.page_schema import Groups, Rows
@@ -193,6 +194,7 @@ def hostile_run() -> dict[str, Any]:
     return run_of(made, made | {"step": 1, "numbers": {HOSTILE: 1.0}}, title=HOSTILE, **curves)
 
 
+@cache
 def large_run(rows: int = 5000) -> dict[str, Any]:
     chance = random.Random(0)
     made = [row for g in range(rows // 25) for row in rollouts_of(g, [chance.gauss(0, 1) for _ in range(25)])]

@@ -49,15 +49,14 @@ def driver():
 def look(driver, tmp_path):
     """Opens a run's page; at the end of the test its console must be empty."""
 
-    def open_page(run, *, scheme="light", width=1200, motion="no-preference"):
+    def open_page(run, *, width=1200, motion="no-preference"):
         write_page(run, tmp_path / "page.html")
-        media = [{"name": "prefers-color-scheme", "value": scheme}]
-        media += [{"name": "prefers-reduced-motion", "value": motion}]
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+        page = Page(driver)
+        page.show_as("light", motion)
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         driver.get((tmp_path / "page.html").as_uri())
-        return Page(driver)
+        return page
 
     yield open_page
     assert driver.get_log("browser") == []
@@ -67,12 +66,28 @@ class Page:
     def __init__(self, driver):
         self.driver = driver
 
+    def show_as(self, scheme, motion="no-preference"):
+        media = [{"name": "prefers-color-scheme", "value": scheme}]
+        media += [{"name": "prefers-reduced-motion", "value": motion}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+
     def all(self, selector):
         return self.driver.find_elements("css selector", selector)
 
     def one(self, selector):
         (found,) = self.all(selector)
         return found
+
+    def count(self, selector):
+        return self.driver.execute_script("return document.querySelectorAll(arguments[0]).length", selector)
+
+    def seen(self, selector):
+        """The text of the one such element, as far as it is not hidden."""
+        script = "const [e, ...more] = document.querySelectorAll(arguments[0]); "
+        script += "return [e.checkVisibility() ? e.innerText : '', more.length]"
+        text, more = self.driver.execute_script(script, selector)
+        assert not more, selector
+        return text.strip()
 
     def texts(self, selector):
         script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
@@ -102,14 +117,14 @@ class Page:
         raise AssertionError(f"{selector} stayed empty")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", [*pages.RUNS, "hostile"])
-def test_every_panel_says_something_and_the_console_nothing(look, name, scheme):
-    run = pages.hostile_run() if name == "hostile" else pages.RUNS[name]()
-    page = look(run, scheme=scheme)
-    for panel in PANELS:
-        assert page.one(f"#{panel} .body").text
-    assert page.one("#summary").text.startswith("Step ")
+def test_every_panel_says_something_and_the_console_nothing(look, name):
+    page = look(pages.hostile_run() if name == "hostile" else pages.RUNS[name]())
+    for scheme in ("light", "dark"):
+        page.show_as(scheme)
+        for panel in PANELS:
+            assert page.seen(f"#{panel} .body"), panel
+        assert page.seen("#summary").startswith("Step ")
 
 
 @pytest.mark.parametrize("name", ["fan-out", "incomplete", "filtered"])
@@ -195,7 +210,7 @@ def test_the_funnel_tells_what_left_and_how(look):
         assert words in said
     assert page.texts("#funnel tr.out:nth-child(3) td .number") == ["−4", "−4", "2", "−393"]
     # Group 5 left for two reasons, so neither takes whole groups away: no minus, and no bar.
-    assert len(page.all("#funnel tr.out:nth-child(3) td rect.left")) == 3
+    assert page.count("#funnel tr.out:nth-child(3) td rect.left") == 3
     assert page.texts("#funnel tr.stage td[data-unit=rows] .number") == ["20", "15", "15", "14", "14", "13"]
 
 
@@ -233,7 +248,7 @@ def test_ids_beyond_a_double_are_told_apart_and_in_order(look):
         row["group"], row["rollout"] = big + 1 - row["group"], big + k
     page = look(pages.run_of(pages.step_of(rows, size=2)))
     assert page.values("#strip .line", "data-group") == [str(big), str(big + 1)]
-    assert len(page.all("#strip .scroll .dot")) == 4
+    assert page.count("#strip .scroll .dot") == 4
 
 
 def test_rows_that_a_count_by_rows_would_change_are_counted(look):
@@ -246,7 +261,7 @@ def test_rows_that_a_count_by_rows_would_change_are_counted(look):
     page = look(run)
     assert f"would change {len(differ)} of {len(pairs)} rows" in page.one(".said").text
     assert f"flip the sign of {flips}." in page.one(".said").text
-    drawn = [len(page.all(f".scatter .point.{kind}")) for kind in ("same", "differs", "flips")]
+    drawn = [page.count(f".scatter .point.{kind}") for kind in ("same", "differs", "flips")]
     assert drawn == [len(pairs) - len(differ), len(differ) - flips, flips]
     assert page.all(".scatter .diagonal")
 
@@ -269,12 +284,28 @@ def test_the_tree_is_built_when_opened_and_says_why_each_row_left(look):
 def test_a_long_tree_is_shown_in_parts_and_a_dot_opens_its_group(look):
     rows = [row for group in range(60) for row in pages.rollouts_of(group, [0, 1])]
     page = look(pages.run_of(pages.step_of(rows, size=2)), motion="reduce")
-    assert len(page.all("#tree details.group")) == 25
+    assert page.count("#tree details.group") == 25
     page.driver.execute_script(
         "document.querySelector('.dot[data-group=\"55\"]').dispatchEvent(new Event('click', {bubbles: true}))"
     )
     assert page.values("#tree details.group[open]", "data-group") == ["55"]
     assert page.texts("#tree details.group[open] details.rollout .name") == ["rollout 5500", "rollout 5501"]
+
+
+def test_what_is_not_shown_yet_is_a_button_away(look):
+    """Of 60 groups 25 at a time, and the focus goes on with the first new one; of 20 metrics 12, then all."""
+    rows = [row for group in range(60) for row in pages.rollouts_of(group, [0, 1])]
+    curves = {"curve_steps": [0, 1], "curves": {f"metric {k}": [0.0, 1.0] for k in range(20)}}
+    page = look(pages.run_of(pages.step_of(rows, size=2), **curves))
+    assert page.texts("button.more") == ["show 25 more of 35", "show all 20 metrics"]
+    page.one("#tree button.more").click()
+    assert page.count("#tree details.group") == 50
+    focus = "return document.activeElement.parentElement.dataset.group"
+    assert page.driver.execute_script(focus) == "25"
+    assert page.count("#curves figure") == 12
+    page.one("#curves button.more").click()
+    assert page.count("#curves figure") == 20
+    assert page.texts("button.more") == ["show 10 more of 10"]
 
 
 def test_the_strip_is_read_by_the_keyboard(look):
@@ -316,7 +347,7 @@ def test_tapes_show_each_rank_and_its_tokens(look):
     first = [totals[0, 0], totals[0, 1]]
     ratio = max(first) / (sum(first) / 2)
     assert f"max / mean: {ratio:.2f} over 2 ranks" in page.texts("#tape h3")[0]
-    assert len(page.all("#tape .piece")) == 12
+    assert page.count("#tape .piece") == 12
 
 
 def test_rows_without_minibatch_or_rank_are_one_tape(look):
@@ -340,7 +371,7 @@ def test_the_step_is_chosen_and_marked_on_the_curves(look):
     page.choose("number", "9")
     assert page.one("#summary").text.startswith("Step 10:")
     assert page.texts("#curves figure .number")[0] == "0.6862"  # 1 − 0.9^11
-    assert len(page.all("#curves .multiples .now")) == 4  # all but the curve without a number
+    assert page.count("#curves .multiples .now") == 4  # all but the curve without a number
     assert "no number at any step" in page.one("#curves").text
 
 
@@ -363,7 +394,7 @@ def test_one_row_of_nothing_but_nulls_is_drawn(look):
     for unit in pages.UNITS:
         made["funnel"][0][unit] = None
     page = look(pages.run_of(made))
-    assert len(page.all("#strip .scroll .dot.none")) == 1
+    assert page.count("#strip .scroll .dot.none") == 1
     page.open("details.group")
     page.open("details.rollout")
 
@@ -377,7 +408,7 @@ def test_rewards_of_any_size_are_drawn(look, rewards):
         row["advantage"] = row["advantage_by_row"] = row["reward"]
     page = look(pages.run_of(pages.step_of(rows, size=2)))
     assert all(0 < float(x) < 1200 for x in page.values("#strip .scroll .dot", "cx"))
-    assert 1 <= len(page.all("#strip .grid")) < 20
+    assert 1 <= page.count("#strip .grid") < 20
     assert "−0" not in page.texts("#strip .axis text")
 
 
@@ -406,7 +437,7 @@ def test_a_hostile_run_is_shown_as_text_and_runs_nothing(look):
     page.driver.execute_script("for (const e of document.querySelectorAll('details')) e.open = true")
     assert page.driver.execute_script("return window.ran") is None
     assert not page.all("img")
-    assert len(page.all("script")) == 2
+    assert page.count("script") == 2
     assert page.texts("h1") == [pages.HOSTILE]
     assert page.texts("p.prompt") == [pages.HOSTILE]
     assert f"left: gate/{pages.HOSTILE}" in page.texts("#tree td")
@@ -447,21 +478,23 @@ return found;
 """
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["fan-out", "incomplete", "empty"])
-def test_all_text_has_a_contrast_of_at_least_4_5(look, name, scheme):
-    page = look(pages.RUNS[name](), scheme=scheme)
+def test_all_text_has_a_contrast_of_at_least_4_5(look, name):
+    page = look(pages.RUNS[name]())
     page.open("details.group")
     page.driver.execute_script("const d = document.querySelector('.dot'); if (d) d.focus()")
-    found = page.driver.execute_script(CONTRAST)
-    assert len(found) > 20
-    assert [entry for entry in found if entry[0] < 4.5] == []
+    for scheme in ("light", "dark"):
+        page.show_as(scheme)
+        found = page.driver.execute_script(CONTRAST)
+        assert len(found) > 20
+        assert [entry for entry in found if entry[0] < 4.5] == []
 
 
 def test_the_themes_differ(look):
-    assert look(pages.empty_run()).css("body", "backgroundColor") != look(
-        pages.empty_run(), scheme="dark"
-    ).css("body", "backgroundColor")
+    page = look(pages.empty_run())
+    light = page.css("body", "backgroundColor")
+    page.show_as("dark")
+    assert page.css("body", "backgroundColor") != light
 
 
 @pytest.mark.parametrize("width", [360, 700, 1600])
@@ -482,9 +515,9 @@ def test_nothing_is_wider_than_the_window(look, name, width):
 
 def test_five_thousand_rows_are_drawn(look):
     page = look(pages.large_run(5000))
-    assert len(page.all("#strip .scroll .dot")) == 5000
+    assert page.count("#strip .scroll .dot") == 5000
     assert "show 200 of 1,234 groups" in page.one("#sampled").text
-    assert len(page.all("#tape .rank")) == 32
+    assert page.count("#tape .rank") == 32
 
 
 def real_report(batch, step=0, **changes):
@@ -495,12 +528,11 @@ def real_report(batch, step=0, **changes):
     return make_report(pipeline, step=step)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_of_a_real_report_shows_its_rollouts_reasons_and_tapes(look, make_batch, scheme):
+def test_the_page_of_a_real_report_shows_its_rollouts_reasons_and_tapes(look, make_batch):
     report = real_report(busy_batch(make_batch))
     empty = Pipeline(stages())
     empty(busy_batch(make_batch)[:0])
-    page = look(page_data([report, make_report(empty, step=1)], title="real"), scheme=scheme)
+    page = look(page_data([report, make_report(empty, step=1)], title="real"))
     assert page.one("#summary").text == "Step 1: no rows were collected."
     page.one("#previous").click()
     dots = page.values("#strip .scroll .dot", "data-rollout")

@@ -97,19 +97,30 @@ def test_each_import_is_used_and_each_export_imported(name):
     assert set(re.findall(r"^export (?:function|const|class) (\w+)", text, re.M)) == taken
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_each_function_of_another_module_that_is_called_is_imported(name):
+    """Without an import the call fails, but only where the page gets to it."""
+    text = MODULES[name]
+    exports = re.findall(r"^export (?:function|const) (\w+)", "\n".join(MODULES.values()), re.M)
+    called = {word for word in exports if re.search(rf"(?<![\w.]){word}\(", text)}
+    imported = re.findall(r"\w+", " ".join(re.findall(r"^import \{([^}]*)\}", text, re.M)))
+    declared = re.findall(r"\b(?:function|const|let) (\w+)", text)
+    assert called - {*imported} - {*declared} == set()
+
+
 @pytest.fixture
 def node(tmp_path):
     """Runs a module that may import the page's, and reads the JSON that it prints."""
     if not shutil.which("node"):
         pytest.skip("needs node")
     for name, text in MODULES.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "package.json").write_text('{"type": "module"}')
 
     def run(text: str):
-        (tmp_path / "test.js").write_text(text)
+        (tmp_path / "test.js").write_text(text, encoding="utf-8")
         done = subprocess.run(
-            ["node", "test.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+            ["node", "test.js"], cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60, check=False
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
