@@ -4,13 +4,17 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test lint types bench docs clean
+.PHONY: demo test check lint types bench generate clean
 
 demo: $(STAMP)
 	$(BIN)/headrace $(ARGS)
 
 test: lint types
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
+
+# The tests that matter most, in under a minute: laws, golden numbers, the contract, the house.
+check: lint types
+	$(BIN)/python -m pytest -n auto -m "not slow" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -27,8 +31,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/replay.py
 
-docs: $(STAMP)
-	$(BIN)/python docs/make_recipes.py
+# What follows from the code: the YAML nodes of the stages, and the page of recipes.
+generate: $(STAMP)
+	$(BIN)/python tools/make_stages.py
+	$(BIN)/python tools/make_recipes.py
 
 # torch alone and first: see constraints.txt.
 $(STAMP): pyproject.toml constraints.txt

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from timing import measure
 
-from headrace.transforms.balance import balance_evenly
+from headrace.transforms.split.balance import balance_evenly
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from karmarkar_karp import imbalance, largest_differencing, lengths_of

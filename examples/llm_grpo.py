@@ -29,8 +29,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headrace.pipeline import RepeatSampler, load_pipeline
-from headrace.pipeline.optimise import optimise
+from headrace.pipeline import RepeatSampler, load_pipeline, optimise
 from headrace.transforms import split_minibatches
 
 DIGITS, MAX_LENGTH = "0123456789", 3

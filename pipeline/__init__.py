@@ -1,17 +1,17 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
 from .load import ConfigError, build_pipeline, load_pipeline
-from .optimise import optimise, total_loss
 from .pipeline import Pipeline
 from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
-from .sampler import RepeatSampler, stamp_ids
+from .run import Run
 from .stage import StageError
-from .token_loss import TokenGRPOLoss
+from .train import RepeatSampler, TokenGRPOLoss, optimise, stamp_ids, total_loss
 
 __all__ = [
     "ConfigError",
     "Pipeline",
     "RepeatSampler",
+    "Run",
     "StageError",
     "StepReport",
     "TokenGRPOLoss",

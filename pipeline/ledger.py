@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.base import has_key
+from headrace.transforms.base import Effect
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.rows import device_of
+from headrace.transforms.schema import has_key
 
 TRAINED = "trained"
 
@@ -27,17 +28,17 @@ class Ledger:
     """
 
     def __init__(self, batch: TensorDictBase, units: Mapping[str, NestedKey]):
+        self.units = units
         self.reason = torch.zeros(len(batch), dtype=torch.int64, device=device_of(batch))
         self.names: list[str] = [TRAINED]
         self.actions: list[str] = [TRAINED]
         self.ids = {unit: batch.get(key).reshape(-1) for unit, key in units.items() if has_key(batch, key)}
 
-    def admit(self, batch: TensorDictBase, units: Mapping[str, NestedKey]) -> Tensor:
+    def add_carried(self, batch: TensorDictBase) -> Tensor:
         """Give numbers to rows that an earlier batch left for this one.
 
         Args:
             batch: TensorDict ``[n]``, those rows alone.
-            units: the keys of ids, as at the door.
 
         Returns:
             (n,) int64, their row numbers.
@@ -45,26 +46,26 @@ class Ledger:
         start = len(self.reason)
         self.reason = torch.cat([self.reason, self.reason.new_zeros(len(batch))])
         for unit, ids in self.ids.items():
-            more = batch.get(units[unit]).reshape(-1)
+            more = batch.get(self.units[unit]).reshape(-1)
             self.ids[unit] = torch.cat([ids, more.to(ids.dtype)])
         return torch.arange(start, len(self.reason), device=self.reason.device)
 
     def judge(
         self,
         stage: str,
-        reasons: Iterable[str],
+        reasons: Sequence[str],
         rows: Tensor,
         verdict: Tensor | None,
-        action: str = "dropped",
+        effects: Sequence[Effect] = (),
     ) -> None:
         """Record the verdicts of a stage on `rows` (M,), the row numbers that it saw.
 
-        A row that has left already keeps its first reason. `action` is what became of it: ``masked``,
-        ``excluded``, ``dropped`` or ``carried``. No device read.
+        A row that has left already keeps its first reason. `effects` are what becomes of rows, by reason;
+        empty: they are dropped. No device read.
         """
-        base, reasons = len(self.names) - 1, list(reasons)
+        base = len(self.names) - 1
         self.names += [f"{stage}/{reason}" for reason in reasons]
-        self.actions += ["carried" if reason == "carried" else action for reason in reasons]
+        self.actions += effects or ["dropped"] * len(reasons)
         if verdict is not None:
             before = self.reason.index_select(0, rows)
             after = torch.where((before == 0) & (verdict > 0), verdict.long() + base, before)

@@ -20,16 +20,16 @@ from headrace.transforms import BatchError
 from .load import ConfigError, explain_composition
 from .sources import SourceError
 from .tasks.compare import compare
-from .tasks.plan import plan
+from .tasks.group_sizes import plan_group_sizes
 from .tasks.replay import replay
-from .train import Interrupted, train
+from .train import TrainingInterrupted, train
 
 REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, FileExistsError)
-TASKS = {"train": train, "replay": replay, "plan": plan}
+TASKS = {"train": train, "replay": replay, "plan": plan_group_sizes}
 
 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
-def run(config: DictConfig) -> float:
+def run_task(config: DictConfig) -> float:
     """Run the task that the command line composed."""
     hydra_config = HydraConfig.get()
     output = Path(hydra_config.runtime.output_dir)
@@ -47,8 +47,8 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing a trace of its own and leaving
     os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
     try:
-        run()
-    except Interrupted:
+        run_task()
+    except TrainingInterrupted:
         sys.exit(130)
     except REFUSALS as err:
         refuse(err)

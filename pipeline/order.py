@@ -6,8 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from headrace.transforms import ShuffleSplit
-from headrace.transforms.columns import MINIBATCH
+from headrace.transforms.schema import MINIBATCH
 
 
 def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def check_order(stages: Mapping[str, Callable]) -> None:
         for later in names[i + 1 :]:
             later_reads, later_writes, _ = _keys(stages[later])
             takes_out = bool(getattr(stages[later], "reasons", ()))
-            if isinstance(stages[name], ShuffleSplit) and (MINIBATCH not in later_reads or takes_out):
+            if getattr(stages[name], "cuts", False) and (MINIBATCH not in later_reads or takes_out):
                 raise ValueError(
                     f"stage {later!r} comes after {name!r}, which cuts the batch into minibatches: only a "
                     f"stage that reads how it was cut, {MINIBATCH!r} in its in_keys, and takes no rows out "

@@ -8,6 +8,8 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
+from headrace.transforms.errors import BatchError
+
 
 class StageError(RuntimeError):
     """A stage failed otherwise than by refusing its data; ``__cause__`` is what it raised."""
@@ -26,6 +28,12 @@ class CallableStage(nn.Module):
 
     def __repr__(self) -> str:
         return getattr(self.function, "__name__", repr(self.function))
+
+
+def with_stage(name: str, stage: nn.Module, error: Exception) -> Exception:
+    """The error of a stage, with the stage's name and options: of its own class if it refused its data."""
+    kind = type(error) if isinstance(error, BatchError) else StageError
+    return kind(f"stage {name!r}, {stage!r}: {error}")
 
 
 def as_module(stage: Any) -> nn.Module:

@@ -12,9 +12,7 @@ from tensordict import TensorDict
 from torchrl.objectives.llm import GRPOLoss
 
 from headrace.pipeline import Pipeline, TokenGRPOLoss, optimise, total_loss
-from headrace.transforms import BatchError, LossWeight, SampleFilter, ShuffleSplit
-from headrace.transforms.means import MEANS
-from headrace.transforms.rows import take_rows
+from headrace.transforms import BatchError, LossWeight, SampleFilter, ShuffleSplit, take_rows
 
 LENGTH = 6
 
@@ -79,6 +77,9 @@ def gradient(
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative, in the Euclidean norm."""
     return float((found - expected).norm() / expected.norm())
+
+
+MEANS = ("token", "sample", "rollout", "group", "constant")
 
 
 def run_rank(rank: int, world: int, folder: str) -> None:

@@ -106,7 +106,7 @@ def test_replay_buffers_save_the_state_of_the_split():
     fresh = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=6)
     fresh.append_transform(restored := make_pipeline(), invert=True)
     fresh.load_state_dict(first.state_dict())
-    assert restored.stages["split"].calls == 1
+    assert restored.stages["split"].state.calls == 1
 
 
 class TensorDictLoss(GRPOLoss):

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from karmarkar_karp import imbalance, largest_differencing, lengths_of
 
-from headrace.transforms.balance import balance_evenly, balance_within
-from headrace.transforms.bins import even_out, first_fit, lightest_first, one_more_for_empty
-from headrace.transforms.errors import BatchError
+from headrace.transforms import BatchError
+from headrace.transforms.split.balance import balance_evenly, balance_within
+from headrace.transforms.split.bins import even_out, first_fit, lightest_first, one_more_for_empty
 
 KINDS = ("lognormal", "bimodal", "uniform")
 COSTS = st.one_of(

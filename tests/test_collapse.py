@@ -12,7 +12,7 @@ from headrace.transforms import (
     MissingKeyError,
     collapse_fan_out,
 )
-from headrace.transforms.columns import COUNTED, REWARD, SPEAKS
+from headrace.transforms.schema import COUNTED, IS_FIRST_SEGMENT, REWARD
 
 
 def test_the_batch_keeps_its_shape_and_gains_two_columns(make_batch):
@@ -20,13 +20,12 @@ def test_the_batch_keeps_its_shape_and_gains_two_columns(make_batch):
     out = FanOutCollapse()(batch)
     assert out.shape == batch.shape
     assert out[REWARD].tolist() == [1, 3, 3]
-    assert out[SPEAKS].tolist() == [True, True, False]
+    assert out[IS_FIRST_SEGMENT].tolist() == [True, True, False]
 
 
 def test_the_mean_reward_is_over_rollouts_and_not_rows(make_batch):
-    stage = FanOutCollapse()
-    stage(make_batch([1.0, 4, 4, 4], [0, 0, 0, 0], [0, 1, 1, 1]))
-    assert stage.metrics == {"rollouts": 2, "reward_mean": 2.5}
+    outcome = FanOutCollapse().run(make_batch([1.0, 4, 4, 4], [0, 0, 0, 0], [0, 1, 1, 1]))
+    assert outcome.metrics == {"rollouts": 2, "reward_mean": 2.5}
 
 
 def test_siblings_must_agree_unless_told_how_they_add_up(make_batch):
@@ -63,7 +62,7 @@ def test_excluded_rows_are_neither_used_nor_checked(make_batch):
     batch[COUNTED] = torch.tensor([False, True, True])
     out = FanOutCollapse()(batch)
     assert out[REWARD].tolist() == [0, 1, 3]
-    assert out[SPEAKS].tolist() == [False, True, True]
+    assert out[IS_FIRST_SEGMENT].tolist() == [False, True, True]
     assert GroupRelativeAdvantage(scale="none")(out)["advantage"].flatten().tolist() == [0, -1, 1]
 
 

@@ -39,23 +39,23 @@ def test_failed_and_aborted_rollouts_do_not_count_and_truncated_do(make_batch):
         r"group 2 has 1 of 2 \(1 aborted, 1 completed\)",
     ):
         CompletenessGate(group_size=2)(batch)
-    gate = CompletenessGate(group_size=2, on_incomplete="drop")
-    assert gate(batch)["group_id"].tolist() == [0, 0]
-    assert gate.verdict.tolist() == [0, 0, 1, 2, 2, 1]
+    outcome = CompletenessGate(group_size=2, on_incomplete="drop").run(batch)
+    assert outcome.batch["group_id"].tolist() == [0, 0]
+    assert outcome.verdict.tolist() == [0, 0, 1, 2, 2, 1]
 
 
 def test_one_failed_segment_fails_the_rollout(make_batch):
     batch = make_batch([0.0] * 3, [0, 0, 0], [0, 1, 1], status=[DONE, DONE, FAILED])
-    gate = CompletenessGate(group_size=2, on_incomplete="keep", min_rollouts=1)
-    assert gate(batch)["rollout_id"].tolist() == [0]
-    assert gate.verdict.tolist() == [0, 2, 2]
+    outcome = CompletenessGate(group_size=2, on_incomplete="keep", min_rollouts=1).run(batch)
+    assert outcome.batch["rollout_id"].tolist() == [0]
+    assert outcome.verdict.tolist() == [0, 2, 2]
 
 
 def test_a_failed_rollout_never_passes_even_if_a_retry_made_its_group_complete(make_batch):
     batch = make_batch([0.0] * 3, [0, 0, 0], status=[DONE, FAILED, DONE])
-    gate = CompletenessGate(group_size=2)
-    assert gate(batch)["rollout_id"].tolist() == [0, 2]
-    assert gate.verdict.tolist() == [0, 2, 0]
+    outcome = CompletenessGate(group_size=2).run(batch)
+    assert outcome.batch["rollout_id"].tolist() == [0, 2]
+    assert outcome.verdict.tolist() == [0, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,9 @@ def test_a_group_that_is_missing_entirely_is_caught(make_batch):
     with pytest.raises(IncompleteGroupsError, match=r"group 8 has 0 of 2 \(no rows\)"):
         CompletenessGate(group_size=2, expected_groups=[3, 8])(batch)
     gate = CompletenessGate(group_size=2, expected_groups=lambda: [3, 8, 9], on_incomplete="drop")
-    assert len(gate(batch)) == 2
-    assert gate.metrics["missing_groups"] == 2
+    outcome = gate.run(batch)
+    assert len(outcome.batch) == 2
+    assert outcome.metrics["missing_groups"] == 2
     with pytest.raises(BatchError, match="not dispatched: 3"):
         CompletenessGate(group_size=2, expected_groups=[8])(batch)
 

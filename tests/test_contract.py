@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from itertools import product
+from typing import get_args
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ from headrace.transforms import (
     StateAdvantage,
     TurnDiscount,
 )
-from headrace.transforms.columns import RETURN, REWARD
+from headrace.transforms.checks import broken
+from headrace.transforms.schema import IN_LOSS, PADDING, RETURN, REWARD
 
 
 def make_stages() -> dict[str, BatchTransform]:
@@ -250,54 +252,169 @@ def options_of(stage: BatchTransform) -> list[str]:
     return [p.name for p in parameters]
 
 
-@every
-def test_a_missing_column_is_named_with_the_option(name, make_batch):
-    stage = make_stages()[name]
-    needed = [key for key in stage.in_keys if isinstance(key, str) or key[0] != "headrace"]
-    for key in needed:
-        if key == "status" or not hasattr(rows(make_batch).get(key, None), "shape"):
-            continue  # optional columns
-        with pytest.raises(MissingKeyError, match=r"_key\)|put \w+ before it"):
-            stage(rows(make_batch).exclude(key, "headrace"))
+# The columns that each stage cannot do without: every one missing is an error that says what to do.
+NEEDED = {
+    "gate": ["group_id", "rollout_id"],
+    "collapse": [("next", "reward"), "rollout_id", "group_id"],
+    "filter-mask": [("next", "reward")],
+    "filter-exclude": [("next", "reward"), "rollout_id"],
+    "filter-drop": [("next", "reward"), "group_id"],
+    "advantage": [("next", "reward"), "group_id"],
+    "split": ["rollout_id"],
+    "split-microbatches": [("masks", "all_attention_mask")],
+    "split-budget": ["group_id", ("masks", "all_attention_mask")],
+    "split-carry": [],
+    "weight": ["rollout_id", ("masks", "all_assistant_mask")],
+    "weight-fold": ["rollout_id", "advantage", ("masks", "all_assistant_mask")],
+    "overlong": [("masks", "all_assistant_mask"), "rollout_id", REWARD],
+    "length": [("masks", "all_assistant_mask"), "rollout_id", REWARD],
+    "reward-scale": [REWARD],
+    "whitening": ["advantage"],
+    "turn-discount": ["advantage", "rollout_id"],
+    "to-go": [("next", "reward"), "rollout_id"],
+    "states": ["advantage", "group_id", "rollout_id", RETURN],
+    "pipeline": ["group_id", "rollout_id", ("next", "reward")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for name, keys in NEEDED.items() for key in keys], ids=str
+)
+def test_a_missing_column_is_named_with_what_to_do(name, key, make_batch):
+    assert set(NEEDED) == set(NAMES)
+    batch = rows(make_batch)
+    if key != REWARD and name not in ("overlong", "length", "reward-scale"):
+        batch = batch.exclude(REWARD)  # where it is not there, the reward as collected is what is read
+    if name.startswith("weight"):
+        batch = batch.exclude(("log_probs", "full"))
+    make_stages()[name](batch)  # with the column all is well
+    with pytest.raises(MissingKeyError, match=r"_key\)|put \w+ before it") as info:
+        make_stages()[name](batch.exclude(key))
+    assert repr(key) in str(info.value)
+
+
+def test_only_the_split_by_sample_needs_no_column():
+    assert [name for name, keys in NEEDED.items() if not keys] == ["split-carry"]
 
 
 @every
-def test_a_verdict_is_given_for_every_row(name, make_batch):
+def test_nothing_of_a_batch_stays_on_the_stage(name, make_batch):
+    """``vars`` are what they were, but for those stages that declare a state."""
     stage = make_stages()[name]
-    out = stage(rows(make_batch))
-    if stage.reasons:
-        assert stage.verdict.shape == (8,)
-        assert int(stage.verdict.max()) <= len(stage.reasons)
-        if name in ("gate", "filter-drop", "split"):
-            assert int((stage.verdict == 0).sum()) == len(out)
+    before = dict(vars(stage))
+    inside = {
+        key: dict(vars(each)) for key, each in getattr(stage, "stages", {}).items() if not each.stateful
+    }
+    for _ in range(2):
+        stage(rows(make_batch))
+    if not stage.stateful and not isinstance(stage, Pipeline):
+        assert vars(stage) == before
+    assert inside == {
+        key: dict(vars(each)) for key, each in getattr(stage, "stages", {}).items() if not each.stateful
+    }
+
+
+@every
+def test_only_stages_that_declare_it_have_a_state(name, make_batch):
+    stage = make_stages()[name]
+    empty = repr(stage.state_dict())
+    stage(rows(make_batch))
+    has_state = any(part.stateful for part in stage.modules() if isinstance(part, BatchTransform))
+    assert (repr(stage.state_dict()) != empty) == has_state
+
+
+@every
+def test_a_verdict_says_who_leaves_and_why(name, make_batch):
+    """Eight rows in: who leaves is not among those that come out, or out of the loss, and nobody else is."""
+    stage = make_stages()[name]
+    if isinstance(stage, Pipeline):
+        run = stage.run(rows(make_batch))
+        assert len(run.ledger.reason) == 8
+        assert int((run.ledger.reason == 0).sum()) == len(run.batch) == 6
+        return
+    batch = rows(make_batch)
+    batch["number"] = torch.arange(8)
+    outcome = stage.run(batch)
+    if not stage.reasons:
+        assert outcome.verdict is None
+        assert torch.equal(outcome.batch["number"], torch.arange(8))
+        return
+    assert outcome.verdict.shape == (8,)
+    assert outcome.verdict.dtype == torch.int8
+    assert set(outcome.verdict.tolist()) <= set(range(len(stage.reasons) + 1))
+    assert not stage.effects or len(stage.effects) == len(stage.reasons)
+    leaves = (outcome.verdict > 0).nonzero().flatten().tolist()
+    padding = outcome.batch.get(PADDING, torch.zeros(len(outcome.batch), dtype=torch.bool))
+    here = set(outcome.batch["number"][~padding].tolist())
+    if (stage.effects or ["dropped"])[0] in ("dropped", "carried"):
+        assert here == set(range(8)) - set(leaves)
+    else:
+        assert here == set(range(8))
+        assert outcome.batch[IN_LOSS].tolist() == [row not in leaves for row in range(8)]
+    if name in ("gate", "filter-mask", "filter-exclude", "filter-drop"):
+        assert leaves, "the batch of this test has somebody to take out"
+
+
+@every
+def test_what_keeps_its_rows_says_so(name, make_batch):
+    stage = make_stages()[name]
+    batch = rows(make_batch)
+    batch["number"] = torch.arange(8)
+    out = stage(batch)
+    stays = len(out) == 8 and torch.equal(out["number"], torch.arange(8))
+    assert stays or not stage.keeps_rows
+    assert stage.keeps_rows == (not stage.reasons) or isinstance(stage, Pipeline)
+
+
+@every
+def test_a_run_reads_no_rule_and_a_call_reads_them(name, make_batch):
+    """Wrong data make a run return a broken rule, or raise where they keep it from running at all."""
+    wrong = {"group_id": -1, "rollout_id": -1}
+    for key in wrong:
+        if key not in NEEDED[name] or name.startswith(("split", "pipeline")):
+            continue
+        if key == getattr(make_stages()[name], "state_key", None):
+            continue  # here it stands for a state, which may be any label
+        batch = rows(make_batch)
+        batch[key] = torch.full((8,), -1)
+        outcome = make_stages()[name].run(batch)
+        assert bool(broken(outcome.rules)), key
+        with pytest.raises(BatchError, match=rf"{key} ≥ 0; found -1 at row 0"):
+            make_stages()[name](batch)
 
 
 def test_collapse_then_advantage_on_meta_reads_nothing():
     """On ``device="meta"`` there is nothing to read: what runs there synchronises with no device."""
-    from headrace.transforms.collapse import REDUCTIONS, reduce_rewards
-    from headrace.transforms.completeness import presence
-    from headrace.transforms.formula import BASELINES, EPS_MODES, SCALES, advantage_in_groups
-    from headrace.transforms.grouping import Blocks, ById
+    from headrace.transforms.advantage.baselines import (
+        BASELINES,
+        SCALES,
+        EpsMode,
+        Formula,
+        advantage_in_groups,
+    )
+    from headrace.transforms.advantage.grouping import Blocks, ById
+    from headrace.transforms.advantage.layout import Facts, facts_of, gather_blocks
+    from headrace.transforms.checks import broken, identity_rules, reward_rules
+    from headrace.transforms.collapse import Reduction, reduce_rewards
+    from headrace.transforms.gate.incomplete import count_present
     from headrace.transforms.ids import first_row, is_first
-    from headrace.transforms.layout import Facts, facts_of, gather_blocks
-    from headrace.transforms.rules import broken, identity_rules, reward_rules
 
     ids = torch.arange(12, device="meta")
     reward = torch.zeros(12, device="meta")
     first, groups = first_row(ids), first_row(ids // 4)
-    for how in REDUCTIONS:
+    for how in get_args(Reduction):
         assert reduce_rewards(reward, first, how).shape == (12,)
     rules = identity_rules(ids, ids // 4, first) + reward_rules(reward, ids, first, siblings_agree=True)
     assert broken(rules).shape == ()
-    assert facts_of(rules, reward, first, groups).shape == (7,)
-    assert presence(ids // 4, ids, ids, ids).have.shape == (12,)
-    number, blocks = gather_blocks(first, Facts(False, 4, 4, True, 12, 0.0, 0.0), reward, ids)
+    assert facts_of(rules, reward, first, groups).shape == (6,)
+    assert count_present(ids // 4, ids, ids, ids).have.shape == (12,)
+    number, blocks = gather_blocks(first, Facts(False, 4, 4, True, 12, 0.0), reward, ids)
     assert number.shape == (12,)
     layouts = [Blocks(*blocks), ById(reward.double(), groups, is_first(first), ids)]
-    for baseline, scale, eps_mode in product(BASELINES, SCALES, EPS_MODES):
+    for baseline, scale, eps_mode in product(BASELINES, SCALES, get_args(EpsMode)):
         for layout in layouts:
-            options = {"baseline": baseline, "scale": scale, "eps_mode": eps_mode}
-            credit = advantage_in_groups(layout, **options, ddof=1, eps=1e-6, singleton="raw", clip=[0, None])
+            formula = Formula(baseline, scale, 1, 1e-6, eps_mode, "raw", [0, None])
+            credit = advantage_in_groups(layout, formula)
             assert credit.numel() == 12
 
 
@@ -305,7 +422,7 @@ def test_collapse_then_advantage_on_meta_reads_nothing():
 def test_masking_on_meta_reads_nothing(action, make_batch):
     batch = rows(make_batch).exclude("prompt_text").to("meta")
     for criterion in (RewardWithin(high=5.0), RewardsVary()):
-        out = SampleFilter(criterion=criterion, action=action, unit="group")(batch)
+        out = SampleFilter(criterion=criterion, action=action, unit="group").run(batch).batch
         assert out["masks", "all_assistant_mask"].device.type == "meta"
 
 

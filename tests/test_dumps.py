@@ -12,7 +12,7 @@ import torch
 from busy import busy_batch, stages
 
 from headrace.pipeline import Pipeline, log_report, make_report, write_dump
-from headrace.pipeline.report import Comparison, RunReport, page_data, render_page, report_table
+from headrace.pipeline.report import Comparison, ReportFolder, page_data, render_page, report_table
 from headrace.pipeline.report.loggers import group_rows
 from headrace.pipeline.sources import SourceError, open_source
 from headrace.transforms import (
@@ -320,7 +320,7 @@ def test_a_page_of_wide_groups_shows_as_many_as_fit(make_batch):
 
 
 def test_a_long_run_keeps_some_steps_and_all_curves(make_batch, tmp_path):
-    run = RunReport(tmp_path, title="long", steps=4, dump="jsonl")
+    run = ReportFolder(tmp_path, title="long", steps=4, dump="jsonl")
     for step in range(23):
         run.add(make(make_batch, step=step)[1])
     page = run.close().read_text()
@@ -347,10 +347,10 @@ def _moved(first, second) -> float:
 
 
 def test_a_dump_is_not_mixed_with_that_of_another_run(make_batch, tmp_path):
-    first = RunReport(tmp_path, title="one", dump="parquet")
+    first = ReportFolder(tmp_path, title="one", dump="parquet")
     first.add(make(make_batch)[1])
     with pytest.raises(FileExistsError, match=r"has 1 files of another, step_00000000.parquet the first"):
-        RunReport(tmp_path, title="two", dump="parquet")
+        ReportFolder(tmp_path, title="two", dump="parquet")
 
 
 def test_two_recipes_differ_where_they_differ(make_batch):

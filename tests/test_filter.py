@@ -20,7 +20,7 @@ from headrace.transforms import (
     SampleFilter,
     Status,
 )
-from headrace.transforms.columns import COUNTED, IN_LOSS
+from headrace.transforms.schema import COUNTED, IN_LOSS
 
 MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
@@ -90,10 +90,10 @@ def test_the_hook_sees_every_row_with_its_verdict(make_batch):
 
 def test_nothing_left_is_an_empty_batch_and_a_metric(make_batch):
     stage = SampleFilter(criterion=RewardWithin(high=-1.0), action="drop")
-    out = stage(make_batch([1.0, 8], [0, 0]))
-    assert out.shape == (0,)
-    assert stage.metrics == {"kept": 0, "fraction_kept": 0}
-    assert stage.verdict.tolist() == [1, 1]
+    outcome = stage.run(make_batch([1.0, 8], [0, 0]))
+    assert outcome.batch.shape == (0,)
+    assert outcome.metrics == {"kept": 0, "fraction_kept": 0}
+    assert outcome.verdict.tolist() == [1, 1]
 
 
 def test_two_filters_add_up(make_batch):
@@ -226,7 +226,7 @@ def test_staleness_counts_versions_behind(make_batch):
         RewardWithin(reward_key="x"),
         Finite(key="x"),
         NotTruncated(status_key="x"),
-        LengthWithin(mask_key="x"),
+        LengthWithin(loss_mask_key="x"),
         Fresh(version_key="x"),
     ],
     ids=repr,
@@ -239,11 +239,11 @@ def test_a_criterions_missing_key_lists_what_there_is(make_batch, criterion):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RewardsVary(tol=-1.0), "tol must be ≥ 0"),
-        (lambda: RewardsVary(tol=float("nan")), "tol must be ≥ 0"),
+        (lambda: RewardsVary(tol=-1.0), "tol must be finite and ≥ 0"),
+        (lambda: RewardsVary(tol=float("nan")), "tol must be finite and ≥ 0"),
         (lambda: RewardWithin(low=2.0, high=1.0), "low must be ≤ high"),
         (lambda: LengthWithin(low=2, high=1), "low must be ≤ high"),
-        (lambda: Fresh(max_staleness=-1), "max_staleness must be ≥ 0"),
+        (lambda: Fresh(max_staleness=-1), "max_staleness must be an integer ≥ 0"),
         (lambda: SampleFilter(criterion=None), "criterion must be a callable"),
         (lambda: SampleFilter(criterion=Finite(), unit="token"), "unit must be one of"),
         (lambda: SampleFilter(criterion=Finite(), action="delete"), "action must be one of"),

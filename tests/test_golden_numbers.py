@@ -83,7 +83,7 @@ def test_segment_rewards_reduce_to_the_rollouts(how, expected):
     # rollout 8 has the rewards 4, 2, 1 in row order, apart from one another
     found = collapse_fan_out([4.0, 9, 2, 1], [8, 3, 8, 8], [0, 0, 0, 0], reduce=how)
     assert found.reward.tolist() == pytest.approx([expected, 9, expected, expected])
-    assert found.speaks.tolist() == [True, True, False, False]
+    assert found.is_first_segment.tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("mode", ["chunks", "rigid_or_global"])

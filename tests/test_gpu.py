@@ -74,7 +74,7 @@ def test_the_pipeline_runs_where_the_batch_is():
 @pytest.mark.parametrize("unit", ["sample", "rollout", "group"])
 def test_masking_reads_nothing(action, criterion, unit, no_read):
     batch = batch_of_before(no_read)
-    assert len(SampleFilter(criterion=criterion, unit=unit, action=action)(batch)) == 5
+    assert len(SampleFilter(criterion=criterion, unit=unit, action=action).run(batch).batch) == 5
 
 
 def test_splitting_samples_reads_nothing(no_read):
@@ -84,30 +84,36 @@ def test_splitting_samples_reads_nothing(no_read):
 
 def test_the_pipeline_itself_reads_nothing(no_read):
     batch = batch_of_before(no_read)
-    assert len(Pipeline({"filter": SampleFilter(criterion=RewardsVary(), unit="group")})(batch)) == 5
+    assert len(Pipeline({"filter": SampleFilter(criterion=RewardWithin(), unit="sample")})(batch)) == 5
 
 
 def test_the_cores_read_nothing(no_read):
-    from headrace.transforms.formula import advantage_in_groups
-    from headrace.transforms.grouping import Blocks, ById
+    from headrace.transforms.advantage.baselines import Formula, advantage_in_groups
+    from headrace.transforms.advantage.grouping import Blocks, ById
+    from headrace.transforms.advantage.layout import Facts, facts_of, gather_blocks
+    from headrace.transforms.checks import identity_rules, reward_rules
     from headrace.transforms.ids import first_row, is_first
-    from headrace.transforms.layout import Facts, facts_of, gather_blocks
-    from headrace.transforms.rules import identity_rules, reward_rules
 
     reward = torch.rand(12, device="cuda")
     ids = torch.arange(12, device="cuda")
     first, groups = first_row(ids), first_row(ids // 4)
     rules = identity_rules(ids, ids // 4, first) + reward_rules(reward, ids, first, siblings_agree=True)
     facts_of(rules, reward, first, groups)
-    _, blocks = gather_blocks(first, Facts(False, 4, 4, True, 12, 0.0, 1.0), reward)
-    options = {"ddof": 1, "eps": 1e-6, "eps_mode": "add", "singleton": "raw", "clip": None}
+    _, blocks = gather_blocks(first, Facts(False, 4, 4, True, 12, 1.0), reward)
     for layout in (Blocks(*blocks), ById(reward.double(), groups, is_first(first))):
-        credit = advantage_in_groups(layout, baseline="leave_one_out", scale="group", **options)
+        credit = advantage_in_groups(layout, Formula("leave_one_out", singleton="raw"))
         assert credit.numel() == 12
 
 
 @pytest.mark.parametrize(
-    ("stage", "reads"), [(FanOutCollapse(), 1), (GroupRelativeAdvantage(rollout_key=None), 1)], ids=repr
+    ("stage", "reads"),
+    [
+        (FanOutCollapse(), 1),
+        (GroupRelativeAdvantage(rollout_key=None), 1),
+        (SampleFilter(criterion=RewardsVary(), unit="group"), 1),
+        (Pipeline({"collapse": FanOutCollapse(), "filter": SampleFilter(criterion=RewardsVary())}), 1),
+    ],
+    ids=repr,
 )
 def test_reads_are_as_many_as_promised(stage, reads):
     batch = batch_of(*FANNED, device="cuda")

@@ -7,8 +7,7 @@ import torch
 from rollouts import make_collector, make_env, make_pipeline, make_policy
 from torchrl.objectives.llm import GRPOLoss
 
-from headrace.pipeline.optimise import optimise, total_loss
-from headrace.pipeline.token_loss import TokenGRPOLoss
+from headrace.pipeline import TokenGRPOLoss, optimise, total_loss
 from headrace.transforms import (
     BatchError,
     LengthWithin,
@@ -17,8 +16,8 @@ from headrace.transforms import (
     RewardWithin,
     SampleFilter,
     ShuffleSplit,
+    take_rows,
 )
-from headrace.transforms.rows import take_rows
 
 
 def gradient(policy, batch, **options) -> torch.Tensor:

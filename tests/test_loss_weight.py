@@ -19,11 +19,11 @@ from headrace.transforms import (
     split_minibatches,
     weighted_loss,
 )
-from headrace.transforms.columns import IN_LOSS, MICROBATCH, MINIBATCH, RANK
-from headrace.transforms.counting import count_true
-from headrace.transforms.means import MEANS
+from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, RANK
+from headrace.transforms.tokens import count_true
 
 MASK, WEIGHT = ("masks", "all_assistant_mask"), "loss_weight"
+MEANS = ("token", "sample", "rollout", "group", "constant")
 
 
 def batch_of(loss, mask=None, **ids) -> TensorDict:

@@ -20,7 +20,7 @@ from headrace.transforms import (
     split_microbatches,
     split_minibatches,
 )
-from headrace.transforms.columns import IN_LOSS, MICROBATCH, MINIBATCH, PADDING, RANK, ROW
+from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, PADDING, RANK, ROW
 
 ATTENTION, LOSS = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
 
@@ -68,7 +68,7 @@ def test_the_promises(lengths, fan_out, options, cut):
     batch = batch_of(lengths, [i // fan_out for i in range(len(lengths))])
     split = ShuffleSplit(**options)
     try:
-        out = split(batch)
+        out, verdict, _, _ = split.run(batch)
     except BatchError as err:  # fewer rows than ranks, and no padding allowed
         assume("none may be empty" not in str(err))
         raise
@@ -76,7 +76,7 @@ def test_the_promises(lengths, fan_out, options, cut):
     assert options["remainder"] == "pad" or not padding.any()
 
     # Each row in exactly one micro-batch of one minibatch, or left.
-    left = batch["name"][split.verdict.bool()].tolist()
+    left = batch["name"][verdict.bool()].tolist()
     assert sorted(out["name"][~padding].tolist() + left) == batch["name"].tolist()
 
     # Units whole in a minibatch.
@@ -169,17 +169,18 @@ def test_of_two_rounds_the_lighter_rank_gets_the_heavier_part():
 
 def test_padding_is_no_load():
     split = ShuffleSplit(minibatches=1, ranks=2, balance="tokens", remainder="pad")
-    out = split(batch_of([2, 2, 2]))
-    assert int(out[PADDING].sum()) == 1
-    assert split.metrics["rank_imbalance"] == pytest.approx(4 / 3 - 1)
+    outcome = split.run(batch_of([2, 2, 2]))
+    assert int(outcome.batch[PADDING].sum()) == 1
+    assert outcome.metrics["rank_imbalance"] == pytest.approx(4 / 3 - 1)
 
 
 def test_a_row_above_the_budget_is_alone_counted_or_refused():
     batch = batch_of([3, 20, 3, 3])
     split = ShuffleSplit(minibatches=1, max_tokens=9)
-    parts = list(split_microbatches(split(batch)))
+    outcome = split.run(batch)
+    parts = list(split_microbatches(outcome.batch))
     assert sorted(part[ATTENTION].sum(-1).tolist() for part in parts) == [[3, 3, 3], [20]]
-    assert split.metrics["oversized"] == 1
+    assert outcome.metrics["oversized"] == 1
     with pytest.raises(
         BatchError, match=r"rows \[1\] have \[20\] tokens.*9 \(max_tokens\).*oversized='alone'"
     ):
@@ -240,7 +241,7 @@ def test_carried_units_come_first_to_an_end_and_are_accounted_for():
         assert numbers["rows/in"] == numbers["rows/trained"] + numbers["out/split/carried"]
         assert numbers["rows/in"] == 5 + numbers["split/carried_in"]
         assert {row["rollout"] % 10 for row in pipeline.ledger.rows("split/carried")} <= {0, 1, 2, 3}
-    waiting = pipeline.stages["split"].carried
+    waiting = pipeline.stages["split"].state.carried
     waiting = [] if waiting is None else waiting["name"].tolist()
     assert sorted(seen + waiting) == sorted(given_)
     assert len(seen) == len(set(seen))
@@ -275,7 +276,7 @@ def test_ragged_rows_are_carried():
     split(ragged([1, 2, 3], 0))
     out = split(ragged([4, 5], 10))
     assert [len(mask) for mask in out.get(ATTENTION, as_list=True)] == [4, 5]
-    assert [len(mask) for mask in split.carried.get(ATTENTION, as_list=True)] == [3]
+    assert [len(mask) for mask in split.state.carried.get(ATTENTION, as_list=True)] == [3]
 
 
 @pytest.mark.parametrize("kind", ["dense", "ragged"])
@@ -405,7 +406,7 @@ def test_what_follows_the_split_refusing_a_batch_undoes_what_was_carried():
 def test_the_rows_that_are_carried_over_two_epochs_are_those_of_the_first():
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")})
     list(pipeline.minibatches(batch_of([2] * 5), epochs=2))
-    assert len(pipeline.stages["split"].carried) == 1
+    assert len(pipeline.stages["split"].state.carried) == 1
     assert pipeline.metrics["split/left"] == pipeline.metrics["out/split/carried"] == 1
 
 
@@ -471,7 +472,7 @@ def test_padding_needs_a_mask_that_is_one():
         ({"ranks": 2, "process_group": "world"}, "give ranks where"),
         ({"ranks": 2, "max_tokens": 9}, "remainder='pad'"),
         ({"balance": "length"}, "balance must be one of"),
-        ({"linear": -1.0}, "linear must be ≥ 0"),
+        ({"linear": -1.0}, "linear must be finite and ≥ 0"),
         ({"oversized": "drop"}, "oversized must be one of"),
     ],
 )

@@ -17,16 +17,16 @@ MODULES = html.read_modules()
 SCHEMAS = {
     name: set(schema.__annotations__)
     for name, schema in vars(page_schema).items()
-    if is_typeddict(schema) and name != "RunRequired"
+    if is_typeddict(schema) and name != "PageRunRequired"
 }
 # The words by which the modules call an object that data.js has read, and what model.js adds to it.
 WORDS = {
-    "run": ("Run",),
+    "run": ("PageRun",),
     "step": ("Step",),
     "shown": ("Shown",),
-    "level": ("Level",),
-    "stage": ("Level", "RecipeStage"),
-    "out": ("Left",),
+    "level": ("PageLevel",),
+    "stage": ("PageLevel", "RecipeStage"),
+    "out": ("PageLeft",),
     "group": ("Groups",),
     "row": ("Rows",),
 }
@@ -74,7 +74,7 @@ def test_no_module_asks_for_a_field_that_there_is_not(word):
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_each_field_is_used_by_a_module(kind):
     used = set().union(*(accesses(word) for word, kinds in WORDS.items() if kind in kinds))
-    units = listed_units() if kind in ("Level", "Left") else set()
+    units = listed_units() if kind in ("PageLevel", "PageLeft") else set()
     assert units <= SCHEMAS[kind]
     assert SCHEMAS[kind] - used - units == set()
 

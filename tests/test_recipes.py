@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from headrace.pipeline import ConfigError, build_pipeline, load_pipeline
-from headrace.pipeline.load import compose_config
+from headrace.pipeline import ConfigError, Pipeline, build_pipeline, load_pipeline
+from headrace.pipeline.load import compose_config, recipes
 from headrace.transforms import Finite, Fresh, LengthWithin, NotTruncated, RewardsVary, RewardWithin
 
+ROOT = Path(__file__).parent.parent
 GATE = "pipeline.stages.gate.group_size=2"
 
 
@@ -54,14 +58,40 @@ def test_the_recipes_filter_comes_before_the_advantage(make_batch, recipe):
     assert pipeline(make_batch([1.0, 3, 8], [0, 0, 0]))["advantage"].flatten().tolist() == [-1, 1]
 
 
-def test_recipes_are_differences():
-    base = OmegaConf.load("conf/pipeline/grpo.yaml")
-    for name in ("dr_grpo", "dapo"):
-        recipe = OmegaConf.load(f"conf/pipeline/{name}.yaml")
-        assert recipe.pop("defaults") == ["grpo"]
-        merged = OmegaConf.merge(base, recipe)
-        changed = {s for s in base.stages if merged.stages[s] != base.stages[s]}
-        assert changed == ({"advantage", "weight"} if name == "dr_grpo" else {"filter"})
+@pytest.mark.parametrize("name", [name for name in recipes() if name != "grpo"])
+def test_a_recipe_says_only_what_differs(name):
+    """Every option in its file has another value than in what it builds on, and is what comes out."""
+    written = OmegaConf.to_container(OmegaConf.load(f"conf/pipeline/{name}.yaml"))
+    builds_on, *stages = [entry for entry in written["defaults"] if entry != "_self_"]
+    base = builds_on if isinstance(builds_on, str) else next(iter(builds_on))
+    base = base.removeprefix("/pipeline/").removesuffix("@_here_")
+    added = [
+        f"+{key[1:].replace('@', '@pipeline.')}={value}" for entry in stages for key, value in entry.items()
+    ]
+    below = OmegaConf.to_container(compose_config("load", f"pipeline={base}", *added).pipeline)["stages"]
+    composed = OmegaConf.to_container(compose_config("load", f"pipeline={name}").pipeline)["stages"]
+    for stage, options in written["stages"].items():
+        if options is None:
+            assert below[stage] is not None
+            assert composed[stage] is None
+            continue
+        for option, value in options.items():
+            assert below[stage][option] != value, f"{stage}.{option} is {value!r} already"
+            assert composed[stage][option] == value
+
+
+def test_the_nodes_of_stages_and_criteria_are_those_of_the_signatures():
+    done = subprocess.run([sys.executable, ROOT / "tools" / "make_stages.py", "--check"], check=False)
+    assert done.returncode == 0, "run `make generate`"
+
+
+def test_the_recipes_add_to_their_stages_what_the_pipeline_itself_takes():
+    node = compose_config("load").pipeline
+    parameters = inspect.signature(Pipeline).parameters
+    assert set(node) - {"_target_", "stages"} == set(parameters) - {"stages"}
+    for option in set(parameters) - {"stages"}:
+        default = parameters[option].default
+        assert node[option] == (list(default) if isinstance(default, tuple) else default)
 
 
 def test_every_option_of_a_stage_is_in_the_recipe_with_its_default():

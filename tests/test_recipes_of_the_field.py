@@ -25,7 +25,7 @@ from headrace.transforms import (
     group_relative_advantage,
     overlong_punishment,
 )
-from headrace.transforms.columns import REWARD
+from headrace.transforms.schema import REWARD
 
 ROOT = Path(__file__).parent.parent
 MASK = ("masks", "all_assistant_mask")
@@ -388,5 +388,5 @@ def test_stages_that_change_a_column_in_turn_are_in_order():
 
 
 def test_the_page_of_recipes_is_up_to_date():
-    done = subprocess.run([sys.executable, ROOT / "docs" / "make_recipes.py", "--check"], check=False)
+    done = subprocess.run([sys.executable, ROOT / "tools" / "make_recipes.py", "--check"], check=False)
     assert done.returncode == 0, "run `make docs`"

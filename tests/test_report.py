@@ -174,15 +174,14 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_the_record_is_read_at_once(make_batch):
+def test_the_table_of_rows_is_read_at_once(make_batch):
     pipeline = Pipeline(stages())
     pipeline(busy_batch(make_batch))
     with Reads() as reads:
-        columns, numbers = pipeline.record.read(
-            {"reason": pipeline.ledger.reason}, pipeline.stages_measured()
-        )
+        account = pipeline.account
+        columns, numbers = account.table.read({"reason": account.ledger.reason}, account.measured)
     # One `.cpu()`, which no dispatch sees here; then the stages' tensors are turned into floats on the CPU.
-    assert reads.count == sum(torch.is_tensor(v) for v in pipeline.stages_measured().values())
+    assert reads.count == sum(torch.is_tensor(v) for v in account.measured.values())
     assert numbers["filter/kept"] == pipeline.metrics["filter/kept"]
     assert make_report(pipeline).numbers.items() >= pipeline.metrics.items()
     assert {"reward", "advantage", "tokens", "rollout_id", "reason"} <= set(columns)

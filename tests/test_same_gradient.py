@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.multiprocessing
-from gradients import distance, gradient, make_scene, run_rank, run_uneven
+from gradients import MEANS, distance, gradient, make_scene, run_rank, run_uneven
 
 from headrace.transforms import pack
-from headrace.transforms.means import MEANS
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 CUTS = {

@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.pipeline.sources import SourceError, open_source
-from headrace.pipeline.sources.errors import show
+from headrace.pipeline.sources.malformed import quote
 from headrace.transforms import Status
 
 LINES = {
@@ -305,5 +305,5 @@ def test_every_line_is_good_as_it_is(tmp_path):
 
 
 def test_what_cannot_be_printed_is_still_told_of():
-    assert show(10**5000) == "a int that cannot be printed" or len(show(10**5000)) < 200
-    assert len(show(["x" * 10**6] * 100)) <= 200
+    assert quote(10**5000) == "a int that cannot be printed" or len(quote(10**5000)) < 200
+    assert len(quote(["x" * 10**6] * 100)) <= 200

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.transforms import BatchError, MissingKeyError, ShuffleSplit, shuffle_split, split_minibatches
-from headrace.transforms.columns import MINIBATCH
-from headrace.transforms.plan import mark
+from headrace.transforms.schema import MINIBATCH
 
 UNITS = st.one_of(st.none(), st.lists(st.integers(0, 6), min_size=1, max_size=25))
 
@@ -93,8 +92,8 @@ def test_the_column_and_the_views_agree_with_the_lazy_gather(make_batch):
     batch = make_batch([float(i) for i in range(7)], [0] * 7)
     one, two = (ShuffleSplit(minibatches=3, remainder="uneven", seed=1) for _ in "ab")
     views = list(split_minibatches(one(batch)))
-    plan = two.plan(batch)
-    gathered = list(two.stream([(mark(batch, plan), plan)]))
+    draw = two.draw(batch, two.state)
+    gathered = list(two.accept(draw, draw.marked(), whole=False))
     assert [len(view) for view in views] == [3, 2, 2]
     for number, (view, part) in enumerate(zip(views, gathered, strict=True)):
         assert view[MINIBATCH].tolist() == part[MINIBATCH].tolist() == [number] * len(view)
@@ -110,10 +109,10 @@ def test_a_remainder_raises_unless_told_otherwise(make_batch):
         ShuffleSplit(minibatch_size=3, unit="rollout")(batch)
     batch["row"] = torch.arange(5)
     stage = ShuffleSplit(minibatch_size=2, unit="sample", remainder="drop")
-    out = stage(batch)
-    assert stage.metrics["left"] == 1
-    left = stage.verdict.nonzero().flatten().tolist()
-    assert sorted(out["row"].tolist() + left) == [0, 1, 2, 3, 4]
+    outcome = stage.run(batch)
+    assert outcome.metrics["left"] == 1
+    left = outcome.verdict.nonzero().flatten().tolist()
+    assert sorted(outcome.batch["row"].tolist() + left) == [0, 1, 2, 3, 4]
 
 
 def test_fewer_units_than_minibatches_make_none_that_is_empty(make_batch):
@@ -122,9 +121,9 @@ def test_fewer_units_than_minibatches_make_none_that_is_empty(make_batch):
         1,
         1,
     ]
-    stage = ShuffleSplit(minibatches=5, remainder="drop")
-    assert stage(batch).shape == (0,)
-    assert stage.metrics["left"] == 2
+    outcome = ShuffleSplit(minibatches=5, remainder="drop").run(batch)
+    assert outcome.batch.shape == (0,)
+    assert outcome.metrics["left"] == 2
 
 
 @pytest.mark.parametrize(

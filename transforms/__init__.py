@@ -1,28 +1,47 @@
-"""Transforms between collection and loss: one concept a file, a function and a thin class in each."""
+"""Transforms between collection and loss: a folder or file a stage, its function and its class together."""
 
-from .advantage import GroupRelativeAdvantage
-from .base import BatchTransform
+from . import schema
+from .advantage import (
+    BatchWhitening,
+    GroupRelativeAdvantage,
+    RewardsToGo,
+    StateAdvantage,
+    TurnDiscount,
+    group_relative_advantage,
+    rewards_to_go,
+    state_groups,
+    turns_to_go,
+    whiten,
+)
+from .base import BatchTransform, Outcome, read_numbers
+from .checks import Rule, enforce
 from .collapse import Collapsed, FanOutCollapse, collapse_fan_out
-from .completeness import CompletenessGate, IncompleteGroups, incomplete_groups
-from .criteria import Criterion, Finite, Fresh, LengthWithin, NotTruncated, RewardsVary, RewardWithin
-from .deal import deal
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, ProcessedTwiceError
-from .filter import SampleFilter
-from .means import Weighed, loss_weight
-from .pack import pack, unpack, unpack_tokens
-from .parts import split_microbatches, split_minibatches
-from .plan import Plan
-from .relative import group_relative_advantage
+from .filter import (
+    Criterion,
+    Finite,
+    Fresh,
+    LengthWithin,
+    NotTruncated,
+    RewardsVary,
+    RewardWithin,
+    SampleFilter,
+)
+from .gate import CompletenessGate, IncompleteGroups, incomplete_groups
+from .packing import pack, unpack, unpack_tokens
 from .rows import take_rows
+from .schema import Status
 from .shaping import LengthPenalty, OverlongPunishment, RewardScale, length_penalty, overlong_punishment
-from .shuffle import ShuffleSplit
-from .split import Cut, shuffle_split
-from .states import RewardsToGo, StateAdvantage, state_groups
-from .status import Status
-from .turns import TurnDiscount, rewards_to_go, turns_to_go
-from .weight import LossWeight
-from .weighted import weighted_loss
-from .whiten import BatchWhitening, whiten
+from .split import (
+    Cut,
+    Plan,
+    ShuffleSplit,
+    deal,
+    shuffle_split,
+    split_microbatches,
+    split_minibatches,
+)
+from .weight import LossWeight, Weighed, loss_weight, weighted_loss
 
 __all__ = [
     "BatchError",
@@ -43,6 +62,7 @@ __all__ = [
     "LossWeight",
     "MissingKeyError",
     "NotTruncated",
+    "Outcome",
     "OverlongPunishment",
     "Plan",
     "ProcessedTwiceError",
@@ -50,6 +70,7 @@ __all__ = [
     "RewardWithin",
     "RewardsToGo",
     "RewardsVary",
+    "Rule",
     "SampleFilter",
     "ShuffleSplit",
     "StateAdvantage",
@@ -58,13 +79,16 @@ __all__ = [
     "Weighed",
     "collapse_fan_out",
     "deal",
+    "enforce",
     "group_relative_advantage",
     "incomplete_groups",
     "length_penalty",
     "loss_weight",
     "overlong_punishment",
     "pack",
+    "read_numbers",
     "rewards_to_go",
+    "schema",
     "shuffle_split",
     "split_microbatches",
     "split_minibatches",

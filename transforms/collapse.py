@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .base import BatchTransform, nested_key, one_of, require
-from .columns import REWARD, SPEAKS
-from .counted import over_counted
-from .errors import BatchError, listing
+from .base import BatchTransform, Outcome
+from .checks import Rule, as_rewards, describe_segments, enforce, identity_rules, reward_rules, same_length
+from .errors import BatchError
 from .ids import as_ids, first_row, is_first, last_row, reduce_by, sum_by
-from .rules import broken, explain, identity_rules, reward_rules
-from .several import MISSING, Missing
+from .options import at_least, nested_key, one_of
+from .rows import counted_rows
+from .schema import IS_FIRST_SEGMENT, REWARD, require
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
-REDUCTIONS = ("shared", "first", "last", "sum", "mean", "max")
+MissingReward = Literal["raise", "skip"]
 
 
 class Collapsed(NamedTuple):
@@ -26,8 +26,8 @@ class Collapsed(NamedTuple):
 
     reward: Tensor
     """(N,) in the dtype of the rewards given."""
-    speaks: Tensor
-    """(N,) bool, the first row of each rollout."""
+    is_first_segment: Tensor
+    """(N,) bool, one row of each rollout, its first."""
 
 
 def collapse_fan_out(
@@ -37,7 +37,7 @@ def collapse_fan_out(
     *,
     reduce: Reduction = "shared",
 ) -> Collapsed:
-    """Reduce the rewards of a rollout's segments to one, and let its first row speak for it.
+    """Reduce the rewards of a rollout's segments to one, and mark its first segment.
 
     With S(k) the rows of rollout k in row order::
 
@@ -61,7 +61,7 @@ def collapse_fan_out(
         >>> collapse_fan_out([1.0, 2.0, 4.0], [5, 8, 5], reduce="sum").reward.tolist()
         [5.0, 2.0, 5.0]
     """
-    one_of("reduce", reduce, REDUCTIONS)
+    one_of("reduce", reduce, get_args(Reduction))
     reward = as_rewards(reward)
     rollouts = as_ids(rollout_id, "rollout_id", device=reward.device)
     groups = None if group_id is None else as_ids(group_id, "group_id", device=reward.device)
@@ -71,8 +71,7 @@ def collapse_fan_out(
     first = first_row(rollouts)
     rules = identity_rules(rollouts, groups, first)
     rules += reward_rules(reward, rollouts, first, siblings_agree=reduce == "shared")
-    if bool(broken(rules)):
-        explain(rules)
+    enforce(rules)
     return Collapsed(reduce_rewards(reward, first, reduce), is_first(first))
 
 
@@ -90,41 +89,14 @@ def reduce_rewards(reward: Tensor, first: Tensor, how: Reduction) -> Tensor:
     return total.to(reward.dtype)
 
 
-def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
-    """Rewards as an (N,) floating-point tensor.
-
-    Raises:
-        BatchError: a None (the rows are named), or more than one number a row.
-    """
-    if not isinstance(reward, Tensor):
-        missing = [row for row, value in enumerate(reward) if value is None]
-        if missing:
-            raise BatchError(f"every row needs a reward; None at rows {listing(map(str, missing))}")
-        reward = torch.tensor(reward, dtype=torch.get_default_dtype())
-    if not reward.is_floating_point():
-        reward = reward.to(torch.get_default_dtype())
-    if reward.ndim == 0 or reward.numel() != reward.shape[0]:
-        raise BatchError(f"one reward a row is needed, (N,) or (N, 1, ...); got {tuple(reward.shape)}")
-    return reward.reshape(-1)
-
-
-def same_length(**columns: Tensor | None) -> None:
-    """Raise unless all columns have the same number of rows, on the same device."""
-    given = {name: column for name, column in columns.items() if column is not None}
-    if len({(len(c), c.device) for c in given.values()}) > 1:
-        found = ", ".join(f"{name} {len(c)} on {c.device}" for name, c in given.items())
-        raise BatchError(f"columns must have one length and one device; found {found}")
-
-
 class FanOutCollapse(BatchTransform):
     """Give the segments of one rollout one vote and one reward (:func:`collapse_fan_out`).
 
     The batch keeps its shape: the stage adds columns. Rows that are out of the statistics
-    (``SampleFilter(action="exclude")``) are passed over. One device read, for the checks; one more where
-    rows are excluded.
+    (``SampleFilter(action="exclude")``) are passed over. One device read where rows are excluded, else none.
 
     Reads `reward_key`, `rollout_key`, `group_key`; writes ``("headrace", "reward")`` (N,) and
-    ``("headrace", "speaks")`` (N,) bool.
+    ``("headrace", "is_first_segment")`` (N,) bool.
 
     Args:
         reward: how segments' rewards become the rollout's: shared, first, last, sum, mean or max.
@@ -144,44 +116,55 @@ class FanOutCollapse(BatchTransform):
         ...     {"rollout_id": [0, 1, 1], "group_id": [0, 0, 0], ("next", "reward"): [1.0, 3.0, 3.0]},
         ...     batch_size=[3],
         ... )
-        >>> FanOutCollapse()(td)["headrace", "speaks"].tolist()
+        >>> FanOutCollapse()(td)["headrace", "is_first_segment"].tolist()
         [True, True, False]
     """
+
+    keeps_rows = True
 
     def __init__(
         self,
         *,
         reward: Reduction = "shared",
         columns: int = 1,
-        missing: Missing = "raise",
+        missing: MissingReward = "raise",
         reward_key: NestedKey = ("next", "reward"),
         rollout_key: NestedKey = "rollout_id",
         group_key: NestedKey | None = "group_id",
     ):
-        keys = [nested_key(k) for k in (reward_key, rollout_key, group_key)]
-        super().__init__([k for k in keys if k is not None], [REWARD, SPEAKS])
-        self.reward_key, self.rollout_key, self.group_key = keys
-        self.reward, self.missing = one_of("reward", reward, REDUCTIONS), one_of("missing", missing, MISSING)
-        if columns < 1:
-            raise ValueError(f"columns must be ≥ 1; got {columns}")
+        self.reward_key = nested_key(reward_key)
+        self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
+        super().__init__([self.reward_key, self.rollout_key, self.group_key], [REWARD, IS_FIRST_SEGMENT])
+        self.reward = one_of("reward", reward, get_args(Reduction))
+        self.missing = one_of("missing", missing, get_args(MissingReward))
+        self.columns = at_least("columns", columns, 1)
         if missing == "skip" and reward != "shared":
             raise ValueError(f"missing='skip' needs reward='shared': NaN has no {reward}")
-        self.columns = columns
 
-    def apply(self, batch: TensorDictBase) -> TensorDictBase:
+    def apply(self, batch: TensorDictBase) -> Outcome:
         """Add the two columns."""
-        columns = {"reward": self._rewards(batch), "rollout_id": self.column(batch, "rollout_key")}
-        if self.group_key is not None:
-            columns["group_id"] = self.column(batch, "group_key")
-        table = over_counted(batch, self._collapse, **columns)
-        reward, speaks = table[:, :-1], table[:, -1].bool()
+        counted = counted_rows(batch)
+        reward = counted.take(self._rewards(batch))
+        rollouts = counted.take(self.ids(batch, "rollout"))
+        groups = None if self.group_key is None else counted.take(self.ids(batch, "group"))
+        first = first_row(rollouts)
+        missing = reward.isnan() if self.missing == "skip" else torch.zeros_like(reward, dtype=torch.bool)
+        known = reward.masked_fill(missing, 0.0)
+        rules = identity_rules(rollouts, groups, first)
+        if self.missing == "skip":
+            rules.append(_same_missing(reward, missing, rollouts, first))
+        for column in known.unbind(1):
+            rules += reward_rules(column, rollouts, first, siblings_agree=self.reward == "shared")
+        reduced = [reduce_rewards(column, first, self.reward) for column in known.unbind(1)]
+        reward = counted.put_back(torch.stack(reduced, 1).masked_fill(missing, float("nan")))
+        is_first_segment = counted.put_back(is_first(first))
         batch.set(REWARD, reward[:, 0] if self.columns == 1 else reward)
-        batch.set(SPEAKS, speaks)
-        rollouts = speaks.sum()
-        there = speaks[:, None] & ~reward.isnan()
-        mean = torch.where(there, reward, 0.0).double().sum(0) / there.sum(0).clamp_min(1)
-        self.measured = {"rollouts": rollouts, "reward_mean": mean.mean()}
-        return batch
+        batch.set(IS_FIRST_SEGMENT, is_first_segment)
+        measured = {
+            "rollouts": is_first_segment.sum(),
+            "reward_mean": _mean_of_rollouts(reward, is_first_segment),
+        }
+        return Outcome(batch, measured=measured, rules=counted.rules(rules))
 
     def _rewards(self, batch: TensorDictBase) -> Tensor:
         """(N, K)."""
@@ -195,13 +178,17 @@ class FanOutCollapse(BatchTransform):
             )
         return value.reshape(len(batch), self.columns)
 
-    def _collapse(self, reward: Tensor, **ids: Tensor) -> Tensor:
-        """(M, K + 1): each column reduced, and who speaks."""
-        reduced = []
-        for column in reward.unbind(1):
-            gone = column.isnan() if self.missing == "skip" else torch.zeros_like(column, dtype=torch.bool)
-            value, speaks = collapse_fan_out(torch.where(gone, 0.0, column), reduce=self.reward, **ids)
-            if self.missing == "skip":  # siblings agree also on what is missing
-                collapse_fan_out(gone.to(column.dtype), **ids)
-            reduced.append(torch.where(gone, float("nan"), value))
-        return torch.stack([*reduced, speaks.to(reward.dtype)], 1)
+
+def _same_missing(reward: Tensor, missing: Tensor, rollouts: Tensor, first: Tensor) -> Rule:
+    """The segments of a rollout agree on which of its rewards are missing."""
+    return Rule(
+        (missing.index_select(0, first) != missing).any(1),
+        describe_segments(rollouts, reward),
+        "a reward that is missing (NaN) is missing on all segments of its rollout; found {found}",
+    )
+
+
+def _mean_of_rollouts(reward: Tensor, is_first_segment: Tensor) -> Tensor:
+    """Scalar float64: the mean over rollouts of each column without what is missing, then over columns."""
+    known = is_first_segment[:, None] & ~reward.isnan()
+    return (torch.where(known, reward, 0.0).double().sum(0) / known.sum(0).clamp_min(1)).mean()

@@ -9,10 +9,11 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .base import BatchTransform, nested_key, written_column
-from .columns import REWARD
-from .criteria import count_tokens
-from .ids import as_ids, first_row, sum_by
+from .base import BatchTransform, Outcome
+from .checks import Rule, set_rule
+from .ids import first_row, sum_by
+from .options import nested_key
+from .schema import REWARD, read_written
 
 
 def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tensor:
@@ -65,6 +66,8 @@ class RewardShaping(BatchTransform):
     pipeline refuses one after the advantage.
     """
 
+    keeps_rows = True
+
     def __init__(self, in_keys: Sequence[NestedKey] = ()):
         super().__init__([REWARD, *in_keys], [REWARD])
 
@@ -72,41 +75,47 @@ class RewardShaping(BatchTransform):
     def shape(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
         """(N,) shaped rewards."""
 
-    def apply(self, batch: TensorDictBase) -> TensorDictBase:
+    def apply(self, batch: TensorDictBase) -> Outcome:
         """Rewrite the reward."""
-        reward = written_column(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
+        reward = read_written(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
         shaped = self.shape(batch, reward).to(reward.dtype)
-        self.measured = {
+        measured = {
             "changed": (shaped != reward).double().mean(),
             "mean": (shaped - reward).double().mean(),
         }
-        return batch.set(REWARD, shaped)
+        return Outcome(batch.set(REWARD, shaped), measured=measured, rules=self.rules(batch))
+
+    def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
+        """What must hold of the rows."""
+        return ()
 
 
 class _LengthShaping(RewardShaping):
     """Shaping by a rollout's tokens in the loss, over all its segments."""
 
-    def __init__(self, mask_key: NestedKey, rollout_key: NestedKey):
-        self_keys = nested_key(mask_key), nested_key(rollout_key)
-        super().__init__(self_keys)
-        self.mask_key, self.rollout_key = self_keys
+    def __init__(self, loss_mask_key: NestedKey, rollout_key: NestedKey):
+        self.loss_mask_key, self.rollout_key = nested_key(loss_mask_key), nested_key(rollout_key)
+        super().__init__([self.loss_mask_key, self.rollout_key])
+
+    def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
+        """Every row has a rollout."""
+        return [set_rule(self.ids(batch, "rollout"), "rollout_id", "their lengths would be added up")]
 
     def lengths(self, batch: TensorDictBase) -> Tensor:
         """(N,) int64, the tokens in the loss over all rows of each row's rollout."""
-        first = first_row(as_ids(self.column(batch, "rollout_key"), "rollout_id"))
-        return sum_by(first, count_tokens(batch, self.mask_key, reader=type(self).__name__))
+        return sum_by(first_row(self.ids(batch, "rollout")), self.tokens(batch))
 
 
 class OverlongPunishment(_LengthShaping):
     """Add :func:`overlong_punishment` of the rollout's tokens to its reward.
 
-    Reads `mask_key`, `rollout_key`; reads and writes ``("headrace", "reward")``.
+    Reads `loss_mask_key`, `rollout_key`; reads and writes ``("headrace", "reward")``.
 
     Args:
         max_length: L_max, tokens in the loss over all segments of a rollout.
         cache: L_cache, tokens, in (0, L_max].
         weight: factor of the punishment, in units of the reward.
-        mask_key: (N, T) bool.
+        loss_mask_key: (N, T) bool.
         rollout_key: (N,) or (N, 1) int.
 
     Raises:
@@ -123,10 +132,10 @@ class OverlongPunishment(_LengthShaping):
         max_length: int,
         cache: int,
         weight: float = 1.0,
-        mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
         rollout_key: NestedKey = "rollout_id",
     ):
-        super().__init__(mask_key, rollout_key)
+        super().__init__(loss_mask_key, rollout_key)
         if not 0 < cache <= max_length:
             raise ValueError(f"cache must be in (0, max_length]; got {cache} and {max_length}")
         self.max_length, self.cache, self.weight = max_length, cache, weight
@@ -142,12 +151,12 @@ class OverlongPunishment(_LengthShaping):
 class LengthPenalty(_LengthShaping):
     """Add :func:`length_penalty` of the rollout's tokens to its reward.
 
-    Reads `mask_key`, `rollout_key`; reads and writes ``("headrace", "reward")``.
+    Reads `loss_mask_key`, `rollout_key`; reads and writes ``("headrace", "reward")``.
 
     Args:
         coefficient: reward per token, ≥ 0.
         free: tokens that cost nothing.
-        mask_key: (N, T) bool.
+        loss_mask_key: (N, T) bool.
         rollout_key: (N,) or (N, 1) int.
 
     Raises:
@@ -163,10 +172,10 @@ class LengthPenalty(_LengthShaping):
         *,
         coefficient: float,
         free: int = 0,
-        mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
         rollout_key: NestedKey = "rollout_id",
     ):
-        super().__init__(mask_key, rollout_key)
+        super().__init__(loss_mask_key, rollout_key)
         if coefficient < 0 or free < 0:
             raise ValueError(f"coefficient and free must be ≥ 0; got {coefficient} and {free}")
         self.coefficient, self.free = coefficient, free

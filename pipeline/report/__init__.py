@@ -1,22 +1,22 @@
 """What happened to a batch: a report, and ways to look at it and keep it."""
 
-from .compare import Comparison
+from .comparison import Comparison
 from .dump import report_table, write_dump
+from .folder import ReportFolder
 from .html import render_page, write_page
 from .loggers import log_report
 from .page_data import page_data
-from .run import RunReport
-from .step import StepReport, empty_report, make_report
-from .terminal import show_report
+from .step import StepReport, make_report
+from .terminal import print_report, show_report
 
 __all__ = [
     "Comparison",
-    "RunReport",
+    "ReportFolder",
     "StepReport",
-    "empty_report",
     "log_report",
     "make_report",
     "page_data",
+    "print_report",
     "render_page",
     "report_table",
     "show_report",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .bundle import bundle
-from .page_schema import Run, check_keys
+from .page_schema import PageRun, check_keys
 
 PAGE = files(__package__) / "page"
 EXACT_IN_JAVASCRIPT = 2**53
@@ -27,7 +27,7 @@ def render_page(run: Mapping[str, Any]) -> str:
     as missing. Ids beyond 2^53 keep all their digits.
 
     Args:
-        run: as :class:`~headrace.pipeline.report.page_schema.Run` says.
+        run: as :class:`~headrace.pipeline.report.page_schema.PageRun` says.
 
     Raises:
         ValueError: a key is missing or unknown, or the columns of a table differ in length.
@@ -68,7 +68,7 @@ def write_page(run: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 def check(run: Mapping[str, Any]) -> None:
     """Raise unless the keys are those of the schema and the columns of each table are of one length."""
-    check_keys(run, Run, "run")
+    check_keys(run, PageRun, "run")
     tables = [("curves", {"curve_steps": run["curve_steps"], **run["curves"]})]
     for step in run["steps"]:
         tables += [(f"{name} of step {step['step']}", step[name]) for name in ("groups", "rows")]

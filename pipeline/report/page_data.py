@@ -10,7 +10,7 @@ import numpy as np
 from headrace.transforms import Status
 
 from . import funnel
-from .page_schema import Groups, Level, Rows, Run, Step
+from .page_schema import Groups, PageLevel, PageRun, Rows, Step
 from .step import StepReport
 
 GROUPS, ROWS = 200, 5000  # on a page, per step; a browser draws no more with grace
@@ -21,7 +21,7 @@ def page_data(
     *,
     title: str,
     history: Sequence[tuple[int, Mapping[str, float]]] | None = None,
-) -> Run:
+) -> PageRun:
     """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
 
     A step of more than 200 groups, or 5000 rows, is shown by its first groups; its funnel and numbers are
@@ -66,9 +66,9 @@ def _step(report: StepReport) -> Step:
     }
 
 
-def _level(level: funnel.Level) -> Level:
+def _level(level: funnel.Level) -> PageLevel:
     # The named tuples have the keys of the schema, and `render_page` refuses any other.
-    return cast(Level, level._asdict() | {"out": [left._asdict() for left in level.out]})
+    return cast(PageLevel, level._asdict() | {"out": [left._asdict() for left in level.out]})
 
 
 def _groups(report: StepReport, shown: int) -> Groups:

@@ -17,7 +17,7 @@ class RecipeStage(TypedDict):
     text: str  # the transform and its options
 
 
-class Left(TypedDict):
+class PageLeft(TypedDict):
     """What left the loss at a stage for one reason; a rollout or group counts when its last row goes."""
 
     reason: str  # why
@@ -28,7 +28,7 @@ class Left(TypedDict):
     tokens: int | None  # how many left
 
 
-class Level(TypedDict):
+class PageLevel(TypedDict):
     """A level of the funnel: what is in the loss after a stage."""
 
     name: str  # of the stage, or `collected` for the first level
@@ -36,7 +36,7 @@ class Level(TypedDict):
     rollouts: int | None  # with a row in the loss
     groups: int | None  # with a row in the loss
     tokens: int | None  # of the rows in the loss
-    out: list[Left]  # what left at this stage
+    out: list[PageLeft]  # what left at this stage
 
 
 class Shown(TypedDict):
@@ -83,14 +83,14 @@ class Step(TypedDict):
     """A step that one can choose on the page."""
 
     step: int  # its number
-    funnel: list[Level]  # of all its rows: what was collected, then a level for each stage
+    funnel: list[PageLevel]  # of all its rows: what was collected, then a level for each stage
     shown: Shown  # how much of it the tables hold
     groups: Groups  # those shown
     rows: Rows  # of the groups shown
     numbers: dict[str, float]  # the metrics of all its rows, by name
 
 
-class RunRequired(TypedDict):
+class PageRunRequired(TypedDict):
     """What the data of every run has."""
 
     title: str  # of the page
@@ -100,7 +100,7 @@ class RunRequired(TypedDict):
     curves: dict[str, list[float | None]]  # metrics by name, as columns beside `curve_steps`
 
 
-class Run(RunRequired, total=False):
+class PageRun(PageRunRequired, total=False):
     """The data of the page of a run."""
 
     versus: list[str]  # two recipes: whose `advantage` it is, and whose `advantage_by_row`

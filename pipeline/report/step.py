@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from headrace.pipeline.account import Account
 from headrace.pipeline.ledger import ledger_numbers
-from headrace.pipeline.record import strings
-from headrace.transforms import BatchError, CompletenessGate, GroupRelativeAdvantage, group_relative_advantage
+from headrace.pipeline.row_table import strings
 
 from .funnel import Level, funnel
 from .groups import groups_of, rollouts_of, staleness_of
 from .numbers import numbers_of
 
-if TYPE_CHECKING:
-    from headrace.pipeline.pipeline import Pipeline
+
+class HasAccount(Protocol):
+    """A pipeline, whose account is that of its last batch, or a run, whose account is its own."""
+
+    @property
+    def account(self) -> Account | None:
+        """None: there was no batch."""
 
 
 @dataclass(frozen=True)
@@ -86,82 +91,71 @@ class StepReport:
         return {**self.measured, **numbers_of(self.columns, self.rollouts, self.groups, self.solved)}
 
 
-def make_report(pipeline: Pipeline, *, step: int = 0, solved: float = 1.0) -> StepReport:
-    """The report of the pipeline's last batch. One device read.
+def make_report(source: HasAccount, *, step: int = 0, solved: float = 1.0) -> StepReport:
+    """The report of a run, or of the last batch of a pipeline. One device read.
 
     Args:
-        pipeline: after a batch.
+        source: a :class:`Run`, or a :class:`Pipeline` after a batch.
         step: its number.
         solved: least reward of a solved rollout.
 
     Raises:
-        RuntimeError: there was none, or a stage refused it.
+        RuntimeError: there was no batch, or a stage refused it.
 
     Example:
         >>> from tensordict import TensorDict
         >>> from headrace.pipeline import Pipeline
-        >>> pipeline = Pipeline({})
-        >>> _ = pipeline(TensorDict({"rollout_id": [4, 5]}, batch_size=[2]))
-        >>> make_report(pipeline, step=7)
+        >>> run = Pipeline({}).run(TensorDict({"rollout_id": [4, 5]}, batch_size=[2]))
+        >>> make_report(run, step=7)
         StepReport(step=7, 2 of 2 rows trained)
     """
-    if pipeline.empty:
-        return empty_report(pipeline, step=step)
-    ledger, record = pipeline.ledger, pipeline.record
-    if ledger is None or record is None:
+    account = source.account
+    if account is None:
         raise RuntimeError(
             "there is no batch to report on: run the pipeline over one; one that was refused has none"
         )
-    columns, measured = record.read({"reason": ledger.reason}, pipeline.stages_measured())
+    ledger, table = account.ledger, account.table
+    if ledger is None or table is None:
+        return _empty_report(account, step)
+    columns, measured = table.read({"reason": ledger.reason}, account.measured)
     ids = {unit: columns[f"{unit.removesuffix('s')}_id"] for unit in ledger.ids}
     measured = ledger_numbers(columns["reason"], ledger.names, ids) | measured
     rows = len(columns["reason"])
     columns["row"] = np.arange(rows)
-    if (by_row := _advantage_by_row(pipeline, columns)) is not None:
+    if (by_row := _advantage_by_row(account, columns)) is not None:
         columns["advantage_by_row"] = by_row
-    texts = {name: found for name, text in record.texts.items() if (found := strings(text, rows)) is not None}
-    sizes = [stage.group_size for stage in pipeline.stages.values() if isinstance(stage, CompletenessGate)]
+    texts = {name: found for name, text in table.texts.items() if (found := strings(text, rows)) is not None}
     return StepReport(
         step=step,
-        recipe=tuple((name, repr(pipeline.stages[name])) for name in pipeline.order),
+        recipe=account.recipe,
         columns=columns,
         names=tuple(ledger.names),
         actions=tuple(ledger.actions),
         texts=texts,
-        group_size=sizes[0] if sizes else None,
+        group_size=account.group_size,
         solved=solved,
         measured=measured,
     )
 
 
-def empty_report(pipeline: Pipeline, *, step: int = 0) -> StepReport:
+def _empty_report(account: Account, step: int) -> StepReport:
     """The report of a batch without rows."""
     names = ("row", "reason", "group_id", "rollout_id")
     columns = {name: np.empty(0, dtype=np.int64) for name in names} | {"collected_reward": np.empty(0)}
-    recipe = tuple((name, repr(pipeline.stages[name])) for name in pipeline.order)
-    return StepReport(step, recipe, columns, ("trained",), ("trained",))
+    return StepReport(step, account.recipe, columns, ("trained",), ("trained",))
 
 
-def _advantage_by_row(pipeline: Pipeline, columns: Mapping[str, np.ndarray]) -> np.ndarray | None:
+def _advantage_by_row(account: Account, columns: Mapping[str, np.ndarray]) -> np.ndarray | None:
     """(N,) the advantage that each row would have if the rows of a fan-out were so many rollouts."""
-    stages = [stage for stage in pipeline.stages.values() if isinstance(stage, GroupRelativeAdvantage)]
-    if not stages or not {"reward", "advantage", "group_id"} <= set(columns):
+    if account.advantage_by_row is None or not {"reward", "advantage", "group_id"} <= set(columns):
         return None
-    stage = stages[0]
     rows = np.isfinite(columns["advantage"]) & np.isfinite(columns["reward"]) & (columns["group_id"] >= 0)
     rows &= columns.get("counted", np.ones(len(rows))) != 0
-    if not rows.any() or stage.baseline == "length_weighted" or stage.several != "sum":
+    if not rows.any():
         return None
-    options = {
-        name: getattr(stage, name) for name in ("baseline", "scale", "ddof", "eps", "eps_mode", "clip")
-    }
-    singleton = "zero" if stage.singleton == "raise" else stage.singleton
-    reward = torch.from_numpy(columns["reward"][rows])
-    try:
-        credit = group_relative_advantage(
-            reward, torch.from_numpy(columns["group_id"][rows]), singleton=singleton, **options
-        )
-    except BatchError:  # what it is compared with need not exist, for a reward of a stranger's making, say
+    reward, groups = (torch.from_numpy(columns[name][rows]) for name in ("reward", "group_id"))
+    credit = account.advantage_by_row(reward, groups)
+    if credit is None:
         return None
     found = np.full(len(rows), np.nan)
     found[rows] = credit.numpy()

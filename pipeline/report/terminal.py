@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 from rich.box import SIMPLE
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from .funnel import UNITS
-from .step import StepReport
+from .step import HasAccount, StepReport, make_report
 
 GROUPS = 12  # lines of the table; what there is more is counted below it
 ROLLOUTS = 8  # rewards in a line
@@ -41,6 +41,22 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
         if (more := len(report.groups["id"]) - groups) > 0:
             parts.append(Text(f"and {more:,} groups more", style="dim"))
     return Group(*parts)
+
+
+def print_report(
+    source: HasAccount, *, step: int = 0, console: Console | None = None, solved: float = 1.0
+) -> StepReport:
+    """Make the report of a run or a pipeline (:func:`make_report`), print it, and return it.
+
+    Args:
+        source: what has an account.
+        step: its number.
+        console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
+        solved: least reward of a solved rollout.
+    """
+    report = make_report(source, step=step, solved=solved)
+    (console or Console()).print(show_report(report))
+    return report
 
 
 def _funnel(report: StepReport) -> Table:

@@ -8,10 +8,10 @@ from torch import Tensor
 from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from headrace.pipeline.sampler import RepeatSampler
+from headrace.pipeline.train.sampler import RepeatSampler
 from headrace.transforms import Status
 
-from . import tokens
+from . import digits
 
 IDS = ("prompt", "group_id", "rollout_id", "expected_rollouts")
 
@@ -30,7 +30,7 @@ class ReverseEnv(EnvBase):
     the grader gave up.
 
     Args:
-        sampler: the prompts, as indices of :data:`tokens.STRINGS`, and their ids.
+        sampler: the prompts, as indices of :data:`digits.STRINGS`, and their ids.
         revised: share of a group's rollouts that are revised, in [0, 1]; rounded to whole rollouts.
         failing: probability that the grader gives up on a row, in [0, 1).
         seed: of the grader.
@@ -60,17 +60,17 @@ class ReverseEnv(EnvBase):
         self.frames_per_batch = 2 * slots
         self._draws = sampler.draws()
         self._set_seed(seed)
-        self._asked, self._answers = tokens.prompts().to(self.device), tokens.answers().to(self.device)
+        self._asked, self._answers = digits.prompts().to(self.device), digits.answers().to(self.device)
         self._specify(slots)
 
     def _specify(self, slots: int) -> None:
         def ints(width: int) -> Unbounded:
             return Unbounded((slots, width), dtype=torch.int64, device=self.device)
 
-        prompt = Composite(prompt=ints(tokens.PROMPT_LENGTH), shape=[slots], device=self.device)
+        prompt = Composite(prompt=ints(digits.PROMPT_LENGTH), shape=[slots], device=self.device)
         ids = {name: ints(1) for name in (*IDS, "status")}
         self.observation_spec = Composite(tokens=prompt, **ids, shape=[slots], device=self.device)
-        response = Composite(response=ints(tokens.RESPONSE_LENGTH), shape=[slots], device=self.device)
+        response = Composite(response=ints(digits.RESPONSE_LENGTH), shape=[slots], device=self.device)
         self.action_spec = Composite(tokens=response, shape=[slots], device=self.device)
         self.reward_spec = Unbounded((slots, 1), device=self.device)
         done = Binary(shape=(slots, 1), dtype=torch.bool, device=self.device)
@@ -100,8 +100,8 @@ class ReverseEnv(EnvBase):
         rollouts = self._ids["rollout_id"]
         goes_on = (rollouts[0] == rollouts[1]) if self._turn == 0 else torch.zeros_like(rollouts[0]).bool()
         answer = self._answers[self._ids["prompt"][self._turn, :, 0]]
-        reward = tokens.graded(response, answer).unsqueeze(-1).masked_fill(goes_on, 0.0)
-        ended = (response == tokens.END).any(-1, keepdim=True)
+        reward = digits.graded(response, answer).unsqueeze(-1).masked_fill(goes_on, 0.0)
+        ended = (response == digits.END).any(-1, keepdim=True)
         status = torch.where(ended, int(Status.COMPLETED), int(Status.TRUNCATED))
         gave_up = torch.rand(status.shape, generator=self._grader).to(self.device) < self.failing
         status = status.masked_fill(gave_up, int(Status.FAILED))
@@ -109,7 +109,7 @@ class ReverseEnv(EnvBase):
         if self._turn == 0:
             self._turn = 1
             asked = self._asked[self._ids["prompt"][1, :, 0]]
-            revision = tokens.revision_prompts(tensordict["tokens", "prompt"], response)
+            revision = digits.revision_prompts(tensordict["tokens", "prompt"], response)
             self._prompt = torch.where(goes_on, revision, asked)
             # What a rollout that goes on is asked next; the others are reset and ask anew.
             out["tokens", "prompt"] = self._prompt

@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl.modules.distributions import LLMMaskedCategorical
 
-from .tokens import END, PAD, PROMPT_LENGTH, RESPONSE_LENGTH, VOCABULARY
+from .digits import END, PAD, PROMPT_LENGTH, RESPONSE_LENGTH, VOCABULARY
 
 
 class Block(nn.Module):

@@ -1,7 +1,7 @@
 """Training rollouts that other frameworks have dumped, as batches: yesterday's rollouts through a recipe."""
 
 from .batch import to_batch
-from .errors import SourceError
+from .malformed import SourceError
 from .open import Source, open_source
 from .reading import Reading
 from .registry import READERS, Format

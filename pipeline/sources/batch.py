@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.transforms.errors import listing
 
-from .errors import SourceError, show
+from .malformed import SourceError, quote
 from .sample import Sample
 
 
@@ -81,8 +81,8 @@ def check_groups(rows: Sequence[Sample]) -> None:
         first = home.setdefault(row.rollout, row)
         if first.group != row.group:
             raise SourceError(
-                f"{row.where}: a rollout belongs to one group; found the rollout {show(row.rollout)} in "
-                f"{show(row.group)}, and at {first.where} in {show(first.group)}"
+                f"{row.where}: a rollout belongs to one group; found the rollout {quote(row.rollout)} in "
+                f"{quote(row.group)}, and at {first.where} in {quote(first.group)}"
             )
         members.setdefault(row.group, {})[row.rollout] = row
     for row in rows:
@@ -90,7 +90,7 @@ def check_groups(rows: Sequence[Sample]) -> None:
         if row.expected is not None and len(have) > row.expected:
             where = listing([other.where for other in have.values()])
             raise SourceError(
-                f"{row.where}: the group {show(row.group)} was dispatched with {row.expected} rollouts; "
+                f"{row.where}: the group {quote(row.group)} was dispatched with {row.expected} rollouts; "
                 f"found {len(have)}: {where}. Was its prompt drawn twice, or is group_size another?"
             )
 

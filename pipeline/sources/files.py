@@ -8,8 +8,8 @@ from pathlib import Path
 
 from headrace.transforms.errors import listing
 
-from .errors import Skipped, SourceError
 from .jsonl import read_lines
+from .malformed import Skipped, SourceError
 from .reading import Reading, first_record
 from .registry import READERS, Format
 from .trl import read_schema

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import SourceError, show
+from .malformed import SourceError, quote
 from .reading import Reading, parse_records
 from .record import Record
 from .sample import Sample
@@ -85,7 +85,7 @@ def decode(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as err:  # ours, and what Python says of too many digits or levels
         raise SourceError(f"{where}: a line must be one JSON object; found {err}") from err
     if not isinstance(value, dict):
-        raise SourceError(f"{where}: a line must be one JSON object; found {show(value)}")
+        raise SourceError(f"{where}: a line must be one JSON object; found {quote(value)}")
     return value
 
 
@@ -103,7 +103,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(data) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {show(twice)} twice in one object")
+        raise ValueError(f"the key {quote(twice)} twice in one object")
     return data
 
 

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import SourceError
 from .jsonl import read_jsonl
+from .malformed import SourceError
 from .reading import Reading
 from .record import Record, as_text
 from .sample import Sample

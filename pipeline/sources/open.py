@@ -9,8 +9,8 @@ from typing import Literal
 from tensordict import TensorDictBase
 
 from .batch import to_batch
-from .errors import Skipped, SourceError
 from .files import find_files, recognise
+from .malformed import Skipped, SourceError
 from .reading import Reading
 from .registry import READERS
 from .sample import Sample

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.transforms.status import Status
+from headrace.transforms import Status
 
 from .jsonl import read_jsonl
 from .reading import Reading

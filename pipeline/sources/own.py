@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 import torch
 from tensordict import TensorDict
 
-from headrace.transforms.status import Status
+from headrace.transforms import Status
 
-from .errors import SourceError
 from .jsonl import read_jsonl
+from .malformed import SourceError
 from .reading import Reading
 from .record import Record
 from .sample import MAX_TOKENS, Sample

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.transforms.status import Status
+from headrace.transforms import Status
 
 from .jsonl import read_jsonl
 from .paths import Branch, branches

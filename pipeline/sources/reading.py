@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import Skipped, SourceError
+from .malformed import Skipped, SourceError
 from .record import Record
 from .sample import Sample
 

@@ -10,7 +10,7 @@ import torch
 
 from headrace.transforms.errors import listing
 
-from .errors import SourceError, show
+from .malformed import SourceError, quote
 
 INT64 = 2**63
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -39,7 +39,7 @@ class Record:
 
     def fail(self, required: str, found: Any) -> SourceError:
         """An error at this record's place."""
-        return SourceError(f"{self.where}: {required}; found {show(found)}")
+        return SourceError(f"{self.where}: {required}; found {quote(found)}")
 
     def get(self, key: str, *, optional: bool = False) -> Any:
         """The value under a key, whatever it is."""
@@ -47,7 +47,7 @@ class Record:
         if value is None and not optional:
             if key in self.data:
                 raise self.fail(f"{key!r} must be set", None)
-            keys = listing(sorted(map(show, self.data)))
+            keys = listing(sorted(map(quote, self.data)))
             raise SourceError(f"{self.where}: the key {key!r} is required; found the keys {keys}")
         return value
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.transforms.status import Status
+from headrace.transforms import Status
 
-from .errors import SourceError
+from .malformed import SourceError
 
 MAX_TOKENS = 2**24  # a length from a dump decides how much memory a batch takes
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from headrace.transforms.status import Status
+from headrace.transforms import Status
 
-from .errors import SourceError, show
+from .malformed import SourceError, quote
 from .reading import Reading, parse_records
 from .record import Record, as_number, as_whole
 from .sample import Sample
@@ -98,15 +98,15 @@ def _load(path: Path) -> tuple[int, Iterator[Record]]:
             f"{path}: a dump must load as plain data and tensors, without running code; found {reason}"
         ) from err
     if not isinstance(dump, dict):
-        raise SourceError(f"{path}: a dump is a dict with rollout_id and samples; found {show(dump)}")
+        raise SourceError(f"{path}: a dump is a dict with rollout_id and samples; found {quote(dump)}")
     step, samples = as_whole(dump.get("rollout_id")), dump.get("samples")
     if step is None:
         raise SourceError(
             f"{path}: rollout_id, the training step, must be an integer ≥ 0; "
-            f"found {show(dump.get('rollout_id'))}"
+            f"found {quote(dump.get('rollout_id'))}"
         )
     if not isinstance(samples, list) or not samples or not all(isinstance(s, dict) for s in samples):
-        raise SourceError(f"{path}: samples must be a list of dicts, at least one; found {show(samples)}")
+        raise SourceError(f"{path}: samples must be a list of dicts, at least one; found {quote(samples)}")
     return step, (Record(data, f"{path}, sample {i}", i + 1) for i, data in enumerate(samples))
 
 

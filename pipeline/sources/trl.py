@@ -20,9 +20,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headrace.transforms.status import Status
+from headrace.transforms import Status
 
-from .errors import SourceError
+from .malformed import SourceError
 from .reading import Reading, parse_records
 from .record import Record, as_number_or_gap
 from .sample import Sample

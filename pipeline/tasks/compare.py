@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.pipeline.load import ConfigError, load_pipeline
-from headrace.pipeline.report import Comparison, RunReport, StepReport, make_report
+from headrace.pipeline.report import Comparison, ReportFolder, StepReport, make_report
 from headrace.pipeline.report.dump import write_whole
 
-from .reading import at_step, each_step, open_configured
+from .source import at_step, each_step, open_configured
 
 LINES = 8  # of a table of shares: those that differ most
 
@@ -53,7 +53,7 @@ def compare(
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
     found = Comparison((names[0], names[1]))
-    run = RunReport(
+    folder = ReportFolder(
         output,
         title=f"{names[0]} and {names[1]}",
         steps=config.report.steps,
@@ -64,15 +64,15 @@ def compare(
         reports = []
         for pipeline in pipelines:
             with at_step(step):
-                pipeline.minibatches(batch)
-            reports.append(make_report(pipeline, step=step, solved=config.report.solved))
+                run = pipeline.run(batch)
+            reports.append(make_report(run, step=step, solved=config.report.solved))
         found.add(*reports)
-        run.add(_against(*reports))
+        folder.add(_against(*reports))
     numbers = {key: None if math.isnan(value) else value for key, value in found.numbers.items()}
     told = {"pipelines": names, "numbers": numbers, "shares": _plain(found)}
     write_whole(output / "compare.json", lambda file: file.write_text(json.dumps(told, indent=1)))
-    run.close()
-    show(found, console)
+    folder.close()
+    show_comparison(found, console)
     console.print(f"written to {output}", soft_wrap=True, highlight=False, markup=False)
     return found.numbers["correlation"]
 
@@ -83,7 +83,7 @@ def _against(first: StepReport, second: StepReport) -> StepReport:
     return dataclasses.replace(first, columns={**first.columns, "advantage_by_row": other})
 
 
-def show(found: Comparison, console: Console) -> None:
+def show_comparison(found: Comparison, console: Console) -> None:
     """Print what differs."""
     table = Table(title="the same rollouts", title_justify="left", box=SIMPLE, show_header=False)
     first, second = found.names

@@ -7,11 +7,11 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from headrace.pipeline.display import funnel
 from headrace.pipeline.load import build_pipeline
-from headrace.pipeline.report import RunReport, make_report, show_report
+from headrace.pipeline.report import ReportFolder, make_report, show_report
+from headrace.pipeline.train import history_table
 
-from .reading import at_step, each_step, open_configured
+from .source import at_step, each_step, open_configured
 
 
 def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
@@ -36,18 +36,18 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
     console.print(pipeline, markup=False, highlight=False)
-    run = RunReport.configured(config, output, title=f"replay of {Path(config.source.path).name}")
+    folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
     history, report = [], None
     for step, batch in each_step(source, console):
         with at_step(step):
-            pipeline.minibatches(batch)  # runs the stages; nobody needs the minibatches
-        report = make_report(pipeline, step=step, solved=config.report.solved)
+            run = pipeline.run(batch)
+        report = make_report(run, step=step, solved=config.report.solved)
         history.append(dict(report.numbers))
-        run.add(report)
-    page = run.close()
+        folder.add(report)
+    page = folder.close()
     if report is not None and len(history) == 1:
         console.print(show_report(report))
     elif history:
-        console.print(funnel(history, f"where the rows of {len(history)} steps went"))
+        console.print(history_table(history, f"where the rows of {len(history)} steps went"))
     console.print(f"written to {page or output}", soft_wrap=True, highlight=False, markup=False)
     return sum(numbers["rows/trained"] for numbers in history)

@@ -1,11 +1,11 @@
 // The data of the run. What is not listed here is not read: other modules get objects with these fields
 // alone. page_schema.py has the same lists and says what each field means; a test compares the two.
 const FIELDS = {
-  Run: ["title", "recipe", "steps", "curve_steps", "curves", "versus"],
+  PageRun: ["title", "recipe", "steps", "curve_steps", "curves", "versus"],
   RecipeStage: ["name", "text"],
   Step: ["step", "funnel", "shown", "groups", "rows", "numbers"],
-  Level: ["name", "rows", "rollouts", "groups", "tokens", "out"],
-  Left: ["reason", "action", "rows", "rollouts", "groups", "tokens"],
+  PageLevel: ["name", "rows", "rollouts", "groups", "tokens", "out"],
+  PageLeft: ["reason", "action", "rows", "rollouts", "groups", "tokens"],
   Shown: ["groups", "of"],
   Groups: [
     "id",
@@ -55,8 +55,8 @@ export const readRows = (step) => readTable("Rows", step.rows);
 export const unknownGroup = () => objectOf("Groups", () => null);
 
 function readLevel(value) {
-  const level = read("Level", value);
-  return { ...level, out: level.out.map((left) => read("Left", left)) };
+  const level = read("PageLevel", value);
+  return { ...level, out: level.out.map((left) => read("PageLeft", left)) };
 }
 
 function readStep(value) {
@@ -66,7 +66,7 @@ function readStep(value) {
 
 // The run as the page has it, in JSON. The tables of a step stay columns until the step is shown.
 export function readRun(text) {
-  const run = read("Run", JSON.parse(text));
+  const run = read("PageRun", JSON.parse(text));
   return {
     ...run,
     recipe: run.recipe.map((stage) => read("RecipeStage", stage)),

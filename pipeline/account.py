@@ -1,0 +1,80 @@
+"""What is known of one batch after a pipeline has been over it. It holds none of the batch's columns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from headrace.transforms.base import read_numbers
+
+from .ledger import Ledger
+from .passage import Passage
+from .row_table import RowTable
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where each row went, and what was measured. Tensors until somebody reads them.
+
+    Attributes:
+        recipe: (name, text) of each stage, in order.
+        ledger: who left where; None where the batch had no rows.
+        table: an entry for each row; None where the batch had no rows.
+        measured: ``<stage>/<name>``.
+        group_size: rollouts that each group was dispatched with, if a gate says so.
+        advantage_by_row: from rewards and group ids (N,) to what rows would get if each were a rollout;
+            None where no stage compares rewards in groups.
+    """
+
+    recipe: tuple[tuple[str, str], ...]
+    ledger: Ledger | None
+    table: RowTable | None
+    measured: Mapping[str, Tensor | float]
+    group_size: int | None = None
+    advantage_by_row: Callable[[Tensor, Tensor], Tensor | None] | None = None
+
+    @classmethod
+    def of(cls, stages: Mapping[str, nn.Module], passage: Passage | None = None) -> Account:
+        """The account of a batch's passage through stages; without one, of a batch that had no rows."""
+        gates = [stage for stage in stages.values() if getattr(stage, "gates", False)]
+        comparing = [stage for stage in stages.values() if getattr(stage, "compares", False)]
+        return cls(
+            recipe=tuple((name, repr(stage)) for name, stage in stages.items()),
+            ledger=None if passage is None else passage.ledger,
+            table=None if passage is None else passage.table,
+            measured={} if passage is None else passage.measured,
+            group_size=gates[0].group_size if gates else None,
+            advantage_by_row=comparing[0].advantage_by_row if comparing else None,
+        )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The ledger's numbers and what stages measured, as floats. A few device reads."""
+        numbers = {} if self.ledger is None else self.ledger.numbers()
+        return numbers | read_numbers(self.measured)
+
+
+class LastAccount:
+    """The account of the last batch: of the thread that asks, or where that has run none, of any thread.
+
+    A copy, in a worker process say, begins without one.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+        self._of_any: Account | None = None
+
+    @property
+    def account(self) -> Account | None:
+        """None before the first batch, and after one that was refused."""
+        return getattr(self._of_thread, "account", self._of_any)
+
+    @account.setter
+    def account(self, account: Account | None) -> None:
+        self._of_thread.account = self._of_any = account
+
+    def __reduce__(self) -> tuple[type[LastAccount], tuple[()]]:
+        return LastAccount, ()

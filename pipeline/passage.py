@@ -1,0 +1,225 @@
+"""One batch on its way through the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor, nn
+
+from headrace.transforms.base import BatchTransform, Outcome
+from headrace.transforms.checks import Rule, enforce, explain
+from headrace.transforms.errors import BatchError
+from headrace.transforms.rows import device_of
+from headrace.transforms.schema import IN_LOSS, PROCESSED, ROW, has_key
+from headrace.transforms.split.steps import OptimiserSteps
+from headrace.transforms.tokens import any_token, check_mask
+
+from .ledger import Ledger
+from .row_table import RowTable
+from .stage import with_stage
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where a pipeline finds what it accounts for."""
+
+    loss_mask: NestedKey
+    weight: NestedKey
+    units: Mapping[str, NestedKey]
+    report: Mapping[str, NestedKey]
+
+
+class Passage:
+    """Runs stages, and keeps the account of one batch: who left, what was measured, what is to be read.
+
+    Args:
+        stages: by name, in order.
+        batch: TensorDict ``[N]``, N ≥ 1, that may be written to; `door` is it with row numbers.
+        keys: where to find what is accounted for.
+    """
+
+    def __init__(self, stages: Mapping[str, nn.Module], batch: TensorDictBase, keys: Keys):
+        self.stages, self.keys = stages, keys
+        if has_key(batch, keys.loss_mask):
+            check_mask(batch, keys.loss_mask)
+        self.ledger = Ledger(batch, keys.units)
+        self.table = RowTable(batch, keys=keys.report, loss_mask_key=keys.loss_mask, ids=self.ledger.ids)
+        self.measured: dict[str, Tensor | float] = {}
+        self.rules: list[tuple[str, Rule]] = []
+        self.door = batch.set(ROW, torch.arange(len(batch), device=device_of(batch)))
+
+    def through(self, names: Sequence[str], batch: TensorDictBase) -> TensorDictBase:
+        """Run stages in order; their rules are not read yet."""
+        for name in names:
+            with self.naming(name):
+                batch = self._stage(name, batch) if len(batch) else self._nothing(name, batch)
+        return batch
+
+    def finish(self, batch: TensorDictBase) -> TensorDictBase:
+        """Read all rules, record who trains nothing, and stamp the batch as processed."""
+        self._record_silent(batch, [batch])
+        self.read_rules()
+        return self._stamp(batch)
+
+    def cut(
+        self, name: str, later: Sequence[str], batch: TensorDictBase, epochs: int, *, whole: bool
+    ) -> tuple[TensorDictBase, OptimiserSteps | None]:
+        """Cut a batch into optimiser steps, and run the stages after the cut on each pass over it.
+
+        Args:
+            name: of the stage that cuts.
+            later: those after it, which may add columns and move nothing.
+            batch: TensorDict ``[n]``.
+            epochs: passes.
+            whole: all steps will be gathered at once, which a batch to be resumed in its middle cannot.
+
+        Returns:
+            The batch with carried rows, and its steps; None where no row is left.
+        """
+        if len(batch) == 0:
+            self.through([name, *later], batch)
+            self.read_rules()
+            return batch, None
+        split = self.stages[name]
+        with split.turn:
+            with self.naming(name):
+                self._read_before_others(split)
+                draw = split.draw(batch.exclude(ROW), split.state, epochs)
+                draw = draw._replace(batch=draw.batch.set(ROW, self._row_numbers(batch, draw.batch)))
+            self.ledger.judge(name, split.reasons, draw.batch.get(ROW), draw.verdict, split.effects)
+            self._measure(name, draw.measured)
+            self.table.update(draw.batch)
+            passes = [self._after_cut(name, later, marked) for marked in draw.marked()]
+            self._record_silent(draw.batch, passes)
+            self.read_rules()
+            with self.naming(name):
+                stamped = [self._stamp(each, credit=False) for each in passes]
+                return draw.batch, split.accept(draw, stamped, whole=whole)
+
+    def read_rules(self) -> None:
+        """Read what stages require of their rows, all at once. One device read.
+
+        Raises:
+            BatchError: a rule is broken; the first stage that has one is named.
+        """
+        rules, self.rules = self.rules, []
+        try:
+            for device in dict.fromkeys(rule.bad.device for _, rule in rules):
+                enforce([rule for _, rule in rules if rule.bad.device == device])
+        except BatchError:
+            for name, rule in rules:
+                with self.naming(name):
+                    explain([rule])
+
+    @contextmanager
+    def naming(self, name: str) -> Iterator[None]:
+        """Say in an error which stage it is of. What was wrong before that stage comes first."""
+        try:
+            yield
+        except Exception as err:
+            self.read_rules()
+            raise with_stage(name, self.stages[name], err) from err
+
+    # -- one stage ------------------------------------------------------------------------------------
+
+    def _stage(self, name: str, batch: TensorDictBase) -> TensorDictBase:
+        stage, rows = self.stages[name], batch.get(ROW)
+        self._read_before_others(stage)
+        outcome = stage.run(batch) if isinstance(stage, BatchTransform) else Outcome(stage(batch))
+        remaining = _rows_of(outcome.batch)
+        if outcome.verdict is not None:
+            self.ledger.judge(name, stage.reasons, rows, outcome.verdict, stage.effects)
+        elif not getattr(stage, "keeps_rows", False):
+            self.ledger.miss(name, rows, remaining.to(rows.device))
+        self._measure(name, outcome.measured)
+        self.rules += [(name, rule) for rule in outcome.rules]
+        if len(remaining) < len(rows):
+            self.table.update(batch)  # the last that is known of rows that are gone
+        return outcome.batch
+
+    def _nothing(self, name: str, batch: TensorDictBase) -> TensorDictBase:
+        """A stage with no rows: other ranks may wait for it, and a foreign one need not know what to do."""
+        stage = self.stages[name]
+        if isinstance(stage, BatchTransform):
+            self._read_before_others(stage)
+            stage.run(batch)
+        self.ledger.judge(name, getattr(stage, "reasons", ()), torch.empty(0), None)
+        return batch
+
+    def _after_cut(self, name: str, later: Sequence[str], marked: TensorDictBase) -> TensorDictBase:
+        out = self.through(later, marked)
+        if any(not getattr(self.stages[each], "keeps_rows", False) for each in later) and not torch.equal(
+            _rows_of(out), marked.get(ROW)
+        ):
+            raise BatchError(
+                f"stages after {name!r} leave all rows where they are, since they were cut already; one of "
+                f"{', '.join(map(repr, later))} moved or dropped some"
+            )
+        return out
+
+    def _read_before_others(self, stage: nn.Module) -> None:
+        """Before ranks exchange anything, each finds out what is wrong with its own rows."""
+        if getattr(stage, "process_group", None) is not None:
+            self.read_rules()
+
+    def _measure(self, name: str, measured: Mapping[str, Tensor | float]) -> None:
+        self.measured |= {f"{name}/{key}": value for key, value in measured.items()}
+
+    def _row_numbers(self, batch: TensorDictBase, with_carried: TensorDictBase) -> Tensor:
+        """The numbers of a batch's rows, and of those carried from earlier batches behind them."""
+        rows, carried = batch.get(ROW), with_carried[len(batch) :]
+        if len(carried) == 0:
+            return rows
+        numbers = self.ledger.add_carried(carried)
+        self.table.add_carried(carried, self.ledger.ids, numbers)
+        return torch.cat([rows, numbers])
+
+    def _record_silent(self, batch: TensorDictBase, passes: Sequence[TensorDictBase]) -> None:
+        """Record the rows that train nothing: no token in the loss, or no weight in any pass."""
+        if len(batch) == 0:
+            return
+        silent = torch.zeros(len(batch), dtype=torch.bool, device=device_of(batch))
+        if has_key(batch, self.keys.loss_mask):
+            silent = ~any_token(batch, self.keys.loss_mask)
+        if has_key(batch, IN_LOSS):
+            silent = silent | ~batch.get(IN_LOSS)
+        if all(has_key(each, self.keys.weight) for each in passes):
+            weights = [each.get(self.keys.weight).reshape(len(each), -1) for each in passes]
+            silent = silent | torch.stack([(weight == 0).all(-1) for weight in weights]).all(0)
+        self.ledger.judge("pipeline", ("no_loss_tokens",), batch.get(ROW), silent, ("masked",))
+
+    def _stamp(self, batch: TensorDictBase, *, credit: bool = True) -> TensorDictBase:
+        if len(batch) == 0:
+            return batch
+        self.table.update(batch, credit=credit)
+        return batch.set(PROCESSED, torch.ones(len(batch), dtype=torch.bool, device=device_of(batch)))
+
+
+def run_empty(stages: Mapping[str, nn.Module], batch: TensorDictBase) -> None:
+    """Run stages over a batch without rows: other ranks may wait for them, or groups be missing."""
+    for name, stage in stages.items():
+        if isinstance(stage, BatchTransform):
+            try:
+                stage.run(batch)
+            except BatchError as err:
+                raise with_stage(name, stage, err) from err
+
+
+def _rows_of(batch: TensorDictBase) -> Tensor:
+    """The row numbers that a stage hands on.
+
+    Raises:
+        BatchError: it does not.
+    """
+    if isinstance(batch, TensorDictBase) and len(batch) == 0:
+        return torch.empty(0, dtype=torch.int64)  # an empty lazy stack has no columns
+    if not isinstance(batch, TensorDictBase) or not has_key(batch, ROW):
+        raise BatchError(
+            f"a stage returns a TensorDict that keeps the column {ROW!r}, by which rows are accounted "
+            f"for; it returned {type(batch).__name__} without it"
+        )
+    return batch.get(ROW)

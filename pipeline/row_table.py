@@ -1,0 +1,229 @@
+"""What is known of each row of a batch: as it came in, and as far as the stages took it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.options import nested_key
+from headrace.transforms.rows import device_of
+from headrace.transforms.schema import COUNTED, MICROBATCH, MINIBATCH, RANK, REWARD, ROW, has_key
+from headrace.transforms.tokens import loss_tokens
+
+# Where a report looks for what it shows; the first key that the batch has.
+KEYS: dict[str, tuple[NestedKey, ...]] = {
+    "reward": (("next", "reward"), "reward"),
+    "status": (("next", "status"), "status"),
+    "policy_version": (("next", "policy_version"), "policy_version"),
+    "expected_rollouts": ("expected_rollouts",),
+    "advantage": ("advantage",),
+    "loss_weight": ("loss_weight",),
+    "prompt": ("prompt_text", ("text", "prompt"), "query"),
+    "response": ("response_text", ("text", "response")),
+}
+# The option under which stages know what a report shows.
+OPTIONS = {
+    "reward": "reward_key",
+    "status": "status_key",
+    "policy_version": "version_key",
+    "expected_rollouts": "expected_key",
+    "advantage": "advantage_key",
+    "loss_weight": "weight_key",
+}
+FLOATS = ("collected_reward", "reward", "advantage", "loss_weight")
+AT_THE_DOOR = ("status", "policy_version", "expected_rollouts")
+TEXTS = ("prompt", "response")
+WRITTEN = {"minibatch": MINIBATCH, "microbatch": MICROBATCH, "rank": RANK, "counted": COUNTED}
+
+
+class RowTable:
+    """One entry for each row, on the batch's device; nothing is read from it before somebody asks.
+
+    Attributes:
+        columns: (N,) float64 (NaN: unknown) or int64 (-1: unknown) by name.
+        texts: N strings by name, where the batch has any.
+        rewards: (N, K) float64, where a row has several.
+    """
+
+    def __init__(
+        self,
+        batch: TensorDictBase,
+        *,
+        keys: Mapping[str, NestedKey],
+        loss_mask_key: NestedKey,
+        ids: Mapping[str, Tensor],
+    ):
+        self.keys = KEYS | {name: (nested_key(key),) for name, key in keys.items()}
+        self.rows, self.device = len(batch), device_of(batch)
+        self.columns: dict[str, Tensor] = {}
+        self.texts: dict[str, Any] = {}
+        self.rewards: Tensor | None = None
+        for name, values in ids.items():
+            self._enter(f"{name.removesuffix('s')}_id", values)
+        for name in AT_THE_DOOR:
+            if (values := self._found(batch, name)) is not None:
+                self._enter(name, values)
+        if (reward := self._found(batch, "reward", several=True)) is not None:
+            several = reward.reshape(self.rows, -1).double()
+            self.rewards = several if several.shape[1] > 1 else None
+            self._enter("collected_reward", several.sum(1))
+            self._enter("reward", several.sum(1))
+        if has_key(batch, loss_mask_key):
+            self._enter("tokens", loss_tokens(batch, loss_mask_key, None))
+        self.loss_mask_key = loss_mask_key
+        for name in TEXTS:
+            if (text := self._text(batch, name)) is not None:
+                self.texts[name] = text
+
+    def update(self, batch: TensorDictBase, *, credit: bool = True) -> None:
+        """Take over what stages have written; rows by ``("headrace", "row")``. No device read.
+
+        Args:
+            batch: TensorDict ``[n]``, after some stage.
+            credit: False leaves the advantage, into which weights may have been folded, as it was.
+        """
+        if len(batch) == 0:
+            return
+        rows = batch.get(ROW)
+        found = {name: batch.get(key) for name, key in WRITTEN.items() if has_key(batch, key)}
+        for name in ("advantage", "loss_weight") if credit else ("loss_weight",):
+            if (values := self._per_row(batch, name)) is not None:
+                found[name] = values
+        if has_key(batch, REWARD):
+            found["reward"] = batch.get(REWARD).reshape(len(batch), -1).double().sum(1)
+        elif (reward := self._found(batch, "reward", several=True)) is not None:
+            found["reward"] = reward.reshape(len(batch), -1).double().sum(1)
+        for name, values in found.items():
+            self._column(name).index_copy_(0, rows, values.to(self._column(name).dtype))
+
+    def add_carried(self, carried: TensorDictBase, ids: Mapping[str, Tensor], rows: Tensor) -> None:
+        """Make room for rows of an earlier batch."""
+        more = len(rows)
+        self.rows += more
+        for name, column in self.columns.items():
+            self.columns[name] = torch.cat([column, column.new_full((more,), _unknown(column.dtype))])
+        for name, values in ids.items():
+            self.columns[f"{name.removesuffix('s')}_id"] = values.clone()
+        for name in AT_THE_DOOR:
+            if name in self.columns and (values := self._found(carried, name)) is not None:
+                self.columns[name][-more:] = values.long()
+        if "tokens" in self.columns and has_key(carried, self.loss_mask_key):
+            self.columns["tokens"][-more:] = loss_tokens(carried, self.loss_mask_key, None)
+        if "reward" in self.columns and (reward := self._found(carried, "reward", several=True)) is not None:
+            for name in ("collected_reward", "reward"):
+                self.columns[name][-more:] = reward.reshape(more, -1).double().sum(1)
+        if self.rewards is not None:
+            self.rewards = torch.cat(
+                [self.rewards, self.rewards.new_full((more, self.rewards.shape[1]), math.nan)]
+            )
+        self._column("carried_in").fill_(0)[-more:] = 1
+        before = self.rows - more
+        for name, text in list(self.texts.items()):
+            here, carried_text = strings(text, before), self._text(carried, name)
+            behind = None if carried_text is None else strings(carried_text, more)
+            self.texts.pop(name)
+            if here is not None and behind is not None:
+                self.texts[name] = [*here, *behind]
+
+    def _text(self, batch: TensorDictBase, name: str) -> Any:
+        """The texts under the first of their keys, or None."""
+        found = [key for key in self.keys[name] if has_key(batch, key)]
+        value = batch.get(found[0]) if found else None
+        return None if isinstance(value, Tensor) else value
+
+    def _per_row(self, batch: TensorDictBase, name: str) -> Tensor | None:
+        """(n,) one number a row; per-token ones by their mean over the tokens in the loss."""
+        key = next((key for key in self.keys[name] if has_key(batch, key)), None)
+        if key is None:
+            return None
+        mask_key = self.loss_mask_key if has_key(batch, self.loss_mask_key) else None
+        if isinstance(batch, LazyStackedTensorDict):
+            return torch.cat(
+                [_mean(row.get(key)[None], mask_key and row.get(mask_key)[None]) for row in batch.tensordicts]
+            )
+        return _mean(batch.get(key), mask_key and batch.get(mask_key))
+
+    def _found(self, batch: TensorDictBase, name: str, *, several: bool = False) -> Tensor | None:
+        """The column under the first of its keys, if it is one that a report can show."""
+        for key in self.keys[name]:
+            if has_key(batch, key):
+                if (
+                    isinstance(batch, LazyStackedTensorDict)
+                    and len({row.get(key).shape for row in batch.tensordicts}) > 1
+                ):
+                    return None  # ragged
+                value = batch.get(key, None)
+                fits = isinstance(value, Tensor) and value.shape[:1] == (len(batch),)
+                if fits and (several or value.numel() == len(batch)):
+                    return value if several else value.reshape(-1)
+                return None
+        return None
+
+    def _enter(self, name: str, values: Tensor) -> None:
+        self._column(name).copy_(values.reshape(-1))
+
+    def _column(self, name: str) -> Tensor:
+        if name not in self.columns:
+            dtype = torch.float64 if name in FLOATS else torch.int64
+            self.columns[name] = torch.full((self.rows,), _unknown(dtype), dtype=dtype, device=self.device)
+        return self.columns[name]
+
+    def read(
+        self, more: Mapping[str, Tensor], scalars: Mapping[str, Tensor | float]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """All columns and (N,) int64 `more` as NumPy arrays, and `scalars` as floats, by one device read."""
+        columns = {**self.columns, **more}
+        if self.rewards is not None:
+            columns["rewards"] = self.rewards
+        found = {k: v.detach().double().reshape(1) for k, v in scalars.items() if isinstance(v, Tensor)}
+        # Floats travel as the integers of the same bits, so that one tensor holds all and ids stay exact.
+        parts = {**columns, **{f"scalar/{name}": value for name, value in found.items()}}
+        bits = [p.reshape(-1).view(torch.int64) if p.is_floating_point() else p for p in parts.values()]
+        read = torch.cat(bits).cpu() if bits else torch.empty(0, dtype=torch.int64)
+        back = dict(zip(parts, read.split([part.numel() for part in parts.values()]), strict=True))
+        arrays = {
+            name: (back[name].view(torch.float64) if column.is_floating_point() else back[name])
+            .reshape(column.shape)
+            .numpy()
+            for name, column in columns.items()
+        }
+        numbers = {
+            name: float(back[f"scalar/{name}"].view(torch.float64)) if name in found else float(value)
+            for name, value in scalars.items()
+        }
+        return arrays, numbers
+
+
+def keys_of_stages(stages: Iterable[Any]) -> dict[str, NestedKey]:
+    """The keys under which stages look for what a report shows; the first stage's count."""
+    stages = list(stages)
+    given = {
+        name: [key for stage in stages if (key := getattr(stage, option, None)) is not None]
+        for name, option in OPTIONS.items()
+    }
+    return {name: keys[0] for name, keys in given.items() if keys}
+
+
+def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """(n,) of (n,), (n, 1, 1) or per-token (n, T, 1) values; by tokens in the loss, 0 where there is none."""
+    flat = values.reshape(len(values), -1).double()
+    if mask is None or mask.numel() != flat.numel():
+        return flat.mean(1)
+    inside = mask.reshape(len(values), -1)
+    return torch.where(inside, flat, 0.0).sum(1) / inside.sum(1).clamp_min(1)
+
+
+def _unknown(dtype: torch.dtype) -> float:
+    return float("nan") if dtype == torch.float64 else -1
+
+
+def strings(texts: Any, rows: int) -> Sequence[str] | None:
+    """A column of texts as strings, or None where it is none, as in a batch of ragged conversations."""
+    values = texts.tolist() if hasattr(texts, "tolist") else list(texts)
+    flat = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in values]
+    return flat if len(flat) == rows and all(isinstance(value, str) for value in flat) else None

@@ -1,0 +1,121 @@
+"""How many rollouts a filter of uninformative groups will cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from omegaconf import DictConfig
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from headrace.pipeline.load import ConfigError
+from headrace.pipeline.report.groups import rollouts_of
+from headrace.transforms.schema import has_key
+
+from .source import each_step, open_configured
+
+BINS = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
+
+
+def uninformative(rate: np.ndarray, group_size: int) -> np.ndarray:
+    """The probability that all rollouts of a group are solved, or none is::
+
+        P = p^G + (1 − p)^G
+
+    Args:
+        rate: (·,) the prompt's solve rate p, in [0, 1].
+        group_size: G ≥ 1.
+
+    Example:
+        >>> uninformative(np.array([0.5, 1.0]), 2).tolist()
+        [0.5, 1.0]
+    """
+    return rate**group_size + (1 - rate) ** group_size
+
+
+def plan_group_sizes(config: DictConfig, output: Path, console: Console | None = None) -> float:
+    """Read the solve rates of a dump, and print what groups of other sizes would be worth.
+
+    Args:
+        config: as ``task=plan`` composes it.
+        output: not written to.
+        console: where to print; None: standard output.
+
+    Returns:
+        The share of groups in the dump that are uninformative.
+
+    Raises:
+        ConfigError: no path, or a group size that is none.
+        SourceError: a file that cannot be read.
+    """
+    console = console or Console()
+    sizes = list(config.plan.group_sizes)
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        raise ConfigError(f"plan.group_sizes must be integers ≥ 1; got {sizes}")
+    rates, counts = [], []
+    for _, batch in each_step(open_configured(config), console):
+        rate, count = solve_rates(batch, config.report.solved)
+        rates.append(rate)
+        counts.append(count)
+    rate, count = (np.concatenate(parts) if parts else np.empty(0) for parts in (rates, counts))
+    if len(rate) == 0:
+        raise ConfigError(
+            "no group of the dump has a rollout with a reward, so there is no solve rate to plan by"
+        )
+    show_group_sizes(rate, count, sizes, config.report.solved, console)
+    return float(((rate == 0) | (rate == 1)).mean())
+
+
+def solve_rates(batch, solved: float) -> tuple[np.ndarray, np.ndarray]:
+    """(G,) the share of each group's counted rollouts whose reward is at least `solved`, and their number."""
+    columns = {"reason": np.zeros(len(batch), int)}
+    for name in ("group_id", "rollout_id", "status"):
+        if has_key(batch, name):
+            columns[name] = batch.get(name).reshape(-1).numpy()
+    columns["reward"] = batch.get(("next", "reward")).reshape(len(batch), -1).double().sum(1).numpy()
+    each = rollouts_of(columns)
+    scored = np.isfinite(each["reward"]) & ~each["lost"]
+    _, of = np.unique(each["group"], return_inverse=True)
+    count = np.bincount(of.reshape(-1), scored)
+    won = np.bincount(of.reshape(-1), scored & (each["reward"] >= solved))
+    return (won / np.maximum(count, 1))[count > 0], count[count > 0]
+
+
+def show_group_sizes(
+    rate: np.ndarray, count: np.ndarray, sizes: Sequence[int], solved: float, console: Console
+) -> None:
+    """Print the table."""
+    table = Table(
+        title=f"P(uninformative) = p^G + (1 − p)^G, a rollout being solved at a reward ≥ {solved:g}",
+        title_justify="left",
+        box=SIMPLE,
+    )
+    table.add_column("solve rate p")
+    table.add_column("groups", justify="right")
+    for size in sizes:
+        table.add_column(f"G={size}", justify="right")
+    for low, high in BINS:
+        inside = (rate == low) if low == high else (rate > low) & (rate < 1 if high == 1.0 else rate <= high)
+        inside &= (rate < 1) | (low == 1.0)
+        if inside.any():
+            label = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+            cells = [f"{uninformative(rate[inside], size).mean():.0%}" for size in sizes]
+            table.add_row(label, f"{inside.sum():,}", *cells)
+    lost = [float(uninformative(rate, size).mean()) for size in sizes]
+    table.add_section()
+    table.add_row("all", f"{len(rate):,}", *(f"{share:.0%}" for share in lost), style="bold")
+    needed = [
+        f"{size / (1 - share):,.0f}" if share < 1 else "∞" for size, share in zip(sizes, lost, strict=True)
+    ]
+    table.add_row("rollouts per informative group", "", *needed)
+    console.print(table)
+    seen = float(((rate == 0) | (rate == 1)).mean())
+    console.print(
+        f"{seen:.0%} of the groups in the dump are uninformative, with {count.mean():.1f} rollouts each. "
+        "Rates are as seen in those few rollouts: one of 0 or 1 may hide a prompt that is hard or easy and "
+        "not hopeless.",
+        highlight=False,
+    )

@@ -1,0 +1,19 @@
+"""The main job, and what a training loop is made of: prompts, optimiser steps, losses, a display."""
+
+from .display import TrainingDisplay, history_table
+from .job import TrainingInterrupted, train
+from .optimise import optimise, total_loss
+from .sampler import RepeatSampler, stamp_ids
+from .token_loss import TokenGRPOLoss
+
+__all__ = [
+    "RepeatSampler",
+    "TokenGRPOLoss",
+    "TrainingDisplay",
+    "TrainingInterrupted",
+    "history_table",
+    "optimise",
+    "stamp_ids",
+    "total_loss",
+    "train",
+]

@@ -1,0 +1,102 @@
+"""What a run shows: a bar while it goes, a table when it ends, a CSV file of every step."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+class TrainingDisplay:
+    """Show a run's steps as they come; a context manager.
+
+    Args:
+        steps: how many there will be.
+        csv_path: file for all numbers of all steps.
+        console: where to show; None: standard output.
+    """
+
+    def __init__(self, steps: int, csv_path: Path, console: Console | None = None):
+        self.console = console or Console()
+        self.csv_path = csv_path
+        self.history: list[dict[str, float]] = []
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("reward {task.fields[reward]}  rows kept {task.fields[kept]}, out {task.fields[out]}"),
+            TimeElapsedColumn(),
+            console=self.console,
+        )
+        self._task = self._progress.add_task("", total=steps, reward="–", kept="–", out="–")
+
+    def __enter__(self) -> TrainingDisplay:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def step(self, numbers: Mapping[str, float]) -> None:
+        """Show and write the numbers of one step: `reward`, and the pipeline's metrics."""
+        self.history.append(dict(numbers))
+        rows, trained = numbers.get("rows/in", 0), numbers.get("rows/trained", 0)
+        self._progress.update(
+            self._task,
+            advance=1,
+            reward=f"{numbers.get('reward', float('nan')):.2f}",
+            kept=f"{trained:.0f}",
+            out=f"{rows - trained:.0f}",
+        )
+        write_csv(self.csv_path, self.history)
+
+    def close(self, title: str) -> None:
+        """Print the closing table, if any step came to its end."""
+        if self.history:
+            self.console.print(history_table(self.history, title))
+            self.console.print(f"written to {self.csv_path.parent}", soft_wrap=True, highlight=False)
+
+
+def write_csv(path: Path, history: list[dict[str, float]]) -> None:
+    """Append the last step; where it has numbers that the file has no column for, write the file anew."""
+    columns = list(dict.fromkeys(key for numbers in history for key in numbers))
+    before = list(dict.fromkeys(key for numbers in history[:-1] for key in numbers))
+    anew = columns != before
+    with path.open("w" if anew else "a", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        if anew:
+            writer.writeheader()
+        writer.writerows(history if anew else history[-1:])
+
+
+def history_table(history: list[dict[str, float]], title: str) -> Table:
+    """Rows, rollouts and groups of a run: in, left by stage and reason, trained."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for unit in ("rows", "rollouts", "groups"):
+        table.add_column(unit, justify="right")
+
+    def total(key: str) -> str:
+        known = [numbers[key] for numbers in history if key in numbers]
+        return f"{sum(known):,.0f}" if known else ""
+
+    units = ("rows", "rollouts", "groups")
+    table.add_row("collected", *(total(f"{unit}/in") for unit in units))
+    reasons = dict.fromkeys(key for numbers in history for key in numbers if key.startswith("out/"))
+    for key in reasons:
+        if any(numbers.get(key) for numbers in history):
+            stage, reason = key.split("/")[1:]
+            table.add_row(f"  {stage}: {reason.replace('_', ' ')}", f"−{total(key)}", "", "")
+    table.add_row("trained", *(total(f"{unit}/trained") for unit in units), style="bold")
+    rewards = [numbers["reward"] for numbers in history if "reward" in numbers]
+    if rewards:
+        table.caption = f"reward {rewards[0]:.3f} → {rewards[-1]:.3f}, mean over rollouts"
+        table.caption_justify = "left"
+    return table

@@ -1,0 +1,142 @@
+"""The main job: sampler → environment → collector → pipeline → loss → optimiser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDictBase
+from torchrl.collectors import Collector
+
+from headrace.pipeline.load import ConfigError, build_pipeline
+from headrace.pipeline.pipeline import Pipeline
+from headrace.pipeline.report import ReportFolder, StepReport, make_report
+from headrace.transforms import weighted_loss
+
+from .display import TrainingDisplay
+from .optimise import optimise, total_loss
+
+
+class TrainingInterrupted(Exception):
+    """The user ended a run; what it had done is written and shown."""
+
+
+def train(config: DictConfig, output: Path) -> float:
+    """Run an experiment as composed.
+
+    Args:
+        config: as ``conf/config.yaml`` composes it.
+        output: folder for ``config.yaml``, resolved, ``metrics.csv`` and ``report.html``.
+
+    Returns:
+        The mean reward of the last step's rollouts, NaN where nothing was left to collapse.
+
+    Raises:
+        ConfigError: a stage or option that there is not, before anything is collected.
+        BatchError: a stage refused a batch.
+        TrainingInterrupted: the user pressed Ctrl-C; the table has been shown.
+    """
+    check_settings(config)
+    output.mkdir(parents=True, exist_ok=True)
+    pipeline = build_pipeline(config.pipeline)
+    OmegaConf.save(config, output / "config.yaml", resolve=True)
+    device = choose_device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    parts = _instantiate_parts(config, device)
+    collector = _collect(parts, config.train.steps)
+    display = TrainingDisplay(config.train.steps, output / "metrics.csv")
+    folder = ReportFolder.configured(config, output, title=f"headrace, {config.train.steps} steps")
+    display.console.print(pipeline)
+    ending = "where the rows went"
+    try:
+        with display:
+            for step, batch in enumerate(collector):
+                taken, report = _train_step(pipeline, batch, parts, config, step)
+                folder.add(report)
+                rewards = [value for key, value in report.numbers.items() if key.endswith("/reward_mean")]
+                shown = {"reward": rewards[0]} if rewards else {}
+                display.step({"step": step, **shown, "optimiser_steps": taken, **report.numbers})
+    except KeyboardInterrupt as stop:
+        ending = f"interrupted after step {len(display.history)} of {config.train.steps}"
+        raise TrainingInterrupted(ending) from stop
+    finally:
+        collector.shutdown()
+        folder.close()
+        display.close(ending)
+    return display.history[-1].get("reward", float("nan"))
+
+
+def _collect(parts: dict[str, Any], steps: int) -> Collector:
+    frames = parts["env"].frames_per_batch
+    return Collector(
+        parts["env"],
+        parts["policy"],
+        frames_per_batch=frames,
+        total_frames=frames * steps,
+        auto_register_policy_transforms=False,
+    )
+
+
+def _train_step(
+    pipeline: Pipeline, batch: TensorDictBase, parts: dict[str, Any], config: DictConfig, step: int
+) -> tuple[int, StepReport]:
+    """The optimiser steps taken on a batch, and its report; the batch itself is let go of."""
+    run = pipeline.run(batch, epochs=config.train.epochs)
+    taken = optimise(
+        run.minibatches(),
+        parts["loss"],
+        parts["optimizer"],
+        transform=parts["transform"],
+        reduce=weighted_loss if pipeline.weighs else total_loss,
+        max_grad_norm=config.train.max_grad_norm,
+        loss_mask_key=pipeline.loss_mask_key,
+    )
+    return taken, make_report(run, step=step, solved=config.report.solved)
+
+
+def check_settings(config: DictConfig) -> None:
+    """Refuse what would fail, or do nothing, only after the first rollouts.
+
+    Raises:
+        ConfigError: a count below 1, or a seed that is no integer.
+    """
+    counts = {f"train.{name}": config.train[name] for name in ("steps", "epochs")}
+    for name, value in (counts | {"threads": config.threads}).items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name} must be an integer ≥ 1; got {value!r}")
+    if config.train.max_grad_norm is not None and not config.train.max_grad_norm > 0:
+        raise ConfigError(f"train.max_grad_norm must be > 0 or null; got {config.train.max_grad_norm!r}")
+    if not isinstance(config.seed, int):
+        raise ConfigError(f"seed must be an integer; got {config.seed!r}")
+
+
+def choose_device(wanted: str) -> torch.device:
+    """``auto`` is the GPU if there is one.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=wanted).device
+    except (RuntimeError, AssertionError) as err:
+        raise ConfigError(f"device={wanted} is not to be had here: {str(err).splitlines()[0]}") from err
+
+
+def _instantiate_parts(config: DictConfig, device: torch.device) -> dict[str, Any]:
+    sampler = instantiate(config.sampler, _convert_="all")
+    policy = instantiate(config.policy, device=str(device), _convert_="all")
+    loss = instantiate(config.loss, actor_network=policy, _convert_="all")
+    return {
+        "env": instantiate(config.env, sampler=sampler, device=str(device), _convert_="all"),
+        "policy": policy,
+        "loss": loss,
+        "transform": instantiate(config.train.transform, _convert_="all"),
+        "optimizer": instantiate(config.optimizer, params=policy.parameters(), _convert_="all"),
+    }

@@ -1,0 +1,141 @@
+"""Optimiser steps over minibatches, each made of one or several forward passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor, nn
+
+from headrace.transforms import BatchError, split_microbatches, weighted_loss
+from headrace.transforms.distributed import resolve_group
+from headrace.transforms.rows import device_of
+from headrace.transforms.schema import MICROBATCH, has_key
+from headrace.transforms.tokens import masked_tokens
+
+
+def optimise(
+    minibatches: Iterable[TensorDictBase],
+    loss: Callable[[TensorDictBase], TensorDictBase],
+    optimizer: torch.optim.Optimizer,
+    *,
+    reduce: Callable[[TensorDictBase, TensorDictBase], Tensor] = weighted_loss,
+    transform: Callable[[TensorDictBase], TensorDictBase] | None = None,
+    max_grad_norm: float | None = None,
+    process_group: dist.ProcessGroup | str | None = None,
+    loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+) -> int:
+    """Take one optimiser step per minibatch, whose micro-batches' gradients add up.
+
+    ::
+
+        gradient = Σ_ranks Σ_micro-batches ∇ reduce(loss(micro-batch), micro-batch)
+
+    which with weights of :class:`LossWeight` is that of the named mean over the whole step. A step without a
+    token in the loss, on any rank, is not taken.
+
+    Args:
+        minibatches: TensorDicts ``[n]``, as the pipeline yields them.
+        loss: from a micro-batch to a TensorDict with entries named ``loss_*`` to minimise, such as TorchRL's
+            ``GRPOLoss(aggregation="none")``.
+        optimizer: of the loss's parameters.
+        reduce: from the loss's terms and the micro-batch to a scalar. :func:`total_loss` where the weights
+            are folded into the advantage, or the loss knows of none.
+        transform: what is done to a micro-batch before the loss, :func:`pack` say.
+        max_grad_norm: clips the gradient of a step; None: not clipped.
+        process_group: of ranks whose gradients are summed; a process group, or ``world``. None: there is one
+            rank, or the model sums or averages them itself, as DDP does.
+        loss_mask_key: (n, T) bool, read where the batch has no ``num_tokens``.
+
+    Returns:
+        The number of steps taken.
+
+    Raises:
+        TypeError: a TensorDict in place of several.
+        ValueError: `max_grad_norm` not above 0.
+        BatchError: a gradient that is not finite, before the step is taken; minibatches that hold several.
+        MissingKeyError: there are no weights (see `reduce`).
+    """
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be > 0, or None; got {max_grad_norm}")
+    if isinstance(minibatches, TensorDictBase):
+        raise TypeError(
+            "optimise takes minibatches, not a batch, whose rows it would take for them: give it "
+            "pipeline.minibatches(collected), or split_minibatches(batch) of one that a pipeline has "
+            "processed"
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    group = resolve_group(process_group)
+    stream, steps = iter(minibatches), 0
+    while (minibatch := next(stream, None)) is not None:
+        parts = list(split_microbatches(minibatch)) if has_key(minibatch, MICROBATCH) else [minibatch]
+        trains = _has_tokens(minibatch, loss_mask_key, group)
+        del minibatch  # else two of them are in memory when the next one is gathered
+        if not trains:
+            continue
+        optimizer.zero_grad()
+        while parts:
+            part = parts.pop(0) if transform is None else transform(parts.pop(0))
+            reduce(loss(part), part).backward()
+            del part
+        if group is not None:
+            _add_up(parameters, group)
+        norm = nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
+        if not bool(torch.isfinite(norm)):
+            raise BatchError(
+                f"the gradient of a step must be finite; that of step {steps} of this batch has the norm "
+                f"{float(norm)}. Are advantages and behaviour log-probabilities finite? Nothing was changed"
+            )
+        optimizer.step()
+        steps += 1
+    return steps
+
+
+def total_loss(terms: TensorDictBase, batch: TensorDictBase | None = None) -> Tensor:
+    """The sum of a loss module's ``loss_*`` entries, each a mean already; `batch` is not looked at.
+
+    Raises:
+        BatchError: an entry is per token.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> float(total_loss(TensorDict({"loss_objective": torch.tensor(2.0), "ESS": torch.tensor(1.0)})))
+        2.0
+    """
+    found = {k: value for k, value in terms.items() if k.startswith("loss_") and isinstance(value, Tensor)}
+    if not found:
+        raise BatchError(f"a loss has entries named loss_*; found {sorted(map(str, terms.keys()))}")
+    if odd := [f"{key!r} {tuple(value.shape)}" for key, value in found.items() if value.numel() != 1]:
+        raise BatchError(
+            f"without weights a loss is made of means; found {', '.join(odd)}: set aggregation='token_mean' "
+            "on GRPOLoss, or weigh the rows by LossWeight and add up by weighted_loss"
+        )
+    return torch.stack([value.squeeze() for value in found.values()]).sum()
+
+
+def _has_tokens(minibatch: TensorDictBase, loss_mask_key: NestedKey, group: dist.ProcessGroup | None) -> bool:
+    """Whether the step, on any of its ranks, has a token in the loss."""
+    found = False
+    if len(minibatch):
+        if has_key(minibatch, "num_tokens"):
+            found = bool((minibatch.get("num_tokens") > 0).any())
+        else:
+            tokens = masked_tokens(minibatch, loss_mask_key, reader="optimise", option="loss_mask_key")
+            found = bool(tokens.sum() > 0)
+    if group is not None:  # one that skips a step the others take would add its next gradient to theirs
+        flag = torch.tensor([int(found)], device=device_of(minibatch))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        found = bool(flag)
+    return found
+
+
+def _add_up(parameters: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum gradients over ranks; a parameter that took no part on one rank may have on another."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)

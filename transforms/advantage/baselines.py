@@ -1,0 +1,133 @@
+"""What an advantage is: the reward less a baseline, over a scale. Each part is a line, combined by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from headrace.transforms.options import one_of, within
+
+from .grouping import Grouping
+
+Baseline = Literal["mean", "leave_one_out", "length_weighted", "best_other", "batch", "none"]
+Scale = Literal["group", "leave_one_out", "batch", "mean", "nonzero", "none"]
+EpsMode = Literal["add", "clamp", "skip"]
+Singleton = Literal["zero", "raw", "raise"]
+Clip = Sequence[float | None]
+
+# The reward less its baseline. In a group whose rewards are all equal, the first four give 0.
+BASELINES: dict[str, Callable[[Grouping], Tensor]] = {
+    "mean": lambda g: g.deviation,
+    "leave_one_out": lambda g: g.deviation * (g.count / (g.count - 1).clamp_min(1)),
+    "length_weighted": lambda g: g.reward - g.sum(g.length * g.reward) / g.sum(g.length).clamp_min(1),
+    "best_other": lambda g: g.reward - other_best(g.reward, g),
+    "batch": lambda g: g.reward - g.total(g.reward) / g.rollouts,
+    "none": lambda g: g.reward,
+}
+ABSOLUTE = ("batch", "none")  # the baselines that need no group
+
+# What the difference is divided by, before ε.
+SCALES: dict[str, Callable[[Grouping, int], Tensor] | None] = {
+    "group": lambda g, ddof: g.std(ddof),
+    "leave_one_out": lambda g, ddof: leave_one_out_std(g, ddof),
+    "batch": lambda g, ddof: g.batch_std(ddof),
+    "mean": lambda g, _: g.sum(g.reward) / g.count,
+    "nonzero": lambda g, _: g.total((g.reward != 0).to(g.reward.dtype)) / g.rollouts,
+    "none": None,
+}
+SPREADS = ("group", "leave_one_out")  # of the group: 0 where its rewards are equal
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The options of :func:`group_relative_advantage`, which has their equations.
+
+    Raises:
+        ValueError: an option is none of its values.
+    """
+
+    baseline: Baseline = "mean"
+    scale: Scale = "group"
+    ddof: int = 1
+    eps: float = 1e-6
+    eps_mode: EpsMode = "add"
+    singleton: Singleton = "zero"
+    clip: Clip | None = None
+
+    def __post_init__(self) -> None:
+        one_of("baseline", self.baseline, get_args(Baseline))
+        one_of("scale", self.scale, get_args(Scale))
+        one_of("ddof", self.ddof, (0, 1))
+        within("eps", self.eps, 0, float("inf"))
+        one_of("eps_mode", self.eps_mode, get_args(EpsMode))
+        one_of("singleton", self.singleton, get_args(Singleton))
+        check_clip(self.clip)
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether a group is needed: then equal rewards give 0, and a lone rollout has no advantage."""
+        return self.baseline not in ABSOLUTE or self.scale in SPREADS
+
+
+def advantage_in_groups(grouping: Grouping, formula: Formula) -> Tensor:
+    """The formula, in whatever layout; no device read."""
+    credit = BASELINES[formula.baseline](grouping)
+    nothing = grouping.equal() if formula.is_relative else torch.zeros_like(credit, dtype=torch.bool)
+    if (spread := SCALES[formula.scale]) is not None:
+        divisor = with_eps(spread(grouping, formula.ddof), formula.eps, formula.eps_mode)
+        nothing = nothing | (divisor == 0)
+        credit = credit / divisor
+        credit.masked_fill_(nothing, 0.0)  # in place: at a million rows an allocation costs as much
+    else:
+        credit = credit.masked_fill(nothing, 0.0)
+    if formula.is_relative and formula.singleton == "raw":
+        credit = torch.where(grouping.count == 1, grouping.reward, credit)
+    return credit if formula.clip is None else credit.clamp(*formula.clip)
+
+
+def with_eps(spread: Tensor, eps: float, eps_mode: str) -> Tensor:
+    """What to divide by."""
+    if eps_mode == "add":
+        return spread + eps
+    if eps_mode == "clamp":
+        return spread.clamp_min(eps)
+    return torch.where(spread > 0, spread + eps, 1.0)
+
+
+def other_best(values: Tensor, g: Grouping) -> Tensor:
+    """For each rollout, the largest of the others' `values` in its group; −∞ where there is none."""
+    best = g.max(values)
+    is_best = values == best
+    runner_up = g.max(values.masked_fill(is_best, float("-inf")))
+    alone_at_top = g.sum(is_best.to(values.dtype)) == 1
+    return torch.where(is_best & alone_at_top, runner_up, best)
+
+
+def leave_one_out_std(g: Grouping, ddof: int) -> Tensor:
+    """For each rollout, the std of the others in its group.
+
+    With d the deviations from the group's mean, the squares of the others about their own mean add up to
+    ``Σ d_j² − d_i² · n/(n − 1)``. Where the others are all equal the std is set to exactly 0, which rounding
+    would keep that difference from.
+    """
+    squares = g.deviation.square()
+    others = g.sum(squares) - squares * (g.count / (g.count - 1).clamp_min(1))
+    std = (others.clamp_min(0) / (g.count - 1 - ddof).clamp_min(1)).sqrt()
+    return std.masked_fill(other_best(g.reward, g) == -other_best(-g.reward, g), 0.0)
+
+
+def check_clip(clip: Clip | None) -> None:
+    """Check bounds.
+
+    Raises:
+        ValueError: they are not two, both open, or in the wrong order.
+    """
+    if clip is None:
+        return
+    low, high = clip if len(clip) == 2 else (None, None)
+    if (low is None and high is None) or (low is not None and high is not None and low > high):
+        raise ValueError(f"clip must be [low, high], one of which may be null; got {clip!r}")

@@ -1,0 +1,194 @@
+"""A rollout's reward, measured against those of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.transforms.checks import Rule, as_rewards, explain, identity_rules, reward_rules, same_length
+from headrace.transforms.ids import as_ids, first_row, is_first, sum_by
+
+from .baselines import Baseline, Clip, EpsMode, Formula, Scale, Singleton, advantage_in_groups
+from .grouping import Blocks, ById, squares_fit
+from .layout import Facts, ascending_blocks, gather_blocks, read_facts
+
+
+def group_relative_advantage(
+    reward: Tensor | Sequence[float],
+    group_id: Tensor | Sequence[int],
+    rollout_id: Tensor | Sequence[int] | None = None,
+    *,
+    baseline: Baseline = "mean",
+    scale: Scale = "group",
+    ddof: int = 1,
+    eps: float = 1e-6,
+    singleton: Singleton = "zero",
+    eps_mode: EpsMode = "add",
+    clip: Clip | None = None,
+    dtype: torch.dtype | None = None,
+    length: Tensor | Sequence[int] | None = None,
+) -> Tensor:
+    """Measure each rollout's reward against its group, and give every segment its rollout's advantage.
+
+    For rollout i of a group g with n rollouts (DeepSeekMath, arXiv:2402.03300, section 4.1.2)::
+
+        A_i = (R_i − b_i) / s_i
+
+        baseline  mean             b_i = Σ_{j∈g} R_j / n
+                  leave_one_out    b_i = Σ_{j∈g, j≠i} R_j / (n − 1)         (RLOO, arXiv:2402.14740)
+                  length_weighted  b_i = Σ_{j∈g} L_j R_j / Σ_{j∈g} L_j      (OPO, arXiv:2505.23585)
+                  best_other       b_i = max_{j∈g, j≠i} R_j                 (pass@k, arXiv:2503.19595)
+                  batch            b_i = Σ_j R_j / N over all rollouts
+                  none             b_i = 0
+        scale     group            s = std(R_j, j ∈ g)
+                  leave_one_out    s_i = std(R_j, j ∈ g, j ≠ i)
+                  batch            s = std(R_j, all rollouts)               (Lite PPO, arXiv:2508.08221)
+                  mean             s = Σ_{j∈g} R_j / n, for rewards ≥ 0     (MaxRL)
+                  nonzero          s = the share of rewards that are not 0  (GPG, arXiv:2504.02546)
+                  none             s = 1, without ε                         (Dr. GRPO, arXiv:2503.20783)
+        eps_mode  add              s + ε
+                  clamp            max(s, ε)
+                  skip             s + ε where s > 0, else undivided        (NeMo RL)
+        std has the divisor n − ddof, at least 1
+
+    Where the baseline or the scale is the group's own, a group whose rewards are all equal has an advantage
+    of exactly 0: float32 round-off would leave up to 0.9 there. Where groups of one size lie in contiguous
+    rows, fan-out or not, the statistics are taken in the reward's dtype by the reshape formula ``x =
+    r.view(P, G); x -= x.mean(-1); x / (x.std(-1) + eps)``, to which the default is bit-equal; every other
+    layout accumulates in float64 and rounds once. One device read, for the checks and the layout.
+
+    Args:
+        reward: (N,) floats, one a row; the segments of a rollout must agree.
+        group_id: (N,) integers ≥ 0 in any order: which rollouts are compared.
+        rollout_id: (N,) integers ≥ 0 in any order: which rows are one rollout. None: each row is one.
+        baseline: what an advantage is measured from.
+        scale: what it is divided by.
+        ddof: 1 or 0, taken off the count in the std.
+        eps: ε ≥ 0, in units of the scale.
+        singleton: what a group with one rollout gets where the group is needed: ``zero``, its reward as it
+            is (``raw``), or an error.
+        eps_mode: how ε enters.
+        clip: [low, high] for the result, one of which may be None.
+        dtype: of the statistics; None: as said above.
+        length: (N,) tokens of each row, for ``length_weighted``; a rollout's are those of its segments.
+
+    Returns:
+        (N,) in the dtype of `reward`.
+
+    Raises:
+        BatchError: a negative or missing id, a rollout in two groups, a reward that is not finite or too
+            large to square, siblings that disagree, a group of one under ``raise``, a negative reward under
+            ``scale="mean"``. Each names the ids.
+
+    Example:
+        >>> group_relative_advantage([1., 3., 3., 5., 11.], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3], scale="none")
+        tensor([-1.,  1.,  1., -3.,  3.])
+    """
+    formula = Formula(baseline, scale, ddof, eps, eps_mode, singleton, clip)
+    if (length is None) == (baseline == "length_weighted"):
+        raise ValueError("length is for baseline='length_weighted', and needed there")
+    reward = as_rewards(reward)
+    groups = as_ids(group_id, "group_id", device=reward.device)
+    rollouts = None if rollout_id is None else as_ids(rollout_id, "rollout_id", device=reward.device)
+    tokens = None if length is None else as_ids(length, "length", device=reward.device)
+    same_length(reward=reward, group_id=groups, rollout_id=rollouts, length=tokens)
+    credit, rules = compare_in_groups(reward, groups, rollouts, formula=formula, dtype=dtype, length=tokens)
+    explain(rules)
+    return credit
+
+
+def compare_in_groups(
+    reward: Tensor,
+    groups: Tensor,
+    rollouts: Tensor | None = None,
+    *,
+    formula: Formula,
+    dtype: torch.dtype | None = None,
+    length: Tensor | None = None,
+) -> tuple[Tensor, list[Rule]]:
+    """:func:`group_relative_advantage` of checked columns, (N,) each, and the rules that are broken.
+
+    Returns:
+        The advantage, (N,) in the dtype of `reward`, and what does not hold of the rows: no rules where all
+        is well; else the advantage means nothing.
+    """
+    if len(reward) == 0:
+        return reward, []
+    if reward.device.type == "cpu" and length is None and formula.scale != "mean":
+        seen = ascending_blocks(reward, groups, rollouts)
+        if seen is not None:
+            block, segments = seen
+            credit = advantage_in_groups(Blocks(block.to(dtype or block.dtype)), formula).to(reward.dtype)
+            credit = credit.reshape(-1)
+            if len(segments):
+                credit = credit.repeat_interleave(segments, output_size=len(reward))
+            return credit, []
+    if rollouts is None:
+        rollouts = torch.arange(len(reward), device=reward.device)
+    first, group_first = first_row(rollouts), first_row(groups)
+    rules = _rules(reward, groups, rollouts, first, group_first, formula)
+    facts = read_facts(rules, reward, first, group_first)
+    if facts.problem:
+        return torch.zeros_like(reward), rules
+    room = torch.finfo(reward.dtype).max / 2
+    if facts.peak > room or not squares_fit(facts.peak, len(reward), torch.float64):
+        return torch.zeros_like(reward), [_size_rule(reward, rollouts, facts.peak)]
+    tokens = None if length is None else sum_by(first, length)
+    if _is_uniform(facts, reward.dtype):
+        columns = [reward.to(dtype or reward.dtype)] + ([] if tokens is None else [tokens])
+        number, blocks = gather_blocks(first, facts, *columns)
+        credit = advantage_in_groups(Blocks(*blocks), formula)
+        return credit.reshape(-1).index_select(0, number).to(reward.dtype), []
+    by_id = ById(reward.to(dtype or torch.float64), group_first, is_first(first), tokens)
+    return advantage_in_groups(by_id, formula).to(reward.dtype), []
+
+
+def _is_uniform(facts: Facts, dtype: torch.dtype) -> bool:
+    """Whether groups of one size lie in contiguous rows, with squares that their dtype can hold."""
+    size = facts.largest_group
+    return facts.contiguous and facts.smallest_group == size > 1 and squares_fit(facts.peak, size, dtype)
+
+
+def _rules(
+    reward: Tensor,
+    groups: Tensor,
+    rollouts: Tensor,
+    first: Tensor,
+    group_first: Tensor,
+    formula: Formula,
+) -> list[Rule]:
+    rules = identity_rules(rollouts, groups, first)
+    rules += reward_rules(reward, rollouts, first, siblings_agree=True)
+    if formula.singleton == "raise" and formula.is_relative:
+        rules.append(_lone_rule(groups, rollouts, first, group_first))
+    if formula.scale == "mean":
+        rules.append(_negative_rule(reward, rollouts))
+    return rules
+
+
+def _lone_rule(groups: Tensor, rollouts: Tensor, first: Tensor, group_first: Tensor) -> Rule:
+    return Rule(
+        sum_by(group_first, is_first(first).long()) == 1,
+        lambda row: f"group {int(groups[row])} (rollout {int(rollouts[row])})",
+        "a group needs at least two rollouts to compare; found one in {found}. Gate incomplete groups "
+        "before, or set singleton='zero' or 'raw'",
+    )
+
+
+def _negative_rule(reward: Tensor, rollouts: Tensor) -> Rule:
+    return Rule(
+        reward < 0,
+        lambda row: f"{float(reward[row])} at row {row} (rollout {int(rollouts[row])})",
+        "scale='mean' divides by the group's mean, which needs rewards ≥ 0; found {found}",
+    )
+
+
+def _size_rule(reward: Tensor, rollouts: Tensor, peak: float) -> Rule:
+    return Rule(
+        reward.abs() == peak,
+        lambda row: f"{float(reward[row]):.3g} at row {row} (rollout {int(rollouts[row])})",
+        f"rewards must leave room for differences in {reward.dtype}, and for squares in float64; found "
+        "{found}",
+    )

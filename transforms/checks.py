@@ -1,0 +1,170 @@
+"""What must hold of the rows: one mask serves the flag that is read and the message that names the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import BatchError, listing
+
+DESCRIBED = 100  # describing a rollout costs a pass over the batch, and nobody reads more
+
+
+class Rule(NamedTuple):
+    """A requirement, the rows that break it, and how to describe them."""
+
+    bad: Tensor
+    """(N,) bool: the rows that break it. Computed on the device; read only where rules are read."""
+    describe: Callable[[int], str]
+    """A bad row in words; equal words are said once."""
+    message: str
+    """What is required, ``{found}``, and what to do; ``{count}`` rows break it (``{s}``: a plural's s)."""
+    error: type[BatchError] = BatchError
+    """What is raised."""
+
+
+def broken(rules: Sequence[Rule]) -> Tensor:
+    """Scalar bool: whether any rule is broken. No device read."""
+    return torch.stack([rule.bad.any() for rule in rules]).any()
+
+
+def explain(rules: Iterable[Rule]) -> None:
+    """Raise for the first broken rule, with the rows that break it. Reads once a rule.
+
+    Raises:
+        BatchError: a rule is broken; of the class that the rule names.
+    """
+    for rule in rules:
+        rows = rule.bad.nonzero().flatten().tolist()
+        if rows:
+            found = listing(dict.fromkeys(map(rule.describe, rows[:DESCRIBED])))
+            if len(rows) > DESCRIBED:
+                found += f" (the first {DESCRIBED} of {len(rows)} rows)"
+            plural = "" if len(rows) == 1 else "s"
+            raise rule.error(rule.message.format(found=found, count=len(rows), s=plural))
+
+
+def enforce(rules: Sequence[Rule]) -> None:
+    """Read all rules at once, and explain the first that is broken. One device read, none without rules.
+
+    Raises:
+        BatchError: a rule is broken.
+
+    Example:
+        >>> outside = torch.tensor([False, True])
+        >>> try:
+        ...     enforce([Rule(outside, lambda row: f"row {row}", "{count} row{s} outside: {found}")])
+        ... except BatchError as err:
+        ...     print(err)
+        1 row outside: row 1
+    """
+    if rules and bool(broken(rules)):
+        explain(rules)
+
+
+def identity_rules(rollouts: Tensor, groups: Tensor | None, first: Tensor) -> list[Rule]:
+    """Ids are set, and a rollout belongs to one group.
+
+    Args:
+        rollouts: (N,) int64.
+        groups: (N,) int64, or None where a batch has no groups.
+        first: (N,) int64, the first row of each row's rollout.
+    """
+    rules = [set_rule(rollouts, "rollout_id", "rows without an id would be taken for one rollout")]
+    if groups is None:
+        return rules
+
+    def groups_of(row: int) -> str:
+        segments = rollouts == rollouts[row]
+        found = sorted(set(groups[segments].tolist()))
+        return f"rollout {int(rollouts[row])} in groups {found} (rows {_numbers(segments)})"
+
+    return [
+        *rules,
+        set_rule(groups, "group_id", "rows without an id would be compared with one another"),
+        Rule(
+            groups.index_select(0, first) != groups,
+            groups_of,
+            "a rollout belongs to one group; found {found}. Are ids reused?",
+        ),
+    ]
+
+
+def set_rule(ids: Tensor, name: str, why: str) -> Rule:
+    """No id is negative."""
+    message = f"every row needs a {name} ≥ 0; found {{found}}: {why}"
+    return Rule(ids < 0, lambda row: f"{int(ids[row])} at row {row}", message)
+
+
+def reward_rules(reward: Tensor, rollouts: Tensor, first: Tensor, *, siblings_agree: bool) -> list[Rule]:
+    """Rewards are finite and, where asked, shared by the segments of a rollout.
+
+    Args:
+        reward: (N,) float.
+        rollouts: (N,) int64.
+        first: (N,) int64, the first row of each row's rollout.
+        siblings_agree: whether the segments of a rollout must have one reward.
+    """
+    finite = Rule(
+        ~torch.isfinite(reward),
+        lambda row: f"{float(reward[row])} at row {row} (rollout {int(rollouts[row])})",
+        "every reward must be finite; found {found}. Score those rollouts, or take them out before this "
+        "stage with SampleFilter(criterion=Finite(), action='exclude')",
+    )
+    if not siblings_agree:
+        return [finite]
+
+    agree = Rule(
+        reward.index_select(0, first) != reward,
+        describe_segments(rollouts, reward),
+        "the segments of a rollout share its reward; found {found}. If segments carry rewards of their own, "
+        "say how they add up: reward='sum', 'last', …",
+    )
+    return [finite, agree]
+
+
+def describe_segments(rollouts: Tensor, values: Tensor) -> Callable[[int], str]:
+    """What describes a row by all segments of its rollout, with their values."""
+
+    def describe(row: int) -> str:
+        segments = rollouts == rollouts[row]
+        return f"rollout {int(rollouts[row])} (rows {_numbers(segments)}: {values[segments].tolist()})"
+
+    return describe
+
+
+def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
+    """Rewards as an (N,) floating-point tensor.
+
+    Raises:
+        BatchError: a None (the rows are named), or more than one number a row.
+    """
+    if not isinstance(reward, Tensor):
+        missing = [row for row, value in enumerate(reward) if value is None]
+        if missing:
+            raise BatchError(f"every row needs a reward; None at rows {listing(map(str, missing))}")
+        reward = torch.tensor(reward, dtype=torch.get_default_dtype())
+    if not reward.is_floating_point():
+        reward = reward.to(torch.get_default_dtype())
+    if reward.ndim == 0 or reward.numel() != reward.shape[0]:
+        raise BatchError(f"one reward a row is needed, (N,) or (N, 1, ...); got {tuple(reward.shape)}")
+    return reward.reshape(-1)
+
+
+def same_length(**columns: Tensor | None) -> None:
+    """Check that all columns have the same number of rows, on the same device.
+
+    Raises:
+        BatchError: they have not.
+    """
+    given = {name: column for name, column in columns.items() if column is not None}
+    if len({(len(c), c.device) for c in given.values()}) > 1:
+        found = ", ".join(f"{name} {len(c)} on {c.device}" for name, c in given.items())
+        raise BatchError(f"columns must have one length and one device; found {found}")
+
+
+def _numbers(rows: Tensor) -> list[int]:
+    return rows.nonzero().flatten().tolist()

@@ -1,0 +1,212 @@
+"""Criteria for :class:`SampleFilter`: a batch in, (N,) bool out, True where the row stays.
+
+Any callable of that form is one. Three optional attributes help: `reason`, the word under which rows that go
+are counted; `unit`, what stays or goes as one; and `in_keys`, the columns it reads, by which a pipeline
+refuses an order that cannot work. None of those here reads from the device, but RewardsVary once where rows
+are out of the statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.ids import first_row, reduce_by
+from headrace.transforms.options import at_least, describe_options, nested_key, within
+from headrace.transforms.rows import counted_rows
+from headrace.transforms.schema import REWARD, Status, has_key, read_column, read_written, require
+from headrace.transforms.tokens import masked_tokens
+
+
+class Criterion:
+    """A criterion with a name and declared columns. Subclasses implement ``__call__``."""
+
+    reason: str
+    unit: str = "sample"
+    in_keys: tuple[NestedKey, ...] = ()
+
+    def __call__(self, batch: TensorDictBase) -> Tensor:
+        """(N,) bool, True where the row stays."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({describe_options(self)})"
+
+    def _column(self, batch: TensorDictBase, option: str) -> Tensor:
+        return read_column(batch, getattr(self, option), reader=type(self).__name__, option=option)
+
+    def _reward(self, batch: TensorDictBase) -> Tensor:
+        """The rollout's reward where the batch is collapsed, the row's own where it is not."""
+        if has_key(batch, REWARD):
+            return read_written(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
+        reward = self._column(batch, "reward_key")
+        return reward if reward.is_floating_point() else reward.double()  # small integers wrap
+
+
+class RewardsVary(Criterion):
+    """Groups whose rewards differ: ``max − min > tol`` over the rollouts in the statistics.
+
+    A group without spread has no advantage to learn from (DAPO's dynamic sampling, arXiv:2503.14476,
+    section 3.2). Reason: ``zero_variance``.
+
+    Args:
+        tol: in units of the reward, ≥ 0.
+        reward_key: (N,), (N, 1) or (N, 1, 1) float, where FanOutCollapse wrote no reward.
+        group_key: (N,) or (N, 1) int.
+    """
+
+    reason = "zero_variance"
+    unit = "group"
+
+    def __init__(
+        self,
+        *,
+        tol: float = 0.0,
+        reward_key: NestedKey = ("next", "reward"),
+        group_key: NestedKey = "group_id",
+    ):
+        self.tol = within("tol", tol, 0, float("inf"))
+        self.reward_key, self.group_key = nested_key(reward_key), nested_key(group_key)
+        self.in_keys = (REWARD, self.reward_key, self.group_key)
+
+    def __call__(self, batch: TensorDictBase) -> Tensor:
+        """(N,) bool."""
+        counted = counted_rows(batch)
+        first = first_row(counted.take(self._column(batch, "group_key")))
+        reward = counted.take(self._reward(batch))
+        spread = reduce_by(first, reward, "amax") - reduce_by(first, reward, "amin")
+        return ~counted.put_back(spread <= self.tol)
+
+
+class RewardWithin(Criterion):
+    """Rewards in ``[low, high]``; NaN is not. Reason: ``reward_bounds``.
+
+    Args:
+        low: least reward that stays.
+        high: greatest reward that stays.
+        reward_key: (N,), (N, 1) or (N, 1, 1) float, where FanOutCollapse wrote no reward.
+    """
+
+    reason = "reward_bounds"
+
+    def __init__(
+        self,
+        *,
+        low: float = float("-inf"),
+        high: float = float("inf"),
+        reward_key: NestedKey = ("next", "reward"),
+    ):
+        if not low <= high:
+            raise ValueError(f"low must be ≤ high; got {low} and {high}")
+        self.low, self.high, self.reward_key = low, high, nested_key(reward_key)
+        self.in_keys = (REWARD, self.reward_key)
+
+    def __call__(self, batch: TensorDictBase) -> Tensor:
+        """(N,) bool."""
+        reward = self._reward(batch)
+        return (reward >= self.low) & (reward <= self.high)
+
+
+class Finite(Criterion):
+    """Rows in which every number of one column is finite. Reason: ``non_finite``.
+
+    Args:
+        key: (N, ...) float. The reward as collected by default: put the filter before FanOutCollapse,
+            which refuses rewards that are not finite.
+    """
+
+    reason = "non_finite"
+
+    def __init__(self, *, key: NestedKey = ("next", "reward")):
+        self.key = nested_key(key)
+        self.in_keys = (self.key,)
+
+    def __call__(self, batch: TensorDictBase) -> Tensor:
+        """(N,) bool."""
+        value = require(batch, self.key, reader=type(self).__name__, option="key")
+        return torch.isfinite(value).reshape(len(batch), -1).all(-1)
+
+
+class NotTruncated(Criterion):
+    """Rollouts that ended by themselves and not at a limit. Reason: ``truncated``.
+
+    Args:
+        status_key: (N,) or (N, 1) :class:`Status`.
+        truncated_key: (N,) or (N, 1) bool, read in place of the status where it is given, such as
+            ``("next", "truncated")``.
+    """
+
+    reason = "truncated"
+
+    def __init__(self, *, status_key: NestedKey = "status", truncated_key: NestedKey | None = None):
+        self.status_key, self.truncated_key = nested_key(status_key), nested_key(truncated_key)
+        self.in_keys = (self.truncated_key or self.status_key,)
+
+    def __call__(self, batch: TensorDictBase) -> Tensor:
+        """(N,) bool."""
+        if self.truncated_key is not None:
+            return ~self._column(batch, "truncated_key").bool()
+        return self._column(batch, "status_key") != Status.TRUNCATED
+
+
+class LengthWithin(Criterion):
+    """Rows whose loss mask counts `low` to `high` tokens. Reason: ``length``.
+
+    Args:
+        low: least number of tokens that stays; 1 takes out rows that train nothing.
+        high: greatest number that stays; None: no limit.
+        loss_mask_key: (N, T) bool, dense or ragged.
+    """
+
+    reason = "length"
+
+    def __init__(
+        self,
+        *,
+        low: int = 0,
+        high: int | None = None,
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+    ):
+        if high is not None and not low <= high:
+            raise ValueError(f"low must be ≤ high; got {low} and {high}")
+        self.low, self.high, self.loss_mask_key = low, high, nested_key(loss_mask_key)
+        self.in_keys = (self.loss_mask_key,)
+
+    def __call__(self, batch: TensorDictBase) -> Tensor:
+        """(N,) bool."""
+        name = type(self).__name__
+        tokens = masked_tokens(batch, self.loss_mask_key, reader=name, option="loss_mask_key")
+        keep = tokens >= self.low
+        return keep if self.high is None else keep & (tokens <= self.high)
+
+
+class Fresh(Criterion):
+    """Rows whose policy is at most `max_staleness` versions behind. Reason: ``stale``.
+
+    Args:
+        max_staleness: versions, ≥ 0.
+        current: the version that trains, or a callable that returns it. None: the newest in the batch.
+        version_key: (N,) or (N, 1) int, the version that acted.
+    """
+
+    reason = "stale"
+
+    def __init__(
+        self,
+        *,
+        max_staleness: int = 0,
+        current: int | Callable[[], int] | None = None,
+        version_key: NestedKey = ("next", "policy_version"),
+    ):
+        self.max_staleness = at_least("max_staleness", max_staleness, 0)
+        self.current, self.version_key = current, nested_key(version_key)
+        self.in_keys = (self.version_key,)
+
+    def __call__(self, batch: TensorDictBase) -> Tensor:
+        """(N,) bool."""
+        version = self._column(batch, "version_key").long()
+        newest = self.current() if callable(self.current) else self.current
+        return (version.amax() if newest is None else newest) - version <= self.max_staleness

@@ -1,0 +1,156 @@
+"""The stage that acts on what a criterion says: out of the loss, out of the statistics, or gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.base import BatchTransform, Effect, Outcome
+from headrace.transforms.checks import Rule, enforce, set_rule
+from headrace.transforms.errors import BatchError
+from headrace.transforms.ids import any_by, first_row
+from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.rows import silence_rows, take_rows
+from headrace.transforms.schema import COUNTED, IN_LOSS, Unit, has_key, key_names, unit_keys
+from headrace.transforms.tokens import check_mask
+
+Action = Literal["mask", "exclude", "drop"]
+EFFECTS: dict[str, Effect] = {"mask": "masked", "exclude": "excluded", "drop": "dropped"}
+
+
+class SampleFilter(BatchTransform):
+    """Take rows that fail a criterion out of the loss, out of the statistics, or away.
+
+    ============ ============ ====================== ==========
+    action        in the loss  in the statistics      row there
+    ============ ============ ====================== ==========
+    ``mask``      no           yes                    yes
+    ``exclude``   no           no, its advantage is 0 yes
+    ``drop``      no           no                     no
+    ============ ============ ====================== ==========
+
+    Statistics are those of later stages: a filter after the advantage changes no baseline. Out of the loss
+    is meant for good: the row's loss mask becomes False and its behaviour log-probabilities NaN, which
+    TorchRL's GRPOLoss takes out exactly, whichever masking strategy it uses, token count included. (Its
+    ``prompt_mean`` and its KL terms divide by all rows: after the advantage, a second filter with
+    ``LengthWithin(low=1)`` and ``drop`` takes silent rows away.) A filter that leaves nothing gives an empty
+    batch.
+
+    Reads what its criterion reads, `rollout_key` or `group_key` by `unit`; writes `loss_mask_key`,
+    `log_prob_key`, ``("headrace", "in_loss")`` and, under ``exclude``, ``("headrace", "counted")``. One
+    device read under ``drop`` only, besides what the criterion reads.
+
+    Args:
+        criterion: batch → (N,) bool, True where the row stays; see :mod:`headrace.transforms.criteria`.
+        unit: what stays or goes as one: a row that fails takes its whole ``rollout`` or ``group`` along.
+            None: the criterion's own (``group`` for RewardsVary), else ``sample``.
+        action: ``mask``, ``exclude``, ``drop``.
+        on_batch: called as ``on_batch(batch, keep)`` with every row, those that will go included, and the
+            (N,) bool verdicts.
+        loss_mask_key: (N, T) bool, True trains; written if it is there.
+        log_prob_key: (N, T) float, written if it is there; None: never.
+        rollout_key: (N,) or (N, 1) int.
+        group_key: (N,) or (N, 1) int.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: the criterion returns something else than (N,) bool; rows are to be masked in a batch
+            that has neither a loss mask nor log-probabilities.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from headrace.transforms import RewardWithin
+        >>> td = TensorDict({("next", "reward"): [0.0, 7.0]}, batch_size=[2])
+        >>> SampleFilter(criterion=RewardWithin(high=1.0), action="drop")(td)["next", "reward"].tolist()
+        [0.0]
+    """
+
+    def __init__(
+        self,
+        *,
+        criterion: Callable[[TensorDictBase], Tensor],
+        unit: Unit | None = None,
+        action: Action = "mask",
+        on_batch: Callable[[TensorDictBase, Tensor], None] | None = None,
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        log_prob_key: NestedKey | None = ("log_probs", "full"),
+        rollout_key: NestedKey = "rollout_id",
+        group_key: NestedKey = "group_id",
+    ):
+        if not callable(criterion):
+            raise ValueError(f"criterion must be a callable from a batch to (N,) bool; got {criterion!r}")
+        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
+        self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
+        own: str = unit if unit is not None else getattr(criterion, "unit", "sample")
+        reads = unit_keys(own, self.rollout_key, self.group_key)
+        writes = {"mask": [IN_LOSS], "exclude": [IN_LOSS, COUNTED], "drop": []}
+        one_of("action", action, tuple(writes))
+        super().__init__([*getattr(criterion, "in_keys", ()), *reads], writes[action])
+        self.criterion, self.unit, self.action, self.on_batch = criterion, unit, action, on_batch
+        self._unit = own
+        self.reasons, self.effects = (_name_of(criterion),), (EFFECTS[action],)
+
+    def apply(self, batch: TensorDictBase) -> Outcome:
+        """Judge all rows, call the hook, and act."""
+        keep, rules = self._judge_units(batch, self._judge(batch))
+        if self.on_batch is not None:
+            enforce(rules)
+            self.on_batch(batch, keep)
+        out = self._drop(batch, keep) if self.action == "drop" else self._silence(batch, keep)
+        measured = {"kept": keep.sum(), "fraction_kept": keep.double().mean()}
+        return Outcome(out, (~keep).to(torch.int8), measured, rules)
+
+    def _judge(self, batch: TensorDictBase) -> Tensor:
+        keep = self.criterion(batch)
+        if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(batch):
+            found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
+            raise BatchError(
+                f"a criterion returns one bool a row, ({len(batch)},), True where it stays; "
+                f"{self.criterion!r} returned {found}"
+            )
+        keep = keep.reshape(-1)
+        counted = batch.get(COUNTED, None)
+        return keep if counted is None else keep | ~counted  # who has left the statistics judges nobody
+
+    def _judge_units(self, batch: TensorDictBase, keep: Tensor) -> tuple[Tensor, list[Rule]]:
+        """Spread the verdicts over units, whose ids must be set."""
+        if self._unit == "sample":
+            return keep, []
+        ids = self.ids(batch, self._unit)
+        rule = set_rule(ids, f"{self._unit}_id", "rows without an id would be judged as one")
+        return ~any_by(first_row(ids), ~keep), [rule]
+
+    @staticmethod
+    def _drop(batch: TensorDictBase, keep: Tensor) -> TensorDictBase:
+        rows = keep.nonzero().flatten()
+        return batch if len(rows) == len(keep) else take_rows(batch, rows)
+
+    def _silence(self, batch: TensorDictBase, keep: Tensor) -> TensorDictBase:
+        silent = ~keep
+        if has_key(batch, self.loss_mask_key):
+            check_mask(batch, self.loss_mask_key)
+        columns = [key for key in (self.loss_mask_key, self.log_prob_key) if key and has_key(batch, key)]
+        if not columns and bool(silent.any()):
+            raise BatchError(
+                f"{int(silent.sum())} rows are to leave the loss, but the batch has neither "
+                f"{self.loss_mask_key!r} (loss_mask_key) nor {self.log_prob_key!r} (log_prob_key): they "
+                f"would train all the same. It has {key_names(batch)}; set the keys, or action='drop'"
+            )
+        if silent.device.type != "cpu" or bool(silent.any()):  # a copy saved where looking costs nothing
+            for key in columns:
+                silence_rows(batch, key, silent)
+        batch.set(IN_LOSS, keep & batch.get(IN_LOSS, keep))
+        if self.action == "exclude":
+            batch.set(COUNTED, keep & batch.get(COUNTED, keep))
+        return batch
+
+
+def _name_of(criterion: Callable) -> str:
+    """A criterion's reason, or the name of the function (also behind functools.partial) or class."""
+    function = getattr(criterion, "func", criterion)
+    name = getattr(function, "reason", None) or getattr(function, "__name__", type(function).__name__)
+    return str(name)

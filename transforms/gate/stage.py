@@ -1,0 +1,158 @@
+"""The stage that lets only complete groups pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal, get_args
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.base import BatchTransform, Outcome
+from headrace.transforms.checks import Rule, enforce
+from headrace.transforms.errors import IncompleteGroupsError, MissingKeyError, listing
+from headrace.transforms.options import at_least, nested_key, one_of
+from headrace.transforms.rows import take_rows
+from headrace.transforms.schema import has_key, key_names, read_status
+
+from .incomplete import Presence, as_columns, count_present, describe_group, missing_groups
+
+OnIncomplete = Literal["raise", "drop", "keep"]
+REFUSAL = (
+    "{count} incomplete group{s}: {found}. Collect them to the end, or set on_incomplete='drop', or 'keep' "
+    "with min_rollouts"
+)
+
+
+class CompletenessGate(BatchTransform):
+    """Let only groups pass that have all their rollouts (:func:`incomplete_groups`).
+
+    Unique rollouts are counted, never rows; those that failed or were aborted do not count and never pass,
+    not even with a group that is kept. What came before does not matter. One device read, for who stays; two
+    more with `expected_groups`.
+
+    Reads `group_key`, `rollout_key`, `expected_key` where `group_size` is None, `status_key` if it is
+    there. Writes nothing; its verdicts are 1 ``incomplete``, for the siblings of who is missing, and 2
+    ``failed``.
+
+    Args:
+        group_size: rollouts that each group was dispatched with. None: the column `expected_key` says.
+        expected_groups: ids that were dispatched, or a callable that returns those of this batch, to catch
+            groups that are missing entirely. None: not checked.
+        on_incomplete: ``raise``; ``drop`` the group; ``keep`` it if it has `min_rollouts` and
+            `min_fraction` of what was expected, else drop it.
+        min_rollouts: for ``keep``, ≥ 1.
+        min_fraction: for ``keep``, in (0, 1].
+        group_key: (N,) or (N, 1) int ≥ 0.
+        rollout_key: (N,) or (N, 1) int ≥ 0.
+        expected_key: (N,) or (N, 1) int ≥ 1.
+        status_key: (N,) or (N, 1) :class:`Status`. None: ``("next", "status")`` if it is there, else
+            ``status`` if that is, else all have completed.
+
+    Raises:
+        IncompleteGroupsError: under ``raise``; lists group, have, expected and the statuses.
+        MissingKeyError: a column is not there.
+        BatchError: as :func:`incomplete_groups`; more rollouts than expected, always.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict({"group_id": [4, 4, 9], "rollout_id": [0, 1, 2]}, batch_size=[3])
+        >>> CompletenessGate(group_size=2, on_incomplete="drop")(td)["group_id"].tolist()
+        [4, 4]
+    """
+
+    reasons = ("incomplete", "failed")
+    gates = True
+
+    def __init__(
+        self,
+        *,
+        group_size: int | None = None,
+        expected_groups: Iterable[int] | Callable[[], Iterable[int]] | None = None,
+        on_incomplete: OnIncomplete = "raise",
+        min_rollouts: int | None = None,
+        min_fraction: float | None = None,
+        group_key: NestedKey = "group_id",
+        rollout_key: NestedKey = "rollout_id",
+        expected_key: NestedKey = "expected_rollouts",
+        status_key: NestedKey | None = None,
+    ):
+        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
+        self.expected_key, self.status_key = nested_key(expected_key), nested_key(status_key)
+        super().__init__([self.group_key, self.rollout_key, self.expected_key, self.status_key])
+        self.group_size, self.expected_groups = at_least("group_size", group_size, 1), expected_groups
+        self.on_incomplete = one_of("on_incomplete", on_incomplete, get_args(OnIncomplete))
+        given = min_rollouts is not None or min_fraction is not None
+        if (on_incomplete == "keep") != given:
+            raise ValueError("on_incomplete='keep', and only that, needs min_rollouts or min_fraction")
+        at_least("min_rollouts", min_rollouts, 1)
+        if min_fraction is not None and not 0 < min_fraction <= 1:
+            raise ValueError(f"min_fraction must be in (0, 1]; got {min_fraction}")
+        self.min_rollouts, self.min_fraction = min_rollouts, min_fraction
+
+    def apply_to_nothing(self, batch: TensorDictBase) -> None:
+        """Refuse a batch without rows where groups were dispatched for it."""
+        self._refuse_missing(missing_groups(torch.empty(0), self._dispatched()), [])
+
+    def apply(self, batch: TensorDictBase) -> Outcome:
+        """Take out, or refuse, what is incomplete."""
+        groups, rollouts, expected, status = as_columns(
+            self.column(batch, "group_key"),
+            self.column(batch, "rollout_key"),
+            self.group_size,
+            self._expected(batch),
+            read_status(batch, self.status_key, reader=type(self).__name__),
+        )
+        found = count_present(groups, rollouts, expected, status)
+        short = found.have < expected
+        refused = Rule(
+            short & found.is_first,
+            lambda row: describe_group(row, groups, rollouts, status, found),
+            REFUSAL,
+            IncompleteGroupsError,
+        )
+        missing = self._missing(groups, found, refused)
+        stays = self._enough(found) if self.on_incomplete == "keep" else ~short
+        verdict = torch.where(found.present, torch.where(stays, 0, 1), 2).to(torch.int8)
+        rows = (verdict == 0).nonzero().flatten()
+        return Outcome(
+            batch if len(rows) == len(batch) else take_rows(batch, rows),
+            verdict,
+            {"missing_groups": float(len(missing)), "incomplete_rows": short.sum()},
+            [*found.rules, refused] if self.on_incomplete == "raise" else found.rules,
+        )
+
+    def _expected(self, batch: TensorDictBase) -> Tensor | None:
+        if self.group_size is not None:
+            return None
+        if not has_key(batch, self.expected_key):
+            raise MissingKeyError(
+                "The gate must know how many rollouts each group was dispatched with: set group_size, or "
+                f"give the batch a column {self.expected_key!r} (expected_key); it has {key_names(batch)}"
+            )
+        return self.column(batch, "expected_key")
+
+    def _enough(self, found: Presence) -> Tensor:
+        enough = found.have >= (self.min_rollouts or 1)
+        return enough & (found.have.double() / found.expected >= (self.min_fraction or 0))
+
+    def _dispatched(self) -> Iterable[int] | None:
+        return self.expected_groups() if callable(self.expected_groups) else self.expected_groups
+
+    def _missing(self, groups: Tensor, found: Presence, refused: Rule) -> list[int]:
+        """Groups that were dispatched and have no row; under ``raise`` they are refused with the others."""
+        dispatched = self._dispatched()
+        if dispatched is None:
+            return []
+        enforce(found.rules)
+        missing = missing_groups(groups, dispatched)
+        self._refuse_missing(missing, map(refused.describe, refused.bad.nonzero().flatten().tolist()))
+        return missing
+
+    def _refuse_missing(self, missing: list[int], incomplete: Iterable[str]) -> None:
+        if missing and self.on_incomplete == "raise":
+            size = "all" if self.group_size is None else self.group_size
+            found = [*incomplete, *(f"group {group} has 0 of {size} (no rows)" for group in missing)]
+            plural = "s" if len(found) > 1 else ""
+            raise IncompleteGroupsError(REFUSAL.format(count=len(found), found=listing(found), s=plural))

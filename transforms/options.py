@@ -1,0 +1,77 @@
+"""Options of transforms and criteria: checked at construction, printed as they were given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def one_of(option: str, value: Any, allowed: Sequence[Any]) -> Any:
+    """Check that a value is one of a few.
+
+    Raises:
+        ValueError: it is not; the message lists them.
+    """
+    if value not in allowed:
+        raise ValueError(f"{option} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+    return value
+
+
+def at_least(option: str, value: Any, low: int) -> Any:
+    """Check that a value is an integer ≥ `low`; None passes.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+        raise ValueError(f"{option} must be an integer ≥ {low}; got {value!r}")
+    return value
+
+
+def within(option: str, value: float, low: float, high: float) -> float:
+    """Check that a number is in [low, high]; an infinite bound itself is outside, and NaN always.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not (low <= value <= high and abs(value) != float("inf")):
+        range_ = f"in [{low:g}, {high:g}]" if high < float("inf") else f"finite and ≥ {low:g}"
+        raise ValueError(f"{option} must be {range_}; got {value!r}")
+    return value
+
+
+def nested_key(key: Any) -> Any:
+    """A key from YAML by TorchRL's convention: ``[next, reward]`` is ``("next", "reward")``."""
+    if key is None or isinstance(key, str):
+        return key
+    key = tuple(key)
+    return key[0] if len(key) == 1 else key
+
+
+def as_dtype(dtype: Any) -> torch.dtype | None:
+    """A floating-point dtype, also by its name, as YAML has it; None stays None.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point dtype of torch; got {dtype!r}")
+    return found
+
+
+def describe_options(thing: Any) -> str:
+    """The options of a transform or criterion that are not at their defaults, as they were given."""
+    parameters = inspect.signature(type(thing).__init__).parameters.values()
+    given = [(p.name, getattr(thing, p.name), p.default) for p in parameters if hasattr(thing, p.name)]
+    return ", ".join(f"{name}={value!r}" for name, value, default in given if _differ(value, default))
+
+
+def _differ(value: Any, default: Any) -> bool:
+    try:
+        return bool(value != default)
+    except (TypeError, ValueError, RuntimeError):  # an array compares element by element
+        return True

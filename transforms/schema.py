@@ -1,0 +1,161 @@
+"""The columns of a batch: what stages write for one another, and how columns are read.
+
+====================================== ================= ===============================================
+column                                  shape, dtype      meaning
+====================================== ================= ===============================================
+``("headrace", "reward")``              (N,) float        the rollout's one reward, on each of its rows;
+                                                          (N, K) where it has several
+``("headrace", "is_first_segment")``    (N,) bool         one row of each rollout, its first
+``("headrace", "return")``              (N,) float        the return from this segment on
+``("headrace", "counted")``             (N,) bool         False: out of the statistics; absent: all are in
+``("headrace", "in_loss")``             (N,) bool         False: out of the loss; absent: all are in
+``("headrace", "minibatch")``           (N,) int64        which optimiser step of the batch, from 0; −1: none
+``("headrace", "microbatch")``          (N,) int64        which forward and backward of the step, from 0
+``("headrace", "rank")``                (N,) int64        which data-parallel rank trains it; absent: one
+``("headrace", "padding")``             (N,) bool         a copy that trains nothing; absent: no row is
+``("headrace", "row")``                 (N,) int64        row number at the pipeline's door
+``("headrace", "processed")``           (N,) bool         a pipeline has been over this row
+====================================== ================= ===============================================
+
+Example:
+    >>> from headrace.transforms import ShuffleSplit, schema
+    >>> from tensordict import TensorDict
+    >>> batch = ShuffleSplit(minibatches=2, unit="sample")(TensorDict({"x": [1, 2, 3, 4]}, batch_size=[4]))
+    >>> batch[schema.MINIBATCH].tolist()
+    [0, 0, 1, 1]
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, Literal, get_args
+
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from torch import Tensor
+
+from .errors import BatchError, MissingKeyError, listing
+from .options import one_of
+
+REWARD = ("headrace", "reward")
+IS_FIRST_SEGMENT = ("headrace", "is_first_segment")
+RETURN = ("headrace", "return")
+COUNTED = ("headrace", "counted")
+IN_LOSS = ("headrace", "in_loss")
+MINIBATCH = ("headrace", "minibatch")
+MICROBATCH = ("headrace", "microbatch")
+RANK = ("headrace", "rank")
+PADDING = ("headrace", "padding")
+ROW = ("headrace", "row")
+PROCESSED = ("headrace", "processed")
+
+Unit = Literal["sample", "rollout", "group"]
+
+
+class Status(IntEnum):
+    """How a rollout ended: the values of the ``status`` column, (N,) int.
+
+    A truncated rollout has a reward and counts as present. A failed or aborted one has no reward that means
+    anything, and does not count.
+    """
+
+    COMPLETED = 0
+    TRUNCATED = 1
+    ABORTED = 2
+    FAILED = 3
+
+
+# -- reading columns --------------------------------------------------------------------------------
+
+
+def has_key(batch: TensorDictBase, key: NestedKey) -> bool:
+    """Whether the batch has this column, dense or ragged.
+
+    Raises:
+        BatchError: some rows of a lazy stack have it and some have not.
+    """
+    nested = isinstance(key, tuple)
+    if key in batch.keys(include_nested=nested):
+        return True
+    if isinstance(batch, LazyStackedTensorDict):
+        rows = [i for i, td in enumerate(batch.tensordicts) if key in td.keys(include_nested=nested)]
+        if rows:
+            raise BatchError(
+                f"a column is on every row or on none; {key!r} is on {len(rows)} of {len(batch)} rows: "
+                f"{listing(map(str, rows))}"
+            )
+    return False
+
+
+def key_names(batch: TensorDictBase) -> list[NestedKey]:
+    """The leaves of a batch, in a stable order, without those that transforms wrote for one another."""
+    keys = batch.keys(include_nested=True, leaves_only=True)
+    return sorted((k for k in keys if not (isinstance(k, tuple) and k[0] == "headrace")), key=str)
+
+
+def require(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Any:
+    """What is under a key.
+
+    Raises:
+        MissingKeyError: nothing; the message lists the keys that are there and the option that renames it.
+    """
+    value = batch.get(key, None) if has_key(batch, key) else None
+    if value is None:
+        raise MissingKeyError(
+            f"{reader} needs the key {key!r} ({option}); the batch has {key_names(batch)}. "
+            f"If it goes by another name, set {option}"
+        )
+    return value
+
+
+def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:
+    """Read one number a row: (N,), (N, 1) or (N, 1, 1) comes back as (N,).
+
+    Raises:
+        MissingKeyError: the column is not there.
+        BatchError: it holds more than one number a row.
+    """
+    value = require(batch, key, reader=reader, option=option)
+    if not isinstance(value, Tensor) or value.numel() != len(batch):
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise BatchError(
+            f"{reader} needs one number a row in {key!r} ({option}), for {len(batch)} rows; found {found}"
+        )
+    return value.reshape(-1)
+
+
+def read_written(batch: TensorDictBase, key: NestedKey, *, reader: str, writer: str) -> Tensor:
+    """Read a column (N,) that an earlier stage writes.
+
+    Raises:
+        MissingKeyError: it did not.
+        BatchError: it holds more than one number a row.
+    """
+    if not has_key(batch, key):
+        raise MissingKeyError(
+            f"{reader} needs the column {key!r}, written by {writer}: put {writer} before it"
+        )
+    return read_column(batch, key, reader=reader, option=f"written by {writer}")
+
+
+def read_status(batch: TensorDictBase, key: NestedKey | None, *, reader: str) -> Tensor | None:
+    """Read how rollouts ended, (N,): by `key`, else ``("next", "status")``, else ``status``, else None.
+
+    An environment leaves at the root the status before a step, and under ``next`` the one after it.
+
+    Raises:
+        MissingKeyError: `key` is given and not there.
+        BatchError: it holds more than one number a row.
+    """
+    if key is None:
+        key = next((key for key in (("next", "status"), "status") if has_key(batch, key)), None)
+    return None if key is None else read_column(batch, key, reader=reader, option="status_key")
+
+
+def unit_keys(unit: str, rollout_key: NestedKey, group_key: NestedKey) -> list[NestedKey]:
+    """The columns that say which rows are one unit.
+
+    Raises:
+        ValueError: `unit` is none.
+    """
+    keys = {"sample": [], "rollout": [rollout_key], "group": [group_key]}
+    return keys[one_of("unit", unit, get_args(Unit))]

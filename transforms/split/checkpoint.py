@@ -1,0 +1,200 @@
+"""What the split remembers: between batches, and in the middle of one that is interrupted."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+    lazy_stack,
+)
+from torch import Tensor
+
+from headrace.transforms.errors import BatchError
+from headrace.transforms.rows import join_rows
+from headrace.transforms.schema import has_key
+
+
+class InterruptedBatch(NamedTuple):
+    """A batch that was left between its minibatches: by what it is known again, and how far it came."""
+
+    rows: int
+    ids: str
+    taken: int
+    minibatches: int
+
+
+class SplitState(NamedTuple):
+    """What goes into a draw and comes out of it."""
+
+    calls: int = 0
+    """Orders drawn so far: each has a seed of its own."""
+    carried: TensorDictBase | None = None
+    """Rows that wait for the next batch."""
+    interrupted: InterruptedBatch | None = None
+    """The batch to go on with, given again."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """As dicts, tensors and lists, which ``torch.load`` reads without trusting the file."""
+        plain: dict[str, Any] = {"calls": self.calls, "carried": to_plain(self.carried)}
+        return plain if self.interrupted is None else plain | {"batch": self.interrupted._asdict()}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> SplitState:
+        """What :meth:`to_plain` made dicts of."""
+        batch = plain.get("batch")
+        interrupted = None if batch is None else InterruptedBatch(**batch)
+        return cls(plain["calls"], from_plain(plain["carried"]), interrupted)
+
+
+class Progress:
+    """How far the minibatches of one batch have been taken.
+
+    Args:
+        before: the state before the batch's orders were drawn.
+        rows: of the batch.
+        ids: (N,) int64, by which the batch is known again; None: by its number of rows.
+    """
+
+    def __init__(self, before: SplitState, rows: int, ids: Tensor | None):
+        self.before, self.rows, self.ids = before, rows, ids
+        self.taken, self.minibatches = 0, 0
+        self.closed = False
+
+    def start(self, minibatches: int) -> None:
+        """Go on after those minibatches that were taken before an interruption.
+
+        Raises:
+            BatchError: the interrupted batch had another number of minibatches.
+        """
+        self.minibatches = minibatches
+        interrupted = self.before.interrupted
+        if interrupted is None:
+            return
+        if interrupted.minibatches != minibatches:
+            raise BatchError(
+                f"the interrupted batch had {interrupted.minibatches} minibatches, this one has "
+                f"{minibatches}: resume it with the same options and epochs"
+            )
+        self.taken = interrupted.taken
+
+    def check(self) -> None:
+        """Refuse a batch that is not the interrupted one. Reads the ids where there was an interruption.
+
+        Raises:
+            BatchError: it has other rows, or other ids.
+        """
+        interrupted = self.before.interrupted
+        if interrupted is None:
+            return
+        found = f"a batch of {interrupted.rows} rows was interrupted after {interrupted.taken} minibatches"
+        if interrupted.rows != self.rows:
+            raise BatchError(
+                f"{found}; to go on with the others give it again: this one has {self.rows} rows"
+            )
+        if interrupted.ids != self._fingerprint():
+            raise BatchError(
+                f"{found}; to go on with the others give it again: this one has other rollout_ids"
+            )
+
+    def state(self, after: SplitState) -> SplitState:
+        """What to save now. Reads the ids in the middle of the batch.
+
+        Args:
+            after: the state after the batch.
+        """
+        if self.closed or 0 < self.minibatches <= self.taken:
+            return after
+        before = self.before._replace(interrupted=None)
+        if self.taken == 0:
+            return before
+        batch = InterruptedBatch(self.rows, self._fingerprint(), self.taken, self.minibatches)
+        return before._replace(interrupted=batch)
+
+    def _fingerprint(self) -> str:
+        """What distinguishes this batch from another."""
+        if self.ids is None:
+            return ""
+        return hashlib.blake2b(self.ids.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def with_carried(batch: TensorDictBase, carried: TensorDictBase, key: NestedKey, unit: str) -> TensorDictBase:
+    """Put carried rows behind those of a batch.
+
+    Args:
+        batch: TensorDict ``[N]``.
+        carried: TensorDict ``[C]``.
+        key: the ids by which a unit is known again, where the batch has them.
+        unit: what the message calls them.
+
+    Raises:
+        BatchError: an id is in both; the columns differ.
+    """
+    if has_key(batch, key):
+        waiting, came = carried.get(key).reshape(-1), batch.get(key).reshape(-1)
+        if again := waiting[torch.isin(waiting, came)].tolist():
+            raise BatchError(
+                f"rows were carried for {unit}s {sorted(set(again))[:10]}, and the batch has those ids "
+                "again: ids must be unique over batches to be carried, as RepeatSampler stamps them"
+            )
+    return join_rows([batch, carried], "carried rows")
+
+
+class Turn:
+    """Whose turn it is to use a state, where several threads may; a lock that is copied as a free one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Turn], tuple[()]]:
+        return Turn, ()
+
+
+def to_plain(batch: TensorDictBase | None) -> dict[str, Any] | None:
+    """Rows as dicts of tensors and lists, which ``torch.load`` reads without trusting the file.
+
+    Example:
+        >>> import torch
+        >>> rows = TensorDict({"x": torch.ones(2), "name": ["a", "b"]}, batch_size=[2])
+        >>> list(from_plain(to_plain(rows))["name"])
+        ['a', 'b']
+    """
+    if batch is None:
+        return None
+    if isinstance(batch, LazyStackedTensorDict):
+        return {"rows": [to_plain(row) for row in batch.unbind(0)]}
+    columns: dict[str, Any] = {}
+    for key in batch.keys():
+        value = batch.get(key)
+        if isinstance(value, NonTensorData | NonTensorStack):
+            columns[key] = value.tolist()
+        else:
+            columns[key] = to_plain(value) if is_tensor_collection(value) else value
+    return {"columns": columns, "batch_size": list(batch.batch_size), "device": str(batch.device or "")}
+
+
+def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
+    """What :func:`to_plain` made dicts of."""
+    if plain is None:
+        return None
+    if "rows" in plain:
+        return lazy_stack([from_plain(row) for row in plain["rows"]])
+    found = TensorDict({}, batch_size=plain["batch_size"], device=plain["device"] or None)
+    for key, value in plain["columns"].items():
+        found[key] = from_plain(value) if isinstance(value, dict) else value
+    return found

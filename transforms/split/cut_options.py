@@ -1,0 +1,68 @@
+"""How a batch is cut into optimiser steps, ranks and forward passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch.distributed as dist
+
+from headrace.transforms.distributed import check_one_way
+from headrace.transforms.options import at_least, one_of
+
+from .microbatches import Balance, check_deal
+from .minibatches import Remainder, check_split
+
+Oversized = Literal["alone", "raise"]
+
+
+@dataclass(frozen=True)
+class CutOptions:
+    """How a batch is cut: the options of :class:`ShuffleSplit` that do not name columns.
+
+    Raises:
+        ValueError: one is none of its values, or two do not go together.
+    """
+
+    minibatches: int | None
+    minibatch_size: int | None
+    remainder: Remainder
+    microbatches: int | None
+    microbatch_size: int | None
+    max_tokens: int | None
+    oversized: Oversized
+    balance: Balance
+    linear: float
+    ranks: int
+    rank: int | None
+    process_group: dist.ProcessGroup | str | None
+    shuffle: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_split(self.minibatches, self.minibatch_size, self.remainder)
+        check_deal(
+            ranks=self.ranks,
+            microbatches=self.microbatches,
+            microbatch_size=self.microbatch_size,
+            max_tokens=self.max_tokens,
+            balance=self.balance,
+            linear=self.linear,
+        )
+        at_least("rank", self.rank, 0)
+        if self.rank is not None and self.rank >= self.ranks:
+            raise ValueError(f"rank must be below ranks; got rank={self.rank} and ranks={self.ranks}")
+        check_one_way(self.ranks, self.process_group)
+        several = self.ranks > 1 or self.process_group is not None
+        if self.max_tokens is not None and several and self.remainder != "pad":
+            raise ValueError(
+                "with max_tokens a rank may have fewer rows than others have micro-batches, and must fill "
+                f"them up: set remainder='pad'; got remainder={self.remainder!r}"
+            )
+        one_of("oversized", self.oversized, get_args(Oversized))
+        one_of("shuffle", self.shuffle, (True, False))
+
+    @property
+    def measures(self) -> bool:
+        """Whether the lengths of rows matter."""
+        return self.max_tokens is not None or self.balance != "none"

@@ -1,0 +1,173 @@
+"""Orders are drawn and cut: for each pass over a batch, a plan of which row is trained where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.distributed import (
+    agree_on_counts,
+    raise_together,
+    refuse_together,
+    resolve_group,
+)
+from headrace.transforms.errors import BatchError
+from headrace.transforms.rows import device_of, take_rows
+from headrace.transforms.schema import ROW
+from headrace.transforms.seeds import stream_seed
+
+from .checkpoint import Progress, SplitState
+from .cut_options import CutOptions
+from .gather import mark
+from .minibatches import Cut, Remainder, shuffle_split
+from .plan import Dealt, Plan, deal_minibatches, make_plan, measure
+
+
+class Draw(NamedTuple):
+    """The orders of one batch, and what follows from them; nothing is remembered before it is accepted."""
+
+    batch: TensorDictBase
+    """TensorDict ``[N + C]``: the rows that came in, and behind them those carried from earlier batches."""
+    plans: list[Plan]
+    """One for each pass over the rows."""
+    verdict: Tensor
+    """(N + C,) int8."""
+    measured: dict[str, float]
+    state: SplitState
+    """After the batch."""
+    progress: Progress
+
+    def marked(self) -> list[TensorDictBase]:
+        """For each plan the batch, with columns that say where its rows are trained (:func:`mark`)."""
+        return [mark(self.batch, plan) for plan in self.plans]
+
+
+def draw_plans(
+    ids: Tensor | None, lengths: Tensor, cut: CutOptions, *, calls: int, epochs: int
+) -> list[Plan]:
+    """Draw an order of the rows for each pass, and cut it.
+
+    Under ``carry`` the first order says who is carried, and the others are orders of the rest. The ranks of a
+    process group refuse together, and agree on the number of micro-batches.
+
+    Args:
+        ids: (N,) int64 on the CPU, which rows are one unit; None: each is one.
+        lengths: (N,) int64 on the CPU, tokens a row.
+        cut: how.
+        calls: orders drawn before.
+        epochs: passes, ≥ 1.
+
+    Raises:
+        BatchError: as :func:`shuffle_split` and :func:`make_plan`; what another rank refuses.
+    """
+    group = resolve_group(cut.process_group)
+    with refuse_together(group):
+        if cut.oversized == "raise" and cut.max_tokens is not None:
+            _check_oversized(lengths, cut.max_tokens)
+        orders = _draw_orders(ids, len(lengths), cut, calls, epochs)
+        dealt = [_deal(order, lengths, cut) for order in orders]
+    if group is not None:
+        most = [agree_on_counts([len(ranks[0]) for ranks in each], group) for each in dealt]
+        dealt = [_deal(order, lengths, cut, counts) for order, counts in zip(orders, most, strict=True)]
+    pad, level = cut.remainder == "pad", cut.max_tokens is None
+    with refuse_together(group):
+        return [
+            make_plan(order, each, ranks=cut.ranks, pad=pad, level=level)
+            for order, each in zip(orders, dealt, strict=True)
+        ]
+
+
+def draw_nothing(cut: CutOptions) -> None:
+    """What a rank without rows says to the others, in place of reading its rows and :func:`draw_plans`."""
+    if (group := resolve_group(cut.process_group)) is not None:
+        raise_together(None, group)
+        raise_together(None, group)
+        agree_on_counts([], group)
+
+
+def conclude(
+    batch: TensorDictBase, plans: list[Plan], lengths: Tensor, cut: CutOptions, progress: Progress
+) -> Draw:
+    """What follows from the plans of a batch: who is left or carried, its numbers, and the state after it.
+
+    Raises:
+        BatchError: the batch to resume had another number of minibatches.
+    """
+    progress.start(sum(len(plan.sizes) for plan in plans))
+    before = progress.before
+    verdict = judge_rows(plans, len(batch), cut.remainder)
+    carried = (verdict == 2).nonzero().flatten().to(device_of(batch))
+    kept = take_rows(batch, carried).exclude(ROW) if len(carried) else None
+    measured = measure(plans[-1], lengths if cut.measures else None, cut.max_tokens)
+    measured["left"] = float((verdict > 0).sum())
+    if cut.remainder == "carry":
+        measured["carried_in"] = float(len(batch) - progress.rows)
+    after = SplitState(before.calls + len(plans), kept)
+    return Draw(batch, plans, verdict.to(device_of(batch)), measured, after, progress)
+
+
+def judge_rows(plans: Sequence[Plan], rows: int, remainder: Remainder) -> Tensor:
+    """(rows,) int8: 0 is trained in some pass, 1 left over in all, 2 carried.
+
+    Args:
+        plans: one a pass.
+        rows: N.
+        remainder: whether those that the first pass leaves are carried.
+    """
+    verdicts = torch.zeros(len(plans), rows, dtype=torch.int8)
+    for verdict, plan in zip(verdicts, plans, strict=True):
+        verdict[plan.left] = 1
+        if remainder == "carry":
+            verdict[plans[0].left] = 2
+    return verdicts.amin(0)
+
+
+def _draw_orders(ids: Tensor | None, rows: int, cut: CutOptions, calls: int, epochs: int) -> list[Cut]:
+    chosen, orders = torch.arange(rows), []
+    for call in range(calls, calls + epochs):
+        order = shuffle_split(
+            len(chosen),
+            None if ids is None else ids[chosen],
+            minibatches=cut.minibatches,
+            minibatch_size=cut.minibatch_size,
+            remainder=cut.remainder,
+            shuffle=cut.shuffle,
+            generator=torch.Generator().manual_seed(stream_seed("split", cut.seed, call)),
+        )
+        orders.append(order._replace(order=chosen[order.order], left=chosen[order.left]))
+        if cut.remainder == "carry" and call == calls:
+            chosen = orders[0].order.sort().values
+    return orders
+
+
+def _deal(order: Cut, lengths: Tensor, cut: CutOptions, multiples: Sequence[int] | None = None) -> Dealt:
+    return deal_minibatches(
+        order,
+        lengths,
+        ranks=cut.ranks,
+        pad=cut.remainder == "pad",
+        multiples=multiples,
+        microbatches=cut.microbatches,
+        microbatch_size=cut.microbatch_size,
+        max_tokens=cut.max_tokens,
+        balance=cut.balance,
+        linear=cut.linear,
+    )
+
+
+def _check_oversized(lengths: Tensor, max_tokens: int) -> None:
+    """Refuse rows that no micro-batch holds.
+
+    Raises:
+        BatchError: naming them, with their lengths.
+    """
+    long = (lengths > max_tokens).nonzero().flatten()[:10]
+    if len(long):
+        raise BatchError(
+            f"rows {long.tolist()} have {lengths[long].tolist()} tokens, and a micro-batch holds "
+            f"{max_tokens} (max_tokens): raise it, filter them, or set oversized='alone'"
+        )

@@ -1,0 +1,122 @@
+"""A seeded order of the rows, cut into optimiser steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from headrace.transforms.checks import explain, set_rule
+from headrace.transforms.errors import BatchError
+from headrace.transforms.ids import as_ids, first_row
+from headrace.transforms.options import at_least, one_of
+
+Remainder = Literal["raise", "drop", "uneven", "pad", "carry"]
+
+
+class Cut(NamedTuple):
+    """Which row is trained in which minibatch. On the CPU."""
+
+    order: Tensor
+    """(M,) int64, row numbers in training order."""
+    sizes: list[int]
+    """Rows of each minibatch; they add up to M."""
+    left: Tensor
+    """(N − M,) int64, rows in no minibatch."""
+
+
+def shuffle_split(
+    rows: int,
+    unit_id: Tensor | Sequence[int] | None = None,
+    *,
+    minibatches: int | None = None,
+    minibatch_size: int | None = None,
+    remainder: Remainder = "raise",
+    shuffle: bool = True,
+    generator: torch.Generator | None = None,
+) -> Cut:
+    """Put rows into a random order and cut it, keeping the rows of a unit together.
+
+    A unit is a row, or all rows that share a `unit_id`, which stay in row order. With U units, K
+    minibatches get ⌊U/K⌋ or ⌈U/K⌉ units each; minibatches of n units are U/n many. Orders are drawn on the
+    CPU, so that they are the same on every device; `unit_id` is read from where it is.
+
+    Args:
+        rows: N.
+        unit_id: (N,) integers ≥ 0, which rows stay together; None: each row is a unit.
+        minibatches: K ≥ 1; give this or `minibatch_size`.
+        minibatch_size: n ≥ 1 units.
+        remainder: what happens to units over, when U is no multiple of K or n: ``raise``; leave out the last
+            of the order, to ``drop`` or to ``carry`` them; ``uneven`` minibatches, which differ by one unit
+            (K given) or end in a short one; ``pad`` is uneven here, rows are filled up when they are dealt.
+        shuffle: False keeps the order of first rows.
+        generator: source of the order, on the CPU.
+
+    Raises:
+        BatchError: there is a remainder, under ``raise``; a unit_id is missing or negative.
+
+    Example:
+        >>> shuffle_split(5, minibatches=2, remainder="uneven", shuffle=False).sizes
+        [3, 2]
+    """
+    check_split(minibatches, minibatch_size, remainder)
+    units = None if unit_id is None else as_ids(unit_id, "unit_id").cpu()
+    if units is not None:
+        if len(units) != rows:
+            raise BatchError(f"every row needs a unit_id; got {len(units)} for {rows} rows")
+        explain([set_rule(units, "unit_id", "rows without an id would be kept together")])
+    if rows == 0:
+        nothing = torch.empty(0, dtype=torch.int64)
+        return Cut(nothing, [], nothing)
+    key = torch.randperm(rows, generator=generator) if shuffle else torch.arange(rows)
+    if units is None:
+        bounds = _cut(rows, minibatches, minibatch_size, remainder)
+        # `key` is as good a permutation as its inverse.
+        return Cut(key[: bounds[-1]], _differences(bounds), key[bounds[-1] :])
+    # The rows of a unit share its first row's key, so a stable sort puts them together.
+    ordered, order = key.index_select(0, first_row(units)).sort(stable=True)
+    starts = torch.cat([ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).nonzero().flatten() + 1])
+    cuts = _cut(len(starts), minibatches, minibatch_size, remainder)
+    edges = torch.cat([starts, starts.new_full((1,), rows)])
+    bounds = edges[torch.tensor(cuts)].tolist()
+    return Cut(order[: bounds[-1]], _differences(bounds), order[bounds[-1] :])
+
+
+def check_split(minibatches: int | None, minibatch_size: int | None, remainder: str) -> None:
+    """Check options.
+
+    Raises:
+        ValueError: not one of the two ways to cut, or an option that is none.
+    """
+    if (minibatches is None) == (minibatch_size is None):
+        raise ValueError(
+            f"give one of minibatches and minibatch_size; got {minibatches=} and {minibatch_size=}"
+        )
+    at_least("minibatches", minibatches, 1)
+    at_least("minibatch_size", minibatch_size, 1)
+    one_of("remainder", remainder, get_args(Remainder))
+
+
+def _cut(units: int, minibatches: int | None, size: int | None, remainder: str) -> list[int]:
+    """The unit numbers at which minibatches begin, and the end of the last."""
+    over = units % (minibatches or size or 1)
+    if over and remainder == "raise":
+        wanted = f"{minibatches} minibatches" if minibatches else f"minibatches of {size}"
+        raise BatchError(
+            f"{units} units do not make {wanted}: {over} over. Set remainder='uneven' to train them in "
+            "minibatches of different size, 'carry' to keep them for the next batch, or 'drop'"
+        )
+    if remainder in ("drop", "carry"):
+        units -= over
+    if minibatches is not None:
+        count = min(minibatches, units)  # none is empty
+        small, larger = divmod(units, count) if count else (0, 0)
+        return [i * small + min(i, larger) for i in range(count + 1)]
+    return [*range(0, units, size or 1), units]
+
+
+def _differences(bounds: list[int]) -> list[int]:
+    return [b - a for a, b in pairwise(bounds)]

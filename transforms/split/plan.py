@@ -1,0 +1,143 @@
+"""Which row is trained in which forward pass of which optimiser step on which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.transforms.errors import BatchError
+
+from .microbatches import deal
+from .minibatches import Cut
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows in training order, by minibatch, rank and micro-batch. On the CPU."""
+
+    order: Tensor
+    """(M,) int64, row numbers; a padding row repeats the number of a row of its minibatch."""
+    padding: Tensor
+    """(M,) bool."""
+    sizes: list[list[list[int]]]
+    """Rows by minibatch, rank and micro-batch; they add up to M."""
+    left: Tensor
+    """(·,) int64, rows in no minibatch."""
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """(3, M) int64: the minibatch, rank and micro-batch of each row in the order."""
+        places = [
+            (k, r, m)
+            for k, ranks in enumerate(self.sizes)
+            for r, passes in enumerate(ranks)
+            for m in range(len(passes))
+        ]
+        counts = [size for ranks in self.sizes for passes in ranks for size in passes]
+        table = torch.tensor(places, dtype=torch.int64).view(-1, 3)
+        return table.repeat_interleave(torch.tensor(counts, dtype=torch.int64), dim=0).T
+
+    def spans(self, rank: int | None) -> list[slice]:
+        """Where each minibatch lies in the order, or the part of one rank in it."""
+        held = [[sum(passes) for passes in ranks] for ranks in self.sizes]
+        ends = list(accumulate(size for ranks in held for size in ranks))
+        spans, done = [], 0
+        for ranks in held:
+            wanted = range(len(ranks)) if rank is None else [rank]
+            stop = ends[done + wanted[-1]]
+            spans.append(slice(stop - sum(ranks[r] for r in wanted), stop))
+            done += len(ranks)
+        return spans
+
+
+Dealt = list[list[list[Tensor]]]
+"""By minibatch, rank and micro-batch, the positions of its rows in the minibatch."""
+
+
+def deal_minibatches(
+    cut: Cut, lengths: Tensor, *, ranks: int, pad: bool, multiples: Sequence[int] | None = None, **how: Any
+) -> Dealt:
+    """Deal the rows of each minibatch to ranks and micro-batches (:func:`deal`).
+
+    Args:
+        cut: rows by minibatch.
+        lengths: (N,) int64 on the CPU, tokens a row.
+        ranks: ≥ 1.
+        pad: micro-batches may be empty, since they will be filled up; else there are as many as rows allow.
+        multiples: by minibatch, what the number of micro-batches is to be a multiple of.
+        how: further options of :func:`deal`.
+    """
+    dealt = []
+    for k, rows in enumerate(cut.order.split(cut.sizes) if cut.sizes else ()):
+        options = dict(how)
+        if not pad and options.get("microbatches") is not None:  # none is empty
+            options["microbatches"] = max(min(options["microbatches"], len(rows) // ranks), 1)
+        multiple = 1 if multiples is None else multiples[k]
+        dealt.append(deal(lengths[rows], ranks=ranks, multiple_of=multiple, **options))
+    return dealt
+
+
+def make_plan(cut: Cut, dealt: Dealt, *, ranks: int, pad: bool, level: bool) -> Plan:
+    """Put the dealt rows in order.
+
+    Args:
+        cut: rows by minibatch.
+        dealt: of it.
+        ranks: ≥ 1.
+        pad: fill up what is short, so that no micro-batch is empty.
+        level: under `pad`, until all micro-batches have as many rows.
+
+    Raises:
+        BatchError: a minibatch has fewer rows than micro-batches that must not be empty; not under `pad`.
+    """
+    minibatches = cut.order.split(cut.sizes) if cut.sizes else ()
+    full = 1
+    if pad and level:
+        full = max((len(part) for each in dealt for passes in each for part in passes), default=0)
+    order, padding, sizes = [], [], []
+    for number, (rows, each) in enumerate(zip(minibatches, dealt, strict=True)):
+        parts = [part for passes in each for part in passes]
+        if not pad and any(len(part) == 0 for part in parts):
+            raise BatchError(
+                f"minibatch {number} has {len(rows)} rows for {ranks} ranks × {len(each[0])} micro-batches, "
+                "and none may be empty: set remainder='pad', or make minibatches larger"
+            )
+        for part in parts:
+            short = max(full - len(part), 0) if pad else 0
+            order.append(torch.cat([rows[part], rows[:1].expand(short)]))
+            padding.append(torch.arange(len(part) + short) >= len(part))
+        sizes.append([[max(len(part), full) if pad else len(part) for part in passes] for passes in each])
+    nothing = cut.order[:0]
+    return Plan(torch.cat([nothing, *order]), torch.cat([nothing.bool(), *padding]), sizes, cut.left)
+
+
+def measure(plan: Plan, lengths: Tensor | None, max_tokens: int | None) -> dict[str, float]:
+    """How many minibatches and micro-batches a plan has, how level they are, and how full.
+
+    Args:
+        plan: of a batch.
+        lengths: (N,) int64 on the CPU, tokens a row; None: not known.
+        max_tokens: of a micro-batch.
+    """
+    counts = [len(ranks[0]) for ranks in plan.sizes]
+    found = {
+        "minibatches": float(len(plan.sizes)),
+        "microbatches": float(sum(counts)),
+        "padded": float(plan.padding.sum()),
+    }
+    if lengths is not None and counts:
+        k, r, m = plan.numbers
+        loads = torch.zeros(len(counts), len(plan.sizes[0]), max(counts), dtype=torch.float64)
+        loads.index_put_((k, r, m), (lengths[plan.order] * ~plan.padding).double(), accumulate=True)
+        by_rank = loads.sum(-1)
+        found["rank_imbalance"] = float((by_rank.amax(-1) / by_rank.mean(-1).clamp_min(1)).max() - 1)
+        found["max_tokens"] = float(loads.max())
+        if max_tokens is not None:
+            found["oversized"] = float((lengths > max_tokens).sum())
+    return found

@@ -1,0 +1,200 @@
+"""The stage that cuts a batch into optimiser steps and forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.base import BatchTransform, Outcome
+from headrace.transforms.distributed import refuse_together, resolve_group
+from headrace.transforms.options import nested_key
+from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, has_key, unit_keys
+
+from .checkpoint import Progress, SplitState, Turn, with_carried
+from .cut_options import CutOptions, Oversized
+from .draw import Draw, conclude, draw_nothing, draw_plans
+from .gather import LossColumns
+from .microbatches import Balance
+from .minibatches import Remainder
+from .steps import OptimiserSteps
+
+
+class ShuffleSplit(BatchTransform):
+    """Order the rows at random, and cut them into minibatches, ranks and micro-batches.
+
+    A minibatch is one optimiser step, a micro-batch one forward and backward of it. What it promises:
+
+    - each row is in exactly one micro-batch of one minibatch, or left with a reason;
+    - the rows of a `unit` are in one minibatch (:func:`shuffle_split`); they may be in several micro-batches,
+      since :class:`LossWeight` makes the gradient the same wherever a row is;
+    - which rows are in which minibatch follows from `seed` and the number of the draw alone: on any device,
+      for any number of ranks, however the minibatch is cut;
+    - every rank has as many micro-batches as the others, levelled by `balance` (:func:`deal`);
+    - no micro-batch holds more than `max_tokens`, but for a single row that is longer.
+
+    One TensorDict in, one out: rows in training order with the columns ``("headrace", "minibatch")``,
+    ``("headrace", "microbatch")`` and, for more than one rank, ``("headrace", "rank")``, of which
+    :func:`split_minibatches` and :func:`split_microbatches` yield views. In a pipeline the minibatches are
+    gathered one at a time, views where the rows are in order already. ``state_dict`` holds the number of
+    draws, carried rows, and how many minibatches of the batch at hand were taken: a restored run draws the
+    same orders and, given that batch again, yields the minibatches that were not taken.
+
+    Reads `rollout_key` or `group_key` by `unit`, and `length_key` to balance or keep a budget. Its verdicts
+    are 1 ``remainder`` and 2 ``carried``. Device reads: the unit ids, and the lengths.
+
+    Args:
+        minibatches: K ≥ 1; give this or `minibatch_size`.
+        minibatch_size: n ≥ 1 units.
+        unit: ``sample``, ``rollout`` or ``group`` stays in one minibatch.
+        remainder: units over: ``raise``, ``drop``, ``uneven``; ``carry`` keeps them for the next batch, whose
+            ids must be others; ``pad`` cuts unevenly and fills up with copies that train nothing, until all
+            micro-batches have as many rows, or under `max_tokens` until none is empty.
+        microbatches: per minibatch and rank, ≥ 1; of the three give at most one. None of them: 1.
+        microbatch_size: rows at most, ≥ 1.
+        max_tokens: of a micro-batch, ≥ 1. Over several ranks it needs ``pad``.
+        oversized: a row longer than `max_tokens` goes ``alone``, counted as ``oversized``; or ``raise``.
+        balance: what to level over micro-batches and ranks: ``none``, ``tokens``, or ``attention``, which is
+            tokens² + `linear` · tokens.
+        linear: 6 × the model's hidden size, say.
+        ranks: that share the batch, each holding the whole of it, ≥ 1.
+        rank: which of them this is, to get its part alone; None: all, one after the other.
+        process_group: of ranks that hold rows of their own: they agree on the number of micro-batches, and
+            raise where their numbers of minibatches differ. A process group, or ``world``.
+        shuffle: False keeps the order of first rows.
+        seed: of the order.
+        rollout_key: (N,) or (N, 1) int.
+        group_key: (N,) or (N, 1) int.
+        length_key: (N, T) bool, True at tokens that cost something.
+        loss_mask_key: (N, T) bool, becomes False where a row is padding.
+        log_prob_key: (N, T) float, becomes NaN there; None: not touched.
+        weight_key: (N,) float, becomes 0 there.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: as :func:`shuffle_split` and :func:`deal`; a carried id comes back; carried rows have
+            other columns or widths than those of the batch; a batch to resume is not the interrupted one.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict({"x": torch.arange(4)}, batch_size=[4])
+        >>> ShuffleSplit(minibatches=2, unit="sample")(td)["headrace", "minibatch"].tolist()
+        [0, 0, 1, 1]
+    """
+
+    reasons = ("remainder", "carried")
+    effects = ("dropped", "carried")
+    cuts = True
+    stateful = True
+
+    def __init__(
+        self,
+        *,
+        minibatches: int | None = None,
+        minibatch_size: int | None = None,
+        unit: Unit = "rollout",
+        remainder: Remainder = "raise",
+        microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        max_tokens: int | None = None,
+        oversized: Oversized = "alone",
+        balance: Balance = "none",
+        linear: float = 24576.0,
+        ranks: int = 1,
+        rank: int | None = None,
+        process_group: dist.ProcessGroup | str | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        rollout_key: NestedKey = "rollout_id",
+        group_key: NestedKey = "group_id",
+        length_key: NestedKey = ("masks", "all_attention_mask"),
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        log_prob_key: NestedKey | None = ("log_probs", "full"),
+        weight_key: NestedKey = "loss_weight",
+    ):
+        self.minibatches, self.minibatch_size, self.remainder = minibatches, minibatch_size, remainder
+        self.microbatches, self.microbatch_size, self.max_tokens = microbatches, microbatch_size, max_tokens
+        self.balance, self.linear, self.ranks, self.rank = balance, linear, ranks, rank
+        self.process_group, self.shuffle, self.seed = process_group, shuffle, seed
+        self.unit, self.oversized = unit, oversized
+        self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
+        self.length_key, self.weight_key = nested_key(length_key), nested_key(weight_key)
+        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
+        lengths = self.length_key if self.cut.measures else None
+        super().__init__(
+            [*unit_keys(unit, self.rollout_key, self.group_key), lengths],
+            [MINIBATCH, MICROBATCH, *([RANK] if ranks > 1 else [])],
+        )
+        self.state, self.turn = SplitState(), Turn()
+        self._progress: Progress | None = None  # of the batch accepted last
+
+    @property
+    def cut(self) -> CutOptions:
+        """The options that name no column, checked."""
+        return CutOptions(*(getattr(self, option.name) for option in fields(CutOptions)))
+
+    def apply_to_nothing(self, batch: TensorDictBase) -> None:
+        """Let the other ranks know that this one has no rows."""
+        draw_nothing(self.cut)
+
+    def apply(self, batch: TensorDictBase) -> Outcome:
+        """Gather all rows in order."""
+        with self.turn:
+            draw = self.draw(batch, self.state)
+            steps = self.accept(draw, draw.marked(), whole=True)
+        return Outcome(steps.whole(), draw.verdict, draw.measured)
+
+    def draw(self, batch: TensorDictBase, state: SplitState, epochs: int = 1) -> Draw:
+        """Draw an order for each pass over a batch ``[N]``. No row is moved, and nothing remembered.
+
+        Args:
+            batch: TensorDict ``[N]``.
+            state: before the batch: ``split.state``, which is used within ``with split.turn``.
+            epochs: passes, ≥ 1.
+        """
+        known_by = self.column(batch, "rollout_key") if has_key(batch, self.rollout_key) else None
+        progress, cut = Progress(state, len(batch), known_by), self.cut
+        with refuse_together(resolve_group(self.process_group)):
+            progress.check()
+            if state.carried is not None:
+                unit = "group" if self.unit == "group" else "rollout"
+                batch = with_carried(batch, state.carried, getattr(self, f"{unit}_key"), unit)
+            ids = None if self.unit == "sample" else self.ids(batch, self.unit).cpu()
+            lengths = self._lengths(batch)
+        plans = draw_plans(ids, lengths, cut, calls=state.calls, epochs=epochs)
+        return conclude(batch, plans, lengths, cut, progress)
+
+    def accept(self, draw: Draw, marked: Sequence[TensorDictBase], *, whole: bool) -> OptimiserSteps:
+        """Remember that a batch was drawn, and return its steps.
+
+        Args:
+            draw: of the batch.
+            marked: ``draw.marked()``, to which columns may have been added.
+            whole: they will be gathered at once, not one by one as those of a batch to resume.
+        """
+        columns = LossColumns(self.loss_mask_key, self.log_prob_key, self.weight_key)
+        passes = zip(marked, draw.plans, strict=True)
+        steps = OptimiserSteps(list(passes), self.rank if self.ranks > 1 else None, columns, draw.progress)
+        if whole:
+            steps.refuse_to_resume()
+        self.state, self._progress = draw.state, draw.progress
+        return steps
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What ``state_dict`` saves; in the middle of a batch, the state before it and how far it came."""
+        return (self._progress.state(self.state) if self._progress else self.state).to_plain()
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.state, self._progress = SplitState.from_plain(state), None
+
+    def _lengths(self, batch: TensorDictBase) -> Tensor:
+        """(N,) int64 on the CPU, tokens a row; 0 where nobody asks."""
+        if not self.cut.measures:
+            return torch.zeros(len(batch), dtype=torch.int64)
+        return self.tokens(batch, "length_key").cpu()

@@ -1,0 +1,76 @@
+"""The optimiser steps of a batch, gathered one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from tensordict import TensorDictBase
+
+from headrace.transforms.errors import BatchError
+
+from .checkpoint import Progress
+from .gather import LossColumns, take_span
+from .plan import Plan
+
+
+class OptimiserSteps:
+    """The minibatches of all passes over a batch.
+
+    Args:
+        passes: by epoch, the marked batch ``[N]`` and the plan that it was marked by.
+        rank: whose part of each step; None: those of all ranks.
+        columns: those that keep padding out of the loss.
+        progress: counts what was taken.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[tuple[TensorDictBase, Plan]],
+        rank: int | None,
+        columns: LossColumns,
+        progress: Progress,
+    ):
+        self.passes, self.rank, self.columns = list(passes), rank, columns
+        self.progress, self.resumed_after = progress, progress.taken
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Gather one minibatch after the other, but those that were taken before an interruption.
+
+        An iterator that is closed before its end, as a loop does that is left by ``break``, has done with
+        the batch.
+        """
+        places = [(batch, plan, span) for batch, plan in self.passes for span in plan.spans(self.rank)]
+        taken = self.resumed_after
+        try:
+            for batch, plan, span in places[taken:]:
+                taken += 1
+                self.progress.taken = taken
+                yield take_span(batch, plan, span, self.columns)
+        finally:
+            self.progress.closed = True
+
+    def refuse_to_resume(self) -> None:
+        """Refuse a batch of which some minibatches were taken before an interruption.
+
+        Raises:
+            BatchError: it is one.
+        """
+        if self.resumed_after:
+            raise BatchError(
+                "a batch was interrupted between its minibatches: go on with pipeline.minibatches(batch)"
+            )
+
+    def whole(self) -> TensorDictBase:
+        """Gather all minibatches of the first pass at once, in order.
+
+        Raises:
+            BatchError: some were taken before an interruption.
+        """
+        self.refuse_to_resume()
+        self.progress.closed = True
+        batch, plan = self.passes[0]
+        if self.rank is None:
+            return take_span(batch, plan, slice(0, len(plan.order)), self.columns)
+        rows = [torch.arange(span.start, span.stop) for span in plan.spans(self.rank)]
+        return take_span(batch, plan, torch.cat(rows) if rows else plan.order[:0], self.columns)

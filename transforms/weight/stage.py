@@ -1,0 +1,263 @@
+"""The stage that writes what each row weighs in the loss of its optimiser step."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.base import BatchTransform, Outcome
+from headrace.transforms.checks import Rule, enforce
+from headrace.transforms.distributed import (
+    SharedIds,
+    check_one_way,
+    gather_columns,
+    raise_together,
+    refuse_together,
+    resolve_group,
+    tell_apart,
+)
+from headrace.transforms.errors import BatchError
+from headrace.transforms.ids import first_row, sum_by
+from headrace.transforms.options import as_dtype, nested_key, one_of
+from headrace.transforms.rows import device_of
+from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, RANK, has_key, require
+from headrace.transforms.tokens import loss_tokens
+
+from .loss_weight import Mean, Weighed, check_mean, loss_weight
+
+Fold = Literal["none", "sum", "token_mean"]
+Gradients = Literal["sum", "mean"]
+
+
+class _Rows(NamedTuple):
+    """What a row's weight follows from, (N,) int64 each; None where the batch does not say."""
+
+    tokens: Tensor
+    minibatch: Tensor | None
+    rollouts: Tensor | None
+    groups: Tensor | None
+
+
+class LossWeight(BatchTransform):
+    """Write what each token in the loss weighs, so that the gradient does not depend on the cut.
+
+    The sum of weight × token loss over all rows, micro-batches and ranks of an optimiser step is the named
+    mean over the step (:func:`loss_weight`). It stands after :class:`ShuffleSplit`, whose columns say which
+    rows are one step; without them the batch is one step. A row out of the loss is in no denominator.
+
+    Two ways into TorchRL's GRPOLoss, which has no key for weights: ``GRPOLoss(aggregation="none")`` with
+    :func:`weighted_loss`, which weighs every term; or `fold`, which multiplies the advantage by w (``sum``)
+    or by w · (tokens in the loss of the row's micro-batch) (``token_mean``, for GRPOLoss's default
+    aggregation, whose losses of a step's micro-batches are then added up). A positive factor commutes with
+    clipping, so fold is exact for the policy term (not under GRPOLoss's `kl_mask_threshold`, which takes
+    further tokens out of its mean); the entropy and KL terms have no advantage in them and
+    stay means over their micro-batch.
+
+    Reads `loss_mask_key` and `log_prob_key` (a token whose log-probability is not finite is out of
+    GRPOLoss), at least one of them; `rollout_key` and `group_key` where they are there or `unit` needs them.
+    Writes `weight_key` (N,), or under `fold` `advantage_key` in its place; and the counts of the row's step,
+    (N,) int64: ``num_tokens``, ``num_samples``, and where there are ids ``num_rollouts`` and ``num_groups``.
+    No device read; with a process group a few, and collectives by every rank, also for an empty batch.
+
+    Args:
+        unit: ``token``, ``sample``, ``rollout``, ``group``, ``constant``.
+        length: tokens, for ``constant``.
+        fold: ``none``, ``sum``, ``token_mean``.
+        gradients: how those of several ranks meet: ``sum``, or ``mean`` as in DDP and FSDP, for which the
+            weights are multiplied by the number of ranks.
+        ranks: that share a batch which each of them holds whole (``ShuffleSplit(ranks=...)``), ≥ 1.
+        process_group: of ranks that hold rows of their own, whose steps have one denominator: a process
+            group, or ``world``.
+        shared_ids: an id that several ranks of the process group have is the ``same`` unit there, or
+            ``different`` ones, or must not be: ``raise``.
+        dtype: of the weight; None: that of the advantage, at least float32.
+        loss_mask_key: (N, T) bool, True trains.
+        log_prob_key: (N, T) float; None: not looked at.
+        group_key: (N,) or (N, 1) int.
+        rollout_key: (N,) or (N, 1) int.
+        advantage_key: (N, 1, 1) or (N, T, 1) float.
+        weight_key: (N,) float, written.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: an unset id on a row in the loss; an id on several ranks, under ``raise``.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> mask = torch.tensor([[True, True, False], [True, True, True]])
+        >>> batch = LossWeight()(TensorDict({("masks", "all_assistant_mask"): mask}, batch_size=[2]))
+        >>> loss = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+        >>> round(float((batch["loss_weight"][:, None] * mask * loss).sum()), 4)
+        3.6
+    """
+
+    keeps_rows = True
+
+    def __init__(
+        self,
+        *,
+        unit: Mean = "token",
+        length: int | None = None,
+        fold: Fold = "none",
+        gradients: Gradients = "sum",
+        ranks: int = 1,
+        process_group: dist.ProcessGroup | str | None = None,
+        shared_ids: SharedIds = "raise",
+        dtype: torch.dtype | str | None = None,
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        log_prob_key: NestedKey | None = ("log_probs", "full"),
+        group_key: NestedKey = "group_id",
+        rollout_key: NestedKey = "rollout_id",
+        advantage_key: NestedKey = "advantage",
+        weight_key: NestedKey = "loss_weight",
+    ):
+        check_mean(unit, length)
+        one_of("fold", fold, get_args(Fold))
+        one_of("gradients", gradients, get_args(Gradients))
+        one_of("shared_ids", shared_ids, get_args(SharedIds))
+        check_one_way(ranks, process_group)
+        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
+        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
+        self.advantage_key, self.weight_key = nested_key(advantage_key), nested_key(weight_key)
+        self.unit, self.length, self.fold, self.gradients = unit, length, fold, gradients
+        self.ranks, self.process_group, self.shared_ids = ranks, process_group, shared_ids
+        self.dtype = as_dtype(dtype)
+        self._needs = {"constant": "rollout"}.get(unit, unit)  # whose ids must be there
+        ids = {"rollout": self.rollout_key, "group": self.group_key}.get(self._needs)
+        written = self.weight_key if fold == "none" else self.advantage_key
+        super().__init__(
+            [MINIBATCH, ids, None if fold == "none" else written],
+            [written, "num_tokens", "num_samples", "num_rollouts", "num_groups"],
+        )
+
+    def apply_to_nothing(self, batch: TensorDictBase) -> None:
+        """Let the other ranks know that this one has no rows."""
+        process_group = resolve_group(self.process_group)
+        if process_group is not None:
+            nothing = torch.empty(0, dtype=torch.int64, device=device_of(batch))
+            raise_together(None, process_group)
+            self._weigh(_Rows(nothing, nothing, nothing, nothing), process_group, None)
+
+    def apply(self, batch: TensorDictBase) -> Outcome:
+        """Weigh the rows of each step."""
+        process_group = resolve_group(self.process_group)
+        with refuse_together(process_group):
+            self._check_gradients(batch)
+            tokens = self._loss_tokens(batch)
+            rollouts, groups = (self._ids_if_any(batch, unit) for unit in ("rollout", "group"))
+            rules = [*_set_in_loss(rollouts, "rollout_id", tokens), *_set_in_loss(groups, "group_id", tokens)]
+            if process_group is not None:
+                enforce(rules)
+        rows = _Rows(tokens, batch.get(MINIBATCH, None), rollouts, groups)
+        found = self._weigh(rows, process_group, self._dtype_in(batch))
+        weight = found.weight * (self._number_of_ranks() if self.gradients == "mean" else 1)
+        if self.fold == "none":
+            batch.set(self.weight_key, weight)
+        else:
+            factor = weight if self.fold == "sum" else weight * self._tokens_of_microbatch(batch, tokens)
+            self._fold(batch, factor)
+        for name in ("tokens", "samples", "rollouts", "groups"):
+            if (count := getattr(found, name)) is not None:
+                batch.set(f"num_{name}", count)
+        return Outcome(batch, measured={"tokens": tokens.sum(), "samples": (tokens > 0).sum()}, rules=rules)
+
+    def _check_gradients(self, batch: TensorDictBase) -> None:
+        if has_key(batch, RANK) and self.ranks == 1 and self.gradients == "mean":
+            raise BatchError(
+                "rows are dealt to several ranks whose gradients are averaged: set ranks on LossWeight, to "
+                "the split's own"
+            )
+
+    def _loss_tokens(self, batch: TensorDictBase) -> Tensor:
+        tokens = loss_tokens(batch, self.loss_mask_key, self.log_prob_key)
+        in_loss = batch.get(IN_LOSS, None)
+        return tokens if in_loss is None else tokens * in_loss
+
+    def _ids_if_any(self, batch: TensorDictBase, unit: str) -> Tensor | None:
+        needed = self._needs == unit
+        return self.ids(batch, unit) if needed or has_key(batch, getattr(self, f"{unit}_key")) else None
+
+    def _fold(self, batch: TensorDictBase, factor: Tensor) -> None:
+        """Multiply the advantage by (N,) factors."""
+        if has_key(batch, "num_tokens"):
+            raise BatchError("these rows were weighed already: folding twice would weigh them twice")
+        require(batch[:1], self.advantage_key, reader="LossWeight", option="advantage_key")
+        if isinstance(batch, LazyStackedTensorDict):
+            for row, own in zip(batch.tensordicts, factor, strict=True):
+                row.set(self.advantage_key, _scaled(row.get(self.advantage_key), own))
+        else:
+            advantage = batch.get(self.advantage_key)
+            batch.set(self.advantage_key, _scaled(advantage, factor.view(-1, *[1] * (advantage.ndim - 1))))
+
+    def _weigh(
+        self, rows: _Rows, process_group: dist.ProcessGroup | None, dtype: torch.dtype | None
+    ) -> Weighed:
+        """Weigh the rows, of all ranks together where there is a process group, and keep this rank's."""
+        own = slice(None)
+        if process_group is not None:
+            rows, own = self._gather(rows, process_group)
+        every = loss_weight(
+            rows.tokens,
+            self.unit,
+            rollout_id=rows.rollouts,
+            group_id=rows.groups,
+            minibatch=rows.minibatch,
+            length=self.length,
+            dtype=dtype,
+        )
+        return Weighed(*(None if column is None else column[own] for column in every))
+
+    def _gather(self, rows: _Rows, process_group: dist.ProcessGroup) -> tuple[_Rows, slice]:
+        """The rows of all ranks, and where this rank's are."""
+        zeros = torch.zeros_like(rows.tokens)
+        columns = torch.stack([zeros if column is None else column for column in rows])
+        gathered = gather_columns(columns, process_group)
+        tokens, minibatch, rollouts, groups = gathered.columns
+        rank, shared = gathered.rank, self.shared_ids
+        everyone = _Rows(
+            tokens,
+            minibatch,
+            None if rows.rollouts is None else tell_apart(rollouts, rank, shared, "rollout_id"),
+            None if rows.groups is None else tell_apart(groups, rank, shared, "group_id"),
+        )
+        return everyone, gathered.own
+
+    def _dtype_in(self, batch: TensorDictBase) -> torch.dtype | None:
+        if self.dtype is not None or not has_key(batch, self.advantage_key):
+            return self.dtype
+        return torch.promote_types(batch[0].get(self.advantage_key).dtype, torch.float32)
+
+    def _number_of_ranks(self) -> int:
+        group = resolve_group(self.process_group)
+        return self.ranks if group is None else dist.get_world_size(group)
+
+    @staticmethod
+    def _tokens_of_microbatch(batch: TensorDictBase, tokens: Tensor) -> Tensor:
+        """(N,) int64: tokens in the loss of each row's forward pass."""
+        passes = torch.zeros_like(tokens)
+        for key in (MINIBATCH, RANK, MICROBATCH):
+            if (number := batch.get(key, None)) is not None:
+                passes = first_row(passes * len(tokens) + first_row(number))
+        return sum_by(first_row(passes), tokens)
+
+
+def _scaled(advantage: Tensor, factor: Tensor) -> Tensor:
+    if not advantage.is_floating_point():
+        raise BatchError(f"an advantage is a floating-point number; found {advantage.dtype}")
+    return advantage * factor.to(advantage.dtype)
+
+
+def _set_in_loss(ids: Tensor | None, name: str, tokens: Tensor) -> list[Rule]:
+    """No row in the loss has a negative id; no rule where there are no ids."""
+    if ids is None:
+        return []
+    rule = Rule(
+        (ids < 0) & (tokens > 0),
+        lambda row: f"{int(ids[row])} at row {row}",
+        f"every row in the loss needs a {name} ≥ 0; found {{found}}: rows without an id would weigh as one",
+    )
+    return [rule]
