@@ -85,7 +85,7 @@ class BatchTransform(Transform):
         """Transform a flat batch of at least one row that is the transform's own shallow copy.
 
         Returns:
-            The batch that comes out, or where there is more to tell an :class:`Outcome`.
+            The batch that comes out, or where more is known an :class:`Outcome`.
         """
 
     def apply_to_nothing(self, batch: TensorDictBase) -> None:

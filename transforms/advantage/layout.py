@@ -15,7 +15,7 @@ from .grouping import squares_fit
 
 
 class Facts(NamedTuple):
-    """What one device read tells of a batch."""
+    """What one device read says of a batch."""
 
     problem: bool
     """A rule is broken."""
@@ -54,8 +54,8 @@ def facts_of(rules: Sequence[Rule], reward: Tensor, first: Tensor, group_first: 
 
 def read_facts(rules: Sequence[Rule], reward: Tensor, first: Tensor, group_first: Tensor) -> Facts:
     """The one device read."""
-    found = facts_of(rules, reward, first, group_first).tolist()
-    problem, small, large, contiguous, count, peak = found
+    facts = facts_of(rules, reward, first, group_first).tolist()
+    problem, small, large, contiguous, count, peak = facts
     return Facts(bool(problem), int(small), int(large), bool(contiguous), int(count), peak)
 
 

@@ -101,8 +101,8 @@ def incomplete_groups(
             a group that was not dispatched, nothing to count against. Each names the ids.
 
     Example:
-        >>> found = incomplete_groups([0, 0, 0, 5], [1, 1, 2, 3], group_size=2)
-        >>> found.group_id.tolist(), found.have.tolist()
+        >>> short = incomplete_groups([0, 0, 0, 5], [1, 1, 2, 3], group_size=2)
+        >>> short.group_id.tolist(), short.have.tolist()
         ([5], [1])
     """
     groups, rollouts, expected, states = as_columns(
@@ -110,10 +110,10 @@ def incomplete_groups(
     )
     rows, have = groups.new_empty(0), groups
     if len(groups):
-        found = count_present(groups, rollouts, expected, states)
-        enforce(found.rules)
-        have = found.have
-        rows = ((have < expected) & found.is_first).nonzero().flatten()
+        presence = count_present(groups, rollouts, expected, states)
+        enforce(presence.rules)
+        have = presence.have
+        rows = ((have < expected) & presence.is_first).nonzero().flatten()
     missing = groups.new_tensor(missing_groups(groups, expected_groups))
     nothing = torch.zeros_like(missing)
     return IncompleteGroups(
@@ -170,7 +170,7 @@ def missing_groups(groups: Tensor, expected_groups: Iterable[int] | None) -> lis
     return [g for g in dispatched if g not in seen]
 
 
-def describe_group(row: int, groups: Tensor, rollouts: Tensor, status: Tensor, found: Presence) -> str:
+def describe_group(row: int, groups: Tensor, rollouts: Tensor, status: Tensor, presence: Presence) -> str:
     """The group of a row in words, with how its rollouts ended. Reads the group's rows."""
     rows = groups == groups[row]
     worst: dict[int, int] = {}
@@ -178,4 +178,4 @@ def describe_group(row: int, groups: Tensor, rollouts: Tensor, status: Tensor, f
         worst[rollout] = max(state, worst.get(rollout, 0))
     ends = Counter(Status(state).name.lower() for state in worst.values())
     how = ", ".join(f"{count} {name}" for name, count in sorted(ends.items()))
-    return f"group {int(groups[row])} has {int(found.have[row])} of {int(found.expected[row])} ({how})"
+    return f"group {int(groups[row])} has {int(presence.have[row])} of {int(presence.expected[row])} ({how})"

@@ -104,23 +104,23 @@ class CompletenessGate(BatchTransform):
             self._expected(batch),
             read_status(batch, self.status_key, reader=type(self).__name__),
         )
-        found = count_present(groups, rollouts, expected, status)
-        short = found.have < expected
+        presence = count_present(groups, rollouts, expected, status)
+        short = presence.have < expected
         refused = Rule(
-            short & found.is_first,
-            lambda row: describe_group(row, groups, rollouts, status, found),
+            short & presence.is_first,
+            lambda row: describe_group(row, groups, rollouts, status, presence),
             REFUSAL,
             IncompleteGroupsError,
         )
-        missing = self._missing(groups, found, refused)
-        stays = self._enough(found) if self.on_incomplete == "keep" else ~short
-        verdict = torch.where(found.present, torch.where(stays, 0, 1), 2).to(torch.int8)
+        missing = self._missing(groups, presence, refused)
+        stays = self._enough(presence) if self.on_incomplete == "keep" else ~short
+        verdict = torch.where(presence.present, torch.where(stays, 0, 1), 2).to(torch.int8)
         rows = (verdict == 0).nonzero().flatten()
         return Outcome(
             batch if len(rows) == len(batch) else take_rows(batch, rows),
             verdict,
             {"missing_groups": float(len(missing)), "incomplete_rows": short.sum()},
-            [*found.rules, refused] if self.on_incomplete == "raise" else found.rules,
+            [*presence.rules, refused] if self.on_incomplete == "raise" else presence.rules,
         )
 
     def _expected(self, batch: TensorDictBase) -> Tensor | None:
@@ -133,19 +133,19 @@ class CompletenessGate(BatchTransform):
             )
         return self.column(batch, "expected_key")
 
-    def _enough(self, found: Presence) -> Tensor:
-        enough = found.have >= (self.min_rollouts or 1)
-        return enough & (found.have.double() / found.expected >= (self.min_fraction or 0))
+    def _enough(self, presence: Presence) -> Tensor:
+        enough = presence.have >= (self.min_rollouts or 1)
+        return enough & (presence.have.double() / presence.expected >= (self.min_fraction or 0))
 
     def _dispatched(self) -> Iterable[int] | None:
         return self.expected_groups() if callable(self.expected_groups) else self.expected_groups
 
-    def _missing(self, groups: Tensor, found: Presence, refused: Rule) -> list[int]:
+    def _missing(self, groups: Tensor, presence: Presence, refused: Rule) -> list[int]:
         """Groups that were dispatched and have no row; under ``raise`` they are refused with the others."""
         dispatched = self._dispatched()
         if dispatched is None:
             return []
-        enforce(found.rules)
+        enforce(presence.rules)
         missing = missing_groups(groups, dispatched)
         self._refuse_missing(missing, map(refused.describe, refused.bad.nonzero().flatten().tolist()))
         return missing
@@ -153,6 +153,8 @@ class CompletenessGate(BatchTransform):
     def _refuse_missing(self, missing: list[int], incomplete: Iterable[str]) -> None:
         if missing and self.on_incomplete == "raise":
             size = "all" if self.group_size is None else self.group_size
-            found = [*incomplete, *(f"group {group} has 0 of {size} (no rows)" for group in missing)]
-            plural = "s" if len(found) > 1 else ""
-            raise IncompleteGroupsError(REFUSAL.format(count=len(found), found=listing(found), s=plural))
+            described = [*incomplete, *(f"group {group} has 0 of {size} (no rows)" for group in missing)]
+            plural = "s" if len(described) > 1 else ""
+            raise IncompleteGroupsError(
+                REFUSAL.format(count=len(described), found=listing(described), s=plural)
+            )

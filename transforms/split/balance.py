@@ -51,9 +51,9 @@ def balance_evenly(costs: Tensor, bins: int) -> Tensor:
     dealt[1::2] = dealt[1::2].flip(1)
     seats = dealt.t().contiguous()
     swap_until_close(seats, cost)
-    found = torch.empty_like(cost, dtype=torch.int64)
-    found[seats.view(-1)] = torch.arange(bins).repeat_interleave(per_bin)
-    return found[:-1]
+    bin_of = torch.empty_like(cost, dtype=torch.int64)
+    bin_of[seats.view(-1)] = torch.arange(bins).repeat_interleave(per_bin)
+    return bin_of[:-1]
 
 
 def balance_within(
@@ -110,10 +110,10 @@ def balance_within(
     else:
         one_more_for_empty(packed, cost, bins - alone)
     even_out(packed, length, cost, budget, CLOSE)
-    found = torch.empty(len(length), dtype=torch.int64)
+    bin_of = torch.empty(len(length), dtype=torch.int64)
     for number, items in enumerate([[item] for item in longest_first[:alone]] + packed):
-        found[items] = number
-    return found
+        bin_of[items] = number
+    return bin_of
 
 
 def swap_until_close(seats: Tensor, cost: Tensor) -> None:

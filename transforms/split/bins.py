@@ -108,12 +108,12 @@ def even_out(bins: Bins, length: Sequence[int], cost: Sequence[float], budget: i
         if load[heavy] <= enough:
             return
         for light in nsmallest(PARTNERS, range(len(bins)), key=load.__getitem__):
-            found = _exchange(bins, heavy, light, load[heavy] - load[light], room, length, cost)
-            if found is not None:
+            exchange = _exchange(bins, heavy, light, load[heavy] - load[light], room, length, cost)
+            if exchange is not None:
                 break
         else:
             return
-        for item, source, to in zip(found, (heavy, light), (light, heavy), strict=True):
+        for item, source, to in zip(exchange, (heavy, light), (light, heavy), strict=True):
             if item is not None:
                 bins[source].remove(item)
                 bins[to].append(item)

@@ -96,14 +96,16 @@ class Progress:
         interrupted = self.before.interrupted
         if interrupted is None:
             return
-        found = f"a batch of {interrupted.rows} rows was interrupted after {interrupted.taken} minibatches"
+        interruption = (
+            f"a batch of {interrupted.rows} rows was interrupted after {interrupted.taken} minibatches"
+        )
         if interrupted.rows != self.rows:
             raise BatchError(
-                f"{found}; to go on with the others give it again: this one has {self.rows} rows"
+                f"{interruption}; to go on with the others give it again: this one has {self.rows} rows"
             )
         if interrupted.ids != self._fingerprint():
             raise BatchError(
-                f"{found}; to go on with the others give it again: this one has other rollout_ids"
+                f"{interruption}; to go on with the others give it again: this one has other rollout_ids"
             )
 
     def state(self, after: SplitState) -> SplitState:
@@ -150,7 +152,7 @@ def with_carried(batch: TensorDictBase, carried: TensorDictBase, key: NestedKey,
 
 
 class Turn:
-    """Whose turn it is to use a state, where several threads may; a lock that is copied as a free one."""
+    """Whose turn it is to use a state, where several threads may: a lock, of which a copy is free."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -194,7 +196,7 @@ def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
         return None
     if "rows" in plain:
         return lazy_stack([from_plain(row) for row in plain["rows"]])
-    found = TensorDict({}, batch_size=plain["batch_size"], device=plain["device"] or None)
+    batch = TensorDict({}, batch_size=plain["batch_size"], device=plain["device"] or None)
     for key, value in plain["columns"].items():
-        found[key] = from_plain(value) if isinstance(value, dict) else value
-    return found
+        batch[key] = from_plain(value) if isinstance(value, dict) else value
+    return batch

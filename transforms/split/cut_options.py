@@ -53,8 +53,8 @@ class CutOptions:
         if self.rank is not None and self.rank >= self.ranks:
             raise ValueError(f"rank must be below ranks; got rank={self.rank} and ranks={self.ranks}")
         check_one_way(self.ranks, self.process_group)
-        several = self.ranks > 1 or self.process_group is not None
-        if self.max_tokens is not None and several and self.remainder != "pad":
+        over_ranks = self.ranks > 1 or self.process_group is not None
+        if self.max_tokens is not None and over_ranks and self.remainder != "pad":
             raise ValueError(
                 "with max_tokens a rank may have fewer rows than others have micro-batches, and must fill "
                 f"them up: set remainder='pad'; got remainder={self.remainder!r}"

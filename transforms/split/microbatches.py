@@ -54,7 +54,7 @@ def deal(
 
     Example:
         >>> dealt = deal(torch.tensor([9, 1, 1, 9]), ranks=2, balance="tokens")
-        >>> [[part.tolist() for part in mine] for mine in dealt]
+        >>> [[rows.tolist() for rows in of_rank] for of_rank in dealt]
         [[[0, 2]], [[1, 3]]]
     """
     rows = len(lengths)
@@ -72,26 +72,26 @@ def deal(
             return _in_order(rows, ranks, bins)
         home = balance_evenly(costs, bins)
     order = home.sort(stable=True).indices
-    parts = list(order.split(torch.bincount(home, minlength=bins).tolist()))
-    return _level(parts, costs.double(), ranks)
+    microbatch_rows = list(order.split(torch.bincount(home, minlength=bins).tolist()))
+    return _level(microbatch_rows, costs.double(), ranks)
 
 
 def _in_order(rows: int, ranks: int, bins: int) -> list[list[Tensor]]:
-    parts = torch.arange(rows).tensor_split(bins)
+    microbatch_rows = torch.arange(rows).tensor_split(bins)
     each = bins // ranks
-    return [list(parts[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+    return [list(microbatch_rows[rank * each : (rank + 1) * each]) for rank in range(ranks)]
 
 
-def _level(parts: list[Tensor], costs: Tensor, ranks: int) -> list[list[Tensor]]:
+def _level(microbatch_rows: list[Tensor], costs: Tensor, ranks: int) -> list[list[Tensor]]:
     """Heaviest first, a round of one a rank at a time, each round to the ranks that have least."""
-    load = [float(costs[part].sum()) for part in parts]
-    by_load = sorted(range(len(parts)), key=lambda b: -load[b])
+    load = [float(costs[rows].sum()) for rows in microbatch_rows]
+    by_load = sorted(range(len(microbatch_rows)), key=lambda b: -load[b])
     dealt: list[list[Tensor]] = [[] for _ in range(ranks)]
     total = [0.0] * ranks
-    for start in range(0, len(parts), ranks):
+    for start in range(0, len(microbatch_rows), ranks):
         lightest_first = sorted(range(ranks), key=lambda rank: total[rank])
         for rank, b in zip(lightest_first, by_load[start : start + ranks], strict=True):
-            dealt[rank].append(parts[b])
+            dealt[rank].append(microbatch_rows[b])
             total[rank] += load[b]
     return dealt
 

@@ -99,20 +99,25 @@ def make_plan(cut: Cut, dealt: Dealt, *, ranks: int, pad: bool, level: bool) -> 
     minibatches = cut.order.split(cut.sizes) if cut.sizes else ()
     full = 1
     if pad and level:
-        full = max((len(part) for each in dealt for passes in each for part in passes), default=0)
+        full = max((len(microbatch) for each in dealt for passes in each for microbatch in passes), default=0)
     order, padding, sizes = [], [], []
     for number, (rows, each) in enumerate(zip(minibatches, dealt, strict=True)):
-        parts = [part for passes in each for part in passes]
-        if not pad and any(len(part) == 0 for part in parts):
+        microbatches = [microbatch for passes in each for microbatch in passes]
+        if not pad and any(len(microbatch) == 0 for microbatch in microbatches):
             raise BatchError(
                 f"minibatch {number} has {len(rows)} rows for {ranks} ranks × {len(each[0])} micro-batches, "
                 "and none may be empty: set remainder='pad', or make minibatches larger"
             )
-        for part in parts:
-            short = max(full - len(part), 0) if pad else 0
-            order.append(torch.cat([rows[part], rows[:1].expand(short)]))
-            padding.append(torch.arange(len(part) + short) >= len(part))
-        sizes.append([[max(len(part), full) if pad else len(part) for part in passes] for passes in each])
+        for microbatch in microbatches:
+            short = max(full - len(microbatch), 0) if pad else 0
+            order.append(torch.cat([rows[microbatch], rows[:1].expand(short)]))
+            padding.append(torch.arange(len(microbatch) + short) >= len(microbatch))
+        sizes.append(
+            [
+                [max(len(microbatch), full) if pad else len(microbatch) for microbatch in passes]
+                for passes in each
+            ]
+        )
     nothing = cut.order[:0]
     return Plan(torch.cat([nothing, *order]), torch.cat([nothing.bool(), *padding]), sizes, cut.left)
 
@@ -126,7 +131,7 @@ def measure(plan: Plan, lengths: Tensor | None, max_tokens: int | None) -> dict[
         max_tokens: of a micro-batch.
     """
     counts = [len(ranks[0]) for ranks in plan.sizes]
-    found = {
+    measured = {
         "minibatches": float(len(plan.sizes)),
         "microbatches": float(sum(counts)),
         "padded": float(plan.padding.sum()),
@@ -136,8 +141,8 @@ def measure(plan: Plan, lengths: Tensor | None, max_tokens: int | None) -> dict[
         loads = torch.zeros(len(counts), len(plan.sizes[0]), max(counts), dtype=torch.float64)
         loads.index_put_((k, r, m), (lengths[plan.order] * ~plan.padding).double(), accumulate=True)
         by_rank = loads.sum(-1)
-        found["rank_imbalance"] = float((by_rank.amax(-1) / by_rank.mean(-1).clamp_min(1)).max() - 1)
-        found["max_tokens"] = float(loads.max())
+        measured["rank_imbalance"] = float((by_rank.amax(-1) / by_rank.mean(-1).clamp_min(1)).max() - 1)
+        measured["max_tokens"] = float(loads.max())
         if max_tokens is not None:
-            found["oversized"] = float((lengths > max_tokens).sum())
-    return found
+            measured["oversized"] = float((lengths > max_tokens).sum())
+    return measured

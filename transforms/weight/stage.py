@@ -153,15 +153,15 @@ class LossWeight(BatchTransform):
             if process_group is not None:
                 enforce(rules)
         rows = _Rows(tokens, batch.get(MINIBATCH, None), rollouts, groups)
-        found = self._weigh(rows, process_group, self._dtype_in(batch))
-        weight = found.weight * (self._number_of_ranks() if self.gradients == "mean" else 1)
+        weighed = self._weigh(rows, process_group, self._dtype_in(batch))
+        weight = weighed.weight * (self._number_of_ranks() if self.gradients == "mean" else 1)
         if self.fold == "none":
             batch.set(self.weight_key, weight)
         else:
             factor = weight if self.fold == "sum" else weight * self._tokens_of_microbatch(batch, tokens)
             self._fold(batch, factor)
         for name in ("tokens", "samples", "rollouts", "groups"):
-            if (count := getattr(found, name)) is not None:
+            if (count := getattr(weighed, name)) is not None:
                 batch.set(f"num_{name}", count)
         return Outcome(batch, measured={"tokens": tokens.sum(), "samples": (tokens > 0).sum()}, rules=rules)
 

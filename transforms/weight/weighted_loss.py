@@ -50,11 +50,11 @@ def weighted_loss(
     weight = batch.get(weight_key)
     if weight.numel() == len(batch):
         weight = weight.reshape(-1)
-    found = {
+    losses = {
         key: value for key, value in terms.items() if key.startswith("loss_") and isinstance(value, Tensor)
     }
     total = torch.zeros((), dtype=weight.dtype, device=weight.device)
-    for key, value in found.items():
+    for key, value in losses.items():
         if value.ndim < 2 or value.shape[: weight.ndim] != weight.shape:
             raise BatchError(
                 f"weights are for per-token terms, ({len(batch)}, T) or ({len(batch)}, T, 1); {key!r} is "
@@ -62,6 +62,6 @@ def weighted_loss(
                 "micro-batch all the same: use headrace.pipeline.TokenGRPOLoss for those"
             )
         total = total + (value * weight.reshape(*weight.shape, *[1] * (value.ndim - weight.ndim))).sum()
-    if not found:
+    if not losses:
         raise BatchError(f"a loss has entries named loss_*; found {sorted(map(str, terms.keys()))}")
     return total
