@@ -100,18 +100,18 @@ def test_the_recipe_of_contributing_gives_the_numbers_that_it_says(tmp_path):
     path.write_text(recipe[2])
     batch = TensorDict(
         {
-            "group_id": [0] * 8,
-            "rollout_id": list(range(8)),
-            ("next", "reward"): [1.0, *[0.0] * 7],
-            ("masks", "all_assistant_mask"): [[True]] * 8,
+            "group_id": [0] * 8 + [1] * 8,
+            "rollout_id": list(range(16)),
+            ("next", "reward"): [1.0, *[0.0] * 7, *range(8)],
+            ("masks", "all_assistant_mask"): [[True]] * 16,
         },
-        batch_size=[8],
+        batch_size=[16],
     )
 
     def advantages(*words):
         words = ("pipeline.stages.gate.group_size=8", "pipeline.stages.split.shuffle=false", *words)
         pipeline = load_pipeline(f"pipeline={path.stem}", f"hydra.searchpath=[file://{tmp_path}]", *words)
-        return pipeline(batch)["advantage"].flatten().tolist()
+        return pipeline(batch)["advantage"].flatten().tolist()[:8]
 
     won, *lost = advantages()
     # By hand: mean 1/8, std √(1/8), so GRPO gives (7/8) / √(1/8), and the others' mean 8/7 times as much.
