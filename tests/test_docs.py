@@ -1,4 +1,4 @@
-"""Examples in docstrings and in the README run, and say what they print."""
+"""Examples in docstrings and pages run and print what they say; what pages name is there."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+from tensordict import TensorDict
 
 import headrace.pipeline
 import headrace.transforms
+from headrace.pipeline import load_pipeline
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
@@ -20,7 +23,16 @@ MODULES = [
     for _, name, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not name.endswith("__main__")
 ]
-PAGES = ["README.md", "CONTRIBUTING.md"]
+RUN = ("README.md", "CONTRIBUTING.md")
+PAGES = [
+    *RUN,
+    "CHANGELOG.md",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))),
+]
+NOW = [page for page in PAGES if page != "CHANGELOG.md"]  # a changelog names what is gone
+DECISIONS = sorted(path for path in (ROOT / "docs" / "decisions").glob("*.md") if path.name != "README.md")
+LITERAL = re.compile(r"#  ?((?:[\[({'\"\d-]|Ledger\(|tensor\().*)$", re.MULTILINE)
+every_page = pytest.mark.parametrize("page", PAGES)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -38,16 +50,85 @@ def test_every_exported_transform_and_function_has_an_example():
                 assert ">>>" in thing.__doc__, name
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_python_blocks_run_in_order(page):
+@pytest.mark.parametrize("page", RUN)
+def test_python_blocks_run_in_order_and_print_what_they_say(page, capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert blocks or page != "README.md"
+    assert blocks
     scope: dict = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, page, "exec"), scope)
+        printed = capsys.readouterr().out
+        for line in block.splitlines():
+            said = LITERAL.search(line)
+            if "print(" in line and said and "…" not in said[1]:
+                assert said[1] in printed, line
 
 
-@pytest.mark.parametrize("page", PAGES)
+@every_page
 def test_links_within_the_project_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
-        assert (ROOT / target).exists(), target
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", NOW)
+def test_files_and_targets_that_pages_name_are_there(page):
+    text, own = (ROOT / page).read_text(), ("rloo_scaled.yaml",)
+    folders = "transforms|pipeline|conf|docs|tests|tools|examples|benchmarks"
+    for name in re.findall(rf"`((?:{folders})/[\w./*-]*)`", text):
+        assert name.endswith(own) or list(ROOT.glob(name.rstrip("/"))), name
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for name in re.findall(r"(?:`|^)make (\w+)", text, re.MULTILINE):
+        assert name in targets or page == "docs/recipes.md", name  # which a tool writes
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
+def test_a_decision_is_short_and_says_what_it_cost(path):
+    text = path.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    assert headings[1:] == ["Context", "Decision", "What it cost", "What was refused"]
+    assert len(text.splitlines()) <= 35
+    index = (path.parent / "README.md").read_text()
+    assert f"- [{headings[0]}]({path.name})" in index
+
+
+def test_the_recipe_of_contributing_gives_the_numbers_that_it_says(tmp_path):
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    recipe = re.search(r"```yaml\n# conf/(\S+)\n(.*?)```", page, re.DOTALL)
+    assert recipe
+    path = tmp_path / recipe[1]
+    path.parent.mkdir()
+    path.write_text(recipe[2])
+    batch = TensorDict(
+        {
+            "group_id": [0] * 8 + [1] * 8,
+            "rollout_id": list(range(16)),
+            ("next", "reward"): [1.0, *[0.0] * 7, *range(8)],
+            ("masks", "all_assistant_mask"): [[True]] * 16,
+        },
+        batch_size=[16],
+    )
+
+    def advantages(*words):
+        words = ("pipeline.stages.gate.group_size=8", "pipeline.stages.split.shuffle=false", *words)
+        pipeline = load_pipeline(f"pipeline={path.stem}", f"hydra.searchpath=[file://{tmp_path}]", *words)
+        return pipeline(batch)["advantage"].flatten().tolist()[:8]
+
+    won, *lost = advantages()
+    # By hand: mean 1/8, std √(1/8), so GRPO gives (7/8) / √(1/8), and the others' mean 8/7 times as much.
+    assert won == pytest.approx(8**0.5, rel=1e-5)
+    assert lost == pytest.approx([-(8**0.5) / 7] * 7, rel=1e-5)
+    assert f"{won:.2f} and −{-lost[0]:.2f}" in page
+    assert advantages("pipeline.stages.advantage.scale=leave_one_out")[0] == pytest.approx(1e6)
+
+
+def test_forms_and_workflows_are_yaml_and_run_the_tests():
+    found = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github").rglob("*.yml")}
+    for form in ("bug-report.yml", "new-recipe.yml"):
+        fields = [item["id"] for item in found[form]["body"] if item["type"] != "markdown"]
+        assert len(set(fields)) == len(fields) >= 4
+    steps = found["ci.yml"]["jobs"]["test"]["steps"]
+    assert [step["run"] for step in steps if "run" in step][-1] == "make test"
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    for hook in hooks:
+        for word in hook["entry"].split():
+            assert not word.startswith("tools/") or (ROOT / word).exists(), word
