@@ -389,4 +389,4 @@ def test_stages_that_change_a_column_in_turn_are_in_order():
 
 def test_the_page_of_recipes_is_up_to_date():
     done = subprocess.run([sys.executable, ROOT / "tools" / "make_recipes.py", "--check"], check=False)
-    assert done.returncode == 0, "run `make docs`"
+    assert done.returncode == 0, "run `make generate`"

@@ -98,7 +98,7 @@ def first_sentence(text: str) -> str:
     """Without markup, up to its first full stop."""
     plain = re.sub(r":\w+:`~?([^`]*)`", r"\1", " ".join(text.split())).replace("`", "")
     plain = re.sub(r" \(\w+\)", "", plain)
-    return re.split(r"\.(?= |$)", plain)[0]
+    return re.split(r"\.(?= |$)", plain)[0].replace("None", "null")
 
 
 def in_yaml(value: Any) -> str:

@@ -81,7 +81,7 @@ def any_token(batch: TensorDictBase, key: NestedKey) -> Tensor:
     return mask.contiguous().view(torch.uint8).reshape(len(mask), -1).amax(-1) > 0
 
 
-def loss_tokens(batch: TensorDictBase, mask_key: NestedKey, log_prob_key: NestedKey | None) -> Tensor:
+def loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: NestedKey | None) -> Tensor:
     """(N,) int64: tokens in the loss, as TorchRL's GRPOLoss counts them: masked in, with a finite log-prob.
 
     Either column may be missing; dense (N, T) or ragged. No device read.
@@ -90,14 +90,14 @@ def loss_tokens(batch: TensorDictBase, mask_key: NestedKey, log_prob_key: Nested
         MissingKeyError: both are.
         BatchError: the mask is not bool; the two differ in shape.
     """
-    keys = [key for key in (mask_key, log_prob_key) if key is not None and has_key(batch, key)]
+    keys = [key for key in (loss_mask_key, log_prob_key) if key is not None and has_key(batch, key)]
     if not keys:
         raise MissingKeyError(
-            f"tokens in the loss are counted by {mask_key!r} (loss_mask_key) or {log_prob_key!r} "
+            f"tokens in the loss are counted by {loss_mask_key!r} (loss_mask_key) or {log_prob_key!r} "
             f"(log_prob_key); the batch has {key_names(batch)}"
         )
-    if mask_key in keys:
-        check_mask(batch, mask_key)
+    if loss_mask_key in keys:
+        check_mask(batch, loss_mask_key)
     if isinstance(batch, LazyStackedTensorDict):
         rows = zip(*(batch.get(key, as_list=True) for key in keys), strict=True)
         return torch.cat([_true_and_finite(columns, 1) for columns in rows])

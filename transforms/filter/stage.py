@@ -45,7 +45,7 @@ class SampleFilter(BatchTransform):
     device read under ``drop`` only, besides what the criterion reads.
 
     Args:
-        criterion: batch → (N,) bool, True where the row stays; see :mod:`headrace.transforms.criteria`.
+        criterion: batch → (N,) bool, True where the row stays; see :mod:`headrace.transforms.filter`.
         unit: what stays or goes as one: a row that fails takes its whole ``rollout`` or ``group`` along.
             None: the criterion's own (``group`` for RewardsVary), else ``sample``.
         action: ``mask``, ``exclude``, ``drop``.

@@ -64,8 +64,8 @@ class ShuffleSplit(BatchTransform):
         linear: 6 × the model's hidden size, say.
         ranks: that share the batch, each holding the whole of it, ≥ 1.
         rank: which of them this is, to get its part alone; None: all, one after the other.
-        process_group: of ranks that hold rows of their own: they agree on the number of micro-batches, and
-            raise where their numbers of minibatches differ. A process group, or ``world``.
+        process_group: a group, or ``world``, of ranks that hold rows of their own: they agree on the number
+            of micro-batches, and raise where their numbers of minibatches differ.
         shuffle: False keeps the order of first rows.
         seed: of the order.
         rollout_key: (N,) or (N, 1) int.

@@ -70,8 +70,8 @@ class LossWeight(BatchTransform):
         gradients: how those of several ranks meet: ``sum``, or ``mean`` as in DDP and FSDP, for which the
             weights are multiplied by the number of ranks.
         ranks: that share a batch which each of them holds whole (``ShuffleSplit(ranks=...)``), ≥ 1.
-        process_group: of ranks that hold rows of their own, whose steps have one denominator: a process
-            group, or ``world``.
+        process_group: a group, or ``world``, of ranks that hold rows of their own, whose steps have one
+            denominator.
         shared_ids: an id that several ranks of the process group have is the ``same`` unit there, or
             ``different`` ones, or must not be: ``raise``.
         dtype: of the weight; None: that of the advantage, at least float32.
