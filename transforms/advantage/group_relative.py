@@ -54,10 +54,10 @@ def group_relative_advantage(
         std has the divisor n − ddof, at least 1
 
     Where the baseline or the scale is the group's own, a group whose rewards are all equal has an advantage
-    of exactly 0, where rounding would leave a rest that a small ε blows up. Where groups of one size lie in contiguous
-    rows, fan-out or not, the statistics are taken in the reward's dtype by the reshape formula ``x =
-    r.view(P, G); x -= x.mean(-1); x / (x.std(-1) + eps)``, to which the default is bit-equal; every other
-    layout accumulates in float64 and rounds once. One device read, for the checks and the layout.
+    of exactly 0, where rounding would leave a rest that a small ε blows up. Where groups of one size lie in
+    contiguous rows, fan-out or not, the statistics are taken in the reward's dtype by the reshape formula
+    ``x = r.view(P, G); x -= x.mean(-1); x / (x.std(-1) + eps)``, to which the default is bit-equal; every
+    other layout accumulates in float64 and rounds once. One device read, for the checks and the layout.
 
     Args:
         reward: (N,) floats, one a row; the segments of a rollout must agree.
