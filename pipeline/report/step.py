@@ -100,11 +100,11 @@ class StepReport:
         return {**self.measured, **numbers_of(self.columns, self.rollouts, self.groups, self.solved)}
 
 
-def make_report(source: HasAccount, *, step: int = 0, solved: float = 1.0) -> StepReport:
+def make_report(processed: HasAccount, *, step: int = 0, solved: float = 1.0) -> StepReport:
     """The report of a run, or of the last batch of a pipeline. One device read.
 
     Args:
-        source: a :class:`Run`, or a :class:`Pipeline` after a batch.
+        processed: a :class:`Run`, or a :class:`Pipeline` after a batch.
         step: its number.
         solved: least reward of a solved rollout.
 
@@ -118,7 +118,7 @@ def make_report(source: HasAccount, *, step: int = 0, solved: float = 1.0) -> St
         >>> make_report(run, step=7)
         StepReport(step=7, 2 of 2 rows trained)
     """
-    account = source.account
+    account = processed.account
     if account is None:
         raise RuntimeError(
             "there is no batch to report on: run the pipeline over one; one that was refused has none"

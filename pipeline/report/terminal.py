@@ -44,12 +44,12 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
 
 
 def print_report(
-    source: HasAccount, *, step: int = 0, console: Console | None = None, solved: float = 1.0
+    processed: HasAccount, *, step: int = 0, console: Console | None = None, solved: float = 1.0
 ) -> StepReport:
     """Make the report of a run or a pipeline (:func:`make_report`), print it, and return it.
 
     Args:
-        source: a run, or a pipeline after a batch.
+        processed: a run, or a pipeline after a batch.
         step: its number.
         console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
         solved: least reward of a solved rollout.
@@ -57,7 +57,7 @@ def print_report(
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
     """
-    report = make_report(source, step=step, solved=solved)
+    report = make_report(processed, step=step, solved=solved)
     (console or Console()).print(show_report(report))
     return report
 
