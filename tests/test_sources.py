@@ -578,7 +578,7 @@ def test_a_uid_that_is_the_groups_own_has_to_be_said_to_be(tmp_path):
 def test_options_that_are_none_are_refused(tmp_path, options, message):
     path = write_lines(tmp_path / "7.jsonl", [verl_row("a_0_0", 1.0)])
     with pytest.raises(ValueError, match=message):
-        list(open_source(path, **options))
+        open_source(path, **options)
 
 
 def test_a_registered_reader_may_yield_batches(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` make a temporary file beside `path`, and rename it: nobody ever reads half a file.
+    """Let `write` make a temporary file beside `path`, and rename it, so that half a file is never read.
 
     Args:
         path: of the file; its folder must exist. A file that is there is replaced.

@@ -111,7 +111,7 @@ class ReverseEnv(EnvBase):
             asked = self._asked[self._ids["prompt"][1, :, 0]]
             revision = digits.revision_prompts(tensordict["tokens", "prompt"], response)
             self._prompt = torch.where(goes_on, revision, asked)
-            # The next prompt of a rollout that goes on; the other slots are reset and ask another.
+            # The second prompt of a revised rollout; the other slots are reset and ask another.
             out["tokens", "prompt"] = self._prompt
         return out
 

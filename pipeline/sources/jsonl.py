@@ -95,7 +95,7 @@ def decode(line: bytes, where: str) -> dict[str, Any]:
 def _lines(raw: IO[bytes], path: Path) -> Iterator[bytes]:
     stream: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
     while line := stream.readline(MAX_LINE + 1):
-        yield line  # one that is too long fails in `decode`; its rest is skipped here
+        yield line  # `decode` refuses a line that is too long; its rest is skipped here
         if len(line) > MAX_LINE:
             while line and not line.endswith(b"\n"):
                 line = stream.readline(MAX_LINE)

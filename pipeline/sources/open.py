@@ -64,7 +64,7 @@ class Source:
                 if step <= last:
                     raise SourceError(
                         f"{path}: steps ascend and stay together; found step {step} after step {last}. Was "
-                        "the run resumed, or are files of two runs mixed? Read them one at a time"
+                        "the training resumed, or are files of two trainings mixed? Read them one at a time"
                     )
             elif first_of_file:
                 raise SourceError(f"{path}: a step is in one file; found step {step} in the file before, too")

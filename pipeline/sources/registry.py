@@ -38,7 +38,7 @@ class Format:
             ``.jsonl.gz`` too.
         keys: keys that the first record has, or columns of a table; empty: the suffix is enough.
         options: of ``group_by``, ``group_size``, ``reward_key``, those that it reads.
-        reward_keys: whether `reward_key` may be ``one`` name or ``several``.
+        reward_keys: whether `reward_key` may be ``one`` name or ``many``.
         rewards: names that `reward_key` may have; empty: any.
         ignored: names of files that are not read in a folder, as a regular expression.
     """
@@ -47,7 +47,7 @@ class Format:
     files: tuple[str, ...]
     keys: frozenset[str] = frozenset()
     options: frozenset[str] = frozenset()
-    reward_keys: Literal["one", "several"] = "one"
+    reward_keys: Literal["one", "many"] = "one"
     rewards: tuple[str, ...] = ()
     ignored: str | None = None
 
@@ -75,7 +75,7 @@ READERS: dict[str, Format] = {
         files=("*.parquet", "completions/*.parquet"),
         keys=frozenset({"step", "prompt", "completion", "advantage"}),
         options=GROUP_BY | GROUP_SIZE | REWARD_KEY,
-        reward_keys="several",
+        reward_keys="many",
     ),
     "verifiers": Format(
         read_verifiers,
