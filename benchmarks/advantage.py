@@ -32,7 +32,7 @@ def reshape_formula(reward: Tensor) -> Tensor:
 
 
 def candidates(rows: int) -> dict[str, Callable[[], Tensor]]:
-    """The formula, and the validated advantage on the layouts that a batch can have, all of `rows` rows."""
+    """The formula, and the validated advantage on each layout of a batch, all of `rows` rows."""
     generator = torch.Generator().manual_seed(0)
     reward = torch.randn(rows, generator=generator)
     ids = torch.arange(rows)
@@ -45,8 +45,8 @@ def candidates(rows: int) -> dict[str, Callable[[], Tensor]]:
         "ragged groups": (reward, ragged, ids),
         "rows shuffled": (reward[order], order // GROUP_SIZE, order),
     }
-    tried = {"reshape formula": lambda: reshape_formula(reward)}
-    return tried | {
+    formula = {"reshape formula": lambda: reshape_formula(reward)}
+    return formula | {
         name: lambda columns=columns: group_relative_advantage(*columns) for name, columns in layouts.items()
     }
 

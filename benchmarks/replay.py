@@ -48,8 +48,8 @@ def write(folder: Path, rows: int) -> int:
     return size
 
 
-def replay(source: Path, output: Path, told: multiprocessing.SimpleQueue) -> None:
-    """Run the task in a process of its own, so that its peak is its own."""
+def replay(source: Path, output: Path, results: multiprocessing.SimpleQueue) -> None:
+    """Run the task; put its seconds, the peak MiB before and after, and its trained rows into `results`."""
     import torch
 
     from headrace.pipeline.load import compose_config
@@ -63,7 +63,7 @@ def replay(source: Path, output: Path, told: multiprocessing.SimpleQueue) -> Non
     with Path("/dev/null").open("w") as quiet:
         trained = replay(config, output, Console(file=quiet))
     seconds = time.perf_counter() - start
-    told.put((seconds, before / 1024, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, trained))
+    results.put((seconds, before / 1024, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, trained))
 
 
 def main(rows: int) -> None:
@@ -74,11 +74,12 @@ def main(rows: int) -> None:
         for path in sorted((Path(folder) / "dump").iterdir()):
             pq.read_table(path)
         reading = time.perf_counter() - start
-        told = context.SimpleQueue()
-        process = context.Process(target=replay, args=(Path(folder) / "dump", Path(folder) / "out", told))
+        results = context.SimpleQueue()
+        # In a process of its own, so that the peak of memory is that of the task.
+        process = context.Process(target=replay, args=(Path(folder) / "dump", Path(folder) / "out", results))
         process.start()
         process.join()
-        seconds, before, peak, trained = told.get()
+        seconds, before, peak, trained = results.get()
     table = Table(title=f"{rows:,} rows through task=replay: report, page and Parquet", show_header=False)
     table.add_row("dump, uncompressed", f"{size / 2**20:,.0f} MiB")
     table.add_row("time", f"{seconds:.1f} s")

@@ -65,7 +65,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
 
 
 def rollouts(sampler: RepeatSampler, strings: list[str]) -> Iterator[TensorDict]:
-    """What the environment loads: a row per rollout, with its ids, its prompt and the right answer."""
+    """The data of the environment: a row per rollout, with its ids, its prompt and the right answer."""
     for draws in sampler.draws():
         words = [strings[i] for i in draws["prompt"].tolist()]
         draws["query"] = NonTensorStack(*words)
@@ -97,7 +97,7 @@ class PositionsRight(Transform):
 def collate(rows: TensorDictBase, pad: int) -> TensorDict:
     """One dense left-padded batch ``[N]`` of the collector's ragged rows ``[envs, rollouts_per_env]``.
 
-    Tokens are padded once, here, on the side where prompts differ in length; the masks say which are which.
+    Tokens are padded once, here, on the left, where prompts differ in length; masks mark the tokens.
     """
     rows = rows.reshape(-1)
     full = rows.get(FULL, as_padded_tensor=True, padding_side="left", padding_value=pad)
@@ -117,7 +117,7 @@ def collate(rows: TensorDictBase, pad: int) -> TensorDict:
 def score(batch: TensorDict, actor: TransformersWrapper) -> TensorDict:
     """Add the log-probabilities under the policy that sampled the batch.
 
-    TransformersWrapper has some when it generates, but says 0 for the first token of each response.
+    TransformersWrapper returns some when it generates, but with 0 for the first token of each response.
     """
     policy = actor.get_dist(batch, mask_key=ASSISTANT)
     return batch.set(("log_probs", "full"), policy.log_prob(batch[FULL]))
@@ -138,7 +138,8 @@ def train(
     """Train on ``num_envs · rollouts_per_env`` rollouts a step; after each, yield batch and pipeline metrics.
 
     The collector resets its environment once before it starts, which loses the first `num_envs` rollouts.
-    They must be whole groups, so `num_envs` is a multiple of `group_size`; else the gate says who is missing.
+    They must be whole groups, so `num_envs` is a multiple of `group_size`; else the gate raises, and names
+    the groups that are incomplete.
     """
     torch.manual_seed(seed)
     rng = random.Random(seed)

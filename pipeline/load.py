@@ -1,4 +1,4 @@
-"""From words on a command line to a pipeline."""
+"""Pipelines composed of recipes and Hydra overrides."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ TASKS = ("train", "replay", "compare", "plan")
 
 
 class ConfigError(ValueError):
-    """A configuration that names something that there is not; the message has a hint."""
+    """A configuration that is invalid, or names something unknown; the message has a hint."""
 
 
 def load_pipeline(*overrides: str) -> Pipeline:
     """Compose a pipeline from a recipe and Hydra overrides, as the command would.
 
     Args:
-        overrides: ``"pipeline=grpo"`` names the recipe (the default), the rest changes it:
+        overrides: ``"pipeline=grpo"`` names the recipe (the default), the others change it:
             ``"pipeline.stages.advantage.scale=none"``, ``"~pipeline.stages.filter"``,
-            ``"+pipeline.stages.mine={_target_: my.module.Stage}"``, ``"pipeline.order=[...]"``,
+            ``"+pipeline.stages.bonus={_target_: my.module.Bonus}"``, ``"pipeline.order=[...]"``,
             ``"hydra.searchpath=[pkg://my.conf]"``.
 
     Raises:
-        ConfigError: a recipe, stage or option that there is not.
+        ConfigError: an unknown recipe, stage or option.
 
     Example:
         >>> load_pipeline("pipeline=grpo", "pipeline.stages.advantage.scale=none").stages["advantage"].scale
@@ -69,7 +69,13 @@ def build_pipeline(config: DictConfig) -> Pipeline:
 
 
 def explain_composition(error: Exception, overrides: Sequence[str], config_name: str) -> str:
-    """Hydra's message, with the nearest names that there are where it is about one that there is not."""
+    """Hydra's message; where it is about an unknown name, one with the nearest names that exist.
+
+    Args:
+        error: as Hydra or OmegaConf raised it.
+        overrides: the words of the command line.
+        config_name: of the configuration that was composed.
+    """
     message = str(error) if error.__cause__ is None else f"{error}\n{error.__cause__}"
     if absent := re.search(r"Could not find 'pipeline/([\w/]+)'", message):
         known = recipes()
@@ -87,8 +93,8 @@ def explain_composition(error: Exception, overrides: Sequence[str], config_name:
         parent: Any = compose_config(config_name, *groups)
     except ConfigError:
         return str(error)
-    for part in path[1].split(".")[:-1]:
-        parent = parent.get(part) if isinstance(parent, DictConfig) else None
+    for key in path[1].split(".")[:-1]:
+        parent = parent.get(key) if isinstance(parent, DictConfig) else None
     if not isinstance(parent, DictConfig):
         return str(error)
     names = [str(name) for name in parent]
@@ -105,9 +111,9 @@ def compose_config(config_name: str, *overrides: str) -> DictConfig:
     """Compose ``conf/<config_name>.yaml``, also inside a running Hydra application.
 
     Raises:
-        ConfigError: with a hint.
+        ConfigError: an unknown name or a wrong value, with a hint.
     """
-    # Inside a Hydra application the global state is the application's: put it back afterwards.
+    # Inside a Hydra application the global state belongs to the application: it is restored afterwards.
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:

@@ -20,31 +20,31 @@ from headrace.transforms import BatchError
 from .load import ConfigError, explain_composition
 from .sources import SourceError
 from .tasks.compare import compare
-from .tasks.group_sizes import plan_group_sizes
+from .tasks.group_sizes import tabulate_group_sizes
 from .tasks.replay import replay
 from .train import TrainingInterrupted, train
 
 REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, FileExistsError)
-TASKS = {"train": train, "replay": replay, "plan": plan_group_sizes}
+TASKS = {"train": train, "replay": replay, "plan": tabulate_group_sizes}
 
 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
 def run_task(config: DictConfig) -> float:
-    """Run the task that the command line composed."""
+    """Run the task of the composed configuration, and return its number."""
     hydra_config = HydraConfig.get()
     output = Path(hydra_config.runtime.output_dir)
     try:
         if config.task == "compare":
             return compare(config, output, list(hydra_config.overrides.task))
         return TASKS[config.task](config, output)
-    except REFUSALS as err:  # here, since Hydra would print a line of its own above ours
+    except REFUSALS as err:  # before Hydra prints a line of its own about it
         refuse(err)
 
 
 def main() -> None:
-    """Run; say what is wrong in one paragraph, or with HYDRA_FULL_ERROR=1 in a trace."""
+    """Run the command; print an error as one paragraph, or with HYDRA_FULL_ERROR=1 as a trace."""
     os.environ["HEADRACE_TRACE"] = os.environ.get("HYDRA_FULL_ERROR", "0")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing a trace of its own and leaving
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing and exiting
     os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
     try:
         run_task()
@@ -55,7 +55,12 @@ def main() -> None:
 
 
 def refuse(err: Exception) -> NoReturn:
-    """End with what is wrong."""
+    """Print an error, with hints for a word that Hydra does not know, and exit with status 2.
+
+    Raises:
+        Exception: the error itself, where HYDRA_FULL_ERROR is 1.
+        SystemExit: else.
+    """
     if os.environ.get("HEADRACE_TRACE") == "1":
         raise err
     words = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]

@@ -74,7 +74,7 @@ def test_cfg_prints_the_job(tmp_path):
         (["sed=1"], "there is no 'sed' (did you mean 'seed'?)"),
         (["pipeline.stages.gate.group_size=${nope}"], "nope"),
         (["train.epochs=0"], "train.epochs must be an integer ≥ 1; got 0"),
-        (["device=foo"], "device=foo is not to be had here"),
+        (["device=foo"], "device=foo is not available"),
         (["seed=abc"], "seed must be an integer; got 'abc'"),
         (["env.revised=3"], "revised must be in [0, 1]"),
     ],

@@ -324,7 +324,7 @@ def test_a_long_run_keeps_some_steps_and_all_curves(make_batch, tmp_path):
     for step in range(23):
         run.add(make(make_batch, step=step)[1])
     page = run.close().read_text()
-    data = json.loads(page.split('id="run">')[1].split("</script>")[0])
+    data = json.loads(page.split('id="page-data">')[1].split("</script>")[0])
     kept = [step["step"] for step in data["steps"]]
     assert kept[0] == 0
     assert kept[-1] == 22

@@ -15,7 +15,9 @@ from headrace.pipeline.report import render_page, write_page
 
 
 def data_of(page: str) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="run">(.*?)</script>', page, re.S)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page, re.S)[1]
+    )
 
 
 class Elements(HTMLParser):

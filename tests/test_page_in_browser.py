@@ -259,8 +259,8 @@ def test_rows_that_a_count_by_rows_would_change_are_counted(look):
     differ = [(a, b) for a, b, group in pairs if group not in (3, 6)]
     flips = sum(a * b < 0 for a, b in differ)
     page = look(run)
-    assert f"would change {len(differ)} of {len(pairs)} rows" in page.one(".said").text
-    assert f"flip the sign of {flips}." in page.one(".said").text
+    assert f"would change {len(differ)} of {len(pairs)} rows" in page.one(".sentence").text
+    assert f"flip the sign of {flips}." in page.one(".sentence").text
     drawn = [page.count(f".scatter .point.{kind}") for kind in ("same", "differs", "flips")]
     assert drawn == [len(pairs) - len(differ), len(differ) - flips, flips]
     assert page.all(".scatter .diagonal")
@@ -383,7 +383,7 @@ def test_one_step_has_neither_selector_nor_curves(look):
 
 def test_a_run_without_steps_says_so(look):
     page = look(pages.run_of())
-    assert page.one("#summary").text == "No step was recorded in this run."
+    assert page.one("#summary").text == "No step was recorded."
     assert not page.one("main").is_displayed()
 
 
@@ -547,6 +547,6 @@ def test_two_recipes_are_held_against_each_other_by_name(look, make_batch):
     other = report.columns["advantage"] * -1
     against = dataclasses.replace(report, columns={**report.columns, "advantage_by_row": other})
     page = look(page_data([against], title="two") | {"versus": ["grpo", "as/verl"]})
-    said = page.one("#compare .said").text
+    said = page.one("#compare .sentence").text
     assert said.startswith("Under as/verl instead of grpo the advantage of")
     assert "advantage as/verl" in page.texts("#compare svg .title")

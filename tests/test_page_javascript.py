@@ -17,11 +17,11 @@ MODULES = html.read_modules()
 SCHEMAS = {
     name: set(schema.__annotations__)
     for name, schema in vars(page_schema).items()
-    if is_typeddict(schema) and name != "PageRunRequired"
+    if is_typeddict(schema) and name != "PageDataRequired"
 }
 # The words by which the modules call an object that data.js has read, and what model.js adds to it.
 WORDS = {
-    "run": ("PageRun",),
+    "page": ("PageData",),
     "step": ("Step",),
     "shown": ("Shown",),
     "level": ("PageLevel",),
@@ -61,8 +61,8 @@ def test_the_javascript_reads_the_keys_of_the_schema_and_no_others():
 
 def test_the_data_is_read_in_one_module():
     assert [name for name, text in MODULES.items() if "JSON.parse" in text] == ["data.js"]
-    uses = [use for text in MODULES.values() for use in re.findall(r'.*byId\("run"\).*', text)]
-    assert uses == ['const run = readRun(byId("run").textContent);']
+    uses = [use for text in MODULES.values() for use in re.findall(r'.*byId\("page-data"\).*', text)]
+    assert uses == ['const page = readPage(byId("page-data").textContent);']
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -150,9 +150,9 @@ def test_a_model_is_made_of_the_tables(node):
     """Group 8 has rollouts of 1, 2, 1 and 3 rows; one row of the last was truncated."""
     data = json.dumps(html.plain(pages.incomplete_run()))
     shown = node(f"""
-        import {{ readRun }} from "./data.js";
+        import {{ readPage }} from "./data.js";
         import {{ chosen, fate, modelOf, ofExpected }} from "./model.js";
-        const model = modelOf(readRun({data!r}).steps[0]);
+        const model = modelOf(readPage({data!r}).steps[0]);
         const last = model.groups.at(-1);
         console.log(JSON.stringify([
           model.groups.map(ofExpected), last.members.map((rollout) => rollout.rows.length),

@@ -16,14 +16,14 @@ from headrace.pipeline.report import page_schema, render_page
 from headrace.pipeline.report.page_schema import Groups, Rows
 
 PARTS = {
-    "run": lambda run: run,
-    "run.recipe[4]": lambda run: run["recipe"][4],
-    "run.steps[1]": lambda run: run["steps"][1],
-    "run.steps[1].funnel[0]": lambda run: run["steps"][1]["funnel"][0],
-    "run.steps[0].funnel[3].out[0]": lambda run: run["steps"][0]["funnel"][3]["out"][0],
-    "run.steps[0].shown": lambda run: run["steps"][0]["shown"],
-    "run.steps[0].groups": lambda run: run["steps"][0]["groups"],
-    "run.steps[1].rows": lambda run: run["steps"][1]["rows"],
+    "page": lambda run: run,
+    "page.recipe[4]": lambda run: run["recipe"][4],
+    "page.steps[1]": lambda run: run["steps"][1],
+    "page.steps[1].funnel[0]": lambda run: run["steps"][1]["funnel"][0],
+    "page.steps[0].funnel[3].out[0]": lambda run: run["steps"][0]["funnel"][3]["out"][0],
+    "page.steps[0].shown": lambda run: run["steps"][0]["shown"],
+    "page.steps[0].groups": lambda run: run["steps"][0]["groups"],
+    "page.steps[1].rows": lambda run: run["steps"][1]["rows"],
 }
 
 
@@ -52,7 +52,7 @@ def test_an_unknown_key_is_refused_by_name_and_place(run, where):
 
 def test_two_recipes_may_be_named(run):
     render_page(run | {"versus": ["grpo", "dr_grpo"]})
-    with pytest.raises(ValueError, match=r"^run must have .* and may have versus; unknown: against\."):
+    with pytest.raises(ValueError, match=r"^page must have .* and may have versus; unknown: against\."):
         render_page(run | {"against": ["grpo", "dr_grpo"]})
 
 

@@ -401,11 +401,14 @@ def row(**changes):
         ),
         ([row(), row(rollout=1, tokens=[1], response_length=1)], "on all samples of a step or on none"),
         (
-            [row(expected=2, status=Status.FAILED), row(rollout=1, status=Status.FAILED)],
-            "expected must be on all",
+            [row(expected_rollouts=2, status=Status.FAILED), row(rollout=1, status=Status.FAILED)],
+            "expected_rollouts must be on all",
         ),
         ([row(), row(group=1)], "a rollout belongs to one group"),
-        ([row(expected=1), row(rollout=1, expected=1)], "dispatched with 1 rollouts; found 2: here, here"),
+        (
+            [row(expected_rollouts=1), row(rollout=1, expected_rollouts=1)],
+            "dispatched with 1 rollouts; found 2: here, here",
+        ),
         ([row(reward=None)], "needs a reward; found none, with the status completed"),
         ([row(rewards={"a": math.nan}, reward=None)], "needs a reward"),
         ([row(rewards={"a": 1.0}), row(rollout=1, rewards={"b": 1.0})], "all samples have the same rewards"),
@@ -575,7 +578,7 @@ def test_a_uid_that_is_the_groups_own_has_to_be_said_to_be(tmp_path):
 def test_options_that_are_none_are_refused(tmp_path, options, message):
     path = write_lines(tmp_path / "7.jsonl", [verl_row("a_0_0", 1.0)])
     with pytest.raises(ValueError, match=message):
-        list(open_source(path, **options))
+        open_source(path, **options)
 
 
 def test_a_registered_reader_may_yield_batches(tmp_path, monkeypatch):

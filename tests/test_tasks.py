@@ -16,7 +16,7 @@ from rich.console import Console
 from headrace.pipeline import Pipeline, make_report, write_dump
 from headrace.pipeline.load import ConfigError, compose_config
 from headrace.pipeline.tasks.compare import compare
-from headrace.pipeline.tasks.group_sizes import plan_group_sizes, solve_rates, uninformative
+from headrace.pipeline.tasks.group_sizes import solve_rates, tabulate_group_sizes, uninformative
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import BatchError, LossWeight
 
@@ -87,7 +87,7 @@ def test_the_plan_by_hand(make_batch, tmp_path):
     pipeline = Pipeline({})
     pipeline(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))
     write_dump(make_report(pipeline), tmp_path)
-    share, text = told(plan_group_sizes, configure("plan", tmp_path, "plan.group_sizes=[2,4]"), tmp_path)
+    share, text = told(tabulate_group_sizes, configure("plan", tmp_path, "plan.group_sizes=[2,4]"), tmp_path)
     assert share == pytest.approx(2 / 3)
     assert re.search(r"0\.25 to 0\.5 +1 +50% +12%", text)
     assert re.search(r"all +3 +83% +71%", text)

@@ -1,4 +1,4 @@
-"""What happened to a batch: a report, and ways to look at it and keep it."""
+"""Reports of what happened to a batch, printed, logged, dumped and drawn on a page."""
 
 from .comparison import Comparison
 from .dump import report_table, write_dump

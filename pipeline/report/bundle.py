@@ -1,4 +1,4 @@
-"""JavaScript modules put together into one script, as a page without a server needs it."""
+"""JavaScript modules bundled into one script, since a page without a server cannot import modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULES = "modules"
 
 
 class Module(NamedTuple):
-    """What a module takes from others, what it gives to them, and its text without saying so."""
+    """A parsed module: names that it imports (by file), exports and declares, and the rest of its text."""
 
     imports: dict[str, list[str]]
     exports: list[str]
@@ -23,15 +23,15 @@ class Module(NamedTuple):
 
 
 def bundle(modules: Mapping[str, str], entry: str) -> str:
-    """One script that runs as the module `entry` would, and every module that it imports before it.
+    """One script that does what the module `entry` does, with every module that it imports before it.
 
-    Each module stays in a function of its own, so that it sees what it imports and nothing else. Written are
-    ``import { a, b } from "./file.js";`` and ``export`` before a function, class or const; all names of the
+    Each module is in a function of its own, where it sees its imports and nothing else. Supported are
+    ``import { a, b } from "./file.js";``, and ``export`` before a function, class or const. All names of the
     outermost level differ, so that a name means one thing in the whole script.
 
     Args:
         modules: text by file name.
-        entry: the module that starts.
+        entry: the file name of the module that runs last.
 
     Raises:
         ValueError: modules import one another in a circle; a module or a name that is imported does not
@@ -65,22 +65,31 @@ def bundle(modules: Mapping[str, str], entry: str) -> str:
 
 
 def parse(name: str, text: str) -> Module:
-    """The module in a text."""
+    """Parse the text of one module.
+
+    Raises:
+        ValueError: an import, an export or a declaration is written in another way.
+    """
     body = EXPORT.sub("", IMPORT.sub("", text))
-    if found := OTHER.search(body):
+    if unsupported := OTHER.search(body):
         raise ValueError(
             f'{name} must import as `import {{ a }} from "./file.js";`, on lines of its own, export before a '
-            f"function, class or const, and declare one name at a time; found: {found[0]}"
+            f"function, class or const, and declare one name at a time; found: {unsupported[0]}"
         )
     imports: dict[str, list[str]] = {}
     for names, source in IMPORT.findall(text):
         imports.setdefault(source, []).extend(word.strip() for word in names.split(",") if word.strip())
     declared = TOP_LEVEL.findall(text)
-    return Module(imports, [word for said, word in declared if said], [word for _, word in declared], body)
+    exports = [word for exported, word in declared if exported]
+    return Module(imports, exports, names=[word for _, word in declared], body=body)
 
 
 def ordered(modules: Mapping[str, Module], entry: str) -> list[str]:
-    """The module that starts, after all that it imports."""
+    """The names of all modules that `entry` needs, each after those that it imports.
+
+    Raises:
+        ValueError: modules import one another in a circle, or one does not exist.
+    """
     order: list[str] = []
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -102,7 +111,11 @@ def ordered(modules: Mapping[str, Module], entry: str) -> list[str]:
 
 
 def check_names(modules: Mapping[str, Module]) -> None:
-    """Raise unless each name that is imported is exported, and all names of the outermost level differ."""
+    """Check that each imported name is exported, and that all names of the outermost level differ.
+
+    Raises:
+        ValueError: they are not.
+    """
     owners = {MODULES: "the bundle"}
     for name, module in modules.items():
         for source, words in module.imports.items():
@@ -120,10 +133,10 @@ def check_names(modules: Mapping[str, Module]) -> None:
 
 
 def wrapped(name: str, module: Module) -> str:
-    """The module as a function that gives what it exports."""
-    taken = [
+    """The text of the module as a function that returns its exports."""
+    imports = [
         f'const {{ {", ".join(words)} }} = {MODULES}["{source}"];\n'
         for source, words in module.imports.items()
     ]
-    given = f"return {{ {', '.join(module.exports)} }};" if module.exports else "return {};"
-    return f'{MODULES}["{name}"] = (() => {{\n{"".join(taken)}{module.body.rstrip()}\n{given}\n}})();'
+    result = f"return {{ {', '.join(module.exports)} }};" if module.exports else "return {};"
+    return f'{MODULES}["{name}"] = (() => {{\n{"".join(imports)}{module.body.rstrip()}\n{result}\n}})();'

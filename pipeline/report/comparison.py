@@ -1,4 +1,4 @@
-"""The same rollouts through two recipes: what differs in what they would train on."""
+"""How two recipes differ in what they train on, given the same rollouts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ from .step import StepReport
 class Comparison:
     """Sums over steps, from which :attr:`numbers` and :attr:`shares` follow.
 
-    A row's share of the gradient is taken as |advantage| · weight · tokens, over the sum of all rows of the
-    step: what it would weigh if all tokens' gradients were of one length.
+    A row's share of the gradient is |advantage| · weight · tokens, divided by the sum over all rows of the
+    step: its share if the gradients of all tokens were equally long.
 
     Attributes:
         names: of the two recipes.
-        shares: by table (``segments`` of the rollout, ``tokens`` of the row, ``prompt``), by line, the two
-            shares of the gradient and the number of rows, summed over steps.
+        steps: number of batches.
+        rows: of all batches.
+        both: rows that both recipes train.
+        only: rows that the first alone trains, and the second alone.
+        differ: rows whose advantages differ.
+        flips: rows whose advantages differ in their sign.
+        moments: (6,) n, Σx, Σy, Σx², Σy², Σxy of the two advantages.
+        moved: sum over steps of the share of the gradient that goes to another group.
+        shares: by table (``segments`` of the rollout, ``tokens`` of the row, ``prompt``), by line, (3,): the
+            two shares of the gradient and the number of rows, summed over steps.
     """
 
     names: tuple[str, str]
@@ -37,7 +45,7 @@ class Comparison:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What differs, over all steps.
+        """How the recipes differ, over all steps.
 
         ``rows``; ``trained_by_both``, ``trained_only_by_first``, ``trained_only_by_second``; of the rows that
         have an advantage under both ``correlation`` (Pearson's), ``differ`` (by more than float32 rounding)
@@ -59,7 +67,7 @@ class Comparison:
         }
 
     def add(self, first: StepReport, second: StepReport) -> None:
-        """Take the reports of one batch under the two recipes.
+        """Add the reports of one batch under the two recipes.
 
         Raises:
             BatchError: they are not of the same rows.
@@ -81,15 +89,15 @@ class Comparison:
         self.moments = self.moments + np.array(sums, dtype=float)
         share = [_share(report, which) for report, which in zip((first, second), trained, strict=True)]
         groups = first.columns.get("group_id", np.zeros(len(first), int))
-        _, of = np.unique(groups, return_inverse=True)
-        by_group = [np.bincount(of.reshape(-1), weights) for weights in share]
+        _, group = np.unique(groups, return_inverse=True)
+        by_group = [np.bincount(group.reshape(-1), weights) for weights in share]
         self.moved += float(np.abs(by_group[0] - by_group[1]).sum() / 2)
         for table, labels in _labels(first).items():
             lines = self.shares.setdefault(table, {})
-            named, at = np.unique(labels, return_inverse=True)
-            parts = [np.bincount(at.reshape(-1), weights) for weights in (*share, np.ones(len(labels)))]
-            for label, found in zip(named, np.stack(parts, 1), strict=True):
-                lines[str(label)] = lines.get(str(label), np.zeros(3)) + found
+            distinct, index = np.unique(labels, return_inverse=True)
+            totals = [np.bincount(index.reshape(-1), weights) for weights in (*share, np.ones(len(labels)))]
+            for label, line in zip(distinct, np.stack(totals, 1), strict=True):
+                lines[str(label)] = lines.get(str(label), np.zeros(3)) + line
 
 
 def _check(first: StepReport, second: StepReport) -> None:
@@ -115,13 +123,15 @@ def _share(report: StepReport, trained: np.ndarray) -> np.ndarray:
 
 
 def _labels(report: StepReport) -> dict[str, np.ndarray]:
-    """(N,) by table, the line that a row is in; labels sort as they should be read."""
-    found = {}
+    """(N,) by table, the line that each row belongs to."""
+    labels = {}
     if "rollout_id" in report.columns:
-        _, of, times = np.unique(report.columns["rollout_id"], return_inverse=True, return_counts=True)
-        found["segments"] = times[of.reshape(-1)]
+        _, rollout, segments = np.unique(
+            report.columns["rollout_id"], return_inverse=True, return_counts=True
+        )
+        labels["segments"] = segments[rollout.reshape(-1)]
     if "tokens" in report.columns:
-        found["tokens"] = 2 ** np.ceil(np.log2(np.maximum(report.columns["tokens"], 1))).astype(int)
+        labels["tokens"] = 2 ** np.ceil(np.log2(np.maximum(report.columns["tokens"], 1))).astype(int)
     if "prompt" in report.texts:
-        found["prompt"] = np.array(report.texts["prompt"], dtype=object)
-    return found
+        labels["prompt"] = np.array(report.texts["prompt"], dtype=object)
+    return labels

@@ -1,11 +1,11 @@
-"""Reports on disk: one Parquet or JSONL file per step, one row per row that came in."""
+"""Reports on disk: one Parquet or JSONL file per step, with a row for each row of the batch."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,29 +13,28 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headrace.transforms import Status
-
 from .step import StepReport
+from .whole_file import write_whole
 
 SCHEMA_VERSION = 1
 FLOATS = ("reward", "rollout_reward", "advantage", "loss_weight", "advantage_by_row")
-# What the report calls the rollout's reward is not what the row came with, which is what a replay needs.
-SOURCES = {"reward": "collected_reward", "rollout_reward": "reward"}
+# A replay needs the reward that the row was collected with; the report's `reward` is that of its rollout.
+REPORT_COLUMNS = {"reward": "collected_reward", "rollout_reward": "reward"}
 
 
 def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
-    """One row per row that came in.
+    """A table with a row for each row of the batch, carried rows included.
 
     ======================================================= =========== =====================================
     column                                                   type        meaning
     ======================================================= =========== =====================================
-    ``step``, ``row``                                        int64       of the run, of the batch
+    ``step``, ``row``                                        int64       step number, index in the batch
     ``group_id``, ``rollout_id``                             int64       as the batch had them
-    ``reward``                                               float64     as the row came; null: none
-    ``rewards``                                              list        where a row came with several
-    ``rollout_reward``                                       float64     the rollout's, as compared
+    ``reward``                                               float64     as collected; null: none
+    ``rewards``                                              list        as collected, where there are several
+    ``rollout_reward``                                       float64     of the rollout, as compared
     ``advantage``, ``loss_weight``                           float64
-    ``advantage_by_row``                                     float64     if each row had a vote
+    ``advantage_by_row``                                     float64     if each row were a rollout
     ``status``, ``reason``, ``action``                       string      ``trained``, or ``stage/reason``
     ``tokens``                                               int64       in the loss, as collected
     ``policy_version``, ``expected_rollouts``                int64
@@ -58,23 +57,22 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     columns: dict[str, Any] = {"step": pa.array(np.full(len(report), report.step))}
     order = ("row", "group_id", "rollout_id", *FLOATS, "tokens", "policy_version", "expected_rollouts")
     for name in (*order, "minibatch", "microbatch", "rank", "carried_in"):
-        if (source := SOURCES.get(name, name)) in report.columns:
+        if (source := REPORT_COLUMNS.get(name, name)) in report.columns:
             values = report.columns[source]
             columns[name] = pa.array(values, mask=~np.isfinite(values) if name in FLOATS else values < 0)
     if "rewards" in report.columns:
-        several = report.columns["rewards"]
-        columns["rewards"] = pa.FixedSizeListArray.from_arrays(several.reshape(-1), several.shape[1])
-    if "status" in report.columns:
-        names = {int(status): status.name.lower() for status in Status}
-        columns["status"] = [names.get(value, str(value)) for value in report.columns["status"].tolist()]
+        rewards = report.columns["rewards"]
+        columns["rewards"] = pa.FixedSizeListArray.from_arrays(rewards.reshape(-1), rewards.shape[1])
+    if report.statuses is not None:
+        columns["status"] = report.statuses
     codes = pa.array(report.columns["reason"], pa.int32())
     for name, words in (("reason", report.names), ("action", report.actions)):
         columns[name] = pa.DictionaryArray.from_arrays(codes, pa.array(words, pa.string())).cast(pa.string())
     columns |= {name: pa.array(map(_encodable, texts), pa.string()) for name, texts in report.texts.items()}
-    about = {"headrace.schema": str(SCHEMA_VERSION), "headrace.recipe": json.dumps(report.recipe)}
+    metadata = {"headrace.schema": str(SCHEMA_VERSION), "headrace.recipe": json.dumps(report.recipe)}
     if config is not None:
-        about["headrace.config"] = config
-    return pa.table(columns).replace_schema_metadata(about)
+        metadata["headrace.config"] = config
+    return pa.table(columns).replace_schema_metadata(metadata)
 
 
 def write_dump(
@@ -84,16 +82,19 @@ def write_dump(
     format: Literal["parquet", "jsonl"] = "parquet",
     config: str | None = None,
 ) -> Path:
-    """Add the file of a step to a folder, whole or not at all. ``open_source`` reads it back.
+    """Write the file of a step to a folder, whole or not at all. ``open_source`` reads it back.
 
     Args:
         report: of the step, whose number names the file; a file of that step is replaced.
-        folder: made if it is not there.
-        format: ``parquet``, or ``jsonl`` for eyes and other tools.
+        folder: made where it does not exist.
+        format: ``parquet``, or ``jsonl`` to look at and for other tools.
         config: the resolved configuration, as YAML.
 
     Returns:
         The file's path.
+
+    Raises:
+        ValueError: another format.
 
     Example:
         >>> import tempfile
@@ -109,6 +110,7 @@ def write_dump(
         raise ValueError(f"format must be 'parquet' or 'jsonl'; got {format!r}")
     table = report_table(report, config=config)
     path = Path(folder) / f"step_{report.step:08d}.{format}"
+    path.parent.mkdir(parents=True, exist_ok=True)
     if format == "parquet":
         write_whole(path, lambda file: pq.write_table(table, file, compression="zstd"))
     else:
@@ -116,18 +118,7 @@ def write_dump(
     return path
 
 
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` make a file beside `path`, and move it there: readers never see half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _lines(table: pa.Table) -> Any:
+def _lines(table: pa.Table) -> Iterator[str]:
     for batch in table.to_batches(max_chunksize=10_000):
         for row in batch.to_pylist():
             yield (
@@ -137,12 +128,13 @@ def _lines(table: pa.Table) -> Any:
 
 
 def _known(row: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in row.items() if value is not None}
-    if "rewards" in found:
-        found["rewards"] = [value if math.isfinite(value) else None for value in found["rewards"]]
-    return found
+    """The values of a row that are known, as JSON can hold them."""
+    known = {name: value for name, value in row.items() if value is not None}
+    if "rewards" in known:
+        known["rewards"] = [value if math.isfinite(value) else None for value in known["rewards"]]
+    return known
 
 
 def _encodable(text: str) -> str:
-    """A text that a file can hold: half a surrogate pair, which a tokenizer may cut off, becomes a mark."""
+    """A text that UTF-8 can hold: half a surrogate pair, where a tokenizer cut one, becomes ``?``."""
     return text.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its dump, its page, its numbers."""
+"""The files of a training, a replay or a comparison: a dump of each step, and one page."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from .step import StepReport
 
 
 class ReportFolder:
-    """Take reports as they come, and write a file per step and one page for the run.
+    """Take reports step by step; write a file per step, and at the end one page.
 
-    The page has curves over all steps, and lets one look at some of them: the first, the last, and as many
-    in between as fit, evenly spread, so that a long run makes no endless page.
+    The page has curves over all steps, and shows `steps` of them at most: the first, the last, and some in
+    between, evenly spread.
 
     Args:
         folder: where ``report.html`` and the folder ``rollouts/`` go.
         title: of the page.
-        steps: most steps on the page, ≥ 2.
+        steps: most steps that the page shows, ≥ 2.
         dump: ``parquet`` or ``jsonl`` files of every step; None: none.
-        page: whether the page is written.
-        config: the resolved configuration, as YAML, for the files.
-        versus: two names, where the reports' `advantage_by_row` is another recipe's advantage.
+        page: whether to write the page.
+        config: the resolved configuration, as YAML, for the files' metadata.
+        versus: two recipes' names, where `advantage_by_row` of the reports is the advantage of the second.
+
+    Raises:
+        ValueError: `steps` below 2, or another `dump`.
+        FileExistsError: the folder has a dump already.
     """
 
     def __init__(
@@ -47,8 +51,8 @@ class ReportFolder:
             raise ValueError(f"dump must be 'parquet', 'jsonl' or null; got {dump!r}")
         if dump is not None and (old := sorted((folder / "rollouts").glob("step_*"))):
             raise FileExistsError(
-                f"a dump is of one run; {folder / 'rollouts'} has {len(old)} files of another, "
-                f"{old[0].name} the first: take another folder (hydra.run.dir=...), or remove them"
+                f"a dump is of one training or replay; {folder / 'rollouts'} has {len(old)} files of "
+                f"another, {old[0].name} the first: take another folder (hydra.run.dir=...), or remove them"
             )
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
         self.config, self.versus = config, versus
@@ -59,7 +63,13 @@ class ReportFolder:
 
     @classmethod
     def configured(cls, config: DictConfig, folder: Path, *, title: str) -> ReportFolder:
-        """As ``report:`` of a composed configuration says, which goes into its files."""
+        """The folder that ``report:`` of a composed configuration describes.
+
+        Args:
+            config: composed; its YAML goes into the files' metadata.
+            folder: as for the class.
+            title: as for the class.
+        """
         return cls(
             folder,
             title=title,
@@ -75,13 +85,13 @@ class ReportFolder:
             write_dump(report, self.folder / "rollouts", format=self.dump, config=self.config)
         if len(self.history) % self._every == 0:
             self._kept.append(report)
-            if len(self._kept) >= self.steps:  # every other goes, and from now on half as many come
+            if len(self._kept) >= self.steps:  # drop every other one, and from now on keep half as many
                 self._kept, self._every = self._kept[::2], 2 * self._every
         self.history.append((report.step, dict(report.numbers)))
         self._last = report
 
     def close(self) -> Path | None:
-        """Write the page."""
+        """Write the page, and return its path; None where no page is written."""
         if not self.page:
             return None
         kept = list(self._kept)

@@ -1,4 +1,4 @@
-"""How many rows, rollouts, groups and tokens are left in the loss after each stage, and who left why."""
+"""How many rows, rollouts, groups and tokens are in the loss after each stage, and how many left it why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNITS = ("rows", "rollouts", "groups", "tokens")
 
 
 class Left(NamedTuple):
-    """Who left the loss at a stage for one reason; a rollout or group is counted when its last row goes."""
+    """What left the loss at a stage for one reason; a rollout or group leaves with its last row."""
 
     reason: str
     action: str
@@ -39,7 +39,7 @@ def funnel(
 ) -> list[Level]:
     """One level for what was collected, and one for each stage.
 
-    Kept and left add up, at every level and in every unit::
+    At every level and in every unit, what is in the loss and what left add up::
 
         level[k].rows + Σ left.rows = level[k − 1].rows
 
@@ -47,14 +47,20 @@ def funnel(
         columns: (N,) `reason`, and `rollout_id`, `group_id` and `tokens` where there are any.
         stages: names, in order; rows that leave at none of them leave at the end.
         names: ``stage/reason`` by code; code 0 is trained.
-        actions: by code.
+        actions: by code, what happens to the rows.
+
+    Example:
+        >>> columns = {"reason": np.array([0, 1]), "rollout_id": np.array([3, 3])}
+        >>> levels = funnel(columns, ["filter"], ["trained", "filter/aborted"], ["trained", "dropped"])
+        >>> [(level.name, level.rows, level.rollouts) for level in levels]
+        [('collected', 2, 1), ('filter', 1, 1)]
     """
     reason = columns["reason"]
-    at = {code: name.rpartition("/")[0] for code, name in enumerate(names) if code}
+    stage_of = {code: name.rpartition("/")[0] for code, name in enumerate(names) if code}
     inside = np.ones(len(reason), dtype=bool)
     levels = [_level("collected", columns, inside, [])]
-    for stage in [*stages, *dict.fromkeys(place for place in at.values() if place not in stages)]:
-        codes = [code for code, place in at.items() if place == stage]
+    for stage in [*stages, *dict.fromkeys(name for name in stage_of.values() if name not in stages)]:
+        codes = [code for code, name in stage_of.items() if name == stage]
         after = inside & ~np.isin(reason, codes)
         out = [left for code in codes if (left := _left(columns, inside, after, code, names, actions)).rows]
         levels.append(_level(stage, columns, after, out))
@@ -77,26 +83,26 @@ def _left(
     names: Sequence[str],
     actions: Sequence[str],
 ) -> Left:
-    gone = before & ~after
-    mine = columns["reason"] == code
+    """What left with one code, of the rows that were in the loss before a stage and are not after it."""
+    left = before & ~after
+    with_code = columns["reason"] == code
 
     def units(key: str) -> int | None:
         if key not in columns:
             return None
         ids = columns[key]
-        lost, first = np.unique(ids[gone], return_index=True)
-        whole = ~np.isin(lost, ids[after])
-        return int(
-            (whole & mine[gone][first]).sum()
-        )  # one that left for two reasons counts for its first row's
+        gone, first = np.unique(ids[left], return_index=True)
+        wholly = ~np.isin(gone, ids[after])
+        # One whose rows left for two reasons is counted under the reason of its first row.
+        return int((wholly & with_code[left][first]).sum())
 
     return Left(
-        names[code].rpartition("/")[2],
-        actions[code],
-        int(mine.sum()),
-        units("rollout_id"),
-        units("group_id"),
-        _tokens(columns, mine),
+        reason=names[code].rpartition("/")[2],
+        action=actions[code],
+        rows=int(with_code.sum()),
+        rollouts=units("rollout_id"),
+        groups=units("group_id"),
+        tokens=_tokens(columns, with_code),
     )
 
 

@@ -1,4 +1,4 @@
-"""One HTML file of a run: data, style and script in it, nothing fetched, no server."""
+"""The page: one HTML file with data, style and script in it, which fetches nothing and needs no server."""
 
 from __future__ import annotations
 
@@ -14,81 +14,87 @@ from pathlib import Path
 from typing import Any
 
 from .bundle import bundle
-from .page_schema import PageRun, check_keys
+from .page_schema import PageData, check_keys
+from .whole_file import write_whole
 
 PAGE = files(__package__) / "page"
 EXACT_IN_JAVASCRIPT = 2**53
 
 
-def render_page(run: Mapping[str, Any]) -> str:
-    """The page of a run, as text.
+def render_page(data: Mapping[str, Any]) -> str:
+    """The page as text.
 
     Floats keep nine significant digits, which is all of a float32. A number that is not finite is shown
     as missing. Ids beyond 2^53 keep all their digits.
 
     Args:
-        run: as :class:`~headrace.pipeline.report.page_schema.PageRun` says.
+        data: as :class:`~headrace.pipeline.report.page_schema.PageData` describes it.
 
     Raises:
         ValueError: a key is missing or unknown, or the columns of a table differ in length.
 
     Example:
-        >>> run = {"title": "mine", "recipe": [], "steps": [], "curve_steps": [], "curves": {}}
-        >>> page = render_page(run)
-        >>> page.splitlines()[0], "mine" in page
+        >>> data = {"title": "GRPO", "recipe": [], "steps": [], "curve_steps": [], "curves": {}}
+        >>> page = render_page(data)
+        >>> page.splitlines()[0], "GRPO" in page
         ('<!doctype html>', True)
     """
-    check(run)
+    check(data)
     style, script = read("page.css"), bundle(read_modules(), "page.js")
-    parts = {"policy": policy(style, script), "style": style, "script": script, "run": embed(run)}
-    # One pass: what is put in is not looked at again, so that no data can name a part.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], read("page.html"))
+    contents = {"policy": policy(style, script), "style": style, "script": script, "data": embed(data)}
+    # In one pass: a {{name}} within the data is not replaced.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: contents[match[1]], read("page.html"))
 
 
-def write_page(run: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write the page of a run to `path`, whole or not at all: readers never see half a page.
+def write_page(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write the page to a file, whole or not at all.
+
+    Args:
+        data: as for :func:`render_page`.
+        path: of the file; its folder must exist.
+
+    Raises:
+        ValueError: as :func:`render_page`.
 
     Example:
         >>> import tempfile
-        >>> run = {"title": "mine", "recipe": [], "steps": [], "curve_steps": [], "curves": {}}
+        >>> data = {"title": "GRPO", "recipe": [], "steps": [], "curve_steps": [], "curves": {}}
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_page(run, Path(folder) / "report.html")
+        ...     write_page(data, Path(folder) / "report.html")
         ...     [file.name for file in Path(folder).iterdir()]
         ['report.html']
     """
-    path = Path(path)
-    page = render_page(run)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(page, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    page = render_page(data)
+    write_whole(Path(path), lambda file: file.write_text(page, encoding="utf-8"))
 
 
-def check(run: Mapping[str, Any]) -> None:
-    """Raise unless the keys are those of the schema and the columns of each table are of one length."""
-    check_keys(run, PageRun, "run")
-    tables = [("curves", {"curve_steps": run["curve_steps"], **run["curves"]})]
-    for step in run["steps"]:
+def check(data: Mapping[str, Any]) -> None:
+    """Check that the keys are those of the schema, and that the columns of each table are equally long.
+
+    Raises:
+        ValueError: they are not.
+    """
+    check_keys(data, PageData, "page")
+    tables = [("curves", {"curve_steps": data["curve_steps"], **data["curves"]})]
+    for step in data["steps"]:
         tables += [(f"{name} of step {step['step']}", step[name]) for name in ("groups", "rows")]
     for where, table in tables:
         lengths = {name: len(column) for name, column in table.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(
                 f"columns of a table must be equally long; found in {where}: {lengths}; "
-                "fill up what is not known with None"
+                "fill up unknown values with None"
             )
 
 
-def embed(run: Mapping[str, Any]) -> str:
-    """JSON that is safe within a script element: no `<`, `>` or `&`, and ASCII alone."""
-    text = json.dumps(plain(run), separators=(",", ":"), allow_nan=False)
+def embed(data: Mapping[str, Any]) -> str:
+    """JSON that is safe within a script element: ASCII without `<`, `>` and `&`."""
+    text = json.dumps(plain(data), separators=(",", ":"), allow_nan=False)
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it and as JavaScript reads it without loss."""
+    """The value as JSON can hold it and JavaScript can read it without loss."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -101,7 +107,7 @@ def plain(value: Any) -> Any:
 
 
 def policy(style: str, script: str) -> str:
-    """The content security policy under which this style and this script alone are used."""
+    """The content security policy that allows this style and this script, and nothing else."""
 
     def digest(text: str) -> str:
         return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -37,7 +37,7 @@ def log_report(logger: Any, report: StepReport, *, prefix: str = "", table: bool
 
 
 def group_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
-    """The table of groups: names of its columns, and its rows as Python values."""
+    """The table of groups: the names of its columns, and a list of Python values per group."""
     groups = report.groups
     if not groups:
         return ["group"], []
@@ -57,7 +57,7 @@ def _log_table(logger: Any, name: str, report: StepReport) -> None:
         import wandb
 
         table = wandb.Table(columns=list[str | int](names), data=rows)
-        logger.experiment.log({name: table})  # without a step: each number has moved wandb's own on
+        logger.experiment.log({name: table})  # without a step: wandb has advanced its own past this one
     elif "TrackioLogger" in kinds:
         import trackio
         from pandas import DataFrame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from .funnel import Columns
 def numbers_of(
     columns: Columns, rollouts: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], solved: float
 ) -> dict[str, float]:
-    """Statistics of a step; those of nothing are left out.
+    """Statistics of a step; a statistic over no values is left out.
 
     ======================================= =================================================================
     ``frac_reward_zero_std``                share of groups of two or more whose rewards are all equal (TRL)
@@ -30,52 +31,52 @@ def numbers_of(
 
     Args:
         columns: (N,) by name.
-        rollouts: of :func:`rollouts_of`.
-        groups: of :func:`groups_of`.
+        rollouts: (R,) by name, of :func:`rollouts_of`.
+        groups: (G,) by name, of :func:`groups_of`.
         solved: least reward of a solved rollout.
+
+    Example:
+        >>> from .groups import groups_of, rollouts_of
+        >>> columns = {"reward": np.array([1.0, 0.0]), "group_id": np.array([3, 3])}
+        >>> columns["reason"] = np.array([0, 0])  # trained
+        >>> numbers = numbers_of(columns, rollouts_of(columns), groups_of(columns, None), solved=1.0)
+        >>> numbers["reward/all/mean"], numbers["solve_partial"]
+        (0.5, 1.0)
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, key in (("reward", "reward"), ("advantages", "advantage")):
         known = np.isfinite(rollouts[key])
         for which, rows in (("all", known), ("effective", known & rollouts["trained"])):
-            found |= _spread(f"{name}/{which}", rollouts[key][rows])
+            numbers |= _statistics(f"{name}/{which}", rollouts[key][rows], ("mean", "min", "max", "std"))
     effective = rollouts["advantage"][np.isfinite(rollouts["advantage"]) & rollouts["trained"]]
     if len(effective):
-        found["advantages/fraction_zero"] = float((effective == 0).mean())
+        numbers["advantages/fraction_zero"] = float((effective == 0).mean())
     if groups:
-        found |= {f"group_size/{k}": v for k, v in _few("", groups["rollouts"]).items()}
-        compared = groups["rollouts"] > 1
-        if compared.any():
-            found["frac_reward_zero_std"] = float(groups["zero_variance"][compared].mean())
-        scored = np.isfinite(groups["reward_max"])
-        if scored.any():
-            none, every = groups["reward_max"][scored] < solved, groups["reward_min"][scored] >= solved
-            found |= {"solve_none": float(none.mean()), "solve_all": float(every.mean())}
-            found["solve_partial"] = float((~none & ~every).mean())
+        numbers |= _group_numbers(groups, solved)
     stale = rollouts["staleness"][rollouts["staleness"] >= 0]
-    if len(stale):
-        found |= {"staleness/mean": float(stale.mean()), "staleness/max": float(stale.max())}
-    if len(rollouts["segments"]):
-        found["fan_out/mean"] = float(rollouts["segments"].mean())
-        found["fan_out/max"] = float(rollouts["segments"].max())
-    if len(columns.get("tokens", ())):
-        found["tokens/mean"] = float(columns["tokens"].mean())
-        found["tokens/max"] = float(columns["tokens"].max())
-    return found
+    numbers |= _statistics("staleness", stale, ("mean", "max"))
+    numbers |= _statistics("fan_out", rollouts["segments"], ("mean", "max"))
+    numbers |= _statistics("tokens", columns.get("tokens", np.empty(0)), ("mean", "max"))
+    return numbers
 
 
-def _few(prefix: str, values: np.ndarray) -> dict[str, float]:
+def _group_numbers(groups: Mapping[str, np.ndarray], solved: float) -> dict[str, float]:
+    numbers = _statistics("group_size", groups["rollouts"], ("mean", "min", "max"))
+    compared = groups["rollouts"] > 1
+    if compared.any():
+        numbers["frac_reward_zero_std"] = float(groups["zero_variance"][compared].mean())
+    scored = np.isfinite(groups["reward_max"])
+    if scored.any():
+        none, every = groups["reward_max"][scored] < solved, groups["reward_min"][scored] >= solved
+        numbers |= {"solve_none": float(none.mean()), "solve_all": float(every.mean())}
+        numbers["solve_partial"] = float((~none & ~every).mean())
+    return numbers
+
+
+def _statistics(name: str, values: np.ndarray, which: tuple[str, ...]) -> dict[str, float]:
+    """``<name>/<statistic>``: `std` (ddof 1) of two values or more, the others of one or more."""
     if len(values) == 0:
         return {}
-    return {
-        f"{prefix}mean": float(values.mean()),
-        f"{prefix}min": float(values.min()),
-        f"{prefix}max": float(values.max()),
-    }
-
-
-def _spread(name: str, values: np.ndarray) -> dict[str, float]:
-    found = _few(f"{name}/", values)
-    if len(values) > 1:
-        found[f"{name}/std"] = float(values.std(ddof=1))
-    return found
+    functions = {"mean": np.mean, "min": np.min, "max": np.max, "std": partial(np.std, ddof=1)}
+    defined = [key for key in which if key != "std" or len(values) > 1]
+    return {f"{name}/{key}": float(functions[key](values)) for key in defined}

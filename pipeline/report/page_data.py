@@ -1,4 +1,4 @@
-"""What the page of a run shows, from its reports."""
+"""The data of the page, made of reports."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import cast
 
 import numpy as np
 
-from headrace.transforms import Status
-
 from . import funnel
-from .page_schema import Groups, PageLevel, PageRun, Rows, Step
+from .page_schema import Groups, PageData, PageLevel, Rows, Step
 from .step import StepReport
 
-GROUPS, ROWS = 200, 5000  # on a page, per step; a browser draws no more with grace
+GROUPS, ROWS = 200, 5000  # on a page, per step; with more a browser becomes slow
 
 
 def page_data(
@@ -21,19 +19,19 @@ def page_data(
     *,
     title: str,
     history: Sequence[tuple[int, Mapping[str, float]]] | None = None,
-) -> PageRun:
+) -> PageData:
     """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
 
-    A step of more than 200 groups, or 5000 rows, is shown by its first groups; its funnel and numbers are
-    those of all.
+    Of a step with more than 200 groups, or 5000 rows, the page shows the first groups; its funnel and its
+    numbers are those of all rows.
 
     Args:
-        reports: of the steps that the page lets one choose from.
+        reports: of the steps that can be chosen on the page.
         title: of the page.
         history: (step, numbers) of all steps, for the curves; None: those of the reports.
 
     Example:
-        >>> page_data([], title="mine")["steps"]
+        >>> page_data([], title="GRPO")["steps"]
         []
     """
     points = [(report.step, report.numbers) for report in reports] if history is None else history
@@ -67,7 +65,7 @@ def _step(report: StepReport) -> Step:
 
 
 def _level(level: funnel.Level) -> PageLevel:
-    # The named tuples have the keys of the schema, and `render_page` refuses any other.
+    # The named tuples have the keys of the schema; `render_page` refuses others.
     return cast(PageLevel, level._asdict() | {"out": [left._asdict() for left in level.out]})
 
 
@@ -99,8 +97,7 @@ def _rows(report: StepReport, rows: np.ndarray) -> Rows:
     def ids(name: str) -> list:
         return columns[name][rows].tolist() if name in columns else rows.tolist()
 
-    status = columns["status"][rows].tolist() if "status" in columns else [0] * len(rows)
-    names = {int(value): value.name.lower() for value in Status}
+    statuses = report.statuses or ["completed"] * len(report)
     return {
         "row": rows.tolist(),
         "group": columns["group_id"][rows].tolist() if "group_id" in columns else [0] * len(rows),
@@ -110,7 +107,7 @@ def _rows(report: StepReport, rows: np.ndarray) -> Rows:
         "advantage_by_row": column("advantage_by_row"),
         "tokens": column("tokens"),
         "weight": column("loss_weight"),
-        "status": [names.get(value, str(value)) for value in status],
+        "status": [statuses[row] for row in rows.tolist()],
         "reason": ["" if code == 0 else report.names[code] for code in columns["reason"][rows].tolist()],
         "staleness": _or_none(report.staleness[rows]),
         "minibatch": column("minibatch"),
@@ -120,6 +117,6 @@ def _rows(report: StepReport, rows: np.ndarray) -> Rows:
 
 
 def _or_none(values: np.ndarray) -> list:
-    """Python numbers, None where nothing is known."""
+    """Python numbers, None where the value is unknown: NaN of floats, below 0 of integers."""
     unknown = ~np.isfinite(values) if values.dtype.kind == "f" else values < 0
-    return [None if gone else value for value, gone in zip(values.tolist(), unknown.tolist(), strict=True)]
+    return [None if none else value for value, none in zip(values.tolist(), unknown.tolist(), strict=True)]

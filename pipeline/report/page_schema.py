@@ -1,7 +1,7 @@
-"""The data that the page of a run reads: every key, its type and its meaning.
+"""The data of the page: every key, its type and its meaning.
 
-`page_data` makes it, `render_page` checks it, and `page/data.js` is what reads it. A table is columns of one
-length, and entry i of all columns is one line. None stands for what is not known.
+`page_data` makes it, `render_page` checks it, and `page/data.js` reads it. A table is columns of one length,
+and entry i of all columns is one line. None is an unknown value.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class RecipeStage(TypedDict):
 
 
 class PageLeft(TypedDict):
-    """What left the loss at a stage for one reason; a rollout or group counts when its last row goes."""
+    """What left the loss at a stage for one reason; a rollout or group leaves with its last row."""
 
     reason: str  # why
     action: str  # what became of the rows: dropped, masked, excluded or carried
-    rows: int  # how many left
-    rollouts: int | None  # how many left whole
-    groups: int | None  # how many left whole
-    tokens: int | None  # how many left
+    rows: int  # that left
+    rollouts: int | None  # that left with their last row
+    groups: int | None  # that left with their last row
+    tokens: int | None  # of the rows that left
 
 
 class PageLevel(TypedDict):
@@ -68,7 +68,7 @@ class Rows(TypedDict):
     rollout: list[int]  # its rollout
     reward: list[float | None]  # of its rollout
     advantage: list[float | None]  # as trained; a mean over tokens, where it is per token
-    advantage_by_row: list[float | None]  # if each row had a vote, or under the other recipe of `versus`
+    advantage_by_row: list[float | None]  # if each row were a rollout, or under the other recipe of `versus`
     tokens: list[int | None]  # in the loss mask
     weight: list[float | None]  # loss weight
     status: list[str]  # how its rollout ended
@@ -90,8 +90,8 @@ class Step(TypedDict):
     numbers: dict[str, float]  # the metrics of all its rows, by name
 
 
-class PageRunRequired(TypedDict):
-    """What the data of every run has."""
+class PageDataRequired(TypedDict):
+    """The keys that every page has."""
 
     title: str  # of the page
     recipe: list[RecipeStage]  # in order
@@ -100,28 +100,28 @@ class PageRunRequired(TypedDict):
     curves: dict[str, list[float | None]]  # metrics by name, as columns beside `curve_steps`
 
 
-class PageRun(PageRunRequired, total=False):
-    """The data of the page of a run."""
+class PageData(PageDataRequired, total=False):
+    """The data of the page of a training, a replay or a comparison."""
 
-    versus: list[str]  # two recipes: whose `advantage` it is, and whose `advantage_by_row`
+    versus: list[str]  # two recipes: that of `advantage`, and that of `advantage_by_row`
 
 
 def check_keys(value: Mapping[str, Any], schema: type, where: str) -> None:
-    """Raise unless a value and all within it have the keys of their schema, and no others.
+    """Check that a value and all values within it have the keys of their schema, and no others.
 
     Args:
         value: data of the page.
         schema: the TypedDict of this module that it should be.
-        where: what the message calls it.
+        where: the name of the value in messages.
 
     Raises:
         ValueError: a key is missing, or is not in the schema.
 
     Example:
-        >>> check_keys({"groups": 2, "off": 3}, Shown, "run.steps[0].shown")  # doctest: +ELLIPSIS
+        >>> check_keys({"groups": 2, "off": 3}, Shown, "page.steps[0].shown")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: run.steps[0].shown must have the keys groups, of; missing: of; unknown: off. ...
+        ValueError: page.steps[0].shown must have the keys groups, of; missing: of; unknown: off. ...
     """
     hints = get_type_hints(schema)
     required = [key for key in hints if key in schema.__required_keys__]  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ def check_keys(value: Mapping[str, Any], schema: type, where: str) -> None:
             + (f" and may have {', '.join(optional)}" if optional else "")
             + (f"; missing: {', '.join(missing)}" if missing else "")
             + (f"; unknown: {', '.join(unknown)}" if unknown else "")
-            + f". Build it with page_data, or as {__name__}.{schema.__name__} says"
+            + f". Build it with page_data, or as {__name__}.{schema.__name__} describes it"
         )
     for key, hint in hints.items():
         if is_typeddict(hint):

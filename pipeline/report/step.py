@@ -13,6 +13,7 @@ import torch
 from headrace.pipeline.account import Account
 from headrace.pipeline.ledger import ledger_numbers
 from headrace.pipeline.row_table import strings
+from headrace.transforms import Status
 
 from .funnel import Level, funnel
 from .groups import groups_of, rollouts_of, staleness_of
@@ -20,11 +21,11 @@ from .numbers import numbers_of
 
 
 class HasAccount(Protocol):
-    """A pipeline, whose account is that of its last batch, or a run, whose account is its own."""
+    """A pipeline, with the account of its last batch, or a run, with its own."""
 
     @property
     def account(self) -> Account | None:
-        """None: there was no batch."""
+        """None where there was no batch."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class StepReport:
     Attributes:
         step: its number.
         recipe: (name, text) of each stage, in order.
-        columns: (N,) NumPy arrays by name, one entry per row that came in. `row`; `reason`, the code in
-            `names`; and what the batch had of `rollout_id`, `group_id`, `collected_reward` (the row's own),
-            `reward` (the rollout's, as the advantage saw it), `advantage` (a mean over tokens, where it is
-            per token), `advantage_by_row` (what it were if each row had a vote), `loss_weight`, `tokens`,
-            `status`, `policy_version`, `expected_rollouts`, `minibatch`, `microbatch`, `rank`, `counted`.
-            Floats are NaN and integers -1 where nothing is known.
+        columns: (N,) NumPy arrays by name, one entry per row of the batch. Always `row` and `reason`, the
+            code in `names`; where the batch had it, `rollout_id`, `group_id`, `collected_reward` (the row's
+            own), `reward` (the rollout's, as the advantage saw it), `advantage` (a mean over tokens, where it
+            is per token), `advantage_by_row` (what it would be if each row were a rollout), `loss_weight`,
+            `tokens`, `status`, `policy_version`, `expected_rollouts`, `minibatch`, `microbatch`, `rank`,
+            `counted`. An unknown float is NaN, an unknown integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
-        actions: what became of those rows, by code.
+        actions: what happened to those rows, by code.
         texts: N strings by name, ``prompt`` and ``response``.
         group_size: rollouts that each group was dispatched with, if the gate says so.
         solved: least reward of a solved rollout.
@@ -67,7 +68,7 @@ class StepReport:
 
     @cached_property
     def funnel(self) -> list[Level]:
-        """What is left in the loss after each stage, and who left why."""
+        """What is in the loss after each stage, and what left it for which reason."""
         return funnel(self.columns, [name for name, _ in self.recipe], self.names, self.actions)
 
     @cached_property
@@ -86,16 +87,24 @@ class StepReport:
         return staleness_of(self.columns)
 
     @cached_property
+    def statuses(self) -> list[str] | None:
+        """N names of :class:`~headrace.transforms.Status` in lower case; None where the batch had none."""
+        if "status" not in self.columns:
+            return None
+        names = {int(status): status.name.lower() for status in Status}
+        return [names.get(value, str(value)) for value in self.columns["status"].tolist()]
+
+    @cached_property
     def numbers(self) -> dict[str, float]:
-        """All numbers: the pipeline's metrics, and the field's."""
+        """The pipeline's metrics, and the statistics of a step (:func:`numbers_of`)."""
         return {**self.measured, **numbers_of(self.columns, self.rollouts, self.groups, self.solved)}
 
 
-def make_report(source: HasAccount, *, step: int = 0, solved: float = 1.0) -> StepReport:
+def make_report(processed: HasAccount, *, step: int = 0, solved: float = 1.0) -> StepReport:
     """The report of a run, or of the last batch of a pipeline. One device read.
 
     Args:
-        source: a :class:`Run`, or a :class:`Pipeline` after a batch.
+        processed: a :class:`Run`, or a :class:`Pipeline` after a batch.
         step: its number.
         solved: least reward of a solved rollout.
 
@@ -109,7 +118,7 @@ def make_report(source: HasAccount, *, step: int = 0, solved: float = 1.0) -> St
         >>> make_report(run, step=7)
         StepReport(step=7, 2 of 2 rows trained)
     """
-    account = source.account
+    account = processed.account
     if account is None:
         raise RuntimeError(
             "there is no batch to report on: run the pipeline over one; one that was refused has none"
@@ -124,14 +133,14 @@ def make_report(source: HasAccount, *, step: int = 0, solved: float = 1.0) -> St
     columns["row"] = np.arange(rows)
     if (by_row := _advantage_by_row(account, columns)) is not None:
         columns["advantage_by_row"] = by_row
-    texts = {name: found for name, text in table.texts.items() if (found := strings(text, rows)) is not None}
+    decoded = {name: strings(text, rows) for name, text in table.texts.items()}
     return StepReport(
         step=step,
         recipe=account.recipe,
         columns=columns,
         names=tuple(ledger.names),
         actions=tuple(ledger.actions),
-        texts=texts,
+        texts={name: text for name, text in decoded.items() if text is not None},
         group_size=account.group_size,
         solved=solved,
         measured=measured,
@@ -146,7 +155,7 @@ def _empty_report(account: Account, step: int) -> StepReport:
 
 
 def _advantage_by_row(account: Account, columns: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """(N,) the advantage that each row would have if the rows of a fan-out were so many rollouts."""
+    """(N,) the advantage that each row would have if it were a rollout."""
     if account.advantage_by_row is None or not {"reward", "advantage", "group_id"} <= set(columns):
         return None
     rows = np.isfinite(columns["advantage"]) & np.isfinite(columns["reward"]) & (columns["group_id"] >= 0)
@@ -157,6 +166,6 @@ def _advantage_by_row(account: Account, columns: Mapping[str, np.ndarray]) -> np
     credit = account.advantage_by_row(reward, groups)
     if credit is None:
         return None
-    found = np.full(len(rows), np.nan)
-    found[rows] = credit.numpy()
-    return found
+    result = np.full(len(rows), np.nan)
+    result[rows] = credit.numpy()
+    return result

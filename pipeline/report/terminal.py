@@ -11,12 +11,12 @@ from rich.text import Text
 from .funnel import UNITS
 from .step import HasAccount, StepReport, make_report
 
-GROUPS = 12  # lines of the table; what there is more is counted below it
+GROUPS = 12  # lines of the table; the number of other groups is below it
 ROLLOUTS = 8  # rewards in a line
 
 
 def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
-    """What to print for a report; readable at 80 columns. No text of the user's is read as markup.
+    """A report as Rich prints it, readable at 80 columns. Texts of the batch are not read as markup.
 
     Args:
         report: of a batch.
@@ -35,26 +35,29 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
         collected      2          2
         trained        2          2
     """
-    parts: list[Table | Text] = [_funnel(report)]
+    blocks: list[Table | Text] = [_funnel(report)]
     if report.groups:
-        parts += [Text(), _groups(report, groups)]
+        blocks += [Text(), _groups(report, groups)]
         if (more := len(report.groups["id"]) - groups) > 0:
-            parts.append(Text(f"and {more:,} groups more", style="dim"))
-    return Group(*parts)
+            blocks.append(Text(f"and {more:,} groups more", style="dim"))
+    return Group(*blocks)
 
 
 def print_report(
-    source: HasAccount, *, step: int = 0, console: Console | None = None, solved: float = 1.0
+    processed: HasAccount, *, step: int = 0, console: Console | None = None, solved: float = 1.0
 ) -> StepReport:
     """Make the report of a run or a pipeline (:func:`make_report`), print it, and return it.
 
     Args:
-        source: what has an account.
+        processed: a run, or a pipeline after a batch.
         step: its number.
         console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
         solved: least reward of a solved rollout.
+
+    Raises:
+        RuntimeError: there was no batch, or a stage refused it.
     """
-    report = make_report(source, step=step, solved=solved)
+    report = make_report(processed, step=step, solved=solved)
     (console or Console()).print(show_report(report))
     return report
 
@@ -89,41 +92,44 @@ def _groups(report: StepReport, most: int) -> Table:
     table.add_column("left", overflow="fold")
     worst = np.argsort((groups["trained"] >= groups["rollouts"]) & groups["complete"], kind="stable")
     for g in worst[:most]:
-        mine = np.flatnonzero(each["group"] == groups["id"][g])
+        rollouts = np.flatnonzero(each["group"] == groups["id"][g])
         expected = groups["expected"][g]
         size = f"{groups['rollouts'][g]}" + (f" of {expected}" if expected >= 0 else "")
-        cells = [str(groups["id"][g]), size, str(groups["segments"][g]), _values(each["reward"][mine])]
+        cells = [str(groups["id"][g]), size, str(groups["segments"][g]), _values(each["reward"][rollouts])]
         if text is not None:
             cells.insert(1, printable(" ".join(text[groups["row"][g]].split())))
-        credit = each["advantage"][mine]
+        credit = each["advantage"][rollouts]
         credit = credit[np.isfinite(credit)]
         cells.append(f"{credit.min():+.2f} … {credit.max():+.2f}" if len(credit) else "–")
-        cells.append(_reasons(report, each["reason"][mine]))
+        cells.append(_reasons(report, each["reason"][rollouts]))
         trains = bool(groups["trained"][g])
         table.add_row(*(Text(cell) for cell in cells), style="" if trains else "dim")
     return table
 
 
 def _values(values: np.ndarray) -> str:
-    """Rewards, each value once with how often it is there, the most frequent first."""
+    """Rewards, each value once with its count, the most frequent first."""
     known = values[np.isfinite(values)]
-    found, times = np.unique(known, return_counts=True)
-    order = np.argsort(-times, kind="stable")
-    told = [f"{found[i]:.3g}" + (f"×{times[i]}" if times[i] > 1 else "") for i in order[:ROLLOUTS]]
-    missing = len(values) - len(known)
-    return " ".join(told + ["…"] * (len(found) > ROLLOUTS) + [f"none×{missing}"] * bool(missing))
+    distinct, counts = np.unique(known, return_counts=True)
+    order = np.argsort(-counts, kind="stable")
+    words = [f"{distinct[i]:.3g}" + (f"×{counts[i]}" if counts[i] > 1 else "") for i in order[:ROLLOUTS]]
+    if len(distinct) > ROLLOUTS:
+        words.append("…")
+    if missing := len(values) - len(known):
+        words.append(f"none×{missing}")
+    return " ".join(words)
 
 
 def _reasons(report: StepReport, codes: np.ndarray) -> str:
-    found, times = np.unique(codes[codes > 0], return_counts=True)
+    distinct, counts = np.unique(codes[codes > 0], return_counts=True)
     return ", ".join(
         printable(report.names[code].replace("_", " ")) + (f" ×{count}" if count > 1 else "")
-        for code, count in zip(found, times, strict=True)
+        for code, count in zip(distinct, counts, strict=True)
     )
 
 
 def printable(text: str) -> str:
-    """Text in which no character moves the cursor, changes a colour or turns the direction of reading."""
+    """The text with a dot for each character that is not printable, such as those that move the cursor."""
     return "".join(letter if letter.isprintable() else "·" for letter in text)
 
 

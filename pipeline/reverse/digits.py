@@ -1,4 +1,4 @@
-"""Tokens and texts of the experiment."""
+"""Tokens, prompts and answers of the experiment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def revision_prompts(asked: Tensor, draft: Tensor) -> Tensor:
 
 
 def graded(response: Tensor, answer: Tensor) -> Tensor:
-    """(B,) float: the share of the answer's tokens, END included, that stand in their place."""
+    """(B,) float: the share of the answer's tokens, END included, that are in their place."""
     asked = answer != PAD
     return ((response == answer) & asked).sum(-1) / asked.sum(-1)
 

@@ -19,12 +19,12 @@ IDS = ("prompt", "group_id", "rollout_id", "expected_rollouts")
 class ReverseEnv(EnvBase):
     """Ask for digit strings backwards; a share of the rollouts writes a draft and then a revision.
 
-    A revised rollout is two rows of the batch, its two segments: the draft carries a reward of 0, the
-    revision the rollout's. The environment has half as many slots as a batch has rows and makes two steps
-    a batch: a slot runs one revised rollout, or two that are not. So each batch of `frames_per_batch` rows
-    holds every rollout of every group that was dispatched for it.
+    A revised rollout is two rows of the batch, its two segments: the draft has a reward of 0, the revision
+    that of the rollout. The environment has half as many slots as a batch has rows, and two turns per batch:
+    in a slot either one rollout is revised, or two rollouts of one turn follow each other. So each batch of
+    `frames_per_batch` rows holds every rollout of every group that was dispatched for it.
 
-    Steps read ``("tokens", "response")``; rows carry ``("tokens", "prompt")`` (B, P) int64, `prompt`,
+    A turn reads ``("tokens", "response")``; rows carry ``("tokens", "prompt")`` (B, P) int64, `prompt`,
     `group_id`, `rollout_id` and `expected_rollouts` (B, 1) int64, and under ``next`` `reward` (B, 1) float:
     the share of tokens in place, and `status` (B, 1): truncated where the response has no end, failed where
     the grader gave up.
@@ -34,7 +34,7 @@ class ReverseEnv(EnvBase):
         revised: share of a group's rollouts that are revised, in [0, 1]; rounded to whole rollouts.
         failing: probability that the grader gives up on a row, in [0, 1).
         seed: of the grader.
-        device: where the environment lies.
+        device: of the environment.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class ReverseEnv(EnvBase):
         self.done_spec = Composite(done=done, shape=[slots], device=self.device)
 
     def _dispatch(self) -> None:
-        """Draw the groups of a batch and deal their rollouts to the slots, two turns each."""
+        """Draw the groups of a batch, and assign their rollouts to the slots, two turns each."""
         draws = next(self._draws)
         groups = torch.arange(len(draws), device=self.device).view(-1, self.sampler.group_size)
         two_turns, one_turn = groups[:, : self.revised], groups[:, self.revised :]
         first = torch.cat([two_turns, one_turn[:, 0::2]], 1).flatten()
         second = torch.cat([two_turns, one_turn[:, 1::2]], 1).flatten()
-        plan = torch.stack([first, second])
-        self._ids = {name: draws[name].to(self.device)[plan].unsqueeze(-1) for name in IDS}
+        slots = torch.stack([first, second])  # (2, B) the index of the rollout, by turn and slot
+        self._ids = {name: draws[name].to(self.device)[slots].unsqueeze(-1) for name in IDS}
         self._turn = 0
         self._prompt = self._asked[self._ids["prompt"][0, :, 0]]
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:
-        # All slots end together after their second turn; after the first only those that go on to another
-        # rollout are reset, and _step has moved them there.
+        # All slots end together after the second turn. After the first, only slots whose second turn is of
+        # another rollout are reset, and _step has set its prompt already.
         if tensordict is None or "_reset" not in tensordict.keys() or bool(tensordict["_reset"].all()):
             self._dispatch()
         return self._rows(done=torch.zeros(*self.batch_size, 1, dtype=torch.bool, device=self.device))
@@ -111,7 +111,7 @@ class ReverseEnv(EnvBase):
             asked = self._asked[self._ids["prompt"][1, :, 0]]
             revision = digits.revision_prompts(tensordict["tokens", "prompt"], response)
             self._prompt = torch.where(goes_on, revision, asked)
-            # What a rollout that goes on is asked next; the others are reset and ask anew.
+            # The second prompt of a revised rollout; the other slots are reset and ask another.
             out["tokens", "prompt"] = self._prompt
         return out
 

@@ -45,7 +45,7 @@ class DigitPolicy(TensorDictModuleBase):
         width: of the model.
         heads: of its attention.
         layers: blocks.
-        device: where it lies.
+        device: of the model.
     """
 
     def __init__(self, *, width: int = 64, heads: int = 4, layers: int = 2, device: str | None = None):
@@ -67,14 +67,15 @@ class DigitPolicy(TensorDictModuleBase):
     def logits(self, tokens: Tensor, there: Tensor, packed: TensorDictBase | None = None) -> Tensor:
         """(B, T, V): logits of the next token; PAD has none. `there` (B, T) bool marks real tokens.
 
-        Where rows are `packed` end to end, a token sees those of its own row.
+        Where rows are `packed` into one, a token sees those of its own row only.
         """
         length = tokens.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
         itself = torch.eye(length, dtype=torch.bool, device=tokens.device)
         if packed is None:
             place = (there.long().cumsum(-1) - 1).clamp_min(0)
-            visible = (causal & there[:, None, None, :]) | itself  # padding sees itself, lest it be NaN
+            # Padding sees itself: a softmax over no tokens would be NaN.
+            visible = (causal & there[:, None, None, :]) | itself
         else:
             place, row = packed["position_ids"], packed["segment_ids"]
             visible = causal & (row[:, None, :, None] == row[:, None, None, :])
@@ -108,7 +109,7 @@ class DigitPolicy(TensorDictModuleBase):
         return batch
 
     def get_dist(self, batch: TensorDictBase, **_: Any) -> LLMMaskedCategorical:
-        """The distribution of every token given those before it, over the tokens in the loss."""
+        """The distribution of each token given those before it, masked to the tokens in the loss."""
         packed = batch if "segment_ids" in batch.keys() else None
         logits = self.logits(batch["tokens", "full"], batch["masks", "all_attention_mask"], packed)
         shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)

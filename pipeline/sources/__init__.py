@@ -1,4 +1,4 @@
-"""Training rollouts that other frameworks have dumped, as batches: yesterday's rollouts through a recipe."""
+"""Training rollouts that frameworks have dumped, read as batches that a pipeline can process."""
 
 from .batch import to_batch
 from .malformed import SourceError

@@ -1,4 +1,4 @@
-"""From samples to a dense batch."""
+"""Samples of one step as a dense batch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .sample import Sample
 def to_batch(samples: Iterable[Sample]) -> TensorDict:
     """Make a dense batch of the samples of one step.
 
-    A column is on all rows or on none; only rows that failed or were aborted may lack one, and have NaN, -1,
-    no tokens or an empty text there. Tokens are padded on the left, to the longest of T.
+    A column is on all rows or on none. But a lost row, whose rollout failed or was aborted, may lack a value;
+    it has NaN, -1, no tokens or an empty text there. Tokens are padded on the left, to the longest of T.
 
     ====================================== ================= =============================================
     column                                  shape, dtype      where
     ====================================== ================= =============================================
-    ``group_id``, ``rollout_id``            (N,) int64        numbers of the labels, by first appearance
+    ``group_id``, ``rollout_id``            (N,) int64        a number per label, by first appearance
     ``group_label``, ``rollout_label``      N strings         the labels
-    ``("next", "reward")``                  (N, 1) float32    NaN where a lost row has none; (N, K) of several
-    ``reward_names``                        K strings         of several rewards, in order of the columns
+    ``("next", "reward")``                  (N, 1) float32    NaN where a lost row has none; (N, K) of K
+    ``reward_names``                        K strings         where there are K, in order of the columns
     ``status``                              (N,) int64        :class:`~headrace.transforms.Status`
-    ``("masks", "all_assistant_mask")``     (N, T) bool       tokens that train; T = 1 for texts of no length
+    ``("masks", "all_assistant_mask")``     (N, T) bool       tokens that train; T = 1 without lengths
     ``("tokens", "full")``                  (N, T) int64      rows have tokens; 0 is padding
     ``("masks", "all_attention_mask")``     (N, T) bool       with the tokens
     ``("log_probs", "full")``               (N, T) float32    rows have them; NaN outside of the response
@@ -65,20 +65,20 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     batch["status"] = torch.tensor([int(row.status) for row in rows])
     _add_rewards(batch, rows)
     _add_tokens(batch, rows)
-    _add_rest(batch, rows)
+    _add_optional(batch, rows)
     return batch
 
 
 def check_groups(rows: Sequence[Sample]) -> None:
-    """A rollout is in one group, and a group has no more rollouts than it was dispatched with.
+    """Check that a rollout is in one group, and that no group has more rollouts than it was dispatched with.
 
     Raises:
-        SourceError: one that is not.
+        SourceError: a rollout in two groups, or a group with more rollouts.
     """
-    home: dict[str | int, Sample] = {}
+    first_rows: dict[str | int, Sample] = {}
     members: dict[str | int, dict[str | int, Sample]] = {}
     for row in rows:
-        first = home.setdefault(row.rollout, row)
+        first = first_rows.setdefault(row.rollout, row)
         if first.group != row.group:
             raise SourceError(
                 f"{row.where}: a rollout belongs to one group; found the rollout {quote(row.rollout)} in "
@@ -86,20 +86,20 @@ def check_groups(rows: Sequence[Sample]) -> None:
             )
         members.setdefault(row.group, {})[row.rollout] = row
     for row in rows:
-        have = members[row.group]
-        if row.expected is not None and len(have) > row.expected:
-            where = listing([other.where for other in have.values()])
+        rollouts = members[row.group]
+        if row.expected_rollouts is not None and len(rollouts) > row.expected_rollouts:
             raise SourceError(
-                f"{row.where}: the group {quote(row.group)} was dispatched with {row.expected} rollouts; "
-                f"found {len(have)}: {where}. Was its prompt drawn twice, or is group_size another?"
+                f"{row.where}: the group {quote(row.group)} was dispatched with {row.expected_rollouts} "
+                f"rollouts; found {len(rollouts)}: {listing([other.where for other in rollouts.values()])}. "
+                "Was its prompt drawn twice, or is group_size another?"
             )
 
 
 def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | None:
-    """One field of all rows, `default` where a lost row has none; None if no row has it.
+    """One field of all rows; `default` where a lost row has none. None if no row has it.
 
     Raises:
-        SourceError: only some rows have it.
+        SourceError: some rows have it, and a row that is not lost has none.
     """
     values = [getattr(row, name) for row in rows]
     if all(value is None for value in values):
@@ -107,7 +107,7 @@ def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | No
     lacking = [
         row.where
         for row, value in zip(rows, values, strict=True)
-        if value is None and (not row.lost or name == "expected")
+        if value is None and (not row.lost or name == "expected_rollouts")
     ]
     if lacking:
         raise SourceError(
@@ -118,18 +118,18 @@ def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | No
 
 
 def _add_rewards(batch: TensorDict, rows: Sequence[Sample]) -> None:
-    several = column(rows, "rewards", default={})
-    if several is None or not any(several):
+    by_name = column(rows, "rewards", default={})
+    if by_name is None or not any(by_name):
         rewards = [[math.nan if row.reward is None else row.reward] for row in rows]
     else:
-        names = list(next(names for names in several if names))
-        for row, named in zip(rows, several, strict=True):
-            if named and set(named) != set(names):
+        names = list(next(values for values in by_name if values))
+        for row, values in zip(rows, by_name, strict=True):
+            if values and set(values) != set(names):
                 raise SourceError(
                     f"{row.where}: all samples have the same rewards ({listing(names)}); "
-                    f"found {listing(named)}"
+                    f"found {listing(values)}"
                 )
-        rewards = [[named.get(name, math.nan) for name in names] for named in several]
+        rewards = [[values.get(name, math.nan) for name in names] for values in by_name]
         batch["reward_names"] = NonTensorData(names, batch_size=batch.batch_size)
     batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float32)
 
@@ -139,8 +139,8 @@ def _add_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
     tokens = column(rows, "tokens", default=[])
     log_probs = column(rows, "log_probs", default=[])
     known = tokens is not None or any(row.response_length is not None for row in rows)
-    bare = [row.lost and known and row.tokens is None and row.response_length is None for row in rows]
-    extents = [(0, 0) if b else row.extent() for b, row in zip(bare, rows, strict=True)]
+    empty = [row.lost and known and row.tokens is None and row.response_length is None for row in rows]
+    extents = [(0, 0) if none else row.extent() for none, row in zip(empty, rows, strict=True)]
     width = max(1, *(length for length, _ in extents))
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
     for i, (row, (_, response)) in enumerate(zip(rows, extents, strict=True)):
@@ -155,10 +155,10 @@ def _add_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
             attention[i, width - len(ids) :] = True
         batch["tokens", "full"], batch["masks", "all_attention_mask"] = full, attention
     if log_probs is not None:
-        spread = torch.full((len(rows), width), math.nan)
+        padded = torch.full((len(rows), width), math.nan)
         for i, values in enumerate(log_probs):
-            put_right(spread[i], values if not bare[i] else [])
-        batch["log_probs", "full"] = spread
+            put_right(padded[i], [] if empty[i] else values)
+        batch["log_probs", "full"] = padded
 
 
 def put_right(row: Tensor, values: Sequence[float]) -> None:
@@ -166,10 +166,10 @@ def put_right(row: Tensor, values: Sequence[float]) -> None:
     row[len(row) - len(values) :] = torch.tensor(values, dtype=row.dtype)
 
 
-def _add_rest(batch: TensorDict, rows: Sequence[Sample]) -> None:
+def _add_optional(batch: TensorDict, rows: Sequence[Sample]) -> None:
     if (version := column(rows, "policy_version", default=-1)) is not None:
         batch["next", "policy_version"] = torch.tensor(version)
-    if (expected := column(rows, "expected", default=None)) is not None:
+    if (expected := column(rows, "expected_rollouts", default=None)) is not None:
         batch["expected_rollouts"] = torch.tensor(expected)
     if (advantage := column(rows, "advantage", default=math.nan)) is not None:
         batch["advantage_logged"] = torch.tensor(advantage, dtype=torch.float32)

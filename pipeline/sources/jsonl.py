@@ -1,4 +1,4 @@
-"""JSON Lines, a line at a time: plain or gzipped, of any size."""
+"""JSON Lines, plain or gzipped, of any size: read a line at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reading import Reading, parse_records
 from .record import Record
 from .sample import Sample
 
-MAX_LINE = 2**28  # bytes; a line is the only thing that is in memory as a whole
+MAX_LINE = 2**28  # bytes; one line is in memory at a time
 
 
 def read_jsonl(
@@ -24,29 +24,29 @@ def read_jsonl(
 
     Args:
         path: the file.
-        reading: the pass it belongs to.
+        reading: the pass that the file belongs to.
         parse: makes samples of a record.
 
     Raises:
-        SourceError: ``file:line: what was required; found what``.
+        SourceError: a record is malformed, and none may be skipped.
     """
     return parse_records(read_lines(path, reading), reading, parse)
 
 
 def read_lines(path: Path, reading: Reading) -> Iterator[Record]:
-    """The records of a file. Blank lines are none.
+    """The records of a file; blank lines are skipped.
 
     Raises:
         SourceError: a line that is no JSON object, or a file that is cut off or has no records.
     """
-    found = 0
+    count = 0
     try:
         with path.open("rb") as raw:
             for number, line in enumerate(_lines(raw, path), start=1):
                 reading.position = raw.tell()
                 if line.isspace():
                     continue
-                found += 1
+                count += 1
                 where = f"{path}:{number}"
                 try:
                     record = Record(decode(line, where), where, number)
@@ -57,7 +57,7 @@ def read_lines(path: Path, reading: Reading) -> Iterator[Record]:
     except (OSError, EOFError, zlib.error) as err:
         reading.skipped.note(SourceError(f"{path}: the file must be readable to its end; found {err}"))
         return
-    if not found:
+    if not count:
         reading.skipped.note(SourceError(f"{path}: a dump has at least one record; found an empty file"))
 
 
@@ -65,7 +65,7 @@ def decode(line: bytes, where: str) -> dict[str, Any]:
     """One JSON object, strictly: NaN, Infinity and repeated keys are errors.
 
     Raises:
-        SourceError: it is none.
+        SourceError: the line is too long, not UTF-8, or not one JSON object.
 
     Example:
         >>> decode(b'{"reward": 0.5}', "a.jsonl:1")
@@ -82,7 +82,10 @@ def decode(line: bytes, where: str) -> dict[str, Any]:
         raise SourceError(
             f"{where}: a line must be one JSON object; found {err.msg} at column {err.colno}{cut}"
         ) from err
-    except (ValueError, RecursionError) as err:  # ours, and what Python says of too many digits or levels
+    except (
+        ValueError,
+        RecursionError,
+    ) as err:  # a hook's, or Python's limits on digits and nesting
         raise SourceError(f"{where}: a line must be one JSON object; found {err}") from err
     if not isinstance(value, dict):
         raise SourceError(f"{where}: a line must be one JSON object; found {quote(value)}")
@@ -92,7 +95,7 @@ def decode(line: bytes, where: str) -> dict[str, Any]:
 def _lines(raw: IO[bytes], path: Path) -> Iterator[bytes]:
     stream: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
     while line := stream.readline(MAX_LINE + 1):
-        yield line
+        yield line  # `decode` refuses a line that is too long; its rest is skipped here
         if len(line) > MAX_LINE:
             while line and not line.endswith(b"\n"):
                 line = stream.readline(MAX_LINE)

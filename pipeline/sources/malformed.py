@@ -1,4 +1,4 @@
-"""What can be wrong with a dump, said once and in few words."""
+"""Errors in a dump: the exception, the count of skipped records, and values shortened for messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 4
 
 
 class SourceError(ValueError):
-    """A dump that cannot be read as the format says. The message begins with the file and the place in it."""
+    """A dump that does not follow its format. The message begins with the file and the place in it."""
 
 
 class Skipped:
@@ -49,7 +49,7 @@ class Skipped:
 
 
 def quote(value: Any) -> str:
-    """A value in at most a line, whatever it is: data decide its size, and some are built to be huge.
+    """A value in at most 200 characters, of whatever type and size it is: dumps may hold huge values.
 
     >>> quote(list(range(1000)))
     '[0, 1, 2, 3, ...]'
@@ -58,3 +58,13 @@ def quote(value: Any) -> str:
         return _short.repr(value)[:200]
     except Exception:  # an integer of thousands of digits, or an object whose repr fails
         return f"a {type(value).__name__} that cannot be printed"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, in at most 200 characters; without a message, its type.
+
+    >>> first_line(ValueError("no footer\\nat byte 12")), first_line(KeyError())
+    ('no footer', 'KeyError')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

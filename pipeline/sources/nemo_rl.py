@@ -5,13 +5,13 @@ in ``nemo_rl/utils/logger.py``, read from forks that carry the main branch of la
 is empty. Each line is one sample, sliced out of the batch: every value but ``idx`` is a list of one. Read
 are ``token_ids``, ``input_lengths``, ``token_loss_mask``, ``sample_loss_mask``, ``rewards``
 (``filtered_rewards`` where dynamic sampling wrote it), ``advantages``, ``generation_logprobs`` and
-``content``. Releases before those masks were logged cannot be read. It is not confirmed that ``content`` is
-always a string; it is left aside where it is not.
+``content``. Releases that did not log those masks cannot be read. A ``content`` that is no string is ignored:
+that it always is one is not confirmed.
 
-Rows are padded on the right; ``input_lengths`` says where they end. The response begins at the first token
-with a loss. Advantages are logged for each token: where they differ within a sample, it is logged as NaN.
-Groups are not dumped: give ``group_by="prompt"``, which compares the tokens before the response. Statuses
-are not dumped: all completed.
+Rows are padded on the right; ``input_lengths`` is their length without the padding. The response begins at
+the first token that trains. Advantages are logged for each token: where they differ within a sample, its
+advantage is read as NaN. Groups are not dumped: set ``group_by="prompt"``, which compares the tokens before
+the response. Statuses are not dumped: every rollout counts as completed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +34,23 @@ def read_nemo_rl(path: Path, reading: Reading) -> Iterator[Sample]:
     """Samples of one file, which is one step.
 
     Raises:
-        SourceError: the file's name has no step, a record is not as documented, or grouping by prompt was not
-            asked for.
+        SourceError: the file's name has no step, a record is not as documented, or `group_by` is not
+            ``prompt``.
     """
     named = re.search(r"step(\d{1,18})\.jsonl(\.gz)?$", path.name)
     if named is None:
         raise SourceError(
             f"{path}: the step is in the file's name, train_data_step<N>.jsonl; found {path.name}"
         )
-    step = int(named[1])
-
-    def parse(record: Record, reading: Reading) -> list[Sample]:
-        return [parse_row(record, reading, step)]
-
-    return read_jsonl(path, reading, parse)
+    return read_jsonl(path, reading, partial(parse_row, step=int(named[1])))
 
 
-def parse_row(record: Record, reading: Reading, step: int) -> Sample:
-    """One line of the dump."""
+def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
+    """The sample of one line of the dump.
+
+    Raises:
+        SourceError: it is not as documented, or `group_by` is not ``prompt``.
+    """
     row = Record({key: _only(record, key) for key in record.data}, record.where, record.line)
     tokens, length, trains = row.wholes("token_ids"), row.whole("input_lengths"), row.bits("token_loss_mask")
     log_probs = row.numbers("generation_logprobs", optional=True)
@@ -63,24 +63,27 @@ def parse_row(record: Record, reading: Reading, step: int) -> Sample:
     mask = trains[:length]
     begin = mask.index(1) if 1 in mask else length
     reward = "filtered_rewards" if "filtered_rewards" in row.data else "rewards"
-    return Sample(
-        group=reading.group_of_prompt(tokens[:begin], record.where),
-        rollout=record.line,
-        reward=row.number(reward),
-        response=as_text(row.data.get("content")),
-        tokens=tokens[:length],
-        loss_mask=mask[begin:],
-        response_length=length - begin,
-        log_probs=None if log_probs is None else log_probs[begin:length],
-        step=step,
-        advantage=None if advantages is None else _one(advantages, trains),
-        in_loss=record.bits("sample_loss_mask") == [1],
-        expected=reading.group_size,
-        where=record.where,
-    )
+    return [
+        Sample(
+            group=reading.group_of_prompt(tokens[:begin], record.where),
+            rollout=record.line,
+            reward=row.number(reward),
+            response=as_text(row.data.get("content")),
+            tokens=tokens[:length],
+            loss_mask=mask[begin:],
+            response_length=length - begin,
+            log_probs=None if log_probs is None else log_probs[begin:length],
+            step=step,
+            advantage=None if advantages is None else _common_advantage(advantages, trains),
+            in_loss=record.bits("sample_loss_mask") == [1],
+            expected_rollouts=reading.group_size,
+            where=record.where,
+        )
+    ]
 
 
 def _only(record: Record, key: Any) -> Any:
+    """The one value of a list of one."""
     value = record.data[key]
     if key == "idx":
         return value
@@ -89,7 +92,7 @@ def _only(record: Record, key: Any) -> Any:
     return value[0]
 
 
-def _one(advantages: list[float], trains: list[int]) -> float:
+def _common_advantage(advantages: list[float], trains: list[int]) -> float:
     """The advantage of all tokens that train; NaN where they differ or there are none."""
     if len(advantages) == 1:
         return advantages[0]

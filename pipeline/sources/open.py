@@ -1,4 +1,4 @@
-"""A dump as batches, a step at a time."""
+"""A dump as an iterable of batches, a step at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sample import Sample
 
 
 class Source:
-    """What :func:`open_source` returns. Each ``iter()`` is a pass from the start.
+    """A dump that :func:`open_source` opened. Each ``iter()`` is a new pass over all files.
 
     Attributes:
         format: the format's name.
@@ -32,7 +32,7 @@ class Source:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read in this pass, on disk; a ``.pt`` file counts when it is done."""
+        """Bytes read in this pass, on disk; a ``.pt`` file counts when it has been read."""
         return self._pass.done_bytes + self._pass.position
 
     @property
@@ -42,35 +42,31 @@ class Source:
 
     @property
     def messages(self) -> list[str]:
-        """What was wrong with the first few of them."""
+        """The errors of the first few skipped records."""
         return list(self._pass.skipped.messages)
 
     def __iter__(self) -> Iterator[tuple[int, TensorDictBase]]:
         """Yield ``(step, batch)``, steps ascending, one step in memory.
 
         Raises:
-            SourceError: a malformed record where none may be skipped; a step that comes back or goes on in
-                another file; columns that do not agree; no records at all.
+            SourceError: a malformed record where none may be skipped; a step that is smaller than the one
+                before, or continues in another file; columns that do not agree; no records at all.
         """
-        options = self._options
-        reading = self._pass = Reading(
-            options.reward_key, options.group_by, options.group_size, Skipped(allowed=options.skipped.allowed)
-        )
+        reading = self._pass = self._options.restarted()
         rows: list[Sample] = []
         last = -1
-        for item, path, first in self._items(reading):
+        for item, path, first_of_file in self._items(reading):
             step = item[0] if isinstance(item, tuple) else item.step or 0
-            same = bool(rows) and step == (rows[0].step or 0)
-            if not same:
+            if not rows or step != last:
                 if rows:
-                    rows, done = [], self._batch(rows)
-                    yield done
+                    rows, batch = [], self._batch(rows)
+                    yield batch
                 if step <= last:
                     raise SourceError(
                         f"{path}: steps ascend and stay together; found step {step} after step {last}. Was "
-                        "the run resumed, or are files of two runs mixed? Read them one at a time"
+                        "the training resumed, or are files of two trainings mixed? Read them one at a time"
                     )
-            elif first:
+            elif first_of_file:
                 raise SourceError(f"{path}: a step is in one file; found step {step} in the file before, too")
             last = step
             if isinstance(item, tuple):
@@ -81,16 +77,16 @@ class Source:
             yield self._batch(rows)
         if last < 0:
             place = self.files[0].parent if len(self.files) > 1 else self.files[0]
-            told = f" ({self.skipped} were skipped: {self.messages[0]})" if self.skipped else ""
-            raise SourceError(f"{place}: a dump has at least one record; found none{told}")
+            skipped = f" ({self.skipped} were skipped: {self.messages[0]})" if self.skipped else ""
+            raise SourceError(f"{place}: a dump has at least one record; found none{skipped}")
 
     def _items(self, reading: Reading) -> Iterator[tuple[Sample | tuple[int, TensorDictBase], Path, bool]]:
-        """What the reader yields, its file, and whether it is the first of it."""
+        """Samples or batches, each with its file and whether it is the first of that file."""
         for number, path in enumerate(self.files):
-            reading.file, first = number, True
+            reading.file, first_of_file = number, True
             for item in READERS[self.format].read(path, reading):
-                yield item, path, first
-                first = False
+                yield item, path, first_of_file
+                first_of_file = False
             reading.done_bytes += path.stat().st_size
             reading.position = 0
 
@@ -117,9 +113,9 @@ def open_source(
         path: a file, a folder or a glob pattern.
         format: a name in :data:`READERS`, or ``auto``: by the suffix and the keys of the first record.
         skip_bad: skip malformed records and count them, instead of raising.
-        reward_key: the reward's name, where a format has several; TRL takes a sequence of them.
+        reward_key: which reward to read, in formats with more than one; for TRL, a sequence of them.
         group_by: ``prompt`` makes equal prompts of a step one group, in formats that keep no group's id;
-            ``uid`` takes verl's uid for the group's, each row being one rollout.
+            ``uid`` reads verl's uid as the group's id, and each row as one rollout.
         group_size: rollouts that each group was dispatched with; written as ``expected_rollouts``. A group
             with more is an error.
 
@@ -127,7 +123,7 @@ def open_source(
         An iterable of ``(step, TensorDict [N])``, with the columns of :func:`to_batch`.
 
     Raises:
-        ValueError: an option that is none, or that the format does not read.
+        ValueError: an option with another value, or one that the format does not read.
         SourceError: no file, or a format that is not clear.
 
     Example:
@@ -150,11 +146,23 @@ def open_source(
     for option, value in given.items():
         if value is not None and option not in READERS[name].options:
             raise ValueError(f"the format {name} does not read {option}; it reads {_options(name)}")
-    keys = (reward_key,) if isinstance(reward_key, str) else None if reward_key is None else tuple(reward_key)
+    keys = (reward_key,) if isinstance(reward_key, str) else tuple(reward_key or ())
+    _check_reward_keys(name, keys)
     if group_by == "uid" and name != "verl":
         raise ValueError(f"group_by='uid' is for the format verl; this is {name}")
     files = find_files(path, READERS[name])
-    return Source(name, files, Reading(keys, group_by, group_size, Skipped(allowed=skip_bad)))
+    skipped = Skipped(allowed=skip_bad)
+    return Source(
+        name, files, Reading(reward_keys=keys, group_by=group_by, group_size=group_size, skipped=skipped)
+    )
+
+
+def _check_reward_keys(name: str, keys: tuple[str, ...]) -> None:
+    format = READERS[name]
+    if len(keys) > 1 and format.reward_keys == "one":
+        raise ValueError(f"the format {name} takes one reward_key; got {list(keys)}")
+    if unknown := [key for key in keys if format.rewards and key not in format.rewards]:
+        raise ValueError(f"reward_key must be one of {', '.join(format.rewards)}; got {unknown[0]!r}")
 
 
 def _options(name: str) -> str:

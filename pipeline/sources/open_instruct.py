@@ -5,10 +5,10 @@ Schema: allenai/open-instruct at 00feb3a, ``open_instruct/rl_utils.py`` (``Rollo
 ``response_tokens``, ``reward``, ``advantage``, ``finish_reason``, ``dataset``, ``ground_truth``,
 ``request_info``, ``logprobs``. A shard has about ten thousand rollouts, and a step is in one shard.
 
-``prompt_idx`` is ``sample_idx`` divided by the rollouts a prompt: with ``mask_truncated_completions`` rows
-have gone before it is made, and it would put strangers into one group. So the samples of a group must have
-the same prompt, or it is an error. A ``finish_reason`` other than ``stop`` means truncated, as in
-open-instruct's own rule. The mask of what tools wrote is not saved: all tokens of the response train.
+``prompt_idx`` is ``sample_idx`` divided by the rollouts per prompt. Under ``mask_truncated_completions`` rows
+are removed before that division, and rollouts of different prompts get one ``prompt_idx``; so samples of a
+group that differ in their prompt are an error. A ``finish_reason`` other than ``stop`` means truncated, which
+is open-instruct's own rule. The mask of what tools wrote is not saved: all tokens of the response train.
 """
 
 from __future__ import annotations
@@ -35,36 +35,42 @@ def read_open_instruct(path: Path, reading: Reading) -> Iterator[Sample]:
 
     def parse(record: Record, reading: Reading) -> list[Sample]:
         nonlocal current
-        sample = parse_row(record, reading)
-        if sample.step != current:
+        samples = parse_row(record, reading)
+        if samples[0].step != current:
             prompts.clear()
-            current = sample.step
+            current = samples[0].step
         tokens = record.data["prompt_tokens"]
         first, where = prompts.setdefault(record.data["prompt_idx"], (tokens, record.where))
         if first != tokens:
             raise record.fail(
-                f"samples of one prompt_idx have the same prompt_tokens, as at {where}; were rows taken out "
+                f"samples of one prompt_idx have the same prompt_tokens, as at {where}; were rows removed "
                 "before it was dumped (mask_truncated_completions)? The prompt_idx",
                 record.data["prompt_idx"],
             )
-        return [sample]
+        return samples
 
     return read_jsonl(path, reading, parse)
 
 
-def parse_row(record: Record, reading: Reading) -> Sample:
-    """One line of the dump."""
+def parse_row(record: Record, reading: Reading) -> list[Sample]:
+    """The sample of one line of the dump.
+
+    Raises:
+        SourceError: it is not as documented.
+    """
     prompt, response = record.wholes("prompt_tokens"), record.wholes("response_tokens")
-    return Sample(
-        group=record.whole("prompt_idx"),
-        rollout=record.whole("sample_idx"),
-        reward=record.number("reward"),
-        status=Status.COMPLETED if record.text("finish_reason") == "stop" else Status.TRUNCATED,
-        tokens=prompt + response,
-        response_length=len(response),
-        log_probs=record.numbers("logprobs", optional=True),
-        step=record.whole("step"),
-        advantage=record.number("advantage"),
-        expected=reading.group_size,
-        where=record.where,
-    )
+    return [
+        Sample(
+            group=record.whole("prompt_idx"),
+            rollout=record.whole("sample_idx"),
+            reward=record.number("reward"),
+            status=Status.COMPLETED if record.text("finish_reason") == "stop" else Status.TRUNCATED,
+            tokens=prompt + response,
+            response_length=len(response),
+            log_probs=record.numbers("logprobs", optional=True),
+            step=record.whole("step"),
+            advantage=record.number("advantage"),
+            expected_rollouts=reading.group_size,
+            where=record.where,
+        )
+    ]

@@ -4,27 +4,30 @@ Schema: verifiers 0.4.0, ``verifiers/v1/episode.py`` (``Episode``), ``trace.py``
 ``graph.py`` (``MessageNode``), as written by ``utils/trace_store.py``; prime-rl saves the same episodes
 (its pull requests 3329 and 3444). Read are ``group.id``, ``run.work`` (``step``, ``policy.start``), ``ok``,
 and of the trace ``id``, ``agent.trainable``, ``rewards``, ``ok``, ``stop_condition``, ``calls`` and
-``nodes``. Loose traces, and rollouts of before the episodes, were other formats; they are not read.
+``nodes``. Traces outside of an episode, and the rollouts of releases before episodes, are other formats and
+are not read.
 
-An episode is a rollout, of one trainable agent: how several would be compared is not settled, and is
-refused. Its samples are the paths through the graph of messages, from a root to a leaf, with the tokens
-that the policy sampled on each. A compaction that the harness did not go on from is out of the loss. The
-reward is the sum of score × weight, or that of `reward_key`; one of null is missing. The step is that of a
-folder ``step_<N>`` above the file, else the one at which the episode was dispatched; annotations in files
-of their own are not folded in. Without a group, as in evaluations, ``group_by="prompt"`` takes the task's
-``key``.
+An episode is a rollout of one trainable agent; one with several is refused, since how their rewards would be
+compared is not settled. Its samples are the branches of the graph of messages, from a root to a leaf, with
+the tokens that the policy sampled on each. A compaction from which the harness did not continue is out of the
+loss. The reward is the sum of score × weight, or that of `reward_key` alone; a reward that is null is
+missing. The step is that of a folder ``step_<N>`` above the file, else the one at which the episode was
+dispatched; annotations in other files are not read. Where an episode has no group, as in evaluations,
+``group_by="prompt"`` groups by the task's ``key``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from headrace.transforms import Status
 
+from .branches import Branch, branches
 from .jsonl import read_jsonl
-from .paths import Branch, branches
 from .reading import Reading
 from .record import Record, as_number
 from .sample import Sample
@@ -38,18 +41,16 @@ def read_prime_rl(path: Path, reading: Reading) -> Iterator[Sample]:
     Raises:
         SourceError: a record is not as documented.
     """
-    reading.one_reward_key()
-    named = [found[1] for part in path.parts[:-1] if (found := re.fullmatch(r"step_(\d{1,18})", part))]
-    step = int(named[-1]) if named else None
-
-    def parse(record: Record, reading: Reading) -> list[Sample]:
-        return parse_episode(record, reading, step)
-
-    return read_jsonl(path, reading, parse)
+    steps = [match[1] for folder in path.parts[:-1] if (match := re.fullmatch(r"step_(\d{1,18})", folder))]
+    return read_jsonl(path, reading, partial(parse_row, step=int(steps[-1]) if steps else None))
 
 
-def parse_episode(record: Record, reading: Reading, step: int | None) -> list[Sample]:
-    """The samples of one episode: one, or a segment for each path through its messages."""
+def parse_row(record: Record, reading: Reading, *, step: int | None) -> list[Sample]:
+    """The samples of one episode: a segment for each branch of its messages, at least one.
+
+    Raises:
+        SourceError: it is not as documented, or has several trainable agents.
+    """
     if "nodes" in record.data and "traces" not in record.data:
         raise record.fail("an episode with its traces is required", "a loose trace, as older releases saved")
     traces = [t for t in record.records("traces") if t.record("agent").flag("trainable", default=True)]
@@ -66,35 +67,27 @@ def parse_episode(record: Record, reading: Reading, step: int | None) -> list[Sa
         status=Status.FAILED,
         policy_version=version,
         step=next((s for s in (step, dispatched) if s is not None), reading.file),
-        expected=reading.group_size,
+        expected_rollouts=reading.group_size,
         where=record.where,
     )
     if not traces:  # the episode failed before an agent began
         return [row]
     trace = traces[0]
     row.status = _status(record, trace)
-    row.reward = _reward(trace, reading.one_reward_key())
-    found = branches(trace)
-    return [_sample(row, branch) for branch in found] if found else [row]
+    row.reward = _reward(trace, reading.reward_key)
+    return [_segment(row, branch) for branch in branches(trace)] or [row]
 
 
-def _sample(row: Sample, branch: Branch) -> Sample:
-    return Sample(
-        group=row.group,
-        rollout=row.rollout,
-        reward=row.reward,
-        status=row.status,
+def _segment(row: Sample, branch: Branch) -> Sample:
+    return replace(
+        row,
         prompt=branch.prompt,
         response=branch.response,
         tokens=branch.tokens,
         loss_mask=branch.mask,
         response_length=None if branch.mask is None else len(branch.mask),
         log_probs=branch.log_probs,
-        policy_version=row.policy_version,
-        step=row.step,
         in_loss=branch.trainable,
-        expected=row.expected,
-        where=row.where,
     )
 
 

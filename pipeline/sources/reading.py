@@ -1,4 +1,4 @@
-"""What a reader is told, and what it tells: options, skipped records, and how far it has come."""
+"""One pass over the files of a source: its options, what it skipped, and how far it has come."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .sample import Sample
 
 @dataclass(slots=True)
 class Reading:
-    """The state of one pass over a source.
+    """The options and the state of one pass over a source. Readers write `position`.
 
     Args:
-        reward_key: which reward, or which of several, where a format has them by name.
-        group_by: ``prompt`` lets equal prompts of a step be one group, in formats without a group's id.
+        reward_keys: the names of the rewards to read; empty: the format's own.
+        group_by: ``prompt`` makes equal prompts of a step one group, in formats without a group's id.
         group_size: rollouts that each group was dispatched with.
-        skipped: what to do with malformed records.
+        skipped: counts malformed records, or raises for them.
         file: number of the file that is being read, from 0.
-        done_bytes: of the files before.
+        done_bytes: size of the files that have been read.
         position: bytes read of this file.
     """
 
-    reward_key: tuple[str, ...] | None = None
+    reward_keys: tuple[str, ...] = ()
     group_by: str | None = None
     group_size: int | None = None
     skipped: Skipped = field(default_factory=lambda: Skipped(allowed=False))
@@ -34,21 +34,29 @@ class Reading:
     done_bytes: int = 0
     position: int = 0
 
-    def one_reward_key(self) -> str | None:
-        """The reward's name, where a format takes one only.
+    @property
+    def reward_key(self) -> str | None:
+        """The one reward's name, where the format reads one; None: the format's own."""
+        return self.reward_keys[0] if self.reward_keys else None
 
-        Raises:
-            ValueError: there are several.
-        """
-        if self.reward_key is not None and len(self.reward_key) > 1:
-            raise ValueError(f"this format takes one reward_key; got {list(self.reward_key)}")
-        return self.reward_key[0] if self.reward_key else None
+    def restarted(self) -> Reading:
+        """A new pass with the same options."""
+        return Reading(
+            reward_keys=self.reward_keys,
+            group_by=self.group_by,
+            group_size=self.group_size,
+            skipped=Skipped(allowed=self.skipped.allowed),
+        )
 
     def group_of_prompt(self, prompt: str | Sequence[int], where: str) -> str:
-        """A label of a prompt, for formats that keep no group's id. Equal prompts have equal labels.
+        """A group's label made of its prompt, for formats without a group's id. Equal prompts, equal labels.
+
+        Args:
+            prompt: text or token ids.
+            where: ``file:line``.
 
         Raises:
-            SourceError: nobody has said that equal prompts are one group.
+            SourceError: `group_by` is not ``prompt``.
         """
         if self.group_by != "prompt":
             raise SourceError(
@@ -63,10 +71,15 @@ class Reading:
 def parse_records(
     records: Iterator[Record], reading: Reading, parse: Callable[[Record, Reading], list[Sample]]
 ) -> Iterator[Sample]:
-    """Turn records into samples, and skip those that are malformed where that is allowed.
+    """Turn records into samples; skip malformed records where that is allowed.
+
+    Args:
+        records: of one file.
+        reading: the pass that the file belongs to.
+        parse: makes samples of a record.
 
     Raises:
-        SourceError: a record that is malformed, where it is not.
+        SourceError: a record is malformed, and none may be skipped.
     """
     for record in records:
         try:
@@ -78,5 +91,5 @@ def parse_records(
 
 
 def first_record(records: Iterator[Record]) -> dict[Any, Any]:
-    """The first record's data, to tell formats apart; empty if there is none."""
+    """The data of the first record, whose keys identify the format; empty if there is none."""
     return next((record.data for record in records), {})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,12 +12,13 @@ from headrace.transforms.errors import listing
 
 from .malformed import SourceError, quote
 
+T = TypeVar("T")
 INT64 = 2**63
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class Record:
-    """A mapping with its place.
+    """One record of a dump, with its place.
 
     Every getter raises :class:`SourceError` where the key is not there or its value is of another type; under
     ``optional=True`` an absent key or a null is None. A bool is never a number.
@@ -38,7 +39,7 @@ class Record:
         self.data, self.where, self.line = data, where, line
 
     def fail(self, required: str, found: Any) -> SourceError:
-        """An error at this record's place."""
+        """The error to raise: its place, what is required and what was found."""
         return SourceError(f"{self.where}: {required}; found {quote(found)}")
 
     def get(self, key: str, *, optional: bool = False) -> Any:
@@ -75,6 +76,15 @@ class Record:
         if not isinstance(value, bool):
             raise self.fail(f"{key!r} must be true or false", value)
         return value
+
+    def choice(self, key: str, known: Mapping[str, T], *, default: str | None = None) -> T:
+        """The value of a word in `known`; `default` is the word where the key is absent, null or empty."""
+        word = self.text(key, optional=default is not None)
+        if default is not None:
+            word = word or default
+        if word not in known:
+            raise self.fail(f"{key!r} must be one of {', '.join(known)}", word)
+        return known[word]
 
     def wholes(self, key: str, *, optional: bool = False) -> Any:
         """A list of integers ≥ 0, such as tokens."""

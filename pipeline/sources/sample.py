@@ -1,4 +1,4 @@
-"""One row of a dump, in words that all formats share."""
+"""One sample of a dump, in the terms that all formats share."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MAX_TOKENS = 2**24  # a length from a dump decides how much memory a batch takes
 class Sample:
     """One sample: a rollout, or one of its segments.
 
-    Tokens are counted in one sequence, prompt first. The response is its end: everything from the first
-    token that the policy produced, with what tools wrote in between. Without `tokens` and `response_length`
-    a text counts as one token.
+    Tokens are one sequence, prompt first. The response is its end, from the first token that the policy
+    produced on, including what tools wrote in between. A sample without `tokens` and `response_length` counts
+    as one token.
 
     Args:
-        group: which draw of which prompt; a label, compared within its step.
-        rollout: which execution; samples of a step that share it are its segments.
+        group: label of the group, unique within its step.
+        rollout: label of the rollout, unique within its step; its segments share it.
         reward: None where there is none.
-        rewards: several rewards by name, instead of `reward`; NaN is one that was not given.
+        rewards: two or more rewards by name, instead of `reward`; NaN for one that is missing.
         status: how the rollout ended.
         prompt: text.
         response: text.
@@ -31,11 +31,11 @@ class Sample:
         loss_mask: (R,) over the response or (L,) over all tokens, 1 trains; None: all of the response.
         response_length: R, in tokens.
         log_probs: (R,) log-probabilities of the policy that acted, over the response.
-        policy_version: who acted; the oldest where there were several.
+        policy_version: of the policy that acted; the oldest, where it was updated on the way.
         step: the training step.
-        advantage: what the framework computed; NaN where it is not one number.
+        advantage: as the framework computed it; NaN where it is not one number.
         in_loss: False takes the whole sample out of the loss.
-        expected: rollouts that the group was dispatched with.
+        expected_rollouts: rollouts that the group was dispatched with.
         where: ``file:line``, for messages.
 
     Example:
@@ -58,21 +58,20 @@ class Sample:
     step: int | None = None
     advantage: float | None = None
     in_loss: bool = True
-    expected: int | None = None
+    expected_rollouts: int | None = None
     where: str = "a sample"
 
     @property
     def lost(self) -> bool:
-        """Whether the rollout failed or was aborted: it has no reward that means anything."""
+        """Whether the rollout failed or was aborted; its reward, if it has one, means nothing."""
         return self.status in (Status.FAILED, Status.ABORTED)
 
     def extent(self) -> tuple[int, int]:
         """How many tokens the row has, and how many of them are the response."""
-        known = [
-            self.response_length,
-            *(x if x is None else len(x) for x in (self.log_probs, self.loss_mask)),
-        ]
-        response = next((length for length in known if length is not None), None)
+        response = self.response_length
+        for values in (self.log_probs, self.loss_mask):
+            if response is None and values is not None:
+                response = len(values)
         if self.tokens is None:
             response = 1 if response is None else response
             return response, response
@@ -80,7 +79,7 @@ class Sample:
         return length, length if response is None else response
 
     def check(self) -> Sample:
-        """Raise for what contradicts itself.
+        """The sample itself, if its fields agree.
 
         Raises:
             SourceError: lengths that do not fit one another, or no reward where there must be one.

@@ -8,17 +8,18 @@ and ``Sample.to_dict`` in ``slime/utils/types.py`` at 0d234f3; radixark/miles at
      "samples": [{"group_index", "index", "rollout_id", "tokens", "response_length", "loss_mask", "reward",
                   "status", "weight_versions", "rollout_log_probs", "remove_sample", ...}]}
 
-Two things are called ``rollout_id``: that of the file is the step, that of a sample the execution. Siblings
-of a fan-out share the latter; where it is not set, ``index`` is the execution (slime's customization
-guide). Evaluations, ``eval_<n>`` in the file's name, are left aside in a folder.
+Two things are called ``rollout_id``: that of the file is the step, that of a sample is the rollout. Samples
+of one rollout share the latter; where it is not set, ``index`` is the rollout (slime's customization guide).
+Evaluations, ``eval_<n>`` in the file's name, are ignored in a folder.
 
-The file is loaded with ``weights_only=True``: nothing in it is executed. Dumps with NumPy arrays in them
-(routed experts of a mixture model) are refused by that.
+The file is loaded with ``weights_only=True``: nothing in it is executed. That refuses dumps with NumPy arrays
+in them (routed experts of a mixture model).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,13 @@ import torch
 
 from headrace.transforms import Status
 
-from .malformed import SourceError, quote
+from .malformed import SourceError, first_line, quote
 from .reading import Reading, parse_records
 from .record import Record, as_number, as_whole
 from .sample import Sample
 from .text import read_text
 
-# One that is pending has not ended; in a partial rollout it goes on in a later step.
+# A pending rollout has not ended; under partial rollouts it continues in a later step.
 STATUSES = {
     "completed": Status.COMPLETED,
     "truncated": Status.TRUNCATED,
@@ -48,54 +49,52 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
     Raises:
         SourceError: the file cannot be loaded without running code, or a record is not as documented.
     """
-    reading.one_reward_key()
     try:
         step, records = _load(path)
     except SourceError as err:
         reading.skipped.note(err)
         return
-
-    def parse(record: Record, reading: Reading) -> list[Sample]:
-        sample = parse_sample(record, reading)
-        sample.step = step
-        return [sample]
-
-    yield from parse_records(records, reading, parse)
+    yield from parse_records(records, reading, partial(parse_row, step=step))
 
 
-def parse_sample(record: Record, reading: Reading) -> Sample:
-    """One sample of the dump, without its step."""
-    status = record.text("status")
-    if status not in STATUSES:
-        raise record.fail(f"'status' must be one of {', '.join(STATUSES)}", status)
+def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
+    """The sample of one dict of the dump's ``samples``.
+
+    Raises:
+        SourceError: it is not as documented.
+    """
+    status = record.choice("status", STATUSES)
     rollout = record.label("rollout_id", optional=True)
-    reward, rewards = _rewards(record, reading.one_reward_key())
-    return Sample(
-        group=record.label("group_index"),
-        rollout=record.label("index") if rollout is None else rollout,
-        reward=reward,
-        rewards=rewards,
-        status=STATUSES[status],
-        prompt=read_text(record, "prompt", optional=True),
-        response=record.text("response", optional=True),
-        tokens=record.wholes("tokens"),
-        loss_mask=record.bits("loss_mask", optional=True),
-        response_length=record.whole("response_length"),
-        log_probs=record.numbers("rollout_log_probs", optional=True),
-        policy_version=_oldest(record),
-        in_loss=not record.flag("remove_sample", default=False),
-        expected=reading.group_size,
-        where=record.where,
-    )
+    reward, rewards = _rewards(record, reading.reward_key)
+    return [
+        Sample(
+            group=record.label("group_index"),
+            rollout=record.label("index") if rollout is None else rollout,
+            reward=reward,
+            rewards=rewards,
+            status=status,
+            prompt=read_text(record, "prompt", optional=True),
+            response=record.text("response", optional=True),
+            tokens=record.wholes("tokens"),
+            loss_mask=record.bits("loss_mask", optional=True),
+            response_length=record.whole("response_length"),
+            log_probs=record.numbers("rollout_log_probs", optional=True),
+            policy_version=_oldest_version(record),
+            step=step,
+            in_loss=not record.flag("remove_sample", default=False),
+            expected_rollouts=reading.group_size,
+            where=record.where,
+        )
+    ]
 
 
 def _load(path: Path) -> tuple[int, Iterator[Record]]:
     try:
         dump = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as err:  # a damaged file makes the unpickler raise anything
-        reason = str(err).strip().splitlines()[0][:200] if str(err).strip() else type(err).__name__
         raise SourceError(
-            f"{path}: a dump must load as plain data and tensors, without running code; found {reason}"
+            f"{path}: a dump must load as plain data and tensors, without running code; "
+            f"found {first_line(err)}"
         ) from err
     if not isinstance(dump, dict):
         raise SourceError(f"{path}: a dump is a dict with rollout_id and samples; found {quote(dump)}")
@@ -126,8 +125,8 @@ def _rewards(record: Record, key: str | None) -> tuple[float | None, dict[str, f
     return record.number("reward"), None
 
 
-def _oldest(record: Record) -> int | None:
-    """The oldest weights that wrote the response; servers that were not told a version have none."""
+def _oldest_version(record: Record) -> int | None:
+    """The oldest weights that wrote the response; None where a server did not know its version."""
     versions = record.get("weight_versions", optional=True)
     if versions is None:
         return None
@@ -135,12 +134,11 @@ def _oldest(record: Record) -> int | None:
         raise record.fail("'weight_versions' must be a list", versions)
     numbers = []
     for version in versions:
-        number = (
-            int(version) if type(version) is str and version.isdecimal() and len(version) < 19 else version
-        )
-        if type(version) is str and as_whole(number) is None:
-            return None
-        if as_whole(number) is None:
+        if type(version) is str:
+            if not version.isdecimal() or len(version) > 18:
+                return None
+            version = int(version)
+        if as_whole(version) is None:
             raise record.fail("'weight_versions' must hold version numbers", versions)
-        numbers.append(number)
+        numbers.append(version)
     return min(numbers, default=None)

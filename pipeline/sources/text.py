@@ -1,4 +1,4 @@
-"""Text of a prompt or a response, which frameworks keep as a string or as chat messages."""
+"""The text of a prompt or a response, which frameworks write as a string or as chat messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def read_text(record: Record, key: str, *, optional: bool = False) -> str | None
     """A string as it is; messages as lines of ``role: content``.
 
     Raises:
-        SourceError: it is neither.
+        SourceError: the value is neither.
 
     Example:
         >>> read_text(Record({"prompt": [{"role": "user", "content": "2+2?"}]}, "a:1"), "prompt")

@@ -21,23 +21,24 @@ from .reading import Reading
 from .record import Record
 from .sample import Sample
 
-REWARDS = ("total_reward", "final_reward")
+REWARDS = ("total_reward", "final_reward")  # the first is the default
 
 
 def read_tinker(path: Path, reading: Reading) -> Iterator[Sample]:
     """Samples of one file, which is one iteration.
 
     Raises:
-        ValueError: `reward_key` is neither ``total_reward`` (the default) nor ``final_reward``.
         SourceError: a record is not as documented.
     """
-    if (reading.one_reward_key() or REWARDS[0]) not in REWARDS:
-        raise ValueError(f"reward_key must be one of {', '.join(REWARDS)}; got {reading.one_reward_key()!r}")
     return read_jsonl(path, reading, parse_row)
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
-    """One line of the summaries."""
+    """The sample of one line of the summaries.
+
+    Raises:
+        SourceError: it is not as documented.
+    """
     version = record.whole("schema_version")
     if version != 1:
         raise record.fail("'schema_version' must be 1, the one that is known", version)
@@ -47,12 +48,12 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
         Sample(
             group=group,
             rollout=f"{group}/{record.whole('traj_idx')}",
-            reward=record.number(reading.one_reward_key() or REWARDS[0]),
+            reward=record.number(reading.reward_key or REWARDS[0]),
             status=Status.COMPLETED if ended else Status.TRUNCATED,
             response_length=sum(step.whole("ac_len") for step in steps),
             policy_version=record.whole("sampling_client_step", optional=True),
             step=record.whole("iteration"),
-            expected=reading.group_size,
+            expected_rollouts=reading.group_size,
             where=record.where,
         )
     ]

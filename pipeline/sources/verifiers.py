@@ -3,12 +3,12 @@
 Schema: verifiers 0.1.8.post2, ``verifiers/utils/eval_utils.py`` (``make_dataset``), and 0.1.14,
 ``verifiers/utils/save_utils.py`` (``state_to_output``): ``example_id``, ``prompt``, ``completion`` (strings
 or chat messages), ``reward``, ``task``, and from 0.1.9 on ``is_completed``, ``is_truncated``, ``error``,
-with the metrics beside them. Later releases (0.4.0) save episodes, in ``traces.jsonl``: those are of the
+with the metrics beside them. Later releases (0.4.0) save episodes, in ``traces.jsonl``: read them as the
 format ``prime_rl``.
 
-A group is an example (of a task, where it is named): an evaluation draws each once. A rollout with an
-``error`` failed, one that ``is_truncated`` was truncated. There is no step: a file is one, numbered in
-order of the files. Tokens are not saved.
+A group is an example, or where ``task`` is set an example of that task: an evaluation draws each once. A
+rollout with an ``error`` failed, one that ``is_truncated`` was truncated. Steps are not saved: a file is one
+step, numbered in the order of the files. Tokens are not saved.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ def read_verifiers(path: Path, reading: Reading) -> Iterator[Sample]:
     Raises:
         SourceError: a record is not as documented.
     """
-    reading.one_reward_key()
     return read_jsonl(path, reading, parse_row)
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
-    """One line of the results."""
+    """The sample of one line of the results.
+
+    Raises:
+        SourceError: it is not as documented.
+    """
     example, task = record.label("example_id"), record.text("task", optional=True)
     status = _status(record)
-    reward = record.number(reading.one_reward_key() or "reward", optional=True)
+    reward = record.number(reading.reward_key or "reward", optional=True)
     return [
         Sample(
             group=example if task is None else f"{task}/{example}",
@@ -49,7 +52,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             prompt=read_text(record, "prompt", optional=status is Status.FAILED),
             response=read_text(record, "completion", optional=status is Status.FAILED),
             step=reading.file,
-            expected=reading.group_size,
+            expected_rollouts=reading.group_size,
             where=record.where,
         )
     ]

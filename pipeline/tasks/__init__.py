@@ -1,1 +1,1 @@
-"""What the command does besides training: look at rollouts that were dumped."""
+"""The tasks of the command that read dumps: replay, compare and plan."""

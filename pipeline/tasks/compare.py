@@ -1,4 +1,4 @@
-"""The same rollouts through two recipes."""
+"""The task ``compare``: rollouts of a dump through two recipes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from headrace.pipeline.load import ConfigError, load_pipeline
 from headrace.pipeline.report import Comparison, ReportFolder, StepReport, make_report
-from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.report.whole_file import write_whole
 
 from .source import at_step, each_step, open_configured
 
@@ -27,12 +27,12 @@ LINES = 8  # of a table of shares: those that differ most
 def compare(
     config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
 ) -> float:
-    """Run every step of a dump through two recipes; print, and write what differs.
+    """Run every step of a dump through two recipes; print and write how they differ.
 
     Args:
         config: as ``task=compare`` composes it.
         output: folder for ``config.yaml``, ``compare.json`` and ``report.html``.
-        words: overrides of the command line; those of ``pipeline`` hold for both recipes.
+        words: overrides of the command line; those of ``pipeline`` apply to both recipes.
         console: where to print; None: standard output.
 
     Returns:
@@ -52,7 +52,7 @@ def compare(
     source = open_configured(config)
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
-    found = Comparison((names[0], names[1]))
+    comparison = Comparison((names[0], names[1]))
     folder = ReportFolder(
         output,
         title=f"{names[0]} and {names[1]}",
@@ -66,28 +66,28 @@ def compare(
             with at_step(step):
                 run = pipeline.run(batch)
             reports.append(make_report(run, step=step, solved=config.report.solved))
-        found.add(*reports)
-        folder.add(_against(*reports))
-    numbers = {key: None if math.isnan(value) else value for key, value in found.numbers.items()}
-    told = {"pipelines": names, "numbers": numbers, "shares": _plain(found)}
-    write_whole(output / "compare.json", lambda file: file.write_text(json.dumps(told, indent=1)))
+        comparison.add(*reports)
+        folder.add(_beside(*reports))
+    numbers = {key: None if math.isnan(value) else value for key, value in comparison.numbers.items()}
+    result = {"pipelines": names, "numbers": numbers, "shares": _mean_shares(comparison)}
+    write_whole(output / "compare.json", lambda file: file.write_text(json.dumps(result, indent=1)))
     folder.close()
-    show_comparison(found, console)
+    show_comparison(comparison, console)
     console.print(f"written to {output}", soft_wrap=True, highlight=False, markup=False)
-    return found.numbers["correlation"]
+    return comparison.numbers["correlation"]
 
 
-def _against(first: StepReport, second: StepReport) -> StepReport:
-    """The first recipe's report, with the second one's advantage to hold against it."""
+def _beside(first: StepReport, second: StepReport) -> StepReport:
+    """The first recipe's report, with the advantage of the second as `advantage_by_row`."""
     other = second.columns.get("advantage", np.full(len(second), np.nan))
     return dataclasses.replace(first, columns={**first.columns, "advantage_by_row": other})
 
 
-def show_comparison(found: Comparison, console: Console) -> None:
-    """Print what differs."""
+def show_comparison(comparison: Comparison, console: Console) -> None:
+    """Print the numbers of a comparison, and a table of each of its shares of the gradient."""
     table = Table(title="the same rollouts", title_justify="left", box=SIMPLE, show_header=False)
-    first, second = found.names
-    words = {
+    first, second = comparison.names
+    labels = {
         "rows": "rows",
         "trained_by_both": "trained by both",
         "trained_only_by_first": f"trained by {first} alone",
@@ -97,40 +97,34 @@ def show_comparison(found: Comparison, console: Console) -> None:
         "sign_flips": "advantages that flip their sign",
         "gradient_moved": "share of the gradient that goes to other groups",
     }
-    for key, value in found.numbers.items():
-        table.add_row(Text(words[key]), _told(key, value))
+    for key, value in comparison.numbers.items():
+        table.add_row(Text(labels[key]), _formatted(key, value))
     console.print(table)
-    for name, lines in found.shares.items():
+    for name, lines in comparison.shares.items():
         table = Table(title=f"share of the gradient by {name}", title_justify="left", box=SIMPLE)
         table.add_column(name, max_width=30, no_wrap=True, overflow="ellipsis")
         for column in (first, second, "rows"):
             table.add_column(Text(column), justify="right")
         rows = sorted(lines.items(), key=lambda line: -abs(line[1][0] - line[1][1]))[:LINES]
-        for label, (one, other, count) in sorted(rows, key=_in_order):
-            shares = (f"{one / found.steps:.1%}", f"{other / found.steps:.1%}")
+        for label, (one, other, count) in sorted(rows, key=_by_label):
+            shares = (f"{one / comparison.steps:.1%}", f"{other / comparison.steps:.1%}")
             table.add_row(Text(label), *shares, f"{count:,.0f}")
         console.print(table)
 
 
-def _told(key: str, value: float) -> str:
-    if math.isnan(value):
-        return "–"
-    return (
-        f"{value:.1%}"
-        if key == "gradient_moved"
-        else f"{value:.4f}"
-        if key == "correlation"
-        else f"{value:,.0f}"
-    )
+def _formatted(key: str, value: float) -> str:
+    formats = {"gradient_moved": ".1%", "correlation": ".4f"}
+    return "–" if math.isnan(value) else format(value, formats.get(key, ",.0f"))
 
 
-def _in_order(line: tuple[str, np.ndarray]) -> tuple[int, str]:
+def _by_label(line: tuple[str, np.ndarray]) -> tuple[int, str]:
     return (int(line[0]), "") if line[0].isdecimal() and len(line[0]) < 19 else (0, line[0])
 
 
-def _plain(found: Comparison) -> dict[str, dict[str, list[float]]]:
-    steps = max(found.steps, 1)
+def _mean_shares(comparison: Comparison) -> dict[str, dict[str, list[float]]]:
+    """The shares as means over steps, beside the number of rows."""
+    steps = max(comparison.steps, 1)
     return {
         table: {label: [a / steps, b / steps, rows] for label, (a, b, rows) in lines.items()}
-        for table, lines in found.shares.items()
+        for table, lines in comparison.shares.items()
     }

@@ -1,4 +1,4 @@
-"""How many rollouts a filter of uninformative groups will cost."""
+"""The task ``plan``: what share of groups would be uninformative at other group sizes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError
 from headrace.pipeline.report.groups import rollouts_of
@@ -29,6 +30,9 @@ def uninformative(rate: np.ndarray, group_size: int) -> np.ndarray:
         rate: (·,) the prompt's solve rate p, in [0, 1].
         group_size: G ≥ 1.
 
+    Returns:
+        (·,) float, in [0, 1].
+
     Example:
         >>> uninformative(np.array([0.5, 1.0]), 2).tolist()
         [0.5, 1.0]
@@ -36,8 +40,8 @@ def uninformative(rate: np.ndarray, group_size: int) -> np.ndarray:
     return rate**group_size + (1 - rate) ** group_size
 
 
-def plan_group_sizes(config: DictConfig, output: Path, console: Console | None = None) -> float:
-    """Read the solve rates of a dump, and print what groups of other sizes would be worth.
+def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | None = None) -> float:
+    """Print the share of uninformative groups by solve rate and group size, given the solve rates of a dump.
 
     Args:
         config: as ``task=plan`` composes it.
@@ -48,7 +52,7 @@ def plan_group_sizes(config: DictConfig, output: Path, console: Console | None =
         The share of groups in the dump that are uninformative.
 
     Raises:
-        ConfigError: no path, or a group size that is none.
+        ConfigError: no path, a group size that is no integer ≥ 1, or no rollout with a reward.
         SourceError: a file that cannot be read.
     """
     console = console or Console()
@@ -60,17 +64,26 @@ def plan_group_sizes(config: DictConfig, output: Path, console: Console | None =
         rate, count = solve_rates(batch, config.report.solved)
         rates.append(rate)
         counts.append(count)
-    rate, count = (np.concatenate(parts) if parts else np.empty(0) for parts in (rates, counts))
+    rate, count = (np.concatenate([np.empty(0), *arrays]) for arrays in (rates, counts))
     if len(rate) == 0:
         raise ConfigError(
-            "no group of the dump has a rollout with a reward, so there is no solve rate to plan by"
+            "a rollout with a reward is required, to know a solve rate; found none in any group of the dump"
         )
     show_group_sizes(rate, count, sizes, config.report.solved, console)
     return float(((rate == 0) | (rate == 1)).mean())
 
 
-def solve_rates(batch, solved: float) -> tuple[np.ndarray, np.ndarray]:
-    """(G,) the share of each group's counted rollouts whose reward is at least `solved`, and their number."""
+def solve_rates(batch: TensorDictBase, solved: float) -> tuple[np.ndarray, np.ndarray]:
+    """The solve rate of each group, over its rollouts that have a reward and neither failed nor were aborted.
+
+    Args:
+        batch: TensorDict ``[N]``.
+        solved: least reward of a solved rollout; of several rewards, their sum.
+
+    Returns:
+        (G,) float, the share of its rollouts that are solved, and (G,) their number; groups without such
+        rollouts are omitted.
+    """
     columns = {"reason": np.zeros(len(batch), int)}
     for name in ("group_id", "rollout_id", "status"):
         if has_key(batch, name):
@@ -78,16 +91,24 @@ def solve_rates(batch, solved: float) -> tuple[np.ndarray, np.ndarray]:
     columns["reward"] = batch.get(("next", "reward")).reshape(len(batch), -1).double().sum(1).numpy()
     each = rollouts_of(columns)
     scored = np.isfinite(each["reward"]) & ~each["lost"]
-    _, of = np.unique(each["group"], return_inverse=True)
-    count = np.bincount(of.reshape(-1), scored)
-    won = np.bincount(of.reshape(-1), scored & (each["reward"] >= solved))
-    return (won / np.maximum(count, 1))[count > 0], count[count > 0]
+    _, group = np.unique(each["group"], return_inverse=True)
+    count = np.bincount(group.reshape(-1), scored)
+    solved_count = np.bincount(group.reshape(-1), scored & (each["reward"] >= solved))
+    return (solved_count / np.maximum(count, 1))[count > 0], count[count > 0]
 
 
 def show_group_sizes(
     rate: np.ndarray, count: np.ndarray, sizes: Sequence[int], solved: float, console: Console
 ) -> None:
-    """Print the table."""
+    """Print a table with a line per range of solve rates and a column per group size.
+
+    Args:
+        rate: (G,) solve rates.
+        count: (G,) rollouts of each group.
+        sizes: group sizes.
+        solved: least reward of a solved rollout, for the title.
+        console: where to print.
+    """
     table = Table(
         title=f"P(uninformative) = p^G + (1 − p)^G, a rollout being solved at a reward ≥ {solved:g}",
         title_justify="left",
@@ -104,18 +125,17 @@ def show_group_sizes(
             label = f"{low:g}" if low == high else f"{low:g} to {high:g}"
             cells = [f"{uninformative(rate[inside], size).mean():.0%}" for size in sizes]
             table.add_row(label, f"{inside.sum():,}", *cells)
-    lost = [float(uninformative(rate, size).mean()) for size in sizes]
+    shares = [float(uninformative(rate, size).mean()) for size in sizes]
     table.add_section()
-    table.add_row("all", f"{len(rate):,}", *(f"{share:.0%}" for share in lost), style="bold")
+    table.add_row("all", f"{len(rate):,}", *(f"{share:.0%}" for share in shares), style="bold")
     needed = [
-        f"{size / (1 - share):,.0f}" if share < 1 else "∞" for size, share in zip(sizes, lost, strict=True)
+        f"{size / (1 - share):,.0f}" if share < 1 else "∞" for size, share in zip(sizes, shares, strict=True)
     ]
     table.add_row("rollouts per informative group", "", *needed)
     console.print(table)
     seen = float(((rate == 0) | (rate == 1)).mean())
     console.print(
         f"{seen:.0%} of the groups in the dump are uninformative, with {count.mean():.1f} rollouts each. "
-        "Rates are as seen in those few rollouts: one of 0 or 1 may hide a prompt that is hard or easy and "
-        "not hopeless.",
+        "A rate of so few rollouts is an estimate: a prompt with a rate of 0 or 1 may be solved sometimes.",
         highlight=False,
     )

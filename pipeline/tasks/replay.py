@@ -1,4 +1,4 @@
-"""Yesterday's rollouts through today's recipe."""
+"""The task ``replay``: rollouts of a dump through a recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .source import at_step, each_step, open_configured
 
 
 def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
-    """Run every step of a dump through the pipeline; print, and write what happened.
+    """Run every step of a dump through the pipeline; print and write the reports.
 
     Args:
         config: as ``task=replay`` composes it.
@@ -23,10 +23,10 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         console: where to print; None: standard output.
 
     Returns:
-        Rows that are trained.
+        The number of rows that are trained.
 
     Raises:
-        ConfigError: no path, or a stage or option that there is not.
+        ConfigError: no path, or an unknown stage or option.
         SourceError: a file that cannot be read.
         BatchError: a stage refused a step's batch.
     """

@@ -1,4 +1,4 @@
-"""A source with a progress bar, and the errors of its batches with their step."""
+"""The source of a task: opened as configured, read with a progress bar, its errors with their step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from headrace.transforms import BatchError
 
 
 def open_configured(config: DictConfig) -> Source:
-    """The source that ``source:`` describes.
+    """Open the dump that ``source:`` of a composed configuration describes.
 
     Raises:
-        ConfigError: no path, or an option that is none.
+        ConfigError: no path, or an option with a wrong name or value.
         SourceError: no file, or a format that is not clear.
     """
     options = OmegaConf.to_container(config.source, resolve=True)
@@ -36,7 +36,15 @@ def open_configured(config: DictConfig) -> Source:
 
 
 def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDictBase]]:
-    """Its batches, while a bar shows how far the files have been read; then what was skipped."""
+    """Yield ``(step, batch)`` under a progress bar; at the end print how many records were skipped.
+
+    Args:
+        source: of the batches.
+        console: where to show the bar.
+
+    Raises:
+        SourceError: a file that cannot be read.
+    """
     columns = (
         TextColumn("reading"),
         BarColumn(bar_width=20),
@@ -56,7 +64,11 @@ def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDic
 
 @contextmanager
 def at_step(step: int) -> Iterator[None]:
-    """Put the step's number before what a stage says of its batch."""
+    """Put the step's number before the message of an error about its batch.
+
+    Raises:
+        BatchError: as raised inside, of the same type.
+    """
     try:
         yield
     except BatchError as err:

@@ -1,4 +1,4 @@
-"""The main job, and what a training loop is made of: prompts, optimiser steps, losses, a display."""
+"""Training: the job of the command, and its pieces, which are the sampler, optimiser steps and losses."""
 
 from .display import TrainingDisplay, history_table
 from .job import TrainingInterrupted, train

@@ -1,4 +1,4 @@
-"""What a run shows: a bar while it goes, a table when it ends, a CSV file of every step."""
+"""The display of a training: a progress bar, a table at the end, and a CSV file of every step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.table import Table
 
 
 class TrainingDisplay:
-    """Show a run's steps as they come; a context manager.
+    """Show the steps of a training; a context manager.
 
     Args:
-        steps: how many there will be.
+        steps: of the whole training.
         csv_path: file for all numbers of all steps.
         console: where to show; None: standard output.
     """
@@ -45,7 +45,11 @@ class TrainingDisplay:
         self._progress.stop()
 
     def step(self, numbers: Mapping[str, float]) -> None:
-        """Show and write the numbers of one step: `reward`, and the pipeline's metrics."""
+        """Show and write the numbers of one step.
+
+        Args:
+            numbers: `reward`, and the pipeline's metrics.
+        """
         self.history.append(dict(numbers))
         rows, trained = numbers.get("rows/in", 0), numbers.get("rows/trained", 0)
         self._progress.update(
@@ -58,26 +62,31 @@ class TrainingDisplay:
         write_csv(self.csv_path, self.history)
 
     def close(self, title: str) -> None:
-        """Print the closing table, if any step came to its end."""
+        """Print the table over all steps, if there was one."""
         if self.history:
             self.console.print(history_table(self.history, title))
             self.console.print(f"written to {self.csv_path.parent}", soft_wrap=True, highlight=False)
 
 
 def write_csv(path: Path, history: list[dict[str, float]]) -> None:
-    """Append the last step; where it has numbers that the file has no column for, write the file anew."""
+    """Append the last step to a CSV file; rewrite the file where the step has numbers without a column."""
     columns = list(dict.fromkeys(key for numbers in history for key in numbers))
     before = list(dict.fromkeys(key for numbers in history[:-1] for key in numbers))
-    anew = columns != before
-    with path.open("w" if anew else "a", newline="") as file:
+    rewrite = columns != before
+    with path.open("w" if rewrite else "a", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="")
-        if anew:
+        if rewrite:
             writer.writeheader()
-        writer.writerows(history if anew else history[-1:])
+        writer.writerows(history if rewrite else history[-1:])
 
 
 def history_table(history: list[dict[str, float]], title: str) -> Table:
-    """Rows, rollouts and groups of a run: in, left by stage and reason, trained."""
+    """Rows, rollouts and groups summed over steps: collected, left by stage and reason, trained.
+
+    Args:
+        history: numbers of each step, as :attr:`StepReport.numbers`.
+        title: of the table.
+    """
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for unit in ("rows", "rollouts", "groups"):

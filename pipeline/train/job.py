@@ -1,4 +1,4 @@
-"""The main job: sampler → environment → collector → pipeline → loss → optimiser."""
+"""The task ``train``: sampler → environment → collector → pipeline → loss → optimiser."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .optimise import optimise, total_loss
 
 
 class TrainingInterrupted(Exception):
-    """The user ended a run; what it had done is written and shown."""
+    """The user ended the training; the files and the table of its steps have been written and shown."""
 
 
 def train(config: DictConfig, output: Path) -> float:
-    """Run an experiment as composed.
+    """Train as composed.
 
     Args:
         config: as ``conf/config.yaml`` composes it.
-        output: folder for ``config.yaml``, resolved, ``metrics.csv`` and ``report.html``.
+        output: folder for the resolved ``config.yaml``, ``metrics.csv`` and ``report.html``.
 
     Returns:
         The mean reward of the last step's rollouts, NaN where nothing was left to collapse.
 
     Raises:
-        ConfigError: a stage or option that there is not, before anything is collected.
+        ConfigError: an unknown stage or option, before anything is collected.
         BatchError: a stage refused a batch.
         TrainingInterrupted: the user pressed Ctrl-C; the table has been shown.
     """
@@ -47,8 +47,8 @@ def train(config: DictConfig, output: Path) -> float:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    parts = _instantiate_parts(config, device)
-    collector = _collect(parts, config.train.steps)
+    components = _instantiate_components(config, device)
+    collector = _make_collector(components, config.train.steps)
     display = TrainingDisplay(config.train.steps, output / "metrics.csv")
     folder = ReportFolder.configured(config, output, title=f"headrace, {config.train.steps} steps")
     display.console.print(pipeline)
@@ -56,7 +56,7 @@ def train(config: DictConfig, output: Path) -> float:
     try:
         with display:
             for step, batch in enumerate(collector):
-                taken, report = _train_step(pipeline, batch, parts, config, step)
+                taken, report = _train_step(pipeline, batch, components, config, step)
                 folder.add(report)
                 rewards = [value for key, value in report.numbers.items() if key.endswith("/reward_mean")]
                 shown = {"reward": rewards[0]} if rewards else {}
@@ -71,11 +71,11 @@ def train(config: DictConfig, output: Path) -> float:
     return display.history[-1].get("reward", float("nan"))
 
 
-def _collect(parts: dict[str, Any], steps: int) -> Collector:
-    frames = parts["env"].frames_per_batch
+def _make_collector(components: dict[str, Any], steps: int) -> Collector:
+    frames = components["env"].frames_per_batch
     return Collector(
-        parts["env"],
-        parts["policy"],
+        components["env"],
+        components["policy"],
         frames_per_batch=frames,
         total_frames=frames * steps,
         auto_register_policy_transforms=False,
@@ -83,15 +83,15 @@ def _collect(parts: dict[str, Any], steps: int) -> Collector:
 
 
 def _train_step(
-    pipeline: Pipeline, batch: TensorDictBase, parts: dict[str, Any], config: DictConfig, step: int
+    pipeline: Pipeline, batch: TensorDictBase, components: dict[str, Any], config: DictConfig, step: int
 ) -> tuple[int, StepReport]:
-    """The optimiser steps taken on a batch, and its report; the batch itself is let go of."""
+    """The number of optimiser steps taken on a batch, and its report. No reference to the batch remains."""
     run = pipeline.run(batch, epochs=config.train.epochs)
     taken = optimise(
         run.minibatches(),
-        parts["loss"],
-        parts["optimizer"],
-        transform=parts["transform"],
+        components["loss"],
+        components["optimizer"],
+        transform=components["transform"],
         reduce=weighted_loss if pipeline.weighs else total_loss,
         max_grad_norm=config.train.max_grad_norm,
         loss_mask_key=pipeline.loss_mask_key,
@@ -100,10 +100,10 @@ def _train_step(
 
 
 def check_settings(config: DictConfig) -> None:
-    """Refuse what would fail, or do nothing, only after the first rollouts.
+    """Check settings that would otherwise fail, or have no effect, after the first rollouts.
 
     Raises:
-        ConfigError: a count below 1, or a seed that is no integer.
+        ConfigError: a count below 1, a `max_grad_norm` not above 0, or a seed that is no integer.
     """
     counts = {f"train.{name}": config.train[name] for name in ("steps", "epochs")}
     for name, value in (counts | {"threads": config.threads}).items():
@@ -116,20 +116,20 @@ def check_settings(config: DictConfig) -> None:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """``auto`` is the GPU if there is one.
+    """The device of a name; ``auto`` is the GPU if there is one, else the CPU.
 
     Raises:
-        ConfigError: there is no such device here.
+        ConfigError: the machine has no such device.
     """
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return torch.empty(0, device=wanted).device
     except (RuntimeError, AssertionError) as err:
-        raise ConfigError(f"device={wanted} is not to be had here: {str(err).splitlines()[0]}") from err
+        raise ConfigError(f"device={wanted} is not available: {str(err).splitlines()[0]}") from err
 
 
-def _instantiate_parts(config: DictConfig, device: torch.device) -> dict[str, Any]:
+def _instantiate_components(config: DictConfig, device: torch.device) -> dict[str, Any]:
     sampler = instantiate(config.sampler, _convert_="all")
     policy = instantiate(config.policy, device=str(device), _convert_="all")
     loss = instantiate(config.loss, actor_network=policy, _convert_="all")

@@ -1,4 +1,4 @@
-"""Optimiser steps over minibatches, each made of one or several forward passes."""
+"""Optimiser steps over minibatches, each with a forward pass per micro-batch."""
 
 from __future__ import annotations
 
@@ -34,53 +34,57 @@ def optimise(
 
         gradient = Σ_ranks Σ_micro-batches ∇ reduce(loss(micro-batch), micro-batch)
 
-    which with weights of :class:`LossWeight` is that of the named mean over the whole step. A step without a
-    token in the loss, on any rank, is not taken.
+    With the weights of :class:`LossWeight` this is the gradient of the mean that it names, over the whole
+    minibatch. An optimiser step without a token in the loss, on any rank, is not taken.
 
     Args:
-        minibatches: TensorDicts ``[n]``, as the pipeline yields them.
-        loss: from a micro-batch to a TensorDict with entries named ``loss_*`` to minimise, such as TorchRL's
+        minibatches: TensorDicts ``[n]``, as a run of the pipeline yields them.
+        loss: makes of a micro-batch a TensorDict with entries named ``loss_*`` to minimise, such as TorchRL's
             ``GRPOLoss(aggregation="none")``.
         optimizer: of the loss's parameters.
-        reduce: from the loss's terms and the micro-batch to a scalar. :func:`total_loss` where the weights
-            are folded into the advantage, or the loss knows of none.
-        transform: what is done to a micro-batch before the loss, :func:`pack` say.
-        max_grad_norm: clips the gradient of a step; None: not clipped.
+        reduce: makes a scalar of the loss's terms and the micro-batch. :func:`total_loss` where the weights
+            are folded into the advantage, or there are none.
+        transform: applied to each micro-batch before the loss, such as :func:`pack`.
+        max_grad_norm: clips the gradient of an optimiser step; None: not clipped.
         process_group: of ranks whose gradients are summed; a process group, or ``world``. None: there is one
             rank, or the model sums or averages them itself, as DDP does.
         loss_mask_key: (n, T) bool, read where the batch has no ``num_tokens``.
 
     Returns:
-        The number of steps taken.
+        The number of optimiser steps taken.
 
     Raises:
-        TypeError: a TensorDict in place of several.
-        ValueError: `max_grad_norm` not above 0.
-        BatchError: a gradient that is not finite, before the step is taken; minibatches that hold several.
+        TypeError: `minibatches` is one TensorDict.
+        ValueError: `max_grad_norm` is not above 0.
+        BatchError: a gradient that is not finite, before the step is taken; a batch of several minibatches
+            in place of a minibatch.
         MissingKeyError: there are no weights (see `reduce`).
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, or None; got {max_grad_norm}")
     if isinstance(minibatches, TensorDictBase):
         raise TypeError(
-            "optimise takes minibatches, not a batch, whose rows it would take for them: give it "
-            "pipeline.minibatches(collected), or split_minibatches(batch) of one that a pipeline has "
+            "optimise takes minibatches, not a batch, whose rows it would take for minibatches: give it "
+            "pipeline.minibatches(collected), or split_minibatches(batch) of a batch that a pipeline has "
             "processed"
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     group = resolve_group(process_group)
     stream, steps = iter(minibatches), 0
     while (minibatch := next(stream, None)) is not None:
-        parts = list(split_microbatches(minibatch)) if has_key(minibatch, MICROBATCH) else [minibatch]
+        cut = has_key(minibatch, MICROBATCH)
+        microbatches = list(split_microbatches(minibatch)) if cut else [minibatch]
         trains = _has_tokens(minibatch, loss_mask_key, group)
-        del minibatch  # else two of them are in memory when the next one is gathered
+        del minibatch  # else two of them would be in memory when the next one is gathered
         if not trains:
             continue
         optimizer.zero_grad()
-        while parts:
-            part = parts.pop(0) if transform is None else transform(parts.pop(0))
-            reduce(loss(part), part).backward()
-            del part
+        while microbatches:
+            microbatch = microbatches.pop(0)
+            if transform is not None:
+                microbatch = transform(microbatch)
+            reduce(loss(microbatch), microbatch).backward()
+            del microbatch
         if group is not None:
             _add_up(parameters, group)
         norm = nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
@@ -95,7 +99,7 @@ def optimise(
 
 
 def total_loss(terms: TensorDictBase, batch: TensorDictBase | None = None) -> Tensor:
-    """The sum of a loss module's ``loss_*`` entries, each a mean already; `batch` is not looked at.
+    """The sum of a loss module's ``loss_*`` entries, each a mean already; `batch` is not read.
 
     Raises:
         BatchError: an entry is per token.
@@ -105,35 +109,35 @@ def total_loss(terms: TensorDictBase, batch: TensorDictBase | None = None) -> Te
         >>> float(total_loss(TensorDict({"loss_objective": torch.tensor(2.0), "ESS": torch.tensor(1.0)})))
         2.0
     """
-    found = {k: value for k, value in terms.items() if k.startswith("loss_") and isinstance(value, Tensor)}
-    if not found:
+    losses = {k: value for k, value in terms.items() if k.startswith("loss_") and isinstance(value, Tensor)}
+    if not losses:
         raise BatchError(f"a loss has entries named loss_*; found {sorted(map(str, terms.keys()))}")
-    if odd := [f"{key!r} {tuple(value.shape)}" for key, value in found.items() if value.numel() != 1]:
+    if longer := [f"{key!r} {tuple(value.shape)}" for key, value in losses.items() if value.numel() != 1]:
         raise BatchError(
-            f"without weights a loss is made of means; found {', '.join(odd)}: set aggregation='token_mean' "
-            "on GRPOLoss, or weigh the rows by LossWeight and add up by weighted_loss"
+            f"without weights a loss is made of means; found {', '.join(longer)}: set "
+            "aggregation='token_mean' on GRPOLoss, or weigh rows by LossWeight and add up by weighted_loss"
         )
-    return torch.stack([value.squeeze() for value in found.values()]).sum()
+    return torch.stack([value.squeeze() for value in losses.values()]).sum()
 
 
 def _has_tokens(minibatch: TensorDictBase, loss_mask_key: NestedKey, group: dist.ProcessGroup | None) -> bool:
-    """Whether the step, on any of its ranks, has a token in the loss."""
-    found = False
+    """Whether the minibatch, on any of its ranks, has a token in the loss."""
+    trains = False
     if len(minibatch):
         if has_key(minibatch, "num_tokens"):
-            found = bool((minibatch.get("num_tokens") > 0).any())
+            trains = bool((minibatch.get("num_tokens") > 0).any())
         else:
             tokens = masked_tokens(minibatch, loss_mask_key, reader="optimise", option="loss_mask_key")
-            found = bool(tokens.sum() > 0)
-    if group is not None:  # one that skips a step the others take would add its next gradient to theirs
-        flag = torch.tensor([int(found)], device=device_of(minibatch))
+            trains = bool(tokens.sum() > 0)
+    if group is not None:  # ranks take a step together: else gradients of different steps would add up
+        flag = torch.tensor([int(trains)], device=device_of(minibatch))
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        found = bool(flag)
-    return found
+        trains = bool(flag)
+    return trains
 
 
 def _add_up(parameters: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum gradients over ranks; a parameter that took no part on one rank may have on another."""
+    """Sum gradients over ranks; a parameter without a gradient here may have one on another rank."""
     for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:

@@ -19,8 +19,8 @@ class RepeatSampler(Sampler[int]):
     """Yield prompt indices, each `group_size` times in a row.
 
     With prompts p₁ … p_B in a batch of B = `prompts_per_batch`, one batch is p₁ (`group_size` times), …, p_B
-    (`group_size` times), and the whole batch comes `repeats` times over. A pass over all prompts is an
-    epoch; each ``iter()`` goes on where the last one stopped, and each epoch has an order of its own.
+    (`group_size` times), and the whole batch comes `repeats` times. A pass over all prompts is an epoch; each
+    ``iter()`` continues where the last one stopped, and each epoch has an order of its own.
 
     Args:
         prompts: the dataset, or the number of prompts in it.
@@ -29,11 +29,11 @@ class RepeatSampler(Sampler[int]):
         repeats: how often each batch comes, ≥ 1.
         shuffle: False keeps the dataset's order.
         seed: of the order.
-        remainder: what happens to prompts over, when their number is no multiple of `prompts_per_batch`:
-            ``raise``, ``drop`` the last of each epoch's order, or an ``uneven`` last batch.
+        remainder: what happens where the number of prompts is no multiple of `prompts_per_batch`: ``raise``,
+            ``drop`` the last of each epoch's order, or make the last batch smaller (``uneven``).
 
     Raises:
-        ValueError: an option that is none, or a remainder under ``raise``.
+        ValueError: an option with a wrong value, or a remainder under ``raise``.
 
     Example:
         >>> list(RepeatSampler(3, group_size=2, shuffle=False))
@@ -86,20 +86,20 @@ class RepeatSampler(Sampler[int]):
         """The rest of the epoch."""
         indices = self._indices()
         for place in range(self.position, len(indices)):
-            # Before the yield: what was handed out counts as drawn, also if nobody comes back for more.
+            # Before the yield: an index that was yielded counts as drawn, even if no other is asked for.
             self.position += 1
             if self.position == len(indices):
                 self.epoch, self.position = self.epoch + 1, 0
             yield indices[place]
 
     def draws(self) -> Iterator[TensorDict]:
-        """Yield batches of draws for ever: the ids that rows carry from here to the loss.
+        """Yield batches of draws without end, with the ids that rows carry from here to the loss.
 
-        A batch that was begun by ``iter()`` is finished first.
+        A batch that ``iter()`` has begun is finished first.
 
         Each TensorDict ``[prompts_per_batch · group_size]`` has ``prompt``, ``group_id``, ``rollout_id``
-        and ``expected_rollouts``, (N,) int64; see :func:`stamp_ids`. Ids are unique over all epochs, and a
-        restored sampler goes on with the next ones.
+        and ``expected_rollouts``, (N,) int64; see :func:`stamp_ids`. Ids are unique over all epochs; a
+        restored sampler continues with the next ones.
         """
         while True:
             start = self.epoch * len(self) + self.position
@@ -124,7 +124,7 @@ class RepeatSampler(Sampler[int]):
         return self._made
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler is. A DataLoader with workers has drawn ahead of what it has handed out."""
+        """The position and the options. A DataLoader with workers has drawn more than it has yielded."""
         return {"epoch": self.epoch, "position": self.position} | self._shape()
 
     def _shape(self) -> dict[str, Any]:
@@ -132,19 +132,19 @@ class RepeatSampler(Sampler[int]):
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there.
+        """Continue from a state.
 
         Raises:
-            ValueError: the state is of a sampler with other options, whose ids this one would give again.
+            ValueError: the state is of a sampler with other options: ids would be given twice.
         """
         other = {name: state.get(name) for name, value in self._shape().items() if state.get(name) != value}
         if other or not 0 <= state["position"] < len(self) or state["epoch"] < 0:
-            raise ValueError(f"the state must be of a sampler like this one ({self._shape()}); it is {state}")
+            raise ValueError(f"the state must be of a sampler like this one ({self._shape()}); got {state}")
         self.epoch, self.position = state["epoch"], state["position"]
 
 
 def stamp_ids(prompts: Tensor | Sequence[int], *, group_size: int, first_rollout: int = 0) -> TensorDict:
-    """Give draws their ids, once, where they are dispatched: nothing later guesses them from positions.
+    """Give draws their ids, once, where they are dispatched, so that nothing infers them from positions.
 
     Every draw of a prompt is a group of its own, so the same prompt drawn twice is two groups.
 
@@ -157,7 +157,7 @@ def stamp_ids(prompts: Tensor | Sequence[int], *, group_size: int, first_rollout
         TensorDict ``[N]`` of int64: ``prompt``, ``group_id``, ``rollout_id``, ``expected_rollouts``.
 
     Raises:
-        ValueError: `prompts` is not in runs of `group_size`, with the row.
+        ValueError: a prompt is not repeated `group_size` times in a row; the message names the row.
 
     Example:
         >>> stamp_ids([7, 7, 3, 3], group_size=2, first_rollout=10)["group_id"].tolist()

@@ -11,17 +11,20 @@ from torchrl.objectives.llm import GRPOLoss
 
 
 class TokenGRPOLoss(GRPOLoss):
-    """GRPOLoss whose KL terms come per token like the others, (N, T, 1), 0 out of the loss.
+    """GRPOLoss whose KL terms are per token like its others: (N, T, 1), 0 outside of the loss mask.
 
     With ``aggregation="none"`` GRPOLoss leaves the policy and entropy terms per token, but averages its KL
-    terms over all positions of the micro-batch, padding included, so that they depend on the cut. Here they
-    are, per token, the estimator k3 of http://joschu.net/blog/kl-approx.html::
+    terms over all positions of the micro-batch, padding included, so that they depend on how a batch is cut.
+    Here they are per token, the estimator k3 of http://joschu.net/blog/kl-approx.html::
 
         coeff · (exp(d) − 1 − d),   d = log π_ref − log π
 
     Args:
-        arguments: those of GRPOLoss but `aggregation`.
-        options: likewise.
+        arguments: of GRPOLoss.
+        options: of GRPOLoss; `aggregation` is ``none``.
+
+    Raises:
+        ValueError: another `aggregation`.
 
     Example:
         >>> from headrace.pipeline.reverse import DigitPolicy

@@ -1,5 +1,5 @@
-// What each row's advantage is, against what it were if the rows of a fan-out each had a vote.
-import { h, plainTable, s, words } from "./dom.js";
+// Each row's advantage, against what it would be if each row of a fan-out were a rollout.
+import { h, message, plainTable, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
 import { count, extent, isNumber, number, plural, scale, ticks } from "./numbers.js";
 import { tip } from "./tip.js";
@@ -21,10 +21,10 @@ function mark(kind, x, y) {
   return s("circle", { class: `point ${kind}`, cx: x, cy: y, r: kind === "same" ? 3 : 4.5 });
 }
 
-// What the two axes are; another recipe's advantage takes the place of that by row.
-function namesOf(run) {
-  const [x, y] = run.versus || ["by rollout", "by row"];
-  return { x, y, other: Boolean(run.versus) };
+// The names of the two axes; the advantage by row may be that of another recipe instead.
+function namesOf(page) {
+  const [x, y] = page.versus || ["by rollout", "by row"];
+  return { x, y, other: Boolean(page.versus) };
 }
 
 function scatter(pairs, width, named) {
@@ -113,12 +113,12 @@ function sentence(pairs, named) {
   );
 }
 
-export function drawCompare({ run, model, width }) {
-  const named = namesOf(run);
+export function drawCompare({ page, model, width }) {
+  const named = namesOf(page);
   const pairs = pairsOf(model.rows);
-  if (!model.rows.length) return words("There are no rows at this step, so there is nothing to compare.");
+  if (!model.rows.length) return message("There are no rows at this step, so there is nothing to compare.");
   if (!pairs.length)
-    return words("No row of this step has both advantages: none came as far as the advantage stage.");
+    return message("No row of this step has both advantages: none came as far as the advantage stage.");
   const marks = [
     ["same", "the same either way"],
     ["differs", "differs"],
@@ -127,7 +127,7 @@ export function drawCompare({ run, model, width }) {
   const side = h(
     "div",
     {},
-    h("p", { class: "said" }, sentence(pairs, named)),
+    h("p", { class: "sentence" }, sentence(pairs, named)),
     legend([
       ...marks,
       [swatch(s("line", { class: "diagonal", x1: 0, y1: 14, x2: 18, y2: 0 })), "equal", "diagonal"],

@@ -1,5 +1,5 @@
 // Small multiples: one metric each, with the step that the page shows marked.
-import { h, moreButton, s, words } from "./dom.js";
+import { h, message, moreButton, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
 import { count, extent, isNumber, number, plural, scale } from "./numbers.js";
 
@@ -29,7 +29,7 @@ function drawCurve(name, values, steps, current, width) {
     h("span", { class: "name" }, name),
     h("span", { class: "number" }, number(now)),
   );
-  if (!range) return h("figure", {}, head, words("no number at any step"));
+  if (!range) return h("figure", {}, head, message("no number at any step"));
   const x = scale(extent(steps), [7, width - 7]);
   const y = scale(range, [height - 7, 7]);
   const xs = steps.map(x);
@@ -58,9 +58,9 @@ function drawCurve(name, values, steps, current, width) {
   return h("figure", {}, head, drawing, h("p", { class: "range" }, ends));
 }
 
-export function drawCurves({ run, step, width, redraw }) {
-  const names = Object.keys(run.curves);
-  if (!names.length) return words("No metric was recorded over the steps.");
+export function drawCurves({ page, step, width, redraw }) {
+  const names = Object.keys(page.curves);
+  if (!names.length) return message("No metric was recorded over the steps.");
   const columns = Math.max(1, Math.floor((width + 20) / 220));
   const each = (width - 20 * (columns - 1)) / columns;
   const some = allCurves ? names : names.slice(0, FIRST);
@@ -72,7 +72,7 @@ export function drawCurves({ run, step, width, redraw }) {
     legend([
       [
         swatch(s("line", { class: "curve", x1: 0, x2: 18, y1: 7, y2: 7 })),
-        `the metric, steps ${count(run.curve_steps[0])} to ${count(run.curve_steps.at(-1))}`,
+        `the metric, steps ${count(page.curve_steps[0])} to ${count(page.curve_steps.at(-1))}`,
         "curve",
       ],
       [
@@ -87,7 +87,7 @@ export function drawCurves({ run, step, width, redraw }) {
     h(
       "div",
       { class: "multiples", style: { "grid-template-columns": `repeat(${columns}, minmax(0, 1fr))` } },
-      some.map((name) => drawCurve(name, run.curves[name], run.curve_steps, step.step, each)),
+      some.map((name) => drawCurve(name, page.curves[name], page.curve_steps, step.step, each)),
     ),
     some.length < names.length ? moreButton(`show all ${count(names.length)} metrics`, showAll) : null,
   ];
@@ -95,7 +95,7 @@ export function drawCurves({ run, step, width, redraw }) {
 
 export function drawNumbers({ step }) {
   const numbers = Object.entries(step.numbers);
-  if (!numbers.length) return words("No number was recorded at this step.");
+  if (!numbers.length) return message("No number was recorded at this step.");
   return [
     h(
       "details",

@@ -1,7 +1,7 @@
-// The data of the run. What is not listed here is not read: other modules get objects with these fields
-// alone. page_schema.py has the same lists and says what each field means; a test compares the two.
+// The data of the page. Other modules get objects with the fields listed here and no others.
+// page_schema.py has the same lists with the meaning of each field; a test compares the two.
 const FIELDS = {
-  PageRun: ["title", "recipe", "steps", "curve_steps", "curves", "versus"],
+  PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus"],
   RecipeStage: ["name", "text"],
   Step: ["step", "funnel", "shown", "groups", "rows", "numbers"],
   PageLevel: ["name", "rows", "rollouts", "groups", "tokens", "out"],
@@ -43,7 +43,7 @@ const objectOf = (kind, valueOf) =>
   Object.fromEntries(FIELDS[kind].map((name) => [name, valueOf(name) ?? null]));
 const read = (kind, value) => objectOf(kind, (name) => value[name]);
 
-// The lines of a table, of which the data has the columns.
+// The lines of a table, which the data has as columns.
 function readTable(kind, table) {
   return table[FIELDS[kind][0]].map((_, i) => objectOf(kind, (name) => table[name][i]));
 }
@@ -51,7 +51,7 @@ function readTable(kind, table) {
 export const readGroups = (step) => readTable("Groups", step.groups);
 export const readRows = (step) => readTable("Rows", step.rows);
 
-// A group of which nothing is known.
+// A group with no known fields.
 export const unknownGroup = () => objectOf("Groups", () => null);
 
 function readLevel(value) {
@@ -64,12 +64,12 @@ function readStep(value) {
   return { ...step, funnel: step.funnel.map(readLevel), shown: read("Shown", step.shown) };
 }
 
-// The run as the page has it, in JSON. The tables of a step stay columns until the step is shown.
-export function readRun(text) {
-  const run = read("PageRun", JSON.parse(text));
+// The data in the page's JSON. The tables of a step stay columns until the step is shown.
+export function readPage(text) {
+  const page = read("PageData", JSON.parse(text));
   return {
-    ...run,
-    recipe: run.recipe.map((stage) => read("RecipeStage", stage)),
-    steps: run.steps.map(readStep),
+    ...page,
+    recipe: page.recipe.map((stage) => read("RecipeStage", stage)),
+    steps: page.steps.map(readStep),
   };
 }

@@ -1,4 +1,4 @@
-// Elements to build the page with. Text enters as text nodes only; nothing here parses markup.
+// Elements to build the page with. Text becomes text nodes only; nothing here parses markup.
 const SVG = "http://www.w3.org/2000/svg";
 
 function dress(element, attributes, children) {
@@ -19,8 +19,8 @@ export const h = (tag, attributes = {}, ...children) =>
 export const s = (tag, attributes = {}, ...children) =>
   dress(document.createElementNS(SVG, tag), attributes, children);
 export const byId = (id) => document.getElementById(id);
-export const words = (text) => [h("p", { class: "empty" }, text)];
-export const quiet = () => window.matchMedia("(prefers-reduced-motion: reduce)").matches;
+export const message = (text) => [h("p", { class: "empty" }, text)];
+export const reducedMotion = () => window.matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 // A button below a list of which not all is shown yet.
 export function moreButton(text, click) {

@@ -1,4 +1,5 @@
-// A dot per rollout: as large as its segments, coloured by its advantage, beside those it would cover.
+// A dot per rollout: its area by its segments, its colour by its advantage; dots that would overlap are
+// stacked.
 import { s } from "./dom.js";
 import { compareIds, fate } from "./model.js";
 import { extent, number, plural } from "./numbers.js";
@@ -10,8 +11,8 @@ export const radius = (segments) => Math.min(DOT * Math.sqrt(Math.max(1, segment
 
 // How far towards the end of the palette, in steps of a twentieth; the browser mixes by theme.
 function advantageColour(advantage, most) {
-  const part = most ? Math.round((Math.abs(advantage) / most) * 20) * 5 : 0;
-  return `color-mix(in srgb, var(--${advantage < 0 ? "low" : "high"}) ${Math.min(part, 100)}%, var(--middle))`;
+  const percent = most ? Math.round((Math.abs(advantage) / most) * 20) * 5 : 0;
+  return `color-mix(in srgb, var(--${advantage < 0 ? "low" : "high"}) ${Math.min(percent, 100)}%, var(--middle))`;
 }
 
 // Levels 0, 1, −1, 2, … : each dot takes the one nearest to the line on which it touches no other.

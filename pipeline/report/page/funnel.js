@@ -1,6 +1,6 @@
 // A waterfall: what is still in the loss after each stage, and the pieces that left, where they were.
 import { UNITS } from "./data.js";
-import { h, s, words } from "./dom.js";
+import { h, message, s } from "./dom.js";
 import { legend, rowSwatch } from "./legend.js";
 import { count, isNumber, sum } from "./numbers.js";
 
@@ -80,7 +80,7 @@ function stageRows(stage, before, whole) {
 
 export function drawFunnel({ step }) {
   const stages = step.funnel;
-  if (!stages.length) return words("No stage was recorded at this step, so there is nothing to count.");
+  if (!stages.length) return message("No stage was recorded at this step, so there is nothing to count.");
   const whole = Object.fromEntries(
     UNITS.map((unit) => [unit, Math.max(0, ...stages.map((stage) => stage[unit] || 0))]),
   );
@@ -112,9 +112,9 @@ export function drawFunnel({ step }) {
     body,
   );
   return [
-    whole.rows ? null : words("No rows were collected at this step."),
+    whole.rows ? null : message("No rows were collected at this step."),
     whole.rows && !stages.at(-1).rows
-      ? words("Every row left before the loss: nothing trains at this step.")
+      ? message("Every row left before the loss: nothing trains at this step.")
       : null,
     legend(marks),
     table,

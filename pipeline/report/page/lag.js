@@ -1,5 +1,5 @@
 // Rows by staleness, those in the loss on top of the axis, those that left on top of them.
-import { h, s, words } from "./dom.js";
+import { h, message, s } from "./dom.js";
 import { legend, rowSwatch } from "./legend.js";
 import { count, extent, isNumber, plural, scale, ticks } from "./numbers.js";
 import { tip } from "./tip.js";
@@ -27,14 +27,14 @@ function drawBars(bins, width) {
   const y = scale([0, most], [bottom, 8]);
   const slot = Math.min((width - left - 6) / bins.length, 64);
   const every = Math.ceil(44 / slot);
-  const said = bins.map((bin) => `${bin.from}: ${bin.trained} in the loss, ${bin.left} left`);
+  const labels = bins.map((bin) => `${bin.from}: ${bin.trained} in the loss, ${bin.left} left`);
   return s(
     "svg",
     {
       width,
       height,
       role: "img",
-      "aria-label": `Rows by staleness: ${said.join("; ")}`,
+      "aria-label": `Rows by staleness: ${labels.join("; ")}`,
     },
     ticks([0, most], 4)
       .filter(Number.isInteger)
@@ -74,10 +74,10 @@ function drawBars(bins, width) {
 }
 
 export function drawLag({ model, width }) {
-  if (!model.rows.length) return words("There are no rows at this step.");
+  if (!model.rows.length) return message("There are no rows at this step.");
   const known = model.rows.filter((row) => isNumber(row.staleness));
   if (!known.length)
-    return words("No row says which policy version acted, so how old they are is not known.");
+    return message("No row has a policy version, so the staleness is not known.");
   const unknown = model.rows.length - known.length;
   return [
     legend([

@@ -14,9 +14,9 @@ function makeModel(step) {
   for (const group of readGroups(step)) groups.set(String(group.id), { ...group, members: new Map() });
   const rows = readRows(step);
   for (const row of rows) placeRow(groups, row);
-  const found = [...groups.values()];
-  for (const group of found) group.members = [...group.members.values()].map(summed);
-  return { rows, groups: found };
+  const all = [...groups.values()];
+  for (const group of all) group.members = [...group.members.values()].map(withSummary);
+  return { rows, groups: all };
 }
 
 function placeRow(groups, row) {
@@ -30,8 +30,8 @@ function placeRow(groups, row) {
   group.members.get(name).rows.push(row);
 }
 
-// The rollout, with what its rows say of it.
-function summed(rollout) {
+// The rollout, with the reward, advantage and reasons of its rows.
+function withSummary(rollout) {
   rollout.reward = common(rollout.rows.map((row) => row.reward));
   rollout.advantage = common(rollout.rows.map((row) => row.advantage));
   rollout.reasons = [...new Set(rollout.rows.map((row) => row.reason).filter(Boolean))];

@@ -30,7 +30,7 @@ export function number(n) {
   return text.replaceAll("-", "−");
 }
 
-// Where all agree that value, and else their mean: the rows of a rollout share a reward, mostly.
+// The common value where all agree, else their mean: the rows of a rollout mostly share a reward.
 export function common(values) {
   const known = values.filter(isNumber);
   if (!known.length) return null;
@@ -51,9 +51,9 @@ export function ticks([low, high], wanted) {
   const rough = (high - low) / Math.max(1, wanted);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((k) => k * power).find((size) => size >= rough * 0.999) || rough;
-  const found = [];
+  const result = [];
   for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k += 1) {
-    found.push(Number((k * step).toPrecision(12)));
+    result.push(Number((k * step).toPrecision(12)));
   }
-  return found;
+  return result;
 }

@@ -1,7 +1,7 @@
-// What is chosen, and who draws it.
+// The state of the page, and the panels that draw it.
 import { drawCompare } from "./compare.js";
 import { drawCurves, drawNumbers } from "./curves.js";
-import { UNITS, readRun } from "./data.js";
+import { UNITS, readPage } from "./data.js";
 import { byId, h } from "./dom.js";
 import { drawFunnel } from "./funnel.js";
 import { drawLag } from "./lag.js";
@@ -12,7 +12,7 @@ import { drawTape } from "./tape.js";
 import { hideTip, listenForTips } from "./tip.js";
 import { drawTree } from "./tree.js";
 
-const run = readRun(byId("run").textContent);
+const page = readPage(byId("page-data").textContent);
 const NARROWEST = 260; // a page that is laid out later, in a hidden tab, has no width yet
 const state = { index: 0, sort: "id", filter: "all" };
 const PANELS = {
@@ -27,11 +27,11 @@ const PANELS = {
 };
 
 function draw(names = Object.keys(PANELS)) {
-  const step = run.steps[state.index];
+  const step = page.steps[state.index];
   for (const name of names) {
     const body = byId(name).querySelector(".body");
     const content = PANELS[name]({
-      run,
+      page,
       step,
       model: modelOf(step),
       width: Math.max(body.clientWidth, NARROWEST),
@@ -54,8 +54,8 @@ function summarise(step) {
 }
 
 function show(index) {
-  state.index = Math.min(Math.max(index, 0), run.steps.length - 1);
-  const step = run.steps[state.index];
+  state.index = Math.min(Math.max(index, 0), page.steps.length - 1);
+  const step = page.steps[state.index];
   hideTip();
   byId("summary").textContent = summarise(step);
   const shown = step.shown;
@@ -66,38 +66,38 @@ function show(index) {
   byId("slider").setAttribute("aria-valuetext", `step ${step.step}`);
   byId("number").value = step.step;
   byId("previous").disabled = state.index === 0;
-  byId("next").disabled = state.index === run.steps.length - 1;
+  byId("next").disabled = state.index === page.steps.length - 1;
   draw();
 }
 
 // The step with the number nearest to the one typed.
 function nearest(wanted) {
-  const gaps = run.steps.map((step) => Math.abs(step.step - wanted));
+  const gaps = page.steps.map((step) => Math.abs(step.step - wanted));
   return gaps.indexOf(Math.min(...gaps));
 }
 
 function start() {
   listenForTips();
-  document.title = `${run.title} · headrace`;
-  byId("title").textContent = run.title;
+  document.title = `${page.title} · headrace`;
+  byId("title").textContent = page.title;
   byId("recipe").append(
-    ...run.recipe.map((stage) => h("li", {}, h("b", {}, stage.name), h("code", {}, stage.text))),
+    ...page.recipe.map((stage) => h("li", {}, h("b", {}, stage.name), h("code", {}, stage.text))),
   );
-  byId("recipe-box").hidden = !run.recipe.length;
-  byId("curves").hidden = run.curve_steps.length < 2;
-  if (!run.steps.length) {
-    byId("summary").textContent = "No step was recorded in this run.";
+  byId("recipe-box").hidden = !page.recipe.length;
+  byId("curves").hidden = page.curve_steps.length < 2;
+  if (!page.steps.length) {
+    byId("summary").textContent = "No step was recorded.";
     byId("stepper").hidden = true;
     document.querySelector("main").hidden = true;
     return;
   }
-  const last = run.steps.length - 1;
+  const last = page.steps.length - 1;
   byId("stepper").hidden = last === 0;
   byId("slider").max = last;
-  byId("number").min = run.steps[0].step;
-  byId("number").max = run.steps[last].step;
+  byId("number").min = page.steps[0].step;
+  byId("number").max = page.steps[last].step;
   byId("of").textContent =
-    `${count(run.steps.length)} steps, ${count(run.steps[0].step)} to ${count(run.steps[last].step)}`;
+    `${count(page.steps.length)} steps, ${count(page.steps[0].step)} to ${count(page.steps[last].step)}`;
   byId("slider").addEventListener("input", (e) => show(Number(e.target.value)));
   byId("number").addEventListener("change", (e) => show(nearest(Number(e.target.value))));
   byId("previous").addEventListener("click", () => show(state.index - 1));

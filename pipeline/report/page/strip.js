@@ -1,5 +1,5 @@
 // A line per group, with the dots of its rollouts at their rewards.
-import { h, s, words } from "./dom.js";
+import { h, message, s } from "./dom.js";
 import { drawDot, radius, stack } from "./dots.js";
 import { legend, swatch } from "./legend.js";
 import { chosen, ofExpected } from "./model.js";
@@ -122,10 +122,10 @@ function stripLegend(lines, most) {
 }
 
 export function drawStrip({ model, width, sort, filter }) {
-  if (!model.groups.length) return words("There are no rows at this step, so there is no rollout to draw.");
+  if (!model.groups.length) return message("There are no rows at this step, so there is no rollout to draw.");
   const lines = chosen(model, sort, filter);
   if (!lines.length) {
-    return words(
+    return message(
       filter === "trained"
         ? "No rollout of this step is in the loss: all of them left."
         : "No rollout left: all of them are in the loss.",

@@ -1,5 +1,5 @@
 // For each minibatch a tape per rank; pieces are micro-batches, as wide as their tokens.
-import { h, s, words } from "./dom.js";
+import { h, message, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
 import { NONE, count, isNumber, plural, sum } from "./numbers.js";
 import { tip } from "./tip.js";
@@ -34,14 +34,14 @@ function imbalance(sizes) {
 }
 
 function drawPiece([name, piece], from, whole, width, unit) {
-  const part = whole ? (piece.size / whole) * 100 : 0;
+  const percent = whole ? (piece.size / whole) * 100 : 0;
   const text = count(name);
   const node = s(
     "svg",
-    { class: "piece", x: `${from}%`, width: `${part}%`, height: 22 },
+    { class: "piece", x: `${from}%`, width: `${percent}%`, height: 22 },
     s("rect", { class: name % 2 ? "odd" : "even", width: "100%", height: "100%" }),
     s("rect", { class: "cut", width: 1, height: "100%" }),
-    (part / 100) * width > 8 * text.length + 8 ? s("text", { x: 5, y: 15.5 }, text) : null,
+    (percent / 100) * width > 8 * text.length + 8 ? s("text", { x: 5, y: 15.5 }, text) : null,
   );
   return tip(node, () => [
     `micro-batch ${text}`,
@@ -99,8 +99,8 @@ function drawTapes({ name, ranks }, width, unit) {
 export function drawTape({ model, width }) {
   // A row that was masked later still takes its place in its minibatch.
   const rows = model.rows.filter((row) => row.minibatch !== null || !row.reason);
-  if (!model.rows.length) return words("There are no rows at this step, so there is no micro-batch.");
-  if (!rows.length) return words("No row of this step is in the loss, so there is no micro-batch.");
+  if (!model.rows.length) return message("There are no rows at this step, so there is no micro-batch.");
+  if (!rows.length) return message("No row of this step is in the loss, so there is no micro-batch.");
   const known = rows.some((row) => isNumber(row.tokens) && row.tokens > 0);
   const unit = known ? "tokens" : "rows";
   const minibatches = tapesOf(rows, (row) => (known ? row.tokens || 0 : 1));

@@ -1,4 +1,4 @@
-// One box that says what the mark under the pointer, or with the focus, is.
+// One box that describes the mark under the pointer or with the focus.
 import { byId, h } from "./dom.js";
 
 const tips = new WeakMap();

@@ -1,5 +1,5 @@
 // Groups, their rollouts and their rows, each built when it is opened.
-import { byId, h, moreButton, plainTable, quiet, words } from "./dom.js";
+import { byId, h, message, moreButton, plainTable, reducedMotion } from "./dom.js";
 import { chosen, fate, ofExpected } from "./model.js";
 import { NONE, count, isNumber, number, plural } from "./numbers.js";
 
@@ -74,7 +74,7 @@ function groupNode({ group, rollouts }) {
   const node = lazily(name, "group", () =>
     [
       group.label ? h("p", { class: "prompt" }, group.label) : null,
-      ...(rollouts.length ? rollouts.map(rolloutNode) : words("No row of this group is recorded.")),
+      ...(rollouts.length ? rollouts.map(rolloutNode) : message("No row of this group is recorded.")),
     ].filter(Boolean),
   );
   node.dataset.group = group.id;
@@ -84,8 +84,8 @@ function groupNode({ group, rollouts }) {
 export function drawTree(view) {
   treeView = view;
   const lines = chosen(view.model, view.sort, view.filter);
-  if (!view.model.groups.length) return words("There are no groups at this step.");
-  if (!lines.length) return words("No rollout passes the filter chosen above.");
+  if (!view.model.groups.length) return message("There are no groups at this step.");
+  if (!lines.length) return message("No rollout passes the filter chosen above.");
   const rest = lines.length - treeShown;
   const showMore = () => {
     treeShown += PAGE;
@@ -116,6 +116,6 @@ export function openGroup(id) {
   if (!node) return;
   node.fill();
   node.open = true;
-  node.scrollIntoView({ block: "start", behavior: quiet() ? "auto" : "smooth" });
+  node.scrollIntoView({ block: "start", behavior: reducedMotion() ? "auto" : "smooth" });
   node.firstChild.focus({ preventScroll: true });
 }

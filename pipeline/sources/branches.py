@@ -1,4 +1,4 @@
-"""Paths through a graph of messages, from a root to each leaf: what prime-rl trains on."""
+"""Branches of a graph of messages, from a root to each leaf: what prime-rl trains on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .text import read_text
 
 
 class Branch(NamedTuple):
-    """One path, cut where the policy's first token is; without tokens, its texts only."""
+    """One branch, split at the policy's first token; without tokens, its texts only."""
 
     prompt: str
     response: str
@@ -18,7 +18,7 @@ class Branch(NamedTuple):
     mask: list[int] | None
     """(R,) over the response: 1 for tokens that the policy sampled."""
     log_probs: list[float] | None
-    """(R,) NaN where the policy did not sample; None where some are not there."""
+    """(R,) NaN where the policy did not sample; None where the log-probabilities are incomplete."""
     trainable: bool
 
 
@@ -33,9 +33,9 @@ class _Node(NamedTuple):
 
 
 def branches(trace: Record) -> list[Branch]:
-    """The paths on which the policy sampled something, in the order of their leaves.
+    """The branches on which the policy sampled something, in the order of their leaves.
 
-    Paths without tokens are left aside where others have some.
+    Where some branches have tokens, those without are omitted.
 
     Raises:
         SourceError: a node is not as documented, or its parent does not come before it.
@@ -45,23 +45,21 @@ def branches(trace: Record) -> list[Branch]:
         nodes.append(_node(record, len(nodes)))
     parents = {node.parent for node in nodes}
     resumed = {target for node in nodes for kind, target in node.links if kind == "compaction"}
-    found = []
-    for leaf in range(len(nodes)):
-        if leaf in parents:
-            continue
-        path, at = [], leaf
-        while True:
-            path.append(nodes[at])
-            if nodes[at].parent is None:
-                break
-            at = nodes[at].parent or 0
-        path.reverse()
-        if not any(node.sampled for node in path):
-            continue
-        attempt = any(kind == "compaction_attempt" for kind, _ in nodes[leaf].links)
-        found.append(_branch(path, not attempt or leaf in resumed))
-    with_tokens = [branch for branch in found if branch.tokens is not None]
-    return with_tokens or found
+    result = []
+    for leaf in (index for index in range(len(nodes)) if index not in parents):
+        path = _path_to(nodes, leaf)
+        if any(node.sampled for node in path):
+            attempt = any(kind == "compaction_attempt" for kind, _ in nodes[leaf].links)
+            result.append(_branch(path, not attempt or leaf in resumed))
+    return [branch for branch in result if branch.tokens is not None] or result
+
+
+def _path_to(nodes: list[_Node], leaf: int) -> list[_Node]:
+    """The nodes from the root to a leaf."""
+    path = [nodes[leaf]]
+    while (parent := path[-1].parent) is not None:
+        path.append(nodes[parent])
+    return path[::-1]
 
 
 def _node(record: Record, index: int) -> _Node:

@@ -1,0 +1,148 @@
+"""The Parquet files of headrace's own dumps, column by column."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from headrace.transforms import Status
+
+from .malformed import SourceError, first_line
+from .parquet import read_table
+from .sample import MAX_TOKENS
+
+REQUIRED = ("step", "row", "group_id", "rollout_id", "reward")
+COUNTS = {"policy_version": ("next", "policy_version"), "expected_rollouts": "expected_rollouts"}
+STATUSES = {status.name.lower(): status for status in Status}
+VERSION = "1"
+MAX_CELLS = 2**31  # of a loss mask, in bytes
+
+
+def read_step(path: Path) -> tuple[int, TensorDict] | None:
+    """The step of a Parquet file and its batch ``[N]``; None where it has no rows but carried ones.
+
+    Raises:
+        SourceError: the file is damaged or of another version, or a column is missing or of another type.
+    """
+    table = read_table(path)
+    version = (table.schema.metadata or {}).get(b"headrace.schema", b"").decode(errors="replace")
+    if version != VERSION:
+        raise SourceError(
+            f"{path}: headrace.schema must be {VERSION}, the one that is known; found {version!r}"
+        )
+    if lacking := [name for name in REQUIRED if name not in table.column_names]:
+        raise SourceError(f"{path}: the columns {lacking} are required; found {table.column_names}")
+    try:
+        if "carried_in" in table.column_names:
+            table = table.filter(pc.equal(pc.fill_null(table["carried_in"], 0), 0))
+        return (_step(table, path), _batch(table, path)) if len(table) else None
+    except SourceError:
+        raise
+    except Exception as err:  # a column of an unexpected type makes the conversion raise anything
+        raise SourceError(f"{path}: columns must be as documented; found {first_line(err)}") from err
+
+
+def _step(table: pa.Table, path: Path) -> int:
+    steps = pc.unique(table["step"]).to_pylist()
+    if len(steps) != 1 or not isinstance(steps[0], int) or steps[0] < 0:
+        raise SourceError(f"{path}: a file is one step, a number ≥ 0; found {steps[:5]}")
+    return steps[0]
+
+
+def _batch(table: pa.Table, path: Path) -> TensorDict:
+    batch = TensorDict({}, batch_size=[len(table)])
+    for name in ("group_id", "rollout_id"):
+        batch[name] = torch.from_numpy(_integers(table, name, path))
+    status = _status(table, path)
+    batch["status"] = torch.from_numpy(status)
+    lost = np.isin(status, (Status.ABORTED, Status.FAILED))
+    reward = torch.from_numpy(_rewards(table, lost, path))
+    exact = torch.equal(reward.float().double().nan_to_num(), reward.nan_to_num())
+    batch["next", "reward"] = reward.float() if exact else reward
+    for name, key in COUNTS.items():
+        if _has_values(table, name):
+            batch[key] = torch.from_numpy(_integers(table, name, path))
+    batch["masks", "all_assistant_mask"] = _loss_mask(table, path)
+    if "advantage" in table.column_names:
+        batch["advantage_logged"] = torch.from_numpy(_floats(table, "advantage", path)).float()
+    for name in ("prompt", "response"):
+        if name in table.column_names and table[name].null_count == 0:
+            if not pa.types.is_string(table.schema.field(name).type):
+                raise SourceError(f"{path}: {name!r} must be text; found {table.schema.field(name).type}")
+            batch[f"{name}_text"] = table[name].to_pylist()
+    return batch
+
+
+def _loss_mask(table: pa.Table, path: Path) -> Tensor:
+    """(N, T) bool: as many tokens at the end of each row as it had; one where that is not known."""
+    tokens = np.ones(len(table), dtype=np.int64)
+    if _has_values(table, "tokens"):
+        tokens = _integers(table, "tokens", path)
+        if tokens.max() > MAX_TOKENS or tokens.max() * len(table) > MAX_CELLS:
+            raise SourceError(
+                f"{path}: a row has at most {MAX_TOKENS} tokens, and a step {MAX_CELLS} in rows × the "
+                f"longest; found {tokens.max()} tokens in one of {len(table)} rows"
+            )
+    width = int(max(tokens.max(), 1))
+    return torch.arange(width) >= width - torch.from_numpy(tokens).unsqueeze(1)
+
+
+def _has_values(table: pa.Table, name: str) -> bool:
+    return name in table.column_names and table[name].null_count < len(table)
+
+
+def _integers(table: pa.Table, name: str, path: Path) -> np.ndarray:
+    """(N,) int64, all ≥ 0."""
+    column = table[name]
+    if not pa.types.is_integer(column.type) or column.null_count:
+        raise SourceError(
+            f"{path}: {name!r} must be an integer on every row; found {column.type} with "
+            f"{column.null_count} nulls"
+        )
+    values = column.cast(pa.int64()).to_numpy()
+    if (values < 0).any():
+        row = int((values < 0).argmax())
+        raise SourceError(f"{path}: {name!r} must be ≥ 0; found {values[row]} at row {row}")
+    return values.copy()
+
+
+def _floats(table: pa.Table, name: str, path: Path) -> np.ndarray:
+    """(N,) float64, NaN for null."""
+    column = table[name]
+    if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
+        raise SourceError(f"{path}: {name!r} must be a number; found {column.type}")
+    return pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy().copy()
+
+
+def _status(table: pa.Table, path: Path) -> np.ndarray:
+    """(N,) int64; completed where there is no such column."""
+    if "status" not in table.column_names:
+        return np.full(len(table), int(Status.COMPLETED))
+    words = table["status"].to_pylist()
+    if unknown := [word for word in words if word not in STATUSES]:
+        raise SourceError(f"{path}: 'status' must be one of {', '.join(STATUSES)}; found {unknown[0]!r}")
+    return np.array([int(STATUSES[word]) for word in words])
+
+
+def _rewards(table: pa.Table, lost: np.ndarray, path: Path) -> np.ndarray:
+    """(N, 1) float64, or (N, K) where there is a list of K rewards."""
+    reward = _floats(table, "reward", path)
+    if "reason" in table.column_names:  # a filter may have taken rows out because they had no reward
+        lost = lost | (np.array(table["reason"].to_pylist(), dtype=object) != "trained")
+    if (bad := ~np.isfinite(reward) & ~lost).any() and "rewards" not in table.column_names:
+        row = int(bad.argmax())
+        raise SourceError(f"{path}: a rollout that did not fail needs a finite 'reward'; row {row} has none")
+    if "rewards" not in table.column_names:
+        return reward[:, None]
+    lists = table["rewards"].combine_chunks()
+    if not pa.types.is_fixed_size_list(lists.type) or lists.null_count:
+        raise SourceError(
+            f"{path}: 'rewards' must be a list of as many numbers on every row; found {lists.type}"
+        )
+    return lists.flatten().cast(pa.float64()).to_numpy(zero_copy_only=False).reshape(len(table), -1).copy()

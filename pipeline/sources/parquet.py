@@ -1,0 +1,61 @@
+"""Parquet files: their columns, their rows a few at a time, and a whole table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .malformed import SourceError, first_line
+from .reading import Reading
+from .record import Record
+
+ROWS = 256  # in memory at a time
+
+
+def read_schema(path: Path) -> pa.Schema:
+    """The columns of a Parquet file.
+
+    Raises:
+        SourceError: the file is damaged.
+    """
+    try:
+        return pq.read_schema(path)
+    except Exception as err:  # a damaged file makes the decoder raise anything
+        raise SourceError(f"{path}: a Parquet file is required; found {first_line(err)}") from err
+
+
+def read_table(path: Path) -> pa.Table:
+    """All columns and rows of a Parquet file.
+
+    Raises:
+        SourceError: the file is damaged.
+    """
+    try:
+        return pq.read_table(path)
+    except Exception as err:  # a damaged file makes the decoder raise anything
+        raise SourceError(f"{path}: a Parquet file is required; found {first_line(err)}") from err
+
+
+def read_rows(path: Path, reading: Reading) -> Iterator[Record]:
+    """The rows of a Parquet file, a few at a time.
+
+    Raises:
+        SourceError: the file is damaged, or has no rows.
+    """
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            size = path.stat().st_size
+            for batch in file.iter_batches(batch_size=ROWS):
+                reading.position = size * number // max(1, file.metadata.num_rows)
+                for data in batch.to_pylist():
+                    number += 1
+                    yield Record(data, f"{path}, row {number}", number)
+    except Exception as err:  # a damaged file makes the decoder raise anything
+        reading.skipped.note(SourceError(f"{path}: a Parquet file must be readable; found {first_line(err)}"))
+        return
+    if not number:
+        reading.skipped.note(SourceError(f"{path}: a dump has at least one row; found an empty table"))
