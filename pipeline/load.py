@@ -44,7 +44,18 @@ def load_pipeline(*overrides: str) -> Pipeline:
     """
     if bare := [word for word in overrides if "=" not in word and not word.startswith("~")]:
         raise ConfigError(f"an override is KEY=VALUE; got {bare[0]!r}. A recipe is pipeline={bare[0]}")
-    return build_pipeline(compose_config("load", *overrides).pipeline)
+    return build_pipeline(compose_config("load", *map(leave_out, overrides)).pipeline)
+
+
+def leave_out(word: str) -> str:
+    """``~pipeline.stages.NAME`` as ``pipeline.stages.NAME=null``, which a recipe's `order` may still name.
+
+    Example:
+        >>> leave_out("~pipeline.stages.filter"), leave_out("pipeline=grpo")
+        ('pipeline.stages.filter=null', 'pipeline=grpo')
+    """
+    found = re.fullmatch(r"~(pipeline\.stages\.\w+)", word)
+    return f"{found[1]}=null" if found else word
 
 
 def build_pipeline(config: DictConfig) -> Pipeline:

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from headrace.transforms import BatchError
 
-from .load import ConfigError, explain_composition
+from .load import ConfigError, explain_composition, leave_out
 from .sources import SourceError
 from .tasks.compare import compare
 from .tasks.group_sizes import tabulate_group_sizes
@@ -46,6 +46,7 @@ def main() -> None:
     os.environ["HEADRACE_TRACE"] = os.environ.get("HYDRA_FULL_ERROR", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing and exiting
     os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
+    sys.argv[1:] = map(leave_out, sys.argv[1:])
     try:
         run_task()
     except TrainingInterrupted:

@@ -16,6 +16,11 @@ def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str,
         ValueError: the order lacks a stage, or names one that there is not; with a hint.
     """
     present = {name: stage for name, stage in stages.items() if stage is not None}
+    if odd := [name for name in present if not str(name).isidentifier()]:
+        raise ValueError(
+            "a stage's name is a word, by which the command line reaches it: letters, digits and '_'; got "
+            f"{odd}"
+        )
     if order is None:
         return present
     if unknown := [name for name in order if name not in stages]:

@@ -43,7 +43,7 @@ class Pipeline(BatchTransform):
         order: names of all stages, where the mapping's order is not the order of execution.
         loss_mask_key: (N, T) bool; a row without a True in it has nothing to train, and is recorded so.
         group_key: (N,) or (N, 1) int, for counting groups.
-        rollout_key: (N,) or (N, 1) int, for counting rollouts.
+        rollout_key: (N,) or (N, 1) int, for counting rollouts; None: they are not counted.
         report_keys: where the report finds ``reward``, ``status``, ``policy_version``, ``expected_rollouts``,
             ``advantage``, ``loss_weight``, ``prompt`` and ``response``, where they go by other names than
             the usual ones.
@@ -73,7 +73,7 @@ class Pipeline(BatchTransform):
         order: Sequence[str] | None = None,
         loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
         group_key: NestedKey = "group_id",
-        rollout_key: NestedKey = "rollout_id",
+        rollout_key: NestedKey | None = "rollout_id",
         report_keys: Mapping[str, NestedKey] | None = None,
     ):
         super().__init__()
@@ -194,5 +194,6 @@ class Pipeline(BatchTransform):
     def _keys(self) -> Keys:
         reported = keys_of_stages(self.stages.values())
         weight = reported.get("loss_weight", "loss_weight")
-        units = {"rollouts": self.rollout_key, "groups": self.group_key}
+        ids = {"rollouts": self.rollout_key, "groups": self.group_key}
+        units = {unit: key for unit, key in ids.items() if key is not None}
         return Keys(self.loss_mask_key, weight, units, reported | self.report_keys)

@@ -17,7 +17,7 @@ from .checks import Rule, enforce
 from .errors import BatchError, ProcessedTwiceError
 from .ids import as_ids
 from .options import describe_options
-from .rows import shallow_copy
+from .rows import device_of, shallow_copy
 from .schema import PROCESSED, has_key, read_column
 from .tokens import masked_tokens
 
@@ -170,10 +170,14 @@ class BatchTransform(Transform):
     def ids(self, batch: TensorDictBase, unit: str) -> Tensor:
         """Read the (N,) int64 ids of a ``rollout`` or ``group``, by `rollout_key` or `group_key`.
 
+        Where that key is None, each row is one: the ids are the row numbers.
+
         Raises:
             MissingKeyError: they are not there.
             BatchError: they are no integers, or not one a row.
         """
+        if getattr(self, f"{unit}_key") is None:
+            return torch.arange(len(batch), device=device_of(batch))
         return as_ids(self.column(batch, f"{unit}_key"), f"{unit}_id")
 
     def tokens(self, batch: TensorDictBase, option: str = "loss_mask_key") -> Tensor:

@@ -79,8 +79,8 @@ def identity_rules(rollouts: Tensor, groups: Tensor | None, first: Tensor) -> li
 
     def groups_of(row: int) -> str:
         segments = rollouts == rollouts[row]
-        found = sorted(set(groups[segments].tolist()))
-        return f"rollout {int(rollouts[row])} in groups {found} (rows {_numbers(segments)})"
+        homes = few(groups[segments].unique())
+        return f"rollout {int(rollouts[row])} in groups {homes} (rows {_numbers(segments)})"
 
     return [
         *rules,
@@ -131,7 +131,7 @@ def describe_segments(rollouts: Tensor, values: Tensor) -> Callable[[int], str]:
 
     def describe(row: int) -> str:
         segments = rollouts == rollouts[row]
-        return f"rollout {int(rollouts[row])} (rows {_numbers(segments)}: {values[segments].tolist()})"
+        return f"rollout {int(rollouts[row])} (rows {_numbers(segments)}: {few(values[segments])})"
 
     return describe
 
@@ -151,7 +151,7 @@ def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
         reward = reward.to(torch.get_default_dtype())
     if reward.ndim == 0 or reward.numel() != reward.shape[0]:
         raise BatchError(f"one reward a row is needed, (N,) or (N, 1, ...); got {tuple(reward.shape)}")
-    return reward.reshape(-1)
+    return reward.detach().reshape(-1)
 
 
 def same_length(**columns: Tensor | None) -> None:
@@ -166,5 +166,16 @@ def same_length(**columns: Tensor | None) -> None:
         raise BatchError(f"columns must have one length and one device; found {found}")
 
 
-def _numbers(rows: Tensor) -> list[int]:
-    return rows.nonzero().flatten().tolist()
+def few(values: Tensor, most: int = 8) -> str:
+    """The first of many values, and how many more there are.
+
+    Example:
+        >>> few(torch.arange(10)), few(torch.tensor([1.5]))
+        ('[0, 1, 2, 3, 4, 5, 6, 7] and 2 more', '[1.5]')
+    """
+    more = len(values) - most
+    return f"{values[:most].tolist()}" + (f" and {more} more" if more > 0 else "")
+
+
+def _numbers(rows: Tensor) -> str:
+    return few(rows.nonzero().flatten())

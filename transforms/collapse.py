@@ -103,7 +103,7 @@ class FanOutCollapse(BatchTransform):
         columns: K, rewards per row; each is reduced by itself.
         missing: ``skip`` lets a NaN pass as a reward that is missing, on all segments of its rollout.
         reward_key: (N,), (N, 1) or (N, 1, 1) float; (N, K) where there are several.
-        rollout_key: (N,) or (N, 1) int ≥ 0.
+        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
         group_key: (N,) or (N, 1) int ≥ 0; None where a batch has no groups.
 
     Raises:
@@ -129,7 +129,7 @@ class FanOutCollapse(BatchTransform):
         columns: int = 1,
         missing: MissingReward = "raise",
         reward_key: NestedKey = ("next", "reward"),
-        rollout_key: NestedKey = "rollout_id",
+        rollout_key: NestedKey | None = "rollout_id",
         group_key: NestedKey | None = "group_id",
     ):
         self.reward_key = nested_key(reward_key)

@@ -48,6 +48,8 @@ PADDING = ("headrace", "padding")
 ROW = ("headrace", "row")
 PROCESSED = ("headrace", "processed")
 
+STATUS_KEYS = (("next", "status"), "status")  # where a status is, in the order of looking
+
 Unit = Literal["sample", "rollout", "group"]
 
 
@@ -67,12 +69,14 @@ class Status(IntEnum):
 # -- reading columns --------------------------------------------------------------------------------
 
 
-def has_key(batch: TensorDictBase, key: NestedKey) -> bool:
-    """Whether the batch has this column, dense or ragged.
+def has_key(batch: TensorDictBase, key: NestedKey | None) -> bool:
+    """Whether the batch has this column, dense or ragged; None is no column.
 
     Raises:
         BatchError: some rows of a lazy stack have it and some have not.
     """
+    if key is None:
+        return False
     nested = isinstance(key, tuple)
     if key in batch.keys(include_nested=nested):
         return True
@@ -147,12 +151,14 @@ def read_status(batch: TensorDictBase, key: NestedKey | None, *, reader: str) ->
         BatchError: it holds more than one number a row.
     """
     if key is None:
-        key = next((key for key in (("next", "status"), "status") if has_key(batch, key)), None)
+        key = next((key for key in STATUS_KEYS if has_key(batch, key)), None)
     return None if key is None else read_column(batch, key, reader=reader, option="status_key")
 
 
-def unit_keys(unit: str, rollout_key: NestedKey, group_key: NestedKey) -> list[NestedKey]:
-    """The columns that say which rows are one unit.
+def unit_keys(
+    unit: str, rollout_key: NestedKey | None, group_key: NestedKey | None
+) -> list[NestedKey | None]:
+    """The columns that say which rows are one unit; None where each row is one.
 
     Raises:
         ValueError: `unit` is none.

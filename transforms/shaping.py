@@ -93,7 +93,7 @@ class RewardShaping(BatchTransform):
 class _LengthShaping(RewardShaping):
     """Shaping by a rollout's tokens in the loss, over all its segments."""
 
-    def __init__(self, loss_mask_key: NestedKey, rollout_key: NestedKey):
+    def __init__(self, loss_mask_key: NestedKey, rollout_key: NestedKey | None):
         self.loss_mask_key, self.rollout_key = nested_key(loss_mask_key), nested_key(rollout_key)
         super().__init__([self.loss_mask_key, self.rollout_key])
 
@@ -116,7 +116,7 @@ class OverlongPunishment(_LengthShaping):
         cache: L_cache, tokens, in (0, L_max].
         weight: factor of the punishment, in units of the reward.
         loss_mask_key: (N, T) bool.
-        rollout_key: (N,) or (N, 1) int.
+        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
 
     Raises:
         MissingKeyError: a column is not there.
@@ -133,7 +133,7 @@ class OverlongPunishment(_LengthShaping):
         cache: int,
         weight: float = 1.0,
         loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        rollout_key: NestedKey = "rollout_id",
+        rollout_key: NestedKey | None = "rollout_id",
     ):
         super().__init__(loss_mask_key, rollout_key)
         if not 0 < cache <= max_length:
@@ -157,7 +157,7 @@ class LengthPenalty(_LengthShaping):
         coefficient: reward per token, ≥ 0.
         free: tokens that cost nothing.
         loss_mask_key: (N, T) bool.
-        rollout_key: (N,) or (N, 1) int.
+        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
 
     Raises:
         MissingKeyError: a column is not there.
@@ -173,7 +173,7 @@ class LengthPenalty(_LengthShaping):
         coefficient: float,
         free: int = 0,
         loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        rollout_key: NestedKey = "rollout_id",
+        rollout_key: NestedKey | None = "rollout_id",
     ):
         super().__init__(loss_mask_key, rollout_key)
         if coefficient < 0 or free < 0:

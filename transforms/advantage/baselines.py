@@ -129,5 +129,6 @@ def check_clip(clip: Clip | None) -> None:
     if clip is None:
         return
     low, high = clip if len(clip) == 2 else (None, None)
-    if (low is None and high is None) or (low is not None and high is not None and low > high):
+    bounds = [bound for bound in (low, high) if bound is not None]
+    if not bounds or any(bound != bound for bound in bounds) or bounds[0] > bounds[-1]:
         raise ValueError(f"clip must be [low, high], one of which may be null; got {clip!r}")

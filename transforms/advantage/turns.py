@@ -99,7 +99,7 @@ class RewardsToGo(BatchTransform):
     Args:
         discount: γ in [0, 1], per segment.
         reward_key: (N,), (N, 1) or (N, 1, 1) float.
-        rollout_key: (N,) or (N, 1) int ≥ 0.
+        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
         turn_key: (N,) or (N, 1) int that orders a rollout's segments; None: the order of the rows.
 
     Raises:
@@ -120,7 +120,7 @@ class RewardsToGo(BatchTransform):
         *,
         discount: float = 1.0,
         reward_key: NestedKey = ("next", "reward"),
-        rollout_key: NestedKey = "rollout_id",
+        rollout_key: NestedKey | None = "rollout_id",
         turn_key: NestedKey | None = None,
     ):
         self.reward_key = nested_key(reward_key)
@@ -145,7 +145,7 @@ class TurnDiscount(BatchTransform):
     Args:
         discount: γ in [0, 1], per segment.
         advantage_key: (N,) with any trailing ones, float.
-        rollout_key: (N,) or (N, 1) int.
+        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
         turn_key: (N,) or (N, 1) int that orders a rollout's segments; None: the order of the rows.
 
     Raises:
@@ -166,7 +166,7 @@ class TurnDiscount(BatchTransform):
         *,
         discount: float,
         advantage_key: NestedKey = "advantage",
-        rollout_key: NestedKey = "rollout_id",
+        rollout_key: NestedKey | None = "rollout_id",
         turn_key: NestedKey | None = None,
     ):
         self.advantage_key = nested_key(advantage_key)

@@ -17,7 +17,16 @@ from torch import Tensor
 from headrace.transforms.ids import first_row, reduce_by
 from headrace.transforms.options import at_least, describe_options, nested_key, within
 from headrace.transforms.rows import counted_rows
-from headrace.transforms.schema import REWARD, Status, has_key, read_column, read_written, require
+from headrace.transforms.schema import (
+    REWARD,
+    STATUS_KEYS,
+    Status,
+    has_key,
+    read_column,
+    read_status,
+    read_written,
+    require,
+)
 from headrace.transforms.tokens import masked_tokens
 
 
@@ -134,22 +143,28 @@ class NotTruncated(Criterion):
     """Rollouts that ended by themselves and not at a limit. Reason: ``truncated``.
 
     Args:
-        status_key: (N,) or (N, 1) :class:`Status`.
+        status_key: (N,) or (N, 1) :class:`Status`. None: ``("next", "status")`` if it is there, else
+            ``status``, as everybody reads it.
         truncated_key: (N,) or (N, 1) bool, read in place of the status where it is given, such as
             ``("next", "truncated")``.
     """
 
     reason = "truncated"
 
-    def __init__(self, *, status_key: NestedKey = "status", truncated_key: NestedKey | None = None):
+    def __init__(self, *, status_key: NestedKey | None = None, truncated_key: NestedKey | None = None):
         self.status_key, self.truncated_key = nested_key(status_key), nested_key(truncated_key)
-        self.in_keys = (self.truncated_key or self.status_key,)
+        read = self.truncated_key or self.status_key
+        self.in_keys = STATUS_KEYS if read is None else (read,)
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool."""
         if self.truncated_key is not None:
             return ~self._column(batch, "truncated_key").bool()
-        return self._column(batch, "status_key") != Status.TRUNCATED
+        name = type(self).__name__
+        status = read_status(batch, self.status_key, reader=name)
+        if status is None:
+            status = require(batch, STATUS_KEYS[0], reader=name, option="status_key")
+        return status != Status.TRUNCATED
 
 
 class LengthWithin(Criterion):

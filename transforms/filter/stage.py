@@ -53,7 +53,7 @@ class SampleFilter(BatchTransform):
             (N,) bool verdicts.
         loss_mask_key: (N, T) bool, True trains; written if it is there.
         log_prob_key: (N, T) float, written if it is there; None: never.
-        rollout_key: (N,) or (N, 1) int.
+        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
         group_key: (N,) or (N, 1) int.
 
     Raises:
@@ -78,7 +78,7 @@ class SampleFilter(BatchTransform):
         on_batch: Callable[[TensorDictBase, Tensor], None] | None = None,
         loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
         log_prob_key: NestedKey | None = ("log_probs", "full"),
-        rollout_key: NestedKey = "rollout_id",
+        rollout_key: NestedKey | None = "rollout_id",
         group_key: NestedKey = "group_id",
     ):
         if not callable(criterion):

@@ -45,7 +45,7 @@ class CompletenessGate(BatchTransform):
         min_rollouts: for ``keep``, ≥ 1.
         min_fraction: for ``keep``, in (0, 1].
         group_key: (N,) or (N, 1) int ≥ 0.
-        rollout_key: (N,) or (N, 1) int ≥ 0.
+        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
         expected_key: (N,) or (N, 1) int ≥ 1.
         status_key: (N,) or (N, 1) :class:`Status`. None: ``("next", "status")`` if it is there, else
             ``status`` if that is, else all have completed.
@@ -74,7 +74,7 @@ class CompletenessGate(BatchTransform):
         min_rollouts: int | None = None,
         min_fraction: float | None = None,
         group_key: NestedKey = "group_id",
-        rollout_key: NestedKey = "rollout_id",
+        rollout_key: NestedKey | None = "rollout_id",
         expected_key: NestedKey = "expected_rollouts",
         status_key: NestedKey | None = None,
     ):
@@ -98,8 +98,8 @@ class CompletenessGate(BatchTransform):
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Take out, or refuse, what is incomplete."""
         groups, rollouts, expected, status = as_columns(
-            self.column(batch, "group_key"),
-            self.column(batch, "rollout_key"),
+            self.ids(batch, "group"),
+            self.ids(batch, "rollout"),
             self.group_size,
             self._expected(batch),
             read_status(batch, self.status_key, reader=type(self).__name__),

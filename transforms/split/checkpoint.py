@@ -129,13 +129,15 @@ class Progress:
         return hashlib.blake2b(self.ids.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def with_carried(batch: TensorDictBase, carried: TensorDictBase, key: NestedKey, unit: str) -> TensorDictBase:
+def with_carried(
+    batch: TensorDictBase, carried: TensorDictBase, key: NestedKey | None, unit: str
+) -> TensorDictBase:
     """Put carried rows behind those of a batch.
 
     Args:
         batch: TensorDict ``[N]``.
         carried: TensorDict ``[C]``.
-        key: the ids by which a unit is known again, where the batch has them.
+        key: the ids by which a unit is known again, where the batch has them; None: it is not.
         unit: what the message calls them.
 
     Raises:

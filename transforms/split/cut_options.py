@@ -30,6 +30,7 @@ class CutOptions:
     microbatches: int | None
     microbatch_size: int | None
     max_tokens: int | None
+    multiple_of: int
     oversized: Oversized
     balance: Balance
     linear: float
@@ -49,6 +50,7 @@ class CutOptions:
             balance=self.balance,
             linear=self.linear,
         )
+        at_least("multiple_of", self.multiple_of, 1)
         at_least("rank", self.rank, 0)
         if self.rank is not None and self.rank >= self.ranks:
             raise ValueError(f"rank must be below ranks; got rank={self.rank} and ranks={self.ranks}")

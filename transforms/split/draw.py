@@ -150,7 +150,7 @@ def _deal(order: Cut, lengths: Tensor, cut: CutOptions, multiples: Sequence[int]
         lengths,
         ranks=cut.ranks,
         pad=cut.remainder == "pad",
-        multiples=multiples,
+        multiples=multiples or [cut.multiple_of] * len(order.sizes),
         microbatches=cut.microbatches,
         microbatch_size=cut.microbatch_size,
         max_tokens=cut.max_tokens,

@@ -61,7 +61,7 @@ Dealt = list[list[list[Tensor]]]
 
 
 def deal_minibatches(
-    cut: Cut, lengths: Tensor, *, ranks: int, pad: bool, multiples: Sequence[int] | None = None, **how: Any
+    cut: Cut, lengths: Tensor, *, ranks: int, pad: bool, multiples: Sequence[int], **how: Any
 ) -> Dealt:
     """Deal the rows of each minibatch to ranks and micro-batches (:func:`deal`).
 
@@ -78,8 +78,7 @@ def deal_minibatches(
         options = dict(how)
         if not pad and options.get("microbatches") is not None:  # none is empty
             options["microbatches"] = max(min(options["microbatches"], len(rows) // ranks), 1)
-        multiple = 1 if multiples is None else multiples[k]
-        dealt.append(deal(lengths[rows], ranks=ranks, multiple_of=multiple, **options))
+        dealt.append(deal(lengths[rows], ranks=ranks, multiple_of=multiples[k], **options))
     return dealt
 
 

@@ -58,9 +58,9 @@ class ShuffleSplit(BatchTransform):
         microbatches: per minibatch and rank, ≥ 1; of the three give at most one. None of them: 1.
         microbatch_size: rows at most, ≥ 1.
         max_tokens: of a micro-batch, ≥ 1. Over several ranks it needs ``pad``.
+        multiple_of: the number of micro-batches per rank is a multiple of it, ≥ 1.
         oversized: a row longer than `max_tokens` goes ``alone``, counted as ``oversized``; or ``raise``.
-        balance: what to level over micro-batches and ranks: ``none``, ``tokens``, or ``attention``, which is
-            tokens² + `linear` · tokens.
+        balance: ``none``, ``tokens``, or ``attention`` (tokens² + `linear` · tokens) is levelled over them.
         linear: 6 × the model's hidden size, say.
         ranks: that share the batch, each holding the whole of it, ≥ 1.
         rank: which of them this is, to get its part alone; None: all, one after the other.
@@ -68,7 +68,7 @@ class ShuffleSplit(BatchTransform):
             of micro-batches, and raise where their numbers of minibatches differ.
         shuffle: False keeps the order of first rows.
         seed: of the order.
-        rollout_key: (N,) or (N, 1) int.
+        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
         group_key: (N,) or (N, 1) int.
         length_key: (N, T) bool, True at tokens that cost something.
         loss_mask_key: (N, T) bool, becomes False where a row is padding.
@@ -77,8 +77,7 @@ class ShuffleSplit(BatchTransform):
 
     Raises:
         MissingKeyError: a column is not there.
-        BatchError: as :func:`shuffle_split` and :func:`deal`; a carried id comes back; carried rows have
-            other columns or widths than those of the batch; a batch to resume is not the interrupted one.
+        BatchError: as those functions; carried rows do not fit the batch, or that to resume is another.
 
     Example:
         >>> from tensordict import TensorDict
@@ -102,6 +101,7 @@ class ShuffleSplit(BatchTransform):
         microbatches: int | None = None,
         microbatch_size: int | None = None,
         max_tokens: int | None = None,
+        multiple_of: int = 1,
         oversized: Oversized = "alone",
         balance: Balance = "none",
         linear: float = 24576.0,
@@ -110,7 +110,7 @@ class ShuffleSplit(BatchTransform):
         process_group: dist.ProcessGroup | str | None = None,
         shuffle: bool = True,
         seed: int = 0,
-        rollout_key: NestedKey = "rollout_id",
+        rollout_key: NestedKey | None = "rollout_id",
         group_key: NestedKey = "group_id",
         length_key: NestedKey = ("masks", "all_attention_mask"),
         loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
@@ -119,9 +119,9 @@ class ShuffleSplit(BatchTransform):
     ):
         self.minibatches, self.minibatch_size, self.remainder = minibatches, minibatch_size, remainder
         self.microbatches, self.microbatch_size, self.max_tokens = microbatches, microbatch_size, max_tokens
-        self.balance, self.linear, self.ranks, self.rank = balance, linear, ranks, rank
-        self.process_group, self.shuffle, self.seed = process_group, shuffle, seed
-        self.unit, self.oversized = unit, oversized
+        self.multiple_of, self.oversized, self.balance, self.linear = multiple_of, oversized, balance, linear
+        self.ranks, self.rank, self.process_group = ranks, rank, process_group
+        self.unit, self.shuffle, self.seed = unit, shuffle, seed
         self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
         self.length_key, self.weight_key = nested_key(length_key), nested_key(weight_key)
         self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
@@ -157,7 +157,7 @@ class ShuffleSplit(BatchTransform):
             state: before the batch: ``split.state``, which is used within ``with split.turn``.
             epochs: passes, ≥ 1.
         """
-        known_by = self.column(batch, "rollout_key") if has_key(batch, self.rollout_key) else None
+        known_by = self.ids(batch, "rollout") if has_key(batch, self.rollout_key) else None
         progress, cut = Progress(state, len(batch), known_by), self.cut
         with refuse_together(resolve_group(self.process_group)):
             progress.check()
@@ -175,7 +175,7 @@ class ShuffleSplit(BatchTransform):
         Args:
             draw: of the batch.
             marked: ``draw.marked()``, to which columns may have been added.
-            whole: they will be gathered at once, not one by one as those of a batch to resume.
+            whole: steps will be gathered at once, not one by one.
         """
         columns = LossColumns(self.loss_mask_key, self.log_prob_key, self.weight_key)
         passes = zip(marked, draw.plans, strict=True)

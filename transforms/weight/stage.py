@@ -78,7 +78,7 @@ class LossWeight(BatchTransform):
         loss_mask_key: (N, T) bool, True trains.
         log_prob_key: (N, T) float; None: not looked at.
         group_key: (N,) or (N, 1) int.
-        rollout_key: (N,) or (N, 1) int.
+        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
         advantage_key: (N, 1, 1) or (N, T, 1) float.
         weight_key: (N,) float, written.
 
@@ -111,7 +111,7 @@ class LossWeight(BatchTransform):
         loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
         log_prob_key: NestedKey | None = ("log_probs", "full"),
         group_key: NestedKey = "group_id",
-        rollout_key: NestedKey = "rollout_id",
+        rollout_key: NestedKey | None = "rollout_id",
         advantage_key: NestedKey = "advantage",
         weight_key: NestedKey = "loss_weight",
     ):
@@ -178,8 +178,8 @@ class LossWeight(BatchTransform):
         return tokens if in_loss is None else tokens * in_loss
 
     def _ids_if_any(self, batch: TensorDictBase, unit: str) -> Tensor | None:
-        needed = self._needs == unit
-        return self.ids(batch, unit) if needed or has_key(batch, getattr(self, f"{unit}_key")) else None
+        there = has_key(batch, getattr(self, f"{unit}_key"))
+        return self.ids(batch, unit) if there or self._needs == unit else None
 
     def _fold(self, batch: TensorDictBase, factor: Tensor) -> None:
         """Multiply the advantage by (N,) factors."""

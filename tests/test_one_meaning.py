@@ -1,0 +1,115 @@
+"""One meaning of a column, an option and a name, wherever it is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollouts import make_collector, make_env, make_policy
+
+from headrace.pipeline import Pipeline, load_pipeline
+from headrace.transforms import (
+    BatchError,
+    CompletenessGate,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    MissingKeyError,
+    NotTruncated,
+    SampleFilter,
+    ShuffleSplit,
+    Status,
+    group_relative_advantage,
+)
+
+TRUNCATED = int(Status.TRUNCATED)
+
+
+def test_who_was_truncated_is_read_where_the_gate_reads_it():
+    """An environment leaves at the root the status before the step; of all truncated rows none is missed."""
+    batch = next(iter(make_collector(make_env(prompts=8), policy=make_policy(3)))).reshape(-1)
+    after = batch["next", "status"].flatten()
+    assert int((after == TRUNCATED).sum()) > 10
+    assert torch.equal(NotTruncated()(batch), after != TRUNCATED)
+    root = batch.exclude(("next", "status"))
+    assert torch.equal(NotTruncated()(root), root["status"].flatten() != TRUNCATED)
+    with pytest.raises(MissingKeyError, match=r"needs the key \('next', 'status'\) \(status_key\)"):
+        NotTruncated()(root.exclude("status"))
+
+
+def test_without_a_rollout_key_each_row_is_a_rollout_for_every_stage(make_batch):
+    batch = make_batch([1.0, 3, 5, 11], [0, 0, 1, 1])
+    words = (
+        "pipeline.stages.gate.group_size=2",
+        "pipeline.stages.split.shuffle=false",
+        "pipeline.stages.weight.unit=rollout",
+    )
+    expected = load_pipeline(*words).run(batch)
+    run = load_pipeline(*words, "pipeline.rollout_key=null").run(batch.exclude("rollout_id"))
+    for key in ("advantage", "loss_weight", ("headrace", "minibatch")):
+        assert torch.equal(run.batch[key], expected.batch[key])
+    assert "rollouts/in" not in run.metrics
+    assert run.metrics["groups/trained"] == 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "word", "order"),
+    [
+        ("dapo", "~pipeline.stages.overlong", ["gate", "collapse", "filter", "advantage", "split", "weight"]),
+        ("gdpo", "~pipeline.stages.whitening", ["gate", "collapse", "advantage", "split", "weight"]),
+        ("gigpo", "~pipeline.stages.gate", ["collapse", "returns", "advantage", "states", "split", "weight"]),
+        ("dapo", "~pipeline.stages.split", ["gate", "collapse", "filter", "overlong", "advantage", "weight"]),
+    ],
+)
+def test_a_stage_is_left_out_by_one_word_of_recipes_with_an_order_too(recipe, word, order):
+    assert load_pipeline(f"pipeline={recipe}", word).order == order
+
+
+@pytest.mark.parametrize("name", ["a.b", "", "two words", "1st"])
+def test_a_stage_that_the_command_line_cannot_reach_is_refused(name):
+    with pytest.raises(ValueError, match="a stage's name is a word"):
+        Pipeline({name: FanOutCollapse()})
+
+
+@pytest.mark.parametrize(
+    "clip", [[float("nan"), None], [None, float("nan")], [float("nan"), 1.0], [2.0, 1.0]]
+)
+def test_bounds_that_bound_nothing_are_refused(clip):
+    with pytest.raises(ValueError, match=r"clip must be \[low, high\]"):
+        GroupRelativeAdvantage(clip=clip)
+
+
+def test_rewards_with_gradients_give_credit_without():
+    reward = torch.tensor([1.0, 3.0], requires_grad=True)
+    assert not group_relative_advantage(reward, [0, 0]).requires_grad
+
+
+@pytest.mark.parametrize("balance", ["none", "tokens"])
+@pytest.mark.parametrize("cut", [{"microbatches": 3}, {"microbatch_size": 3}, {"max_tokens": 8}])
+def test_the_micro_batches_of_a_rank_are_a_multiple(make_batch, cut, balance):
+    batch = make_batch([0.0] * 16, [0] * 16)
+    split = ShuffleSplit(minibatches=2, multiple_of=4, balance=balance, **cut)
+    draw = split.draw(batch, split.state)
+    counts = [len(of_rank) for ranks in draw.plans[0].sizes for of_rank in ranks]
+    assert len(counts) == 2
+    assert all(count % 4 == 0 for count in counts)
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        lambda ids, odd: FanOutCollapse()(odd),
+        lambda ids, odd: CompletenessGate(group_size=2)(odd),
+        lambda ids, odd: group_relative_advantage(torch.arange(len(ids)).float(), ids, ids),
+        lambda ids, odd: SampleFilter(criterion=lambda b: b["group_id"] < 0, unit="group")(odd),
+    ],
+    ids=["siblings that disagree", "a rollout in many groups", "many rewards of one rollout", "an unset id"],
+)
+def test_an_error_stays_short_however_many_rows_it_is_about(make_batch, refuse):
+    rows = 50_000
+    ids = torch.zeros(rows, dtype=torch.int64)
+    odd = make_batch([0.0], [0]).exclude("prompt_text").expand(rows).clone()
+    odd["next", "reward"] = torch.arange(rows).float()[:, None]
+    odd["group_id"] = torch.arange(rows) - 1
+    odd["rollout_id"] = ids
+    with pytest.raises(BatchError) as info:
+        refuse(ids, odd)
+    assert len(str(info.value)) < 10_000
