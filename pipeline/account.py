@@ -23,7 +23,7 @@ class Account:
         recipe: (name, text) of each stage, in order.
         ledger: who left where; None where the batch had no rows.
         table: an entry for each row; None where the batch had no rows.
-        measured: ``<stage>/<name>``.
+        numbers: what stages measured, as ``<stage>/<name>``.
         group_size: rollouts that each group was dispatched with, if a gate says so.
         advantage_by_row: from rewards and group ids (N,) to what rows would get if each were a rollout;
             None where no stage compares rewards in groups.
@@ -32,7 +32,7 @@ class Account:
     recipe: tuple[tuple[str, str], ...]
     ledger: Ledger | None
     table: RowTable | None
-    measured: Mapping[str, Tensor | float]
+    numbers: Mapping[str, Tensor | float]
     group_size: int | None = None
     advantage_by_row: Callable[[Tensor, Tensor], Tensor | None] | None = None
 
@@ -45,7 +45,7 @@ class Account:
             recipe=tuple((name, repr(stage)) for name, stage in stages.items()),
             ledger=None if passage is None else passage.ledger,
             table=None if passage is None else passage.table,
-            measured={} if passage is None else passage.measured,
+            numbers={} if passage is None else passage.numbers,
             group_size=gates[0].group_size if gates else None,
             advantage_by_row=comparing[0].advantage_by_row if comparing else None,
         )
@@ -53,8 +53,8 @@ class Account:
     @property
     def metrics(self) -> dict[str, float]:
         """The ledger's numbers and what stages measured, as floats. A few device reads."""
-        numbers = {} if self.ledger is None else self.ledger.numbers()
-        return numbers | read_numbers(self.measured)
+        of_rows = {} if self.ledger is None else self.ledger.numbers()
+        return of_rows | read_numbers(self.numbers)
 
 
 class LastAccount:

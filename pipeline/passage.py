@@ -48,7 +48,7 @@ class Passage:
             check_mask(batch, keys.loss_mask)
         self.ledger = Ledger(batch, keys.units)
         self.table = RowTable(batch, keys=keys.report, loss_mask_key=keys.loss_mask, ids=self.ledger.ids)
-        self.measured: dict[str, Tensor | float] = {}
+        self.numbers: dict[str, Tensor | float] = {}
         self.rules: list[tuple[str, Rule]] = []
         self.door = batch.set(ROW, torch.arange(len(batch), device=device_of(batch)))
 
@@ -167,7 +167,7 @@ class Passage:
             self.read_rules()
 
     def _measure(self, name: str, measured: Mapping[str, Tensor | float]) -> None:
-        self.measured |= {f"{name}/{key}": value for key, value in measured.items()}
+        self.numbers |= {f"{name}/{key}": value for key, value in measured.items()}
 
     def _row_numbers(self, batch: TensorDictBase, with_carried: TensorDictBase) -> Tensor:
         """The numbers of a batch's rows, and of those carried from earlier batches behind them."""

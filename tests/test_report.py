@@ -179,9 +179,9 @@ def test_the_table_of_rows_is_read_at_once(make_batch):
     pipeline(busy_batch(make_batch))
     with Reads() as reads:
         account = pipeline.account
-        columns, numbers = account.table.read({"reason": account.ledger.reason}, account.measured)
+        columns, numbers = account.table.read({"reason": account.ledger.reason}, account.numbers)
     # One `.cpu()`, which no dispatch sees here; then the stages' tensors are turned into floats on the CPU.
-    assert reads.count == sum(torch.is_tensor(v) for v in account.measured.values())
+    assert reads.count == sum(torch.is_tensor(v) for v in account.numbers.values())
     assert numbers["filter/kept"] == pipeline.metrics["filter/kept"]
     assert make_report(pipeline).numbers.items() >= pipeline.metrics.items()
     assert {"reward", "advantage", "tokens", "rollout_id", "reason"} <= set(columns)

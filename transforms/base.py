@@ -40,7 +40,8 @@ class Outcome(NamedTuple):
     @property
     def metrics(self) -> dict[str, float]:
         """What was measured, as floats. One device read."""
-        return read_numbers(self.measured)
+        _, _, measured, _ = self
+        return read_numbers(measured)
 
 
 class BatchTransform(Transform):

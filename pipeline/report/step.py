@@ -46,7 +46,7 @@ class StepReport:
         texts: N strings by name, ``prompt`` and ``response``.
         group_size: rollouts that each group was dispatched with, if the gate says so.
         solved: least reward of a solved rollout.
-        measured: the pipeline's metrics.
+        metrics: the pipeline's.
     """
 
     step: int
@@ -57,7 +57,7 @@ class StepReport:
     texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     group_size: int | None = None
     solved: float = 1.0
-    measured: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.columns["reason"])
@@ -97,7 +97,7 @@ class StepReport:
     @cached_property
     def numbers(self) -> dict[str, float]:
         """The pipeline's metrics, and the statistics of a step (:func:`numbers_of`)."""
-        return {**self.measured, **numbers_of(self.columns, self.rollouts, self.groups, self.solved)}
+        return {**self.metrics, **numbers_of(self.columns, self.rollouts, self.groups, self.solved)}
 
 
 def make_report(processed: HasAccount, *, step: int = 0, solved: float = 1.0) -> StepReport:
@@ -126,9 +126,9 @@ def make_report(processed: HasAccount, *, step: int = 0, solved: float = 1.0) ->
     ledger, table = account.ledger, account.table
     if ledger is None or table is None:
         return _empty_report(account, step)
-    columns, measured = table.read({"reason": ledger.reason}, account.measured)
+    columns, numbers = table.read({"reason": ledger.reason}, account.numbers)
     ids = {unit: columns[f"{unit.removesuffix('s')}_id"] for unit in ledger.ids}
-    measured = ledger_numbers(columns["reason"], ledger.names, ids) | measured
+    metrics = ledger_numbers(columns["reason"], ledger.names, ids) | numbers
     rows = len(columns["reason"])
     columns["row"] = np.arange(rows)
     if (by_row := _advantage_by_row(account, columns)) is not None:
@@ -143,7 +143,7 @@ def make_report(processed: HasAccount, *, step: int = 0, solved: float = 1.0) ->
         texts={name: text for name, text in decoded.items() if text is not None},
         group_size=account.group_size,
         solved=solved,
-        measured=measured,
+        metrics=metrics,
     )
 
 
