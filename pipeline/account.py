@@ -20,7 +20,7 @@ class Account:
     """Where each row went, and what was measured. Tensors until somebody reads them.
 
     Attributes:
-        recipe: (name, text) of each stage, in order.
+        stages: by name, in order.
         ledger: who left where; None where the batch had no rows.
         table: an entry for each row; None where the batch had no rows.
         numbers: what stages measured, as ``<stage>/<name>``.
@@ -29,7 +29,7 @@ class Account:
             None where no stage compares rewards in groups.
     """
 
-    recipe: tuple[tuple[str, str], ...]
+    stages: Mapping[str, nn.Module]
     ledger: Ledger | None
     table: RowTable | None
     numbers: Mapping[str, Tensor | float]
@@ -42,13 +42,18 @@ class Account:
         gates = [stage for stage in stages.values() if getattr(stage, "gates", False)]
         comparing = [stage for stage in stages.values() if getattr(stage, "compares", False)]
         return cls(
-            recipe=tuple((name, repr(stage)) for name, stage in stages.items()),
+            stages=stages,
             ledger=None if passage is None else passage.ledger,
             table=None if passage is None else passage.table,
             numbers={} if passage is None else passage.numbers,
             group_size=gates[0].group_size if gates else None,
             advantage_by_row=comparing[0].advantage_by_row if comparing else None,
         )
+
+    @property
+    def recipe(self) -> tuple[tuple[str, str], ...]:
+        """(name, text) of each stage, in order."""
+        return tuple((name, repr(stage)) for name, stage in self.stages.items())
 
     @property
     def metrics(self) -> dict[str, float]:

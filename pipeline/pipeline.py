@@ -91,6 +91,7 @@ class Pipeline(BatchTransform):
         self.report_keys = dict(report_keys or {})
         if unknown := sorted(set(self.report_keys) - set(KEYS)):
             raise ValueError(f"report_keys must be among {', '.join(KEYS)}; got {', '.join(unknown)}")
+        self._keys = self._find_keys()
         self._last = LastAccount()
 
     def run(  # type: ignore[override]  # a Run has more to tell than an Outcome
@@ -160,7 +161,7 @@ class Pipeline(BatchTransform):
     @property
     def weighs(self) -> bool:
         """Whether a stage writes weights for the loss; else they are folded in, or there are none."""
-        return any(self._keys().weight in getattr(stage, "out_keys", ()) for stage in self.stages.values())
+        return any(self._keys.weight in getattr(stage, "out_keys", ()) for stage in self.stages.values())
 
     def __repr__(self) -> str:
         lines = [f"  {i}. {name}: {self.stages[name]!r}" for i, name in enumerate(self.order, start=1)]
@@ -175,7 +176,7 @@ class Pipeline(BatchTransform):
             run_empty(stages, flat)
             run = Run(Account.of(stages), batch, None, epochs)
         else:
-            passage = Passage(stages, shallow_copy(flat), self._keys())
+            passage = Passage(stages, shallow_copy(flat), self._keys)
             run = Run(Account.of(stages, passage), *self._pass(passage, epochs, whole), epochs)
         self._last.account = run.account
         return run
@@ -191,7 +192,7 @@ class Pipeline(BatchTransform):
         before, name, later = self.order[:at], self.order[at], self.order[at + 1 :]
         return passage.cut(name, later, passage.through(before, passage.door), epochs, whole=whole)
 
-    def _keys(self) -> Keys:
+    def _find_keys(self) -> Keys:
         reported = keys_of_stages(self.stages.values())
         weight = reported.get("loss_weight", "loss_weight")
         ids = {"rollouts": self.rollout_key, "groups": self.group_key}
