@@ -11,7 +11,12 @@ from tensordict import TensorDict
 
 # A test's time depends on what else the machine does; that is no failure.
 settings.register_profile("headrace", deadline=None, print_blob=True)
-settings.load_profile("headrace")
+settings.register_profile("quick", settings.get_profile("headrace"), max_examples=30)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where slow tests are left out, the others search less long."""
+    settings.load_profile("quick" if config.option.markexpr == "not slow" else "headrace")
 
 
 @pytest.fixture(autouse=True, scope="session")

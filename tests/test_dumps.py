@@ -258,6 +258,7 @@ def test_tensorboard_gets_every_number(make_batch, tmp_path):
     assert [(e.step, e.value) for e in found.Scalars("rows/in")] == [(4, 9.0)]
 
 
+@pytest.mark.slow
 def test_wandb_gets_the_table_of_groups(make_batch, tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="no wandb")
     from torchrl.record.loggers.wandb import WandbLogger

@@ -172,6 +172,7 @@ def test_every_package_is_listed_for_the_wheel():
         assert f'"headrace.{".".join(init.parent.relative_to(ROOT).parts)}"' in listed
 
 
+@pytest.mark.slow
 def test_importing_the_transforms_brings_no_hydra_along():
     code = "import sys, headrace.transforms; sys.exit('hydra' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

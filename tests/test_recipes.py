@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+from command import is_up_to_date
 from omegaconf import OmegaConf
 
 from headrace.pipeline import ConfigError, Pipeline, build_pipeline, load_pipeline
@@ -16,6 +16,9 @@ from headrace.transforms import Finite, Fresh, LengthWithin, NotTruncated, Rewar
 
 ROOT = Path(__file__).parent.parent
 GATE = "pipeline.stages.gate.group_size=2"
+
+
+pytestmark = pytest.mark.xdist_group("recipes")
 
 
 def advantage_of(batch, *overrides):
@@ -58,6 +61,11 @@ def test_the_recipes_filter_comes_before_the_advantage(make_batch, recipe):
     assert pipeline(make_batch([1.0, 3, 8], [0, 0, 0]))["advantage"].flatten().tolist() == [-1, 1]
 
 
+@cache
+def nodes_of(*overrides):
+    return OmegaConf.to_container(compose_config("load", *overrides).pipeline)["stages"]
+
+
 @pytest.mark.parametrize("name", [name for name in recipes() if name != "grpo"])
 def test_a_recipe_says_only_what_differs(name):
     """Every option in its file has another value than in what it builds on, and is what comes out."""
@@ -68,8 +76,7 @@ def test_a_recipe_says_only_what_differs(name):
     added = [
         f"+{key[1:].replace('@', '@pipeline.')}={value}" for entry in stages for key, value in entry.items()
     ]
-    below = OmegaConf.to_container(compose_config("load", f"pipeline={base}", *added).pipeline)["stages"]
-    composed = OmegaConf.to_container(compose_config("load", f"pipeline={name}").pipeline)["stages"]
+    below, composed = nodes_of(f"pipeline={base}", *added), nodes_of(f"pipeline={name}")
     for stage, options in written["stages"].items():
         if options is None:
             assert below[stage] is not None
@@ -81,8 +88,7 @@ def test_a_recipe_says_only_what_differs(name):
 
 
 def test_the_nodes_of_stages_and_criteria_are_those_of_the_signatures():
-    done = subprocess.run([sys.executable, ROOT / "tools" / "make_stages.py", "--check"], check=False)
-    assert done.returncode == 0, "run `make generate`"
+    assert is_up_to_date("make_stages.py"), "run `make generate`"
 
 
 def test_the_recipes_add_to_their_stages_what_the_pipeline_itself_takes():

@@ -160,7 +160,7 @@ def test_one_gate_in_two_pipelines_keeps_each_pipelines_own_numbers(make_batch):
 # -- several threads -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split", [None, "drop", "carry"])
+@pytest.mark.parametrize("split", [None, "carry"])
 def test_what_a_thread_sees_after_its_call_is_of_its_own_batch(split):
     cut = split and ShuffleSplit(minibatch_size=4, unit="rollout", remainder=split)
     pipeline = Pipeline(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from busy import busy_batch, stages
-from command import headrace
+from command import headrace_here
 from rich.console import Console
 
 from headrace.pipeline import Pipeline, make_report, write_dump
@@ -127,7 +127,7 @@ def test_a_rollout_of_several_rows_is_solved_once(make_batch):
     ],
 )
 def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):
-    done = headrace(tmp_path, *words, check=False)
+    done = headrace_here(tmp_path, *words, check=False)
     assert done.returncode == 2
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
@@ -135,8 +135,8 @@ def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):
 
 def test_the_command_trains_dumps_and_replays(tmp_path):
     small = ["train.steps=3", "sampler.prompts_per_batch=4", "policy.width=16", "policy.layers=1"]
-    headrace(tmp_path, *small, "report.dump=parquet", "hydra.run.dir=run")
+    headrace_here(tmp_path, *small, "report.dump=parquet", "hydra.run.dir=run")
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     words = ["pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.collapse.reward=sum"]
-    shown = headrace(tmp_path, "task=replay", "source.path=run/rollouts", *words, "hydra.run.dir=again")
+    shown = headrace_here(tmp_path, "task=replay", "source.path=run/rollouts", *words, "hydra.run.dir=again")
     assert "where the rows of 3 steps went" in shown.stdout
