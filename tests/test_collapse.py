@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -76,6 +78,55 @@ def test_a_rollout_may_lose_the_row_that_speaks_for_it(make_batch):
     # After the first segment of rollout 1 is gone, its second still votes, once.
     out = FanOutCollapse()(make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1]))[torch.tensor([0, 2])]
     assert GroupRelativeAdvantage(scale="none")(out)["advantage"].flatten().tolist() == [-1, 1]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("rewards", [[NAN, 1.0], [1.0, NAN], [NAN, 0.0], [0.0, NAN]])
+def test_segments_that_disagree_on_what_is_missing_are_refused_with_their_numbers(make_batch, rewards):
+    batch = make_batch([5.0, *rewards], [0, 0, 0], [8, 7, 7])
+    found = re.escape(f"rollout 7 (rows [1, 2]: {[[value] for value in rewards]})")
+    with pytest.raises(BatchError, match=rf"is missing on all segments of its rollout; found {found}$"):
+        FanOutCollapse(missing="skip")(batch)
+    batch[COUNTED] = torch.tensor([True, True, False])  # a segment out of the statistics says nothing
+    assert FanOutCollapse(missing="skip")(batch)[IS_FIRST_SEGMENT].tolist() == [True, True, False]
+
+
+def test_of_several_rewards_each_is_missing_by_itself(make_batch):
+    batch = make_batch([0.0] * 3, [0] * 3, [7, 7, 8])
+    rewards = [[NAN, 2.0], [NAN, 2.0], [4.0, NAN]]
+    batch["next", "reward"] = torch.tensor(rewards)
+    outcome = FanOutCollapse(columns=2, missing="skip").run(batch)
+    assert torch.equal(outcome.batch[REWARD].nan_to_num(-1), torch.tensor(rewards).nan_to_num(-1))
+    assert outcome.metrics["reward_mean"] == 3  # 4 and 2: of each column what is there
+    batch["next", "reward"][1] = torch.tensor([2.0, NAN])
+    found = re.escape("rollout 7 (rows [0, 1]: [[nan, 2.0], [2.0, nan]])")
+    with pytest.raises(BatchError, match=found):
+        FanOutCollapse(columns=2, missing="skip")(batch)
+
+
+def test_a_missing_reward_is_refused_unless_skipped(make_batch):
+    batch = make_batch([1.0, NAN], [0, 0])
+    with pytest.raises(BatchError, match="must be finite; found nan at row 1"):
+        FanOutCollapse()(batch)
+    batch["next", "reward"][0] = float("inf")
+    with pytest.raises(BatchError, match="must be finite; found inf at row 0"):
+        FanOutCollapse(missing="skip")(batch)
+    with pytest.raises(ValueError, match="missing='skip' needs reward='shared'"):
+        FanOutCollapse(missing="skip", reward="sum")
+
+
+@pytest.mark.parametrize(
+    ("reduce", "expected"),
+    [("shared", None), ("first", 2.0), ("last", 3.0), ("sum", 6.0), ("mean", 2.0), ("max", 3.0)],
+)
+def test_each_reduction_by_hand(reduce, expected):
+    """Segments 2, 1 and 3 of one rollout, with another's between them."""
+    rewards = [2.0, 7.0, 1.0, 3.0] if expected else [2.0, 7.0, 2.0, 2.0]
+    found = collapse_fan_out(rewards, [5, 6, 5, 5], reduce=reduce)
+    assert found.reward.tolist() == [expected or 2, 7, expected or 2, expected or 2]
+    assert found.is_first_segment.tolist() == [True, True, False, False]
 
 
 def test_an_option_that_is_none_raises():

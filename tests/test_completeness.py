@@ -51,6 +51,13 @@ def test_one_failed_segment_fails_the_rollout(make_batch):
     assert outcome.verdict.tolist() == [0, 2, 2]
 
 
+@pytest.mark.parametrize("states", [[CUT, FAILED, DONE], [FAILED, DONE, CUT], [DONE, CUT, FAILED]])
+def test_a_rollout_ended_as_its_worst_segment_did(make_batch, states):
+    batch = make_batch([0.0] * 4, [0] * 4, [0, 1, 1, 1], status=[CUT, *states])
+    with pytest.raises(IncompleteGroupsError, match=r"group 0 has 1 of 2 \(1 failed, 1 truncated\)"):
+        CompletenessGate(group_size=2)(batch)
+
+
 def test_a_failed_rollout_never_passes_even_if_a_retry_made_its_group_complete(make_batch):
     batch = make_batch([0.0] * 3, [0, 0, 0], status=[DONE, FAILED, DONE])
     outcome = CompletenessGate(group_size=2).run(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -334,19 +335,6 @@ def test_a_long_run_keeps_some_steps_and_all_curves(make_batch, tmp_path):
     assert len(list((tmp_path / "rollouts").iterdir())) == 23
 
 
-def _moved(first, second) -> float:
-    """½ Σ |s₁ − s₂| over groups, in a loop."""
-    shares = []
-    for report in (first, second):
-        table = report_table(report).to_pylist()
-        size = dict.fromkeys((0, 1), 0.0)
-        for row in table:
-            if row["reason"] == "trained":
-                size[row["group_id"]] += abs(row["advantage"]) * row["loss_weight"] * row["tokens"]
-        shares.append([size[group] / sum(size.values()) for group in (0, 1)])
-    return sum(abs(a - b) for a, b in zip(*shares, strict=True)) / 2
-
-
 def test_a_dump_is_not_mixed_with_that_of_another_run(make_batch, tmp_path):
     first = ReportFolder(tmp_path, title="one", dump="parquet")
     first.add(make(make_batch)[1])
@@ -354,11 +342,21 @@ def test_a_dump_is_not_mixed_with_that_of_another_run(make_batch, tmp_path):
         ReportFolder(tmp_path, title="two", dump="parquet")
 
 
+def flipped(report):
+    return -report.columns["advantage"]
+
+
 def test_two_recipes_differ_where_they_differ(make_batch):
-    batch = make_batch([1.0, 3, 3, 3, 2, 2], [0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 2, 3])
+    """Advantages of ±1 in groups 0 and 1, 0 in group 2; the second recipe clips at ½ and filters group 2.
+
+    With four tokens in each row and one weight for all, shares of the gradient go by |advantage|: of group 0
+    (1 + 3 · 1) / 6 and (1 + 3 · ½) / 4, of group 1 (1 + 1) / 6 and (1 + ½) / 4.
+    """
+    batch = make_batch([1.0, 3, 3, 3, 2, 4, 5, 5], [0, 0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 2, 3, 4, 5])
+    batch["masks", "all_assistant_mask"] = torch.ones(8, 4, dtype=torch.bool)
     reports = []
     for drop, clip in ((None, None), ("group", [None, 0.5])):
-        changes = {"gate": None, "advantage": GroupRelativeAdvantage(scale="none", clip=clip)}
+        changes = {"gate": None, "advantage": GroupRelativeAdvantage(scale="none", clip=clip), "split": None}
         pipeline = Pipeline(
             stages(**changes, filter=None if drop is None else stages()["filter"], weight=LossWeight())
         )
@@ -367,15 +365,24 @@ def test_two_recipes_differ_where_they_differ(make_batch):
     found = Comparison(("a", "b"))
     found.add(*reports)
     numbers = found.numbers
-    assert numbers["rows"] == 6
-    assert numbers["trained_by_both"] + numbers["trained_only_by_first"] == 6
+    assert numbers["rows"] == 8
+    assert numbers["trained_by_both"] == 6
+    assert numbers["trained_only_by_first"] == 2
     assert numbers["trained_only_by_second"] == 0
-    assert numbers["differ"] == 3  # the three rows of the rollout that was clipped
+    assert numbers["differ"] == 4  # the three rows of a rollout that was clipped, and the one of another
     assert numbers["sign_flips"] == 0
     assert 0 < numbers["correlation"] < 1
-    assert numbers["gradient_moved"] == pytest.approx(_moved(*reports))
+    assert numbers["gradient_moved"] == pytest.approx(4 / 6 - 2.5 / 4)
     shares = found.shares["segments"]
-    assert sum(line[0] for line in shares.values()) == pytest.approx(1)
-    assert shares["3"][0] > shares["3"][1]
+    assert shares["1"].tolist() == pytest.approx([3 / 6, 2.5 / 4, 5])  # rows of rollouts of one segment
+    assert shares["3"].tolist() == pytest.approx([3 / 6, 1.5 / 4, 3])
+    found.add(*reversed(reports))
+    assert found.numbers["gradient_moved"] == pytest.approx(4 / 6 - 2.5 / 4), "a mean over steps"
+    assert found.numbers["trained_only_by_second"] == 2
+    found.add(
+        reports[0], replace(reports[0], columns={**reports[0].columns, "advantage": flipped(reports[0])})
+    )
+    assert found.numbers["sign_flips"] == 6  # all that are not 0
+    assert found.numbers["differ"] == 4 + 4 + 6
     with pytest.raises(BatchError, match="row by row, over the same batch"):
         found.add(reports[0], make(make_batch)[1])

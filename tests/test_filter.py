@@ -50,6 +50,17 @@ def test_out_of_the_loss_leaves_nothing_to_train(make_batch, action):
     assert out[IN_LOSS].tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize("unsilenced", [2, 4, 128, 255])
+def test_a_true_of_any_byte_stays_true_in_rows_that_stay(make_batch, unsilenced):
+    """A mask that is a view of other data has other bytes than 0 and 1."""
+    batch = make_batch([1.0, 3, 8], [0, 0, 0])
+    bytes_ = batch[MASK].to(torch.uint8) * unsilenced
+    batch[MASK] = bytes_.view(torch.bool)
+    out = SampleFilter(criterion=RewardWithin(high=5.0))(batch)
+    assert torch.equal(out[MASK].view(torch.uint8)[:2], bytes_[:2])
+    assert not out[MASK].view(torch.uint8)[2].any()
+
+
 def test_only_exclude_touches_the_statistics(make_batch):
     batch = make_batch([1.0, 3, 8], [0, 0, 0])
     assert COUNTED not in advantage_after(batch, action="mask").keys(True)
