@@ -100,10 +100,11 @@ def test_of_several_rewards_each_is_missing_by_itself(make_batch):
     outcome = FanOutCollapse(columns=2, missing="skip").run(batch)
     assert torch.equal(outcome.batch[REWARD].nan_to_num(-1), torch.tensor(rewards).nan_to_num(-1))
     assert outcome.metrics["reward_mean"] == 3  # 4 and 2: of each column what is there
-    batch["next", "reward"][1] = torch.tensor([2.0, NAN])
-    found = re.escape("rollout 7 (rows [0, 1]: [[nan, 2.0], [2.0, nan]])")
-    with pytest.raises(BatchError, match=found):
-        FanOutCollapse(columns=2, missing="skip")(batch)
+    for wrong in ([2.0, NAN], [NAN, NAN], [2.0, 2.0]):  # both columns disagree, or one
+        batch["next", "reward"][1] = torch.tensor(wrong)
+        found = re.escape(f"rollout 7 (rows [0, 1]: [[nan, 2.0], {wrong}])")
+        with pytest.raises(BatchError, match=f"is missing on all segments of its rollout; found {found}"):
+            FanOutCollapse(columns=2, missing="skip")(batch)
 
 
 def test_a_missing_reward_is_refused_unless_skipped(make_batch):

@@ -349,11 +349,12 @@ def flipped(report):
 def test_two_recipes_differ_where_they_differ(make_batch):
     """Advantages of ±1 in groups 0 and 1, 0 in group 2; the second recipe clips at ½ and filters group 2.
 
-    With four tokens in each row and one weight for all, shares of the gradient go by |advantage|: of group 0
-    (1 + 3 · 1) / 6 and (1 + 3 · ½) / 4, of group 1 (1 + 1) / 6 and (1 + ½) / 4.
+    One weight for all, four tokens in each row of group 0 and two in the others: shares of the gradient go by
+    |advantage| · tokens, in group 0 (4 + 3 · 4) / 20 and (4 + 3 · 2) / 13, in group 1 (2 + 2) / 20 and
+    (2 + 1) / 13.
     """
     batch = make_batch([1.0, 3, 3, 3, 2, 4, 5, 5], [0, 0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 2, 3, 4, 5])
-    batch["masks", "all_assistant_mask"] = torch.ones(8, 4, dtype=torch.bool)
+    batch["masks", "all_assistant_mask"] = torch.tensor([[True] * 4] * 4 + [[False, True] * 2] * 4)
     reports = []
     for drop, clip in ((None, None), ("group", [None, 0.5])):
         changes = {"gate": None, "advantage": GroupRelativeAdvantage(scale="none", clip=clip), "split": None}
@@ -372,12 +373,12 @@ def test_two_recipes_differ_where_they_differ(make_batch):
     assert numbers["differ"] == 4  # the three rows of a rollout that was clipped, and the one of another
     assert numbers["sign_flips"] == 0
     assert 0 < numbers["correlation"] < 1
-    assert numbers["gradient_moved"] == pytest.approx(4 / 6 - 2.5 / 4)
+    assert numbers["gradient_moved"] == pytest.approx(16 / 20 - 10 / 13)
     shares = found.shares["segments"]
-    assert shares["1"].tolist() == pytest.approx([3 / 6, 2.5 / 4, 5])  # rows of rollouts of one segment
-    assert shares["3"].tolist() == pytest.approx([3 / 6, 1.5 / 4, 3])
+    assert shares["1"].tolist() == pytest.approx([8 / 20, 7 / 13, 5])  # rows of rollouts of one segment
+    assert shares["3"].tolist() == pytest.approx([12 / 20, 6 / 13, 3])
     found.add(*reversed(reports))
-    assert found.numbers["gradient_moved"] == pytest.approx(4 / 6 - 2.5 / 4), "a mean over steps"
+    assert found.numbers["gradient_moved"] == pytest.approx(16 / 20 - 10 / 13), "a mean over steps"
     assert found.numbers["trained_only_by_second"] == 2
     found.add(
         reports[0], replace(reports[0], columns={**reports[0].columns, "advantage": flipped(reports[0])})
