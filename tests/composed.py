@@ -1,9 +1,12 @@
-"""Pipelines from recipes, each composed once: composing takes longer than most of what is tried with it."""
+"""Pipelines and configurations from recipes; composing takes longer than most of what is tried with them."""
 
 from __future__ import annotations
 
 import copy
 from functools import cache
+
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
 
 from headrace.pipeline import Pipeline, load_pipeline
 
@@ -16,3 +19,9 @@ def composed(*overrides: str) -> Pipeline:
 @cache
 def _composed(*overrides: str) -> Pipeline:
     return load_pipeline(*overrides)
+
+
+def configure(name: str, *overrides: str) -> DictConfig:
+    """What Hydra composes from ``conf/<name>.yaml``."""
+    with initialize_config_module("headrace.conf", version_base="1.3"):
+        return compose(name, list(overrides))

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 from command import is_up_to_date
+from composed import configure
 from omegaconf import OmegaConf
 
 from headrace.pipeline import ConfigError, Pipeline, build_pipeline, load_pipeline
-from headrace.pipeline.load import compose_config, recipes
 from headrace.transforms import Finite, Fresh, LengthWithin, NotTruncated, RewardsVary, RewardWithin
 
 ROOT = Path(__file__).parent.parent
+RECIPES = ROOT / "conf" / "pipeline"
+NAMES = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
 GATE = "pipeline.stages.gate.group_size=2"
 
 
@@ -63,10 +65,10 @@ def test_the_recipes_filter_comes_before_the_advantage(make_batch, recipe):
 
 @cache
 def nodes_of(*overrides):
-    return OmegaConf.to_container(compose_config("load", *overrides).pipeline)["stages"]
+    return OmegaConf.to_container(configure("load", *overrides).pipeline)["stages"]
 
 
-@pytest.mark.parametrize("name", [name for name in recipes() if name != "grpo"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "grpo"])
 def test_a_recipe_says_only_what_differs(name):
     """Every option in its file has another value than in what it builds on, and is what comes out."""
     written = OmegaConf.to_container(OmegaConf.load(f"conf/pipeline/{name}.yaml"))
@@ -92,7 +94,7 @@ def test_the_nodes_of_stages_and_criteria_are_those_of_the_signatures():
 
 
 def test_the_recipes_add_to_their_stages_what_the_pipeline_itself_takes():
-    node = compose_config("load").pipeline
+    node = configure("load").pipeline
     parameters = inspect.signature(Pipeline).parameters
     assert set(node) - {"_target_", "stages"} == set(parameters) - {"stages"}
     for option in set(parameters) - {"stages"}:
@@ -102,7 +104,7 @@ def test_the_recipes_add_to_their_stages_what_the_pipeline_itself_takes():
 
 def test_every_option_of_a_stage_is_in_the_recipe_with_its_default():
     """So that a command line can change it without a plus, and a misspelt one is caught."""
-    nodes = compose_config("load").pipeline.stages
+    nodes = configure("load").pipeline.stages
     pipeline = load_pipeline()
     for name, stage in pipeline.stages.items():
         assert set(nodes[name]) - {"_target_"} == set(inspect.signature(type(stage)).parameters)
