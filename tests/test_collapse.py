@@ -143,6 +143,24 @@ def test_of_a_large_wrong_batch_only_the_head_is_told():
         collapse_fan_out(torch.arange(rows).float(), torch.arange(rows) // 2)
 
 
+@pytest.mark.parametrize(("wrong", "cut"), [(100, ""), (101, " (the first 100 of 101 rows)")])
+def test_a_wrong_row_that_is_not_described_is_counted(wrong, cut):
+    rows = 2 * wrong
+    with pytest.raises(BatchError, match=re.escape(f"and 92 more{cut}. If segments")):
+        collapse_fan_out(torch.arange(rows).float(), torch.arange(rows) // 2)
+
+
+def test_sums_and_means_lose_nothing_to_a_large_segment():
+    rewards = [2.0**25, 1.0, -(2.0**25)]  # in float32 1 + 2²⁵ is 2²⁵
+    assert collapse_fan_out(rewards, [0, 0, 0], reduce="sum").reward.tolist() == [1] * 3
+    assert collapse_fan_out(rewards, [0, 0, 0], reduce="mean").reward.tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_the_mean_of_no_reward_is_0(make_batch):
+    batch = make_batch([NAN, NAN], [0, 0])
+    assert FanOutCollapse(missing="skip").run(batch).metrics == {"rollouts": 2, "reward_mean": 0}
+
+
 def test_long_lists_of_offenders_are_cut_and_counted():
     with pytest.raises(BatchError, match=r"found -1 at row 0, .*-1 at row 7 and 12 more"):
         collapse_fan_out([1.0] * 20, [-1] * 20)

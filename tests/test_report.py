@@ -127,7 +127,7 @@ ROWS = st.lists(
     ROWS, st.sampled_from(["mask", "exclude", "drop"]), st.sampled_from(["uneven", "drop", "carry", "pad"])
 )
 def test_kept_and_left_add_up_at_every_stage(rows, action, remainder):
-    from conftest import batch_of
+    from batches import batch_of
 
     rollouts = [3 * group + rollout for group, rollout, _, _ in rows]
     reward = {r: float(value) for r, (_, _, value, _) in zip(rollouts, rows, strict=True)}

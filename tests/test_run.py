@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 import torch
+from batches import batch_of
 from busy import busy_batch, stages
-from conftest import batch_of
 from live_bytes import LiveBytes, bytes_of
 
 from headrace.pipeline import Pipeline, Run, StageError
