@@ -217,6 +217,13 @@ def test_a_pipelines_output_is_refused(name, make_batch):
 
 
 @every
+def test_one_row_that_a_pipeline_has_processed_is_refused_too(name, make_batch):
+    done = Pipeline({})(rows(make_batch))[:1]
+    with pytest.raises(ProcessedTwiceError, match="got 1 rows"):
+        make_stages()[name](done)
+
+
+@every
 def test_an_environment_is_refused_bare_and_inside_a_compose(name):
     with pytest.raises(TypeError, match=r"whole batches.*Collector\(postproc=...\)"):
         TransformedEnv(CountingEnv(), make_stages()[name])

@@ -181,6 +181,14 @@ def test_rewards_vary_has_a_tolerance_on_max_minus_min(make_batch):
     assert kept_by(RewardsVary(tol=0.5), batch) == [False] * 5
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+def test_integer_rewards_do_not_wrap(make_batch, dtype):
+    batch = make_batch([0.0] * 4, [0, 0, 1, 1])
+    values = [0, 1, 1, 1] if dtype is torch.bool else [-100, 100, 7, 7]  # 200 is −56 in eight bits
+    batch["next", "reward"] = torch.tensor(values, dtype=dtype).view(4, 1)
+    assert kept_by(RewardsVary(), batch) == [True, True, False, False]
+
+
 def test_rewards_vary_over_the_rollouts_that_count(make_batch):
     batch = make_batch([1.0, 1, 2], [0, 0, 0])
     batch[COUNTED] = torch.tensor([True, True, False])

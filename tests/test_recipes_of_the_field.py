@@ -227,6 +227,17 @@ def test_a_missing_reward_leaves_its_own_column_only(make_batch):
         strict(batch)
 
 
+def test_in_a_sum_a_missing_reward_adds_0_and_a_row_without_any_is_out_of_the_statistics(make_batch):
+    nan = float("nan")
+    batch = make_batch([0.0] * 4, [0] * 4)
+    batch["next", "reward"] = torch.tensor([[1.0, nan], [3.0, 4.0], [nan, nan], [nan, 3.0]])
+    advantage = GroupRelativeAdvantage(scale="none", missing="skip", weights=[1, 2])
+    pipeline = Pipeline({"collapse": FanOutCollapse(columns=2, missing="skip"), "advantage": advantage})
+    # 1, 11 and 6 about 6
+    assert pipeline(batch)["advantage"].flatten().tolist() == [-5, 5, 0, 0]
+    assert pipeline.metrics["advantage/unscorable"] == 1
+
+
 def test_a_weighted_sum_of_rewards(make_batch):
     batch = make_batch([0.0, 0], [0, 0])
     batch["next", "reward"] = torch.tensor([[1.0, 4.0], [3.0, 0.0]])

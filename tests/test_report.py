@@ -208,6 +208,14 @@ def test_advantages_of_rows_that_a_later_filter_drops_are_kept(make_batch):
     assert report.numbers["advantages/effective/max"] == -1
 
 
+@pytest.mark.parametrize(("singleton", "lone"), [("zero", 0.0), ("raw", 7.0), ("raise", 0.0)])
+def test_the_advantage_by_row_refuses_no_lone_row(singleton, lone):
+    stage = GroupRelativeAdvantage(scale="none", singleton=singleton)
+    found = stage.advantage_by_row(torch.tensor([1.0, 3.0, 7.0]), torch.tensor([0, 0, 1]))
+    assert found.tolist() == [-1, 1, lone]
+    assert stage.advantage_by_row(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0])) is None
+
+
 def test_the_advantage_by_row_shows_the_double_count(make_batch):
     """Rewards 1 and 3, the second fanned out into three rows: by rollout −1 and 1, by row −1.5 and 0.5."""
     pipeline = Pipeline({"collapse": FanOutCollapse(), "advantage": GroupRelativeAdvantage(scale="none")})
