@@ -51,13 +51,14 @@ def write(folder: Path, rows: int) -> int:
 def replay(source: Path, output: Path, results: multiprocessing.SimpleQueue) -> None:
     """Run the task; put its seconds, the peak MiB before and after, and its trained rows into `results`."""
     import torch
+    from hydra import compose, initialize_config_module
 
-    from headrace.pipeline.load import compose_config
     from headrace.pipeline.tasks.replay import replay
 
     torch.set_num_threads(1)
     words = ("task=replay", f"source.path={source}", "pipeline.stages.split.remainder=uneven")
-    config = compose_config("config", *words)
+    with initialize_config_module("headrace.conf", version_base="1.3"):
+        config = compose("config", list(words))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     with Path("/dev/null").open("w") as quiet:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from tensordict import TensorDict
 
+from headrace.pipeline import Pipeline, make_report
 from headrace.transforms import (
     CompletenessGate,
     FanOutCollapse,
     GroupRelativeAdvantage,
+    LossWeight,
     RewardsVary,
     SampleFilter,
     ShuffleSplit,
@@ -38,3 +41,13 @@ def busy_batch(make_batch):
 
 def keep_positive(batch: TensorDict) -> TensorDict:
     return batch[batch["next", "reward"].flatten() > 0]
+
+
+def reported(make_batch, step=0, **changes):
+    """The busy batch, with more columns, and the report of its pipeline."""
+    batch = busy_batch(make_batch)
+    batch["status"] = torch.tensor([0, 0, 0, 1, 0, 0, 0, 0, 0])
+    batch["next", "policy_version"] = torch.arange(9)
+    pipeline = Pipeline(stages(weight=LossWeight(), **changes))
+    pipeline(batch)
+    return batch, make_report(pipeline, step=step)

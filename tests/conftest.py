@@ -1,59 +1,36 @@
-"""Batches that tests share."""
+"""What tests share. The process that hands tests out reads this too: torch is imported where it is used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import settings
-from tensordict import TensorDict
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 # A test's time depends on what else the machine does; that is no failure.
 settings.register_profile("headrace", deadline=None, print_blob=True)
-settings.load_profile("headrace")
+settings.register_profile("quick", settings.get_profile("headrace"), max_examples=30)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where slow tests are left out, the others search less long."""
+    settings.load_profile("quick" if config.option.markexpr == "not slow" else "headrace")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def make_batch() -> Callable[..., TensorDict]:
     """A factory of dense batches in the shape that GRPOLoss takes."""
+    from batches import batch_of
+
     return batch_of
-
-
-def batch_of(
-    rewards: Sequence[float],
-    groups: Sequence[int],
-    rollouts: Sequence[int] | None = None,
-    *,
-    tokens: int = 4,
-    device: str = "cpu",
-    **columns: Sequence[int],
-) -> TensorDict:
-    """Rows with ids, rewards, tokens, masks and log-probabilities, and a string and a stranger's column."""
-    rows = len(rewards)
-    generator = torch.Generator().manual_seed(rows)
-    batch = TensorDict(
-        {
-            "group_id": torch.tensor(groups, dtype=torch.int64),
-            "rollout_id": torch.tensor(range(rows) if rollouts is None else rollouts, dtype=torch.int64),
-            ("next", "reward"): torch.tensor(rewards, dtype=torch.float32).view(rows, 1),
-            ("tokens", "full"): torch.randint(0, 9, (rows, tokens), generator=generator),
-            ("masks", "all_attention_mask"): torch.ones(rows, tokens, dtype=torch.bool),
-            ("masks", "all_assistant_mask"): torch.rand(rows, tokens, generator=generator) < 0.7,
-            ("log_probs", "full"): -torch.rand(rows, tokens, generator=generator),
-            ("stranger", "deep"): torch.arange(rows * 6).view(rows, 2, 3),
-        },
-        batch_size=[rows],
-    )
-    if tokens:
-        batch["masks", "all_assistant_mask"][:, 0] = True  # each row has something to train
-    for name, values in columns.items():
-        batch[name] = torch.tensor(values, dtype=torch.int64)
-    if device == "cpu":
-        batch["prompt_text"] = [f"prompt {g}" for g in groups]
-    return batch.to(device)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from composed import composed
 from torchrl.collectors import Collector
 
-from headrace.pipeline import Pipeline, RepeatSampler, load_pipeline
+from headrace.pipeline import Pipeline, RepeatSampler
 from headrace.pipeline.reverse import DigitPolicy, ReverseEnv
 
 OVERRIDES = (
@@ -28,7 +29,7 @@ def make_policy(seed: int = 0) -> DigitPolicy:
 
 
 def make_pipeline(*overrides: str) -> Pipeline:
-    return load_pipeline("pipeline=grpo", *OVERRIDES, *overrides)
+    return composed("pipeline=grpo", *OVERRIDES, *overrides)
 
 
 def make_collector(env: ReverseEnv, batches: int = 1, **options) -> Collector:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from processes import process_context
 from rollouts import make_collector, make_env, make_pipeline, make_policy
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -187,8 +188,8 @@ def test_wrong_data_stop_the_collector_with_the_stages_name():
         list(make_collector(make_env(), postproc=make_pipeline("pipeline.stages.gate.group_size=9")))
 
 
+@pytest.mark.slow
 def test_it_crosses_to_a_worker_process():
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
+    with process_context().Pool(1) as pool:
         out = pool.apply(make_pipeline(), (collected(),))
     assert by_rollout(out) == by_rollout(make_pipeline()(collected()))

@@ -141,6 +141,7 @@ def test_the_same_input_gives_the_same_bins(costs, bins, budget):
     assert torch.equal(values, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bins", [2, 4, 8, 16, 64])
 @pytest.mark.parametrize("seed", range(3))
@@ -161,6 +162,7 @@ def test_counts_that_do_not_divide_are_as_even(kind, bins):
         assert imbalance(costs, balance_evenly(costs, bins), bins) <= 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bins", [2, 4, 8, 16, 64])
 def test_under_a_budget_bins_are_as_even_as_karmarkar_and_karp(kind, bins):

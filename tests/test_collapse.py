@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -78,6 +80,56 @@ def test_a_rollout_may_lose_the_row_that_speaks_for_it(make_batch):
     assert GroupRelativeAdvantage(scale="none")(out)["advantage"].flatten().tolist() == [-1, 1]
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("rewards", [[NAN, 1.0], [1.0, NAN], [NAN, 0.0], [0.0, NAN]])
+def test_segments_that_disagree_on_what_is_missing_are_refused_with_their_numbers(make_batch, rewards):
+    batch = make_batch([5.0, *rewards], [0, 0, 0], [8, 7, 7])
+    found = re.escape(f"rollout 7 (rows [1, 2]: {[[value] for value in rewards]})")
+    with pytest.raises(BatchError, match=rf"is missing on all segments of its rollout; found {found}$"):
+        FanOutCollapse(missing="skip")(batch)
+    batch[COUNTED] = torch.tensor([True, True, False])  # a segment out of the statistics says nothing
+    assert FanOutCollapse(missing="skip")(batch)[IS_FIRST_SEGMENT].tolist() == [True, True, False]
+
+
+def test_of_several_rewards_each_is_missing_by_itself(make_batch):
+    batch = make_batch([0.0] * 3, [0] * 3, [7, 7, 8])
+    rewards = [[NAN, 2.0], [NAN, 2.0], [4.0, NAN]]
+    batch["next", "reward"] = torch.tensor(rewards)
+    outcome = FanOutCollapse(columns=2, missing="skip").run(batch)
+    assert torch.equal(outcome.batch[REWARD].nan_to_num(-1), torch.tensor(rewards).nan_to_num(-1))
+    assert outcome.metrics["reward_mean"] == 3  # 4 and 2: of each column what is there
+    for wrong in ([2.0, NAN], [NAN, NAN], [2.0, 2.0]):  # both columns disagree, or one
+        batch["next", "reward"][1] = torch.tensor(wrong)
+        found = re.escape(f"rollout 7 (rows [0, 1]: [[nan, 2.0], {wrong}])")
+        with pytest.raises(BatchError, match=f"is missing on all segments of its rollout; found {found}"):
+            FanOutCollapse(columns=2, missing="skip")(batch)
+
+
+def test_a_missing_reward_is_refused_unless_skipped(make_batch):
+    batch = make_batch([1.0, NAN], [0, 0])
+    with pytest.raises(BatchError, match="must be finite; found nan at row 1"):
+        FanOutCollapse()(batch)
+    batch["next", "reward"][0] = float("inf")
+    with pytest.raises(BatchError, match="must be finite; found inf at row 0"):
+        FanOutCollapse(missing="skip")(batch)
+    with pytest.raises(ValueError, match="missing='skip' needs reward='shared'"):
+        FanOutCollapse(missing="skip", reward="sum")
+
+
+@pytest.mark.parametrize(
+    ("reduce", "expected"),
+    [("shared", None), ("first", 2.0), ("last", 3.0), ("sum", 6.0), ("mean", 2.0), ("max", 3.0)],
+)
+def test_each_reduction_by_hand(reduce, expected):
+    """Segments 2, 1 and 3 of one rollout, with another's between them."""
+    rewards = [2.0, 7.0, 1.0, 3.0] if expected else [2.0, 7.0, 2.0, 2.0]
+    found = collapse_fan_out(rewards, [5, 6, 5, 5], reduce=reduce)
+    assert found.reward.tolist() == [expected or 2, 7, expected or 2, expected or 2]
+    assert found.is_first_segment.tolist() == [True, True, False, False]
+
+
 def test_an_option_that_is_none_raises():
     with pytest.raises(ValueError, match="reward must be one of 'shared', 'first'"):
         FanOutCollapse(reward="median")
@@ -89,6 +141,24 @@ def test_of_a_large_wrong_batch_only_the_head_is_told():
     rows = 200_000
     with pytest.raises(BatchError, match=r"rollout 0 .* more \(the first 100 of 100000 rows\)\. If segments"):
         collapse_fan_out(torch.arange(rows).float(), torch.arange(rows) // 2)
+
+
+@pytest.mark.parametrize(("wrong", "cut"), [(100, ""), (101, " (the first 100 of 101 rows)")])
+def test_a_wrong_row_that_is_not_described_is_counted(wrong, cut):
+    rows = 2 * wrong
+    with pytest.raises(BatchError, match=re.escape(f"and 92 more{cut}. If segments")):
+        collapse_fan_out(torch.arange(rows).float(), torch.arange(rows) // 2)
+
+
+def test_sums_and_means_lose_nothing_to_a_large_segment():
+    rewards = [2.0**25, 1.0, -(2.0**25)]  # in float32 1 + 2²⁵ is 2²⁵
+    assert collapse_fan_out(rewards, [0, 0, 0], reduce="sum").reward.tolist() == [1] * 3
+    assert collapse_fan_out(rewards, [0, 0, 0], reduce="mean").reward.tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_the_mean_of_no_reward_is_0(make_batch):
+    batch = make_batch([NAN, NAN], [0, 0])
+    assert FanOutCollapse(missing="skip").run(batch).metrics == {"rollouts": 2, "reward_mean": 0}
 
 
 def test_long_lists_of_offenders_are_cut_and_counted():

@@ -1,4 +1,4 @@
-"""The command, as a user runs it: in a process of its own, in a folder of its own."""
+"""The command, as a user runs it: in a folder of its own, and where that shows more in its own process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import sys
 import time
 
 import pytest
-from command import QUICK, headrace
+from command import QUICK, headrace, headrace_here
 from omegaconf import OmegaConf
+
+pytestmark = pytest.mark.slow
+of_one_run = pytest.mark.xdist_group("finished")
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +22,7 @@ def finished(tmp_path_factory):
     return folder, headrace(folder, *QUICK, "hydra.run.dir=out", "pipeline=dr_grpo", "seed=1")
 
 
+@of_one_run
 def test_it_shows_the_order_and_the_closing_table(finished):
     _, done = finished
     assert "4. advantage: GroupRelativeAdvantage(scale='none')" in done.stdout
@@ -28,6 +32,7 @@ def test_it_shows_the_order_and_the_closing_table(finished):
     assert done.stderr == ""
 
 
+@of_one_run
 def test_it_writes_the_resolved_config_and_every_steps_numbers(finished):
     folder, _ = finished
     config = OmegaConf.load(folder / "out" / "config.yaml")
@@ -42,14 +47,16 @@ def test_it_writes_the_resolved_config_and_every_steps_numbers(finished):
         assert float(step["rows/trained"]) + left == 40
 
 
-def test_the_same_seed_gives_the_same_run(finished, tmp_path):
+@of_one_run
+def test_the_same_seed_gives_the_same_run_in_whatever_process(finished, tmp_path):
     folder, _ = finished
-    headrace(tmp_path, *QUICK, "hydra.run.dir=out", "pipeline=dr_grpo", "seed=1")
+    headrace_here(tmp_path, *QUICK, "hydra.run.dir=out", "pipeline=dr_grpo", "seed=1")
     assert (tmp_path / "out" / "metrics.csv").read_text() == (folder / "out" / "metrics.csv").read_text()
 
 
 def test_a_sweep_over_recipes(tmp_path):
-    headrace(tmp_path, "-m", "pipeline=grpo,dr_grpo,dapo", *QUICK, "train.steps=1", "hydra.sweep.dir=sweep")
+    words = ["pipeline=grpo,dr_grpo,dapo", *QUICK, "train.steps=1", "hydra.sweep.dir=sweep"]
+    headrace_here(tmp_path, "-m", *words)
     scales = [
         OmegaConf.load(tmp_path / "sweep" / str(job) / "config.yaml").pipeline.stages.advantage.scale
         for job in range(3)
@@ -58,7 +65,7 @@ def test_a_sweep_over_recipes(tmp_path):
 
 
 def test_cfg_prints_the_job(tmp_path):
-    shown = OmegaConf.create(headrace(tmp_path, "--cfg", "job", "pipeline=dr_grpo").stdout)
+    shown = OmegaConf.create(headrace_here(tmp_path, "--cfg", "job", "pipeline=dr_grpo").stdout)
     assert shown.pipeline.stages.advantage.scale == "none"
     assert not list(tmp_path.iterdir())
 
@@ -80,10 +87,20 @@ def test_cfg_prints_the_job(tmp_path):
     ],
 )
 def test_what_is_wrong_is_one_paragraph(tmp_path, words, message):
-    done = headrace(tmp_path, *QUICK, *words, check=False)
+    done = headrace_here(tmp_path, *QUICK, *words, check=False)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("headrace: ")
+
+
+@pytest.mark.parametrize("word", ["pipeline=gprpo", "env.failing=1"])
+def test_a_process_of_its_own_says_what_is_wrong_in_the_same_words(tmp_path, word):
+    """Refused by Hydra before the task, and by a stage in it: nothing before or after the paragraph."""
+    done = headrace(tmp_path, *QUICK, word, "pipeline.stages.gate.on_incomplete=raise", check=False)
+    here = headrace_here(tmp_path, *QUICK, word, "pipeline.stages.gate.on_incomplete=raise", check=False)
+    assert done.returncode == here.returncode == 2
+    assert done.stderr == here.stderr
     assert done.stderr.startswith("headrace: ")
 
 
@@ -94,7 +111,7 @@ def test_the_same_rewards_however_the_step_is_cut(tmp_path):
     ways = {"whole": [], "packed": [packed, "pipeline.stages.split.max_tokens=50"], "folded": folded}
     rewards = {}
     for name, words in ways.items():
-        headrace(tmp_path, *QUICK, f"hydra.run.dir={name}", "train.steps=3", *words)
+        headrace_here(tmp_path, *QUICK, f"hydra.run.dir={name}", "train.steps=3", *words)
         with (tmp_path / name / "metrics.csv").open() as file:
             rewards[name] = [float(step["reward"]) for step in csv.DictReader(file)]
     assert len(rewards["whole"]) == 3
@@ -102,7 +119,7 @@ def test_the_same_rewards_however_the_step_is_cut(tmp_path):
 
 
 def test_without_weights_a_loss_per_token_is_refused(tmp_path):
-    done = headrace(tmp_path, *QUICK, "~pipeline.stages.weight", check=False)
+    done = headrace_here(tmp_path, *QUICK, "~pipeline.stages.weight", check=False)
     assert done.returncode == 2
     assert "set aggregation='token_mean' on GRPOLoss" in done.stderr
 
@@ -130,8 +147,8 @@ def test_ctrl_c_ends_it_with_the_table(tmp_path):
 
 
 def test_the_default_experiment_learns(tmp_path):
-    """Reward from 0.1 to above 0.8: every stage at work, fan-out and failures included."""
-    done = headrace(tmp_path, "hydra.run.dir=out")
+    """Reward from 0.1 to above 0.8, two thirds of the way: every stage at work, fan-out and failures too."""
+    done = headrace_here(tmp_path, "hydra.run.dir=out", "train.steps=42")
     with (tmp_path / "out" / "metrics.csv").open() as file:
         steps = list(csv.DictReader(file))
     rewards = [float(step["reward"]) for step in steps]

@@ -51,6 +51,13 @@ def test_one_failed_segment_fails_the_rollout(make_batch):
     assert outcome.verdict.tolist() == [0, 2, 2]
 
 
+@pytest.mark.parametrize("states", [[CUT, FAILED, DONE], [FAILED, DONE, CUT], [DONE, CUT, FAILED]])
+def test_a_rollout_ended_as_its_worst_segment_did(make_batch, states):
+    batch = make_batch([0.0] * 4, [0] * 4, [0, 1, 1, 1], status=[CUT, *states])
+    with pytest.raises(IncompleteGroupsError, match=r"group 0 has 1 of 2 \(1 failed, 1 truncated\)"):
+        CompletenessGate(group_size=2)(batch)
+
+
 def test_a_failed_rollout_never_passes_even_if_a_retry_made_its_group_complete(make_batch):
     batch = make_batch([0.0] * 3, [0, 0, 0], status=[DONE, FAILED, DONE])
     outcome = CompletenessGate(group_size=2).run(batch)
@@ -133,6 +140,23 @@ def test_a_column_on_some_rows_is_no_column(make_batch):
 def test_a_status_under_another_name_must_be_there(make_batch):
     with pytest.raises(MissingKeyError, match=r"'stauts' \(status_key\)"):
         CompletenessGate(group_size=1, status_key="stauts")(make_batch([0.0], [0], status=[FAILED]))
+
+
+def test_wrong_ids_are_named_before_groups_that_are_missing_or_unknown(make_batch):
+    batch = make_batch([0.0] * 3, [3, 3, -1])
+    for mode in ("raise", "drop"):
+        gate = CompletenessGate(group_size=2, expected_groups=[3, 8], on_incomplete=mode)
+        with pytest.raises(BatchError, match=r"every row needs a group_id ≥ 0; found -1 at row 2"):
+            gate(batch)
+        with pytest.raises(BatchError, match="more rollouts than were dispatched; found group 3 has 3 of 2"):
+            gate(make_batch([0.0] * 3, [3, 3, 3]))
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_group_was_dispatched_with_at_least_one_rollout(make_batch, number):
+    batch = make_batch([0.0] * 2, [4, 4], expected_rollouts=[number] * 2, status=[FAILED, FAILED])
+    with pytest.raises(BatchError, match=rf"one number ≥ 1 per group; found group 4: \[{number}\]"):
+        CompletenessGate(on_incomplete="drop")(batch)
 
 
 def test_it_is_stateless(make_batch):

@@ -1,19 +1,18 @@
-"""What is written is read back, whole or not at all, and trackers get all numbers."""
+"""What is written is read back, whole or not at all."""
 
 from __future__ import annotations
 
-import csv
 import json
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from busy import busy_batch, stages
+from busy import reported, stages
 
-from headrace.pipeline import Pipeline, log_report, make_report, write_dump
+from headrace.pipeline import Pipeline, make_report, write_dump
 from headrace.pipeline.report import Comparison, ReportFolder, page_data, render_page, report_table
-from headrace.pipeline.report.loggers import group_rows
 from headrace.pipeline.sources import SourceError, open_source
 from headrace.transforms import (
     BatchError,
@@ -26,18 +25,9 @@ from headrace.transforms import (
 )
 
 
-def make(make_batch, step=0, **changes):
-    batch = busy_batch(make_batch)
-    batch["status"] = torch.tensor([0, 0, 0, 1, 0, 0, 0, 0, 0])
-    batch["next", "policy_version"] = torch.arange(9)
-    pipeline = Pipeline(stages(weight=LossWeight(), **changes))
-    pipeline(batch)
-    return batch, make_report(pipeline, step=step)
-
-
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
 def test_a_dump_replays_to_the_same_report(format, make_batch, tmp_path):
-    batch, first = make(make_batch, step=12)
+    batch, first = reported(make_batch, step=12)
     path = write_dump(first, tmp_path, format=format)
     assert path.name == f"step_00000012.{format}"
     ((step, again),) = open_source(tmp_path)
@@ -57,7 +47,7 @@ def test_a_dump_replays_to_the_same_report(format, make_batch, tmp_path):
 
 
 def test_a_dump_says_what_made_it(make_batch, tmp_path):
-    _, report = make(make_batch)
+    _, report = reported(make_batch)
     metadata = pq.read_schema(write_dump(report, tmp_path, config="seed: 0\n")).metadata
     assert metadata[b"headrace.schema"] == b"1"
     assert metadata[b"headrace.config"] == b"seed: 0\n"
@@ -65,7 +55,7 @@ def test_a_dump_says_what_made_it(make_batch, tmp_path):
 
 
 def test_the_table_by_hand(make_batch):
-    _, report = make(make_batch)
+    _, report = reported(make_batch)
     table = report_table(report).to_pydict()
     assert table["reason"][:2] == ["trained", "pipeline/no_loss_tokens"]
     assert table["action"][4] == "dropped"
@@ -75,7 +65,7 @@ def test_the_table_by_hand(make_batch):
 
 
 def test_a_write_that_fails_leaves_what_was_there(make_batch, tmp_path, monkeypatch):
-    _, report = make(make_batch)
+    _, report = reported(make_batch)
     path = write_dump(report, tmp_path)
     before = path.read_bytes()
 
@@ -170,7 +160,7 @@ def test_half_a_surrogate_pair_is_written_as_a_mark(make_batch, tmp_path):
 
 
 def test_a_step_without_rows_is_written_and_read_over(make_batch, tmp_path):
-    batch, report = make(make_batch, step=1)
+    batch, report = reported(make_batch, step=1)
     pipeline = Pipeline(stages())
     pipeline(batch[:0])
     write_dump(make_report(pipeline, step=0), tmp_path)
@@ -199,7 +189,7 @@ def test_steps_with_carried_rows_replay(make_batch, tmp_path):
 
 def test_a_file_that_is_bad_is_skipped_where_that_is_allowed(make_batch, tmp_path):
     for step in (0, 1):
-        write_dump(make(make_batch, step=step)[1], tmp_path)
+        write_dump(reported(make_batch, step=step)[1], tmp_path)
     (tmp_path / "step_00000001.parquet").write_bytes(b"PAR1")
     source = open_source(tmp_path, skip_bad=True)
     assert [step for step, _ in source] == [0]
@@ -208,7 +198,7 @@ def test_a_file_that_is_bad_is_skipped_where_that_is_allowed(make_batch, tmp_pat
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_dump_is_refused_with_its_name(name, make_batch, tmp_path):
-    _, report = make(make_batch)
+    _, report = reported(make_batch)
     path = write_dump(report, tmp_path)
     damage, message = DAMAGE[name]
     pq.write_table(damage(pq.read_table(path)), path)
@@ -217,7 +207,7 @@ def test_a_damaged_dump_is_refused_with_its_name(name, make_batch, tmp_path):
 
 
 def test_a_truncated_dump_is_refused(make_batch, tmp_path):
-    _, report = make(make_batch)
+    _, report = reported(make_batch)
     path = write_dump(report, tmp_path)
     whole = path.read_bytes()
     for size in range(0, len(whole), 97):
@@ -226,72 +216,11 @@ def test_a_truncated_dump_is_refused(make_batch, tmp_path):
             list(open_source(path, "headrace"))
 
 
-# -- trackers ---------------------------------------------------------------------------------------
-
-
-def test_csv_gets_every_number(make_batch, tmp_path):
-    from torchrl.record.loggers.csv import CSVLogger
-
-    logger = CSVLogger(exp_name="run", log_dir=str(tmp_path))
-    _, report = make(make_batch, step=4)
-    log_report(logger, report, prefix="pipeline/")
-    files = {
-        p.relative_to(tmp_path / "run" / "scalars").as_posix(): p for p in (tmp_path / "run").rglob("*.csv")
-    }
-    assert len(files) == len(report.numbers)
-    rows = list(csv.reader(files["pipeline/rows/trained.csv"].read_text().splitlines()))
-    assert [float(cell) for cell in rows[-1]] == [4, 3]
-
-
-def test_tensorboard_gets_every_number(make_batch, tmp_path):
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard"
-    )
-    from torchrl.record.loggers.tensorboard import TensorboardLogger
-
-    logger = TensorboardLogger(exp_name="run", log_dir=str(tmp_path))
-    _, report = make(make_batch, step=4)
-    log_report(logger, report, table=True)
-    logger.experiment.flush()
-    found = accumulator.EventAccumulator(str(tmp_path / "run")).Reload()
-    assert set(found.Tags()["scalars"]) == set(report.numbers)
-    assert [(e.step, e.value) for e in found.Scalars("rows/in")] == [(4, 9.0)]
-
-
-def test_wandb_gets_the_table_of_groups(make_batch, tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="no wandb")
-    from torchrl.record.loggers.wandb import WandbLogger
-
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = WandbLogger(exp_name="run", offline=True, save_dir=str(tmp_path), project="headrace")
-    seen, steps = {}, []
-    _, report = make(make_batch, step=4)
-
-    def log(data, step=None, **_):
-        seen.update(data)
-        steps.append(step)
-
-    monkeypatch.setattr(logger.experiment, "log", log)
-    log_report(logger, report, table=True)
-    logger.experiment.finish()
-    assert steps[-1] is None, "wandb drops what comes with a step that it has passed"
-    assert seen["groups"].columns[:2] == ["group", "prompt"]
-    assert len(seen["groups"].data) == 3
-    assert set(report.numbers) <= set(seen)
-
-
-def test_the_table_of_groups_is_plain_python(make_batch):
-    names, rows = group_rows(make(make_batch)[1])
-    assert names[:3] == ["group", "prompt", "segments"]
-    assert rows[1][:3] == [1, "prompt 1", 2]
-    assert json.dumps(rows)
-
-
 # -- pages and comparisons --------------------------------------------------------------------------
 
 
 def test_a_page_shows_what_the_report_tells(make_batch):
-    _, report = make(make_batch)
+    _, report = reported(make_batch)
     data = page_data([report], title="mine")
     render_page(data)
     step = data["steps"][0]
@@ -322,7 +251,7 @@ def test_a_page_of_wide_groups_shows_as_many_as_fit(make_batch):
 def test_a_long_run_keeps_some_steps_and_all_curves(make_batch, tmp_path):
     run = ReportFolder(tmp_path, title="long", steps=4, dump="jsonl")
     for step in range(23):
-        run.add(make(make_batch, step=step)[1])
+        run.add(reported(make_batch, step=step)[1])
     page = run.close().read_text()
     data = json.loads(page.split('id="page-data">')[1].split("</script>")[0])
     kept = [step["step"] for step in data["steps"]]
@@ -333,31 +262,29 @@ def test_a_long_run_keeps_some_steps_and_all_curves(make_batch, tmp_path):
     assert len(list((tmp_path / "rollouts").iterdir())) == 23
 
 
-def _moved(first, second) -> float:
-    """½ Σ |s₁ − s₂| over groups, in a loop."""
-    shares = []
-    for report in (first, second):
-        table = report_table(report).to_pylist()
-        size = dict.fromkeys((0, 1), 0.0)
-        for row in table:
-            if row["reason"] == "trained":
-                size[row["group_id"]] += abs(row["advantage"]) * row["loss_weight"] * row["tokens"]
-        shares.append([size[group] / sum(size.values()) for group in (0, 1)])
-    return sum(abs(a - b) for a, b in zip(*shares, strict=True)) / 2
-
-
 def test_a_dump_is_not_mixed_with_that_of_another_run(make_batch, tmp_path):
     first = ReportFolder(tmp_path, title="one", dump="parquet")
-    first.add(make(make_batch)[1])
+    first.add(reported(make_batch)[1])
     with pytest.raises(FileExistsError, match=r"has 1 files of another, step_00000000.parquet the first"):
         ReportFolder(tmp_path, title="two", dump="parquet")
 
 
+def flipped(report):
+    return -report.columns["advantage"]
+
+
 def test_two_recipes_differ_where_they_differ(make_batch):
-    batch = make_batch([1.0, 3, 3, 3, 2, 2], [0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 2, 3])
+    """Advantages of ±1 in groups 0 and 1, 0 in group 2; the second recipe clips at ½ and filters group 2.
+
+    One weight for all, four tokens in each row of group 0 and two in the others: shares of the gradient go by
+    |advantage| · tokens, in group 0 (4 + 3 · 4) / 20 and (4 + 3 · 2) / 13, in group 1 (2 + 2) / 20 and
+    (2 + 1) / 13.
+    """
+    batch = make_batch([1.0, 3, 3, 3, 2, 4, 5, 5], [0, 0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 2, 3, 4, 5])
+    batch["masks", "all_assistant_mask"] = torch.tensor([[True] * 4] * 4 + [[False, True] * 2] * 4)
     reports = []
     for drop, clip in ((None, None), ("group", [None, 0.5])):
-        changes = {"gate": None, "advantage": GroupRelativeAdvantage(scale="none", clip=clip)}
+        changes = {"gate": None, "advantage": GroupRelativeAdvantage(scale="none", clip=clip), "split": None}
         pipeline = Pipeline(
             stages(**changes, filter=None if drop is None else stages()["filter"], weight=LossWeight())
         )
@@ -366,15 +293,24 @@ def test_two_recipes_differ_where_they_differ(make_batch):
     found = Comparison(("a", "b"))
     found.add(*reports)
     numbers = found.numbers
-    assert numbers["rows"] == 6
-    assert numbers["trained_by_both"] + numbers["trained_only_by_first"] == 6
+    assert numbers["rows"] == 8
+    assert numbers["trained_by_both"] == 6
+    assert numbers["trained_only_by_first"] == 2
     assert numbers["trained_only_by_second"] == 0
-    assert numbers["differ"] == 3  # the three rows of the rollout that was clipped
+    assert numbers["differ"] == 4  # the three rows of a rollout that was clipped, and the one of another
     assert numbers["sign_flips"] == 0
     assert 0 < numbers["correlation"] < 1
-    assert numbers["gradient_moved"] == pytest.approx(_moved(*reports))
+    assert numbers["gradient_moved"] == pytest.approx(16 / 20 - 10 / 13)
     shares = found.shares["segments"]
-    assert sum(line[0] for line in shares.values()) == pytest.approx(1)
-    assert shares["3"][0] > shares["3"][1]
+    assert shares["1"].tolist() == pytest.approx([8 / 20, 7 / 13, 5])  # rows of rollouts of one segment
+    assert shares["3"].tolist() == pytest.approx([12 / 20, 6 / 13, 3])
+    found.add(*reversed(reports))
+    assert found.numbers["gradient_moved"] == pytest.approx(16 / 20 - 10 / 13), "a mean over steps"
+    assert found.numbers["trained_only_by_second"] == 2
+    found.add(
+        reports[0], replace(reports[0], columns={**reports[0].columns, "advantage": flipped(reports[0])})
+    )
+    assert found.numbers["sign_flips"] == 6  # all that are not 0
+    assert found.numbers["differ"] == 4 + 4 + 6
     with pytest.raises(BatchError, match="row by row, over the same batch"):
-        found.add(reports[0], make(make_batch)[1])
+        found.add(reports[0], reported(make_batch)[1])

@@ -50,6 +50,17 @@ def test_out_of_the_loss_leaves_nothing_to_train(make_batch, action):
     assert out[IN_LOSS].tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize("unsilenced", [2, 4, 128, 255])
+def test_a_true_of_any_byte_stays_true_in_rows_that_stay(make_batch, unsilenced):
+    """A mask that is a view of other data has other bytes than 0 and 1."""
+    batch = make_batch([1.0, 3, 8], [0, 0, 0])
+    bytes_ = batch[MASK].to(torch.uint8) * unsilenced
+    batch[MASK] = bytes_.view(torch.bool)
+    out = SampleFilter(criterion=RewardWithin(high=5.0))(batch)
+    assert torch.equal(out[MASK].view(torch.uint8)[:2], bytes_[:2])
+    assert not out[MASK].view(torch.uint8)[2].any()
+
+
 def test_only_exclude_touches_the_statistics(make_batch):
     batch = make_batch([1.0, 3, 8], [0, 0, 0])
     assert COUNTED not in advantage_after(batch, action="mask").keys(True)
@@ -168,6 +179,14 @@ def test_rewards_vary_has_a_tolerance_on_max_minus_min(make_batch):
     batch = make_batch([1.0, 1.5, 2, 2, 7], [0, 0, 1, 1, 2])
     assert kept_by(RewardsVary(), batch) == [True, True, False, False, False]
     assert kept_by(RewardsVary(tol=0.5), batch) == [False] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+def test_integer_rewards_do_not_wrap(make_batch, dtype):
+    batch = make_batch([0.0] * 4, [0, 0, 1, 1])
+    values = [0, 1, 1, 1] if dtype is torch.bool else [-100, 100, 7, 7]  # 200 is −56 in eight bits
+    batch["next", "reward"] = torch.tensor(values, dtype=dtype).view(4, 1)
+    assert kept_by(RewardsVary(), batch) == [True, True, False, False]
 
 
 def test_rewards_vary_over_the_rollouts_that_count(make_batch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import batch_of
+from batches import batch_of
 
 from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections import defaultdict
@@ -22,6 +23,43 @@ NAMES = {path: "headrace." + ".".join(path.relative_to(ROOT).with_suffix("").par
 NAMES = {path: name.removesuffix(".__init__") for path, name in NAMES.items()}
 MODULES = {name: path for path, name in NAMES.items()}
 GROUND = ("base", "checks", "distributed", "errors", "ids", "options", "rows", "schema", "seeds", "tokens")
+
+# What users import, and tests, benchmarks and examples with them: these modules, by their `__all__`.
+PUBLIC = ("transforms", "transforms.schema", "pipeline", "pipeline.report", "pipeline.reverse")
+PUBLIC += ("pipeline.sources", "pipeline.train", "pipeline.tasks.compare", "pipeline.tasks.group_sizes")
+PUBLIC += ("pipeline.tasks.replay",)
+# What else is imported, and where: the unit tests of inner modules.
+INNER = {
+    "test_balance.py": {"transforms.split.balance", "transforms.split.bins"},
+    "balance.py": {"transforms.split.balance"},
+    "test_cores.py": {
+        "transforms.advantage.baselines",
+        "transforms.advantage.grouping",
+        "transforms.advantage.layout",
+        "transforms.checks",
+        "transforms.collapse",
+        "transforms.gate.incomplete",
+        "transforms.ids",
+    },
+    "test_gpu.py": {
+        "transforms.advantage.baselines",
+        "transforms.advantage.grouping",
+        "transforms.advantage.layout",
+        "transforms.checks",
+        "transforms.ids",
+    },
+    "test_distributed.py": {"transforms.distributed"},
+    "test_ids.py": {"transforms.ids"},
+    "test_tokens.py": {"transforms.tokens"},
+    "test_loggers.py": {"pipeline.report.loggers"},
+    "test_page_bundle.py": {"pipeline.report.bundle", "pipeline.report.html"},
+    "test_page_in_browser.py": {"pipeline.report.page_schema"},
+    "test_page_javascript.py": {"pipeline.report.html", "pipeline.report.page_schema"},
+    "test_page_schema.py": {"pipeline.report.page_schema"},
+    "pages.py": {"pipeline.report.page_schema"},
+    "test_sources_fuzz.py": {"pipeline.sources.malformed"},
+    "command.py": {"pipeline.main"},
+}
 every_module = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -82,6 +120,28 @@ def test_arithmetic_knows_no_torchrl(path):
     if any(issubclass(getattr(module, node.name, object), BatchTransform) for node in classes):
         return
     assert not [name for name in imports(path) if name.split(".")[0] == "torchrl" or name.endswith(".base")]
+
+
+def inner_imports(path: Path) -> set[str]:
+    """The modules of headrace that a file imports though they, or what it takes of them, are not public."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("headrace."):
+            continue
+        module = importlib.import_module(node.module)
+        for name in (alias.name for alias in node.names):
+            listed = node.module.removeprefix("headrace.") in PUBLIC
+            if not listed or name not in getattr(module, "__all__", vars(module)):
+                inner = f"{node.module}.{name}"
+                found.add((inner if inner in MODULES else node.module).removeprefix("headrace."))
+    return found - set(PUBLIC)
+
+
+def test_tests_benchmarks_and_examples_import_what_users_do():
+    """But for the unit tests of inner modules, each of which is listed with those."""
+    files = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).glob("*.py")]
+    found = {path.name: inner for path in files if (inner := inner_imports(path))}
+    assert found == INNER
 
 
 def test_imports_go_in_no_circle():
@@ -172,6 +232,7 @@ def test_every_package_is_listed_for_the_wheel():
         assert f'"headrace.{".".join(init.parent.relative_to(ROOT).parts)}"' in listed
 
 
+@pytest.mark.slow
 def test_importing_the_transforms_brings_no_hydra_along():
     code = "import sys, headrace.transforms; sys.exit('hydra' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -20,7 +20,6 @@ from headrace.transforms import (
     weighted_loss,
 )
 from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, RANK
-from headrace.transforms.tokens import count_true
 
 MASK, WEIGHT = ("masks", "all_assistant_mask"), "loss_weight"
 MEANS = ("token", "sample", "rollout", "group", "constant")
@@ -155,20 +154,6 @@ def test_a_rollouts_share_does_not_depend_on_its_number_of_samples(unit, pieces)
     out = LossWeight(unit=unit, length=9 if unit == "constant" else None, dtype="float64")(batch)
     share = {"rollout": 1 / 2, "group": 1 / 2, "token": 5 / 7, "constant": 5 / 18}[unit]
     assert summed(out[:-1]) == pytest.approx(share, rel=1e-12)
-
-
-@given(st.integers(0, 40), st.integers(1, 4), st.integers(0, 9), st.booleans())
-def test_tokens_are_counted_whatever_the_width(width, rows, seed, odd):
-    mask = torch.rand(rows, width, generator=torch.Generator().manual_seed(seed)) < 0.6
-    shown = (mask.view(torch.uint8) * 255).view(torch.bool) if odd else mask  # a True may be any byte but 0
-    assert count_true(shown).tolist() == [sum(row) for row in mask.tolist()]
-    wide = torch.ones(rows, 8 * 300 + width, dtype=torch.bool)
-    assert count_true(wide).tolist() == [8 * 300 + width] * rows
-    for row in range(rows):  # views begin anywhere in memory
-        assert count_true(mask[row:]).tolist() == [sum(each) for each in mask[row:].tolist()]
-        assert count_true(wide[row : row + 1]).tolist() == [8 * 300 + width]
-        assert count_true(wide[row:, 3:]).tolist() == [8 * 300 + width - 3] * (rows - row)
-    assert count_true(wide.t()).tolist() == [rows] * (8 * 300 + width)
 
 
 def test_rows_out_of_the_loss_are_in_no_denominator():

@@ -187,6 +187,13 @@ def test_a_row_above_the_budget_is_alone_counted_or_refused():
         ShuffleSplit(minibatches=1, max_tokens=9, oversized="raise")(batch)
 
 
+def test_a_row_as_long_as_the_budget_is_not_above_it():
+    batch = batch_of([9, 9, 3])
+    assert ShuffleSplit(minibatches=1, max_tokens=9).run(batch).metrics["oversized"] == 0
+    assert len(ShuffleSplit(minibatches=1, max_tokens=9, oversized="raise")(batch)) == 3
+    assert ShuffleSplit(minibatches=1, max_tokens=8).run(batch).metrics["oversized"] == 2
+
+
 def test_too_few_rows_for_the_ranks_say_what_to_do():
     with pytest.raises(BatchError, match=r"minibatch 0 has 2 rows for 3 ranks.*remainder='pad'"):
         ShuffleSplit(minibatches=1, ranks=3)(batch_of([2, 2]))

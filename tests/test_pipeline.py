@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from batches import batch_of
 from busy import busy_batch, keep_positive, stages
-from conftest import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import lazy_stack

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+from command import is_up_to_date
+from composed import configure
 from omegaconf import OmegaConf
 
 from headrace.pipeline import ConfigError, Pipeline, build_pipeline, load_pipeline
-from headrace.pipeline.load import compose_config, recipes
 from headrace.transforms import Finite, Fresh, LengthWithin, NotTruncated, RewardsVary, RewardWithin
 
 ROOT = Path(__file__).parent.parent
+RECIPES = ROOT / "conf" / "pipeline"
+NAMES = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
 GATE = "pipeline.stages.gate.group_size=2"
+
+
+pytestmark = pytest.mark.xdist_group("recipes")
 
 
 def advantage_of(batch, *overrides):
@@ -58,7 +63,12 @@ def test_the_recipes_filter_comes_before_the_advantage(make_batch, recipe):
     assert pipeline(make_batch([1.0, 3, 8], [0, 0, 0]))["advantage"].flatten().tolist() == [-1, 1]
 
 
-@pytest.mark.parametrize("name", [name for name in recipes() if name != "grpo"])
+@cache
+def nodes_of(*overrides):
+    return OmegaConf.to_container(configure("load", *overrides).pipeline)["stages"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "grpo"])
 def test_a_recipe_says_only_what_differs(name):
     """Every option in its file has another value than in what it builds on, and is what comes out."""
     written = OmegaConf.to_container(OmegaConf.load(f"conf/pipeline/{name}.yaml"))
@@ -68,8 +78,7 @@ def test_a_recipe_says_only_what_differs(name):
     added = [
         f"+{key[1:].replace('@', '@pipeline.')}={value}" for entry in stages for key, value in entry.items()
     ]
-    below = OmegaConf.to_container(compose_config("load", f"pipeline={base}", *added).pipeline)["stages"]
-    composed = OmegaConf.to_container(compose_config("load", f"pipeline={name}").pipeline)["stages"]
+    below, composed = nodes_of(f"pipeline={base}", *added), nodes_of(f"pipeline={name}")
     for stage, options in written["stages"].items():
         if options is None:
             assert below[stage] is not None
@@ -81,12 +90,11 @@ def test_a_recipe_says_only_what_differs(name):
 
 
 def test_the_nodes_of_stages_and_criteria_are_those_of_the_signatures():
-    done = subprocess.run([sys.executable, ROOT / "tools" / "make_stages.py", "--check"], check=False)
-    assert done.returncode == 0, "run `make generate`"
+    assert is_up_to_date("make_stages.py"), "run `make generate`"
 
 
 def test_the_recipes_add_to_their_stages_what_the_pipeline_itself_takes():
-    node = compose_config("load").pipeline
+    node = configure("load").pipeline
     parameters = inspect.signature(Pipeline).parameters
     assert set(node) - {"_target_", "stages"} == set(parameters) - {"stages"}
     for option in set(parameters) - {"stages"}:
@@ -96,7 +104,7 @@ def test_the_recipes_add_to_their_stages_what_the_pipeline_itself_takes():
 
 def test_every_option_of_a_stage_is_in_the_recipe_with_its_default():
     """So that a command line can change it without a plus, and a misspelt one is caught."""
-    nodes = compose_config("load").pipeline.stages
+    nodes = configure("load").pipeline.stages
     pipeline = load_pipeline()
     for name, stage in pipeline.stages.items():
         assert set(nodes[name]) - {"_target_"} == set(inspect.signature(type(stage)).parameters)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from command import is_up_to_date
+from composed import composed
 
-from headrace.pipeline import Pipeline, load_pipeline
+from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchWhitening,
     FanOutCollapse,
@@ -26,6 +26,8 @@ from headrace.transforms import (
     overlong_punishment,
 )
 from headrace.transforms.schema import REWARD
+
+pytestmark = pytest.mark.xdist_group("recipes")
 
 ROOT = Path(__file__).parent.parent
 MASK = ("masks", "all_assistant_mask")
@@ -61,8 +63,7 @@ def ragged_batch(make_batch, kind: str, seed: int, *, lone: bool = True):
 
 def run(name: str, batch, *overrides: str) -> torch.Tensor:
     """Advantage by row, in the order in which the rows came in."""
-    pipeline = load_pipeline(f"pipeline={name}", "pipeline.stages.split.shuffle=false", *overrides)
-    out = pipeline(batch)
+    out = composed(f"pipeline={name}", *overrides)(batch)
     credit = torch.full((len(batch),), float("nan"))
     credit[out["headrace", "row"]] = out["advantage"].flatten().float()
     return credit
@@ -226,6 +227,17 @@ def test_a_missing_reward_leaves_its_own_column_only(make_batch):
         strict(batch)
 
 
+def test_in_a_sum_a_missing_reward_adds_0_and_a_row_without_any_is_out_of_the_statistics(make_batch):
+    nan = float("nan")
+    batch = make_batch([0.0] * 4, [0] * 4)
+    batch["next", "reward"] = torch.tensor([[1.0, nan], [3.0, 4.0], [nan, nan], [nan, 3.0]])
+    advantage = GroupRelativeAdvantage(scale="none", missing="skip", weights=[1, 2])
+    pipeline = Pipeline({"collapse": FanOutCollapse(columns=2, missing="skip"), "advantage": advantage})
+    # 1, 11 and 6 about 6
+    assert pipeline(batch)["advantage"].flatten().tolist() == [-5, 5, 0, 0]
+    assert pipeline.metrics["advantage/unscorable"] == 1
+
+
 def test_a_weighted_sum_of_rewards(make_batch):
     batch = make_batch([0.0, 0], [0, 0])
     batch["next", "reward"] = torch.tensor([[1.0, 4.0], [3.0, 0.0]])
@@ -327,7 +339,7 @@ def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_eight_equal_rewards_have_exactly_none(make_batch, name):
     batch = make_batch([0.7] * 8, [0] * 8, expected_rollouts=[8] * 8, state_id=[0] * 8)
-    out = load_pipeline(f"pipeline={name}")(columns_for(name, batch))
+    out = composed(f"pipeline={name}")(columns_for(name, batch))
     if name == "dapo":  # which drops the group
         assert len(out) == 0
     else:
@@ -339,7 +351,7 @@ def test_eight_equal_rewards_have_exactly_none(make_batch, name):
 def test_no_recipe_gives_nan(make_batch, name, kind):
     batch = columns_for(name, ragged_batch(make_batch, kind, 7, lone=name[3:] not in NO_LONE))
     batch["next", "reward"] = batch["next", "reward"].abs()
-    out = load_pipeline(f"pipeline={name}")(batch)
+    out = composed(f"pipeline={name}")(batch)
     assert len(out) > 0
     assert torch.isfinite(out["advantage"]).all()
 
@@ -387,6 +399,6 @@ def test_stages_that_change_a_column_in_turn_are_in_order():
     assert pipeline.order == ["collapse", "length", "scale", "advantage", "whitening", "turns"]
 
 
+@pytest.mark.slow
 def test_the_page_of_recipes_is_up_to_date():
-    done = subprocess.run([sys.executable, ROOT / "tools" / "make_recipes.py", "--check"], check=False)
-    assert done.returncode == 0, "run `make generate`"
+    assert is_up_to_date("make_recipes.py"), "run `make generate`"

@@ -127,7 +127,7 @@ ROWS = st.lists(
     ROWS, st.sampled_from(["mask", "exclude", "drop"]), st.sampled_from(["uneven", "drop", "carry", "pad"])
 )
 def test_kept_and_left_add_up_at_every_stage(rows, action, remainder):
-    from conftest import batch_of
+    from batches import batch_of
 
     rollouts = [3 * group + rollout for group, rollout, _, _ in rows]
     reward = {r: float(value) for r, (_, _, value, _) in zip(rollouts, rows, strict=True)}
@@ -206,6 +206,14 @@ def test_advantages_of_rows_that_a_later_filter_drops_are_kept(make_batch):
     assert report.columns["advantage"].tolist() == [-1.0, 1.0]
     assert report.numbers["advantages/all/max"] == 1
     assert report.numbers["advantages/effective/max"] == -1
+
+
+@pytest.mark.parametrize(("singleton", "lone"), [("zero", 0.0), ("raw", 7.0), ("raise", 0.0)])
+def test_the_advantage_by_row_refuses_no_lone_row(singleton, lone):
+    stage = GroupRelativeAdvantage(scale="none", singleton=singleton)
+    found = stage.advantage_by_row(torch.tensor([1.0, 3.0, 7.0]), torch.tensor([0, 0, 1]))
+    assert found.tolist() == [-1, 1, lone]
+    assert stage.advantage_by_row(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0])) is None
 
 
 def test_the_advantage_by_row_shows_the_double_count(make_batch):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.multiprocessing
 from gradients import MEANS, distance, gradient, make_scene, run_rank, run_uneven
+from processes import run_processes
 
 from headrace.transforms import pack
 
@@ -86,9 +86,10 @@ def test_folded_and_summed_weights_agree_on_the_policy_term(scene):
     assert distance(gradient(policy, batch, "rollout", fold="token_mean"), summed) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_processes_that_share_a_batch_or_hold_rows_of_their_own_agree(world, tmp_path):
-    torch.multiprocessing.spawn(run_rank, args=(world, str(tmp_path)), nprocs=world)
+    run_processes(run_rank, world, str(tmp_path), count=world)
     for rank in range(world):
         found = torch.load(tmp_path / f"{rank}.pt")
         assert len(found) == 2 * len(MEANS) * 5
@@ -96,9 +97,10 @@ def test_processes_that_share_a_batch_or_hold_rows_of_their_own_agree(world, tmp
             assert far < (1e-6 if "32" in dtype else 1e-12), (rank, dtype, unit, way)
 
 
+@pytest.mark.slow
 def test_what_one_process_refuses_all_of_them_refuse(tmp_path):
     """Lest the others wait for it."""
-    torch.multiprocessing.spawn(run_uneven, args=(2, str(tmp_path)), nprocs=2)
+    run_processes(run_uneven, 2, str(tmp_path), count=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for how in ("minibatches", "call"):
         assert "by rank there are [2, 0] minibatches" in first["one is empty", how]

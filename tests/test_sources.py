@@ -515,6 +515,7 @@ def test_an_overlong_line_is_one_bad_record(tmp_path, monkeypatch):
     assert source.skipped == 1
 
 
+@pytest.mark.slow
 def test_a_large_file_is_never_in_memory(tmp_path):
     path = tmp_path / "all.jsonl"
     text = "x" * 50_000

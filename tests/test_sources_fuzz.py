@@ -32,6 +32,8 @@ from headrace.pipeline.sources import SourceError, open_source
 from headrace.pipeline.sources.malformed import quote
 from headrace.transforms import Status
 
+pytestmark = pytest.mark.slow
+
 LINES = {
     "verl": (verl_row("a_0_0", 1.0), {}),
     "verifiers": (verifiers_row(0, 1.0), {}),

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from busy import busy_batch, stages
-from command import headrace
+from command import headrace_here
+from composed import configure
 from rich.console import Console
 
-from headrace.pipeline import Pipeline, make_report, write_dump
-from headrace.pipeline.load import ConfigError, compose_config
+from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
 from headrace.pipeline.tasks.compare import compare
 from headrace.pipeline.tasks.group_sizes import solve_rates, tabulate_group_sizes, uninformative
 from headrace.pipeline.tasks.replay import replay
@@ -33,8 +33,8 @@ def dump(make_batch, tmp_path):
     return folder
 
 
-def configure(task, dump, *words):
-    return compose_config("config", f"task={task}", f"source.path={dump}", *words)
+def configured(task, dump, *words):
+    return configure("config", f"task={task}", f"source.path={dump}", *words)
 
 
 def told(function, config, folder, *arguments) -> tuple[float, str]:
@@ -44,32 +44,32 @@ def told(function, config, folder, *arguments) -> tuple[float, str]:
 
 def test_a_replay_prints_and_writes(dump, tmp_path):
     out = tmp_path / "out"
-    trained, text = told(replay, configure("replay", dump, *COUNTED, "pipeline=dapo"), out)
+    trained, text = told(replay, configured("replay", dump, *COUNTED, "pipeline=dapo"), out)
     assert trained == 3 * 3
     assert "gate: incomplete" in text
     assert "−6" in text
     assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "report.html", "rollouts"]
     again, _ = told(
-        replay, configure("replay", out / "rollouts", *COUNTED, "pipeline=dapo"), tmp_path / "two"
+        replay, configured("replay", out / "rollouts", *COUNTED, "pipeline=dapo"), tmp_path / "two"
     )
     assert again == trained
 
 
 def test_a_replay_of_one_step_shows_its_groups(dump, tmp_path):
     words = [*COUNTED, "report.dump=null", "report.html=false"]
-    _, text = told(replay, configure("replay", dump / "step_00000001.parquet", *words), tmp_path / "out")
+    _, text = told(replay, configured("replay", dump / "step_00000001.parquet", *words), tmp_path / "out")
     assert "2 of 3" in text
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.yaml"]
 
 
 def test_a_step_that_is_refused_is_named(dump, tmp_path):
-    config = configure("replay", dump, "pipeline.stages.gate.group_size=3")
+    config = configured("replay", dump, "pipeline.stages.gate.group_size=3")
     with pytest.raises(BatchError, match=r"step 0: stage 'gate'.*group 1 has 2 of 3"):
         told(replay, config, tmp_path / "out")
 
 
 def test_two_recipes_over_the_same_rollouts(dump, tmp_path):
-    config = configure("compare", dump, "pipelines=[grpo,dr_grpo]")
+    config = configured("compare", dump, "pipelines=[grpo,dr_grpo]")
     correlation, text = told(compare, config, tmp_path / "out", COUNTED)
     assert 0 < correlation <= 1
     assert "advantages that differ" in text
@@ -79,7 +79,7 @@ def test_two_recipes_over_the_same_rollouts(dump, tmp_path):
     page = (tmp_path / "out" / "report.html").read_text()
     assert '"versus":["grpo","dr_grpo"]' in page
     with pytest.raises(ConfigError, match=r"two recipes are compared.*got \['grpo'\]"):
-        told(compare, configure("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
+        told(compare, configured("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
 
 
 def test_the_plan_by_hand(make_batch, tmp_path):
@@ -87,7 +87,7 @@ def test_the_plan_by_hand(make_batch, tmp_path):
     pipeline = Pipeline({})
     pipeline(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))
     write_dump(make_report(pipeline), tmp_path)
-    share, text = told(tabulate_group_sizes, configure("plan", tmp_path, "plan.group_sizes=[2,4]"), tmp_path)
+    share, text = told(tabulate_group_sizes, configured("plan", tmp_path, "plan.group_sizes=[2,4]"), tmp_path)
     assert share == pytest.approx(2 / 3)
     assert re.search(r"0\.25 to 0\.5 +1 +50% +12%", text)
     assert re.search(r"all +3 +83% +71%", text)
@@ -127,7 +127,7 @@ def test_a_rollout_of_several_rows_is_solved_once(make_batch):
     ],
 )
 def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):
-    done = headrace(tmp_path, *words, check=False)
+    done = headrace_here(tmp_path, *words, check=False)
     assert done.returncode == 2
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
@@ -135,8 +135,8 @@ def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):
 
 def test_the_command_trains_dumps_and_replays(tmp_path):
     small = ["train.steps=3", "sampler.prompts_per_batch=4", "policy.width=16", "policy.layers=1"]
-    headrace(tmp_path, *small, "report.dump=parquet", "hydra.run.dir=run")
+    headrace_here(tmp_path, *small, "report.dump=parquet", "hydra.run.dir=run")
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     words = ["pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.collapse.reward=sum"]
-    shown = headrace(tmp_path, "task=replay", "source.path=run/rollouts", *words, "hydra.run.dir=again")
+    shown = headrace_here(tmp_path, "task=replay", "source.path=run/rollouts", *words, "hydra.run.dir=again")
     assert "where the rows of 3 steps went" in shown.stdout

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+
 ROOT = Path(__file__).parent.parent
 
 

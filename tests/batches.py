@@ -1,0 +1,42 @@
+"""A batch in the shape that GRPOLoss takes, with all that stages read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict
+
+
+def batch_of(
+    rewards: Sequence[float],
+    groups: Sequence[int],
+    rollouts: Sequence[int] | None = None,
+    *,
+    tokens: int = 4,
+    device: str = "cpu",
+    **columns: Sequence[int],
+) -> TensorDict:
+    """Rows with ids, rewards, tokens, masks and log-probabilities, and a string and a stranger's column."""
+    rows = len(rewards)
+    generator = torch.Generator().manual_seed(rows)
+    batch = TensorDict(
+        {
+            "group_id": torch.tensor(groups, dtype=torch.int64),
+            "rollout_id": torch.tensor(range(rows) if rollouts is None else rollouts, dtype=torch.int64),
+            ("next", "reward"): torch.tensor(rewards, dtype=torch.float32).view(rows, 1),
+            ("tokens", "full"): torch.randint(0, 9, (rows, tokens), generator=generator),
+            ("masks", "all_attention_mask"): torch.ones(rows, tokens, dtype=torch.bool),
+            ("masks", "all_assistant_mask"): torch.rand(rows, tokens, generator=generator) < 0.7,
+            ("log_probs", "full"): -torch.rand(rows, tokens, generator=generator),
+            ("stranger", "deep"): torch.arange(rows * 6).view(rows, 2, 3),
+        },
+        batch_size=[rows],
+    )
+    if tokens:
+        batch["masks", "all_assistant_mask"][:, 0] = True  # each row has something to train
+    for name, values in columns.items():
+        batch[name] = torch.tensor(values, dtype=torch.int64)
+    if device == "cpu":
+        batch["prompt_text"] = [f"prompt {g}" for g in groups]
+    return batch.to(device)

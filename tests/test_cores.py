@@ -1,0 +1,43 @@
+"""What stages are made of reads nothing from the device: shapes and routes do not depend on the data."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import get_args
+
+import torch
+
+from headrace.transforms.advantage.baselines import (
+    BASELINES,
+    SCALES,
+    EpsMode,
+    Formula,
+    advantage_in_groups,
+)
+from headrace.transforms.advantage.grouping import Blocks, ById
+from headrace.transforms.advantage.layout import Facts, facts_of, gather_blocks
+from headrace.transforms.checks import broken, identity_rules, reward_rules
+from headrace.transforms.collapse import Reduction, reduce_rewards
+from headrace.transforms.gate.incomplete import count_present
+from headrace.transforms.ids import first_row, is_first
+
+
+def test_collapse_then_advantage_on_meta_reads_nothing():
+    """On ``device="meta"`` there is nothing to read: what runs there synchronises with no device."""
+    ids = torch.arange(12, device="meta")
+    reward = torch.zeros(12, device="meta")
+    first, groups = first_row(ids), first_row(ids // 4)
+    for how in get_args(Reduction):
+        assert reduce_rewards(reward, first, how).shape == (12,)
+    rules = identity_rules(ids, ids // 4, first) + reward_rules(reward, ids, first, siblings_agree=True)
+    assert broken(rules).shape == ()
+    assert facts_of(rules, reward, first, groups).shape == (6,)
+    assert count_present(ids // 4, ids, ids, ids).have.shape == (12,)
+    number, blocks = gather_blocks(first, Facts(False, 4, 4, True, 12, 0.0), reward, ids)
+    assert number.shape == (12,)
+    layouts = [Blocks(*blocks), ById(reward.double(), groups, is_first(first), ids)]
+    for baseline, scale, eps_mode in product(BASELINES, SCALES, get_args(EpsMode)):
+        for layout in layouts:
+            formula = Formula(baseline, scale, 1, 1e-6, eps_mode, "raw", [0, None])
+            credit = advantage_in_groups(layout, formula)
+            assert credit.numel() == 12

@@ -1,0 +1,50 @@
+"""What ranks are told of one another's ids, without a second process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.transforms import BatchError
+from headrace.transforms.distributed import check_one_way, resolve_group, tell_apart
+
+ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=20)
+
+
+def columns(rows):
+    return torch.tensor([i for i, _ in rows], dtype=torch.int64), torch.tensor([r for _, r in rows]).long()
+
+
+@given(ROWS)
+def test_the_same_id_is_the_same_unit_only_where_that_is_meant(rows):
+    ids, rank = columns(rows)
+    apart = tell_apart(ids, rank, "different", "rollout_id").tolist()
+    for i, one in enumerate(rows):
+        for j, other in enumerate(rows):
+            assert (apart[i] == apart[j]) == (one == other)
+    assert tell_apart(ids, rank, "same", "rollout_id") is ids
+
+
+@given(ROWS)
+def test_an_id_on_more_than_one_rank_is_refused_with_all_that_are(rows):
+    ids, rank = columns(rows)
+    twice = sorted({i for i, r in rows for j, s in rows if i == j and r != s})
+    if not twice:
+        assert torch.equal(tell_apart(ids, rank, "raise", "group_id"), ids)
+        return
+    message = rf"^group_id {', '.join(map(str, twice))} on more than one rank: say shared_ids='same'"
+    with pytest.raises(BatchError, match=message):
+        tell_apart(ids, rank, "raise", "group_id")
+
+
+def test_rows_are_spread_over_ranks_in_one_way():
+    check_one_way(1, "world")
+    check_one_way(4, None)
+    with pytest.raises(ValueError, match="got ranks=2 and process_group='world'"):
+        check_one_way(2, "world")
+    with pytest.raises(ValueError, match="process_group must be a process group, 'world' or None; got 'all'"):
+        resolve_group("all")
+    with pytest.raises(ValueError, match="call init_process_group before the first batch"):
+        resolve_group("world")

@@ -1,0 +1,71 @@
+"""Trackers get every number, and where asked the table of groups."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+from busy import reported
+
+from headrace.pipeline import log_report
+from headrace.pipeline.report.loggers import group_rows
+
+
+def test_csv_gets_every_number(make_batch, tmp_path):
+    from torchrl.record.loggers.csv import CSVLogger
+
+    logger = CSVLogger(exp_name="run", log_dir=str(tmp_path))
+    _, report = reported(make_batch, step=4)
+    log_report(logger, report, prefix="pipeline/")
+    files = {
+        p.relative_to(tmp_path / "run" / "scalars").as_posix(): p for p in (tmp_path / "run").rglob("*.csv")
+    }
+    assert len(files) == len(report.numbers)
+    rows = list(csv.reader(files["pipeline/rows/trained.csv"].read_text().splitlines()))
+    assert [float(cell) for cell in rows[-1]] == [4, 3]
+
+
+def test_tensorboard_gets_every_number(make_batch, tmp_path):
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard"
+    )
+    from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+    logger = TensorboardLogger(exp_name="run", log_dir=str(tmp_path))
+    _, report = reported(make_batch, step=4)
+    log_report(logger, report, table=True)
+    logger.experiment.flush()
+    found = accumulator.EventAccumulator(str(tmp_path / "run")).Reload()
+    assert set(found.Tags()["scalars"]) == set(report.numbers)
+    assert [(e.step, e.value) for e in found.Scalars("rows/in")] == [(4, 9.0)]
+
+
+@pytest.mark.slow
+def test_wandb_gets_the_table_of_groups(make_batch, tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="no wandb")
+    from torchrl.record.loggers.wandb import WandbLogger
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(exp_name="run", offline=True, save_dir=str(tmp_path), project="headrace")
+    seen, steps = {}, []
+    _, report = reported(make_batch, step=4)
+
+    def log(data, step=None, **_):
+        seen.update(data)
+        steps.append(step)
+
+    monkeypatch.setattr(logger.experiment, "log", log)
+    log_report(logger, report, table=True)
+    logger.experiment.finish()
+    assert steps[-1] is None, "wandb drops what comes with a step that it has passed"
+    assert seen["groups"].columns[:2] == ["group", "prompt"]
+    assert len(seen["groups"].data) == 3
+    assert set(report.numbers) <= set(seen)
+
+
+def test_the_table_of_groups_is_plain_python(make_batch):
+    names, rows = group_rows(reported(make_batch)[1])
+    assert names[:3] == ["group", "prompt", "segments"]
+    assert rows[1][:3] == [1, "prompt 1", 2]
+    assert json.dumps(rows)

@@ -1,0 +1,361 @@
+"""What a run returns is one batch's, for good; what a pipeline shows is the last run's of the thread."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from batches import batch_of
+from busy import busy_batch, stages
+from live_bytes import LiveBytes, bytes_of
+
+from headrace.pipeline import Pipeline, Run, StageError
+from headrace.transforms import (
+    BatchError,
+    BatchTransform,
+    CompletenessGate,
+    FanOutCollapse,
+    Finite,
+    GroupRelativeAdvantage,
+    LossWeight,
+    Outcome,
+    RewardWithin,
+    Rule,
+    SampleFilter,
+    ShuffleSplit,
+)
+
+REWARD = ("next", "reward")
+THREADS, BATCHES = 3, 60
+
+
+def content(run: Run) -> dict:
+    """All that a run tells, as plain values that equal themselves."""
+    columns = run.batch.exclude("prompt_text")
+    return {
+        "batch": {str(key): columns.get(key).nan_to_num(7.0).tolist() for key in columns.keys(True, True)},
+        "minibatches": [part["headrace", "row"].tolist() for part in run.minibatches()],
+        "reason": run.ledger.reason.tolist(),
+        "names": list(run.ledger.names),
+        "counts": run.ledger.counts(),
+        "metrics": run.metrics,
+        "recipe": run.account.recipe,
+    }
+
+
+def numbered(thread: int, step: int):
+    """A batch unlike all others: 8 to 14 rows in groups of two, ids that no other batch has."""
+    rows = 8 + 2 * ((step + thread) % 4)
+    start = 1000 * (BATCHES * thread + step)
+    rewards = [float((start + row) % 3) for row in range(rows)]
+    groups, rollouts = [start + row // 2 for row in range(rows)], [start + row for row in range(rows)]
+    return batch_of(rewards, groups, rollouts)
+
+
+def in_threads(work):
+    """Results of `work(thread)`, all threads at once; each yields to the others as often as it may."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(work, range(THREADS)))
+
+
+# -- one batch, for good ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", ["before", "after"])
+@pytest.mark.parametrize("split", [None, "drop", "carry"])
+def test_a_run_stays_what_it_was_whatever_runs_later(split, asked, make_batch):
+    def make():
+        cut = split and ShuffleSplit(minibatches=2, unit="rollout", remainder=split)
+        return Pipeline(stages(split=cut, weight=LossWeight()))
+
+    expected = content(make().run(busy_batch(make_batch)))
+    pipeline = make()
+    run = pipeline.run(busy_batch(make_batch))
+    if asked == "before":
+        assert content(run) == expected
+    for start in (100, 200):
+        later = busy_batch(make_batch)[:4]
+        later["rollout_id"] += start
+        later["group_id"] += start
+        pipeline(later)
+    with pytest.raises(BatchError):
+        pipeline.run(busy_batch(make_batch).exclude(REWARD))
+    assert content(run) == expected
+    assert content(run) == expected  # asking changes nothing either
+
+
+def test_what_a_run_hands_out_is_not_what_it_keeps(make_batch):
+    """Writing to a minibatch, as an optimiser step may, reaches neither the run nor the next epoch."""
+    for split in (None, ShuffleSplit(minibatches=1, shuffle=False)):
+        run = Pipeline({"advantage": GroupRelativeAdvantage(scale="none"), "split": split}).run(
+            make_batch([1.0, 3], [0, 0]), epochs=2
+        )
+        for part in run.minibatches():
+            part["advantage"] = torch.zeros_like(part["advantage"])
+            part["headrace", "row"] = part["headrace", "row"] + 7
+        assert run.batch["advantage"].flatten().tolist() == [-1, 1]
+        assert run.batch["headrace", "row"].tolist() == [0, 1]
+
+
+def test_a_run_gathers_nothing_before_it_is_asked():
+    batch = batch_of([float(i % 5) for i in range(256)], [i // 4 for i in range(256)], tokens=512)
+    pipeline = Pipeline(
+        {
+            "collapse": FanOutCollapse(),
+            "advantage": GroupRelativeAdvantage(),
+            "split": ShuffleSplit(minibatches=4),
+            "weight": LossWeight(),
+        }
+    )
+    pipeline.run(batch_of([1.0] * 4, [0, 0, 1, 1]))  # what is allocated once
+    with LiveBytes() as memory:
+        run = pipeline.run(batch, epochs=3)
+        _ = run.metrics
+    # Counting finite log-probabilities takes one byte a token, of the 25 that the batch has.
+    assert memory.peak < 0.2 * bytes_of(batch)
+    with LiveBytes() as memory:
+        whole = run.batch
+    assert memory.peak >= 0.9 * bytes_of(batch)
+    assert run.batch is whole, "gathered once"
+
+
+def test_a_run_holds_what_each_epoch_trains_and_the_batch_is_the_first(make_batch):
+    run = Pipeline(stages(gate=None, filter=None)).run(busy_batch(make_batch), epochs=3)
+    rows = [part["headrace", "row"] for part in run.minibatches()]
+    assert len(rows) == 6
+    assert torch.equal(run.batch["headrace", "row"], torch.cat(rows[:2]))
+    assert len({tuple(torch.cat(rows[at : at + 2]).tolist()) for at in (0, 2, 4)}) > 1
+
+
+def test_a_run_of_no_rows_says_so(make_batch):
+    batch = busy_batch(make_batch)[:0]
+    run = Pipeline(stages()).run(batch)
+    assert run.batch is batch
+    assert (run.ledger, run.metrics, list(run.minibatches())) == (None, {}, [])
+
+
+# -- one stage, several pipelines ------------------------------------------------------------------------
+
+
+def test_one_gate_in_two_pipelines_keeps_each_pipelines_own_numbers(make_batch):
+    gate = CompletenessGate(group_size=3, on_incomplete="drop", expected_groups=(0, 1, 2, 3))
+    alone, first = Pipeline({"gate": gate}), Pipeline({"first": gate, "advantage": GroupRelativeAdvantage()})
+    alone(busy_batch(make_batch))
+    first(make_batch([1.0, 2, 3], [3, 3, 3], [0, 1, 2]))
+    assert alone.metrics["out/gate/incomplete"] == 2
+    assert alone.metrics["gate/missing_groups"] == 1
+    assert first.metrics["out/first/incomplete"] == 0
+    assert first.metrics["first/missing_groups"] == 3
+    assert alone.ledger.names[1:3] == ["gate/incomplete", "gate/failed"]
+    assert first.ledger.names[1:3] == ["first/incomplete", "first/failed"]
+    assert (len(alone.ledger.reason), len(first.ledger.reason)) == (9, 3)
+
+
+# -- several threads -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [None, "carry"])
+def test_what_a_thread_sees_after_its_call_is_of_its_own_batch(split):
+    cut = split and ShuffleSplit(minibatch_size=4, unit="rollout", remainder=split)
+    pipeline = Pipeline(
+        {
+            "gate": CompletenessGate(group_size=2),
+            "filter": SampleFilter(criterion=RewardWithin(high=1.0)),
+            "advantage": GroupRelativeAdvantage(),
+            "split": cut,
+            "weight": LossWeight(),
+        }
+    )
+
+    def work(thread):
+        for step in range(BATCHES):
+            batch = numbered(thread, step)
+            out = pipeline(batch)
+            ledger, metrics = pipeline.ledger, pipeline.metrics
+            assert torch.equal(ledger.ids["rollouts"][: len(batch)], batch["rollout_id"])
+            assert torch.equal(ledger.ids["groups"][: len(batch)], batch["group_id"])
+            assert metrics["rows/in"] == len(ledger.reason)
+            high = int((batch[REWARD] > 1).sum())
+            assert metrics["filter/kept"] == len(batch) - high
+            assert metrics["split/minibatches" if split else "rows/in"] >= 1
+            trained = {row["rollout"] for row in ledger.rows("trained")}
+            assert trained == set(out["rollout_id"][out["loss_weight"] > 0].tolist())
+            if split != "carry":
+                assert len(ledger.reason) == len(batch)
+
+    in_threads(work)
+
+
+def test_carried_rows_are_trained_once_over_all_threads_or_wait_in_the_split():
+    split = ShuffleSplit(minibatch_size=5, unit="rollout", remainder="carry")
+    pipeline = Pipeline({"advantage": GroupRelativeAdvantage(), "split": split})
+
+    def work(thread):
+        came, trained = [], []
+        for step in range(BATCHES):
+            batch = numbered(thread, step)
+            came += batch["rollout_id"].tolist()
+            trained += pipeline(batch)["rollout_id"].tolist()
+        return came, trained
+
+    results = in_threads(work)
+    came = [rollout for ids, _ in results for rollout in ids]
+    trained = [rollout for _, ids in results for rollout in ids]
+    waiting = [] if split.state.carried is None else split.state.carried["rollout_id"].tolist()
+    assert sorted(trained + waiting) == sorted(came)
+    assert len(waiting) == len(came) % 5
+    assert split.state.calls == THREADS * BATCHES
+
+
+def test_a_thread_that_has_run_nothing_sees_the_last_run_of_any(make_batch):
+    pipeline = Pipeline({})
+    pipeline(make_batch([1.0, 2], [0, 0]))
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: pipeline.metrics["rows/in"]).result() == 2
+        other.submit(pipeline, make_batch([1.0] * 5, [0] * 5)).result()
+        assert pipeline.metrics["rows/in"] == 2  # this thread's own
+        assert other.submit(lambda: pipeline.metrics["rows/in"]).result() == 5
+
+
+# -- batches that are refused ----------------------------------------------------------------------------
+
+
+class Own(BatchTransform):
+    """A user's own stage around a function, with a place after a split too."""
+
+    keeps_rows = True
+
+    def __init__(self, *, function, after=True, out_keys=()):
+        super().__init__([("headrace", "minibatch")] if after else [], out_keys)
+        self.function, self.after = function, after
+
+    def apply(self, batch):
+        return self.function(batch)
+
+
+def refuse(batch):
+    if bool((batch["rollout_id"] < 0).any()):
+        raise BatchError("a rollout below 0")
+    return batch
+
+
+def fail(batch):
+    if bool((batch["rollout_id"] < 0).any()):
+        raise ZeroDivisionError
+    return batch
+
+
+def require(batch):
+    rule = Rule(batch["rollout_id"] < 0, str, "rollouts below 0 in rows {found}")
+    return Outcome(batch, rules=[rule])
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("function", [refuse, fail, require])
+def test_a_refused_batch_leaves_the_splits_state_as_it_was(function, where):
+    """Orders drawn and rows carried: as if the batch had never come, whoever refuses it."""
+    split = ShuffleSplit(minibatch_size=4, unit="sample", remainder="carry", seed=3)
+    bad = Own(function=function, after=where == "after")
+    order = {"bad": bad, "split": split} if where == "before" else {"split": split, "bad": bad}
+    pipeline, without = Pipeline(order), copy.deepcopy(Pipeline(order))
+    for each in (pipeline, without):
+        each(numbered(0, 1))  # 10 rows, of which 2 are carried
+    wrong = numbered(0, 2)
+    wrong["rollout_id"] = -wrong["rollout_id"] - 1
+    before = pipeline.stages["split"].state
+    for call in (pipeline, pipeline.run, pipeline.minibatches):
+        with pytest.raises((BatchError, StageError), match="stage 'bad'"):
+            call(wrong)
+    after = pipeline.stages["split"].state
+    assert after.calls == before.calls == 1
+    assert after.carried is before.carried
+    assert len(after.carried) == 2
+    out, expected = pipeline(numbered(0, 3)), without(numbered(0, 3))
+    assert torch.equal(out["rollout_id"], expected["rollout_id"])
+    assert pipeline.metrics["rows/in"] == len(numbered(0, 3)) + 2
+
+
+def shout(batch):
+    if bool(batch["headrace", "reward"].isnan().any()):
+        raise ValueError("math domain error")
+    return batch
+
+
+@pytest.mark.parametrize("split", [None, ShuffleSplit(minibatches=1)])
+def test_what_was_wrong_before_is_named_before_what_fails_because_of_it(split, make_batch):
+    later = {"split": split, "mine": Own(function=shout, after=split is not None)}
+    pipeline = Pipeline({"collapse": FanOutCollapse(), **later})
+    with pytest.raises(
+        BatchError, match=r"^stage 'collapse'.*every reward must be finite; found nan at row 1"
+    ):
+        pipeline(make_batch([1.0, float("nan")], [0, 0]))
+    fine = Pipeline({"collapse": FanOutCollapse(missing="skip"), **later})
+    with pytest.raises(StageError, match=r"^stage 'mine'.*math domain error"):
+        fine(make_batch([1.0, float("nan")], [0, 0]))
+
+
+def test_of_two_broken_rules_the_first_stages_is_named(make_batch):
+    batch = make_batch([1.0, float("nan")], [0, -1])
+    stages_ = {"collapse": FanOutCollapse(group_key=None), "advantage": GroupRelativeAdvantage()}
+    with pytest.raises(BatchError, match=r"^stage 'collapse'.*must be finite"):
+        Pipeline(stages_)(batch)
+    with pytest.raises(BatchError, match=r"^stage 'keep'.*group_id ≥ 0; found -1 at row 1"):
+        Pipeline({"keep": SampleFilter(criterion=Finite(), unit="group", action="exclude"), **stages_})(batch)
+
+
+# -- who trains ------------------------------------------------------------------------------------------
+
+
+def weigh(batch, weight):
+    return batch.set("loss_weight", torch.full((len(batch),), weight))
+
+
+@pytest.mark.parametrize("split", [None, ShuffleSplit(minibatches=2)])
+def test_rows_that_a_users_own_stage_gives_no_weight_are_not_trained(split, make_batch):
+    for weight, trained in ((0.0, 0), (0.5, 4)):
+        own = Own(function=partial(weigh, weight=weight), after=split is not None, out_keys=["loss_weight"])
+        pipeline = Pipeline({"split": split, "own": own if split else own.function})
+        out = pipeline(make_batch([1.0, 2, 3, 4], [0, 0, 1, 1]))
+        assert len(out) == 4
+        assert pipeline.metrics["rows/trained"] == trained
+        assert pipeline.metrics["rollouts/trained"] == trained
+        assert pipeline.metrics["out/pipeline/no_loss_tokens"] == 4 - trained
+
+
+# -- what a pipeline keeps -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("twin_of", [lambda p: pickle.loads(pickle.dumps(p)), copy.deepcopy])
+def test_a_copy_has_no_last_run_and_goes_on_as_the_original_does(twin_of, make_batch):
+    pipeline = Pipeline(stages(weight=LossWeight()))
+    pipeline(busy_batch(make_batch))
+    twin = twin_of(pipeline)
+    assert (twin.account, twin.ledger, twin.metrics) == (None, None, {})
+    with pytest.raises(RuntimeError, match="batch"):
+        twin.report()
+    assert content(twin.run(busy_batch(make_batch))) == content(pipeline.run(busy_batch(make_batch)))
+    assert pipeline.metrics["rows/in"] == 9
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: twin_of(pipeline).metrics).result() == {}
+
+
+@pytest.mark.parametrize("split", [None, ShuffleSplit(minibatches=2, seed=1)])
+def test_a_call_leaves_no_reference_to_the_batch(split):
+    pipeline = Pipeline(stages(gate=None, split=split, weight=LossWeight()))
+    batch = batch_of([float(i % 3) for i in range(12)], [i // 3 for i in range(12)])
+    batch["stranger", "large"] = torch.zeros(12, 1000)
+    names = [("tokens", "full"), REWARD, ("stranger", "large"), ("masks", "all_assistant_mask")]
+    alive = [weakref.ref(batch.get(name).untyped_storage()) for name in names]
+    out = pipeline(batch)
+    alive += [weakref.ref(out.get(name).untyped_storage()) for name in names]
+    del batch, out
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 8
+    assert pipeline.metrics["rows/in"] == 12
+    assert len(pipeline.report()) == 12

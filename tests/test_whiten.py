@@ -1,0 +1,78 @@
+"""Mean 0 and standard deviation 1, and exactly 0 where there is nothing to tell apart."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.transforms import BatchWhitening, whiten
+from headrace.transforms.schema import COUNTED
+
+NUMBERS = st.integers(-1000, 1000).map(lambda x: x / 10)
+MODES = ["variance", "add", "clamp"]
+
+
+@given(
+    st.lists(st.tuples(NUMBERS, st.integers(0, 4)), min_size=1, max_size=12),
+    st.sampled_from([0, 1]),
+    st.sampled_from([0.0, 1e-8, 0.5]),
+    st.sampled_from(MODES),
+)
+def test_it_is_what_the_definition_says(rows, ddof, eps, eps_mode):
+    """Each value as often as it weighs, by the standard library."""
+    values, weights = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    each = [x for x, w in rows for _ in range(w)]
+    found = whiten(values, weights, ddof=ddof, eps=eps, eps_mode=eps_mode)
+    if len(set(each)) < 2:
+        assert (found == 0).all()
+        return
+    mean = statistics.fmean(each)
+    variance = sum((x - mean) ** 2 for x in each) / (len(each) - ddof)
+    by = {"variance": (variance + eps) ** 0.5, "add": variance**0.5 + eps, "clamp": max(variance**0.5, eps)}
+    expected = [(x - mean) / by[eps_mode] if w else 0.0 for x, w in rows]
+    assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("eps_mode", MODES)
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+@pytest.mark.parametrize("value", [0.1, -0.7, 1e-30, 3e20])
+def test_equal_values_are_exactly_0_though_their_mean_is_rounded(value, eps, eps_mode):
+    values = torch.full((3,), value, dtype=torch.float64)
+    assert (whiten(values, torch.ones(3), eps=eps, eps_mode=eps_mode) == 0).all()
+    # A row that does not count makes no difference, and gets none.
+    values = torch.cat([values, torch.tensor([value + 1])])
+    assert (whiten(values, torch.tensor([1, 1, 1, 0]), eps=eps, eps_mode=eps_mode) == 0).all()
+
+
+def test_a_sum_of_three_tenths_over_three_is_no_tenth():
+    """What the test above stands on: without care the difference is a whole standard deviation."""
+    assert (0.1 + 0.1 + 0.1) / 3 != 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_statistics_are_float64_and_the_result_is_not(dtype):
+    values = torch.tensor([4096.0, 4097, 4098, 4099] if dtype is torch.float32 else [1.0, 2, 3, 4]).to(dtype)
+    found = whiten(values, torch.ones(4), eps=0.0)
+    assert found.dtype is dtype
+    expected = [x / (5 / 3) ** 0.5 for x in (-1.5, -0.5, 0.5, 1.5)]
+    assert found.tolist() == pytest.approx(expected, rel=1e-6 if dtype is torch.float32 else 1e-2)
+
+
+def test_who_is_out_of_the_statistics_or_of_the_loss_gets_0(make_batch):
+    batch = make_batch([0.0] * 4, [0] * 4)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
+    batch["masks", "all_assistant_mask"] = mask
+    batch["advantage"] = torch.tensor([1.0, 4, 50, 900]).view(4, 1, 1)
+    batch[COUNTED] = torch.tensor([True, True, True, False])
+    # by token: four times 1 and twice 4, mean 2, variance (4 · 1 + 2 · 4) / 6
+    found = BatchWhitening(ddof=0, eps=0.0)(batch)["advantage"]
+    assert found.shape == (4, 1, 1)
+    assert found.flatten().tolist() == pytest.approx([-1 / 2**0.5, 2 / 2**0.5, 0, 0])
+    # by sample: 1, 4 and 50
+    found = BatchWhitening(per="sample", ddof=1, eps=0.0)(batch)["advantage"].flatten().tolist()
+    mean, spread = statistics.fmean([1, 4, 50]), statistics.stdev([1, 4, 50])
+    assert found == pytest.approx([(x - mean) / spread for x in (1, 4, 50)] + [0])
