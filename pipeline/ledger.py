@@ -32,7 +32,9 @@ class Ledger:
         self.reason = torch.zeros(len(batch), dtype=torch.int64, device=device_of(batch))
         self.names: list[str] = [TRAINED]
         self.actions: list[str] = [TRAINED]
-        self.ids = {unit: batch.get(key).reshape(-1) for unit, key in units.items() if has_key(batch, key)}
+        self.ids = {
+            unit: batch.get(key).reshape(-1).clone() for unit, key in units.items() if has_key(batch, key)
+        }
 
     def add_carried(self, batch: TensorDictBase) -> Tensor:
         """Give numbers to rows that an earlier batch left for this one.
@@ -55,7 +57,7 @@ class Ledger:
         stage: str,
         reasons: Sequence[str],
         rows: Tensor,
-        verdict: Tensor | None,
+        verdict: Tensor,
         effects: Sequence[Effect] = (),
     ) -> None:
         """Record the verdicts of a stage on `rows` (M,), the row numbers that it saw.
@@ -64,12 +66,15 @@ class Ledger:
         empty: they are dropped. No device read.
         """
         base = len(self.names) - 1
+        self.add_reasons(stage, reasons, effects)
+        before = self.reason.index_select(0, rows)
+        after = torch.where((before == 0) & (verdict > 0), verdict.long() + base, before)
+        self.reason.index_copy_(0, rows, after)
+
+    def add_reasons(self, stage: str, reasons: Sequence[str], effects: Sequence[Effect] = ()) -> None:
+        """Enter the reasons of a stage, also where no row leaves for them."""
         self.names += [f"{stage}/{reason}" for reason in reasons]
         self.actions += effects or ["dropped"] * len(reasons)
-        if verdict is not None:
-            before = self.reason.index_select(0, rows)
-            after = torch.where((before == 0) & (verdict > 0), verdict.long() + base, before)
-            self.reason.index_copy_(0, rows, after)
 
     def miss(self, stage: str, rows: Tensor, remaining: Tensor) -> None:
         """Record those of `rows` that are not among `remaining` as gone at a stage that gave no verdicts.

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from headrace.transforms.schema import MINIBATCH
 
 
@@ -16,11 +18,13 @@ def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str,
         ValueError: the order lacks a stage, or names one that there is not; with a hint.
     """
     present = {name: stage for name, stage in stages.items() if stage is not None}
-    if odd := [name for name in present if not str(name).isidentifier()]:
+    if odd := [name for name in present if not str(name).isidentifier() or name == "pipeline"]:
         raise ValueError(
-            "a stage's name is a word, by which the command line reaches it: letters, digits and '_'; got "
-            f"{odd}"
+            "a stage's name is a word, by which the command line reaches it: letters, digits and '_', and "
+            f"not 'pipeline'; got {odd}"
         )
+    if kept := [name for name in present if hasattr(nn.ModuleDict, name)]:
+        raise ValueError(f"torch keeps {', '.join(map(repr, kept))} for itself: give the stage another name")
     if order is None:
         return present
     if unknown := [name for name in order if name not in stages]:
@@ -30,8 +34,10 @@ def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str,
             "an order that a recipe gives, set it to null"
         )
     named = [name for name in order if name in present]
-    if len(set(named)) < len(named) or len(named) < len(present):
-        raise ValueError(f"order must name each stage once; got {list(order)}, there are {list(present)}")
+    if twice := sorted({name for name in named if named.count(name) > 1}):
+        raise ValueError(f"order must name each stage once; it names {', '.join(twice)} more than once")
+    if lacking := [name for name in present if name not in named]:
+        raise ValueError(f"order must name each stage once; it lacks {', '.join(map(repr, lacking))}")
     return {name: present[name] for name in named}
 
 

@@ -38,7 +38,7 @@ class Passage:
 
     Args:
         stages: by name, in order.
-        batch: TensorDict ``[N]``, N ≥ 1, that may be written to; `door` is it with row numbers.
+        batch: TensorDict ``[N]``, N ≥ 1, that may be written to; `numbered` is it with row numbers.
         keys: where to find what is accounted for.
     """
 
@@ -48,13 +48,18 @@ class Passage:
             check_mask(batch, keys.loss_mask)
         self.ledger = Ledger(batch, keys.units)
         self.table = RowTable(batch, keys=keys.report, loss_mask_key=keys.loss_mask, ids=self.ledger.ids)
+        # Weights that came with the batch weigh nothing here, unless a stage says that it writes them anew.
+        self.weighs = not has_key(batch, keys.weight) or any(
+            keys.weight in getattr(stage, "out_keys", ()) for stage in stages.values()
+        )
         self.numbers: dict[str, Tensor | float] = {}
         self.rules: list[tuple[str, Rule]] = []
-        self.door = batch.set(ROW, torch.arange(len(batch), device=device_of(batch)))
+        self.numbered = batch.set(ROW, torch.arange(len(batch), device=device_of(batch)))
 
     def through(self, names: Sequence[str], batch: TensorDictBase) -> TensorDictBase:
         """Run stages in order; their rules are not read yet."""
         for name in names:
+            self._read_before_others(self.stages[name])
             with self.naming(name):
                 batch = self._stage(name, batch) if len(batch) else self._nothing(name, batch)
         return batch
@@ -75,7 +80,8 @@ class Passage:
             later: those after it, which may add columns and move nothing.
             batch: TensorDict ``[n]``.
             epochs: passes.
-            whole: all steps will be gathered at once, which a batch to be resumed in its middle cannot.
+            whole: the caller gathers all steps at once, which one that was interrupted between its
+                minibatches cannot be.
 
         Returns:
             The batch with carried rows, and its steps; None where no row is left.
@@ -86,8 +92,8 @@ class Passage:
             return batch, None
         split = self.stages[name]
         with split.turn:
+            self._read_before_others(split)
             with self.naming(name):
-                self._read_before_others(split)
                 draw = split.draw(batch.exclude(ROW), split.state, epochs)
                 draw = draw._replace(batch=draw.batch.set(ROW, self._row_numbers(batch, draw.batch)))
             self.ledger.judge(name, split.reasons, draw.batch.get(ROW), draw.verdict, split.effects)
@@ -114,10 +120,11 @@ class Passage:
             for name, rule in rules:
                 with self.naming(name):
                     explain([rule])
+            raise
 
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:
-        """Say in an error which stage it is of. What was wrong before that stage comes first."""
+        """Name the stage in an error raised inside; what earlier stages refuse comes first, as the cause."""
         try:
             yield
         except Exception as err:
@@ -128,26 +135,32 @@ class Passage:
 
     def _stage(self, name: str, batch: TensorDictBase) -> TensorDictBase:
         stage, rows = self.stages[name], batch.get(ROW)
-        self._read_before_others(stage)
         outcome = stage.run(batch) if isinstance(stage, BatchTransform) else Outcome(stage(batch))
         remaining = _rows_of(outcome.batch)
+        keeps_rows = getattr(stage, "keeps_rows", False)
+        if keeps_rows and len(remaining) != len(rows):
+            raise BatchError(
+                f"a stage with keeps_rows=True returns all rows; {len(remaining)} of {len(rows)} came out. "
+                "Give a verdict for those that leave, and leave keeps_rows at False"
+            )
         if outcome.verdict is not None:
+            if not stage.reasons:
+                raise BatchError("a stage that gives verdicts names its reasons; it has none")
             self.ledger.judge(name, stage.reasons, rows, outcome.verdict, stage.effects)
-        elif not getattr(stage, "keeps_rows", False):
+        elif not keeps_rows:
             self.ledger.miss(name, rows, remaining.to(rows.device))
         self._measure(name, outcome.measured)
         self.rules += [(name, rule) for rule in outcome.rules]
         if len(remaining) < len(rows):
-            self.table.update(batch)  # the last that is known of rows that are gone
+            self.table.update(batch)  # rows that leave here are recorded as they are now
         return outcome.batch
 
     def _nothing(self, name: str, batch: TensorDictBase) -> TensorDictBase:
         """A stage with no rows: other ranks may wait for it, and a foreign one need not know what to do."""
         stage = self.stages[name]
         if isinstance(stage, BatchTransform):
-            self._read_before_others(stage)
             stage.run(batch)
-        self.ledger.judge(name, getattr(stage, "reasons", ()), torch.empty(0), None)
+        self.ledger.add_reasons(name, getattr(stage, "reasons", ("gone",)), getattr(stage, "effects", ()))
         return batch
 
     def _after_cut(self, name: str, later: Sequence[str], marked: TensorDictBase) -> TensorDictBase:
@@ -162,8 +175,8 @@ class Passage:
         return out
 
     def _read_before_others(self, stage: nn.Module) -> None:
-        """Before ranks exchange anything, each finds out what is wrong with its own rows."""
-        if getattr(stage, "process_group", None) is not None:
+        """Who is not the library's own, a hook or other ranks never see a batch that is to be refused."""
+        if not isinstance(stage, BatchTransform) or stage.shows_batch:
             self.read_rules()
 
     def _measure(self, name: str, measured: Mapping[str, Tensor | float]) -> None:
@@ -187,7 +200,7 @@ class Passage:
             silent = ~any_token(batch, self.keys.loss_mask)
         if has_key(batch, IN_LOSS):
             silent = silent | ~batch.get(IN_LOSS)
-        if all(has_key(each, self.keys.weight) for each in passes):
+        if self.weighs and all(has_key(each, self.keys.weight) for each in passes):
             weights = [each.get(self.keys.weight).reshape(len(each), -1) for each in passes]
             silent = silent | torch.stack([(weight == 0).all(-1) for weight in weights]).all(0)
         self.ledger.judge("pipeline", ("no_loss_tokens",), batch.get(ROW), silent, ("masked",))
@@ -213,7 +226,7 @@ def _rows_of(batch: TensorDictBase) -> Tensor:
     """The row numbers that a stage hands on.
 
     Raises:
-        BatchError: it does not.
+        BatchError: it hands on none.
     """
     if isinstance(batch, TensorDictBase) and len(batch) == 0:
         return torch.empty(0, dtype=torch.int64)  # an empty lazy stack has no columns

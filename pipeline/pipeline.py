@@ -30,9 +30,9 @@ class Pipeline(BatchTransform):
     a second pipeline, or a second pass, raises instead of filtering twice. Every input row is trained or
     has exactly one recorded reason why not.
 
-    :meth:`run` returns what became of a batch, for good. A call, :meth:`minibatches`, :attr:`metrics`,
-    :attr:`ledger` and :meth:`report` are views of the last run: of the thread that asks, or where that has
-    run nothing, of any.
+    :meth:`run` returns what became of a batch; a call and :meth:`minibatches` return its rows.
+    :attr:`metrics`, :attr:`ledger` and :meth:`report` are those of the calling thread's last run, or where
+    it has had none, of the last of any thread.
 
     Reads what its stages read, and `loss_mask_key` if it is there; writes what they write, and
     ``("headrace", "row")`` and ``("headrace", "processed")``. One device read of its own, for what all
@@ -116,11 +116,11 @@ class Pipeline(BatchTransform):
         """
         return self._run(batch, epochs, whole=False)
 
-    def apply(self, batch: TensorDictBase) -> TensorDictBase:
+    def forward(self, batch: TensorDictBase) -> TensorDictBase:
         """Rows in training order, all minibatches in one batch; see :meth:`run`."""
         return self._run(batch, 1, whole=True).batch
 
-    forward = apply
+    apply = forward
 
     def minibatches(self, batch: TensorDictBase, *, epochs: int = 1) -> Iterator[TensorDictBase]:
         """Run all stages, now, and return the minibatches, which are gathered one at a time.
@@ -170,14 +170,15 @@ class Pipeline(BatchTransform):
     def _run(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
         if epochs < 1:
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
-        self._last.account = None  # a batch that is refused has none
+        self._last.account = None  # a refused batch leaves no account
         flat, stages = self.enter(batch), dict(self.stages.items())
         if flat.shape.numel() == 0:
             run_empty(stages, flat)
             run = Run(Account.of(stages), batch, None, epochs)
         else:
             passage = Passage(stages, shallow_copy(flat), self._keys)
-            run = Run(Account.of(stages, passage), *self._pass(passage, epochs, whole), epochs)
+            done, steps = self._pass(passage, epochs, whole)
+            run = Run(Account.of(stages, passage), done, steps, epochs)
         self._last.account = run.account
         return run
 
@@ -187,10 +188,10 @@ class Pipeline(BatchTransform):
         """Run the stages: in one go, or up to a cut, and from there for each epoch."""
         cuts = [getattr(stage, "cuts", False) for stage in self.stages.values()]
         if not any(cuts):
-            return passage.finish(passage.through(self.order, passage.door)), None
+            return passage.finish(passage.through(self.order, passage.numbered)), None
         at = cuts.index(True)
         before, name, later = self.order[:at], self.order[at], self.order[at + 1 :]
-        return passage.cut(name, later, passage.through(before, passage.door), epochs, whole=whole)
+        return passage.cut(name, later, passage.through(before, passage.numbered), epochs, whole=whole)
 
     def _find_keys(self) -> Keys:
         reported = keys_of_stages(self.stages.values())

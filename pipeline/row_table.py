@@ -200,13 +200,14 @@ class RowTable:
 
 
 def keys_of_stages(stages: Iterable[Any]) -> dict[str, NestedKey]:
-    """The keys under which stages look for what a report shows; the first stage's count."""
-    stages = list(stages)
-    given = {
-        name: [key for stage in stages if (key := getattr(stage, option, None)) is not None]
-        for name, option in OPTIONS.items()
-    }
-    return {name: keys[0] for name, keys in given.items() if keys}
+    """The keys of what a report shows: of the first stage that writes it, else of the first that reads it."""
+    stages, keys = list(stages), {}
+    for name, option in OPTIONS.items():
+        using = [stage for stage in stages if getattr(stage, option, None) is not None]
+        writing = [stage for stage in using if getattr(stage, option) in getattr(stage, "out_keys", ())]
+        if using:
+            keys[name] = getattr((writing or using)[0], option)
+    return keys
 
 
 def _mean(values: Tensor, mask: Tensor | None) -> Tensor:

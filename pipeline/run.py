@@ -18,11 +18,14 @@ from .report import StepReport, print_report
 
 
 class Run:
-    """One batch's result, for good: what comes after it changes nothing here.
+    """The result of one batch. Later batches do not change it.
+
+    Rows are gathered when they are asked for, out of the memory of the batch that came in: leave that as it
+    is until then.
 
     Attributes:
         account: where each row went and what was measured; it holds no column of the batch.
-        rules: none: what stages required has been read.
+        rules: always empty: the pipeline has read those of its stages.
     """
 
     rules: Sequence[Rule] = ()
@@ -43,7 +46,7 @@ class Run:
         return self._done if self._steps is None else self._steps.whole()
 
     def minibatches(self) -> Iterator[TensorDictBase]:
-        """Gather the minibatches of all epochs, one at a time.
+        """Gather the minibatches of all epochs, one at a time. Each call begins anew.
 
         A loop that lets go of a minibatch before it asks for the next (``del minibatch``), as
         :func:`optimise` does, has one in memory at a time. Where nothing cuts the batch, the whole of it is

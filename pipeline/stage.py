@@ -8,6 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
+from headrace.transforms.base import BatchTransform
 from headrace.transforms.errors import BatchError
 
 
@@ -37,5 +38,16 @@ def with_stage(name: str, stage: nn.Module, error: Exception) -> Exception:
 
 
 def as_module(stage: Any) -> nn.Module:
-    """A stage as a module, so that its state is the pipeline's."""
+    """A stage as a module, so that its state is the pipeline's.
+
+    Raises:
+        ValueError: a transform with a ``forward`` or hooks of its own, which a pipeline would pass over.
+    """
+    if isinstance(stage, BatchTransform):
+        own = type(stage).forward is not BatchTransform.forward
+        if own or stage._forward_hooks or stage._forward_pre_hooks:
+            raise ValueError(
+                f"a pipeline runs a stage by `run`, which calls `apply`, and not by `forward`: put what "
+                f"{type(stage).__name__} adds to forward, or its hooks do, into apply or a stage of its own"
+            )
     return stage if isinstance(stage, nn.Module) else CallableStage(stage)

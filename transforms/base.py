@@ -16,7 +16,7 @@ from torchrl.envs.transforms import Transform
 from .checks import Rule, enforce
 from .errors import BatchError, ProcessedTwiceError
 from .ids import as_ids
-from .options import describe_options
+from .options import describe_options, nested_key
 from .rows import device_of, shallow_copy
 from .schema import PROCESSED, has_key, read_column
 from .tokens import masked_tokens
@@ -79,7 +79,13 @@ class BatchTransform(Transform):
     stateful: ClassVar[bool] = False
 
     def __init__(self, in_keys: Sequence[NestedKey | None] = (), out_keys: Sequence[NestedKey] = ()):
-        super().__init__(in_keys=[key for key in in_keys if key is not None], out_keys=list(out_keys))
+        reads = [nested_key(key) for key in in_keys if key is not None]
+        super().__init__(in_keys=reads, out_keys=[nested_key(key) for key in out_keys])
+
+    @property
+    def shows_batch(self) -> bool:
+        """Whether a hook or other ranks see the batch: a pipeline reads all rules before."""
+        return any(getattr(self, option, None) is not None for option in ("on_batch", "process_group"))
 
     @abstractmethod
     def apply(self, batch: TensorDictBase) -> TensorDictBase | Outcome:
@@ -166,7 +172,8 @@ class BatchTransform(Transform):
             MissingKeyError: it is not there; the message lists the keys that are.
             BatchError: it holds more than one number a row.
         """
-        return read_column(batch, getattr(self, option), reader=type(self).__name__, option=option)
+        key = nested_key(getattr(self, option))
+        return read_column(batch, key, reader=type(self).__name__, option=option)
 
     def ids(self, batch: TensorDictBase, unit: str) -> Tensor:
         """Read the (N,) int64 ids of a ``rollout`` or ``group``, by `rollout_key` or `group_key`.

@@ -41,8 +41,8 @@ def collapse_fan_out(
 
     With S(k) the rows of rollout k in row order::
 
-        shared   R_k = r_i for any i ∈ S(k), which must all agree
-        first    R_k = r_min S(k)          last   R_k = r_max S(k)
+        shared   R_k = r_i, which must be the same for all i ∈ S(k)
+        first    R_k = r_{min S(k)}        last   R_k = r_{max S(k)}
         sum      R_k = Σ_{i∈S(k)} r_i      mean   R_k = Σ_{i∈S(k)} r_i / |S(k)|      max  R_k = max r_i
 
     Sums accumulate in float64 and are rounded once. One device read, for the checks.
@@ -50,7 +50,7 @@ def collapse_fan_out(
     Args:
         reward: (N,) floats, one a row.
         rollout_id: (N,) integers ≥ 0; rows that share one are its segments, adjacent or not.
-        group_id: (N,) integers ≥ 0, to check that no rollout is in two groups; None checks nothing.
+        group_id: (N,) integers ≥ 0, to check that no rollout is in two groups; None: not checked.
         reduce: how segments' rewards become the rollout's.
 
     Raises:
@@ -93,15 +93,17 @@ class FanOutCollapse(BatchTransform):
     """Give the segments of one rollout one vote and one reward (:func:`collapse_fan_out`).
 
     The batch keeps its shape: the stage adds columns. Rows that are out of the statistics
-    (``SampleFilter(action="exclude")``) are passed over. One device read where rows are excluded, else none.
+    (``SampleFilter(action="exclude")``) get a reward of 0 and False. One device read where there are such
+    rows, else none.
 
     Reads `reward_key`, `rollout_key`, `group_key`; writes ``("headrace", "reward")`` (N,) and
     ``("headrace", "is_first_segment")`` (N,) bool.
 
     Args:
         reward: how segments' rewards become the rollout's: shared, first, last, sum, mean or max.
-        columns: K, rewards per row; each is reduced by itself.
-        missing: ``skip`` lets a NaN pass as a reward that is missing, on all segments of its rollout.
+        columns: K, how many rewards a row has; each is reduced on its own.
+        missing: what a NaN reward does: ``raise``; or ``skip``: it stays NaN, and must be NaN on all
+            segments of its rollout.
         reward_key: (N,), (N, 1) or (N, 1, 1) float; (N, K) where there are several.
         rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
         group_key: (N,) or (N, 1) int ≥ 0; None where a batch has no groups.

@@ -29,8 +29,8 @@ WithoutIds = Literal["raise", "chunks", "rigid_or_global"]
 class GroupRelativeAdvantage(BatchTransform):
     """Write each row's advantage (:func:`group_relative_advantage`).
 
-    After :class:`FanOutCollapse` it takes the rollout's reward from there; without it a rollout_id that
-    repeats is an error. Rows that are out of the statistics get 0. One device read, for the layout; one more
+    After :class:`FanOutCollapse` it reads the reward that this has written; without it, a rollout_id on two
+    rows is an error. Rows that are out of the statistics get 0. One device read, for the layout; one more
     each where rows are excluded and where `without_ids` is not ``raise``.
 
     Reads ``("headrace", "reward")`` if there, else `reward_key`; `group_key`, `rollout_key`. Writes
@@ -143,13 +143,13 @@ class GroupRelativeAdvantage(BatchTransform):
             rules = [] if collapsed else [_one_row_each(columns["rollouts"])]
         if self.baseline == "length_weighted":
             columns["length"] = counted.take(self.tokens(batch))
-        credit, found = self._compare(counted.take(reward), **columns)
+        credit, broken_rules = self._compare(counted.take(reward), **columns)
         credit = counted.put_back(credit)
         batch.set(self.advantage_key, credit.view(-1, *[1] * (self.ndim - 1)))
         measured = {"abs_mean": credit.abs().mean(), "zero": (credit == 0).double().mean()}
         if self.missing == "skip":
             measured["unscorable"] = reward.isnan().reshape(len(batch), -1).all(-1).sum()
-        return Outcome(batch, measured=measured, rules=counted.rules(rules + found))
+        return Outcome(batch, measured=measured, rules=counted.rules(rules + broken_rules))
 
     def advantage_by_row(self, reward: Tensor, group_id: Tensor) -> Tensor | None:
         """What each row would get if it were a rollout of its own: the bias that a fan-out would bring.
@@ -159,8 +159,8 @@ class GroupRelativeAdvantage(BatchTransform):
             group_id: (N,) int.
 
         Returns:
-            (N,), or None where the formula does not say: by length, of several rewards apart, or of
-            rewards that it refuses.
+            (N,), or None where it cannot be said: under ``length_weighted`` and ``decoupled``, and where the
+            rewards break a rule.
         """
         if self.baseline == "length_weighted" or self.several != "sum":
             return None
@@ -170,12 +170,12 @@ class GroupRelativeAdvantage(BatchTransform):
         return None if rules else credit
 
     def _compare(self, reward: Tensor, **columns: Tensor) -> tuple[Tensor, list[Rule]]:
-        one = partial(compare_in_groups, formula=self.formula, dtype=self.dtype)
+        compare = partial(compare_in_groups, formula=self.formula, dtype=self.dtype)
         if reward.ndim == 1 and self.missing == "raise":
-            return one(reward, **columns)
+            return compare(reward, **columns)
         return compare_rewards(
             reward.reshape(len(reward), -1),
-            one,
+            compare,
             weights=self.weights,
             several=self.several,
             missing=self.missing,

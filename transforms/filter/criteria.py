@@ -1,19 +1,20 @@
 """Criteria for :class:`SampleFilter`: a batch in, (N,) bool out, True where the row stays.
 
-Any callable of that form is one. Three optional attributes help: `reason`, the word under which rows that go
-are counted; `unit`, what stays or goes as one; and `in_keys`, the columns it reads, by which a pipeline
-refuses an order that cannot work. None of those here reads from the device, but RewardsVary once where rows
-are out of the statistics.
+Any callable of that form is one. Four optional attributes help: `reason`, the word under which rows that go
+are counted; `unit`, what stays or goes as one; `in_keys`, the columns it reads, by which a pipeline refuses
+an order that cannot work; and `rules`, from a batch to what must hold of its rows. None of those here reads
+from the device, but RewardsVary where rows are out of the statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from headrace.transforms.checks import Rule, set_rule
 from headrace.transforms.ids import first_row, reduce_by
 from headrace.transforms.options import at_least, describe_options, nested_key, within
 from headrace.transforms.rows import counted_rows
@@ -40,6 +41,10 @@ class Criterion:
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool, True where the row stays."""
         raise NotImplementedError
+
+    def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
+        """What must hold of the rows for the verdicts to mean anything. Not read here."""
+        return ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self)})"
@@ -80,6 +85,12 @@ class RewardsVary(Criterion):
         self.tol = within("tol", tol, 0, float("inf"))
         self.reward_key, self.group_key = nested_key(reward_key), nested_key(group_key)
         self.in_keys = (REWARD, self.reward_key, self.group_key)
+
+    def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
+        """Every row in the statistics has a group."""
+        counted = counted_rows(batch)
+        groups = counted.take(self._column(batch, "group_key"))
+        return counted.rules([set_rule(groups, "group_id", "rows without an id would be compared")])
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool."""

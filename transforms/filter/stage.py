@@ -97,6 +97,7 @@ class SampleFilter(BatchTransform):
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Judge all rows, call the hook, and act."""
         keep, rules = self._judge_units(batch, self._judge(batch))
+        rules += getattr(self.criterion, "rules", lambda _: ())(batch)
         if self.on_batch is not None:
             enforce(rules)
             self.on_batch(batch, keep)

@@ -20,8 +20,8 @@ from .incomplete import Presence, as_columns, count_present, describe_group, mis
 
 OnIncomplete = Literal["raise", "drop", "keep"]
 REFUSAL = (
-    "{count} incomplete group{s}: {found}. Collect them to the end, or set on_incomplete='drop', or 'keep' "
-    "with min_rollouts"
+    "{count} incomplete group{s}: {found}. Wait for the rollouts that are missing, or set "
+    "on_incomplete='drop', or 'keep' with min_rollouts"
 )
 
 
@@ -29,8 +29,8 @@ class CompletenessGate(BatchTransform):
     """Let only groups pass that have all their rollouts (:func:`incomplete_groups`).
 
     Unique rollouts are counted, never rows; those that failed or were aborted do not count and never pass,
-    not even with a group that is kept. What came before does not matter. One device read, for who stays; two
-    more with `expected_groups`.
+    not even with a group that is kept. It knows no earlier batch: a group that is spread over two is
+    incomplete in both. One device read, for who stays; two more with `expected_groups`.
 
     Reads `group_key`, `rollout_key`, `expected_key` where `group_size` is None, `status_key` if it is
     there. Writes nothing; its verdicts are 1 ``incomplete``, for the siblings of who is missing, and 2
@@ -106,13 +106,13 @@ class CompletenessGate(BatchTransform):
         )
         presence = count_present(groups, rollouts, expected, status)
         short = presence.have < expected
-        refused = Rule(
+        incomplete = Rule(
             short & presence.is_first,
             lambda row: describe_group(row, groups, rollouts, status, presence),
             REFUSAL,
             IncompleteGroupsError,
         )
-        missing = self._missing(groups, presence, refused)
+        missing = self._missing(groups, presence, incomplete)
         stays = self._enough(presence) if self.on_incomplete == "keep" else ~short
         verdict = torch.where(presence.present, torch.where(stays, 0, 1), 2).to(torch.int8)
         rows = (verdict == 0).nonzero().flatten()
@@ -120,7 +120,7 @@ class CompletenessGate(BatchTransform):
             batch if len(rows) == len(batch) else take_rows(batch, rows),
             verdict,
             {"missing_groups": float(len(missing)), "incomplete_rows": short.sum()},
-            [*presence.rules, refused] if self.on_incomplete == "raise" else presence.rules,
+            [*presence.rules, incomplete] if self.on_incomplete == "raise" else presence.rules,
         )
 
     def _expected(self, batch: TensorDictBase) -> Tensor | None:
@@ -140,21 +140,21 @@ class CompletenessGate(BatchTransform):
     def _dispatched(self) -> Iterable[int] | None:
         return self.expected_groups() if callable(self.expected_groups) else self.expected_groups
 
-    def _missing(self, groups: Tensor, presence: Presence, refused: Rule) -> list[int]:
+    def _missing(self, groups: Tensor, presence: Presence, incomplete: Rule) -> list[int]:
         """Groups that were dispatched and have no row; under ``raise`` they are refused with the others."""
         dispatched = self._dispatched()
         if dispatched is None:
             return []
         enforce(presence.rules)
         missing = missing_groups(groups, dispatched)
-        self._refuse_missing(missing, map(refused.describe, refused.bad.nonzero().flatten().tolist()))
+        if missing and self.on_incomplete == "raise":
+            rows = incomplete.bad.nonzero().flatten().tolist()
+            self._refuse_missing(missing, map(incomplete.describe, rows))
         return missing
 
-    def _refuse_missing(self, missing: list[int], incomplete: Iterable[str]) -> None:
+    def _refuse_missing(self, missing: list[int], described: Iterable[str]) -> None:
         if missing and self.on_incomplete == "raise":
             size = "all" if self.group_size is None else self.group_size
-            described = [*incomplete, *(f"group {group} has 0 of {size} (no rows)" for group in missing)]
-            plural = "s" if len(described) > 1 else ""
-            raise IncompleteGroupsError(
-                REFUSAL.format(count=len(described), found=listing(described), s=plural)
-            )
+            found = [*described, *(f"group {group} has 0 of {size} (no rows)" for group in missing)]
+            plural = "s" if len(found) > 1 else ""
+            raise IncompleteGroupsError(REFUSAL.format(count=len(found), found=listing(found), s=plural))

@@ -66,9 +66,13 @@ class Progress:
     """
 
     def __init__(self, before: SplitState, rows: int, ids: Tensor | None):
-        self.before, self.rows, self.ids = before, rows, ids
+        self.before, self.rows = before, rows
+        self.ids = None if ids is None else ids.clone()  # collectors use their memory again
         self.taken, self.minibatches = 0, 0
-        self.closed = False
+        self.begun, self.closed = (
+            False,
+            False,
+        )  # whether minibatches are taken one by one, and no more will be
 
     def start(self, minibatches: int) -> None:
         """Go on after those minibatches that were taken before an interruption.

@@ -76,14 +76,26 @@ def take_span(
     for key, value in ((ROW, -1), (columns.weight, 0), (IN_LOSS, False)):
         if has_key(taken, key):
             taken.set(key, taken.get(key).masked_fill(silent, value))
-    kept_out = [key for key in (columns.mask, columns.log_prob) if key is not None and has_key(taken, key)]
-    if not kept_out:
+    for key in loss_columns(taken, columns):
+        silence_rows(taken, key, silent)
+    return taken.set(PADDING, silent)
+
+
+def loss_columns(batch: TensorDictBase, columns: LossColumns) -> list[NestedKey]:
+    """The columns of a batch that keep a row out of the loss."""
+    return [key for key in (columns.mask, columns.log_prob) if has_key(batch, key)]
+
+
+def check_padding(batch: TensorDictBase, columns: LossColumns) -> None:
+    """Check that padding can be kept out of the loss.
+
+    Raises:
+        BatchError: there is no column to do it by, or the loss mask is not bool.
+    """
+    if not loss_columns(batch, columns):
         raise BatchError(
             f"padding rows are kept out of the loss by {columns.mask!r} (loss_mask_key) or "
             f"{columns.log_prob!r} (log_prob_key), and the batch has neither: it has {key_names(batch)}"
         )
-    if columns.mask in kept_out:
-        check_mask(taken, columns.mask)
-    for key in kept_out:
-        silence_rows(taken, key, silent)
-    return taken.set(PADDING, silent)
+    if has_key(batch, columns.mask):
+        check_mask(batch, columns.mask)

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from headrace.transforms.errors import BatchError
 
 from .checkpoint import Progress
-from .gather import LossColumns, take_span
+from .gather import LossColumns, check_padding, take_span
 from .plan import Plan
 
 
@@ -21,7 +21,10 @@ class OptimiserSteps:
         passes: by epoch, the marked batch ``[N]`` and the plan that it was marked by.
         rank: whose part of each step; None: those of all ranks.
         columns: those that keep padding out of the loss.
-        progress: counts what was taken.
+        progress: counts what was taken, by the iterator that took last.
+
+    Raises:
+        BatchError: there is padding, and no column to keep it out of the loss.
     """
 
     def __init__(
@@ -33,15 +36,19 @@ class OptimiserSteps:
     ):
         self.passes, self.rank, self.columns = list(passes), rank, columns
         self.progress, self.resumed_after = progress, progress.taken
+        for batch, plan in self.passes:
+            if bool(plan.padding.any()):
+                check_padding(batch, columns)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Gather one minibatch after the other, but those that were taken before an interruption.
 
-        An iterator that is closed before its end, as a loop does that is left by ``break``, has done with
-        the batch.
+        An iterator that is closed before its end, as a loop does that is left by ``break`` or an exception,
+        has done with the batch, until another is begun.
         """
         places = [(batch, plan, span) for batch, plan in self.passes for span in plan.spans(self.rank)]
         taken = self.resumed_after
+        self.progress.taken, self.progress.closed, self.progress.begun = taken, False, True
         try:
             for batch, plan, span in places[taken:]:
                 taken += 1
@@ -64,11 +71,14 @@ class OptimiserSteps:
     def whole(self) -> TensorDictBase:
         """Gather all minibatches of the first pass at once, in order.
 
+        Where that is all there is and no iterator was begun, the batch is done with.
+
         Raises:
             BatchError: some were taken before an interruption.
         """
         self.refuse_to_resume()
-        self.progress.closed = True
+        if len(self.passes) == 1 and not self.progress.begun:
+            self.progress.closed = True
         batch, plan = self.passes[0]
         if self.rank is None:
             return take_span(batch, plan, slice(0, len(plan.order)), self.columns)

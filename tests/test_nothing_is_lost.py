@@ -1,0 +1,204 @@
+"""What is checkpointed, recorded and refused stays true where runs, stages and users meet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from headrace.pipeline import Pipeline, load_pipeline
+from headrace.transforms import (
+    BatchError,
+    BatchTransform,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    LossWeight,
+    Outcome,
+    RewardsVary,
+    SampleFilter,
+    ShuffleSplit,
+)
+
+
+def four_steps() -> Pipeline:
+    return Pipeline({"split": ShuffleSplit(minibatches=4, unit="sample")})
+
+
+def rows(make_batch, n: int = 8) -> TensorDict:
+    return make_batch([float(i) for i in range(n)], [0] * n)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda run: run.batch,
+        lambda run: next(run.minibatches()),
+        lambda run: list(run.minibatches()),
+        lambda run: None,
+    ],
+    ids=["the whole batch", "a peek", "a first full pass", "nothing"],
+)
+def test_a_look_before_training_leaves_the_checkpoint_what_it_is(make_batch, look):
+    """After one of four minibatches, three are left, whatever was looked at before."""
+    pipeline, batch = four_steps(), rows(make_batch)
+    run = pipeline.run(batch)
+    orders = [part["rollout_id"].tolist() for part in four_steps().minibatches(batch)]
+    look(run)
+    taken = run.minibatches()
+    assert next(taken)["rollout_id"].tolist() == orders[0]
+    restored = four_steps()
+    restored.load_state_dict(pipeline.state_dict())
+    assert [part["rollout_id"].tolist() for part in restored.minibatches(batch)] == orders[1:]
+
+
+def test_a_batch_taken_whole_is_done_with(make_batch):
+    pipeline, batch = four_steps(), rows(make_batch)
+    assert len(pipeline.run(batch).batch) == 8
+    restored = four_steps()
+    restored.load_state_dict(pipeline.state_dict())
+    assert restored.stages["split"].state.calls == 1
+
+
+def test_the_ids_of_a_run_are_its_own(make_batch):
+    """Collectors write their next batch into the same memory."""
+    pipeline, batch = Pipeline({"split": ShuffleSplit(minibatches=2)}), rows(make_batch, 4)
+    run = pipeline.run(batch)
+    taken = run.minibatches()
+    next(taken)
+    state = pipeline.state_dict()
+    batch["rollout_id"] += 100
+    batch["group_id"] += 100
+    assert {row["rollout"] for row in run.ledger.rows("trained")} == {0, 1, 2, 3}
+    assert repr(pipeline.state_dict()) == repr(state)
+
+
+@pytest.mark.parametrize("name", ["half", "keys", "type"])
+def test_names_that_torch_keeps_for_itself_are_refused_in_words(name):
+    with pytest.raises(ValueError, match=f"torch keeps {name!r} for itself"):
+        Pipeline({name: FanOutCollapse()})
+
+
+@pytest.mark.parametrize("name", ["loss_weight", "w"])
+def test_a_weight_of_zero_is_not_trained_under_any_name(make_batch, name):
+    batch = make_batch([1.0, 2, 3, 4], [0, 0, 1, 1])
+    batch["log_probs", "full"][0] = float("nan")
+    pipeline = Pipeline({"split": ShuffleSplit(minibatches=1), "weight": LossWeight(weight_key=name)})
+    assert pipeline.run(batch).metrics["rows/trained"] == 3
+    assert pipeline.weighs
+    assert not Pipeline({"weight": LossWeight(weight_key=name, fold="sum")}).weighs
+
+
+def test_weights_that_came_with_a_batch_weigh_nothing_where_nobody_writes_them(make_batch):
+    batch = make_batch([1.0, 2], [0, 0])
+    batch["loss_weight"] = torch.zeros(2)
+    batch["advantage"] = torch.ones(2, 1, 1)
+    assert Pipeline({"weight": LossWeight(fold="sum")}).run(batch).metrics["rows/trained"] == 2
+    assert Pipeline({"weight": LossWeight()}).run(batch).metrics["rows/trained"] == 2
+
+
+def test_who_is_shown_a_batch_never_sees_one_that_is_refused(make_batch):
+    seen = []
+    stages = {
+        "collapse": FanOutCollapse(),
+        "log": lambda batch: seen.append("log") or batch,
+        "filter": SampleFilter(criterion=RewardsVary(), on_batch=lambda *_: seen.append("hook")),
+    }
+    with pytest.raises(
+        BatchError, match=r"^stage 'collapse', FanOutCollapse\(\): every reward must be finite"
+    ):
+        Pipeline(stages).run(make_batch([1.0, float("nan")], [0, 0]))
+    with pytest.raises(BatchError, match=r"^stage 'collapse'"):
+        Pipeline(stages | {"log": None}).run(make_batch([1.0, float("nan")], [0, 0]))
+    assert seen == []
+
+
+class Half(FanOutCollapse):
+    """Inherits keeps_rows and does not keep them."""
+
+    def apply(self, batch):
+        return super().apply(batch)._replace(batch=batch[: len(batch) // 2])
+
+
+class Silent(BatchTransform):
+    """Gives verdicts without reasons."""
+
+    def apply(self, batch):
+        return Outcome(batch, torch.ones(len(batch), dtype=torch.int8))
+
+
+class Noisy(FanOutCollapse):
+    """Has a forward of its own."""
+
+    def forward(self, batch):
+        return super().forward(batch)
+
+
+def test_what_a_stage_declares_is_held(make_batch):
+    batch = make_batch([1.0, 2], [0, 0])
+    with pytest.raises(BatchError, match="keeps_rows=True returns all rows; 1 of 2 came out"):
+        Pipeline({"halved": Half()}).run(batch)
+    with pytest.raises(BatchError, match="names its reasons"):
+        Pipeline({"silent": Silent()}).run(batch)
+
+
+def test_what_a_pipeline_would_pass_over_is_refused():
+    with pytest.raises(ValueError, match=r"not by `forward`"):
+        Pipeline({"noisy": Noisy()})
+    hooked = FanOutCollapse()
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="or its hooks do"):
+        Pipeline({"hooked": hooked})
+
+
+def test_padding_that_cannot_be_kept_out_is_refused_before_anything_is_remembered(make_batch):
+    pipeline = Pipeline({"split": ShuffleSplit(minibatches=2, microbatches=2, remainder="pad")})
+    batch = rows(make_batch, 5).exclude("masks", "log_probs")
+    with pytest.raises(BatchError, match=r"^stage 'split'.*padding rows are kept out of the loss by"):
+        pipeline.run(batch)
+    assert pipeline.stages["split"].state.calls == 0
+    assert pipeline.ledger is None
+
+
+@pytest.mark.parametrize("unit", ["sample", "rollout", "group"])
+@pytest.mark.parametrize("action", ["mask", "drop"])
+def test_groups_without_an_id_are_not_compared(make_batch, unit, action):
+    batch = make_batch([1.0, 1, 2, 3], [-1, -1, 0, 0])
+    with pytest.raises(BatchError, match=r"group_id ≥ 0; found -1 at row 0"):
+        SampleFilter(criterion=RewardsVary(), unit=unit, action=action)(batch)
+
+
+def test_an_order_that_names_a_stage_twice_or_never_says_which():
+    stages = {"collapse": FanOutCollapse(), "advantage": GroupRelativeAdvantage()}
+    with pytest.raises(ValueError, match="it lacks 'advantage'"):
+        Pipeline(stages, order=["collapse"])
+    with pytest.raises(ValueError, match="it names collapse more than once"):
+        Pipeline(stages, order=["collapse", "collapse", "advantage"])
+    with pytest.raises(ValueError, match="not 'pipeline'"):
+        Pipeline({"pipeline": FanOutCollapse()})
+
+
+def test_reasons_are_the_same_whether_rows_are_left_or_not(make_batch):
+    words = ("pipeline.stages.gate.group_size=2", "pipeline.stages.gate.on_incomplete=drop")
+    full = load_pipeline(*words).run(make_batch([1.0, 2], [0, 0]))
+    nothing = load_pipeline(*words).run(make_batch([1.0], [0]))
+    assert full.ledger.names[:-1] == nothing.ledger.names
+    assert len(full.ledger.names) == len(full.ledger.actions)
+
+
+class Least(BatchTransform):
+    """Keeps a key as YAML gives it."""
+
+    keeps_rows = True
+
+    def __init__(self, *, reward_key=("next", "reward")):
+        super().__init__(in_keys=[reward_key])
+        self.reward_key = reward_key
+
+    def apply(self, batch):
+        return Outcome(batch, measured={"least": self.column(batch, "reward_key").min()})
+
+
+def test_a_nested_key_may_be_a_list_as_yaml_has_it(make_batch):
+    pipeline = Pipeline({"least": Least(reward_key=["next", "reward"])})
+    assert pipeline.run(make_batch([3.0, 2.0], [0, 0])).metrics["least/least"] == 2
+    assert pipeline.stages["least"].in_keys == [("next", "reward")]
