@@ -142,6 +142,32 @@ def test_the_parts_of_the_ranks_are_the_whole(lengths, ranks):
     assert [part[RANK].unique().tolist() for part in mine] == [[rank] for rank in range(ranks)]
 
 
+@given(LENGTHS, st.integers(1, 3), st.integers(1, 3), st.sampled_from(["pad", "uneven"]))
+def test_minibatches_one_by_one_are_those_of_the_whole(lengths, minibatches, ranks, remainder):
+    """For all ranks together, and for each."""
+    assume(len(lengths) >= minibatches * ranks)
+    options = {"minibatches": minibatches, "ranks": ranks, "remainder": remainder, "seed": 4}
+    for rank in (None, *range(ranks)):
+        whole = ShuffleSplit(rank=rank, **options)(batch_of(lengths))
+        parts = list(Pipeline({"split": ShuffleSplit(rank=rank, **options)}).minibatches(batch_of(lengths)))
+        assert [part[MINIBATCH].unique().tolist() for part in parts] == [[k] for k in range(minibatches)]
+        assert torch.equal(torch.cat([part["name"] for part in parts]), whole["name"])
+        if ranks > 1:
+            held = list(range(ranks)) if rank is None else [rank]
+            assert [part[RANK].unique().tolist() for part in parts] == [held] * minibatches
+
+
+@pytest.mark.parametrize(("rows", "ranks", "each"), [(5, 2, 2), (4, 2, 2), (7, 3, 2), (3, 1, 3), (9, 2, 4)])
+def test_too_few_rows_make_fewer_micro_batches_as_many_on_each_rank(rows, ranks, each):
+    split = ShuffleSplit(minibatches=1, ranks=ranks, microbatches=4, unit="sample", remainder="uneven")
+    outcome = split.run(batch_of([2] * rows))
+    assert len(outcome.batch) == rows
+    assert outcome.metrics["microbatches"] == each
+    held = outcome.batch.get(RANK, torch.zeros(rows, dtype=torch.int64))
+    for rank in range(ranks):
+        assert outcome.batch[MICROBATCH][held == rank].unique().tolist() == list(range(each))
+
+
 def test_one_rollout_per_step():
     """Rollouts [0,0,0,1,1,2,2,2,2], one a step → rows {0,1,2}, {3,4}, {5,6,7,8}."""
     batch = batch_of([1] * 9, [0, 0, 0, 1, 1, 2, 2, 2, 2])
