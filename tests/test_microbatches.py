@@ -142,6 +142,73 @@ def test_the_parts_of_the_ranks_are_the_whole(lengths, ranks):
     assert [part[RANK].unique().tolist() for part in mine] == [[rank] for rank in range(ranks)]
 
 
+@given(LENGTHS, st.integers(1, 3), st.integers(1, 3), st.sampled_from(["pad", "uneven"]))
+def test_minibatches_one_by_one_are_those_of_the_whole(lengths, minibatches, ranks, remainder):
+    """For all ranks together, and for each."""
+    assume(len(lengths) >= minibatches * ranks)
+    options = {"minibatches": minibatches, "ranks": ranks, "remainder": remainder, "seed": 4}
+    for rank in (None, *range(ranks)):
+        whole = ShuffleSplit(rank=rank, **options)(batch_of(lengths))
+        parts = list(Pipeline({"split": ShuffleSplit(rank=rank, **options)}).minibatches(batch_of(lengths)))
+        assert [part[MINIBATCH].unique().tolist() for part in parts] == [[k] for k in range(minibatches)]
+        assert torch.equal(torch.cat([part["name"] for part in parts]), whole["name"])
+        if ranks > 1:
+            held = list(range(ranks)) if rank is None else [rank]
+            assert [part[RANK].unique().tolist() for part in parts] == [held] * minibatches
+
+
+@pytest.mark.parametrize(("rows", "ranks", "each"), [(5, 2, 2), (4, 2, 2), (7, 3, 2), (3, 1, 3), (9, 2, 4)])
+def test_too_few_rows_make_fewer_micro_batches_as_many_on_each_rank(rows, ranks, each):
+    split = ShuffleSplit(minibatches=1, ranks=ranks, microbatches=4, unit="sample", remainder="uneven")
+    outcome = split.run(batch_of([2] * rows))
+    assert len(outcome.batch) == rows
+    assert outcome.metrics["microbatches"] == each
+    held = outcome.batch.get(RANK, torch.zeros(rows, dtype=torch.int64))
+    for rank in range(ranks):
+        assert outcome.batch[MICROBATCH][held == rank].unique().tolist() == list(range(each))
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 3), st.sampled_from(["none", "tokens"]))
+def test_no_micro_batch_has_more_rows_than_asked_for_nor_is_there_one_too_many(lengths, size, ranks, balance):
+    options = {"ranks": ranks, "microbatch_size": size, "balance": balance, "remainder": "pad"}
+    out = ShuffleSplit(minibatches=1, **options)(batch_of(lengths))
+    counts = [len(part) for part in split_microbatches(out)]
+    assert max(counts) <= size
+    assert len(counts) == ranks * -(-len(lengths) // (ranks * size))
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=20),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from([{}, {"microbatches": 3}, {"microbatch_size": 2}, {"max_tokens": 9}]),
+    st.sampled_from(["none", "tokens", "attention"]),
+)
+def test_every_rank_has_a_multiple_of_so_many_micro_batches(lengths, ranks, multiple, cut, balance):
+    """By which ranks that hold rows of their own come to as many forward passes as one another."""
+    dealt = deal(torch.tensor(lengths).long(), ranks=ranks, multiple_of=multiple, balance=balance, **cut)
+    (number,) = {len(parts) for parts in dealt}
+    assert len(dealt) == ranks
+    assert number % multiple == 0
+    assert sorted(torch.cat([part for parts in dealt for part in parts]).tolist()) == list(
+        range(len(lengths))
+    )
+    if multiple == 1 and "max_tokens" not in cut:
+        by_size = max(-(-len(lengths) // (2 * ranks)), 1)
+        assert number == (by_size if "microbatch_size" in cut else cut.get("microbatches", 1))
+
+
+def test_no_epoch_of_any_batch_has_the_order_of_another():
+    pipeline = Pipeline({"split": ShuffleSplit(minibatches=1, seed=2)})
+    orders = [
+        tuple(part["name"].tolist())
+        for epochs in (2, 1, 3)
+        for part in pipeline.minibatches(batch_of([2] * 12), epochs=epochs)
+    ]
+    assert len(set(orders)) == len(orders) == 6
+    assert pipeline.stages["split"].state.calls == 6
+
+
 def test_one_rollout_per_step():
     """Rollouts [0,0,0,1,1,2,2,2,2], one a step → rows {0,1,2}, {3,4}, {5,6,7,8}."""
     batch = batch_of([1] * 9, [0, 0, 0, 1, 1, 2, 2, 2, 2])
