@@ -281,6 +281,19 @@ def test_a_refused_batch_leaves_the_splits_state_as_it_was(function, where):
     assert pipeline.metrics["rows/in"] == len(numbered(0, 3)) + 2
 
 
+def test_a_refused_batch_leaves_no_numbers_of_the_one_before(make_batch):
+    """Who reads them would take them for the batch that failed."""
+    pipeline = Pipeline(stages())
+    for call in (pipeline, pipeline.run, pipeline.minibatches):
+        pipeline(busy_batch(make_batch))
+        assert pipeline.metrics
+        with pytest.raises(BatchError):
+            call(busy_batch(make_batch).exclude(REWARD))
+        assert (pipeline.account, pipeline.ledger, pipeline.metrics) == (None, None, {})
+        with pytest.raises(RuntimeError, match="batch"):
+            pipeline.report()
+
+
 def shout(batch):
     if bool(batch["headrace", "reward"].isnan().any()):
         raise ValueError("math domain error")
