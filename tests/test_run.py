@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -59,9 +60,14 @@ def numbered(thread: int, step: int):
 
 
 def in_threads(work):
-    """Results of `work(thread)`, all threads at once; each yields to the others as often as it may."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(work, range(THREADS)))
+    """Results of `work(thread)`, all threads at once; each is interrupted as often as may be."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            return list(pool.map(work, range(THREADS)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # -- one batch, for good ---------------------------------------------------------------------------------
