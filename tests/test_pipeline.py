@@ -16,6 +16,7 @@ from headrace.transforms import (
     CompletenessGate,
     GroupRelativeAdvantage,
     IncompleteGroupsError,
+    LossWeight,
     MissingKeyError,
     NotTruncated,
     RewardWithin,
@@ -215,8 +216,9 @@ def test_a_stage_that_fails_is_named_with_its_options(make_batch):
         list(Pipeline({"split": ShuffleSplit(minibatches=2)}).minibatches(make_batch([0.0] * 5, [0] * 5)))
 
 
-def test_a_row_is_out_only_if_every_epoch_leaves_it_out(make_batch):
-    pipeline = Pipeline({"split": ShuffleSplit(minibatches=2, remainder="drop")})
+@pytest.mark.parametrize("weight", [None, LossWeight()], ids=["plain", "weighed"])
+def test_a_row_is_out_only_if_every_epoch_leaves_it_out(make_batch, weight):
+    pipeline = Pipeline({"split": ShuffleSplit(minibatches=2, remainder="drop"), "weight": weight})
     batch = make_batch([0.0] * 5, [0] * 5)
     seen = {int(row) for part in pipeline.minibatches(batch, epochs=6) for row in part["headrace", "row"]}
     assert seen == set((pipeline.ledger.reason == 0).nonzero().flatten().tolist()) == {0, 1, 2, 3, 4}

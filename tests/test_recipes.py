@@ -68,6 +68,7 @@ def nodes_of(*overrides):
     return OmegaConf.to_container(configure("load", *overrides).pipeline)["stages"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "grpo"])
 def test_a_recipe_says_only_what_differs(name):
     """Every option in its file has another value than in what it builds on, and is what comes out."""

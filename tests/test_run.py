@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -59,9 +60,14 @@ def numbered(thread: int, step: int):
 
 
 def in_threads(work):
-    """Results of `work(thread)`, all threads at once; each yields to the others as often as it may."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(work, range(THREADS)))
+    """Results of `work(thread)`, all threads at once; each is interrupted as often as may be."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            return list(pool.map(work, range(THREADS)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # -- one batch, for good ---------------------------------------------------------------------------------
@@ -279,6 +285,19 @@ def test_a_refused_batch_leaves_the_splits_state_as_it_was(function, where):
     out, expected = pipeline(numbered(0, 3)), without(numbered(0, 3))
     assert torch.equal(out["rollout_id"], expected["rollout_id"])
     assert pipeline.metrics["rows/in"] == len(numbered(0, 3)) + 2
+
+
+def test_a_refused_batch_leaves_no_numbers_of_the_one_before(make_batch):
+    """Who reads them would take them for the batch that failed."""
+    pipeline = Pipeline(stages())
+    for call in (pipeline, pipeline.run, pipeline.minibatches):
+        pipeline(busy_batch(make_batch))
+        assert pipeline.metrics
+        with pytest.raises(BatchError):
+            call(busy_batch(make_batch).exclude(REWARD))
+        assert (pipeline.account, pipeline.ledger, pipeline.metrics) == (None, None, {})
+        with pytest.raises(RuntimeError, match="batch"):
+            pipeline.report()
 
 
 def shout(batch):
