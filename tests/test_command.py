@@ -13,7 +13,6 @@ from command import QUICK, headrace, headrace_here
 from omegaconf import OmegaConf
 
 pytestmark = pytest.mark.slow
-of_one_run = pytest.mark.xdist_group("finished")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +21,6 @@ def finished(tmp_path_factory):
     return folder, headrace(folder, *QUICK, "hydra.run.dir=out", "pipeline=dr_grpo", "seed=1")
 
 
-@of_one_run
 def test_it_shows_the_order_and_the_closing_table(finished):
     _, done = finished
     assert "4. advantage: GroupRelativeAdvantage(scale='none')" in done.stdout
@@ -32,7 +30,6 @@ def test_it_shows_the_order_and_the_closing_table(finished):
     assert done.stderr == ""
 
 
-@of_one_run
 def test_it_writes_the_resolved_config_and_every_steps_numbers(finished):
     folder, _ = finished
     config = OmegaConf.load(folder / "out" / "config.yaml")
@@ -47,7 +44,6 @@ def test_it_writes_the_resolved_config_and_every_steps_numbers(finished):
         assert float(step["rows/trained"]) + left == 40
 
 
-@of_one_run
 def test_the_same_seed_gives_the_same_run_in_whatever_process(finished, tmp_path):
     folder, _ = finished
     headrace_here(tmp_path, *QUICK, "hydra.run.dir=out", "pipeline=dr_grpo", "seed=1")

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from headrace.transforms import IncompleteGroupsError
 
 pytest.importorskip("transformers", reason="the extra `llm` is not installed")
-pytestmark = [pytest.mark.llm, pytest.mark.slow, pytest.mark.xdist_group("llm")]
+pytestmark = [pytest.mark.llm, pytest.mark.slow]
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "llm_grpo.py"
 STEPS, ENVS, PER_ENV, GROUP_SIZE = 3, 16, 2, 4

@@ -16,7 +16,7 @@ from headrace.pipeline.report import write_page
 from headrace.pipeline.report.page_schema import Rows
 from headrace.transforms import LossWeight, ShuffleSplit
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 webdriver = pytest.importorskip(
     "selenium.webdriver", reason="selenium is not installed: the extra `dev` has it"

@@ -20,9 +20,6 @@ NAMES = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in 
 GATE = "pipeline.stages.gate.group_size=2"
 
 
-pytestmark = pytest.mark.xdist_group("recipes")
-
-
 def advantage_of(batch, *overrides):
     return load_pipeline(GATE, "pipeline.stages.split.shuffle=false", *overrides)(batch)[
         "advantage"

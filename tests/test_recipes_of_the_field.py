@@ -27,8 +27,6 @@ from headrace.transforms import (
 )
 from headrace.transforms.schema import REWARD
 
-pytestmark = pytest.mark.xdist_group("recipes")
-
 ROOT = Path(__file__).parent.parent
 MASK = ("masks", "all_assistant_mask")
 NAMES = sorted(
