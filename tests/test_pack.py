@@ -92,6 +92,7 @@ def test_gradients_flow_back_through_unpacking():
     assert values.grad.tolist() == [[1.0, 1.0, 10.0, 10.0, 10.0]]
 
 
+@pytest.mark.slow
 def test_a_transformers_model_scores_packed_rows_as_it_scores_rows():
     transformers = pytest.importorskip("transformers", reason="the extra `llm` is not installed")
     torch.manual_seed(0)

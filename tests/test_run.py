@@ -166,6 +166,7 @@ def test_one_gate_in_two_pipelines_keeps_each_pipelines_own_numbers(make_batch):
 # -- several threads -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [None, "carry"])
 def test_what_a_thread_sees_after_its_call_is_of_its_own_batch(split):
     cut = split and ShuffleSplit(minibatch_size=4, unit="rollout", remainder=split)
@@ -198,6 +199,7 @@ def test_what_a_thread_sees_after_its_call_is_of_its_own_batch(split):
     in_threads(work)
 
 
+@pytest.mark.slow
 def test_carried_rows_are_trained_once_over_all_threads_or_wait_in_the_split():
     split = ShuffleSplit(minibatch_size=5, unit="rollout", remainder="carry")
     pipeline = Pipeline({"advantage": GroupRelativeAdvantage(), "split": split})
