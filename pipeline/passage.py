@@ -32,6 +32,10 @@ class Keys:
     units: Mapping[str, NestedKey]
     report: Mapping[str, NestedKey]
 
+    def weight_is_written(self, stages: Mapping[str, nn.Module]) -> bool:
+        """Whether a stage declares that it writes the loss weights."""
+        return any(self.weight in getattr(stage, "out_keys", ()) for stage in stages.values())
+
 
 class Passage:
     """Runs stages, and keeps the account of one batch: who left, what was measured, what is to be read.
@@ -49,9 +53,7 @@ class Passage:
         self.ledger = Ledger(batch, keys.units)
         self.table = RowTable(batch, keys=keys.report, loss_mask_key=keys.loss_mask, ids=self.ledger.ids)
         # Weights that came with the batch weigh nothing here, unless a stage says that it writes them anew.
-        self.weighs = not has_key(batch, keys.weight) or any(
-            keys.weight in getattr(stage, "out_keys", ()) for stage in stages.values()
-        )
+        self.weights_are_ours = not has_key(batch, keys.weight) or keys.weight_is_written(stages)
         self.numbers: dict[str, Tensor | float] = {}
         self.rules: list[tuple[str, Rule]] = []
         self.numbered = batch.set(ROW, torch.arange(len(batch), device=device_of(batch)))
@@ -200,7 +202,7 @@ class Passage:
             silent = ~any_token(batch, self.keys.loss_mask)
         if has_key(batch, IN_LOSS):
             silent = silent | ~batch.get(IN_LOSS)
-        if self.weighs and all(has_key(each, self.keys.weight) for each in passes):
+        if self.weights_are_ours and all(has_key(each, self.keys.weight) for each in passes):
             weights = [each.get(self.keys.weight).reshape(len(each), -1) for each in passes]
             silent = silent | torch.stack([(weight == 0).all(-1) for weight in weights]).all(0)
         self.ledger.judge("pipeline", ("no_loss_tokens",), batch.get(ROW), silent, ("masked",))

@@ -161,7 +161,7 @@ class Pipeline(BatchTransform):
     @property
     def weighs(self) -> bool:
         """Whether a stage writes weights for the loss; else they are folded in, or there are none."""
-        return any(self._keys.weight in getattr(stage, "out_keys", ()) for stage in self.stages.values())
+        return self._keys.weight_is_written(dict(self.stages.items()))
 
     def __repr__(self) -> str:
         lines = [f"  {i}. {name}: {self.stages[name]!r}" for i, name in enumerate(self.order, start=1)]

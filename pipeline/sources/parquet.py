@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +14,7 @@ from .reading import Reading
 from .record import Record
 
 ROWS = 256  # in memory at a time
+Decoded = TypeVar("Decoded")
 
 
 def read_schema(path: Path) -> pa.Schema:
@@ -21,10 +23,7 @@ def read_schema(path: Path) -> pa.Schema:
     Raises:
         SourceError: the file is damaged.
     """
-    try:
-        return pq.read_schema(path)
-    except Exception as err:  # a damaged file makes the decoder raise anything
-        raise SourceError(f"{path}: a Parquet file is required; found {first_line(err)}") from err
+    return _decode(pq.read_schema, path)
 
 
 def read_table(path: Path) -> pa.Table:
@@ -33,8 +32,12 @@ def read_table(path: Path) -> pa.Table:
     Raises:
         SourceError: the file is damaged.
     """
+    return _decode(pq.read_table, path)
+
+
+def _decode(decoder: Callable[[Path], Decoded], path: Path) -> Decoded:
     try:
-        return pq.read_table(path)
+        return decoder(path)
     except Exception as err:  # a damaged file makes the decoder raise anything
         raise SourceError(f"{path}: a Parquet file is required; found {first_line(err)}") from err
 

@@ -93,7 +93,7 @@ class CompletenessGate(BatchTransform):
 
     def apply_to_nothing(self, batch: TensorDictBase) -> None:
         """Refuse a batch without rows where groups were dispatched for it."""
-        self._refuse_missing(missing_groups(torch.empty(0), self._dispatched()), [])
+        self._refuse_missing(missing_groups(torch.empty(0), self._dispatched()))
 
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Take out, or refuse, what is incomplete."""
@@ -147,14 +147,16 @@ class CompletenessGate(BatchTransform):
             return []
         enforce(presence.rules)
         missing = missing_groups(groups, dispatched)
-        if missing and self.on_incomplete == "raise":
-            rows = incomplete.bad.nonzero().flatten().tolist()
-            self._refuse_missing(missing, map(incomplete.describe, rows))
+        self._refuse_missing(missing, incomplete)
         return missing
 
-    def _refuse_missing(self, missing: list[int], described: Iterable[str]) -> None:
+    def _refuse_missing(self, missing: list[int], incomplete: Rule | None = None) -> None:
+        """Under ``raise``, refuse groups without rows, and name those that lack some rows beside them."""
         if missing and self.on_incomplete == "raise":
+            found = []
+            if incomplete is not None:
+                found = list(map(incomplete.describe, incomplete.bad.nonzero().flatten().tolist()))
             size = "all" if self.group_size is None else self.group_size
-            found = [*described, *(f"group {group} has 0 of {size} (no rows)" for group in missing)]
+            found += [f"group {group} has 0 of {size} (no rows)" for group in missing]
             plural = "s" if len(found) > 1 else ""
             raise IncompleteGroupsError(REFUSAL.format(count=len(found), found=listing(found), s=plural))

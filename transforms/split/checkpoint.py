@@ -69,10 +69,8 @@ class Progress:
         self.before, self.rows = before, rows
         self.ids = None if ids is None else ids.clone()  # collectors use their memory again
         self.taken, self.minibatches = 0, 0
-        self.begun, self.closed = (
-            False,
-            False,
-        )  # whether minibatches are taken one by one, and no more will be
+        self.begun = False  # minibatches are taken one by one
+        self.closed = False  # no more of them will be
 
     def start(self, minibatches: int) -> None:
         """Go on after those minibatches that were taken before an interruption.
