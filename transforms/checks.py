@@ -137,7 +137,7 @@ def describe_segments(rollouts: Tensor, values: Tensor) -> Callable[[int], str]:
 
 
 def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
-    """Rewards as an (N,) floating-point tensor.
+    """Rewards as an (N,) floating-point tensor; float64, which keeps large integers apart, of anything else.
 
     Raises:
         BatchError: a None (the rows are named), or more than one number a row.
@@ -146,12 +146,18 @@ def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
         missing = [row for row, value in enumerate(reward) if value is None]
         if missing:
             raise BatchError(f"every row needs a reward; None at rows {listing(map(str, missing))}")
-        reward = torch.tensor(reward, dtype=torch.get_default_dtype())
+        reward = torch.tensor(reward, dtype=torch.float64)
     if not reward.is_floating_point():
-        reward = reward.to(torch.get_default_dtype())
+        reward = reward.double()
     if reward.ndim == 0 or reward.numel() != reward.shape[0]:
         raise BatchError(f"one reward a row is needed, (N,) or (N, 1, ...); got {tuple(reward.shape)}")
     return reward.detach().reshape(-1)
+
+
+def credit_dtype(reward: Tensor | Sequence[float]) -> torch.dtype:
+    """The dtype of what is measured of rewards: their own, or torch's default where they are no floats."""
+    floats = isinstance(reward, Tensor) and reward.is_floating_point()
+    return reward.dtype if floats else torch.get_default_dtype()  # type: ignore[union-attr]
 
 
 def same_length(**columns: Tensor | None) -> None:

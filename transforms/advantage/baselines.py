@@ -23,7 +23,7 @@ Clip = Sequence[float | None]
 BASELINES: dict[str, Callable[[Grouping], Tensor]] = {
     "mean": lambda g: g.deviation,
     "leave_one_out": lambda g: g.deviation * (g.count / (g.count - 1).clamp_min(1)),
-    "length_weighted": lambda g: g.reward - g.sum(g.length * g.reward) / g.sum(g.length).clamp_min(1),
+    "length_weighted": lambda g: g.reward - g.sum(g.length * g.reward) / g.add(g.length).clamp_min(1),
     "best_other": lambda g: g.reward - other_best(g.reward, g),
     "batch": lambda g: g.reward - g.total(g.reward) / g.rollouts,
     "none": lambda g: g.reward,
@@ -36,7 +36,7 @@ SCALES: dict[str, Callable[[Grouping, int], Tensor] | None] = {
     "leave_one_out": lambda g, ddof: leave_one_out_std(g, ddof),
     "batch": lambda g, ddof: g.batch_std(ddof),
     "mean": lambda g, _: g.sum(g.reward) / g.count,
-    "nonzero": lambda g, _: g.total((g.reward != 0).to(g.reward.dtype)) / g.rollouts,
+    "nonzero": lambda g, _: g.add_all((g.reward != 0).double()) / g.rollouts,
     "none": None,
 }
 SPREADS = ("group", "leave_one_out")  # of the group: 0 where its rewards are equal
@@ -47,7 +47,7 @@ class Formula:
     """The options of :func:`group_relative_advantage`, which has their equations.
 
     Raises:
-        ValueError: an option is none of its values.
+        ValueError: an option is none of its values, or two do not go together.
     """
 
     baseline: Baseline = "mean"
@@ -66,6 +66,11 @@ class Formula:
         one_of("eps_mode", self.eps_mode, get_args(EpsMode))
         one_of("singleton", self.singleton, get_args(Singleton))
         check_clip(self.clip)
+        if self.scale == "leave_one_out" and self.eps_mode != "skip":
+            raise ValueError(
+                "the others of a rollout are often all equal, and a std of 0 plus ε makes an advantage of a "
+                f"million: scale='leave_one_out' needs eps_mode='skip'; got eps_mode={self.eps_mode!r}"
+            )
 
     @property
     def is_relative(self) -> bool:
@@ -103,7 +108,7 @@ def other_best(values: Tensor, g: Grouping) -> Tensor:
     best = g.max(values)
     is_best = values == best
     runner_up = g.max(values.masked_fill(is_best, float("-inf")))
-    alone_at_top = g.sum(is_best.to(values.dtype)) == 1
+    alone_at_top = g.add(is_best.double()) == 1
     return torch.where(is_best & alone_at_top, runner_up, best)
 
 
@@ -111,12 +116,19 @@ def leave_one_out_std(g: Grouping, ddof: int) -> Tensor:
     """For each rollout, the std of the others in its group.
 
     With d the deviations from the group's mean, the squares of the others about their own mean add up to
-    ``Σ d_j² − d_i² · n/(n − 1)``. Where the others are all equal the std is set to exactly 0, which rounding
-    would keep that difference from.
+    ``Σ d_j² − d_i² · n/(n − 1)``. That loses all digits for a rollout that lies far from others which agree,
+    of which a group has one at most: for the rollout furthest from the mean they are added up anew. Where
+    the others are all equal the std is exactly 0, from which rounding would keep it.
     """
     squares = g.deviation.square()
-    others = g.sum(squares) - squares * (g.count / (g.count - 1).clamp_min(1))
-    std = (others.clamp_min(0) / (g.count - 1 - ddof).clamp_min(1)).sqrt()
+    share = g.count / (g.count - 1).clamp_min(1)
+    others = g.sum(squares) - squares * share
+    furthest = squares == g.max(squares)
+    alone = furthest & (g.add(furthest.double()) == 1)
+    rest = g.reward.masked_fill(alone, 0.0)
+    rest = g.reward - g.sum(rest) / (g.count - 1).clamp_min(1)
+    anew = g.sum(rest.square().masked_fill(alone, 0.0))
+    std = (torch.where(alone, anew, others).clamp_min(0) / (g.count - 1 - ddof).clamp_min(1)).sqrt()
     return std.masked_fill(other_best(g.reward, g) == -other_best(-g.reward, g), 0.0)
 
 

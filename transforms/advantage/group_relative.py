@@ -7,12 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headrace.transforms.checks import Rule, as_rewards, explain, identity_rules, reward_rules, same_length
+from headrace.transforms.checks import (
+    Rule,
+    as_rewards,
+    credit_dtype,
+    explain,
+    identity_rules,
+    reward_rules,
+    same_length,
+)
 from headrace.transforms.ids import as_ids, first_row, is_first, sum_by
 
 from .baselines import Baseline, Clip, EpsMode, Formula, Scale, Singleton, advantage_in_groups
-from .grouping import Blocks, ById, squares_fit
-from .layout import Facts, ascending_blocks, gather_blocks, read_facts
+from .grouping import Blocks, ById, ReshapeFormula, squares_fit
+from .layout import Facts, ascending_blocks, gather_blocks, read_facts, rewards_fit
 
 
 def group_relative_advantage(
@@ -54,10 +62,10 @@ def group_relative_advantage(
         std has the divisor n − ddof, at least 1
 
     Where the baseline or the scale is the group's own, a group whose rewards are all equal has an advantage
-    of exactly 0, where rounding would leave a rest that a small ε blows up. Where groups of one size lie in
-    contiguous rows, fan-out or not, the statistics are taken in the reward's dtype by the reshape formula
-    ``x = r.view(P, G); x -= x.mean(-1); x / (x.std(-1) + eps)``, to which the default is bit-equal; every
-    other layout accumulates in float64 and rounds once. One device read, for the checks and the layout.
+    of exactly 0, where rounding would leave a rest that a small ε blows up. Statistics are float64, by sums
+    that do not depend on the order of their terms, and rounded once: to the last bit an advantage follows
+    from the rewards of its group, however rows lie and whatever else is in the batch. One device read, for
+    the checks and the layout.
 
     Args:
         reward: (N,) floats, one a row; the segments of a rollout must agree.
@@ -71,16 +79,19 @@ def group_relative_advantage(
             is (``raw``), or an error.
         eps_mode: how ε enters.
         clip: [low, high] for the result, one of which may be None.
-        dtype: of the statistics; None: as said above.
+        dtype: None or float64: as said above. A smaller one, where groups of one size lie in contiguous
+            rows, fan-out or not: the bits of ``x = r.view(P, G); x -= x.mean(-1); x / (x.std(-1) + eps)`` in
+            that dtype; other layouts are float64 all the same.
         length: (N,) tokens of each row, for ``length_weighted``; a rollout's are those of its segments.
 
     Returns:
-        (N,) in the dtype of `reward`.
+        (N,) in the dtype of `reward`; torch's default where that is no floating-point one.
 
     Raises:
         BatchError: a negative or missing id, a rollout in two groups, a reward that is not finite or too
             large to square, siblings that disagree, a group of one under ``raise``, a negative reward under
             ``scale="mean"``. Each names the ids.
+        ValueError: an option that is none, or two that do not go together.
 
     Example:
         >>> group_relative_advantage([1., 3., 3., 5., 11.], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3], scale="none")
@@ -89,14 +100,14 @@ def group_relative_advantage(
     formula = Formula(baseline, scale, ddof, eps, eps_mode, singleton, clip)
     if (length is None) == (baseline == "length_weighted"):
         raise ValueError("length is for baseline='length_weighted', and needed there")
-    reward = as_rewards(reward)
+    result_dtype, reward = credit_dtype(reward), as_rewards(reward)
     groups = as_ids(group_id, "group_id", device=reward.device)
     rollouts = None if rollout_id is None else as_ids(rollout_id, "rollout_id", device=reward.device)
     tokens = None if length is None else as_ids(length, "length", device=reward.device)
     same_length(reward=reward, group_id=groups, rollout_id=rollouts, length=tokens)
     credit, rules = compare_in_groups(reward, groups, rollouts, formula=formula, dtype=dtype, length=tokens)
     explain(rules)
-    return credit
+    return credit.to(result_dtype)
 
 
 def compare_in_groups(
@@ -108,23 +119,23 @@ def compare_in_groups(
     dtype: torch.dtype | None = None,
     length: Tensor | None = None,
 ) -> tuple[Tensor, list[Rule]]:
-    """:func:`group_relative_advantage` of checked columns, (N,) each, and the rules that are broken.
+    """:func:`group_relative_advantage` of checked columns, (N,) each, and what must hold of the rows.
 
     Returns:
-        The advantage, (N,) in the dtype of `reward`, and what does not hold of the rows: no rules where all
-        is well; else the advantage means nothing.
+        The advantage, (N,) in the dtype of `reward`, and rules: where one is broken the advantage means
+        nothing.
     """
     if len(reward) == 0:
         return reward, []
+    low = None if dtype is torch.float64 else dtype  # asks for the bits of the reshape formula
     if reward.device.type == "cpu" and length is None and formula.scale != "mean":
-        seen = ascending_blocks(reward, groups, rollouts)
+        seen = ascending_blocks(reward, groups, rollouts, low)
         if seen is not None:
             block, segments = seen
-            credit = advantage_in_groups(Blocks(block.to(dtype or block.dtype)), formula).to(reward.dtype)
-            credit = credit.reshape(-1)
+            credit = advantage_in_groups(_blocks(low, block), formula).to(reward.dtype).reshape(-1)
             if len(segments):
                 credit = credit.repeat_interleave(segments, output_size=len(reward))
-            return credit, []
+            return credit, _range_rules(credit, formula)
     if rollouts is None:
         rollouts = torch.arange(len(reward), device=reward.device)
     first, group_first = first_row(rollouts), first_row(groups)
@@ -132,23 +143,42 @@ def compare_in_groups(
     facts = read_facts(rules, reward, first, group_first)
     if facts.problem:
         return torch.zeros_like(reward), rules
-    room = torch.finfo(reward.dtype).max / 2
-    if facts.peak > room or not squares_fit(facts.peak, len(reward), torch.float64):
+    if not rewards_fit(facts.peak, len(reward), reward.dtype):
         return torch.zeros_like(reward), [_size_rule(reward, rollouts, facts.peak)]
     tokens = None if length is None else sum_by(first, length)
-    if _is_uniform(facts, reward.dtype):
-        columns = [reward.to(dtype or reward.dtype)] + ([] if tokens is None else [tokens])
+    if _is_uniform(facts, low):
+        columns = [reward] + ([] if tokens is None else [tokens])
         number, blocks = gather_blocks(first, facts, *columns)
-        credit = advantage_in_groups(Blocks(*blocks), formula)
-        return credit.reshape(-1).index_select(0, number).to(reward.dtype), []
-    by_id = ById(reward.to(dtype or torch.float64), group_first, is_first(first), tokens)
-    return advantage_in_groups(by_id, formula).to(reward.dtype), []
+        credit = advantage_in_groups(_blocks(low, *blocks), formula).to(reward.dtype)
+        credit = credit.reshape(-1).index_select(0, number)
+    else:
+        by_id = ById(reward.double(), group_first, is_first(first), tokens)
+        credit = advantage_in_groups(by_id, formula).to(reward.dtype)
+    return credit, _range_rules(credit, formula)
 
 
-def _is_uniform(facts: Facts, dtype: torch.dtype) -> bool:
-    """Whether groups of one size lie in contiguous rows, with squares that their dtype can hold."""
+def _blocks(low: torch.dtype | None, reward: Tensor, length: Tensor | None = None) -> Blocks:
+    if low is None:
+        return Blocks(reward.double(), length)
+    return ReshapeFormula(reward.to(low), length)
+
+
+def _is_uniform(facts: Facts, low: torch.dtype | None) -> bool:
+    """Whether groups of one size lie in contiguous rows, with squares that a low dtype can hold."""
     size = facts.largest_group
-    return facts.contiguous and facts.smallest_group == size > 1 and squares_fit(facts.peak, size, dtype)
+    uniform = facts.contiguous and facts.smallest_group == size > 1
+    return uniform and (low is None or squares_fit(facts.peak, facts.rollouts, low))
+
+
+def _range_rules(credit: Tensor, formula: Formula) -> list[Rule]:
+    """A quotient may leave the range of a small dtype, and any where others of a group nearly agree."""
+    if credit.dtype is not torch.float16 and formula.scale != "leave_one_out":
+        return []
+    message = (
+        f"an advantage must fit into {credit.dtype}; found {{found}}. Scale the rewards, set clip, or give "
+        "rewards of a larger dtype"
+    )
+    return [Rule(~credit.isfinite(), lambda row: f"{float(credit[row])} at row {row}", message)]
 
 
 def _rules(

@@ -70,16 +70,24 @@ def gather_blocks(first: Tensor, facts: Facts, *columns: Tensor) -> tuple[Tensor
     return number, blocks
 
 
-def ascending_blocks(reward: Tensor, groups: Tensor, rollouts: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def rewards_fit(peak: float, rollouts: int, dtype: torch.dtype) -> bool:
+    """Whether rewards leave room for differences in their dtype, and for squares in float64; NaN does not."""
+    return peak <= torch.finfo(dtype).max / 2 and squares_fit(peak, rollouts, torch.float64)
+
+
+def ascending_blocks(
+    reward: Tensor, groups: Tensor, rollouts: Tensor | None, low: torch.dtype | None = None
+) -> tuple[Tensor, Tensor] | None:
     """The layout that collectors write, found by looking: CPU only, a few passes over the ids.
 
-    Rollout ids ascend from run to run, groups of one size follow one another, and all data are sound.
-    Anything else, wrong data included, is None: the general route finds out what it is.
+    Rollout ids ascend from run to run, groups of one size follow one another, and all data are sound; their
+    squares fit the dtype `low` too, where one is given. Anything else, wrong data included, is None: the
+    general route finds out what it is.
 
     Returns:
         The (P, G) rewards and the segments of each rollout, (P·G,) int64 (empty: one each).
     """
-    low, high = torch.aminmax(reward)
+    least, most = torch.aminmax(reward)
     segments = groups.new_empty(0)
     if rollouts is not None:
         if int(rollouts[0]) < 0:
@@ -95,7 +103,9 @@ def ascending_blocks(reward: Tensor, groups: Tensor, rollouts: Tensor | None) ->
             reward, groups = reward.index_select(0, heads), groups.index_select(0, heads)
     run_ids, sizes = torch.unique_consecutive(groups, return_counts=True)
     size = int(sizes[0])
-    sound = squares_fit(max(abs(float(low)), abs(float(high))), size, reward.dtype)  # False for NaN
+    peak = max(abs(float(least)), abs(float(most)))
+    sound = rewards_fit(peak, len(reward), reward.dtype)
+    sound = sound and (low is None or squares_fit(peak, len(reward), low))
     uniform = size > 1 and size * len(sizes) == len(groups) and bool((sizes == size).all())
     if not (sound and uniform and int(run_ids.amin()) >= 0):
         return None

@@ -12,7 +12,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import Rule, as_rewards
+from headrace.transforms.checks import Rule, as_rewards, broken, credit_dtype
 from headrace.transforms.ids import as_ids, first_row, is_first
 from headrace.transforms.options import as_dtype, at_least, nested_key, one_of
 from headrace.transforms.rows import counted_rows
@@ -45,7 +45,8 @@ class GroupRelativeAdvantage(BatchTransform):
         eps_mode: ``add``, ``clamp``, ``skip``.
         singleton: ``zero``, ``raw``, ``raise``.
         clip: [low, high] for the result, one of which may be null.
-        dtype: of the statistics, such as ``float64``; None: as the function says.
+        dtype: of the statistics; None: float64. ``float32`` asks for the bits of the reshape formula where
+            groups of one size are contiguous, as the function says.
         several: how the columns of ``FanOutCollapse(columns=K)`` become one advantage: the ``sum`` of the
             weighted rewards is compared, or each is (``decoupled``) and the advantages are added up.
         weights: of the columns; None: all 1.
@@ -143,13 +144,13 @@ class GroupRelativeAdvantage(BatchTransform):
             rules = [] if collapsed else [_one_row_each(columns["rollouts"])]
         if self.baseline == "length_weighted":
             columns["length"] = counted.take(self.tokens(batch))
-        credit, broken_rules = self._compare(counted.take(reward), **columns)
-        credit = counted.put_back(credit)
+        credit, reward_rules = self._compare(counted.take(reward), **columns)
+        credit = counted.put_back(credit).to(credit_dtype(batch.get(self.reward_key, reward)))
         batch.set(self.advantage_key, credit.view(-1, *[1] * (self.ndim - 1)))
         measured = {"abs_mean": credit.abs().mean(), "zero": (credit == 0).double().mean()}
         if self.missing == "skip":
             measured["unscorable"] = reward.isnan().reshape(len(batch), -1).all(-1).sum()
-        return Outcome(batch, measured=measured, rules=counted.rules(rules + broken_rules))
+        return Outcome(batch, measured=measured, rules=counted.rules(rules + reward_rules))
 
     def advantage_by_row(self, reward: Tensor, group_id: Tensor) -> Tensor | None:
         """What each row would get if it were a rollout of its own: the bias that a fan-out would bring.
@@ -167,7 +168,7 @@ class GroupRelativeAdvantage(BatchTransform):
         singleton: Singleton = "zero" if self.singleton == "raise" else self.singleton
         formula = replace(self.formula, singleton=singleton)
         credit, rules = compare_in_groups(reward, as_ids(group_id, "group_id"), formula=formula)
-        return None if rules else credit
+        return None if rules and bool(broken(rules)) else credit
 
     def _compare(self, reward: Tensor, **columns: Tensor) -> tuple[Tensor, list[Rule]]:
         compare = partial(compare_in_groups, formula=self.formula, dtype=self.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from headrace.transforms.base import BatchTransform
 from headrace.transforms.options import nested_key, one_of, within
 from headrace.transforms.schema import COUNTED
+from headrace.transforms.sums import sum_in_any_order
 
 from .baselines import with_eps
 
@@ -31,7 +32,8 @@ def whiten(
         add       (A_i − μ) / (σ + ε)
         clamp     (A_i − μ) / max(σ, ε)
 
-    Values that are all equal become exactly 0. Statistics are float64. No device read.
+    Values that are all equal become exactly 0. Statistics are float64, by sums that do not depend on the
+    order of the rows. No device read.
 
     Args:
         values: (N,) float, one a row.
@@ -52,12 +54,17 @@ def whiten(
     one_of("eps_mode", eps_mode, get_args(WhitenEpsMode))
     x, w = values.double(), weights.double()
     total = w.sum()
-    deviation = x - (w * x).sum() / total.clamp_min(1)
-    variance = (w * deviation.square()).sum() / (total - ddof).clamp_min(1)
+    deviation = x - _sum(w * x, w) / total.clamp_min(1)
+    variance = _sum(w * deviation.square(), w) / (total - ddof).clamp_min(1)
     divisor = (variance + eps).sqrt() if eps_mode == "variance" else with_eps(variance.sqrt(), eps, eps_mode)
     high, low = (torch.where(w > 0, x, end) for end in (float("-inf"), float("inf")))
     nothing = (high.amax() == low.amin()) | (w == 0) | (divisor == 0)
     return torch.where(nothing, 0.0, deviation / divisor).to(values.dtype)
+
+
+def _sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Scalar: the sum over the rows that count, which follows from them alone."""
+    return sum_in_any_order(values, torch.sum, peak=values.abs().amax(), terms=(weights > 0).sum())
 
 
 class BatchWhitening(BatchTransform):

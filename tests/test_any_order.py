@@ -1,0 +1,109 @@
+"""Every recipe: permuting rows permutes the bits, and no reward makes an advantage without measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from composed import composed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.transforms import BatchError
+
+ROOT = Path(__file__).parent.parent / "conf" / "pipeline"
+RECIPES = sorted(str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.rglob("*.yaml"))
+RESHAPED = ("as/miles", "as/slime")  # have the bits of the reshape formula, which depend on the order
+REWARDS = st.one_of(
+    st.sampled_from([0.0, 1.0]), st.floats(0, 1, width=32), st.sampled_from([1e4, 1e4 + 2**-9, 1e-20])
+)
+
+
+@st.composite
+def collected(draw, make_batch, recipe):
+    """Groups of 2 to 5 rollouts of 1 or 2 segments, and an order of the rows."""
+    sizes = draw(st.lists(st.integers(2, 5), min_size=1, max_size=4))
+    if draw(st.booleans()):
+        sizes = [sizes[0]] * len(sizes)
+    several = 2 if recipe == "gdpo" else 1
+    rows = []
+    for group, size in enumerate(sizes):
+        for number in range(size):
+            reward = [draw(REWARDS) for _ in range(several)]
+            rows += [(group, 10 * group + number, reward)] * draw(st.integers(1, 2))
+    groups, rollouts, rewards = (list(column) for column in zip(*rows, strict=True))
+    batch = make_batch([r[0] for r in rewards], groups, rollouts, tokens=4)
+    if several > 1:
+        batch["next", "reward"] = torch.tensor(rewards)
+    batch["expected_rollouts"] = torch.tensor([sizes[g] for g in groups])
+    batch["state_id"] = torch.arange(len(rows)) % 2
+    batch["turn"] = torch.arange(len(rows))
+    return batch, torch.tensor(draw(st.permutations(range(len(rows)))))
+
+
+def credit_of(recipe, batch):
+    """(N,) the advantage of each row in the order in which it came in, or None where the batch is refused."""
+    words = ["pipeline.stages.returns.turn_key=turn"] if recipe == "gigpo" else []
+    try:
+        out = composed(f"pipeline={recipe}", *words)(batch)
+    except BatchError as err:
+        if "at least two rollouts" in str(err):
+            return None
+        raise
+    credit = torch.full((len(batch),), float("nan"))
+    if len(out):
+        credit[out["headrace", "row"]] = out["advantage"].flatten()
+    return credit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in RESHAPED])
+def test_permuting_rows_permutes_the_bits(make_batch, recipe):
+    @settings(max_examples=10)
+    @given(collected(make_batch, recipe))
+    def law(drawn):
+        batch, order = drawn
+        before, after = credit_of(recipe, batch), credit_of(recipe, batch[order])
+        assert (before is None) == (after is None)
+        if before is not None:
+            assert torch.equal(after.nan_to_num(nan=9e9), before[order].nan_to_num(nan=9e9))
+
+    law()
+
+
+def bound_of(pipeline, batch, largest_group):
+    """What no advantage exceeds, from the options of the recipe's stages."""
+    stage, rows = pipeline.stages["advantage"], len(batch)
+    reward = batch["next", "reward"].reshape(rows, -1)
+    spread = float(reward.max() - reward.min())
+    found = {
+        # No member of n is further from their mean than (n - 1)/√n of their std, nor from another member
+        # than √(2 (n - 1)).
+        "group": 2 * (2 * largest_group) ** 0.5,
+        "leave_one_out": 2 * max(spread, spread / max(stage.eps, 1e-9)),
+        "batch": (2 * rows) ** 0.5,
+        "mean": float(largest_group),
+        "nonzero": spread * rows,
+        "none": spread * largest_group / (largest_group - 1),
+    }[stage.scale]
+    if "whitening" in pipeline.order:
+        return 2 * float(batch["masks", "all_assistant_mask"].sum()) ** 0.5
+    # A rollout there is worth the sum of its two segments, and each step is compared once more.
+    return found + (spread * 6 if "states" in pipeline.order else 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_advantage_has_a_measure(make_batch, recipe):
+    @settings(max_examples=10)
+    @given(collected(make_batch, recipe))
+    def law(drawn):
+        batch, _ = drawn
+        credit = credit_of(recipe, batch)
+        if credit is not None:
+            largest = int(batch["expected_rollouts"].max())
+            bound = bound_of(composed(f"pipeline={recipe}"), batch, largest)
+            assert float(credit.nan_to_num().abs().max()) <= bound * (1 + 1e-5)
+
+    law()
