@@ -14,6 +14,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
 from .checks import Rule, enforce
+from .distributed import Ranks, present_ranks, resolve_group, sharing
 from .errors import BatchError, ProcessedTwiceError
 from .ids import as_ids
 from .options import describe_options, nested_key
@@ -55,6 +56,9 @@ class BatchTransform(Transform):
     A call is :meth:`run` and a look at the rules. Nothing of a batch stays on the object, so that one
     transform may serve several pipelines and threads; those that have a state declare it (`stateful`).
 
+    Ranks that share a batch (``process_group`` of the pipeline) run every transform in step: what it measures
+    over rows, it measures over a :class:`Population`, which spans the ranks.
+
     Subclasses implement :meth:`apply`, take keyword-only options, keep each under its own name, and declare
     what they are for others:
 
@@ -84,19 +88,21 @@ class BatchTransform(Transform):
 
     @property
     def shows_batch(self) -> bool:
-        """Whether a hook or other ranks see the batch: a pipeline reads all rules before."""
-        return any(getattr(self, option, None) is not None for option in ("on_batch", "process_group"))
+        """Whether a hook sees the batch: a pipeline reads all rules before."""
+        return getattr(self, "on_batch", None) is not None
 
     @abstractmethod
     def apply(self, batch: TensorDictBase) -> TensorDictBase | Outcome:
-        """Transform a flat batch of at least one row that is the transform's own shallow copy.
+        """Transform a flat batch that is the transform's own shallow copy.
+
+        It has at least one row, but where ranks share a batch, of which this one has no row.
 
         Returns:
             The batch that comes out, or where more is known an :class:`Outcome`.
         """
 
     def apply_to_nothing(self, batch: TensorDictBase) -> None:
-        """What a batch without rows means: nothing, unless somebody waits for word of it."""
+        """What a batch without rows means: nothing, unless rows were to come."""
 
     def run(self, batch: TensorDictBase) -> Outcome:
         """Run over a whole batch; the rules are for the caller to read (:func:`enforce`).
@@ -106,12 +112,26 @@ class BatchTransform(Transform):
             BatchError: the batch has no row dimension; what keeps the transform from running at all.
             ProcessedTwiceError: a pipeline has been over this batch.
         """
-        flat = self.enter(batch)
-        if flat.shape.numel() == 0:
-            self.apply_to_nothing(flat)
-            return Outcome(batch)
-        done = self.apply(shallow_copy(flat))
-        return done if isinstance(done, Outcome) else Outcome(done)
+        ranks = self._own_ranks()
+        with sharing(ranks):
+            flat: TensorDictBase | None = self.enter(batch)
+            if ranks is not None:
+                flat = ranks.admit(self.enter(batch), f"options {self!r}")
+            if flat is None or (present_ranks() is None and flat.shape.numel() == 0):
+                self.apply_to_nothing(batch)
+                return Outcome(batch)
+            done = self.apply(shallow_copy(flat))
+            outcome = done if isinstance(done, Outcome) else Outcome(done)
+            if ranks is not None:
+                enforce(outcome.rules)  # while the others are there to be told
+            return outcome
+
+    def _own_ranks(self) -> Ranks | None:
+        """The ranks of the transform's own `process_group`, where it does not run within a pipeline."""
+        group = resolve_group(getattr(self, "process_group", None))
+        if group is None or present_ranks() is not None:
+            return None
+        return Ranks(group, getattr(self, "shared_ids", None))
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
         """Run over a whole batch, and read the rules.

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule, as_rewards, broken, credit_dtype
+from headrace.transforms.distributed import population_of, present_ranks
+from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import as_ids, first_row, is_first
 from headrace.transforms.options import as_dtype, at_least, nested_key, one_of
-from headrace.transforms.rows import counted_rows
 from headrace.transforms.schema import COUNTED, REWARD, has_key
 
 from .baselines import Baseline, Clip, EpsMode, Formula, Scale, Singleton
@@ -136,21 +137,20 @@ class GroupRelativeAdvantage(BatchTransform):
         """Add the advantage."""
         collapsed = has_key(batch, REWARD)
         reward = batch.get(REWARD) if collapsed else as_rewards(self.column(batch, "reward_key"))
-        counted = counted_rows(batch)
-        columns = {"groups": counted.take(self._groups(batch, reward))}
-        rules: list[Rule] = []
+        people = population_of(batch)
+        lengths = {"length": self.tokens(batch)} if self.baseline == "length_weighted" else {}
+        ids = {"groups": self._groups(batch, reward)}
         if self.rollout_key is not None:
-            columns["rollouts"] = counted.take(self.ids(batch, "rollout"))
-            rules = [] if collapsed else [_one_row_each(columns["rollouts"])]
-        if self.baseline == "length_weighted":
-            columns["length"] = counted.take(self.tokens(batch))
-        credit, reward_rules = self._compare(counted.take(reward), **columns)
-        credit = counted.put_back(credit).to(credit_dtype(batch.get(self.reward_key, reward)))
+            ids["rollouts"] = self.ids(batch, "rollout")
+        everyone = people.take({"reward": reward} | lengths, ids)
+        rules = [_one_row_each(everyone["rollouts"])] if "rollouts" in ids and not collapsed else []
+        credit, reward_rules = self._compare(**everyone)
+        credit = people.put_back(credit).to(credit_dtype(batch.get(self.reward_key, reward)))
         batch.set(self.advantage_key, credit.view(-1, *[1] * (self.ndim - 1)))
         measured = {"abs_mean": credit.abs().mean(), "zero": (credit == 0).double().mean()}
         if self.missing == "skip":
             measured["unscorable"] = reward.isnan().reshape(len(batch), -1).all(-1).sum()
-        return Outcome(batch, measured=measured, rules=counted.rules(rules + reward_rules))
+        return Outcome(batch, measured=measured, rules=people.rules(rules + reward_rules))
 
     def advantage_by_row(self, reward: Tensor, group_id: Tensor) -> Tensor | None:
         """What each row would get if it were a rollout of its own: the bias that a fan-out would bring.
@@ -186,6 +186,11 @@ class GroupRelativeAdvantage(BatchTransform):
     def _groups(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
         if self.without_ids == "raise":
             return self.ids(batch, "group")
+        if present_ranks() is not None:
+            raise BatchError(
+                f"without_ids={self.without_ids!r} makes groups of positions, which say nothing over ranks: "
+                "give rows their group_id where they are dispatched"
+            )
         if has_key(batch, self.group_key):
             groups = self.ids(batch, "group")
             # All rows unset is a batch without ids; some rows unset is wrong data, which a rule names.

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import set_rule
+from headrace.transforms.distributed import population_of
 from headrace.transforms.ids import as_ids, first_row
 from headrace.transforms.options import nested_key
-from headrace.transforms.rows import counted_rows
 from headrace.transforms.schema import COUNTED, RETURN, read_written, require
 
 from .baselines import EpsMode, Formula, Scale
@@ -92,13 +92,13 @@ class StateAdvantage(BatchTransform):
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add to the advantage."""
         credit = require(batch, self.advantage_key, reader=type(self).__name__, option="advantage_key")
-        counted = counted_rows(batch)
-        states = counted.take(as_ids(self.column(batch, "state_key"), "state_id"))
-        groups = counted.take(self.ids(batch, "group"))
+        states = as_ids(self.column(batch, "state_key"), "state_id")
         returns = read_written(batch, RETURN, reader=type(self).__name__, writer="RewardsToGo")
+        people = population_of(batch)
+        everyone = people.take({"returns": returns, "states": states}, {"groups": self.ids(batch, "group")})
+        groups = everyone["groups"]
         rule = set_rule(groups, "group_id", "rows without an id would be compared with one another")
-        within, rules = compare_in_groups(
-            counted.take(returns), state_groups(groups, states), formula=self.formula
-        )
-        batch.set(self.advantage_key, credit + self.weight * counted.put_back(within).view_as(credit))
-        return Outcome(batch, rules=counted.rules([rule, *rules]))
+        steps = state_groups(groups, everyone["states"])
+        within, rules = compare_in_groups(everyone["returns"], steps, formula=self.formula)
+        batch.set(self.advantage_key, credit + self.weight * people.put_back(within).view_as(credit))
+        return Outcome(batch, rules=people.rules([rule, *rules]))

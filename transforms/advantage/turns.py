@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule, as_rewards, set_rule
+from headrace.transforms.distributed import population_of
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import as_ids, first_row, number_of, sum_by
 from headrace.transforms.options import nested_key, within
@@ -132,9 +133,12 @@ class RewardsToGo(BatchTransform):
         """Add the return."""
         reward = as_rewards(self.column(batch, "reward_key"))
         rollouts = self.ids(batch, "rollout")
-        turn = None if self.turn_key is None else as_ids(self.column(batch, "turn_key"), "turn")
-        batch.set(RETURN, rewards_to_go(reward, rollouts, turn, discount=self.discount))
-        return Outcome(batch, rules=[_set(rollouts)])
+        people = population_of(batch, every=True)
+        everyone = people.take({"reward": reward} | _turn(self, batch), {"rollouts": rollouts})
+        rollouts = everyone.pop("rollouts")
+        returns = rewards_to_go(rollout_id=rollouts, discount=self.discount, **everyone)
+        batch.set(RETURN, people.put_back(returns))
+        return Outcome(batch, rules=people.rules([_set(rollouts)]))
 
 
 class TurnDiscount(BatchTransform):
@@ -177,11 +181,19 @@ class TurnDiscount(BatchTransform):
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Rewrite the advantage."""
         rollouts = self.ids(batch, "rollout")
-        turn = None if self.turn_key is None else as_ids(self.column(batch, "turn_key"), "turn")
         credit = require(batch, self.advantage_key, reader=type(self).__name__, option="advantage_key")
-        factor = torch.full_like(credit.reshape(len(batch), -1)[:, 0], self.discount)
-        factor = factor.pow(turns_to_go(rollouts, turn)).view(-1, *[1] * (credit.ndim - 1))
-        return Outcome(batch.set(self.advantage_key, credit * factor), rules=[_set(rollouts)])
+        people = population_of(batch, every=True)
+        everyone = people.take(_turn(self, batch), {"rollouts": rollouts})
+        rollouts = everyone.pop("rollouts")
+        to_go = people.put_back(turns_to_go(rollouts, **everyone))
+        factor = torch.full(to_go.shape, self.discount, dtype=credit.dtype, device=credit.device).pow(to_go)
+        credit = credit * factor.view(-1, *[1] * (credit.ndim - 1))
+        return Outcome(batch.set(self.advantage_key, credit), rules=people.rules([_set(rollouts)]))
+
+
+def _turn(stage: RewardsToGo | TurnDiscount, batch: TensorDictBase) -> dict[str, Tensor]:
+    """What orders the segments of a rollout, where the batch says."""
+    return {} if stage.turn_key is None else {"turn": as_ids(stage.column(batch, "turn_key"), "turn")}
 
 
 def _set(rollouts: Tensor) -> Rule:

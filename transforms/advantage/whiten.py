@@ -9,6 +9,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.base import BatchTransform
+from headrace.transforms.distributed import population_of
 from headrace.transforms.options import nested_key, one_of, within
 from headrace.transforms.schema import COUNTED
 from headrace.transforms.sums import sum_in_any_order
@@ -52,6 +53,8 @@ def whiten(
     """
     one_of("ddof", ddof, (0, 1))
     one_of("eps_mode", eps_mode, get_args(WhitenEpsMode))
+    if len(values) == 0:
+        return values
     x, w = values.double(), weights.double()
     total = w.sum()
     deviation = x - _sum(w * x, w) / total.clamp_min(1)
@@ -117,6 +120,7 @@ class BatchWhitening(BatchTransform):
         credit = self.column(batch, "advantage_key")
         once = torch.ones_like(credit, dtype=torch.int64)
         weights = self.tokens(batch) if self.per == "token" else once
-        weights = weights * batch.get(COUNTED, once)
-        white = whiten(credit, weights, ddof=self.ddof, eps=self.eps, eps_mode=self.eps_mode)
+        people = population_of(batch, every=True)
+        everyone = people.take({"values": credit, "weights": weights * batch.get(COUNTED, once)})
+        white = people.put_back(whiten(**everyone, ddof=self.ddof, eps=self.eps, eps_mode=self.eps_mode))
         return batch.set(self.advantage_key, white.view_as(batch.get(self.advantage_key)))

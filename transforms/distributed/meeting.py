@@ -1,0 +1,100 @@
+"""Ranks meet: each says where it is or what it has to refuse, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from headrace.transforms.errors import BatchError, listing
+
+GO = "go"
+LONGEST = 8000  # characters of what is told
+
+
+class OtherRankError(BatchError):
+    """What one rank refused, raised on all of them."""
+
+
+class Meetings:
+    """The meetings of the ranks of a process group, numbered by the group's store.
+
+    All ranks come to a meeting before each exchange. Whoever comes about something else, or with something
+    to refuse, ends it for all; and so does who has waited for longer than `patience`. Who comes late finds
+    the decision and raises as well, so that all stay in step. A meeting is a handful of messages to the store
+    whatever the number of ranks.
+
+    Args:
+        group: of which this process is a rank.
+        patience: seconds to wait for the others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, patience: float):
+        self.size, self.rank, self.patience = dist.get_world_size(group), dist.get_rank(group), patience
+        self._store = group.get_group_store()
+
+    def meet(self, about: str, error: BaseException | None = None) -> None:
+        """Wait until all ranks are here about the same thing, or one of them ends the meeting.
+
+        Args:
+            about: equal on all ranks. Its first line says what they come to.
+            error: what this rank has to refuse.
+
+        Raises:
+            OtherRankError: a rank refuses, is about something else, or did not come.
+        """
+        number = self._store.add(f"headrace/{self.rank}", 1)
+        meeting = f"headrace/{number}"
+        if error is not None:
+            self._decide(meeting, f"rank {self.rank}: {error}")
+        else:
+            self._arrive(meeting, about)
+        self._wait(meeting, number, about.split("\n")[0])
+        decision = self._store.get(f"{meeting}/decision").decode()
+        if self.rank == 0:
+            for key in ("about", "here", "decision"):  # of the meeting before the last, which all have left
+                self._store.delete_key(f"headrace/{number - 2}/{key}")
+        if decision != GO:
+            raise OtherRankError(decision) from error
+
+    def _arrive(self, meeting: str, about: str) -> None:
+        first = self._store.compare_set(f"{meeting}/about", "", f"rank {self.rank}\n{about}").decode()
+        who, _, theirs = first.partition("\n")
+        if theirs != about:
+            self._decide(meeting, describe_difference(who, theirs, f"rank {self.rank}", about))
+        elif self._store.add(f"{meeting}/here", 1) == self.size:
+            self._decide(meeting, GO)
+
+    def _decide(self, meeting: str, decision: str) -> None:
+        """The first decision stands."""
+        self._store.compare_set(f"{meeting}/decision", "", decision[:LONGEST])
+
+    def _wait(self, meeting: str, number: int, about: str) -> None:
+        start = time.monotonic()
+        while not self._store.check([f"{meeting}/decision"]):
+            waited = time.monotonic() - start
+            if waited > self.patience:
+                came = [self._store.add(f"headrace/{rank}", 0) >= number for rank in range(self.size)]
+                absent = [f"rank {rank}" for rank in range(self.size) if not came[rank]]
+                self._decide(
+                    meeting,
+                    f"{listing(absent)} did not come to {about} within {self.patience:g} s (patience): is it "
+                    "hung, or has it fewer batches? All ranks give this batch up",
+                )
+            else:  # a tenth of what was waited already, so that the store is asked often only at first
+                time.sleep(min(max(waited / 10, 1e-4), 0.1))
+
+
+def describe_difference(who: str, theirs: str, me: str, mine: str) -> str:
+    """What two ranks are about, in words.
+
+    Example:
+        >>> describe_difference("rank 0", "a batch\\nepochs=1", "rank 1", "a batch\\nepochs=2")
+        'ranks must do the same with a batch: rank 0 has epochs=1, rank 1 has epochs=2'
+    """
+    lines = [text.split("\n") for text in (theirs, mine)]
+    if lines[0][0] != lines[1][0]:
+        return f"ranks must be at the same place: {who} is at {lines[0][0]}, {me} at {lines[1][0]}"
+    pairs = [pair for pair in zip(*lines, strict=False) if pair[0] != pair[1]]
+    one, other = pairs[0] if pairs else [f"{len(each)} lines" for each in lines]
+    return f"ranks must do the same with {lines[0][0]}: {who} has {one.strip()}, {me} has {other.strip()}"
