@@ -27,6 +27,10 @@ def gradient(policy, batch, **options) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
 
 
+def total(terms, _):
+    return total_loss(terms)
+
+
 @pytest.fixture
 def scene():
     """A policy in float64, and a processed batch on whose rows its ratios are not 1."""
@@ -96,9 +100,7 @@ def test_the_gradient_of_a_step_is_clipped(scene):
     policy, batch = scene
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
     before = torch.cat([p.detach().flatten() for p in policy.parameters()])
-    optimise(
-        [batch], loss, torch.optim.SGD(policy.parameters(), lr=1.0), reduce=total_loss, max_grad_norm=1e-3
-    )
+    optimise([batch], loss, torch.optim.SGD(policy.parameters(), lr=1.0), reduce=total, max_grad_norm=1e-3)
     after = torch.cat([p.detach().flatten() for p in policy.parameters()])
     assert (after - before).norm() == pytest.approx(1e-3, rel=1e-3)
 
@@ -118,7 +120,20 @@ def test_a_loss_without_weights_is_refused_unless_it_is_said_how_to_add_it_up(sc
         MissingKeyError, match=r"weighted_loss needs the key 'loss_weight'.*reduce=total_loss"
     ):
         optimise([batch.exclude("loss_weight")], loss, optimizer)
-    assert optimise([batch], loss, optimizer, reduce=total_loss) == 1
+    assert optimise([batch.exclude("loss_weight")], loss, optimizer, reduce=total_loss) == 1
+
+
+def test_a_sum_of_means_refuses_rows_that_carry_weights(scene):
+    """It would ignore them; a batch whose weights are folded into the advantage has none."""
+    policy, batch = scene
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    with pytest.raises(BatchError, match=r"the rows carry weights, 'loss_weight'.*set fold on LossWeight"):
+        optimise([batch], loss, optimizer, reduce=total_loss)
+    with pytest.raises(BatchError, match="the rows carry weights, 'w'"):
+        total_loss(loss(batch), batch.rename_key_("loss_weight", "w"), weight_key="w")
+    folded = LossWeight(fold="token_mean")(batch.exclude("w"))
+    assert optimise([folded], loss, optimizer, reduce=total_loss) == 1
 
 
 def test_a_gradient_that_is_not_finite_takes_no_step(scene):
@@ -127,7 +142,7 @@ def test_a_gradient_that_is_not_finite_takes_no_step(scene):
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
     before = [p.clone() for p in policy.parameters()]
     with pytest.raises(BatchError, match="gradient of a step must be finite; that of step 0"):
-        optimise([batch], loss, torch.optim.SGD(policy.parameters(), lr=1.0), reduce=total_loss)
+        optimise([batch], loss, torch.optim.SGD(policy.parameters(), lr=1.0), reduce=total)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 

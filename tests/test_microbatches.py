@@ -431,9 +431,9 @@ def test_resuming_with_another_batch_is_refused_and_can_be_tried_again():
     restored, _, rest = interrupted()
     with pytest.raises(BatchError, match=r"4 rows was interrupted after 1 minibatches.*this one has 6"):
         restored.minibatches(batch_of([2] * 6))
-    with pytest.raises(BatchError, match="this one has other rollout_ids"):
+    with pytest.raises(BatchError, match=r"'rollout_id' was \[0, 1, 2\] and 1 more and is \[50, 51, 52\]"):
         restored.minibatches(batch_of([2] * 4, first_id=50))
-    with pytest.raises(BatchError, match=r"had 2 minibatches, this one has 4.*epochs"):
+    with pytest.raises(BatchError, match="it is cut by other options: epochs was 1 and is 2"):
         restored.minibatches(batch_of([2] * 4), epochs=2)
     with pytest.raises(BatchError, match=r"go on with pipeline.minibatches\(batch\)"):
         restored(batch_of([2] * 4))
@@ -451,14 +451,6 @@ def test_a_state_from_before_the_first_minibatch_draws_the_same_orders():
     restored, seen, rest = interrupted(taken=0)
     assert seen == []
     assert [part["name"].tolist() for part in restored.minibatches(batch_of([2] * 4))] == rest
-
-
-def test_a_loop_that_is_left_has_done_with_the_batch():
-    first, second = (Pipeline({"split": ShuffleSplit(minibatches=2)}) for _ in "ab")
-    for _ in first.minibatches(batch_of([2] * 4)):
-        break
-    second.load_state_dict(first.state_dict())
-    assert len(list(second.minibatches(batch_of([2] * 6, first_id=50)))) == 2
 
 
 def test_what_follows_the_split_refusing_a_batch_undoes_what_was_carried():

@@ -98,17 +98,32 @@ def optimise(
     return steps
 
 
-def total_loss(terms: TensorDictBase, batch: TensorDictBase | None = None) -> Tensor:
-    """The sum of a loss module's ``loss_*`` entries, each a mean already; `batch` is not read.
+def total_loss(
+    terms: TensorDictBase,
+    batch: TensorDictBase | None = None,
+    *,
+    weight_key: NestedKey = "loss_weight",
+) -> Tensor:
+    """The sum of a loss module's ``loss_*`` entries, each a mean already.
+
+    Args:
+        terms: of the loss.
+        batch: of which it is; None: not looked at.
+        weight_key: a column that it must not have, since the sum would ignore the weights in it.
 
     Raises:
-        BatchError: an entry is per token.
+        BatchError: an entry is per token, or the batch carries weights.
 
     Example:
         >>> from tensordict import TensorDict
         >>> float(total_loss(TensorDict({"loss_objective": torch.tensor(2.0), "ESS": torch.tensor(1.0)})))
         2.0
     """
+    if batch is not None and has_key(batch, weight_key):
+        raise BatchError(
+            f"the rows carry weights, {weight_key!r} (weight_key), which a sum of means ignores: add up by "
+            "weighted_loss, set fold on LossWeight, or take the column out where it is not for the loss"
+        )
     losses = {k: value for k, value in terms.items() if k.startswith("loss_") and isinstance(value, Tensor)}
     if not losses:
         raise BatchError(f"a loss has entries named loss_*; found {sorted(map(str, terms.keys()))}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from typing import Any, NamedTuple
 
@@ -28,9 +27,28 @@ class InterruptedBatch(NamedTuple):
     """A batch that was left between its minibatches: by what it is known again, and how far it came."""
 
     rows: int
-    ids: str
     taken: int
-    minibatches: int
+    options: dict[str, Any] | None
+    """What its cut depended on, by name; None in a state of an earlier version."""
+    columns: dict[str, Tensor] | None
+    """(N, ...) on the CPU, its ids and rewards, by name; None as well."""
+    after: SplitState
+    """The state after it, for who gives up what is left of it."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """As dicts, tensors and lists."""
+        return self._asdict() | {"after": self.after.to_plain()}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any], before: SplitState) -> InterruptedBatch:
+        """What :meth:`to_plain` made dicts of.
+
+        A state of an earlier version does not know the batch well enough to go on with it. What was carried
+        until then is part of the batch, so that after it nothing is.
+        """
+        if "after" not in plain:
+            return cls(plain["rows"], plain["taken"], None, None, SplitState(before.calls + 1))
+        return cls(**plain | {"after": SplitState.from_plain(plain["after"])})
 
 
 class SplitState(NamedTuple):
@@ -46,89 +64,15 @@ class SplitState(NamedTuple):
     def to_plain(self) -> dict[str, Any]:
         """As dicts, tensors and lists, which ``torch.load`` reads without trusting the file."""
         plain: dict[str, Any] = {"calls": self.calls, "carried": to_plain(self.carried)}
-        return plain if self.interrupted is None else plain | {"batch": self.interrupted._asdict()}
+        return plain if self.interrupted is None else plain | {"batch": self.interrupted.to_plain()}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> SplitState:
         """What :meth:`to_plain` made dicts of."""
-        batch = plain.get("batch")
-        interrupted = None if batch is None else InterruptedBatch(**batch)
-        return cls(plain["calls"], from_plain(plain["carried"]), interrupted)
-
-
-class Progress:
-    """How far the minibatches of one batch have been taken.
-
-    Args:
-        before: the state before the batch's orders were drawn.
-        rows: of the batch.
-        ids: (N,) int64, by which the batch is known again; None: by its number of rows.
-    """
-
-    def __init__(self, before: SplitState, rows: int, ids: Tensor | None):
-        self.before, self.rows = before, rows
-        self.ids = None if ids is None else ids.clone()  # collectors use their memory again
-        self.taken, self.minibatches = 0, 0
-        self.begun = False  # minibatches are taken one by one
-        self.closed = False  # no more of them will be
-
-    def start(self, minibatches: int) -> None:
-        """Go on after those minibatches that were taken before an interruption.
-
-        Raises:
-            BatchError: the interrupted batch had another number of minibatches.
-        """
-        self.minibatches = minibatches
-        interrupted = self.before.interrupted
-        if interrupted is None:
-            return
-        if interrupted.minibatches != minibatches:
-            raise BatchError(
-                f"the interrupted batch had {interrupted.minibatches} minibatches, this one has "
-                f"{minibatches}: resume it with the same options and epochs"
-            )
-        self.taken = interrupted.taken
-
-    def check(self) -> None:
-        """Refuse a batch that is not the interrupted one. Reads the ids where there was an interruption.
-
-        Raises:
-            BatchError: it has other rows, or other ids.
-        """
-        interrupted = self.before.interrupted
-        if interrupted is None:
-            return
-        interruption = (
-            f"a batch of {interrupted.rows} rows was interrupted after {interrupted.taken} minibatches"
-        )
-        if interrupted.rows != self.rows:
-            raise BatchError(
-                f"{interruption}; to go on with the others give it again: this one has {self.rows} rows"
-            )
-        if interrupted.ids != self._fingerprint():
-            raise BatchError(
-                f"{interruption}; to go on with the others give it again: this one has other rollout_ids"
-            )
-
-    def state(self, after: SplitState) -> SplitState:
-        """What to save now. Reads the ids in the middle of the batch.
-
-        Args:
-            after: the state after the batch.
-        """
-        if self.closed or 0 < self.minibatches <= self.taken:
-            return after
-        before = self.before._replace(interrupted=None)
-        if self.taken == 0:
-            return before
-        batch = InterruptedBatch(self.rows, self._fingerprint(), self.taken, self.minibatches)
-        return before._replace(interrupted=batch)
-
-    def _fingerprint(self) -> str:
-        """What distinguishes this batch from another."""
-        if self.ids is None:
-            return ""
-        return hashlib.blake2b(self.ids.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+        state, batch = cls(plain["calls"], from_plain(plain["carried"])), plain.get("batch")
+        if batch is None:
+            return state
+        return state._replace(interrupted=InterruptedBatch.from_plain(batch, state))
 
 
 def with_carried(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
@@ -68,3 +68,7 @@ class CutOptions:
     def measures(self) -> bool:
         """Whether the lengths of rows matter."""
         return self.max_tokens is not None or self.balance != "none"
+
+    def plain(self) -> dict[str, Any]:
+        """What an order and its cut follow from, by name; the process group is no part of that."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "process_group"}

@@ -20,11 +20,12 @@ from headrace.transforms.rows import device_of, take_rows
 from headrace.transforms.schema import ROW
 from headrace.transforms.seeds import stream_seed
 
-from .checkpoint import Progress, SplitState
+from .checkpoint import SplitState
 from .cut_options import CutOptions
 from .gather import mark
 from .minibatches import Cut, Remainder, shuffle_split
 from .plan import Dealt, Plan, deal_minibatches, make_plan, measure
+from .progress import Progress
 
 
 class Draw(NamedTuple):
@@ -92,12 +93,8 @@ def draw_nothing(cut: CutOptions) -> None:
 def conclude(
     batch: TensorDictBase, plans: list[Plan], lengths: Tensor, cut: CutOptions, progress: Progress
 ) -> Draw:
-    """What follows from the plans of a batch: who is left or carried, its numbers, and the state after it.
-
-    Raises:
-        BatchError: the batch to resume had another number of minibatches.
-    """
-    progress.start(sum(len(plan.sizes) for plan in plans))
+    """What follows from the plans of a batch: who is left or carried, its numbers, and the state after it."""
+    progress.minibatches = sum(len(plan.sizes) for plan in plans)
     before = progress.before
     verdict = judge_rows(plans, len(batch), cut.remainder)
     carried = (verdict == 2).nonzero().flatten().to(device_of(batch))
@@ -105,7 +102,7 @@ def conclude(
     measured = measure(plans[-1], lengths if cut.measures else None, cut.max_tokens)
     measured["left"] = float((verdict > 0).sum())
     if cut.remainder == "carry":
-        measured["carried_in"] = float(len(batch) - progress.rows)
+        measured["carried_in"] = float(len(batch) - progress.known_by.rows)
     after = SplitState(before.calls + len(plans), kept)
     return Draw(batch, plans, verdict.to(device_of(batch)), measured, after, progress)
 

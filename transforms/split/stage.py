@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +13,20 @@ from torch import Tensor
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.distributed import refuse_together, resolve_group
 from headrace.transforms.options import nested_key
-from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, has_key, unit_keys
+from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
 
-from .checkpoint import Progress, SplitState, Turn, with_carried
+from .checkpoint import SplitState, with_carried
 from .cut_options import CutOptions, Oversized
 from .draw import Draw, conclude, draw_nothing, draw_plans
 from .gather import LossColumns
+from .memory import SplitMemory
 from .microbatches import Balance
 from .minibatches import Remainder
+from .progress import KnownBy, Progress, identifying_columns
 from .steps import OptimiserSteps
 
 
-class ShuffleSplit(BatchTransform):
+class ShuffleSplit(SplitMemory, BatchTransform):
     """Order the rows at random, and cut them into minibatches, ranks and micro-batches.
 
     A minibatch is one optimiser step, a micro-batch one forward and backward of it. What it promises:
@@ -43,7 +44,8 @@ class ShuffleSplit(BatchTransform):
     :func:`split_minibatches` and :func:`split_microbatches` yield views. In a pipeline the minibatches are
     gathered one at a time, views where the rows are in order already. ``state_dict`` holds the number of
     draws, carried rows, and how many minibatches of the batch at hand were taken: a restored run draws the
-    same orders and, given that batch again, yields the minibatches that were not taken.
+    same orders and, given that batch again, yields those that were not, or :meth:`give_up` lets go of them.
+    It refuses another batch, known by its ids and rewards, and another cut; each rank saves its own state.
 
     Reads `rollout_key` or `group_key` by `unit`, and `length_key` to balance or keep a budget. Its verdicts
     are 1 ``remainder`` and 2 ``carried``. Device reads: the unit ids, and the lengths.
@@ -70,6 +72,7 @@ class ShuffleSplit(BatchTransform):
         seed: of the order.
         rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
         group_key: (N,) or (N, 1) int.
+        reward_key: (N, ...) float, by which, as by ids, an interrupted batch is known again.
         length_key: (N, T) bool, True at tokens that cost something.
         loss_mask_key: (N, T) bool, becomes False where a row is padding.
         log_prob_key: (N, T) float, becomes NaN there; None: not touched.
@@ -112,6 +115,7 @@ class ShuffleSplit(BatchTransform):
         seed: int = 0,
         rollout_key: NestedKey | None = "rollout_id",
         group_key: NestedKey = "group_id",
+        reward_key: NestedKey = ("next", "reward"),
         length_key: NestedKey = ("masks", "all_attention_mask"),
         loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
         log_prob_key: NestedKey | None = ("log_probs", "full"),
@@ -124,14 +128,15 @@ class ShuffleSplit(BatchTransform):
         self.unit, self.shuffle, self.seed = unit, shuffle, seed
         self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
         self.length_key, self.weight_key = nested_key(length_key), nested_key(weight_key)
+        self.reward_key = nested_key(reward_key)
         self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
         lengths = self.length_key if self.cut.measures else None
-        super().__init__(
+        SplitMemory.__init__(self)
+        BatchTransform.__init__(
+            self,
             [*unit_keys(unit, self.rollout_key, self.group_key), lengths],
             [MINIBATCH, MICROBATCH, *([RANK] if ranks > 1 else [])],
         )
-        self.state, self.turn = SplitState(), Turn()
-        self._progress: Progress | None = None  # of the batch accepted last
 
     @property
     def cut(self) -> CutOptions:
@@ -157,8 +162,9 @@ class ShuffleSplit(BatchTransform):
             state: before the batch: ``split.state``, which is used within ``with split.turn``.
             epochs: passes, ≥ 1.
         """
-        known_by = self.ids(batch, "rollout") if has_key(batch, self.rollout_key) else None
-        progress, cut = Progress(state, len(batch), known_by), self.cut
+        cut, columns = self.cut, identifying_columns(batch, self.reward_key)
+        cut_by = cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
+        progress = Progress(state, KnownBy(len(batch), cut_by, columns))
         with refuse_together(resolve_group(self.process_group)):
             progress.check()
             if state.carried is not None:
@@ -182,16 +188,8 @@ class ShuffleSplit(BatchTransform):
         steps = OptimiserSteps(list(passes), self.rank if self.ranks > 1 else None, columns, draw.progress)
         if whole:
             steps.refuse_to_resume()
-        self.state, self._progress = draw.state, draw.progress
+        self.remember(draw.state, draw.progress)
         return steps
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """What ``state_dict`` saves; in the middle of a batch, the state before it and how far it came."""
-        return (self._progress.state(self.state) if self._progress else self.state).to_plain()
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.state, self._progress = SplitState.from_plain(state), None
 
     def _lengths(self, batch: TensorDictBase) -> Tensor:
         """(N,) int64 on the CPU, tokens a row; 0 where nobody asks."""

@@ -9,9 +9,9 @@ from tensordict import TensorDictBase
 
 from headrace.transforms.errors import BatchError
 
-from .checkpoint import Progress
 from .gather import LossColumns, check_padding, take_span
 from .plan import Plan
+from .progress import Progress
 
 
 class OptimiserSteps:
@@ -43,19 +43,20 @@ class OptimiserSteps:
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Gather one minibatch after the other, but those that were taken before an interruption.
 
-        An iterator that is closed before its end, as a loop does that is left by ``break`` or an exception,
-        has done with the batch, until another is begun.
+        A minibatch counts as taken when it is handed out. A loop that is left by ``break`` or an exception
+        leaves the batch in the middle: the two look the same from here.
         """
         places = [(batch, plan, span) for batch, plan in self.passes for span in plan.spans(self.rank)]
         taken = self.resumed_after
-        self.progress.taken, self.progress.closed, self.progress.begun = taken, False, True
+        self.progress.taken, self.progress.begun, self.progress.done = taken, True, False
+        self.progress.open += 1
         try:
             for batch, plan, span in places[taken:]:
                 taken += 1
                 self.progress.taken = taken
                 yield take_span(batch, plan, span, self.columns)
         finally:
-            self.progress.closed = True
+            self.progress.open -= 1
 
     def refuse_to_resume(self) -> None:
         """Refuse a batch of which some minibatches were taken before an interruption.
@@ -78,7 +79,7 @@ class OptimiserSteps:
         """
         self.refuse_to_resume()
         if len(self.passes) == 1 and not self.progress.begun:
-            self.progress.closed = True
+            self.progress.done = True
         batch, plan = self.passes[0]
         if self.rank is None:
             return take_span(batch, plan, slice(0, len(plan.order)), self.columns)

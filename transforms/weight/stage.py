@@ -96,6 +96,7 @@ class LossWeight(BatchTransform):
     """
 
     keeps_rows = True
+    counts_tokens = True
 
     def __init__(
         self,

@@ -1,0 +1,77 @@
+"""The ledger against a loop over the minibatches: what they train, and only that, is booked as trained."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from batches import batch_of
+from composed import composed
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import LossWeight, ShuffleSplit
+
+ROOT = Path(__file__).parent.parent
+MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
+NAMES = sorted(
+    str(path.relative_to(ROOT / "conf" / "pipeline").with_suffix(""))
+    for path in (ROOT / "conf" / "pipeline").rglob("*.yaml")
+)
+
+
+def batch_for(recipe: str, start: int = 0):
+    """Twelve groups of two to four rollouts, one without spread; rows without a token, or with NaN."""
+    rng = np.random.default_rng(3)
+    groups = np.repeat(np.arange(12), [3, 2, 4, 2, 3, 4, 2, 2, 3, 4, 2, 3])
+    rewards = rng.integers(0, 3, len(groups)).astype(float)
+    rewards[groups == 4] = 1.0
+    batch = batch_of(rewards.tolist(), (groups + start).tolist(), tokens=5)
+    batch["rollout_id"] += 100 * start
+    batch["expected_rollouts"] = torch.tensor([int((groups == g).sum()) for g in groups])
+    batch["state_id"] = torch.arange(len(groups)) // 2
+    batch[MASK][[2, 11]] = False
+    batch[LOG_PROBS][[5, 20]] = float("nan")
+    batch[LOG_PROBS][7, 0] = float("nan")
+    if recipe.endswith("gdpo"):
+        batch["next", "reward"] = torch.stack(
+            [batch["next", "reward"].flatten(), torch.tensor(rewards) ** 2], 1
+        )
+    return batch
+
+
+@cache
+def stages_of(recipe: str) -> dict:
+    return dict(composed(f"pipeline={recipe}").stages.items())
+
+
+def trained_in(run, *, weighs: bool) -> set[int]:
+    """Rows with a token in the loss, and a weight, in some minibatch: one after another."""
+    found = set()
+    for part in run.minibatches():
+        trains = (part[MASK] & part[LOG_PROBS].isfinite()).any(1)
+        if weighs:
+            trains &= part["loss_weight"] != 0
+        found |= set(part["headrace", "row"][trains].tolist())
+    assert -1 not in found, "padding has no token in the loss"
+    return found
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+@pytest.mark.parametrize("remainder", ["drop", "uneven", "pad", "carry"])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("as/")) for name in NAMES]
+)
+def test_what_is_booked_as_trained_is_what_the_minibatches_train(recipe, remainder, epochs):
+    stages = stages_of(recipe)
+    for fold in ("none", "sum", "token_mean"):
+        weight = stages["weight"]
+        split = ShuffleSplit(minibatches=5, remainder=remainder, microbatches=2)
+        weight = LossWeight(unit=weight.unit, length=weight.length, fold=fold)
+        pipeline = Pipeline(stages | {"split": split, "weight": weight})
+        for start in (0, 50):
+            run = pipeline.run(batch_for(recipe, start), epochs=epochs)
+            booked = (run.ledger.reason == 0).nonzero().flatten().tolist()
+            assert booked == sorted(trained_in(run, weighs=fold == "none")), fold

@@ -1,0 +1,280 @@
+"""A state taken in the middle of a batch goes on with that batch and that cut alone, or gives it up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batches import batch_of
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import BatchError, LossWeight, ShuffleSplit
+
+ROWS = 16
+
+
+def make(**options) -> Pipeline:
+    return Pipeline({"split": ShuffleSplit(**({"minibatches": 4} | options)), "weight": LossWeight()})
+
+
+def sixteen(start: int = 0) -> TensorDict:
+    """Eight rollouts of two rows, in four groups."""
+    rewards = [float(row % 3) for row in range(ROWS)]
+    batch = batch_of(rewards, [row // 4 + start for row in range(ROWS)], tokens=3)
+    batch["rollout_id"] = torch.arange(ROWS) // 2 + start
+    batch["prompt"] = torch.arange(ROWS) // 4 % 3
+    return batch
+
+
+def rows_of(parts) -> list[list[int]]:
+    return [part["headrace", "row"].tolist() for part in parts]
+
+
+def left_in_the_middle(batch: TensorDict, taken: int = 1, epochs: int = 1, **options) -> tuple[dict, list]:
+    """The state after so many minibatches, and the rows of the others."""
+    pipeline = make(**options)
+    stream = pipeline.minibatches(batch, epochs=epochs)
+    for _ in range(taken):
+        next(stream)
+    return pipeline.state_dict(), rows_of(stream)
+
+
+CHANGES = [
+    ({"seed": 1}, "seed was 0 and is 1"),
+    ({"shuffle": False}, "shuffle was True and is False"),
+    ({"unit": "sample"}, "unit was 'rollout' and is 'sample'"),
+    ({"unit": "group"}, "unit was 'rollout' and is 'group'"),
+    ({"ranks": 2, "rank": 0}, "ranks was 1 and is 2, rank was None and is 0"),
+    ({"minibatches": 2}, "minibatches was 4 and is 2"),
+    ({"minibatches": None, "minibatch_size": 2}, "minibatch_size was None and is 2"),
+    ({"remainder": "drop"}, "remainder was 'raise' and is 'drop'"),
+    ({"microbatches": 2}, "microbatches was None and is 2"),
+    ({"microbatch_size": 2}, "microbatch_size was None and is 2"),
+    ({"max_tokens": 9}, "max_tokens was None and is 9"),
+    ({"balance": "tokens"}, "balance was 'none' and is 'tokens'"),
+    ({"multiple_of": 2}, "multiple_of was 1 and is 2"),
+    ({"rollout_key": "group_id"}, "keys was .*rollout_id.* and is .*group_id"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES, ids=[str(change) for change, _ in CHANGES])
+def test_a_state_goes_on_with_the_same_cut_alone_and_says_what_differs(change, message):
+    state, _ = left_in_the_middle(sixteen())
+    restored = make(**change)
+    restored.load_state_dict(state)
+    with pytest.raises(BatchError, match=rf"interrupted after 1 minibatches.*{message}"):
+        restored.minibatches(sixteen())
+
+
+def test_the_epochs_and_the_rank_are_part_of_the_cut():
+    state, _ = left_in_the_middle(sixteen(), ranks=2, rank=0)
+    restored = make(ranks=2, rank=1)
+    restored.load_state_dict(state)
+    with pytest.raises(BatchError, match="rank was 0 and is 1, epochs was 1 and is 2"):
+        restored.minibatches(sixteen(), epochs=2)
+
+
+def reward_of_row_5(batch):
+    batch["next", "reward"][5] = 9.0
+
+
+def groups_swapped(batch):
+    batch["group_id"] = batch["group_id"].flip(0)
+
+
+def other_prompts(batch):
+    batch["prompt"] = batch["prompt"] + 1
+
+
+def no_prompts(batch):
+    del batch["prompt"]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (reward_of_row_5, r"\('next', 'reward'\).* was \[2.0\] and is \[9.0\] at rows \[5\]"),
+        (groups_swapped, r"'group_id' was \[0, 0, 0\] and 13 more and is \[3, 3, 3\] and 13 more"),
+        (other_prompts, "'prompt' was"),
+        (no_prompts, "'prompt' is a column of only one of them"),
+    ],
+)
+def test_a_batch_of_the_same_size_and_rollout_ids_is_not_the_same_batch(change, message, ragged):
+    state, rest = left_in_the_middle(sixteen())
+    restored, other = make(), sixteen()
+    restored.load_state_dict(state)
+    change(other)
+    with pytest.raises(BatchError, match=message):
+        restored.minibatches(lazy_stack(list(other.unbind(0))) if ragged else other)
+    assert rows_of(restored.minibatches(sixteen())) == rest
+
+
+def test_rewards_that_were_computed_again_may_differ_in_their_last_digits():
+    state, rest = left_in_the_middle(sixteen())
+    restored, again = make(), sixteen()
+    again["next", "reward"] *= 1 + 1e-6
+    restored.load_state_dict(state)
+    assert rows_of(restored.minibatches(again)) == rest
+
+
+def test_a_state_in_the_middle_is_loaded_without_trust(tmp_path):
+    state, rest = left_in_the_middle(sixteen(), taken=2)
+    torch.save(state, tmp_path / "state.pt")
+    restored = make()
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert rows_of(restored.minibatches(sixteen())) == rest
+
+
+# -- giving up --------------------------------------------------------------------------------------
+
+
+@given(
+    units=st.integers(4, 9),
+    taken=st.integers(1, 5),
+    epochs=st.integers(1, 2),
+    saved=st.booleans(),
+    remainder=st.sampled_from(["carry", "uneven", "drop"]),
+)
+def test_what_is_given_up_is_never_trained_and_nothing_is_trained_twice(
+    units, taken, epochs, saved, remainder
+):
+    """Three batches, the second given up in its middle: lost is what it had not handed out, and no more."""
+
+    def batch(number):
+        return TensorDict(
+            {"rollout_id": torch.arange(units) + 100 * number, "name": torch.arange(units) + 100 * number},
+            batch_size=[units],
+        )
+
+    def make_split():
+        return Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder=remainder)})
+
+    pipeline = make_split()
+    before = [part["name"].tolist() for part in pipeline.minibatches(batch(1), epochs=epochs)]
+    stream = pipeline.minibatches(batch(2), epochs=epochs)
+    begun = [part["name"].tolist() for _, part in zip(range(taken), stream, strict=False)]
+    if saved:
+        restored = make_split()
+        restored.load_state_dict(pipeline.state_dict())
+        pipeline = restored
+    pipeline.stages["split"].give_up()
+    given_up = pipeline.state_dict()
+    lost = [name for part in stream for name in part["name"].tolist()]
+    after = [part["name"].tolist() for part in pipeline.minibatches(batch(3), epochs=epochs)]
+    passes = [sum(part.count(name) for part in [*before, *begun, *after]) for name in range(400)]
+    assert max(passes) <= epochs
+    waiting = pipeline.stages["split"].state.carried
+    kept = {name for part in [*before, *begun, *after] for name in part}
+    kept |= set() if waiting is None else set(waiting["name"].tolist())
+    came = {name for number in (1, 2, 3) for name in batch(number)["name"].tolist()}
+    if remainder != "drop":
+        assert came - kept <= set(lost)
+    twin = make_split()
+    twin.load_state_dict(given_up)
+    assert [part["name"].tolist() for part in twin.minibatches(batch(3), epochs=epochs)] == after
+
+
+def test_the_error_says_how_to_give_up_and_then_another_batch_is_welcome():
+    state, _ = left_in_the_middle(sixteen())
+    restored = make()
+    restored.load_state_dict(state)
+    with pytest.raises(
+        BatchError, match=r"give_up\(\): in a pipeline, pipeline\.stages\['split'\]\.give_up\(\)"
+    ):
+        restored.minibatches(sixteen(start=50))
+    restored.stages["split"].give_up()
+    assert len(list(restored.minibatches(sixteen(start=50)))) == 4
+
+
+def test_giving_up_without_an_interruption_changes_nothing():
+    pipeline, twin = make(), make()
+    for each in (pipeline, twin):
+        list(each.minibatches(sixteen()))
+    pipeline.stages["split"].give_up()
+    assert repr(pipeline.state_dict()) == repr(twin.state_dict())
+
+
+# -- states of the version before -------------------------------------------------------------------
+
+
+def test_a_state_of_the_version_before_is_read_between_batches_and_refused_in_the_middle():
+    old = {"calls": 1, "carried": None}
+    split = ShuffleSplit(minibatches=4)
+    split.set_extra_state(old)
+    assert split.state.calls == 1
+    assert split.get_extra_state() == old
+    batch = {"rows": ROWS, "ids": "0123", "taken": 1, "minibatches": 4}
+    split.set_extra_state(old | {"batch": batch})
+    with pytest.raises(BatchError, match=r"16 rows was interrupted after 1 minibatches.*an earlier version"):
+        split(sixteen())
+    split.give_up()
+    assert split.state.calls == 2
+    assert len(split(sixteen())) == ROWS
+
+
+# -- loops that are left ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["break", "exception"])
+def test_a_loop_that_is_left_leaves_the_batch_in_the_middle(how):
+    """From inside an iterator the two look the same; rows are not given up unless somebody says so."""
+    pipeline, orders = make(), rows_of(make().minibatches(sixteen()))
+    try:
+        for _ in pipeline.minibatches(sixteen()):
+            if how == "break":
+                break
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    restored = make()
+    restored.load_state_dict(pipeline.state_dict())
+    assert rows_of(restored.minibatches(sixteen())) == orders[1:]
+    pipeline.stages["split"].give_up()
+    restored.load_state_dict(pipeline.state_dict())
+    assert len(list(restored.minibatches(sixteen(start=50)))) == 4
+
+
+def test_a_batch_that_was_left_does_not_hinder_the_next():
+    pipeline = make()
+    for _ in pipeline.minibatches(sixteen()):
+        break
+    list(pipeline.minibatches(sixteen(start=50)))
+    restored = make()
+    restored.load_state_dict(pipeline.state_dict())
+    assert restored.stages["split"].state.calls == 2
+
+
+def test_a_batch_without_minibatches_is_done_with():
+    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=20, remainder="carry")})
+    pipeline.run(sixteen())
+    restored = Pipeline({"split": ShuffleSplit(minibatch_size=20, remainder="carry")})
+    restored.load_state_dict(pipeline.state_dict())
+    assert len(restored.stages["split"].state.carried) == ROWS
+
+
+def test_a_state_is_not_saved_in_the_middle_of_two_batches():
+    """As when two pipelines share one split: one of the two would be forgotten."""
+    split = ShuffleSplit(minibatches=4)
+    first, second = (Pipeline({"split": split, "weight": LossWeight()}) for _ in "ab")
+    one = first.minibatches(sixteen())
+    next(one)
+    two = second.minibatches(sixteen(start=50))
+    for pipeline in (first, second):
+        with pytest.raises(BatchError, match="iterators of several are open"):
+            pipeline.state_dict()
+    next(two)
+    list(one)
+    state = second.state_dict()
+    restored = make()
+    restored.load_state_dict(state)
+    assert rows_of(restored.minibatches(sixteen(start=50))) == rows_of(two)
+    third = first.minibatches(sixteen())
+    next(third)
+    fourth = second.minibatches(sixteen(start=50))
+    next(fourth)
+    split.give_up()
+    restored.load_state_dict(second.state_dict())
+    assert restored.stages["split"].state.calls == 4
