@@ -36,7 +36,9 @@ class Population:
         self.rows, self.ranks = SomeRows(chosen), ranks
         self._own = slice(None)  # this rank's rows among those of all
 
-    def take(self, columns: Mapping[str, Tensor], ids: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def take(
+        self, columns: Mapping[str, Tensor], ids: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """(N, ...) → (M, ...) each, in order of rank. Over ranks an exchange; all take part in it.
 
         Args:
@@ -64,7 +66,7 @@ class Population:
         """Rules of the M rows, in the row numbers of this batch or, over ranks, in those of all."""
         if self.ranks is None:
             return self.rows.rules(rules)
-        note = f" (Rows are numbered over all ranks; those of rank {self.ranks.rank} begin at {self._own.start}.)"
+        note = f" (Rows are numbered over all ranks, from {self._own.start} on rank {self.ranks.rank}.)"
         if self.ranks.shared_ids == "different":
             note += " (An id is written behind the number of its rank.)"
         return [rule._replace(message=rule.message.removesuffix(note) + note) for rule in rules]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.distributed import (
-    agree_on_counts,
-    raise_together,
-    refuse_together,
-    resolve_group,
-)
-from headrace.transforms.errors import BatchError
+from headrace.transforms.distributed import Ranks, present_ranks
+from headrace.transforms.errors import BatchError, listing
+from headrace.transforms.ids import first_row
 from headrace.transforms.rows import device_of, take_rows
 from headrace.transforms.schema import ROW
 from headrace.transforms.seeds import stream_seed
@@ -52,8 +49,8 @@ def draw_plans(
 ) -> list[Plan]:
     """Draw an order of the rows for each pass, and cut it.
 
-    Under ``carry`` the first order says who is carried, and the others are orders of the rest. The ranks of a
-    process group refuse together, and agree on the number of micro-batches.
+    Under ``carry`` the first order says who is carried, and the others are orders of the rest. Ranks that
+    share the batch take as many optimiser steps as one another, each of as many micro-batches.
 
     Args:
         ids: (N,) int64 on the CPU, which rows are one unit; None: each is one.
@@ -63,31 +60,77 @@ def draw_plans(
         epochs: passes, ≥ 1.
 
     Raises:
-        BatchError: as :func:`shuffle_split` and :func:`make_plan`; what another rank refuses.
+        BatchError: as :func:`shuffle_split` and :func:`make_plan`; ranks that have not as many steps.
     """
-    group = resolve_group(cut.process_group)
-    with refuse_together(group):
-        if cut.oversized == "raise" and cut.max_tokens is not None:
-            _check_oversized(lengths, cut.max_tokens)
-        orders = _draw_orders(ids, len(lengths), cut, calls, epochs)
-        dealt = [_deal(order, lengths, cut) for order in orders]
-    if group is not None:
-        most = [agree_on_counts([len(ranks[0]) for ranks in each], group) for each in dealt]
-        dealt = [_deal(order, lengths, cut, counts) for order, counts in zip(orders, most, strict=True)]
+    if cut.oversized == "raise" and cut.max_tokens is not None:
+        _check_oversized(lengths, cut.max_tokens)
+    orders = _draw_orders(ids, len(lengths), cut, calls, epochs)
+    dealt = [_deal(order, lengths, cut) for order in orders]
+    if (ranks := present_ranks()) is not None:
+        counts = agree_on_counts([[len(of_rank[0]) for of_rank in each] for each in dealt], cut, ranks)
+        orders = [_with_empty(order, len(most)) for order, most in zip(orders, counts, strict=True)]
+        dealt = [_deal(order, lengths, cut, most) for order, most in zip(orders, counts, strict=True)]
     pad, level = cut.remainder == "pad", cut.max_tokens is None
-    with refuse_together(group):
-        return [
-            make_plan(order, each, ranks=cut.ranks, pad=pad, level=level)
-            for order, each in zip(orders, dealt, strict=True)
-        ]
+    return [
+        make_plan(order, each, ranks=cut.ranks, pad=pad, level=level)
+        for order, each in zip(orders, dealt, strict=True)
+    ]
 
 
-def draw_nothing(cut: CutOptions) -> None:
-    """What a rank without rows says to the others, in place of reading its rows and :func:`draw_plans`."""
-    if (group := resolve_group(cut.process_group)) is not None:
-        raise_together(None, group)
-        raise_together(None, group)
-        agree_on_counts([], group)
+def agree_on_counts(counts: list[list[int]], cut: CutOptions, ranks: Ranks) -> list[list[int]]:
+    """By pass and optimiser step, the largest number of micro-batches that a rank has.
+
+    A rank that has no rows for a step takes part in it without any: one that has no rows at all, or where
+    the number of steps is given, fewer units than that.
+
+    Args:
+        counts: by pass and optimiser step, the number of this rank's micro-batches.
+        cut: how.
+        ranks: that share the batch.
+
+    Raises:
+        BatchError: on every rank alike, where ranks have rows for other numbers of steps.
+    """
+    by_rank = ranks.gather_objects(counts)
+    steps = [len(of_rank[0]) for of_rank in by_rank]
+    if cut.minibatches is None and len(set(steps) - {0}) > 1:
+        raise BatchError(
+            f"every rank takes as many optimiser steps; by rank there are {steps} minibatches: give all "
+            "ranks as many units, or set minibatches=K in place of minibatch_size"
+        )
+    passes = zip(*by_rank, strict=True)
+    return [[max(step) for step in zip_longest(*of_ranks, fillvalue=0)] for of_ranks in passes]
+
+
+def refuse_torn(ids: Tensor, unit: str, cut: CutOptions, ranks: Ranks) -> None:
+    """Refuse units with rows on several ranks, where each rank draws minibatches of its own.
+
+    Args:
+        ids: (N,) int64, the units of this rank's rows.
+        unit: what they are.
+        cut: how.
+        ranks: that share the batch.
+
+    Raises:
+        BatchError: on every rank alike, with the ids.
+    """
+    if cut.minibatches == 1 or ranks.shared_ids in (None, "different"):
+        return
+    number = torch.full_like(ids, ranks.rank)
+    found = ranks.gather([number], {f"{unit}s": ids}).columns
+    first = first_row(found[1])
+    torn = found[1][found[0].index_select(0, first) != found[0]].unique().tolist()
+    if torn:
+        raise BatchError(
+            f"{unit}s {listing(map(str, torn))} have rows on more than one rank, and each rank draws its own "
+            "minibatches: they would be in several optimiser steps. Keep the rows of a "
+            f"{unit} on one rank, or set split.minibatches=1"
+        )
+
+
+def _with_empty(order: Cut, steps: int) -> Cut:
+    """An order with empty minibatches behind it, for the steps that only other ranks have rows for."""
+    return order._replace(sizes=order.sizes + [0] * (steps - len(order.sizes)))
 
 
 def conclude(

@@ -102,21 +102,18 @@ def make_plan(cut: Cut, dealt: Dealt, *, ranks: int, pad: bool, level: bool) -> 
     order, padding, sizes = [], [], []
     for number, (rows, each) in enumerate(zip(minibatches, dealt, strict=True)):
         microbatches = [microbatch for passes in each for microbatch in passes]
-        if not pad and any(len(microbatch) == 0 for microbatch in microbatches):
+        if not pad and len(rows) and any(len(microbatch) == 0 for microbatch in microbatches):
             raise BatchError(
                 f"minibatch {number} has {len(rows)} rows for {ranks} ranks × {len(each[0])} micro-batches, "
                 "and none may be empty: set remainder='pad', or make minibatches larger"
             )
         for microbatch in microbatches:
-            short = max(full - len(microbatch), 0) if pad else 0
-            order.append(torch.cat([rows[microbatch], rows[:1].expand(short)]))
+            some = torch.cat([rows[:1], cut.order[:1]])[:1]  # a rank may have no row for this minibatch
+            short = max(full - len(microbatch), 0) if pad and len(some) else 0
+            order.append(torch.cat([rows[microbatch], some.expand(short)]))
             padding.append(torch.arange(len(microbatch) + short) >= len(microbatch))
-        sizes.append(
-            [
-                [max(len(microbatch), full) if pad else len(microbatch) for microbatch in passes]
-                for passes in each
-            ]
-        )
+        filled = full if pad and len(cut.order) else 0
+        sizes.append([[max(len(microbatch), filled) for microbatch in passes] for passes in each])
     nothing = cut.order[:0]
     return Plan(torch.cat([nothing, *order]), torch.cat([nothing.bool(), *padding]), sizes, cut.left)
 

@@ -11,13 +11,13 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.distributed import refuse_together, resolve_group
+from headrace.transforms.distributed import present_ranks
 from headrace.transforms.options import nested_key
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
 
 from .checkpoint import SplitState, with_carried
 from .cut_options import CutOptions, Oversized
-from .draw import Draw, conclude, draw_nothing, draw_plans
+from .draw import Draw, conclude, draw_plans, refuse_torn
 from .gather import LossColumns
 from .memory import SplitMemory
 from .microbatches import Balance
@@ -143,10 +143,6 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         """The options that name no column, checked."""
         return CutOptions(*(getattr(self, option.name) for option in fields(CutOptions)))
 
-    def apply_to_nothing(self, batch: TensorDictBase) -> None:
-        """Let the other ranks know that this one has no rows."""
-        draw_nothing(self.cut)
-
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Gather all rows in order."""
         with self.turn:
@@ -165,13 +161,16 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         cut, columns = self.cut, identifying_columns(batch, self.reward_key)
         cut_by = cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
         progress = Progress(state, KnownBy(len(batch), cut_by, columns))
-        with refuse_together(resolve_group(self.process_group)):
-            progress.check()
-            if state.carried is not None:
-                unit = "group" if self.unit == "group" else "rollout"
-                batch = with_carried(batch, state.carried, getattr(self, f"{unit}_key"), unit)
-            ids = None if self.unit == "sample" else self.ids(batch, self.unit).cpu()
-            lengths = self._lengths(batch)
+        progress.check()
+        if state.carried is not None:
+            unit = "group" if self.unit == "group" else "rollout"
+            batch = with_carried(batch, state.carried, getattr(self, f"{unit}_key"), unit)
+        ids, lengths = self._units(batch), self._lengths(batch)
+        if (ranks := present_ranks()) is not None:
+            ranks.meet(f"{state.calls} draws before, and {progress.taken} minibatches taken")
+            if ids is not None:
+                refuse_torn(ids, self.unit, cut, ranks)
+        ids = None if ids is None else ids.cpu()
         plans = draw_plans(ids, lengths, cut, calls=state.calls, epochs=epochs)
         return conclude(batch, plans, lengths, cut, progress)
 
@@ -188,8 +187,14 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         steps = OptimiserSteps(list(passes), self.rank if self.ranks > 1 else None, columns, draw.progress)
         if whole:
             steps.refuse_to_resume()
+        if (ranks := present_ranks()) is not None:
+            ranks.meet("to accept the draw")  # none remembers a batch that another refuses
         self.remember(draw.state, draw.progress)
         return steps
+
+    def _units(self, batch: TensorDictBase) -> Tensor | None:
+        """(N,) int64, which rows are one unit; None: each is one."""
+        return None if self.unit == "sample" else self.ids(batch, self.unit)
 
     def _lengths(self, batch: TensorDictBase) -> Tensor:
         """(N,) int64 on the CPU, tokens a row; 0 where nobody asks."""

@@ -10,20 +10,16 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import Rule, enforce
+from headrace.transforms.checks import Rule
 from headrace.transforms.distributed import (
+    Ranks,
     SharedIds,
     check_one_way,
-    gather_columns,
-    raise_together,
-    refuse_together,
-    resolve_group,
-    tell_apart,
+    present_ranks,
 )
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import first_row, sum_by
 from headrace.transforms.options import as_dtype, nested_key, one_of
-from headrace.transforms.rows import device_of
 from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, RANK, has_key, require
 from headrace.transforms.tokens import loss_tokens
 
@@ -135,26 +131,14 @@ class LossWeight(BatchTransform):
             [written, "num_tokens", "num_samples", "num_rollouts", "num_groups"],
         )
 
-    def apply_to_nothing(self, batch: TensorDictBase) -> None:
-        """Let the other ranks know that this one has no rows."""
-        process_group = resolve_group(self.process_group)
-        if process_group is not None:
-            nothing = torch.empty(0, dtype=torch.int64, device=device_of(batch))
-            raise_together(None, process_group)
-            self._weigh(_Rows(nothing, nothing, nothing, nothing), process_group, None)
-
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Weigh the rows of each step."""
-        process_group = resolve_group(self.process_group)
-        with refuse_together(process_group):
-            self._check_gradients(batch)
-            tokens = self._loss_tokens(batch)
-            rollouts, groups = (self._ids_if_any(batch, unit) for unit in ("rollout", "group"))
-            rules = [*_set_in_loss(rollouts, "rollout_id", tokens), *_set_in_loss(groups, "group_id", tokens)]
-            if process_group is not None:
-                enforce(rules)
+        self._check_gradients(batch)
+        tokens = self._loss_tokens(batch)
+        rollouts, groups = (self._ids_if_any(batch, unit) for unit in ("rollout", "group"))
+        rules = [*_set_in_loss(rollouts, "rollout_id", tokens), *_set_in_loss(groups, "group_id", tokens)]
         rows = _Rows(tokens, batch.get(MINIBATCH, None), rollouts, groups)
-        weighed = self._weigh(rows, process_group, self._dtype_in(batch))
+        weighed = self._weigh(rows, self._dtype_in(batch))
         weight = weighed.weight * (self._number_of_ranks() if self.gradients == "mean" else 1)
         if self.fold == "none":
             batch.set(self.weight_key, weight)
@@ -194,13 +178,11 @@ class LossWeight(BatchTransform):
             advantage = batch.get(self.advantage_key)
             batch.set(self.advantage_key, _scaled(advantage, factor.view(-1, *[1] * (advantage.ndim - 1))))
 
-    def _weigh(
-        self, rows: _Rows, process_group: dist.ProcessGroup | None, dtype: torch.dtype | None
-    ) -> Weighed:
-        """Weigh the rows, of all ranks together where there is a process group, and keep this rank's."""
+    def _weigh(self, rows: _Rows, dtype: torch.dtype | None) -> Weighed:
+        """Weigh the rows, of all ranks together where several share the batch, and keep this rank's."""
         own = slice(None)
-        if process_group is not None:
-            rows, own = self._gather(rows, process_group)
+        if (ranks := present_ranks()) is not None:
+            rows, own = _gather(rows, ranks)
         every = loss_weight(
             rows.tokens,
             self.unit,
@@ -212,29 +194,14 @@ class LossWeight(BatchTransform):
         )
         return Weighed(*(None if column is None else column[own] for column in every))
 
-    def _gather(self, rows: _Rows, process_group: dist.ProcessGroup) -> tuple[_Rows, slice]:
-        """The rows of all ranks, and where this rank's are."""
-        zeros = torch.zeros_like(rows.tokens)
-        columns = torch.stack([zeros if column is None else column for column in rows])
-        gathered = gather_columns(columns, process_group)
-        tokens, minibatch, rollouts, groups = gathered.columns
-        rank, shared = gathered.rank, self.shared_ids
-        everyone = _Rows(
-            tokens,
-            minibatch,
-            None if rows.rollouts is None else tell_apart(rollouts, rank, shared, "rollout_id"),
-            None if rows.groups is None else tell_apart(groups, rank, shared, "group_id"),
-        )
-        return everyone, gathered.own
-
     def _dtype_in(self, batch: TensorDictBase) -> torch.dtype | None:
         if self.dtype is not None or not has_key(batch, self.advantage_key):
             return self.dtype
         return torch.promote_types(batch[0].get(self.advantage_key).dtype, torch.float32)
 
     def _number_of_ranks(self) -> int:
-        group = resolve_group(self.process_group)
-        return self.ranks if group is None else dist.get_world_size(group)
+        ranks = present_ranks()
+        return self.ranks if ranks is None else ranks.size
 
     @staticmethod
     def _tokens_of_microbatch(batch: TensorDictBase, tokens: Tensor) -> Tensor:
@@ -244,6 +211,14 @@ class LossWeight(BatchTransform):
             if (number := batch.get(key, None)) is not None:
                 passes = first_row(passes * len(tokens) + first_row(number))
         return sum_by(first_row(passes), tokens)
+
+
+def _gather(rows: _Rows, ranks: Ranks) -> tuple[_Rows, slice]:
+    """The rows of all ranks, and where this rank's are."""
+    there = {name: column for name, column in rows._asdict().items() if column is not None}
+    ids = {name: there.pop(name) for name in ("rollouts", "groups") if name in there}
+    found, own = ranks.gather(list(there.values()), ids)
+    return rows._replace(**dict(zip([*there, *ids], found, strict=True))), own
 
 
 def _scaled(advantage: Tensor, factor: Tensor) -> Tensor:
