@@ -250,7 +250,9 @@ def test_a_batch_that_is_stale_as_a_whole_is_stale(make_batch):
 def test_a_row_from_the_future_is_refused(make_batch):
     batch = make_batch([0.0, 1], [0] * 2)
     batch["next", "policy_version"] = torch.tensor([3, 5])
-    with pytest.raises(BatchError, match=r"newer than the version that trains, 4 \(current\); found 5 at row 1"):
+    with pytest.raises(
+        BatchError, match=r"newer than the version that trains, 4 \(current\); found 5 at row 1"
+    ):
         SampleFilter(criterion=Fresh(current=lambda: 4))(batch)
 
 

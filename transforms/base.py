@@ -13,12 +13,12 @@ from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
-from .checks import Rule, enforce
+from .checks import Rule, end_rules, enforce
 from .errors import BatchError, ProcessedTwiceError
-from .ids import as_ids
+from .ids import as_ids, first_row
 from .options import describe_options, nested_key
-from .rows import device_of, shallow_copy
-from .schema import PROCESSED, has_key, read_column
+from .rows import SomeRows, device_of, shallow_copy
+from .schema import DONE, EXPECTED_SEGMENTS, FINISHED, PROCESSED, has_key, read_column, read_flags
 from .tokens import masked_tokens
 
 Effect = Literal["masked", "excluded", "dropped", "carried"]
@@ -187,6 +187,25 @@ class BatchTransform(Transform):
         if getattr(self, f"{unit}_key") is None:
             return torch.arange(len(batch), device=device_of(batch))
         return as_ids(self.column(batch, f"{unit}_key"), f"{unit}_id")
+
+    def unseen_ends(
+        self, batch: TensorDictBase, rollouts: Tensor, counted: SomeRows | None = None
+    ) -> list[Rule]:
+        """That each rollout ends once, where ``("next", "done")`` is there and no gate has looked at it.
+
+        Args:
+            batch: TensorDict ``[N]``.
+            rollouts: (M,) int64, of the rows that are `counted`.
+            counted: who is looked at; None: all.
+        """
+        if not has_key(batch, DONE) or has_key(batch, FINISHED):
+            return []
+        name, counted, expected = type(self).__name__, counted or SomeRows(None), None
+        done = counted.take(read_flags(batch, DONE, reader=name, option="where rollouts end"))
+        if has_key(batch, EXPECTED_SEGMENTS):
+            number = read_column(batch, EXPECTED_SEGMENTS, reader=name, option="how many segments end")
+            expected = counted.take(as_ids(number, EXPECTED_SEGMENTS))
+        return end_rules(done, rollouts, first_row(rollouts), expected=expected)
 
     def tokens(self, batch: TensorDictBase, option: str = "loss_mask_key") -> Tensor:
         """Count, per row, the tokens in the mask whose key is the option `option`; (N,) int64.

@@ -62,6 +62,16 @@ def first_row(ids: Tensor) -> Tensor:
     return _first_row_by_looking(ids) if ids.device.type == "cpu" else first_row_by_sorting(ids)
 
 
+def first_row_of_pairs(first: Tensor, ids: Tensor) -> Tensor:
+    """For each row, the first row with the same pair of `first`, itself a first row, and id.
+
+    Example:
+        >>> first_row_of_pairs(torch.tensor([0, 0, 2, 0]), torch.tensor([7, 8, 7, 7])).tolist()
+        [0, 1, 2, 0]
+    """
+    return first_row(first * len(first) + first_row(ids))
+
+
 def first_row_by_sorting(ids: Tensor) -> Tensor:
     """:func:`first_row` with shapes that do not depend on the data: one stable sort, no device read."""
     position = torch.arange(len(ids), device=ids.device)

@@ -104,7 +104,7 @@ class RewardsToGo(BatchTransform):
 
     Raises:
         MissingKeyError: a column is not there.
-        BatchError: two segments of a rollout have the same turn.
+        BatchError: two segments of a rollout have the same turn; a rollout ends twice.
 
     Example:
         >>> from tensordict import TensorDict
@@ -134,7 +134,7 @@ class RewardsToGo(BatchTransform):
         rollouts = self.ids(batch, "rollout")
         turn = None if self.turn_key is None else as_ids(self.column(batch, "turn_key"), "turn")
         batch.set(RETURN, rewards_to_go(reward, rollouts, turn, discount=self.discount))
-        return Outcome(batch, rules=[_set(rollouts)])
+        return Outcome(batch, rules=[_set(rollouts), *self.unseen_ends(batch, rollouts)])
 
 
 class TurnDiscount(BatchTransform):
