@@ -14,10 +14,11 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
 from .checks import Rule, end_rules, enforce
-from .errors import BatchError, ProcessedTwiceError
+from .errors import BatchError, ProcessedTwiceError, listing
 from .ids import as_ids, first_row
+from .labels import labels_in_errors, number_ids
 from .options import describe_options, nested_key
-from .rows import SomeRows, device_of, shallow_copy
+from .rows import SomeRows, device_of, jagged_keys, shallow_copy
 from .schema import DONE, EXPECTED_SEGMENTS, FINISHED, PROCESSED, has_key, read_column, read_flags
 from .tokens import masked_tokens
 
@@ -119,12 +120,13 @@ class BatchTransform(Transform):
         Raises:
             BatchError: a rule is broken; as :meth:`run`.
         """
-        outcome = self.run(batch)
-        enforce(outcome.rules)
+        with labels_in_errors(batch, self._id_keys()):
+            outcome = self.run(batch)
+            enforce(outcome.rules)
         return outcome.batch
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase:
-        """Check a batch at the door, and flatten it."""
+        """Check a batch at the door, flatten it, and number ids that are text (:func:`number_labels`)."""
         name = type(self).__name__
         if not isinstance(batch, TensorDictBase):
             raise TypeError(f"{name} takes a TensorDict of rows, got {type(batch).__name__}")
@@ -137,7 +139,18 @@ class BatchTransform(Transform):
                 "filters and statistics must see rollouts once: attach the pipeline at one place, and put "
                 "what else there is to do into its stages"
             )
-        return batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
+        if rows and (jagged := jagged_keys(batch)):
+            raise BatchError(
+                f"{name} takes dense columns, or a lazy stack of rows where they are ragged; found nested "
+                f"tensors in {listing(map(str, jagged))}: pass batch.to_lazystack()"
+            )
+        flat = batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
+        return number_ids(flat, self._id_keys()) if rows else flat
+
+    def _id_keys(self) -> list[NestedKey]:
+        """The columns of ids that this transform reads."""
+        keys = [getattr(self, option, None) for option in ("group_key", "rollout_key", "state_key")]
+        return [key for key in keys if key is not None]
 
     def _call(self, batch: TensorDictBase | None) -> TensorDictBase | None:
         # Replay buffers call this on the way in; they fail on an empty batch and write nothing for None.

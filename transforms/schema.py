@@ -125,7 +125,9 @@ def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: s
     """
     value = require(batch, key, reader=reader, option=option)
     if not isinstance(value, Tensor) or value.numel() != len(batch):
-        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        found = str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        if not isinstance(value, Tensor):
+            found += ". Labels become numbers by headrace.transforms.number_labels"
         raise BatchError(
             f"{reader} needs one number a row in {key!r} ({option}), for {len(batch)} rows; found {found}"
         )

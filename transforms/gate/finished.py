@@ -103,7 +103,7 @@ def as_ends(
         for name, value in (("segment", segment), ("expected_segments", expected))
     }
     same_length(rollout_id=like, **flags, **numbers)
-    return Ends(*flags.values(), *numbers.values())  # type: ignore[arg-type]
+    return Ends(*flags.values(), *numbers.values())
 
 
 def _flags(values: Tensor | Sequence[bool], name: str, device: torch.device) -> Tensor:
