@@ -106,7 +106,8 @@ def collate(rows: TensorDictBase, pad: int) -> TensorDict:
         lengths = [len(tokens) for tokens in rows.get(("tokens", key), as_list=True)]
         return torch.arange(full.shape[1], 0, -1) <= torch.tensor(lengths)[:, None]
 
-    batch = rows.select("group_id", "rollout_id", "expected_rollouts", ("next", "reward")).contiguous()
+    wanted = ["group_id", "rollout_id", "expected_rollouts", ("next", "reward"), ("next", "done"), "is_init"]
+    batch = rows.select(*wanted).contiguous()
     batch[FULL] = full
     batch["masks", "all_attention_mask"] = last_tokens("full")
     batch[ASSISTANT] = last_tokens("response")

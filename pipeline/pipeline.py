@@ -9,6 +9,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
 from headrace.transforms.base import BatchTransform
+from headrace.transforms.labels import labels_in_errors
 from headrace.transforms.options import nested_key
 from headrace.transforms.rows import shallow_copy
 from headrace.transforms.split.steps import OptimiserSteps
@@ -171,14 +172,16 @@ class Pipeline(BatchTransform):
         if epochs < 1:
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
         self._last.account = None  # a refused batch leaves no account
-        flat, stages = self.enter(batch), dict(self.stages.items())
-        if flat.shape.numel() == 0:
-            run_empty(stages, flat)
-            run = Run(Account.of(stages), batch, None, epochs)
-        else:
-            passage = Passage(stages, shallow_copy(flat), self._keys)
-            done, steps = self._pass(passage, epochs, whole)
-            run = Run(Account.of(stages, passage), done, steps, epochs)
+        stages = dict(self.stages.items())
+        with labels_in_errors(batch, self._id_keys()):
+            flat = self.enter(batch)
+            if flat.shape.numel() == 0:
+                run_empty(stages, flat)
+                run = Run(Account.of(stages), batch, None, epochs)
+            else:
+                passage = Passage(stages, shallow_copy(flat), self._keys)
+                done, steps = self._pass(passage, epochs, whole)
+                run = Run(Account.of(stages, passage), done, steps, epochs)
         self._last.account = run.account
         return run
 

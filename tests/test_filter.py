@@ -232,10 +232,28 @@ def test_length_counts_tokens_in_the_loss(make_batch):
 def test_staleness_counts_versions_behind(make_batch):
     batch = make_batch([0.0, 1, 2], [0] * 3)
     batch["next", "policy_version"] = torch.tensor([3, 5, 4])
-    assert kept_by(Fresh(), batch) == [False, True, False]
-    assert kept_by(Fresh(max_staleness=1), batch) == [False, True, True]
+    assert kept_by(Fresh(current=5), batch) == [False, True, False]
+    assert kept_by(Fresh(max_staleness=1, current=5), batch) == [False, True, True]
     assert kept_by(Fresh(max_staleness=1, current=6), batch) == [False, True, False]
     assert kept_by(Fresh(max_staleness=3, current=lambda: 7), batch) == [False, True, True]
+
+
+def test_a_batch_that_is_stale_as_a_whole_is_stale(make_batch):
+    """The newest row of a batch says nothing of how far training has come."""
+    batch = make_batch([0.0, 1, 2], [0] * 3)
+    batch["next", "policy_version"] = torch.tensor([3, 3, 3])
+    assert kept_by(Fresh(max_staleness=2, current=9), batch) == [False] * 3
+    with pytest.raises(TypeError, match="current"):
+        Fresh(max_staleness=2)
+
+
+def test_a_row_from_the_future_is_refused(make_batch):
+    batch = make_batch([0.0, 1], [0] * 2)
+    batch["next", "policy_version"] = torch.tensor([3, 5])
+    with pytest.raises(
+        BatchError, match=r"newer than the version that trains, 4 \(current\); found 5 at row 1"
+    ):
+        SampleFilter(criterion=Fresh(current=lambda: 4))(batch)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +264,7 @@ def test_staleness_counts_versions_behind(make_batch):
         Finite(key="x"),
         NotTruncated(status_key="x"),
         LengthWithin(loss_mask_key="x"),
-        Fresh(version_key="x"),
+        Fresh(current=0, version_key="x"),
     ],
     ids=repr,
 )
@@ -262,7 +280,9 @@ def test_a_criterions_missing_key_lists_what_there_is(make_batch, criterion):
         (lambda: RewardsVary(tol=float("nan")), "tol must be finite and ≥ 0"),
         (lambda: RewardWithin(low=2.0, high=1.0), "low must be ≤ high"),
         (lambda: LengthWithin(low=2, high=1), "low must be ≤ high"),
-        (lambda: Fresh(max_staleness=-1), "max_staleness must be an integer ≥ 0"),
+        (lambda: Fresh(current=0, max_staleness=-1), "max_staleness must be an integer ≥ 0"),
+        (lambda: Fresh(current=None), "Fresh needs current: the version that trains, or a callable"),
+        (lambda: Fresh(current="newest"), "current must be an integer ≥ 0; got 'newest'"),
         (lambda: SampleFilter(criterion=None), "criterion must be a callable"),
         (lambda: SampleFilter(criterion=Finite(), unit="token"), "unit must be one of"),
         (lambda: SampleFilter(criterion=Finite(), action="delete"), "action must be one of"),

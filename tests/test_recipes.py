@@ -145,9 +145,12 @@ def test_add_in_the_middle_with_a_nested_key():
     ],
 )
 def test_another_criterion_is_one_word(word, cls):
-    criterion = load_pipeline(f"criterion@pipeline.stages.filter.criterion={word}").stages["filter"].criterion
+    needed = {"current": 4} if cls is Fresh else {}
+    words = [f"pipeline.stages.filter.criterion.{option}={value}" for option, value in needed.items()]
+    pipeline = load_pipeline(f"criterion@pipeline.stages.filter.criterion={word}", *words)
+    criterion = pipeline.stages["filter"].criterion
     assert type(criterion) is cls
-    assert repr(criterion) == repr(cls()), "the YAML has the defaults of the class"
+    assert repr(criterion) == repr(cls(**needed)), "the YAML has the defaults of the class"
     assert set(OmegaConf.load(f"conf/criterion/{word}.yaml")) - {"_target_"} == set(
         inspect.signature(cls).parameters
     )

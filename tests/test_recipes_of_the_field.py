@@ -10,6 +10,7 @@ import pytest
 import torch
 from command import is_up_to_date
 from composed import composed
+from torchrl.objectives.llm import MCAdvantage
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
@@ -146,6 +147,28 @@ def test_a_convention_is_its_frameworks_formula(make_batch, name, kind, seed):
     if name == "areal":
         expected = whitened_over_tokens(expected, batch[MASK].sum(-1), 1e-5)
     torch.testing.assert_close(run(f"as/{name}", batch).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [None, "sum"])
+@pytest.mark.parametrize("seed", range(3))
+def test_torchrls_own_transform_is_the_oracle_of_its_convention(make_batch, mode, seed):
+    """Rollouts of one to four rows, by its default and by the other mode that the recipe names."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 5, (3, 4))
+    rollouts = np.repeat(np.arange(12), lengths.flatten())
+    rewards = rng.integers(0, 11, len(rollouts)) / 10
+    batch = make_batch(rewards.tolist(), (rollouts // 4).tolist(), rollouts.tolist())
+    batch["expected_rollouts"] = torch.full((len(rollouts),), 4)
+    batch["next", "done"] = torch.from_numpy(np.append(rollouts[1:] != rollouts[:-1], True))[:, None]
+    transform = MCAdvantage(grpo_size=4, prompt_key="group_id", trajectory_return=mode)
+    theirs = transform.inv(batch.exclude("prompt_text", "stranger"))
+    summed = ["~pipeline.stages.filter", "pipeline.stages.advantage.eps_mode=clamp"]
+    summed += ["pipeline.stages.collapse.reward=sum"]
+    ours = run("as/torchrl", batch) if mode is None else run("grpo", batch, *summed)
+    assert theirs["rollout_id"].tolist() == rollouts.tolist()
+    credit = theirs["advantage"]
+    credit = credit.values() if credit.is_nested else credit
+    torch.testing.assert_close(ours, credit.flatten(), rtol=1e-5, atol=1e-6)
 
 
 # -- the algorithms ------------------------------------------------------------------------------------
@@ -320,7 +343,10 @@ def columns_for(name, batch):
     return batch
 
 
-@pytest.mark.parametrize("name", NAMES)
+BY_ROW = ("as/torchrl",)  # compares rows, and says so
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in BY_ROW])
 def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, name):
     """The repeated row is a segment without tokens of its own, since OPO and whitening count those."""
     batch = columns_for(name, ragged_batch(make_batch, "grid", 1, lone=name[3:] not in NO_LONE))

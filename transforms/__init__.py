@@ -28,6 +28,7 @@ from .filter import (
     SampleFilter,
 )
 from .gate import CompletenessGate, IncompleteGroups, incomplete_groups
+from .ids import number_labels
 from .packing import pack, unpack, unpack_tokens
 from .rows import take_rows
 from .schema import Status
@@ -84,6 +85,7 @@ __all__ = [
     "incomplete_groups",
     "length_penalty",
     "loss_weight",
+    "number_labels",
     "overlong_punishment",
     "pack",
     "read_numbers",

@@ -15,11 +15,12 @@ from torchrl.envs.transforms import Transform
 
 from .checks import Rule, enforce
 from .distributed import Ranks, present_ranks, resolve_group, sharing
-from .errors import BatchError, ProcessedTwiceError
+from .errors import BatchError, ProcessedTwiceError, listing
 from .ids import as_ids
+from .labels import labels_in_errors, number_ids
 from .options import describe_options, nested_key
-from .rows import device_of, shallow_copy
-from .schema import PROCESSED, has_key, read_column
+from .rows import device_of, jagged_keys, shallow_copy
+from .schema import DONE, EXPECTED_SEGMENTS, FINISHED, PROCESSED, has_key, read_column, read_flags
 from .tokens import masked_tokens
 
 Effect = Literal["masked", "excluded", "dropped", "carried"]
@@ -118,7 +119,7 @@ class BatchTransform(Transform):
         with sharing(ranks):
             flat: TensorDictBase | None = self.enter(batch)
             if ranks is not None:
-                flat = ranks.admit(self.enter(batch), f"options {self!r}")
+                flat = ranks.admit(flat, f"{self!r}")
             if flat is None or (present_ranks() is None and flat.shape.numel() == 0):
                 self.apply_to_nothing(batch)
                 return Outcome(batch)
@@ -141,12 +142,13 @@ class BatchTransform(Transform):
         Raises:
             BatchError: a rule is broken; as :meth:`run`.
         """
-        outcome = self.run(batch)
-        enforce(outcome.rules)
+        with labels_in_errors(batch, self._id_keys()):
+            outcome = self.run(batch)
+            enforce(outcome.rules)
         return outcome.batch
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase:
-        """Check a batch at the door, and flatten it."""
+        """Check a batch at the door, flatten it, and number ids that are text (:func:`number_labels`)."""
         name = type(self).__name__
         if not isinstance(batch, TensorDictBase):
             raise TypeError(f"{name} takes a TensorDict of rows, got {type(batch).__name__}")
@@ -159,7 +161,18 @@ class BatchTransform(Transform):
                 "filters and statistics must see rollouts once: attach the pipeline at one place, and put "
                 "what else there is to do into its stages"
             )
-        return batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
+        if rows and (jagged := jagged_keys(batch)):
+            raise BatchError(
+                f"{name} takes dense columns, or a lazy stack of rows where they are ragged; found nested "
+                f"tensors in {listing(map(str, jagged))}: pass batch.to_lazystack()"
+            )
+        flat = batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
+        return number_ids(flat, self._id_keys()) if rows else flat
+
+    def _id_keys(self) -> list[NestedKey]:
+        """The columns of ids that this transform reads."""
+        keys = [getattr(self, option, None) for option in ("group_key", "rollout_key", "state_key")]
+        return [key for key in keys if key is not None]
 
     def _call(self, batch: TensorDictBase | None) -> TensorDictBase | None:
         # Replay buffers call this on the way in; they fail on an empty batch and write nothing for None.
@@ -209,6 +222,17 @@ class BatchTransform(Transform):
         if getattr(self, f"{unit}_key") is None:
             return torch.arange(len(batch), device=device_of(batch))
         return as_ids(self.column(batch, f"{unit}_key"), f"{unit}_id")
+
+    def unseen_ends(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Where rollouts end, if ``("next", "done")`` is there and no gate has looked: columns of `end_rules`."""
+        if not has_key(batch, DONE) or has_key(batch, FINISHED):
+            return {}
+        name = type(self).__name__
+        ends = {"done": read_flags(batch, DONE, reader=name, option="where rollouts end")}
+        if has_key(batch, EXPECTED_SEGMENTS):
+            number = read_column(batch, EXPECTED_SEGMENTS, reader=name, option="how many segments end")
+            ends["expected"] = as_ids(number, EXPECTED_SEGMENTS)
+        return ends
 
     def tokens(self, batch: TensorDictBase, option: str = "loss_mask_key") -> Tensor:
         """Count, per row, the tokens in the mask whose key is the option `option`; (N,) int64.

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from .errors import BatchError, listing
+from .ids import first_row_of_pairs, sum_by
 
 DESCRIBED = 100  # describing a rollout costs a pass over the batch, and nobody reads more
+
+MORE_ENDS = (
+    "found more ends (True) in {found}. Are ids reused by two workers, or rows repeated by a sampler? Their "
+    "rewards would be added up."
+)
 
 
 class Rule(NamedTuple):
@@ -97,6 +103,47 @@ def set_rule(ids: Tensor, name: str, why: str) -> Rule:
     """No id is negative."""
     message = f"every row needs a {name} ≥ 0; found {{found}}: {why}"
     return Rule(ids < 0, lambda row: f"{int(ids[row])} at row {row}", message)
+
+
+def end_rules(
+    rollouts: Tensor,
+    first: Tensor,
+    *,
+    done: Tensor | None = None,
+    segment: Tensor | None = None,
+    expected: Tensor | None = None,
+) -> list[Rule]:
+    """A rollout ends once, but where its segments end each by themselves, and then each of them once.
+
+    Args:
+        rollouts: (N,) int64.
+        first: (N,) int64, the first row of each row's rollout.
+        done: (N,) bool, True where a rollout ends; None: nobody says.
+        segment: (N,) int64, numbers of segments; those that differ may end each by themselves.
+        expected: (N,) int64, how many segments of the row's rollout end; without `segment` each by one row.
+    """
+    if done is None:
+        return []
+    describe, rules = describe_segments(rollouts, done), []
+    if expected is not None:
+        rules.append(
+            Rule(
+                sum_by(first, done.long()) > expected,
+                describe,
+                f"a rollout ends as often as expected_segments says; {MORE_ENDS}",
+            )
+        )
+    if expected is None or segment is not None:
+        piece = first if segment is None else first_row_of_pairs(first, segment)
+        rules.append(
+            Rule(
+                done & (sum_by(piece, done.long()) > 1),
+                describe,
+                f"a rollout ends once; {MORE_ENDS} Where segments end each by themselves, as sub-agents do, "
+                "give the batch a column expected_segments, or name the gate's segment_key",
+            )
+        )
+    return rules
 
 
 def reward_rules(reward: Tensor, rollouts: Tensor, first: Tensor, *, siblings_agree: bool) -> list[Rule]:

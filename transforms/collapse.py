@@ -96,7 +96,8 @@ class FanOutCollapse(BatchTransform):
     (``SampleFilter(action="exclude")``) get a reward of 0 and False. One device read where there are such
     rows, else none.
 
-    Reads `reward_key`, `rollout_key`, `group_key`; writes ``("headrace", "reward")`` (N,) and
+    Reads `reward_key`, `rollout_key`, `group_key`, and ``("next", "done")`` if it is there and no gate has
+    read it: a rollout that ends twice is refused. Writes ``("headrace", "reward")`` (N,) and
     ``("headrace", "is_first_segment")`` (N,) bool.
 
     Args:
@@ -152,7 +153,7 @@ class FanOutCollapse(BatchTransform):
         first = first_row(rollouts)
         missing = reward.isnan() if self.missing == "skip" else torch.zeros_like(reward, dtype=torch.bool)
         known = reward.masked_fill(missing, 0.0)
-        rules = identity_rules(rollouts, groups, first)
+        rules = identity_rules(rollouts, groups, first) + self.unseen_ends(batch, rollouts, counted)
         if self.missing == "skip":
             rules.append(_same_missing(reward, missing, rollouts, first))
         for column in known.unbind(1):

@@ -9,6 +9,7 @@ own way to find first rows, so the CUDA route and a compiled one need no device 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -16,11 +17,50 @@ from torch import Tensor
 from .errors import BatchError, listing
 
 
-def as_ids(ids: Tensor | Sequence[int | None], name: str, *, device: torch.device | None = None) -> Tensor:
-    """Check ids and bring them to (N,) int64.
+def number_labels(labels: Sequence[str]) -> Tensor:
+    """Numbers for labels such as UUIDs: equal ones for equal labels, in every batch, process and run.
+
+    The number is a hash, the first 62 bits of BLAKE2b over the label in UTF-8.
 
     Args:
-        ids: (N,) or (N, 1) integers, as a tensor or a Python sequence.
+        labels: N strings, none of them empty.
+
+    Returns:
+        (N,) int64 ≥ 0.
+
+    Raises:
+        BatchError: a label is empty or no string (the rows are named), or two labels have the same number.
+
+    Example:
+        >>> number_labels(["7f3a", "90cc", "7f3a"]).tolist()
+        [433565767902309504, 4497001111266328251, 433565767902309504]
+    """
+    odd = [f"{label!r:.60} at row {row}" for row, label in enumerate(labels) if not isinstance(label, str)]
+    if odd:
+        raise BatchError(f"labels are one string a row; found {listing(odd)}")
+    empty = [str(row) for row, label in enumerate(labels) if not label]
+    if empty:
+        raise BatchError(f"every row needs a label; found empty ones at rows {listing(empty)}")
+    numbers = {label: _hashed(label) for label in dict.fromkeys(labels)}
+    taken: dict[int, str] = {}
+    for label, number in numbers.items():
+        if taken.setdefault(number, label) != label:
+            raise BatchError(f"the labels {taken[number]!r} and {label!r} have the same number: rename one")
+    return torch.tensor([numbers[label] for label in labels], dtype=torch.int64)
+
+
+def _hashed(label: str) -> int:
+    digest = blake2b(label.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def as_ids(
+    ids: Tensor | Sequence[int | str | None], name: str, *, device: torch.device | None = None
+) -> Tensor:
+    """Check ids and bring them to (N,) int64; labels by :func:`number_labels`.
+
+    Args:
+        ids: (N,) or (N, 1) integers, as a tensor or a Python sequence; or a sequence of N strings.
         name: what the message calls them.
         device: where a Python sequence goes; a tensor must be there already.
 
@@ -33,10 +73,15 @@ def as_ids(ids: Tensor | Sequence[int | None], name: str, *, device: torch.devic
             raise BatchError(
                 f"every row needs a {name}; None at rows {listing(map(str, missing))} of {len(ids)}"
             )
+        if any(isinstance(value, str) for value in ids):
+            try:
+                return number_labels(ids).to(device)  # type: ignore[arg-type]  # which it looks at
+            except BatchError as err:
+                raise BatchError(f"{name}: {err}") from err
         try:
             ids = torch.tensor(ids, dtype=torch.int64 if len(ids) == 0 else None, device=device)
         except (TypeError, ValueError, RuntimeError) as err:
-            raise BatchError(f"{name} must be integers, at most 63 bits: {err}") from err
+            raise BatchError(f"{name} must be integers, at most 63 bits, or strings: {err}") from err
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise BatchError(f"{name} must be integers, got {ids.dtype}")
     if ids.ndim == 0 or ids.numel() != ids.shape[0]:
@@ -60,6 +105,16 @@ def first_row(ids: Tensor) -> Tensor:
     if len(ids) == 0:
         return ids.new_empty(0)
     return _first_row_by_looking(ids) if ids.device.type == "cpu" else first_row_by_sorting(ids)
+
+
+def first_row_of_pairs(first: Tensor, ids: Tensor) -> Tensor:
+    """For each row, the first row with the same pair of `first`, itself a first row, and id.
+
+    Example:
+        >>> first_row_of_pairs(torch.tensor([0, 0, 2, 0]), torch.tensor([7, 8, 7, 7])).tolist()
+        [0, 1, 2, 0]
+    """
+    return first_row(first * len(first) + first_row(ids))
 
 
 def first_row_by_sorting(ids: Tensor) -> Tensor:

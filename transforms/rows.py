@@ -48,6 +48,27 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
     return TensorDict(columns, batch_size=batch.batch_size, device=batch.device, names=names)
 
 
+def jagged_keys(batch: TensorDictBase) -> list[NestedKey]:
+    """The columns that are nested tensors, which neither indexing nor arithmetic by rows knows.
+
+    Example:
+        >>> rows = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+        >>> jagged_keys(TensorDict({"a": {"b": rows}, "c": torch.zeros(2)}, batch_size=[2]))
+        [('a', 'b')]
+    """
+    if isinstance(batch, LazyStackedTensorDict):
+        return []
+    found: list[NestedKey] = []
+    for key in batch.keys():
+        value = batch.get(key)
+        if isinstance(value, Tensor):
+            found += [key] if value.is_nested else []
+        elif isinstance(value, TensorDictBase) and not isinstance(value, NonTensorData | NonTensorStack):
+            inner = jagged_keys(value)
+            found += [(key, *((deep,) if isinstance(deep, str) else deep)) for deep in inner]
+    return found
+
+
 def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
     """Gather rows, in the order given.
 

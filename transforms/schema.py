@@ -7,6 +7,7 @@ column                                  shape, dtype      meaning
                                                           (N, K) where it has several
 ``("headrace", "is_first_segment")``    (N,) bool         one row of each rollout, its first
 ``("headrace", "return")``              (N,) float        the return from this segment on
+``("headrace", "finished")``            (N,) bool         True: the gate has seen the rollout's end
 ``("headrace", "counted")``             (N,) bool         False: out of the statistics; absent: all are in
 ``("headrace", "in_loss")``             (N,) bool         False: out of the loss; absent: all are in
 ``("headrace", "minibatch")``           (N,) int64        which optimiser step of the batch, from 0; −1: none
@@ -30,6 +31,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, Literal, get_args
 
+import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
@@ -39,6 +41,7 @@ from .options import one_of
 REWARD = ("headrace", "reward")
 IS_FIRST_SEGMENT = ("headrace", "is_first_segment")
 RETURN = ("headrace", "return")
+FINISHED = ("headrace", "finished")
 COUNTED = ("headrace", "counted")
 IN_LOSS = ("headrace", "in_loss")
 MINIBATCH = ("headrace", "minibatch")
@@ -49,6 +52,8 @@ ROW = ("headrace", "row")
 PROCESSED = ("headrace", "processed")
 
 STATUS_KEYS = (("next", "status"), "status")  # where a status is, in the order of looking
+DONE = ("next", "done")  # True where a rollout ends, as TorchRL's collectors write it
+EXPECTED_SEGMENTS = "expected_segments"  # how many segments of the row's rollout end, each by itself
 
 Unit = Literal["sample", "rollout", "group"]
 
@@ -120,7 +125,9 @@ def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: s
     """
     value = require(batch, key, reader=reader, option=option)
     if not isinstance(value, Tensor) or value.numel() != len(batch):
-        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        found = str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        if not isinstance(value, Tensor):
+            found += ". Labels become numbers by headrace.transforms.number_labels"
         raise BatchError(
             f"{reader} needs one number a row in {key!r} ({option}), for {len(batch)} rows; found {found}"
         )
@@ -153,6 +160,19 @@ def read_status(batch: TensorDictBase, key: NestedKey | None, *, reader: str) ->
     if key is None:
         key = next((key for key in STATUS_KEYS if has_key(batch, key)), None)
     return None if key is None else read_column(batch, key, reader=reader, option="status_key")
+
+
+def read_flags(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:
+    """Read one bool a row, (N,).
+
+    Raises:
+        MissingKeyError: the column is not there.
+        BatchError: it is not bool, or holds more than one a row.
+    """
+    flags = read_column(batch, key, reader=reader, option=option)
+    if flags.dtype is not torch.bool:
+        raise BatchError(f"{reader} needs a bool a row in {key!r} ({option}); found {flags.dtype}")
+    return flags
 
 
 def unit_keys(

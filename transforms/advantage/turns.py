@@ -7,7 +7,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import Rule, as_rewards, set_rule
+from headrace.transforms.checks import Rule, as_rewards, end_rules, set_rule
 from headrace.transforms.distributed import population_of
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import as_ids, first_row, number_of, sum_by
@@ -105,7 +105,7 @@ class RewardsToGo(BatchTransform):
 
     Raises:
         MissingKeyError: a column is not there.
-        BatchError: two segments of a rollout have the same turn.
+        BatchError: two segments of a rollout have the same turn; a rollout ends twice.
 
     Example:
         >>> from tensordict import TensorDict
@@ -133,12 +133,13 @@ class RewardsToGo(BatchTransform):
         """Add the return."""
         reward = as_rewards(self.column(batch, "reward_key"))
         rollouts = self.ids(batch, "rollout")
-        people = population_of(batch, every=True)
-        everyone = people.take({"reward": reward} | _turn(self, batch), {"rollouts": rollouts})
-        rollouts = everyone.pop("rollouts")
-        returns = rewards_to_go(rollout_id=rollouts, discount=self.discount, **everyone)
+        people, ends = population_of(batch, every=True), self.unseen_ends(batch)
+        everyone = people.take({"reward": reward} | ends | _turn(self, batch), {"rollouts": rollouts})
+        rollouts, turn = everyone["rollouts"], everyone.get("turn")
+        returns = rewards_to_go(everyone["reward"], rollouts, turn, discount=self.discount)
         batch.set(RETURN, people.put_back(returns))
-        return Outcome(batch, rules=people.rules([_set(rollouts)]))
+        ended = end_rules(rollouts, first_row(rollouts), **{name: everyone[name] for name in ends})
+        return Outcome(batch, rules=people.rules([_set(rollouts), *ended]))
 
 
 class TurnDiscount(BatchTransform):
@@ -184,8 +185,8 @@ class TurnDiscount(BatchTransform):
         credit = require(batch, self.advantage_key, reader=type(self).__name__, option="advantage_key")
         people = population_of(batch, every=True)
         everyone = people.take(_turn(self, batch), {"rollouts": rollouts})
-        rollouts = everyone.pop("rollouts")
-        to_go = people.put_back(turns_to_go(rollouts, **everyone))
+        rollouts = everyone["rollouts"]
+        to_go = people.put_back(turns_to_go(rollouts, everyone.get("turn")))
         factor = torch.full(to_go.shape, self.discount, dtype=credit.dtype, device=credit.device).pow(to_go)
         credit = credit * factor.view(-1, *[1] * (credit.ndim - 1))
         return Outcome(batch.set(self.advantage_key, credit), rules=people.rules([_set(rollouts)]))

@@ -213,8 +213,9 @@ class Fresh(Criterion):
     """Rows whose policy is at most `max_staleness` versions behind. Reason: ``stale``.
 
     Args:
+        current: the version that trains, or a callable that returns it; none is guessed from the rows, since
+            all of them may be old. A number is for what is collected once: a job's version moves on.
         max_staleness: versions, ≥ 0.
-        current: the version that trains, or a callable that returns it. None: the newest in the batch.
         version_key: (N,) or (N, 1) int, the version that acted.
     """
 
@@ -223,16 +224,32 @@ class Fresh(Criterion):
     def __init__(
         self,
         *,
+        current: int | Callable[[], int],
         max_staleness: int = 0,
-        current: int | Callable[[], int] | None = None,
         version_key: NestedKey = ("next", "policy_version"),
     ):
+        if current is None:
+            raise ValueError(
+                "Fresh needs current: the version that trains, or a callable that returns it, such as a "
+                "function of your trainer's count of updates"
+            )
+        self.current = current if callable(current) else at_least("current", current, 0)
         self.max_staleness = at_least("max_staleness", max_staleness, 0)
-        self.current, self.version_key = current, nested_key(version_key)
+        self.version_key = nested_key(version_key)
         self.in_keys = (self.version_key,)
+
+    def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
+        """No row is newer than the version that trains: it would pass whatever its age."""
+        version, current = self._version(batch), self._current()
+        message = f"no row is newer than the version that trains, {current} (current); found {{found}}"
+        return [Rule(version > current, lambda row: f"{int(version[row])} at row {row}", message)]
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool."""
-        version = self._column(batch, "version_key").long()
-        newest = self.current() if callable(self.current) else self.current
-        return (version.amax() if newest is None else newest) - version <= self.max_staleness
+        return self._current() - self._version(batch) <= self.max_staleness
+
+    def _current(self) -> int:
+        return int(self.current() if callable(self.current) else self.current)
+
+    def _version(self, batch: TensorDictBase) -> Tensor:
+        return self._column(batch, "version_key").long()

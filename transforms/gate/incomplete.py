@@ -9,17 +9,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.transforms.checks import Rule, enforce, identity_rules, same_length
+from headrace.transforms.checks import Rule, enforce, few, identity_rules, same_length
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import any_by, as_ids, first_row, is_first, sum_by
 from headrace.transforms.schema import Status
+
+from .finished import Ends, as_ends, finish_rules, finished
 
 
 class Presence(NamedTuple):
     """Who is there, per row. Not read yet."""
 
     present: Tensor
-    """(N,) bool: no segment of the row's rollout failed or was aborted."""
+    """(N,) bool: the row's rollout is finished, and no segment of it failed or was aborted."""
+    lost: Tensor
+    """(N,) bool: a segment of the row's rollout failed or was aborted."""
     have: Tensor
     """(N,) int64: present rollouts of the row's group."""
     expected: Tensor
@@ -39,21 +43,26 @@ class IncompleteGroups(NamedTuple):
     """-1 for a group without rows where the number per group is not known."""
 
 
-def count_present(groups: Tensor, rollouts: Tensor, expected: Tensor, status: Tensor) -> Presence:
-    """Count each group's unique rollouts that neither failed nor were aborted. No device read.
+def count_present(
+    groups: Tensor, rollouts: Tensor, expected: Tensor, status: Tensor, ends: Ends | None = None
+) -> Presence:
+    """Count each group's unique rollouts that are finished, and neither failed nor aborted. No device read.
 
     Args:
         groups: (N,) int64.
         rollouts: (N,) int64; rows that share one are one rollout.
         expected: (N,) int64, rollouts of the row's group when it was dispatched.
         status: (N,) int64, :class:`Status`.
+        ends: where rollouts end; None: all are finished.
     """
     first, group_first = first_row(rollouts), first_row(groups)
-    present = ~any_by(first, (status == Status.FAILED) | (status == Status.ABORTED))
+    lost = any_by(first, (status == Status.FAILED) | (status == Status.ABORTED))
+    present = ~lost if ends is None else ~lost & finished(ends, first)
     have = sum_by(group_first, (is_first(first) & present).long())
     sizes = expected.index_select(0, group_first)
     rules = [
         *identity_rules(rollouts, groups, first),
+        *([] if ends is None else finish_rules(ends, rollouts, first)),
         Rule(
             (status < min(Status)) | (status > max(Status)),
             lambda row: f"{int(status[row])} at row {row}",
@@ -71,7 +80,7 @@ def count_present(groups: Tensor, rollouts: Tensor, expected: Tensor, status: Te
             "are group ids reused between steps?",
         ),
     ]
-    return Presence(present, have, expected, is_first(group_first), rules)
+    return Presence(present, lost, have, expected, is_first(group_first), rules)
 
 
 def incomplete_groups(
@@ -82,6 +91,10 @@ def incomplete_groups(
     expected_rollouts: Tensor | Sequence[int] | None = None,
     status: Tensor | Sequence[int] | None = None,
     expected_groups: Iterable[int] | None = None,
+    done: Tensor | Sequence[bool] | None = None,
+    begins: Tensor | Sequence[bool] | None = None,
+    segment: Tensor | Sequence[int] | None = None,
+    expected_segments: Tensor | Sequence[int] | None = None,
 ) -> IncompleteGroups:
     """Find the groups that lack rollouts, by counting unique rollout ids and never rows.
 
@@ -92,13 +105,17 @@ def incomplete_groups(
         expected_rollouts: (N,) integers ≥ 1, the same per group; used where `group_size` is None.
         status: (N,) :class:`Status`; failed and aborted rollouts do not count. None: all completed.
         expected_groups: ids that were dispatched; one without a row lacks everything.
+        done: (N,) bool, True where a rollout ends; one that does not does not count. None: all have ended.
+        begins: (N,) bool, True where a rollout begins; one that does not does not count. Read with `done`.
+        segment: (N,) integers, the order of a rollout's segments, which may end each by themselves.
+        expected_segments: (N,) integers ≥ 1, the same per rollout: how many of its segments end.
 
     Returns:
         The incomplete groups in the order of their first rows, then those without rows.
 
     Raises:
-        BatchError: a negative id, a rollout in two groups, more rollouts than expected, an unknown status,
-            a group that was not dispatched, nothing to count against. Each names the ids.
+        BatchError: a negative id, a rollout in two groups or that ends twice, more rollouts than expected, an
+            unknown status, a group that was not dispatched, nothing to count against. Each names the ids.
 
     Example:
         >>> short = incomplete_groups([0, 0, 0, 5], [1, 1, 2, 3], group_size=2)
@@ -108,9 +125,10 @@ def incomplete_groups(
     groups, rollouts, expected, states = as_columns(
         group_id, rollout_id, group_size, expected_rollouts, status
     )
+    ends = as_ends(groups, done, begins, segment, expected_segments)
     rows, have = groups.new_empty(0), groups
     if len(groups):
-        presence = count_present(groups, rollouts, expected, states)
+        presence = count_present(groups, rollouts, expected, states, ends)
         enforce(presence.rules)
         have = presence.have
         rows = ((have < expected) & presence.is_first).nonzero().flatten()
@@ -176,6 +194,12 @@ def describe_group(row: int, groups: Tensor, rollouts: Tensor, status: Tensor, p
     worst: dict[int, int] = {}
     for rollout, state in zip(rollouts[rows].tolist(), status[rows].tolist(), strict=True):
         worst[rollout] = max(state, worst.get(rollout, 0))
+    unfinished = rollouts[rows & ~presence.present & ~presence.lost].unique()
+    for rollout in unfinished.tolist():
+        worst.pop(rollout)
     ends = Counter(Status(state).name.lower() for state in worst.values())
-    how = ", ".join(f"{count} {name}" for name, count in sorted(ends.items()))
-    return f"group {int(groups[row])} has {int(presence.have[row])} of {int(presence.expected[row])} ({how})"
+    how = [f"{count} {name}" for name, count in sorted(ends.items())]
+    if len(unfinished):
+        how.append(f"{len(unfinished)} unfinished: {few(unfinished)}")
+    have, expected = int(presence.have[row]), int(presence.expected[row])
+    return f"group {int(groups[row])} has {have} of {expected} ({', '.join(how)})"

@@ -11,11 +11,21 @@ from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule, enforce
+from headrace.transforms.distributed import population_of, present_ranks
 from headrace.transforms.errors import IncompleteGroupsError, MissingKeyError, listing
 from headrace.transforms.options import at_least, nested_key, one_of
 from headrace.transforms.rows import take_rows
-from headrace.transforms.schema import has_key, key_names, read_status
+from headrace.transforms.schema import (
+    DONE,
+    EXPECTED_SEGMENTS,
+    FINISHED,
+    has_key,
+    key_names,
+    read_flags,
+    read_status,
+)
 
+from .finished import Ends, as_ends
 from .incomplete import Presence, as_columns, count_present, describe_group, missing_groups
 
 OnIncomplete = Literal["raise", "drop", "keep"]
@@ -28,13 +38,19 @@ REFUSAL = (
 class CompletenessGate(BatchTransform):
     """Let only groups pass that have all their rollouts (:func:`incomplete_groups`).
 
-    Unique rollouts are counted, never rows; those that failed or were aborted do not count and never pass,
-    not even with a group that is kept. It knows no earlier batch: a group that is spread over two is
-    incomplete in both. One device read, for who stays; two more with `expected_groups`.
+    Unique rollouts are counted, never rows; those that failed, were aborted or are not finished do not count
+    and never pass, not even with a group that is kept. It knows no earlier batch: a group that is spread over
+    two is incomplete in both. One device read, for who stays; two more with `expected_groups`.
 
-    Reads `group_key`, `rollout_key`, `expected_key` where `group_size` is None, `status_key` if it is
-    there. Writes nothing; its verdicts are 1 ``incomplete``, for the siblings of who is missing, and 2
-    ``failed``.
+    A rollout is finished where its last row is done; one that ends twice is an error. Segments may end each
+    by themselves, as sub-agents do, where `expected_segments_key` says how many there are, or where their
+    numbers differ (`segment_key`): then all must have ended. A collector's batch may also begin in the middle
+    of a rollout, which shows where TorchRL's ``InitTracker`` marks its first row (`init_key`).
+
+    Reads `group_key`, `rollout_key`, `expected_key` where `group_size` is None, and if they are there
+    `status_key`, `done_key` and with it `init_key`, `expected_segments_key`. Writes
+    ``("headrace", "finished")`` (N,) bool where the batch has ends. Its verdicts are 1 ``incomplete``, for
+    the siblings of who is missing, 2 ``failed`` and 3 ``unfinished``.
 
     Args:
         group_size: rollouts that each group was dispatched with. None: the column `expected_key` says.
@@ -45,15 +61,24 @@ class CompletenessGate(BatchTransform):
         min_rollouts: for ``keep``, ≥ 1.
         min_fraction: for ``keep``, in (0, 1].
         group_key: (N,) or (N, 1) int ≥ 0.
-        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
+        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout, and finished.
         expected_key: (N,) or (N, 1) int ≥ 1.
         status_key: (N,) or (N, 1) :class:`Status`. None: ``("next", "status")`` if it is there, else
             ``status`` if that is, else all have completed.
+        done_key: (N,) or (N, 1) bool, True where a rollout ends. A batch without it, or None: all are
+            finished.
+        init_key: (N,) or (N, 1) bool, True where a rollout begins. A batch without it, or None: all are there
+            from their beginning.
+        segment_key: (N,) or (N, 1) int, the order of a rollout's segments, which may end each by themselves.
+            None: that of the rows.
+        expected_segments_key: (N,) or (N, 1) int ≥ 1, how many segments of the rollout end, each by itself. A
+            batch without it: the rollout ends once.
 
     Raises:
         IncompleteGroupsError: under ``raise``; lists group, have, expected and the statuses.
         MissingKeyError: a column is not there.
-        BatchError: as :func:`incomplete_groups`; more rollouts than expected, always.
+        BatchError: as :func:`incomplete_groups`; more rollouts than expected, and a rollout that ends twice,
+            always.
 
     Example:
         >>> from tensordict import TensorDict
@@ -62,7 +87,7 @@ class CompletenessGate(BatchTransform):
         [4, 4]
     """
 
-    reasons = ("incomplete", "failed")
+    reasons = ("incomplete", "failed", "unfinished")
     gates = True
 
     def __init__(
@@ -77,10 +102,19 @@ class CompletenessGate(BatchTransform):
         rollout_key: NestedKey | None = "rollout_id",
         expected_key: NestedKey = "expected_rollouts",
         status_key: NestedKey | None = None,
+        done_key: NestedKey | None = DONE,
+        init_key: NestedKey | None = "is_init",
+        segment_key: NestedKey | None = None,
+        expected_segments_key: NestedKey = EXPECTED_SEGMENTS,
     ):
         self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
         self.expected_key, self.status_key = nested_key(expected_key), nested_key(status_key)
-        super().__init__([self.group_key, self.rollout_key, self.expected_key, self.status_key])
+        self.done_key, self.init_key = nested_key(done_key), nested_key(init_key)
+        self.segment_key = nested_key(segment_key)
+        self.expected_segments_key = nested_key(expected_segments_key)
+        ends = [self.done_key, self.init_key, self.segment_key, self.expected_segments_key]
+        reads = [self.group_key, self.rollout_key, self.expected_key, self.status_key]
+        super().__init__([*reads, *ends], [FINISHED])
         self.group_size, self.expected_groups = at_least("group_size", group_size, 1), expected_groups
         self.on_incomplete = one_of("on_incomplete", on_incomplete, get_args(OnIncomplete))
         given = min_rollouts is not None or min_fraction is not None
@@ -97,14 +131,20 @@ class CompletenessGate(BatchTransform):
 
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Take out, or refuse, what is incomplete."""
-        groups, rollouts, expected, status = as_columns(
-            self.ids(batch, "group"),
-            self.ids(batch, "rollout"),
-            self.group_size,
-            self._expected(batch),
-            read_status(batch, self.status_key, reader=type(self).__name__),
+        people = population_of(batch, every=True)
+        everyone = people.take(self._columns(batch), self._ids(batch))
+        ends = as_ends(everyone["groups"], *(everyone.get(name) for name in Ends._fields))
+        rollouts = everyone.get(
+            "rollouts", torch.arange(len(everyone["groups"]), device=everyone["groups"].device)
         )
-        presence = count_present(groups, rollouts, expected, status)
+        groups, rollouts, expected, status = as_columns(
+            everyone["groups"],
+            rollouts,
+            self.group_size,
+            everyone.get("rollouts_expected"),
+            everyone.get("status"),
+        )
+        presence = count_present(groups, rollouts, expected, status, ends)
         short = presence.have < expected
         incomplete = Rule(
             short & presence.is_first,
@@ -114,14 +154,45 @@ class CompletenessGate(BatchTransform):
         )
         missing = self._missing(groups, presence, incomplete)
         stays = self._enough(presence) if self.on_incomplete == "keep" else ~short
-        verdict = torch.where(presence.present, torch.where(stays, 0, 1), 2).to(torch.int8)
+        absent = torch.where(presence.lost, 2, 3)
+        verdict = torch.where(presence.present, torch.where(stays, 0, 1), absent).to(torch.int8)
+        verdict, present, short = (people.put_back(column) for column in (verdict, presence.present, short))
+        if has_key(batch, DONE):  # whether it was read here, or is not to be read: nobody looks again
+            batch.set(FINISHED, present)
         rows = (verdict == 0).nonzero().flatten()
         return Outcome(
             batch if len(rows) == len(batch) else take_rows(batch, rows),
             verdict,
             {"missing_groups": float(len(missing)), "incomplete_rows": short.sum()},
-            [*presence.rules, incomplete] if self.on_incomplete == "raise" else presence.rules,
+            people.rules([*presence.rules, *([incomplete] if self.on_incomplete == "raise" else [])]),
         )
+
+    def _ids(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        units = ["group"] if self.rollout_key is None else ["group", "rollout"]
+        return {f"{unit}s": self.ids(batch, unit) for unit in units}
+
+    def _columns(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """How many rollouts were dispatched, how they ended, and where, as far as the batch says."""
+        columns = self._ends(batch)
+        if (expected := self._expected(batch)) is not None:
+            columns["rollouts_expected"] = expected
+        if (status := read_status(batch, self.status_key, reader=type(self).__name__)) is not None:
+            columns["status"] = status
+        return columns
+
+    def _ends(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """What the batch says of where rollouts begin and end (:class:`Ends`)."""
+        if self.rollout_key is None or not has_key(batch, self.done_key):
+            return {}  # a row that is a rollout is all of it
+        name = type(self).__name__
+        ends = {"done": read_flags(batch, self.done_key, reader=name, option="done_key")}
+        if has_key(batch, self.init_key):
+            ends["begins"] = read_flags(batch, self.init_key, reader=name, option="init_key")
+        if self.segment_key is not None:
+            ends["segment"] = self.column(batch, "segment_key")
+        if has_key(batch, self.expected_segments_key):
+            ends["expected"] = self.column(batch, "expected_segments_key")
+        return ends
 
     def _expected(self, batch: TensorDictBase) -> Tensor | None:
         if self.group_size is not None:
@@ -138,7 +209,11 @@ class CompletenessGate(BatchTransform):
         return enough & (presence.have.double() / presence.expected >= (self.min_fraction or 0))
 
     def _dispatched(self) -> Iterable[int] | None:
-        return self.expected_groups() if callable(self.expected_groups) else self.expected_groups
+        """The groups that were dispatched, by any of the ranks that share the batch."""
+        groups = self.expected_groups() if callable(self.expected_groups) else self.expected_groups
+        if groups is None or (ranks := present_ranks()) is None:
+            return groups
+        return [group for of_rank in ranks.gather_objects([int(g) for g in groups]) for group in of_rank]
 
     def _missing(self, groups: Tensor, presence: Presence, incomplete: Rule) -> list[int]:
         """Groups that were dispatched and have no row; under ``raise`` they are refused with the others."""

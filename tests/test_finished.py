@@ -1,0 +1,309 @@
+"""A rollout that is not finished is not there, and one that ends twice is none."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase
+from torchrl.collectors import Collector
+from torchrl.data import Binary, Composite, Unbounded
+from torchrl.envs import EnvBase, InitTracker, TransformedEnv
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import (
+    BatchError,
+    CompletenessGate,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    IncompleteGroupsError,
+    RewardsToGo,
+    Status,
+    incomplete_groups,
+)
+from headrace.transforms.schema import FINISHED, REWARD
+
+DONE = ("next", "done")
+
+
+def ended(make_batch, rollouts, done, groups=None, **columns):
+    batch = make_batch([1.0] * len(rollouts), groups or [0] * len(rollouts), rollouts, **columns)
+    batch[DONE] = torch.tensor(done)[:, None]
+    return batch
+
+
+def verdicts(batch, **options):
+    sizes = {"group_size": 2, "on_incomplete": "drop"}
+    return CompletenessGate(**sizes | options).run(batch).verdict.tolist()
+
+
+# -- one end ---------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_without_an_end_is_unfinished_and_its_group_incomplete(make_batch):
+    batch = ended(make_batch, [0, 0, 1, 1], [False, True, False, False])
+    assert verdicts(batch) == [1, 1, 3, 3]
+    with pytest.raises(
+        IncompleteGroupsError, match=r"group 0 has 1 of 2 \(1 completed, 1 unfinished: \[1\]\)"
+    ):
+        CompletenessGate(group_size=2)(batch)
+
+
+def test_a_group_that_is_kept_leaves_its_unfinished_rollouts(make_batch):
+    batch = ended(make_batch, [0, 0, 1, 1], [False, True, False, False])
+    out = CompletenessGate(group_size=2, on_incomplete="keep", min_rollouts=1)(batch)
+    assert out["rollout_id"].tolist() == [0, 0]
+    assert out[FINISHED].all()
+
+
+def test_unfinished_rows_are_counted(make_batch):
+    batch = ended(make_batch, [0, 0, 1, 1], [False, True, False, False])
+    gate = CompletenessGate(group_size=2, on_incomplete="drop")
+    run = Pipeline({"gate": gate}).run(batch)
+    assert run.metrics["out/gate/unfinished"] == run.metrics["out/gate/incomplete"] == 2
+    assert run.ledger.rows("gate/unfinished") == [
+        {"row": 2, "rollout": 1, "group": 0},
+        {"row": 3, "rollout": 1, "group": 0},
+    ]
+
+
+def test_a_batch_that_does_not_say_where_rollouts_end_is_taken_as_it_is(make_batch):
+    batch = ended(make_batch, [0, 1], [False, False])
+    assert verdicts(batch) == [3, 3]
+    assert verdicts(batch, done_key=None) == verdicts(batch.exclude(DONE)) == [0, 0]
+    assert verdicts(batch, rollout_key=None) == [0, 0]
+
+
+@pytest.mark.parametrize("state", [Status.FAILED, Status.ABORTED])
+def test_a_lost_rollout_need_not_end_and_counts_as_lost(make_batch, state):
+    batch = ended(make_batch, [0, 1], [True, False], status=[Status.COMPLETED, state])
+    assert verdicts(batch) == [1, 2]
+
+
+@pytest.mark.parametrize("mode", ["raise", "drop"])
+@pytest.mark.parametrize("done", [[True, True, True], [True, True, False]])
+def test_a_rollout_that_ends_twice_is_refused_in_every_mode(make_batch, mode, done):
+    batch = ended(make_batch, [7, 7, 8], done)
+    words = r"a rollout ends once; found more ends \(True\) in rollout 7 \(rows \[0, 1\]: \[True, True\]\)"
+    with pytest.raises(BatchError, match=words + r"\. Are ids reused by two workers, or rows repeated"):
+        CompletenessGate(group_size=2, on_incomplete=mode)(batch)
+    for stage in (FanOutCollapse(reward="sum"), RewardsToGo()):
+        with pytest.raises(BatchError, match=words):
+            stage(batch)
+
+
+def test_rows_behind_the_end_are_refused(make_batch):
+    batch = ended(make_batch, [7, 7, 8], [True, False, True])
+    with pytest.raises(
+        BatchError, match=r"rows behind the end .* rollout 7 \(rows \[0, 1\]: \[True, False\]\)"
+    ):
+        CompletenessGate(group_size=2, on_incomplete="drop")(batch)
+    batch["turn"] = torch.tensor([1, 0, 0])
+    assert verdicts(batch, segment_key="turn") == [0, 0, 0]
+    batch["turn"] = torch.tensor([0, 1, 0])
+    assert verdicts(batch, segment_key="turn") == [3, 3, 1]
+
+
+def test_where_rollouts_end_is_said_by_bools(make_batch):
+    batch = ended(make_batch, [0, 1], [1.0, 1.0])
+    with pytest.raises(
+        BatchError, match=r"CompletenessGate needs a bool a row in .*'done'.* found torch.float32"
+    ):
+        CompletenessGate(group_size=2)(batch)
+    with pytest.raises(BatchError, match="FanOutCollapse needs a bool a row"):
+        FanOutCollapse()(batch)
+
+
+def test_a_collapse_looks_at_ends_only_where_no_gate_has(make_batch):
+    """The gate knows of segment numbers; and who tells it not to look means it."""
+    batch = ended(make_batch, [7, 7, 8], [True, True, True], segment=[0, 1, 0])
+    for options in ({"segment_key": "segment"}, {"done_key": None}):
+        gate = CompletenessGate(group_size=2, **options)
+        assert Pipeline({"gate": gate, "collapse": FanOutCollapse()})(batch)[REWARD].tolist() == [1.0] * 3
+    assert FanOutCollapse(rollout_key=None)(batch)[REWARD].tolist() == [1.0] * 3
+
+
+# -- segments that end each by themselves ----------------------------------------------------------------
+
+
+def test_as_many_segments_must_end_as_are_expected(make_batch):
+    batch = ended(make_batch, [7, 7, 7, 8], [True, False, True, True], expected_segments=[2, 2, 2, 1])
+    assert verdicts(batch) == [0] * 4
+    assert FanOutCollapse()(batch)[REWARD].tolist() == [1.0] * 4
+    batch["expected_segments"] = torch.tensor([3, 3, 3, 1])
+    assert verdicts(batch) == [3, 3, 3, 1]
+    batch["expected_segments"] = torch.tensor([1, 1, 1, 1])
+    for stage in (CompletenessGate(group_size=2), FanOutCollapse()):
+        with pytest.raises(BatchError, match=r"as often as expected_segments says; found .* rollout 7"):
+            stage(batch)
+    batch["expected_segments"] = torch.tensor([2, 2, 3, 1])
+    with pytest.raises(BatchError, match=r"one number ≥ 1 per rollout; found rollout 7 .*\[2, 2, 3\]"):
+        CompletenessGate(group_size=2)(batch)
+
+
+def test_a_segment_ends_once_whatever_is_expected(make_batch):
+    columns = {"expected_segments": [2, 2, 1], "segment": [4, 4, 4]}
+    batch = ended(make_batch, [7, 7, 8], [True, True, True], **columns)
+    assert verdicts(batch) == [0] * 3
+    with pytest.raises(BatchError, match="a rollout ends once"):
+        CompletenessGate(group_size=2, segment_key="segment")(batch)
+
+
+def test_where_segments_end_each_by_themselves_all_must(make_batch):
+    segment = [0, 1, 1, 2, 0]
+    batch = ended(make_batch, [7, 7, 7, 7, 8], [True, False, True, True, True], segment=segment)
+    assert verdicts(batch, segment_key="segment") == [0] * 5
+    batch = ended(make_batch, [7, 7, 7, 7, 8], [True, False, False, True, True], segment=segment)
+    assert verdicts(batch, segment_key="segment") == [3, 3, 3, 3, 1]
+
+
+# -- against a loop over rollouts ------------------------------------------------------------------------
+
+
+def says(rows) -> bool | None:
+    """Whether a rollout, rows of (done, begins, segment, expected), is finished; None: it is refused."""
+    ends = Counter(segment for done, _, segment, _ in rows if done)
+    begun = any(begins for _, begins, _, _ in rows) or rows[0][1] is None
+    by_segment = rows[0][2] is not None
+    expected = rows[0][3]
+    if expected is not None and not by_segment:
+        return None if ends.total() > expected else begun and ends.total() == expected
+    pieces = defaultdict(list)
+    for done, _, segment, _ in rows:
+        pieces[segment].append(done)
+    if any(sum(piece) > 1 or (True in piece and not piece[-1]) for piece in pieces.values()):
+        return None
+    if expected is not None:
+        return None if len(ends) > expected else begun and len(ends) == expected
+    if len(ends) == 1:
+        return begun and (not by_segment or max(pieces) in ends)
+    return begun and len(ends) == len(pieces) > 0
+
+
+rollout_rows = st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 2)), min_size=1, max_size=4)
+
+
+@given(
+    st.lists(st.tuples(rollout_rows, st.integers(1, 3)), min_size=1, max_size=4),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_who_is_finished_is_what_a_loop_says(rollouts, with_begins, with_segments, with_expected, random):
+    rows = [
+        (number, done, begins if with_begins else None, segment if with_segments else None,
+         expected if with_expected else None)
+        for number, (segments, expected) in enumerate(rollouts)
+        for done, begins, segment in segments
+    ]  # fmt: skip
+    random.shuffle(rows)
+    by_rollout = defaultdict(list)
+    for number, *row in rows:
+        by_rollout[number].append(row)
+    answers = {number: says(group) for number, group in by_rollout.items()}
+    ids, done, begins, segment, expected = (list(column) for column in zip(*rows, strict=True))
+
+    def found():
+        return incomplete_groups(
+            [0] * len(ids),
+            ids,
+            group_size=9,
+            done=done,
+            begins=begins if with_begins else None,
+            segment=segment if with_segments else None,
+            expected_segments=expected if with_expected else None,
+        )
+
+    if None in answers.values():
+        with pytest.raises(BatchError, match="a rollout ends"):
+            found()
+    else:
+        assert found().have.tolist() == [sum(answers.values())]
+
+
+# -- a collector's batches -------------------------------------------------------------------------------
+
+GROUP_SIZE = 2
+
+
+def turns_of(rollout):
+    return 1 + rollout % 3
+
+
+def reward_of(rollout, turn):
+    return (rollout * 7 + turn * 3) % 5 + 1.0
+
+
+class TurnsEnv(EnvBase):
+    """Rollouts of one to three turns, each with a reward of its own; a slot that has ended takes the next."""
+
+    def __init__(self, slots):
+        super().__init__(batch_size=torch.Size([slots]))
+        ids = {name: Unbounded((slots, 1), dtype=torch.int64) for name in ("group_id", "rollout_id")}
+        self.observation_spec = Composite(**ids, shape=[slots])
+        self.action_spec = Composite(action=Unbounded((slots, 1)), shape=[slots])
+        self.reward_spec = Unbounded((slots, 1))
+        self.done_spec = Composite(done=Binary(shape=(slots, 1), dtype=torch.bool), shape=[slots])
+        self.rollout, self.turn = torch.full((slots, 1), -1), torch.zeros(slots, 1, dtype=torch.int64)
+        self.next_rollout = 0
+
+    def _rows(self, done, **more):
+        ids = {"group_id": self.rollout // GROUP_SIZE, "rollout_id": self.rollout.clone()}
+        return TensorDict({**ids, "done": done, **more}, batch_size=self.batch_size)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_):
+        every = torch.ones_like(self.rollout, dtype=torch.bool)
+        fresh = every if tensordict is None else tensordict.get("_reset", every)
+        for slot in fresh.flatten().nonzero().flatten().tolist():
+            self.rollout[slot], self.turn[slot] = self.next_rollout, 0
+            self.next_rollout += 1
+        return self._rows(torch.zeros_like(every))
+
+    def _step(self, tensordict):
+        pairs = zip(self.rollout.flatten().tolist(), self.turn.flatten().tolist(), strict=True)
+        reward = torch.tensor([[reward_of(rollout, turn)] for rollout, turn in pairs])
+        self.turn += 1
+        done = torch.tensor(
+            [[int(t) >= turns_of(int(r))] for r, t in zip(self.rollout, self.turn, strict=True)]
+        )
+        return self._rows(done, reward=reward)
+
+    def _set_seed(self, seed):
+        pass
+
+
+@pytest.mark.parametrize("slots", [1, 3, 4])
+def test_no_wrong_reward_is_trained_where_batches_end_in_the_middle_of_rollouts(slots):
+    """Half of a rollout is in one batch and half in the next: in neither is it trained."""
+    frames, batches = slots * 7, 8
+    collector = Collector(
+        TransformedEnv(TurnsEnv(slots), InitTracker()),
+        lambda td: td.set("action", torch.zeros(*td.shape, 1)),
+        frames_per_batch=frames,
+        total_frames=frames * batches,
+    )
+    pipeline = Pipeline(
+        {
+            "gate": CompletenessGate(group_size=GROUP_SIZE, on_incomplete="drop"),
+            "collapse": FanOutCollapse(reward="sum"),
+            "advantage": GroupRelativeAdvantage(scale="none"),
+        }
+    )
+    trained = 0
+    for batch in collector:
+        here = Counter(batch["rollout_id"].flatten().tolist())
+        cut = sum(rows for rollout, rows in here.items() if rows != turns_of(rollout))
+        run = pipeline.run(batch)
+        assert run.metrics["out/gate/unfinished"] == cut
+        if not len(run.batch):
+            continue
+        for rollout, reward in zip(
+            run.batch["rollout_id"].flatten().tolist(), run.batch[REWARD].tolist(), strict=True
+        ):
+            assert reward == sum(reward_of(rollout, turn) for turn in range(turns_of(rollout)))
+        trained += len(run.batch)
+    assert trained > 0

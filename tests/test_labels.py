@@ -1,0 +1,205 @@
+"""Ids that are text count as numbers do, and are named by their text; ragged columns lead to a lazy stack."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import NonTensorData, TensorDict, lazy_stack
+from test_contract import NEEDED, make_stages, rows, same
+
+from headrace.pipeline import Pipeline, load_pipeline
+from headrace.transforms import (
+    BatchError,
+    CompletenessGate,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    IncompleteGroupsError,
+    RewardsVary,
+    SampleFilter,
+    ShuffleSplit,
+    StateAdvantage,
+    incomplete_groups,
+    number_labels,
+)
+from headrace.transforms.schema import RETURN
+
+IDS = ("group_id", "rollout_id")
+every = pytest.mark.parametrize("name", list(make_stages()))
+
+
+def as_text(batch: TensorDict, *keys: str) -> TensorDict:
+    """The batch with labels in place of the numbers of its ids."""
+    batch = batch.clone()
+    for key in keys or IDS:
+        batch[key] = [f"{key[0]}-{number}" for number in batch[key].tolist()]
+    return batch
+
+
+def as_numbers(batch: TensorDict) -> TensorDict:
+    """The batch of :func:`as_text`, with the labels' numbers."""
+    numbered = as_text(batch)
+    for key in IDS:
+        numbered[key] = number_labels([f"{key[0]}-{number}" for number in batch[key].tolist()])
+    return numbered
+
+
+# -- text ------------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+def test_text_ids_are_what_their_numbers_are(name, lazy, make_batch):
+    def made(batch):
+        return lazy_stack(list(batch.unbind(0))) if lazy else batch
+
+    text = made(as_text(rows(make_batch)))
+    out = make_stages()[name](text)
+    expected = make_stages()[name](made(as_numbers(rows(make_batch))))
+    assert list(out["prompt_text"]) == list(expected["prompt_text"])
+    unread = [key for key in IDS if not isinstance(out.get(key), torch.Tensor)]  # stays as it came
+    assert set(unread).isdisjoint(NEEDED[name])
+    labels = [f"{key[:-3]}_label" for key in IDS]
+    assert same(out.exclude("prompt_text", *unread, *labels), expected.exclude("prompt_text", *unread))
+    assert text.get("group_id").tolist()[0] == "g-0", "the input is left alone"
+
+
+def test_the_text_stays_with_its_rows_as_labels(make_batch):
+    batch = as_text(rows(make_batch))
+    out = CompletenessGate(group_size=3, on_incomplete="drop")(batch)
+    assert list(out["group_label"]) == ["g-0"] * 4 + ["g-1"] * 3
+    assert torch.equal(out["group_id"], number_labels(list(out["group_label"])))
+    batch["group_label"] = [f"kept {row}" for row in range(8)]
+    assert FanOutCollapse()(batch).get("group_label").tolist() == batch.get("group_label").tolist()
+    nested = TensorDict({("x", "uid"): ["a", "b"], ("next", "reward"): [1.0, 2.0]}, batch_size=[2])
+    out = FanOutCollapse(rollout_key=("x", "uid"), group_key=None)(nested)
+    assert list(out["x", "uid_label"]) == ["a", "b"]
+
+
+def test_errors_name_the_labels(make_batch):
+    batch = as_text(make_batch([1.0, 2, 3, 4], [0, 0, 1, 2], [5, 6, 7, 8]))
+    batch["next", "done"] = torch.tensor([True, True, True, False])[:, None]
+    words = r"2 incomplete groups: group 'g-1' has 1 of 2 .*'g-2' has 0 of 2 \(1 unfinished: \['r-8'\]\)"
+    gate = CompletenessGate(group_size=2)
+    cut = {"gate": gate, "split": ShuffleSplit(minibatches=1)}
+    for stage in (gate, Pipeline({"gate": gate}), Pipeline(cut)):
+        with pytest.raises(IncompleteGroupsError, match=words):
+            stage(batch)
+    batch["rollout_id"] = ["x", "y", "y", "z"]
+    with pytest.raises(BatchError, match="rollout 'y' in groups"):
+        FanOutCollapse()(batch)
+
+
+def test_a_whole_recipe_takes_text_ids(make_batch):
+    batch = rows(make_batch)[:7]
+    options = ("pipeline=grpo", "pipeline.stages.gate.group_size=3")
+    text, numbers = (load_pipeline(*options).run(each) for each in (as_text(batch), as_numbers(batch)))
+    assert torch.equal(text.batch["advantage"], numbers.batch["advantage"])
+    assert text.metrics == numbers.metrics
+    assert text.ledger.rows("filter/zero_variance") == numbers.ledger.rows("filter/zero_variance")
+
+
+def test_text_ids_are_carried_and_saved(make_batch):
+    split = ShuffleSplit(minibatch_size=3, remainder="carry", shuffle=False)
+    batch = as_text(make_batch([1.0, 2, 3, 4], [0, 0, 1, 1], [0, 1, 2, 3]))
+    split(batch)
+    resumed = ShuffleSplit(minibatch_size=3, remainder="carry", shuffle=False)
+    resumed.load_state_dict(split.state_dict())
+    with pytest.raises(BatchError, match="carried"):
+        resumed(batch)
+    later = as_text(make_batch([5.0, 6], [2, 2], [4, 5]))
+    assert sorted(resumed(later)["rollout_label"]) == ["r-3", "r-4", "r-5"]
+
+
+def test_states_may_be_text(make_batch):
+    batch = rows(make_batch, state=[7, 7, 8, 8, 7, 7, 7, 9])
+    stage = StateAdvantage(state_key="state")
+    assert torch.equal(stage(as_text(batch, "state"))["advantage"], stage(batch)["advantage"])
+    assert RETURN in batch.keys(include_nested=True)
+
+
+def test_functions_take_labels():
+    assert incomplete_groups(["a", "a", "b"], ["x", "y", "z"], group_size=2).have.tolist() == [1]
+    assert incomplete_groups(["a"], ["x"], group_size=2).group_id.tolist() == number_labels(["a"]).tolist()
+
+
+@given(st.lists(st.text(min_size=1, max_size=4), max_size=20))
+def test_equal_labels_have_equal_numbers_and_others_others(labels):
+    numbers = number_labels(labels).tolist()
+    assert all(0 <= number < 2**62 for number in numbers)
+    assert [[a == b for b in labels] for a in labels] == [[a == b for b in numbers] for a in numbers]
+    assert numbers == [int(number_labels([label])) for label in labels], "whatever else is in the batch"
+
+
+def test_a_label_has_one_number_in_every_process():
+    code = "from headrace.transforms.ids import number_labels; print(number_labels(['ünï', 'b']).tolist())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == str(number_labels(["ünï", "b"]).tolist())
+
+
+def test_two_labels_with_one_number_are_refused(monkeypatch):
+    monkeypatch.setattr("headrace.transforms.ids._hashed", lambda label: len(label))
+    with pytest.raises(BatchError, match="'ab' and 'cd' have the same number: rename one"):
+        number_labels(["ab", "x", "cd"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["a", ""], r"group_id: every row needs a label; found empty ones at rows 1"),
+        (["a", None], r"every row needs a group_id; None at rows 1 of 2"),
+        (["a", 5], r"group_id: labels are one string a row; found 5 at row 1"),
+        ([{}, {}], r"group_id must be integers, at most 63 bits, or strings"),
+    ],
+)
+def test_what_is_no_label_is_refused(labels, message):
+    batch = TensorDict({("next", "reward"): [1.0, 2.0], "rollout_id": [0, 1]}, batch_size=[2])
+    batch["group_id"] = lazy_stack([NonTensorData(label) for label in labels])
+    with pytest.raises(BatchError, match=message):
+        FanOutCollapse()(batch)
+
+
+def test_text_under_a_key_that_is_not_the_transforms_own_leads_to_the_function(make_batch):
+    batch = make_batch([1.0, 2], [0, 0])
+    batch["uid"] = ["a", "a"]
+    words = r"'uid' \(group_key\).* Labels become numbers by headrace\.transforms\.number_labels"
+    with pytest.raises(BatchError, match=words):
+        SampleFilter(criterion=RewardsVary(group_key="uid"))(batch)
+
+
+# -- jagged columns --------------------------------------------------------------------------------------
+
+
+def jagged(batch: TensorDict) -> TensorDict:
+    batch = batch.clone()
+    for key in (("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")):
+        ragged = [row[: i % 4 + 1] for i, row in enumerate(batch[key])]
+        batch[key] = torch.nested.nested_tensor(ragged, layout=torch.jagged)
+    batch["masks"] = batch["masks"].exclude("all_attention_mask")
+    return batch
+
+
+@every
+def test_nested_tensors_are_refused_with_what_to_do(name, make_batch):
+    words = r"nested tensors in \('tokens', 'full'\), .*: pass batch\.to_lazystack\(\)"
+    with pytest.raises(BatchError, match=words):
+        make_stages()[name](jagged(rows(make_batch)))
+
+
+def test_what_the_message_says_works(make_batch):
+    batch = jagged(rows(make_batch)[:7])
+    stages = {
+        "gate": CompletenessGate(group_size=3),
+        "collapse": FanOutCollapse(),
+        "filter": SampleFilter(criterion=RewardsVary()),
+        "advantage": GroupRelativeAdvantage(),
+        "split": ShuffleSplit(minibatches=1, shuffle=False),
+    }
+    out = Pipeline(stages)(batch.to_lazystack())
+    expected = Pipeline(stages)(rows(make_batch)[:7])
+    assert torch.equal(out["advantage"], expected["advantage"])
+    assert [len(tokens) for tokens in out.get(("tokens", "full"), as_list=True)] == [1, 2, 3, 4, 1, 2, 3]

@@ -1,0 +1,113 @@
+"""Which rollouts are there from beginning to end: their rows say so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.transforms.checks import Rule, describe_segments, end_rules, same_length
+from headrace.transforms.errors import BatchError
+from headrace.transforms.ids import any_by, as_ids, first_row_of_pairs, last_row, reduce_by, sum_by
+
+
+class Ends(NamedTuple):
+    """What rows say of where rollouts begin and end; (N,) each, None where they say nothing."""
+
+    done: Tensor
+    """bool: the rollout ends with this row, or its segment does."""
+    begins: Tensor | None = None
+    """bool: the rollout begins with this row, or its segment does."""
+    segment: Tensor | None = None
+    """int64: the number of the row's segment, in order; rows of one segment share it."""
+    expected: Tensor | None = None
+    """int64: how many segments of the row's rollout end, each by itself."""
+
+
+def finished(ends: Ends, first: Tensor) -> Tensor:
+    """(N,) bool: the row's rollout is there from its beginning to its end. No device read.
+
+    A rollout has ended with its last row. Its segments end each by themselves where `expected` says how many
+    there are, or where more than one of them has ended; then all must have.
+
+    Args:
+        ends: that break no rule of :func:`finish_rules`.
+        first: (N,) int64, the first row of each row's rollout.
+    """
+    done, begins, segment, expected = ends
+    number = sum_by(first, done.long())
+    if expected is not None:
+        ended = number == expected
+    elif segment is None:
+        ended = number == 1
+    else:
+        each = ~any_by(first, ~any_by(first_row_of_pairs(first, segment), done))
+        last = any_by(first, done & (segment == reduce_by(first, segment, "amax")))
+        ended = each | (last & (number == 1))
+    return ended if begins is None else ended & any_by(first, begins)
+
+
+def finish_rules(ends: Ends, rollouts: Tensor, first: Tensor) -> list[Rule]:
+    """A rollout ends once, with its last row; segments that end each by themselves likewise.
+
+    Args:
+        ends: what rows say.
+        rollouts: (N,) int64.
+        first: (N,) int64, the first row of each row's rollout.
+    """
+    done, _, segment, expected = ends
+    rules = []
+    if expected is not None:
+        rules.append(
+            Rule(
+                (expected < 1) | (expected.index_select(0, first) != expected),
+                describe_segments(rollouts, expected),
+                "expected_segments must be one number ≥ 1 per rollout; found {found}",
+            )
+        )
+    rules += end_rules(rollouts, first, done=done, segment=segment, expected=expected)
+    if expected is not None and segment is None:
+        return rules
+    piece = first if segment is None else first_row_of_pairs(first, segment)
+    beyond = Rule(
+        done & (last_row(piece) != torch.arange(len(done), device=done.device)),
+        describe_segments(rollouts, done),
+        "a rollout ends with its last row; found rows behind the end (True) in {found}. Are ids reused by "
+        "two workers? If the rows are in another order, name the column that numbers them (segment_key)",
+    )
+    return [*rules, beyond]
+
+
+def as_ends(
+    like: Tensor,
+    done: Tensor | Sequence[bool] | None,
+    begins: Tensor | Sequence[bool] | None = None,
+    segment: Tensor | Sequence[int] | None = None,
+    expected: Tensor | Sequence[int] | None = None,
+) -> Ends | None:
+    """What rows say of their ends, on the device of `like` (N,); None where they say nothing.
+
+    Raises:
+        BatchError: they are no bools or integers, or differ in length.
+    """
+    if done is None:
+        return None
+    flags = {
+        name: None if value is None else _flags(value, name, like.device)
+        for name, value in (("done", done), ("begins", begins))
+    }
+    numbers = {
+        name: None if value is None else as_ids(value, name, device=like.device)
+        for name, value in (("segment", segment), ("expected_segments", expected))
+    }
+    same_length(rollout_id=like, **flags, **numbers)
+    return Ends(*flags.values(), *numbers.values())
+
+
+def _flags(values: Tensor | Sequence[bool], name: str, device: torch.device) -> Tensor:
+    flags = values if isinstance(values, Tensor) else torch.tensor(values, device=device)
+    if flags.dtype is not torch.bool and len(flags):
+        raise BatchError(f"{name} must be bool, one a row; got {flags.dtype}")
+    return flags.reshape(-1).bool()
