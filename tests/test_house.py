@@ -22,7 +22,8 @@ TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
 NAMES = {path: "headrace." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
 NAMES = {path: name.removesuffix(".__init__") for path, name in NAMES.items()}
 MODULES = {name: path for path, name in NAMES.items()}
-GROUND = ("base", "checks", "distributed", "errors", "ids", "options", "rows", "schema", "seeds", "tokens")
+GROUND = ("base", "checks", "distributed", "errors", "ids", "options")
+GROUND += ("rewards", "rows", "schema", "seeds", "tokens")
 
 # What users import, and tests, benchmarks and examples with them: these modules, by their `__all__`.
 PUBLIC = ("transforms", "transforms.schema", "pipeline", "pipeline.report", "pipeline.reverse")

@@ -14,8 +14,9 @@ from .checks import Rule, as_rewards, describe_segments, enforce, identity_rules
 from .errors import BatchError
 from .ids import as_ids, first_row, is_first, last_row, reduce_by, sum_by
 from .options import at_least, nested_key, one_of
+from .rewards import factors_of, weighted_reward
 from .rows import counted_rows
-from .schema import IS_FIRST_SEGMENT, REWARD, require
+from .schema import IS_FIRST_SEGMENT, REWARD, REWARDS, require
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
 MissingReward = Literal["raise", "skip"]
@@ -96,14 +97,19 @@ class FanOutCollapse(BatchTransform):
     (``SampleFilter(action="exclude")``) get a reward of 0 and False. One device read where there are such
     rows, else none.
 
-    Reads `reward_key`, `rollout_key`, `group_key`; writes ``("headrace", "reward")`` (N,) and
-    ``("headrace", "is_first_segment")`` (N,) bool.
+    Of several rewards the segments' are reduced column by column, and then added up by weight: ``R = Σ_k w_k
+    r_k`` is the rollout's one reward (:func:`weighted_reward`), which every later stage and the report read.
+
+    Reads `reward_key`, `rollout_key`, `group_key`; writes ``("headrace", "reward")`` (N,),
+    ``("headrace", "is_first_segment")`` (N,) bool and, where there are several rewards or weights,
+    ``("headrace", "rewards")`` (N, K).
 
     Args:
         reward: how segments' rewards become the rollout's: shared, first, last, sum, mean or max.
-        columns: K, how many rewards a row has; each is reduced on its own.
-        missing: what a NaN reward does: ``raise``; or ``skip``: it stays NaN, and must be NaN on all
-            segments of its rollout.
+        columns: K, how many rewards a row has.
+        weights: w, of the columns; None: all 1.
+        missing: what a NaN reward does: ``raise``; or ``skip``: it adds nothing to the rollout's reward, and
+            where all are NaN that is, too. It must be NaN on all segments of its rollout.
         reward_key: (N,), (N, 1) or (N, 1, 1) float; (N, K) where there are several.
         rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
         group_key: (N,) or (N, 1) int ≥ 0; None where a batch has no groups.
@@ -129,6 +135,7 @@ class FanOutCollapse(BatchTransform):
         *,
         reward: Reduction = "shared",
         columns: int = 1,
+        weights: Sequence[float] | None = None,
         missing: MissingReward = "raise",
         reward_key: NestedKey = ("next", "reward"),
         rollout_key: NestedKey | None = "rollout_id",
@@ -136,15 +143,16 @@ class FanOutCollapse(BatchTransform):
     ):
         self.reward_key = nested_key(reward_key)
         self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
-        super().__init__([self.reward_key, self.rollout_key, self.group_key], [REWARD, IS_FIRST_SEGMENT])
+        several = [] if columns == 1 and weights is None else [REWARDS]
+        reads = [self.reward_key, self.rollout_key, self.group_key]
+        super().__init__(reads, [REWARD, *several, IS_FIRST_SEGMENT])
         self.reward = one_of("reward", reward, get_args(Reduction))
         self.missing = one_of("missing", missing, get_args(MissingReward))
-        self.columns = at_least("columns", columns, 1)
-        if missing == "skip" and reward != "shared":
-            raise ValueError(f"missing='skip' needs reward='shared': NaN has no {reward}")
+        self.columns, self.weights = at_least("columns", columns, 1), weights
+        factors_of(weights, columns)  # as many as there are columns
 
     def apply(self, batch: TensorDictBase) -> Outcome:
-        """Add the two columns."""
+        """Add the columns."""
         counted = counted_rows(batch)
         reward = counted.take(self._rewards(batch))
         rollouts = counted.take(self.ids(batch, "rollout"))
@@ -158,27 +166,34 @@ class FanOutCollapse(BatchTransform):
         for column in known.unbind(1):
             rules += reward_rules(column, rollouts, first, siblings_agree=self.reward == "shared")
         reduced = [reduce_rewards(column, first, self.reward) for column in known.unbind(1)]
-        reward = counted.put_back(torch.stack(reduced, 1).masked_fill(missing, float("nan")))
+        rewards = torch.stack(reduced, 1).masked_fill(missing, float("nan"))
+        one = counted.put_back(weighted_reward(rewards, self.weights))
         is_first_segment = counted.put_back(is_first(first))
-        batch.set(REWARD, reward[:, 0] if self.columns == 1 else reward)
+        batch.set(REWARD, one)
+        if REWARDS in self.out_keys:
+            batch.set(REWARDS, counted.put_back(rewards))
         batch.set(IS_FIRST_SEGMENT, is_first_segment)
         measured = {
             "rollouts": is_first_segment.sum(),
-            "reward_mean": _mean_of_rollouts(reward, is_first_segment),
+            "reward_mean": _mean_of_rollouts(one, is_first_segment),
         }
         return Outcome(batch, measured=measured, rules=counted.rules(rules))
 
     def _rewards(self, batch: TensorDictBase) -> Tensor:
         """(N, K)."""
-        if self.columns == 1:
-            return as_rewards(self.column(batch, "reward_key"))[:, None]
         value = require(batch, self.reward_key, reader=type(self).__name__, option="reward_key")
+        if self.columns == 1:
+            try:
+                return as_rewards(self.column(batch, "reward_key"))[:, None]
+            except BatchError as err:
+                raise BatchError(f"{err}. If they are several rewards, say how many: columns") from err
         if value.numel() != len(batch) * self.columns or value.shape[-1] != self.columns:
             raise BatchError(
                 f"FanOutCollapse needs {self.columns} rewards a row (columns); found {tuple(value.shape)} in "
                 f"{self.reward_key!r} for {len(batch)} rows"
             )
-        return value.reshape(len(batch), self.columns)
+        value = value.detach().reshape(len(batch), self.columns)
+        return value if value.is_floating_point() else value.to(torch.get_default_dtype())
 
 
 def _same_missing(reward: Tensor, missing: Tensor, rollouts: Tensor, first: Tensor) -> Rule:
@@ -191,6 +206,6 @@ def _same_missing(reward: Tensor, missing: Tensor, rollouts: Tensor, first: Tens
 
 
 def _mean_of_rollouts(reward: Tensor, is_first_segment: Tensor) -> Tensor:
-    """Scalar float64: the mean over rollouts of each column without what is missing, then over columns."""
-    known = is_first_segment[:, None] & ~reward.isnan()
-    return (torch.where(known, reward, 0.0).double().sum(0) / known.sum(0).clamp_min(1)).mean()
+    """Scalar float64: the mean over rollouts that have a reward; 0 where none has."""
+    known = is_first_segment & ~reward.isnan()
+    return torch.where(known, reward, 0.0).double().sum() / known.sum().clamp_min(1)

@@ -4,7 +4,8 @@
 column                                  shape, dtype      meaning
 ====================================== ================= ===============================================
 ``("headrace", "reward")``              (N,) float        the rollout's one reward, on each of its rows;
-                                                          (N, K) where it has several
+                                                          NaN where it has none
+``("headrace", "rewards")``             (N, K) float      what that was added up from, where there are several
 ``("headrace", "is_first_segment")``    (N,) bool         one row of each rollout, its first
 ``("headrace", "return")``              (N,) float        the return from this segment on
 ``("headrace", "counted")``             (N,) bool         False: out of the statistics; absent: all are in
@@ -37,6 +38,7 @@ from .errors import BatchError, MissingKeyError, listing
 from .options import one_of
 
 REWARD = ("headrace", "reward")
+REWARDS = ("headrace", "rewards")
 IS_FIRST_SEGMENT = ("headrace", "is_first_segment")
 RETURN = ("headrace", "return")
 COUNTED = ("headrace", "counted")

@@ -79,9 +79,11 @@ class RewardShaping(BatchTransform):
         """Rewrite the reward."""
         reward = read_written(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
         shaped = self.shape(batch, reward).to(reward.dtype)
+        known = ~reward.isnan()  # a reward that is missing stays so
+        rewarded = known.sum().clamp_min(1)
         measured = {
-            "changed": (shaped != reward).double().mean(),
-            "mean": (shaped - reward).double().mean(),
+            "changed": (known & (shaped != reward)).double().sum() / rewarded,
+            "mean": torch.where(known, shaped - reward, 0.0).double().sum() / rewarded,
         }
         return Outcome(batch.set(REWARD, shaped), measured=measured, rules=self.rules(batch))
 

@@ -16,11 +16,11 @@ from headrace.transforms.checks import Rule, as_rewards
 from headrace.transforms.ids import as_ids, first_row, is_first
 from headrace.transforms.options import as_dtype, at_least, nested_key, one_of
 from headrace.transforms.rows import counted_rows
-from headrace.transforms.schema import COUNTED, REWARD, has_key
+from headrace.transforms.schema import COUNTED, REWARD, REWARDS, has_key, read_written
 
 from .baselines import Baseline, Clip, EpsMode, Formula, Scale, Singleton
 from .group_relative import compare_in_groups
-from .multi_reward import Missing, Several, compare_rewards
+from .multi_reward import Missing, Several, compare_rewards, weighed_rule
 from .positions import chunk_groups
 
 WithoutIds = Literal["raise", "chunks", "rigid_or_global"]
@@ -33,9 +33,9 @@ class GroupRelativeAdvantage(BatchTransform):
     rows is an error. Rows that are out of the statistics get 0. One device read, for the layout; one more
     each where rows are excluded and where `without_ids` is not ``raise``.
 
-    Reads ``("headrace", "reward")`` if there, else `reward_key`; `group_key`, `rollout_key`. Writes
-    `advantage_key`, (N,) with as many trailing ones as `ndim` asks for, and `group_key` where it made
-    the groups.
+    Reads ``("headrace", "reward")`` if there, else `reward_key`; ``("headrace", "rewards")`` where each is
+    compared or there are `weights`; `group_key`, `rollout_key`. Writes `advantage_key`, (N,) with as many
+    trailing ones as `ndim` asks for, and `group_key` where it made the groups.
 
     Args:
         baseline: ``mean``, ``leave_one_out``, ``length_weighted``, ``best_other``, ``batch``, ``none``.
@@ -46,11 +46,11 @@ class GroupRelativeAdvantage(BatchTransform):
         singleton: ``zero``, ``raw``, ``raise``.
         clip: [low, high] for the result, one of which may be null.
         dtype: of the statistics, such as ``float64``; None: as the function says.
-        several: how the columns of ``FanOutCollapse(columns=K)`` become one advantage: the ``sum`` of the
-            weighted rewards is compared, or each is (``decoupled``) and the advantages are added up.
-        weights: of the columns; None: all 1.
-        missing: what a NaN reward does: ``raise``, or ``skip``, which takes it out of its column's
-            statistics; a rollout with no reward at all gets 0.
+        several: how the rewards of ``FanOutCollapse(columns=K)`` become one advantage: the rollout's reward
+            is compared, their weighted ``sum``; or each is (``decoupled``), and the advantages are added up.
+        weights: of the columns where each is compared, the same as FanOutCollapse's; None: all 1.
+        missing: what a NaN reward does: ``raise``, or ``skip``, which takes it out of the statistics, of its
+            own column where each is compared; a rollout with no reward at all gets 0.
         without_ids: what follows where no row has a group id. ``raise``; ``chunks``: consecutive
             `group_size` rollouts, the last group may be short; ``rigid_or_global``: chunks if there are
             exactly `group_size` × `groups_per_batch` rollouts, else one global group (what miles does).
@@ -108,7 +108,7 @@ class GroupRelativeAdvantage(BatchTransform):
         self.rollout_key, self.advantage_key = nested_key(rollout_key), nested_key(advantage_key)
         self.loss_mask_key = nested_key(loss_mask_key)
         lengths = self.loss_mask_key if baseline == "length_weighted" else None
-        reads = [self.reward_key, self.group_key, self.rollout_key, REWARD, COUNTED, lengths]
+        reads = [self.reward_key, self.group_key, self.rollout_key, REWARD, REWARDS, COUNTED, lengths]
         super().__init__(reads, [self.advantage_key])
         self.final_keys = tuple(self.in_keys)
         self.baseline, self.scale, self.ddof, self.eps = baseline, scale, ddof, eps
@@ -134,7 +134,7 @@ class GroupRelativeAdvantage(BatchTransform):
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add the advantage."""
         collapsed = has_key(batch, REWARD)
-        reward = batch.get(REWARD) if collapsed else as_rewards(self.column(batch, "reward_key"))
+        reward = self._reward(batch) if collapsed else as_rewards(self.column(batch, "reward_key"))
         counted = counted_rows(batch)
         columns = {"groups": counted.take(self._groups(batch, reward))}
         rules: list[Rule] = []
@@ -143,12 +143,17 @@ class GroupRelativeAdvantage(BatchTransform):
             rules = [] if collapsed else [_one_row_each(columns["rollouts"])]
         if self.baseline == "length_weighted":
             columns["length"] = counted.take(self.tokens(batch))
-        credit, broken_rules = self._compare(counted.take(reward), **columns)
+        several = counted.take(batch.get(REWARDS)) if has_key(batch, REWARDS) else None
+        if self.several == "decoupled" or self.weights is not None:
+            weighed = (several, columns.get("rollouts"), self.weights, self.several)
+            rules.append(weighed_rule(counted.take(reward), *weighed))
+        credit, broken_rules = self._compare(counted.take(reward), several, **columns)
         credit = counted.put_back(credit)
         batch.set(self.advantage_key, credit.view(-1, *[1] * (self.ndim - 1)))
         measured = {"abs_mean": credit.abs().mean(), "zero": (credit == 0).double().mean()}
         if self.missing == "skip":
-            measured["unscorable"] = reward.isnan().reshape(len(batch), -1).all(-1).sum()
+            measured["unscorable"] = reward.isnan().sum()
+            batch.set(REWARD, reward)  # for later stages, which are to know who has none
         return Outcome(batch, measured=measured, rules=counted.rules(rules + broken_rules))
 
     def advantage_by_row(self, reward: Tensor, group_id: Tensor) -> Tensor | None:
@@ -169,18 +174,18 @@ class GroupRelativeAdvantage(BatchTransform):
         credit, rules = compare_in_groups(reward, as_ids(group_id, "group_id"), formula=formula)
         return None if rules else credit
 
-    def _compare(self, reward: Tensor, **columns: Tensor) -> tuple[Tensor, list[Rule]]:
+    def _reward(self, batch: TensorDictBase) -> Tensor:
+        return read_written(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
+
+    def _compare(
+        self, reward: Tensor, several: Tensor | None, **columns: Tensor
+    ) -> tuple[Tensor, list[Rule]]:
         compare = partial(compare_in_groups, formula=self.formula, dtype=self.dtype)
-        if reward.ndim == 1 and self.missing == "raise":
+        if self.several == "decoupled" and several is not None:
+            return compare_rewards(several, compare, weights=self.weights, missing=self.missing, **columns)
+        if self.missing == "raise":
             return compare(reward, **columns)
-        return compare_rewards(
-            reward.reshape(len(reward), -1),
-            compare,
-            weights=self.weights,
-            several=self.several,
-            missing=self.missing,
-            **columns,
-        )
+        return compare_rewards(reward[:, None], compare, missing="skip", **columns)
 
     def _groups(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
         if self.without_ids == "raise":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.transforms.base import BatchTransform
 from headrace.transforms.options import nested_key, one_of, within
-from headrace.transforms.schema import COUNTED
+from headrace.transforms.schema import COUNTED, REWARD, has_key
 
 from .baselines import with_eps
 
@@ -63,9 +63,10 @@ def whiten(
 class BatchWhitening(BatchTransform):
     """Whiten the advantage over the batch (:func:`whiten`), after the groups were compared.
 
-    Rows that are out of the statistics or have no token in the loss get 0. No device read.
+    Rows that are out of the statistics, have no reward or no token in the loss get 0. No device read.
 
-    Reads and writes `advantage_key`; reads `loss_mask_key` where `per` is ``token``.
+    Reads and writes `advantage_key`; reads ``("headrace", "reward")`` if there, and `loss_mask_key` where
+    `per` is ``token``.
 
     Args:
         per: what is counted: every ``token`` in the loss, or every ``sample`` once.
@@ -111,5 +112,7 @@ class BatchWhitening(BatchTransform):
         once = torch.ones_like(credit, dtype=torch.int64)
         weights = self.tokens(batch) if self.per == "token" else once
         weights = weights * batch.get(COUNTED, once)
+        if has_key(batch, REWARD):  # who has none is in no statistic
+            weights = weights * ~batch.get(REWARD).isnan()
         white = whiten(credit, weights, ddof=self.ddof, eps=self.eps, eps_mode=self.eps_mode)
         return batch.set(self.advantage_key, white.view_as(batch.get(self.advantage_key)))

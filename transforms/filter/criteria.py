@@ -61,7 +61,7 @@ class Criterion:
 
 
 class RewardsVary(Criterion):
-    """Groups whose rewards differ: ``max − min > tol`` over the rollouts in the statistics.
+    """Groups whose rewards differ: ``max − min > tol`` over the rollouts in the statistics that have one.
 
     A group without spread has no advantage to learn from (DAPO's dynamic sampling, arXiv:2503.14476,
     section 3.2). Reason: ``zero_variance``.
@@ -97,7 +97,11 @@ class RewardsVary(Criterion):
         counted = counted_rows(batch)
         first = first_row(counted.take(self._column(batch, "group_key")))
         reward = counted.take(self._reward(batch))
-        spread = reduce_by(first, reward, "amax") - reduce_by(first, reward, "amin")
+        missing = reward.isnan()
+        low, high = (reward.masked_fill(missing, end) for end in (float("inf"), float("-inf")))
+        spread = reduce_by(first, high, "amax") - reduce_by(
+            first, low, "amin"
+        )  # −∞ where nobody has a reward
         return ~counted.put_back(spread <= self.tol)
 
 
