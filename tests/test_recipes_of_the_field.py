@@ -322,6 +322,25 @@ def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_masking_rows_changes_nobodys_advantage(make_batch, name):
+    """They leave the loss and not the statistics, of lengths no more than of rewards."""
+    batch = columns_for(name, ragged_batch(make_batch, "grid", 2, lone=name[3:] not in NO_LONE))
+    batch["next", "reward"] = batch["next", "reward"].abs()
+    words = ["pipeline.stages.overlong.max_length=5", "pipeline.stages.overlong.cache=4"]
+    words = words if name == "dapo" else []
+    mask = SampleFilter(criterion=lambda batch: batch["rollout_id"] % 3 > 0)
+    torch.testing.assert_close(run(name, mask(batch), *words), run(name, batch, *words), equal_nan=True)
+
+
+def test_a_masked_rollout_weighs_in_the_baseline_of_opo_as_long_as_it_was(make_batch):
+    batch = make_batch([1.0, 0, 1], [0] * 3, expected_rollouts=[3] * 3)
+    batch[MASK] = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
+    mask = SampleFilter(criterion=lambda batch: batch["rollout_id"] != 1)
+    # (2·1 + 3·0 + 1·1) / 6
+    assert run("opo", mask(batch)).tolist() == [0.5, -0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_eight_equal_rewards_have_exactly_none(make_batch, name):
     batch = make_batch([0.7] * 8, [0] * 8, expected_rollouts=[8] * 8, state_id=[0] * 8)
     out = composed(f"pipeline={name}")(columns_for(name, batch))

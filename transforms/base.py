@@ -19,7 +19,7 @@ from .ids import as_ids
 from .options import describe_options, nested_key
 from .rows import device_of, shallow_copy
 from .schema import PROCESSED, has_key, read_column
-from .tokens import masked_tokens
+from .tokens import lengths, masked_tokens
 
 Effect = Literal["masked", "excluded", "dropped", "carried"]
 """What becomes of a row that leaves: out of the loss, out of the statistics too, gone, or kept for later."""
@@ -196,6 +196,15 @@ class BatchTransform(Transform):
             BatchError: it is not bool.
         """
         return masked_tokens(batch, getattr(self, option), reader=type(self).__name__, option=option)
+
+    def lengths(self, batch: TensorDictBase) -> Tensor:
+        """Count, per row, the tokens in `loss_mask_key`, of silenced rows those they had; (N,) int64.
+
+        Raises:
+            MissingKeyError: it is not there.
+            BatchError: it is not bool.
+        """
+        return lengths(batch, self.loss_mask_key, reader=type(self).__name__, option="loss_mask_key")
 
 
 def read_numbers(measured: Mapping[str, Tensor | float]) -> dict[str, float]:

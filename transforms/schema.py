@@ -10,6 +10,8 @@ column                                  shape, dtype      meaning
 ``("headrace", "return")``              (N,) float        the return from this segment on
 ``("headrace", "counted")``             (N,) bool         False: out of the statistics; absent: all are in
 ``("headrace", "in_loss")``             (N,) bool         False: out of the loss; absent: all are in
+``("headrace", "length")``              (N,) int64        tokens that a row had in the loss mask until it was
+                                                          silenced; −1: no filter silenced it
 ``("headrace", "minibatch")``           (N,) int64        which optimiser step of the batch, from 0; −1: none
 ``("headrace", "microbatch")``          (N,) int64        which forward and backward of the step, from 0
 ``("headrace", "rank")``                (N,) int64        which data-parallel rank trains it; absent: one
@@ -43,6 +45,7 @@ IS_FIRST_SEGMENT = ("headrace", "is_first_segment")
 RETURN = ("headrace", "return")
 COUNTED = ("headrace", "counted")
 IN_LOSS = ("headrace", "in_loss")
+LENGTH = ("headrace", "length")
 MINIBATCH = ("headrace", "minibatch")
 MICROBATCH = ("headrace", "microbatch")
 RANK = ("headrace", "rank")

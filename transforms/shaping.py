@@ -93,7 +93,7 @@ class RewardShaping(BatchTransform):
 
 
 class _LengthShaping(RewardShaping):
-    """Shaping by a rollout's tokens in the loss, over all its segments."""
+    """Shaping by a rollout's tokens, over all its segments, those that a filter silenced included."""
 
     def __init__(self, loss_mask_key: NestedKey, rollout_key: NestedKey | None):
         self.loss_mask_key, self.rollout_key = nested_key(loss_mask_key), nested_key(rollout_key)
@@ -103,15 +103,16 @@ class _LengthShaping(RewardShaping):
         """Every row has a rollout."""
         return [set_rule(self.ids(batch, "rollout"), "rollout_id", "their lengths would be added up")]
 
-    def lengths(self, batch: TensorDictBase) -> Tensor:
-        """(N,) int64, the tokens in the loss over all rows of each row's rollout."""
-        return sum_by(first_row(self.ids(batch, "rollout")), self.tokens(batch))
+    def rollout_lengths(self, batch: TensorDictBase) -> Tensor:
+        """(N,) int64, over all rows of each row's rollout."""
+        return sum_by(first_row(self.ids(batch, "rollout")), self.lengths(batch))
 
 
 class OverlongPunishment(_LengthShaping):
     """Add :func:`overlong_punishment` of the rollout's tokens to its reward.
 
-    Reads `loss_mask_key`, `rollout_key`; reads and writes ``("headrace", "reward")``.
+    Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
+    ``("headrace", "reward")``.
 
     Args:
         max_length: L_max, tokens in the loss over all segments of a rollout.
@@ -144,7 +145,7 @@ class OverlongPunishment(_LengthShaping):
 
     def shape(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
         """(N,)."""
-        lengths = self.lengths(batch)
+        lengths = self.rollout_lengths(batch)
         return reward + self.weight * overlong_punishment(
             lengths, max_length=self.max_length, cache=self.cache
         )
@@ -153,7 +154,8 @@ class OverlongPunishment(_LengthShaping):
 class LengthPenalty(_LengthShaping):
     """Add :func:`length_penalty` of the rollout's tokens to its reward.
 
-    Reads `loss_mask_key`, `rollout_key`; reads and writes ``("headrace", "reward")``.
+    Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
+    ``("headrace", "reward")``.
 
     Args:
         coefficient: reward per token, ≥ 0.
@@ -184,7 +186,9 @@ class LengthPenalty(_LengthShaping):
 
     def shape(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
         """(N,)."""
-        return reward + length_penalty(self.lengths(batch), coefficient=self.coefficient, free=self.free)
+        return reward + length_penalty(
+            self.rollout_lengths(batch), coefficient=self.coefficient, free=self.free
+        )
 
 
 class RewardScale(RewardShaping):

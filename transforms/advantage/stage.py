@@ -142,7 +142,7 @@ class GroupRelativeAdvantage(BatchTransform):
             columns["rollouts"] = counted.take(self.ids(batch, "rollout"))
             rules = [] if collapsed else [_one_row_each(columns["rollouts"])]
         if self.baseline == "length_weighted":
-            columns["length"] = counted.take(self.tokens(batch))
+            columns["length"] = counted.take(self.lengths(batch))
         several = counted.take(batch.get(REWARDS)) if has_key(batch, REWARDS) else None
         if self.several == "decoupled" or self.weights is not None:
             weighed = (several, columns.get("rollouts"), self.weights, self.several)

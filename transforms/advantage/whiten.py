@@ -63,7 +63,8 @@ def whiten(
 class BatchWhitening(BatchTransform):
     """Whiten the advantage over the batch (:func:`whiten`), after the groups were compared.
 
-    Rows that are out of the statistics, have no reward or no token in the loss get 0. No device read.
+    Rows that are out of the statistics, have no reward or no token get 0; those that a filter silenced
+    (``SampleFilter(action="mask")``) count as long as they were. No device read.
 
     Reads and writes `advantage_key`; reads ``("headrace", "reward")`` if there, and `loss_mask_key` where
     `per` is ``token``.
@@ -110,7 +111,7 @@ class BatchWhitening(BatchTransform):
         """Rewrite the advantage."""
         credit = self.column(batch, "advantage_key")
         once = torch.ones_like(credit, dtype=torch.int64)
-        weights = self.tokens(batch) if self.per == "token" else once
+        weights = self.lengths(batch) if self.per == "token" else once
         weights = weights * batch.get(COUNTED, once)
         if has_key(batch, REWARD):  # who has none is in no statistic
             weights = weights * ~batch.get(REWARD).isnan()
