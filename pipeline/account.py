@@ -27,6 +27,7 @@ class Account:
         group_size: rollouts that each group was dispatched with, if a gate says so.
         advantage_by_row: from rewards and group ids (N,) to what rows would get if each were a rollout;
             None where no stage compares rewards in groups.
+        each_reward: whether of several rewards each is compared, and not the one that they add up to.
     """
 
     stages: Mapping[str, nn.Module]
@@ -35,6 +36,7 @@ class Account:
     numbers: Mapping[str, Tensor | float]
     group_size: int | None = None
     advantage_by_row: Callable[[Tensor, Tensor], Tensor | None] | None = None
+    each_reward: bool = True
 
     @classmethod
     def of(cls, stages: Mapping[str, nn.Module], passage: Passage | None = None) -> Account:
@@ -48,6 +50,7 @@ class Account:
             numbers={} if passage is None else passage.numbers,
             group_size=gates[0].group_size if gates else None,
             advantage_by_row=comparing[0].advantage_by_row if comparing else None,
+            each_reward=not comparing or getattr(comparing[0], "several", "sum") != "sum",
         )
 
     @property

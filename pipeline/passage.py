@@ -31,6 +31,7 @@ class Keys:
     weight: NestedKey
     units: Mapping[str, NestedKey]
     report: Mapping[str, NestedKey]
+    reward_weights: Sequence[float] | None
 
     def weight_is_written(self, stages: Mapping[str, nn.Module]) -> bool:
         """Whether a stage declares that it writes the loss weights."""
@@ -51,7 +52,13 @@ class Passage:
         if has_key(batch, keys.loss_mask):
             check_mask(batch, keys.loss_mask)
         self.ledger = Ledger(batch, keys.units)
-        self.table = RowTable(batch, keys=keys.report, loss_mask_key=keys.loss_mask, ids=self.ledger.ids)
+        self.table = RowTable(
+            batch,
+            keys=keys.report,
+            loss_mask_key=keys.loss_mask,
+            ids=self.ledger.ids,
+            weights=keys.reward_weights,
+        )
         # Weights that came with the batch weigh nothing here, unless a stage says that it writes them anew.
         self.weights_are_ours = not has_key(batch, keys.weight) or keys.weight_is_written(stages)
         self.numbers: dict[str, Tensor | float] = {}

@@ -19,7 +19,7 @@ from .ledger import Ledger
 from .order import arrange, check_order
 from .passage import Keys, Passage, run_empty
 from .report import StepReport, print_report
-from .row_table import KEYS, keys_of_stages
+from .row_table import KEYS, keys_of_stages, weights_of_stages
 from .run import Run
 from .stage import as_module
 
@@ -201,4 +201,5 @@ class Pipeline(BatchTransform):
         weight = reported.get("loss_weight", "loss_weight")
         ids = {"rollouts": self.rollout_key, "groups": self.group_key}
         units = {unit: key for unit, key in ids.items() if key is not None}
-        return Keys(self.loss_mask_key, weight, units, reported | self.report_keys)
+        rewards = weights_of_stages(self.stages.values())
+        return Keys(self.loss_mask_key, weight, units, reported | self.report_keys, rewards)

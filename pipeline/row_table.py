@@ -11,6 +11,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.options import nested_key
+from headrace.transforms.rewards import weighted_reward
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import COUNTED, MICROBATCH, MINIBATCH, RANK, REWARD, ROW, has_key
 from headrace.transforms.tokens import loss_tokens
@@ -48,6 +49,13 @@ class RowTable:
         columns: (N,) float64 (NaN: unknown) or int64 (-1: unknown) by name.
         texts: N strings by name, where the batch has any.
         rewards: (N, K) float64, where a row has several.
+
+    Args:
+        batch: TensorDict ``[N]``, as it came in.
+        keys: where the batch has what a report shows, by name.
+        loss_mask_key: (N, T) bool.
+        ids: (N,) int64 by unit, ``rollouts`` and ``groups``.
+        weights: by which several rewards become one; None: all 1.
     """
 
     def __init__(
@@ -57,12 +65,14 @@ class RowTable:
         keys: Mapping[str, NestedKey],
         loss_mask_key: NestedKey,
         ids: Mapping[str, Tensor],
+        weights: Sequence[float] | None = None,
     ):
         self.keys = KEYS | {name: (nested_key(key),) for name, key in keys.items()}
         self.rows, self.device = len(batch), device_of(batch)
         self.columns: dict[str, Tensor] = {}
         self.texts: dict[str, Any] = {}
         self.rewards: Tensor | None = None
+        self.weights = weights
         for name, values in ids.items():
             self._enter(f"{name.removesuffix('s')}_id", values)
         for name in AT_THE_DOOR:
@@ -71,8 +81,8 @@ class RowTable:
         if (reward := self._found(batch, "reward", several=True)) is not None:
             several = reward.reshape(self.rows, -1).double()
             self.rewards = several if several.shape[1] > 1 else None
-            self._enter("collected_reward", several.sum(1))
-            self._enter("reward", several.sum(1))
+            self._enter("collected_reward", self._one(reward))
+            self._enter("reward", self._one(reward))
         if has_key(batch, loss_mask_key):
             self._enter("tokens", loss_tokens(batch, loss_mask_key, None))
         self.loss_mask_key = loss_mask_key
@@ -95,9 +105,9 @@ class RowTable:
             if (values := self._per_row(batch, name)) is not None:
                 found[name] = values
         if has_key(batch, REWARD):
-            found["reward"] = batch.get(REWARD).reshape(len(batch), -1).double().sum(1)
+            found["reward"] = batch.get(REWARD)
         elif (reward := self._found(batch, "reward", several=True)) is not None:
-            found["reward"] = reward.reshape(len(batch), -1).double().sum(1)
+            found["reward"] = self._one(reward)
         for name, values in found.items():
             self._column(name).index_copy_(0, rows, values.to(self._column(name).dtype))
 
@@ -116,11 +126,13 @@ class RowTable:
             self.columns["tokens"][-more:] = loss_tokens(carried, self.loss_mask_key, None)
         if "reward" in self.columns and (reward := self._found(carried, "reward", several=True)) is not None:
             for name in ("collected_reward", "reward"):
-                self.columns[name][-more:] = reward.reshape(more, -1).double().sum(1)
+                self.columns[name][-more:] = self._one(reward)
         if self.rewards is not None:
-            self.rewards = torch.cat(
-                [self.rewards, self.rewards.new_full((more, self.rewards.shape[1]), math.nan)]
-            )
+            several = self.rewards.new_full((more, self.rewards.shape[1]), math.nan)
+            reward = self._found(carried, "reward", several=True)
+            if reward is not None and reward.numel() == several.numel():
+                several = reward.reshape(several.shape).double()
+            self.rewards = torch.cat([self.rewards, several])
         self._column("carried_in").fill_(0)[-more:] = 1
         before = self.rows - more
         for name, text in list(self.texts.items()):
@@ -129,6 +141,12 @@ class RowTable:
             self.texts.pop(name)
             if here is not None and behind is not None:
                 self.texts[name] = [*here, *behind]
+
+    def _one(self, reward: Tensor) -> Tensor:
+        """(n,) float64, of one reward a row or several. Weights that do not fit are for a stage to refuse."""
+        several = reward.reshape(len(reward), -1).double()
+        fits = self.weights is not None and len(self.weights) == several.shape[1]
+        return weighted_reward(several, self.weights if fits else None)
 
     def _text(self, batch: TensorDictBase, name: str) -> Any:
         """The texts under the first of their keys, or None."""
@@ -208,6 +226,12 @@ def keys_of_stages(stages: Iterable[Any]) -> dict[str, NestedKey]:
         if using:
             keys[name] = getattr((writing or using)[0], option)
     return keys
+
+
+def weights_of_stages(stages: Iterable[Any]) -> Sequence[float] | None:
+    """The weights by which several rewards become one, of the stage that writes the rollout's reward."""
+    writing = (stage for stage in stages if REWARD in getattr(stage, "out_keys", ()))
+    return next((stage.weights for stage in writing if getattr(stage, "weights", None) is not None), None)
 
 
 def _mean(values: Tensor, mask: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from headrace.transforms import (
     MissingKeyError,
     collapse_fan_out,
 )
-from headrace.transforms.schema import COUNTED, IS_FIRST_SEGMENT, REWARD
+from headrace.transforms.schema import COUNTED, IS_FIRST_SEGMENT, REWARD, REWARDS
 
 
 def test_the_batch_keeps_its_shape_and_gains_two_columns(make_batch):
@@ -98,8 +98,9 @@ def test_of_several_rewards_each_is_missing_by_itself(make_batch):
     rewards = [[NAN, 2.0], [NAN, 2.0], [4.0, NAN]]
     batch["next", "reward"] = torch.tensor(rewards)
     outcome = FanOutCollapse(columns=2, missing="skip").run(batch)
-    assert torch.equal(outcome.batch[REWARD].nan_to_num(-1), torch.tensor(rewards).nan_to_num(-1))
-    assert outcome.metrics["reward_mean"] == 3  # 4 and 2: of each column what is there
+    assert torch.equal(outcome.batch[REWARDS].nan_to_num(-1), torch.tensor(rewards).nan_to_num(-1))
+    assert outcome.batch[REWARD].tolist() == [2, 2, 4]
+    assert outcome.metrics["reward_mean"] == 3
     for wrong in ([2.0, NAN], [NAN, NAN], [2.0, 2.0]):  # both columns disagree, or one
         batch["next", "reward"][1] = torch.tensor(wrong)
         found = re.escape(f"rollout 7 (rows [0, 1]: [[nan, 2.0], {wrong}])")
@@ -114,8 +115,6 @@ def test_a_missing_reward_is_refused_unless_skipped(make_batch):
     batch["next", "reward"][0] = float("inf")
     with pytest.raises(BatchError, match="must be finite; found inf at row 0"):
         FanOutCollapse(missing="skip")(batch)
-    with pytest.raises(ValueError, match="missing='skip' needs reward='shared'"):
-        FanOutCollapse(missing="skip", reward="sum")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from headrace.transforms import (
     SampleFilter,
     Status,
 )
-from headrace.transforms.schema import COUNTED, IN_LOSS
+from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH
 
 MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
@@ -48,6 +48,26 @@ def test_out_of_the_loss_leaves_nothing_to_train(make_batch, action):
     assert torch.equal(out[MASK][:2], batch[MASK][:2])
     assert torch.equal(out[LOG_PROBS][:2], batch[LOG_PROBS][:2])
     assert out[IN_LOSS].tolist() == [True, True, False]
+
+
+def test_a_silenced_row_is_as_long_as_it_was_to_statistics_and_has_nothing_in_the_loss(make_batch):
+    """Silenced by two filters, one after another, and in either form of a batch."""
+    batch = make_batch([1.0, 8, 9, 3], [0] * 4)
+    batch[MASK] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
+    for form in (batch, lazy_stack(list(batch.exclude("prompt_text").unbind(0)))):
+        once = SampleFilter(criterion=RewardWithin(high=8.5))(form)
+        assert once[LENGTH].tolist() == [-1, -1, 3, -1]
+        twice = SampleFilter(criterion=RewardWithin(high=5.0))(once)
+        assert twice[LENGTH].tolist() == [-1, 2, 3, -1]
+        assert LengthWithin(low=1)(twice).tolist() == [True, False, False, True]
+        stage = SampleFilter(criterion=LengthWithin(low=1), action="drop")
+        assert stage(twice)["rollout_id"].tolist() == [0, 3]
+
+
+def test_batches_of_a_recipe_have_the_same_columns_whether_or_not_a_row_was_silenced(make_batch):
+    stage = SampleFilter(criterion=RewardWithin(high=5.0))
+    some, none = stage(make_batch([1.0, 8], [0, 0])), stage(make_batch([1.0, 2], [0, 0]))
+    assert set(some.keys(True, True)) == set(none.keys(True, True))
 
 
 @pytest.mark.parametrize("unsilenced", [2, 4, 128, 255])

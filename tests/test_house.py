@@ -30,6 +30,7 @@ GROUND = (
     "ids",
     "labels",
     "options",
+    "rewards",
     "rows",
     "schema",
     "seeds",

@@ -234,7 +234,7 @@ def test_a_missing_reward_leaves_its_own_column_only(make_batch):
     batch["next", "reward"] = torch.tensor([[1.0, 0.0], [3.0, nan], [nan, 2.0], [nan, nan]])
     pipeline = Pipeline(
         {
-            "collapse": FanOutCollapse(columns=2, missing="skip"),
+            "collapse": FanOutCollapse(columns=2, weights=[1, 10], missing="skip"),
             "advantage": GroupRelativeAdvantage(
                 scale="none", several="decoupled", weights=[1, 10], missing="skip"
             ),
@@ -252,25 +252,12 @@ def test_in_a_sum_a_missing_reward_adds_0_and_a_row_without_any_is_out_of_the_st
     nan = float("nan")
     batch = make_batch([0.0] * 4, [0] * 4)
     batch["next", "reward"] = torch.tensor([[1.0, nan], [3.0, 4.0], [nan, nan], [nan, 3.0]])
-    advantage = GroupRelativeAdvantage(scale="none", missing="skip", weights=[1, 2])
-    pipeline = Pipeline({"collapse": FanOutCollapse(columns=2, missing="skip"), "advantage": advantage})
+    collapse = FanOutCollapse(columns=2, missing="skip", weights=[1, 2])
+    advantage = GroupRelativeAdvantage(scale="none", missing="skip")
+    pipeline = Pipeline({"collapse": collapse, "advantage": advantage})
     # 1, 11 and 6 about 6
     assert pipeline(batch)["advantage"].flatten().tolist() == [-5, 5, 0, 0]
     assert pipeline.metrics["advantage/unscorable"] == 1
-
-
-def test_a_weighted_sum_of_rewards(make_batch):
-    batch = make_batch([0.0, 0], [0, 0])
-    batch["next", "reward"] = torch.tensor([[1.0, 4.0], [3.0, 0.0]])
-    pipeline = Pipeline(
-        {
-            "collapse": FanOutCollapse(columns=2),
-            "advantage": GroupRelativeAdvantage(scale="none", weights=[1.0, 0.5]),
-        }
-    )
-    assert pipeline(batch)["advantage"].flatten().tolist() == [0, 0]  # 3 and 3
-    with pytest.raises(ValueError, match="needs a weight; got 1 for 2 columns"):
-        Pipeline({"c": FanOutCollapse(columns=2), "a": GroupRelativeAdvantage(weights=[1.0])})(batch)
 
 
 def test_reinforce_pp_whitens_over_tokens(make_batch):
@@ -358,6 +345,25 @@ def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, name):
         more["state_id"] += 1000
     before, after = run(name, batch), run(name, torch.cat([batch, more]))
     torch.testing.assert_close(after[:-1], before, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masking_rows_changes_nobodys_advantage(make_batch, name):
+    """They leave the loss and not the statistics, of lengths no more than of rewards."""
+    batch = columns_for(name, ragged_batch(make_batch, "grid", 2, lone=name[3:] not in NO_LONE))
+    batch["next", "reward"] = batch["next", "reward"].abs()
+    words = ["pipeline.stages.overlong.max_length=5", "pipeline.stages.overlong.cache=4"]
+    words = words if name == "dapo" else []
+    mask = SampleFilter(criterion=lambda batch: batch["rollout_id"] % 3 > 0)
+    torch.testing.assert_close(run(name, mask(batch), *words), run(name, batch, *words), equal_nan=True)
+
+
+def test_a_masked_rollout_weighs_in_the_baseline_of_opo_as_long_as_it_was(make_batch):
+    batch = make_batch([1.0, 0, 1], [0] * 3, expected_rollouts=[3] * 3)
+    batch[MASK] = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
+    mask = SampleFilter(criterion=lambda batch: batch["rollout_id"] != 1)
+    # (2·1 + 3·0 + 1·1) / 6
+    assert run("opo", mask(batch)).tolist() == [0.5, -0.5, 0.5]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -94,6 +94,22 @@ def test_the_plan_by_hand(make_batch, tmp_path):
     assert re.search(r"informative +12 +14", text.replace("\n", " ")) or "12" in text
 
 
+def test_the_plan_goes_by_the_recipes_weights(make_batch, tmp_path):
+    """By weight 1.5 and 1.5, 0.5 and 0.5; only those of the first group are solved, and of both without."""
+    batch = make_batch([0.0] * 4, [0, 0, 1, 1])
+    batch["next", "reward"] = torch.tensor([[1.0, 1], [1, 1], [0, 1], [0, 1]])
+    write_dump(make_report(Pipeline({}).run(batch)), tmp_path)
+    words = ["pipeline.stages.collapse.columns=2"]
+    _, text = told(tabulate_group_sizes, configured("plan", tmp_path, *words), tmp_path)
+    assert not re.search(r"\n +0 +1 ", text)
+    words.append("pipeline.stages.collapse.weights=[1,0.5]")
+    _, text = told(tabulate_group_sizes, configured("plan", tmp_path, *words), tmp_path)
+    assert re.search(r"\n +0 +1 ", text)
+    wrong = configured("plan", tmp_path, "pipeline.stages.collapse.weights=[0.5]")
+    with pytest.raises(BatchError, match="step 0: each reward column needs a weight; got 1 for 2 columns"):
+        told(tabulate_group_sizes, wrong, tmp_path)
+
+
 def test_the_probability_by_its_definition():
     rate = np.array([0.0, 0.3, 1.0])
     draws = np.random.default_rng(0).random((20000, 3, 4)) < rate[:, None]

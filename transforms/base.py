@@ -21,7 +21,7 @@ from .labels import labels_in_errors, number_ids
 from .options import describe_options, nested_key
 from .rows import device_of, jagged_keys, shallow_copy
 from .schema import DONE, EXPECTED_SEGMENTS, FINISHED, PROCESSED, has_key, read_column, read_flags
-from .tokens import masked_tokens
+from .tokens import lengths, masked_tokens
 
 Effect = Literal["masked", "excluded", "dropped", "carried"]
 """What becomes of a row that leaves: out of the loss, out of the statistics too, gone, or kept for later."""
@@ -220,11 +220,13 @@ class BatchTransform(Transform):
             BatchError: they are no integers, or not one a row.
         """
         if getattr(self, f"{unit}_key") is None:
-            return torch.arange(len(batch), device=device_of(batch))
+            ranks = present_ranks()
+            start = 0 if ranks is None else ranks.rank << 40  # rows of other ranks are others
+            return torch.arange(start, start + len(batch), device=device_of(batch))
         return as_ids(self.column(batch, f"{unit}_key"), f"{unit}_id")
 
     def unseen_ends(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Where rollouts end, if ``("next", "done")`` is there and no gate has looked: columns of `end_rules`."""
+        """Where rollouts end, for `end_rules`, if ``("next", "done")`` is there and no gate has looked."""
         if not has_key(batch, DONE) or has_key(batch, FINISHED):
             return {}
         name = type(self).__name__
@@ -242,6 +244,15 @@ class BatchTransform(Transform):
             BatchError: it is not bool.
         """
         return masked_tokens(batch, getattr(self, option), reader=type(self).__name__, option=option)
+
+    def lengths(self, batch: TensorDictBase) -> Tensor:
+        """Count, per row, the tokens in `loss_mask_key`, of silenced rows those they had; (N,) int64.
+
+        Raises:
+            MissingKeyError: it is not there.
+            BatchError: it is not bool.
+        """
+        return lengths(batch, self.loss_mask_key, reader=type(self).__name__, option="loss_mask_key")
 
 
 def read_numbers(measured: Mapping[str, Tensor | float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -10,12 +11,23 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from .base import BatchTransform, Outcome
-from .checks import Rule, as_rewards, describe_segments, enforce, identity_rules, reward_rules, same_length
+from .checks import (
+    Rule,
+    as_rewards,
+    describe_segments,
+    end_rules,
+    enforce,
+    identity_rules,
+    reward_rules,
+    same_length,
+)
+from .distributed import population_of
 from .errors import BatchError
 from .ids import as_ids, first_row, is_first, last_row, reduce_by, sum_by
 from .options import at_least, nested_key, one_of
-from .rows import counted_rows
-from .schema import IS_FIRST_SEGMENT, REWARD, require
+from .rewards import factors_of, weighted_reward
+from .schema import IS_FIRST_SEGMENT, REWARD, REWARDS, require
+from .sums import sum_in_any_order
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
 MissingReward = Literal["raise", "skip"]
@@ -45,7 +57,7 @@ def collapse_fan_out(
         first    R_k = r_{min S(k)}        last   R_k = r_{max S(k)}
         sum      R_k = Σ_{i∈S(k)} r_i      mean   R_k = Σ_{i∈S(k)} r_i / |S(k)|      max  R_k = max r_i
 
-    Sums accumulate in float64 and are rounded once. One device read, for the checks.
+    Sums are float64, whatever the order of the rows, and rounded once. One device read, for the checks.
 
     Args:
         reward: (N,) floats, one a row.
@@ -83,10 +95,10 @@ def reduce_rewards(reward: Tensor, first: Tensor, how: Reduction) -> Tensor:
         return reward.index_select(0, last_row(first))
     if how == "max":
         return reduce_by(first, reward, "amax")
-    total = sum_by(first, reward.double())
-    if how == "mean":
-        total = total / sum_by(first, torch.ones_like(total))
-    return total.to(reward.dtype)
+    number = sum_by(first, torch.ones_like(first)).double()
+    peak = reduce_by(first, reward.abs().double(), "amax")
+    total = sum_in_any_order(reward.double(), partial(sum_by, first), peak=peak, terms=number)
+    return (total / number if how == "mean" else total).to(reward.dtype)
 
 
 class FanOutCollapse(BatchTransform):
@@ -96,15 +108,20 @@ class FanOutCollapse(BatchTransform):
     (``SampleFilter(action="exclude")``) get a reward of 0 and False. One device read where there are such
     rows, else none.
 
+    Of several rewards the segments' are reduced column by column, and then added up by weight: ``R = Σ_k w_k
+    r_k`` is the rollout's one reward (:func:`weighted_reward`), which every later stage and the report read.
+
     Reads `reward_key`, `rollout_key`, `group_key`, and ``("next", "done")`` if it is there and no gate has
-    read it: a rollout that ends twice is refused. Writes ``("headrace", "reward")`` (N,) and
-    ``("headrace", "is_first_segment")`` (N,) bool.
+    read it: a rollout that ends twice is refused. Writes ``("headrace", "reward")`` (N,),
+    ``("headrace", "is_first_segment")`` (N,) bool and, where there are several rewards or weights,
+    ``("headrace", "rewards")`` (N, K).
 
     Args:
         reward: how segments' rewards become the rollout's: shared, first, last, sum, mean or max.
-        columns: K, how many rewards a row has; each is reduced on its own.
-        missing: what a NaN reward does: ``raise``; or ``skip``: it stays NaN, and must be NaN on all
-            segments of its rollout.
+        columns: K, how many rewards a row has.
+        weights: w, of the columns; None: all 1.
+        missing: what a NaN reward does: ``raise``; or ``skip``: it adds nothing to the rollout's reward, and
+            where all are NaN that is, too. It must be NaN on all segments of its rollout.
         reward_key: (N,), (N, 1) or (N, 1, 1) float; (N, K) where there are several.
         rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
         group_key: (N,) or (N, 1) int ≥ 0; None where a batch has no groups.
@@ -130,6 +147,7 @@ class FanOutCollapse(BatchTransform):
         *,
         reward: Reduction = "shared",
         columns: int = 1,
+        weights: Sequence[float] | None = None,
         missing: MissingReward = "raise",
         reward_key: NestedKey = ("next", "reward"),
         rollout_key: NestedKey | None = "rollout_id",
@@ -137,49 +155,61 @@ class FanOutCollapse(BatchTransform):
     ):
         self.reward_key = nested_key(reward_key)
         self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
-        super().__init__([self.reward_key, self.rollout_key, self.group_key], [REWARD, IS_FIRST_SEGMENT])
+        several = [] if columns == 1 and weights is None else [REWARDS]
+        reads = [self.reward_key, self.rollout_key, self.group_key]
+        super().__init__(reads, [REWARD, *several, IS_FIRST_SEGMENT])
         self.reward = one_of("reward", reward, get_args(Reduction))
         self.missing = one_of("missing", missing, get_args(MissingReward))
-        self.columns = at_least("columns", columns, 1)
-        if missing == "skip" and reward != "shared":
-            raise ValueError(f"missing='skip' needs reward='shared': NaN has no {reward}")
+        self.columns, self.weights = at_least("columns", columns, 1), weights
+        factors_of(weights, columns)  # as many as there are columns
 
     def apply(self, batch: TensorDictBase) -> Outcome:
-        """Add the two columns."""
-        counted = counted_rows(batch)
-        reward = counted.take(self._rewards(batch))
-        rollouts = counted.take(self.ids(batch, "rollout"))
-        groups = None if self.group_key is None else counted.take(self.ids(batch, "group"))
+        """Add the columns."""
+        people, ends = population_of(batch), self.unseen_ends(batch)
+        everyone = people.take({"reward": self._rewards(batch)} | ends, self._ids(batch))
+        reward, rollouts, groups = everyone["reward"], everyone["rollouts"], everyone.get("groups")
         first = first_row(rollouts)
         missing = reward.isnan() if self.missing == "skip" else torch.zeros_like(reward, dtype=torch.bool)
         known = reward.masked_fill(missing, 0.0)
-        rules = identity_rules(rollouts, groups, first) + self.unseen_ends(batch, rollouts, counted)
+        rules = identity_rules(rollouts, groups, first)
+        rules += end_rules(rollouts, first, **{name: everyone[name] for name in ends})
         if self.missing == "skip":
             rules.append(_same_missing(reward, missing, rollouts, first))
         for column in known.unbind(1):
             rules += reward_rules(column, rollouts, first, siblings_agree=self.reward == "shared")
         reduced = [reduce_rewards(column, first, self.reward) for column in known.unbind(1)]
-        reward = counted.put_back(torch.stack(reduced, 1).masked_fill(missing, float("nan")))
-        is_first_segment = counted.put_back(is_first(first))
-        batch.set(REWARD, reward[:, 0] if self.columns == 1 else reward)
+        rewards = torch.stack(reduced, 1).masked_fill(missing, float("nan"))
+        one = people.put_back(weighted_reward(rewards, self.weights))
+        is_first_segment = people.put_back(is_first(first))
+        batch.set(REWARD, one)
+        if REWARDS in self.out_keys:
+            batch.set(REWARDS, people.put_back(rewards))
         batch.set(IS_FIRST_SEGMENT, is_first_segment)
         measured = {
             "rollouts": is_first_segment.sum(),
-            "reward_mean": _mean_of_rollouts(reward, is_first_segment),
+            "reward_mean": _mean_of_rollouts(one, is_first_segment),
         }
-        return Outcome(batch, measured=measured, rules=counted.rules(rules))
+        return Outcome(batch, measured=measured, rules=people.rules(rules))
+
+    def _ids(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        rollouts = {"rollouts": self.ids(batch, "rollout")}
+        return rollouts if self.group_key is None else rollouts | {"groups": self.ids(batch, "group")}
 
     def _rewards(self, batch: TensorDictBase) -> Tensor:
         """(N, K)."""
-        if self.columns == 1:
-            return as_rewards(self.column(batch, "reward_key"))[:, None]
         value = require(batch, self.reward_key, reader=type(self).__name__, option="reward_key")
+        if self.columns == 1:
+            try:
+                return as_rewards(self.column(batch, "reward_key"))[:, None]
+            except BatchError as err:
+                raise BatchError(f"{err}. If they are several rewards, say how many: columns") from err
         if value.numel() != len(batch) * self.columns or value.shape[-1] != self.columns:
             raise BatchError(
                 f"FanOutCollapse needs {self.columns} rewards a row (columns); found {tuple(value.shape)} in "
                 f"{self.reward_key!r} for {len(batch)} rows"
             )
-        return value.reshape(len(batch), self.columns)
+        value = value.detach().reshape(len(batch), self.columns)
+        return value if value.is_floating_point() else value.double()
 
 
 def _same_missing(reward: Tensor, missing: Tensor, rollouts: Tensor, first: Tensor) -> Rule:
@@ -192,6 +222,6 @@ def _same_missing(reward: Tensor, missing: Tensor, rollouts: Tensor, first: Tens
 
 
 def _mean_of_rollouts(reward: Tensor, is_first_segment: Tensor) -> Tensor:
-    """Scalar float64: the mean over rollouts of each column without what is missing, then over columns."""
-    known = is_first_segment[:, None] & ~reward.isnan()
-    return (torch.where(known, reward, 0.0).double().sum(0) / known.sum(0).clamp_min(1)).mean()
+    """Scalar float64: the mean over rollouts that have a reward; 0 where none has."""
+    known = is_first_segment & ~reward.isnan()
+    return torch.where(known, reward, 0.0).double().sum() / known.sum().clamp_min(1)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .checks import Rule
 from .errors import BatchError
-from .schema import COUNTED
 
 ROWS_LEFT_OUT = " (Rows out of the statistics are not in these row numbers.)"
 
@@ -177,15 +176,6 @@ class SomeRows:
             )
             for rule in rules
         ]
-
-
-def counted_rows(batch: TensorDictBase) -> SomeRows:
-    """The rows that are in the statistics: all, but where ``("headrace", "counted")`` says otherwise.
-
-    To a statistic an excluded row does not exist: its ids and rewards are neither used nor checked. One
-    device read where the batch has excluded rows, none where it has not.
-    """
-    return SomeRows(batch.get(COUNTED, None))
 
 
 def silence_rows(batch: TensorDictBase, key: NestedKey, silent: Tensor) -> None:

@@ -4,12 +4,15 @@
 column                                  shape, dtype      meaning
 ====================================== ================= ===============================================
 ``("headrace", "reward")``              (N,) float        the rollout's one reward, on each of its rows;
-                                                          (N, K) where it has several
+                                                          NaN where it has none
+``("headrace", "rewards")``             (N, K) float      what that was added up from, where there are several
 ``("headrace", "is_first_segment")``    (N,) bool         one row of each rollout, its first
 ``("headrace", "return")``              (N,) float        the return from this segment on
 ``("headrace", "finished")``            (N,) bool         True: the gate has seen the rollout's end
 ``("headrace", "counted")``             (N,) bool         False: out of the statistics; absent: all are in
 ``("headrace", "in_loss")``             (N,) bool         False: out of the loss; absent: all are in
+``("headrace", "length")``              (N,) int64        tokens that a row had in the loss mask until it was
+                                                          silenced; −1: no filter silenced it
 ``("headrace", "minibatch")``           (N,) int64        which optimiser step of the batch, from 0; −1: none
 ``("headrace", "microbatch")``          (N,) int64        which forward and backward of the step, from 0
 ``("headrace", "rank")``                (N,) int64        which data-parallel rank trains it; absent: one
@@ -39,11 +42,13 @@ from .errors import BatchError, MissingKeyError, listing
 from .options import one_of
 
 REWARD = ("headrace", "reward")
+REWARDS = ("headrace", "rewards")
 IS_FIRST_SEGMENT = ("headrace", "is_first_segment")
 RETURN = ("headrace", "return")
 FINISHED = ("headrace", "finished")
 COUNTED = ("headrace", "counted")
 IN_LOSS = ("headrace", "in_loss")
+LENGTH = ("headrace", "length")
 MINIBATCH = ("headrace", "minibatch")
 MICROBATCH = ("headrace", "microbatch")
 RANK = ("headrace", "rank")

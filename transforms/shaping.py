@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .base import BatchTransform, Outcome
 from .checks import Rule, set_rule
+from .distributed import population_of
 from .ids import first_row, sum_by
 from .options import nested_key
 from .schema import REWARD, read_written
@@ -79,9 +80,11 @@ class RewardShaping(BatchTransform):
         """Rewrite the reward."""
         reward = read_written(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
         shaped = self.shape(batch, reward).to(reward.dtype)
+        known = ~reward.isnan()  # a reward that is missing stays so
+        rewarded = known.sum().clamp_min(1)
         measured = {
-            "changed": (shaped != reward).double().mean(),
-            "mean": (shaped - reward).double().mean(),
+            "changed": (known & (shaped != reward)).double().sum() / rewarded,
+            "mean": torch.where(known, shaped - reward, 0.0).double().sum() / rewarded,
         }
         return Outcome(batch.set(REWARD, shaped), measured=measured, rules=self.rules(batch))
 
@@ -91,7 +94,7 @@ class RewardShaping(BatchTransform):
 
 
 class _LengthShaping(RewardShaping):
-    """Shaping by a rollout's tokens in the loss, over all its segments."""
+    """Shaping by a rollout's tokens, over all its segments, those that a filter silenced included."""
 
     def __init__(self, loss_mask_key: NestedKey, rollout_key: NestedKey | None):
         self.loss_mask_key, self.rollout_key = nested_key(loss_mask_key), nested_key(rollout_key)
@@ -101,15 +104,20 @@ class _LengthShaping(RewardShaping):
         """Every row has a rollout."""
         return [set_rule(self.ids(batch, "rollout"), "rollout_id", "their lengths would be added up")]
 
-    def lengths(self, batch: TensorDictBase) -> Tensor:
-        """(N,) int64, the tokens in the loss over all rows of each row's rollout."""
-        return sum_by(first_row(self.ids(batch, "rollout")), self.tokens(batch))
+    def rollout_lengths(self, batch: TensorDictBase) -> Tensor:
+        """(N,) int64, over all rows of each row's rollout."""
+        if self.rollout_key is None:
+            return self.lengths(batch)
+        people = population_of(batch, every=True)
+        everyone = people.take({"lengths": self.lengths(batch)}, {"rollouts": self.ids(batch, "rollout")})
+        return people.put_back(sum_by(first_row(everyone["rollouts"]), everyone["lengths"]))
 
 
 class OverlongPunishment(_LengthShaping):
     """Add :func:`overlong_punishment` of the rollout's tokens to its reward.
 
-    Reads `loss_mask_key`, `rollout_key`; reads and writes ``("headrace", "reward")``.
+    Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
+    ``("headrace", "reward")``.
 
     Args:
         max_length: L_max, tokens in the loss over all segments of a rollout.
@@ -142,7 +150,7 @@ class OverlongPunishment(_LengthShaping):
 
     def shape(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
         """(N,)."""
-        lengths = self.lengths(batch)
+        lengths = self.rollout_lengths(batch)
         return reward + self.weight * overlong_punishment(
             lengths, max_length=self.max_length, cache=self.cache
         )
@@ -151,7 +159,8 @@ class OverlongPunishment(_LengthShaping):
 class LengthPenalty(_LengthShaping):
     """Add :func:`length_penalty` of the rollout's tokens to its reward.
 
-    Reads `loss_mask_key`, `rollout_key`; reads and writes ``("headrace", "reward")``.
+    Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
+    ``("headrace", "reward")``.
 
     Args:
         coefficient: reward per token, ≥ 0.
@@ -182,7 +191,9 @@ class LengthPenalty(_LengthShaping):
 
     def shape(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
         """(N,)."""
-        return reward + length_penalty(self.lengths(batch), coefficient=self.coefficient, free=self.free)
+        return reward + length_penalty(
+            self.rollout_lengths(batch), coefficient=self.coefficient, free=self.free
+        )
 
 
 class RewardScale(RewardShaping):

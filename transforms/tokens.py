@@ -9,7 +9,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .errors import BatchError, MissingKeyError
-from .schema import has_key, key_names, require
+from .schema import LENGTH, has_key, key_names, require
 
 ONES = 0x0101010101010101  # a 1 in each of eight bytes
 MOST = 255  # bytes of 0 and 1 that can be added up before one of them overflows
@@ -67,6 +67,31 @@ def masked_tokens(batch: TensorDictBase, key: NestedKey, *, reader: str, option:
     mask = require(batch, key, reader=reader, option=option)
     check_mask(batch, key)
     return count_true(mask.reshape(len(batch), -1))
+
+
+def lengths(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:
+    """(N,) int64, the tokens of each row in a loss mask, or those that it had before a filter silenced it.
+
+    To a statistic a rollout is as long as it was: what trains is another question (:func:`loss_tokens`).
+
+    Raises:
+        MissingKeyError: the mask is not there.
+        BatchError: it is not bool.
+    """
+    tokens = masked_tokens(batch, key, reader=reader, option=option)
+    before = batch.get(LENGTH, None)
+    return tokens if before is None else torch.where(before < 0, tokens, before)
+
+
+def remember_lengths(batch: TensorDictBase, key: NestedKey, silent: Tensor) -> None:
+    """Write ``("headrace", "length")`` for (N,) bool rows that are about to be silenced.
+
+    It is there whether or not any are, so that batches of one recipe have the same columns.
+    """
+    tokens = masked_tokens(batch, key, reader="SampleFilter", option="loss_mask_key")
+    now = torch.where(silent, tokens, -1)
+    before = batch.get(LENGTH, None)
+    batch.set(LENGTH, now if before is None else torch.where(before < 0, now, before))
 
 
 def any_token(batch: TensorDictBase, key: NestedKey) -> Tensor:

@@ -30,7 +30,8 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     ======================================================= =========== =====================================
     ``step``, ``row``                                        int64       step number, index in the batch
     ``group_id``, ``rollout_id``                             int64       as the batch had them
-    ``reward``                                               float64     as collected; null: none
+    ``reward``                                               float64     as collected, null: none; of several
+                                                                         the weighted sum
     ``rewards``                                              list        as collected, where there are several
     ``rollout_reward``                                       float64     of the rollout, as compared
     ``advantage``, ``loss_weight``                           float64

@@ -48,18 +48,19 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     }
 
 
-def groups_of(columns: Columns, group_size: int | None) -> dict[str, np.ndarray]:
+def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = True) -> dict[str, np.ndarray]:
     """One entry per group, in the order of their first rows; empty where there are no groups.
 
     Args:
         columns: (N,) by name.
         group_size: rollouts that each group was dispatched with, for rows without `expected_rollouts`.
+        each_reward: whether of several rewards each is compared, and not the one that they add up to.
 
     Returns:
         (G,) `id`, `row` (its first), `segments` (rows), `rollouts` (counted: neither failed nor aborted),
         `expected` (-1 unknown), `complete`, `trained` (rollouts), `reward_mean`, `reward_std` (ddof 1; NaN
         for one), `reward_min`, `reward_max` over its counted rollouts with a reward, `zero_variance` (whether
-        they are two or more and each of their rewards is equal), `staleness` (greatest, -1 unknown).
+        they are two or more and what is compared of them is equal), `staleness` (greatest, -1 unknown).
     """
     if "group_id" not in columns or len(columns["group_id"]) == 0:
         return {}
@@ -79,9 +80,8 @@ def groups_of(columns: Columns, group_size: int | None) -> dict[str, np.ndarray]
         std = np.where(number > 1, np.sqrt(squares / np.maximum(number - 1, 1)), np.nan)
     low, high = _extremes(group_of[scored], each["reward"][scored], size)
     equal = low == high
-    for column in columns["rewards"].T if "rewards" in columns else ():
-        lowest, highest = _extremes(group_of[scored], column[each["row"]][scored], size)
-        equal &= lowest == highest
+    if each_reward and "rewards" in columns:
+        equal = _each_equal(columns["rewards"][each["row"]], scored, group_of, size)
     expected = columns["expected_rollouts"][first] if "expected_rollouts" in columns else np.full(size, -1)
     if group_size is not None:
         expected = np.where(expected < 0, group_size, expected)
@@ -134,6 +134,16 @@ def _extremes(index: np.ndarray, values: np.ndarray, size: int) -> tuple[np.ndar
     np.minimum.at(low, index, values)
     np.maximum.at(high, index, values)
     return low, high
+
+
+def _each_equal(rewards: np.ndarray, scored: np.ndarray, group: np.ndarray, size: int) -> np.ndarray:
+    """(G,) whether each of the rewards (R, K) is equal over the rollouts that have it."""
+    equal = np.ones(size, bool)
+    for column in rewards.T:
+        known = scored & np.isfinite(column)
+        low, high = _extremes(group[known], column[known], size)
+        equal &= low >= high  # inf and -inf where nobody has it
+    return equal
 
 
 def _any(index: np.ndarray, flags: np.ndarray, size: int) -> np.ndarray:

@@ -46,6 +46,7 @@ class StepReport:
         texts: N strings by name, ``prompt`` and ``response``.
         group_size: rollouts that each group was dispatched with, if the gate says so.
         solved: least reward of a solved rollout.
+        each_reward: whether of several rewards each is compared, and not the one that they add up to.
         metrics: the pipeline's.
     """
 
@@ -57,6 +58,7 @@ class StepReport:
     texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     group_size: int | None = None
     solved: float = 1.0
+    each_reward: bool = True
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -79,7 +81,7 @@ class StepReport:
     @cached_property
     def groups(self) -> dict[str, np.ndarray]:
         """One entry per group; empty where the batch has no groups."""
-        return groups_of(self.columns, self.group_size)
+        return groups_of(self.columns, self.group_size, each_reward=self.each_reward)
 
     @cached_property
     def staleness(self) -> np.ndarray:
@@ -143,6 +145,7 @@ def make_report(processed: HasAccount, *, step: int = 0, solved: float = 1.0) ->
         texts={name: text for name, text in decoded.items() if text is not None},
         group_size=account.group_size,
         solved=solved,
+        each_reward=account.each_reward,
         metrics=metrics,
     )
 

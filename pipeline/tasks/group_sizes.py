@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDictBase
 
-from headrace.pipeline.load import ConfigError
+from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report.groups import rollouts_of
+from headrace.pipeline.row_table import weights_of_stages
+from headrace.transforms.rewards import weighted_reward
 from headrace.transforms.schema import has_key
 
-from .source import each_step, open_configured
+from .source import at_step, each_step, open_configured
 
 BINS = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
 
@@ -54,14 +56,17 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     Raises:
         ConfigError: no path, a group size that is no integer ≥ 1, or no rollout with a reward.
         SourceError: a file that cannot be read.
+        BatchError: the recipe's weights are not those of as many rewards as the dump has.
     """
     console = console or Console()
     sizes = list(config.plan.group_sizes)
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise ConfigError(f"plan.group_sizes must be integers ≥ 1; got {sizes}")
     rates, counts = [], []
-    for _, batch in each_step(open_configured(config), console):
-        rate, count = solve_rates(batch, config.report.solved)
+    weights = weights_of_stages(build_pipeline(config.pipeline).stages.values())
+    for step, batch in each_step(open_configured(config), console):
+        with at_step(step):
+            rate, count = solve_rates(batch, config.report.solved, weights)
         rates.append(rate)
         counts.append(count)
     rate, count = (np.concatenate([np.empty(0), *arrays]) for arrays in (rates, counts))
@@ -73,12 +78,15 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     return float(((rate == 0) | (rate == 1)).mean())
 
 
-def solve_rates(batch: TensorDictBase, solved: float) -> tuple[np.ndarray, np.ndarray]:
+def solve_rates(
+    batch: TensorDictBase, solved: float, weights: Sequence[float] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """The solve rate of each group, over its rollouts that have a reward and neither failed nor were aborted.
 
     Args:
         batch: TensorDict ``[N]``.
-        solved: least reward of a solved rollout; of several rewards, their sum.
+        solved: least reward of a solved rollout; of several rewards, their weighted sum.
+        weights: of several rewards; None: all 1.
 
     Returns:
         (G,) float, the share of its rollouts that are solved, and (G,) their number; groups without such
@@ -88,7 +96,8 @@ def solve_rates(batch: TensorDictBase, solved: float) -> tuple[np.ndarray, np.nd
     for name in ("group_id", "rollout_id", "status"):
         if has_key(batch, name):
             columns[name] = batch.get(name).reshape(-1).numpy()
-    columns["reward"] = batch.get(("next", "reward")).reshape(len(batch), -1).double().sum(1).numpy()
+    rewards = batch.get(("next", "reward")).reshape(len(batch), -1).double()
+    columns["reward"] = weighted_reward(rewards, weights).numpy()
     each = rollouts_of(columns)
     scored = np.isfinite(each["reward"]) & ~each["lost"]
     _, group = np.unique(each["group"], return_inverse=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.transforms.checks import Rule
-from headrace.transforms.errors import BatchError
+from headrace.transforms.rewards import factors_of, weighted_reward
 from headrace.transforms.rows import SomeRows
 
 Several = Literal["sum", "decoupled"]
@@ -28,25 +28,20 @@ def compare_rewards(
     compare: CompareInGroups,
     *,
     weights: Sequence[float] | None = None,
-    several: Several = "sum",
     missing: Missing = "raise",
     **columns: Tensor,
 ) -> tuple[Tensor, list[Rule]]:
-    """Make one advantage of K rewards a row.
+    """Compare each of K rewards by itself, and add the advantages up: ``Σ_k w_k A(r_k)``.
 
-    ::
-
-        sum        A( Σ_k w_k r_k )
-        decoupled  Σ_k w_k A(r_k)       (GDPO, arXiv:2601.05242: no reward drowns in another's scale)
+    No reward drowns in another's scale (GDPO, arXiv:2601.05242).
 
     Args:
         reward: (N, K) float; NaN is a reward that is missing.
         compare: A, from a reward (M,) and `columns` (M,) to an advantage (M,) and rules.
         weights: w, K numbers; None: all 1.
-        several: how they become one.
         missing: ``raise`` hands NaN on to `compare`, which refuses it. Under ``skip`` a missing reward
-            leaves its own column's statistics only (in a ``sum`` it adds 0), and a row with no reward at all
-            is out of all of them, with an advantage of 0. One device read a column.
+            leaves its own column's statistics only, and a row with no reward at all is out of all of them,
+            with an advantage of 0. One device read a column.
         columns: (N,) tensors that go with the rows.
 
     Returns:
@@ -60,14 +55,7 @@ def compare_rewards(
         >>> compare_rewards(torch.tensor([[1.0, 0.0], [1.0, 2.0]]), centre, weights=[1, 3])[0].tolist()
         [-3.0, 3.0]
     """
-    factors = [1.0] * reward.shape[1] if weights is None else [float(w) for w in weights]
-    if len(factors) != reward.shape[1]:
-        raise BatchError(
-            f"each reward column needs a weight; got {len(factors)} for {reward.shape[1]} columns"
-        )
-    if several == "sum":
-        total = sum(w * column for w, column in zip(factors, _filled(reward, missing), strict=True))
-        reward, factors = total[:, None], [1.0]
+    factors = factors_of(weights, reward.shape[1])
     parts, rules = [], []
     for factor, column in zip(factors, reward.unbind(1), strict=True):
         present = SomeRows(~column.isnan() if missing == "skip" else None)
@@ -81,9 +69,39 @@ def _take_all(rows: SomeRows, columns: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: rows.take(column) for name, column in columns.items()}
 
 
-def _filled(reward: Tensor, missing: Missing) -> list[Tensor]:
-    """The columns, with 0 for NaN where some other reward of the row is there."""
-    if missing == "skip":
-        unscorable = reward.isnan().all(1, keepdim=True)
-        reward = torch.where(reward.isnan() & ~unscorable, 0.0, reward)
-    return list(reward.unbind(1))
+def weighed_rule(
+    reward: Tensor,
+    rewards: Tensor | None,
+    rollouts: Tensor | None,
+    weights: Sequence[float] | None,
+    several: Several,
+) -> Rule:
+    """The rollout's one reward is what these weights make of its rewards, bit by bit.
+
+    Else filters, shaping and the report would go by another reward than the one that is trained.
+
+    Args:
+        reward: (N,) float.
+        rewards: (N, K) float; None: the reward is the only one.
+        rollouts: (N,) int64; None: each row is one.
+        weights: w, K numbers; None: all 1.
+        several: what is to be done with them, for the message.
+    """
+    expected = weighted_reward(reward[:, None] if rewards is None else rewards, weights)
+    differs = (reward != expected) & ~(reward.isnan() & expected.isnan())
+
+    def describe(row: int) -> str:
+        who = row if rollouts is None else int(rollouts[row])
+        return f"{float(reward[row]):g} in place of {float(expected[row]):g} for rollout {who}"
+
+    todo = {
+        "sum": "Give the weights to FanOutCollapse, and none to the advantage",
+        "decoupled": "Give FanOutCollapse the same weights, and shape no reward where each is compared by "
+        "itself: what a stage adds to their sum would be lost",
+    }
+    return Rule(
+        differs,
+        describe,
+        "a rollout's reward, which filters and the report go by, must be its rewards by the weights of the "
+        f"advantage; found {{found}}. {todo[several]}",
+    )

@@ -17,11 +17,11 @@ from headrace.transforms.distributed import population_of, present_ranks
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import as_ids, first_row, is_first
 from headrace.transforms.options import as_dtype, at_least, nested_key, one_of
-from headrace.transforms.schema import COUNTED, REWARD, has_key
+from headrace.transforms.schema import COUNTED, REWARD, REWARDS, has_key, read_written
 
 from .baselines import Baseline, Clip, EpsMode, Formula, Scale, Singleton
 from .group_relative import compare_in_groups
-from .multi_reward import Missing, Several, compare_rewards
+from .multi_reward import Missing, Several, compare_rewards, weighed_rule
 from .positions import chunk_groups
 
 WithoutIds = Literal["raise", "chunks", "rigid_or_global"]
@@ -34,9 +34,9 @@ class GroupRelativeAdvantage(BatchTransform):
     rows is an error. Rows that are out of the statistics get 0. One device read, for the layout; one more
     each where rows are excluded and where `without_ids` is not ``raise``.
 
-    Reads ``("headrace", "reward")`` if there, else `reward_key`; `group_key`, `rollout_key`. Writes
-    `advantage_key`, (N,) with as many trailing ones as `ndim` asks for, and `group_key` where it made
-    the groups.
+    Reads ``("headrace", "reward")`` if there, else `reward_key`; ``("headrace", "rewards")`` where each is
+    compared or there are `weights`; `group_key`, `rollout_key`. Writes `advantage_key`, (N,) with as many
+    trailing ones as `ndim` asks for, and `group_key` where it made the groups.
 
     Args:
         baseline: ``mean``, ``leave_one_out``, ``length_weighted``, ``best_other``, ``batch``, ``none``.
@@ -48,11 +48,11 @@ class GroupRelativeAdvantage(BatchTransform):
         clip: [low, high] for the result, one of which may be null.
         dtype: of the statistics; None: float64. ``float32`` asks for the bits of the reshape formula where
             groups of one size are contiguous, as the function says.
-        several: how the columns of ``FanOutCollapse(columns=K)`` become one advantage: the ``sum`` of the
-            weighted rewards is compared, or each is (``decoupled``) and the advantages are added up.
-        weights: of the columns; None: all 1.
-        missing: what a NaN reward does: ``raise``, or ``skip``, which takes it out of its column's
-            statistics; a rollout with no reward at all gets 0.
+        several: how the rewards of ``FanOutCollapse(columns=K)`` become one advantage: the rollout's reward
+            is compared, their weighted ``sum``; or each is (``decoupled``), and the advantages are added up.
+        weights: of the columns where each is compared, the same as FanOutCollapse's; None: all 1.
+        missing: what a NaN reward does: ``raise``, or ``skip``, which takes it out of the statistics, of its
+            own column where each is compared; a rollout with no reward at all gets 0.
         without_ids: what follows where no row has a group id. ``raise``; ``chunks``: consecutive
             `group_size` rollouts, the last group may be short; ``rigid_or_global``: chunks if there are
             exactly `group_size` × `groups_per_batch` rollouts, else one global group (what miles does).
@@ -110,7 +110,7 @@ class GroupRelativeAdvantage(BatchTransform):
         self.rollout_key, self.advantage_key = nested_key(rollout_key), nested_key(advantage_key)
         self.loss_mask_key = nested_key(loss_mask_key)
         lengths = self.loss_mask_key if baseline == "length_weighted" else None
-        reads = [self.reward_key, self.group_key, self.rollout_key, REWARD, COUNTED, lengths]
+        reads = [self.reward_key, self.group_key, self.rollout_key, REWARD, REWARDS, COUNTED, lengths]
         super().__init__(reads, [self.advantage_key])
         self.final_keys = tuple(self.in_keys)
         self.baseline, self.scale, self.ddof, self.eps = baseline, scale, ddof, eps
@@ -136,21 +136,30 @@ class GroupRelativeAdvantage(BatchTransform):
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add the advantage."""
         collapsed = has_key(batch, REWARD)
-        reward = batch.get(REWARD) if collapsed else as_rewards(self.column(batch, "reward_key"))
+        reward = self._reward(batch) if collapsed else as_rewards(self.column(batch, "reward_key"))
         people = population_of(batch)
-        lengths = {"length": self.tokens(batch)} if self.baseline == "length_weighted" else {}
-        ids = {"groups": self._groups(batch, reward)}
-        if self.rollout_key is not None:
-            ids["rollouts"] = self.ids(batch, "rollout")
-        everyone = people.take({"reward": reward} | lengths, ids)
-        rules = [_one_row_each(everyone["rollouts"])] if "rollouts" in ids and not collapsed else []
-        credit, reward_rules = self._compare(**everyone)
+        columns = {"reward": reward}
+        if self.baseline == "length_weighted":
+            columns["length"] = self.lengths(batch)
+        if has_key(batch, REWARDS):
+            columns["rewards"] = batch.get(REWARDS)
+        everyone = people.take(columns, {"groups": self._groups(batch, reward)} | self._rollouts(batch))
+        several, rollouts = everyone.pop("rewards", None), everyone.get("rollouts")
+        rules = [] if collapsed or rollouts is None else [_one_row_each(rollouts)]
+        if self.several == "decoupled" or self.weights is not None:
+            weighed = (several, rollouts, self.weights, self.several)
+            rules.append(weighed_rule(everyone["reward"], *weighed))
+        credit, reward_rules = self._compare(several=several, **everyone)
         credit = people.put_back(credit).to(credit_dtype(batch.get(self.reward_key, reward)))
         batch.set(self.advantage_key, credit.view(-1, *[1] * (self.ndim - 1)))
         measured = {"abs_mean": credit.abs().mean(), "zero": (credit == 0).double().mean()}
         if self.missing == "skip":
-            measured["unscorable"] = reward.isnan().reshape(len(batch), -1).all(-1).sum()
+            measured["unscorable"] = reward.isnan().sum()
+            batch.set(REWARD, reward)  # for later stages, which are to know who has none
         return Outcome(batch, measured=measured, rules=people.rules(rules + reward_rules))
+
+    def _rollouts(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        return {} if self.rollout_key is None else {"rollouts": self.ids(batch, "rollout")}
 
     def advantage_by_row(self, reward: Tensor, group_id: Tensor) -> Tensor | None:
         """What each row would get if it were a rollout of its own: the bias that a fan-out would bring.
@@ -170,18 +179,18 @@ class GroupRelativeAdvantage(BatchTransform):
         credit, rules = compare_in_groups(reward, as_ids(group_id, "group_id"), formula=formula)
         return None if rules and bool(broken(rules)) else credit
 
-    def _compare(self, reward: Tensor, **columns: Tensor) -> tuple[Tensor, list[Rule]]:
+    def _reward(self, batch: TensorDictBase) -> Tensor:
+        return read_written(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
+
+    def _compare(
+        self, reward: Tensor, several: Tensor | None, **columns: Tensor
+    ) -> tuple[Tensor, list[Rule]]:
         compare = partial(compare_in_groups, formula=self.formula, dtype=self.dtype)
-        if reward.ndim == 1 and self.missing == "raise":
+        if self.several == "decoupled" and several is not None:
+            return compare_rewards(several, compare, weights=self.weights, missing=self.missing, **columns)
+        if self.missing == "raise":
             return compare(reward, **columns)
-        return compare_rewards(
-            reward.reshape(len(reward), -1),
-            compare,
-            weights=self.weights,
-            several=self.several,
-            missing=self.missing,
-            **columns,
-        )
+        return compare_rewards(reward[:, None], compare, missing="skip", **columns)
 
     def _groups(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
         if self.without_ids == "raise":

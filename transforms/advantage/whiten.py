@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.transforms.base import BatchTransform
 from headrace.transforms.distributed import population_of
 from headrace.transforms.options import nested_key, one_of, within
-from headrace.transforms.schema import COUNTED
+from headrace.transforms.schema import COUNTED, REWARD, has_key
 from headrace.transforms.sums import sum_in_any_order
 
 from .baselines import with_eps
@@ -73,9 +73,11 @@ def _sum(values: Tensor, weights: Tensor) -> Tensor:
 class BatchWhitening(BatchTransform):
     """Whiten the advantage over the batch (:func:`whiten`), after the groups were compared.
 
-    Rows that are out of the statistics or have no token in the loss get 0. No device read.
+    Rows that are out of the statistics, have no reward or no token get 0; those that a filter silenced
+    (``SampleFilter(action="mask")``) count as long as they were. No device read.
 
-    Reads and writes `advantage_key`; reads `loss_mask_key` where `per` is ``token``.
+    Reads and writes `advantage_key`; reads ``("headrace", "reward")`` if there, and `loss_mask_key` where
+    `per` is ``token``.
 
     Args:
         per: what is counted: every ``token`` in the loss, or every ``sample`` once.
@@ -119,8 +121,11 @@ class BatchWhitening(BatchTransform):
         """Rewrite the advantage."""
         credit = self.column(batch, "advantage_key")
         once = torch.ones_like(credit, dtype=torch.int64)
-        weights = self.tokens(batch) if self.per == "token" else once
+        weights = self.lengths(batch) if self.per == "token" else once
+        weights = weights * batch.get(COUNTED, once)
+        if has_key(batch, REWARD):  # who has none is in no statistic
+            weights = weights * ~batch.get(REWARD).isnan()
         people = population_of(batch, every=True)
-        everyone = people.take({"values": credit, "weights": weights * batch.get(COUNTED, once)})
+        everyone = people.take({"values": credit, "weights": weights})
         white = people.put_back(whiten(**everyone, ddof=self.ddof, eps=self.eps, eps_mode=self.eps_mode))
         return batch.set(self.advantage_key, white.view_as(batch.get(self.advantage_key)))

@@ -15,9 +15,9 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.checks import Rule, set_rule
-from headrace.transforms.ids import first_row, reduce_by
+from headrace.transforms.distributed import population_of
+from headrace.transforms.ids import as_ids, first_row, reduce_by
 from headrace.transforms.options import at_least, describe_options, nested_key, within
-from headrace.transforms.rows import counted_rows
 from headrace.transforms.schema import (
     REWARD,
     STATUS_KEYS,
@@ -61,7 +61,7 @@ class Criterion:
 
 
 class RewardsVary(Criterion):
-    """Groups whose rewards differ: ``max − min > tol`` over the rollouts in the statistics.
+    """Groups whose rewards differ: ``max − min > tol`` over the rollouts in the statistics that have one.
 
     A group without spread has no advantage to learn from (DAPO's dynamic sampling, arXiv:2503.14476,
     section 3.2). Reason: ``zero_variance``.
@@ -88,17 +88,20 @@ class RewardsVary(Criterion):
 
     def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
         """Every row in the statistics has a group."""
-        counted = counted_rows(batch)
-        groups = counted.take(self._column(batch, "group_key"))
-        return counted.rules([set_rule(groups, "group_id", "rows without an id would be compared")])
+        people = population_of(batch)
+        groups = people.rows.take(self._column(batch, "group_key"))
+        rule = set_rule(groups, "group_id", "rows without an id would be compared")
+        return people.rows.rules([rule])
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool."""
-        counted = counted_rows(batch)
-        first = first_row(counted.take(self._column(batch, "group_key")))
-        reward = counted.take(self._reward(batch))
-        spread = reduce_by(first, reward, "amax") - reduce_by(first, reward, "amin")
-        return ~counted.put_back(spread <= self.tol)
+        people = population_of(batch)
+        groups = as_ids(self._column(batch, "group_key"), "group_id")
+        everyone = people.take({"reward": self._reward(batch).double()}, {"groups": groups})
+        reward, first = everyone["reward"], first_row(everyone["groups"])
+        low, high = (reward.masked_fill(reward.isnan(), end) for end in (float("inf"), float("-inf")))
+        spread = reduce_by(first, high, "amax") - reduce_by(first, low, "amin")  # −∞: nobody has a reward
+        return ~people.put_back(spread <= self.tol)
 
 
 class RewardWithin(Criterion):

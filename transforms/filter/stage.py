@@ -11,12 +11,15 @@ from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Effect, Outcome
 from headrace.transforms.checks import Rule, enforce, set_rule
+from headrace.transforms.distributed import population_of
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import any_by, first_row
 from headrace.transforms.options import nested_key, one_of
-from headrace.transforms.rows import silence_rows, take_rows
-from headrace.transforms.schema import COUNTED, IN_LOSS, Unit, has_key, key_names, unit_keys
-from headrace.transforms.tokens import check_mask
+from headrace.transforms.rows import device_of, silence_rows, take_rows
+from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, has_key, key_names, unit_keys
+from headrace.transforms.tokens import check_mask, remember_lengths
+
+from .criteria import Criterion
 
 Action = Literal["mask", "exclude", "drop"]
 EFFECTS: dict[str, Effect] = {"mask": "masked", "exclude": "excluded", "drop": "dropped"}
@@ -35,14 +38,15 @@ class SampleFilter(BatchTransform):
 
     Statistics are those of later stages: a filter after the advantage changes no baseline. Out of the loss
     is meant for good: the row's loss mask becomes False and its behaviour log-probabilities NaN, which
-    TorchRL's GRPOLoss takes out exactly, whichever masking strategy it uses, token count included. (Its
+    TorchRL's GRPOLoss takes out exactly, whichever masking strategy it uses, token count included. To the
+    statistics of later stages the row is as long as it was. (GRPOLoss's
     ``prompt_mean`` and its KL terms divide by all rows: after the advantage, a second filter with
     ``LengthWithin(low=1)`` and ``drop`` takes silent rows away.) A filter that leaves nothing gives an empty
     batch.
 
     Reads what its criterion reads, `rollout_key` or `group_key` by `unit`; writes `loss_mask_key`,
-    `log_prob_key`, ``("headrace", "in_loss")`` and, under ``exclude``, ``("headrace", "counted")``. One
-    device read under ``drop`` only, besides what the criterion reads.
+    `log_prob_key`, ``("headrace", "in_loss")``, ``("headrace", "length")`` and, under ``exclude``,
+    ``("headrace", "counted")``. One device read under ``drop`` only, besides what the criterion reads.
 
     Args:
         criterion: batch → (N,) bool, True where the row stays; see :mod:`headrace.transforms.filter`.
@@ -87,7 +91,7 @@ class SampleFilter(BatchTransform):
         self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
         own: str = unit if unit is not None else getattr(criterion, "unit", "sample")
         reads = unit_keys(own, self.rollout_key, self.group_key)
-        writes = {"mask": [IN_LOSS], "exclude": [IN_LOSS, COUNTED], "drop": []}
+        writes = {"mask": [IN_LOSS, LENGTH], "exclude": [IN_LOSS, LENGTH, COUNTED], "drop": []}
         one_of("action", action, tuple(writes))
         super().__init__([*getattr(criterion, "in_keys", ()), *reads], writes[action])
         self.criterion, self.unit, self.action, self.on_batch = criterion, unit, action, on_batch
@@ -106,6 +110,8 @@ class SampleFilter(BatchTransform):
         return Outcome(out, (~keep).to(torch.int8), measured, rules)
 
     def _judge(self, batch: TensorDictBase) -> Tensor:
+        if len(batch) == 0 and not isinstance(self.criterion, Criterion):  # other ranks have all rows
+            return torch.ones(0, dtype=torch.bool, device=device_of(batch))
         keep = self.criterion(batch)
         if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(batch):
             found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
@@ -121,9 +127,12 @@ class SampleFilter(BatchTransform):
         """Spread the verdicts over units, whose ids must be set."""
         if self._unit == "sample":
             return keep, []
-        ids = self.ids(batch, self._unit)
+        people = population_of(batch, every=True)
+        everyone = people.take({"keep": keep}, {f"{self._unit}s": self.ids(batch, self._unit)})
+        ids = everyone[f"{self._unit}s"]
         rule = set_rule(ids, f"{self._unit}_id", "rows without an id would be judged as one")
-        return ~any_by(first_row(ids), ~keep), [rule]
+        keep = people.put_back(~any_by(first_row(ids), ~everyone["keep"]))
+        return keep, people.rules([rule])
 
     @staticmethod
     def _drop(batch: TensorDictBase, keep: Tensor) -> TensorDictBase:
@@ -134,6 +143,7 @@ class SampleFilter(BatchTransform):
         silent = ~keep
         if has_key(batch, self.loss_mask_key):
             check_mask(batch, self.loss_mask_key)
+            remember_lengths(batch, self.loss_mask_key, silent)
         columns = [key for key in (self.loss_mask_key, self.log_prob_key) if key and has_key(batch, key)]
         if not columns and bool(silent.any()):
             raise BatchError(

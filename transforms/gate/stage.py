@@ -132,16 +132,14 @@ class CompletenessGate(BatchTransform):
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Take out, or refuse, what is incomplete."""
         people = population_of(batch, every=True)
-        everyone = people.take(self._columns(batch), self._ids(batch))
+        ids = {"groups": self.ids(batch, "group"), "rollouts": self.ids(batch, "rollout")}
+        everyone = people.take(self._columns(batch), ids)
         ends = as_ends(everyone["groups"], *(everyone.get(name) for name in Ends._fields))
-        rollouts = everyone.get(
-            "rollouts", torch.arange(len(everyone["groups"]), device=everyone["groups"].device)
-        )
         groups, rollouts, expected, status = as_columns(
             everyone["groups"],
-            rollouts,
+            everyone["rollouts"],
             self.group_size,
-            everyone.get("rollouts_expected"),
+            everyone.get("expected_rollouts"),
             everyone.get("status"),
         )
         presence = count_present(groups, rollouts, expected, status, ends)
@@ -167,15 +165,11 @@ class CompletenessGate(BatchTransform):
             people.rules([*presence.rules, *([incomplete] if self.on_incomplete == "raise" else [])]),
         )
 
-    def _ids(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        units = ["group"] if self.rollout_key is None else ["group", "rollout"]
-        return {f"{unit}s": self.ids(batch, unit) for unit in units}
-
     def _columns(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """How many rollouts were dispatched, how they ended, and where, as far as the batch says."""
         columns = self._ends(batch)
         if (expected := self._expected(batch)) is not None:
-            columns["rollouts_expected"] = expected
+            columns["expected_rollouts"] = expected
         if (status := read_status(batch, self.status_key, reader=type(self).__name__)) is not None:
             columns["status"] = status
         return columns

@@ -1,0 +1,306 @@
+"""Several rewards are one: what filters, shaping, metrics and the report go by is what is trained."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from batches import batch_of
+from composed import composed
+from dumps import trl_dump
+from hypothesis import given
+from hypothesis import strategies as st
+from test_recipes_of_the_field import NAMES, NO_LONE, ragged_batch, run
+
+from headrace.pipeline import Pipeline
+from headrace.pipeline.sources import open_source
+from headrace.transforms import (
+    BatchError,
+    BatchWhitening,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    LengthPenalty,
+    OverlongPunishment,
+    RewardScale,
+    RewardsVary,
+    RewardWithin,
+    SampleFilter,
+)
+from headrace.transforms.schema import REWARD, REWARDS
+
+NAN = float("nan")
+NUMBERS = st.integers(-8, 8).map(lambda x: x / 4)
+COMPARING = [name for name in NAMES if name not in ("gdpo", "gigpo")]  # the rollout's one reward
+
+
+def table(make_batch, rewards, groups=None, rollouts=None):
+    """A batch whose rows have K rewards each; NaN is missing."""
+    batch = make_batch([0.0] * len(rewards), groups or [0] * len(rewards), rollouts)
+    batch["next", "reward"] = torch.tensor(rewards)
+    return batch
+
+
+def by_hand(rewards, weights):
+    known = [w * r for w, r in zip(weights, rewards, strict=True) if not math.isnan(r)]
+    return sum(known) if known else NAN
+
+
+@given(
+    st.lists(st.lists(st.one_of(st.just(NAN), NUMBERS), min_size=3, max_size=3), min_size=1, max_size=6),
+    st.lists(NUMBERS, min_size=3, max_size=3),
+)
+def test_the_reward_is_the_weighted_sum_of_those_that_are_there(rewards, weights):
+    out = FanOutCollapse(columns=3, weights=weights, missing="skip").run(table(batch_of, rewards))
+    expected = [by_hand(each, weights) for each in rewards]
+    assert out.batch[REWARD].tolist() == pytest.approx(expected, nan_ok=True)
+    assert torch.equal(out.batch[REWARDS].nan_to_num(9.0), torch.tensor(rewards).nan_to_num(9.0))
+    known = [reward for reward in expected if not math.isnan(reward)]
+    assert out.metrics["reward_mean"] == pytest.approx(statistics.fmean(known) if known else 0.0)
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_several_rewards_train_as_their_weighted_sum_does(make_batch, name):
+    """In every recipe: filtered, shaped and compared alike."""
+    batch = ragged_batch(make_batch, "grid", 3, lone=name[3:] not in NO_LONE)
+    reward = batch["next", "reward"].view(-1).abs()
+    batch["next", "reward"] = torch.stack([reward, reward.flip(0)], -1)
+    stages = "pipeline.stages."
+    found = run(name, batch, f"{stages}collapse.columns=2", f"{stages}collapse.weights=[1,0.5]")
+    batch["next", "reward"] = reward + 0.5 * reward.flip(0)
+    torch.testing.assert_close(found, run(name, batch), equal_nan=True)
+
+
+def test_a_recipe_of_steps_refuses_several_rewards(make_batch):
+    batch = table(make_batch, [[1.0, 0.0], [0.0, 1.0]])
+    batch["state_id"], batch["expected_rollouts"] = torch.zeros(2).long(), torch.full((2,), 2)
+    with pytest.raises(BatchError, match=r"one number a row in \('next', 'reward'\)"):
+        run("gigpo", batch, "pipeline.stages.collapse.columns=2")
+
+
+@pytest.mark.parametrize("several", ["sum", "decoupled"])
+def test_the_metric_and_the_report_say_the_reward_that_is_trained(make_batch, several):
+    """Rewards 1 and 1, 0 and 1, weights 0.2 and 0.6: 0.8 and 0.6, of which one is solved at 0.7."""
+    batch = table(make_batch, [[1.0, 1.0], [0.0, 1.0]])
+    pipeline = Pipeline(
+        {
+            "collapse": FanOutCollapse(columns=2, weights=[0.2, 0.6]),
+            "advantage": GroupRelativeAdvantage(
+                several=several, weights=[0.2, 0.6] if several == "decoupled" else None
+            ),
+        }
+    )
+    report = pipeline.run(batch).report(step=0, solved=0.7)
+    assert report.metrics["collapse/reward_mean"] == pytest.approx(0.7)
+    assert report.numbers["reward/all/mean"] == pytest.approx(0.7)
+    assert report.columns["reward"].tolist() == pytest.approx([0.8, 0.6])
+    assert report.columns["collected_reward"].tolist() == pytest.approx([0.8, 0.6])
+    assert report.numbers["solve_partial"] == 1
+
+
+def test_a_row_that_leaves_before_the_collapse_is_reported_by_the_same_weights(make_batch):
+    batch = table(make_batch, [[1.0, 1.0], [0.0, NAN], [NAN, NAN]])
+    first = SampleFilter(criterion=lambda batch: batch["rollout_id"] == 9, action="drop")
+    pipeline = Pipeline({"first": first, "collapse": FanOutCollapse(columns=2, weights=[0.2, 0.6])})
+    found = pipeline.run(batch).report(step=0).columns["reward"].tolist()
+    assert found == pytest.approx([0.8, 0, NAN], nan_ok=True)
+
+
+@pytest.mark.parametrize("several", ["sum", "decoupled"])
+def test_a_group_whose_compared_rewards_are_equal_has_zero_variance(make_batch, several):
+    """By weight the first sum up to 2 each; of the second each is equal, where it is there."""
+    rewards = [[0.0, 1.0], [2.0, 0.0], [1.0, 2.0], [NAN, 2.0], [NAN, NAN]]
+    batch = table(make_batch, rewards, [0, 0, 1, 1, 1])
+    collapse = FanOutCollapse(columns=2, missing="skip", weights=[1, 2])
+    weights = [1, 2] if several == "decoupled" else None
+    advantage = GroupRelativeAdvantage(several=several, weights=weights, missing="skip")
+    run = Pipeline({"collapse": collapse, "advantage": advantage}).run(batch)
+    flat = run.report(step=0).groups["zero_variance"].tolist()
+    assert flat == ([True, False] if several == "sum" else [False, True])
+    credit = run.batch["advantage"].flatten().tolist()
+    assert [credit[:2] == [0, 0], credit[2:] == [0, 0, 0]] == flat
+
+
+def test_trl_adds_up_what_is_there_and_leaves_out_who_has_nothing(make_batch):
+    """trl/trainer/grpo_trainer.py, ``sum_then_normalize``: nansum by weight, and NaN where all are, which
+    nanmean, nanstd and nan_to_num leave out. R is 1.25, 0 and 1 about 0.75, over √0.4375 + 1e-4.
+    """
+    batch = table(make_batch, [[1.0, 0.5], [0.0, NAN], [1.0, 0.0], [NAN, NAN]])
+    batch["expected_rollouts"] = torch.full((4,), 4)
+    stages = "pipeline.stages."
+    found = run("as/trl", batch, f"{stages}collapse.columns=2", f"{stages}collapse.weights=[1,0.5]")
+    assert found.tolist() == pytest.approx([0.7558, -1.1337, 0.3779, 0], abs=1e-4)
+
+
+def test_trls_own_table_of_two_rewards_is_taken(tmp_path):
+    """Rewards 3 and 0, over 3/√2 + 1e-4."""
+    trl_dump(tmp_path / "completions_00004.parquet", length=[2.0, None])
+    ((_, batch),) = open_source(tmp_path, group_by="prompt", group_size=2)
+    out = composed("pipeline=as/trl", "pipeline.stages.collapse.columns=2")(batch)
+    assert sorted(out["advantage"].flatten().tolist()) == pytest.approx([-0.70707, 0.70707], abs=1e-5)
+    with pytest.raises(BatchError, match=r"found \(2, 2\)\. If they are several rewards, .*columns"):
+        composed("pipeline=as/trl")(batch)
+
+
+def std(values):
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def normalize_then_sum(rewards, groups, weights):
+    """trl/trainer/grpo_trainer.py, ``normalize_then_sum``, one number after another."""
+    total = []
+    for row, each in enumerate(rewards):
+        parts = []
+        for k, weight in enumerate(weights):
+            column = [r[k] for r, g in zip(rewards, groups, strict=True) if g == groups[row]]
+            known = [r for r in column if not math.isnan(r)]
+            if not math.isnan(each[k]):
+                parts.append(weight * (each[k] - statistics.fmean(known)) / (std(known) + 1e-4))
+        total.append(sum(parts) if parts else NAN)
+    known = [r for r in total if not math.isnan(r)]
+    return [0.0 if math.isnan(r) else (r - statistics.fmean(known)) / (std(known) + 1e-4) for r in total]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_has_no_reward_takes_no_part_in_whitening(make_batch, seed):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, 4, (8, 2), generator=generator).float()
+    drawn[torch.rand(8, 2, generator=generator) < 0.3] = NAN
+    drawn[5] = NAN
+    batch = table(make_batch, drawn.tolist(), [0] * 4 + [1] * 4)
+    batch["expected_rollouts"] = torch.full((8,), 4)
+    stages = "pipeline.stages."
+    whitening = [f"{stages}whitening.{word}" for word in ("per=sample", "eps=1e-4", "eps_mode=add")]
+    words = [f"{stages}{word}" for word in ("advantage.eps=1e-4", "advantage.weights=[1,0.5]")]
+    found = run("gdpo", batch, *words, *whitening, f"{stages}collapse.missing=skip")
+    expected = normalize_then_sum(drawn.tolist(), batch["group_id"].tolist(), [1, 0.5])
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    assert found[5] == 0
+
+
+@pytest.mark.parametrize("collapse", [True, False])
+def test_a_missing_reward_is_in_no_statistic_of_later_stages(make_batch, collapse):
+    batch = make_batch([1.0, 3, NAN, 2, 6, 7], [0, 0, 0, 1, 1, 1])
+    stages = {"collapse": FanOutCollapse(missing="skip")} if collapse else {}
+    stages |= {
+        "advantage": GroupRelativeAdvantage(scale="none", missing="skip"),
+        "whitening": BatchWhitening(per="sample"),
+    }
+    known = torch.tensor([True, True, False, True, True, True])
+    expected = Pipeline(stages)(batch[known])["advantage"].flatten()
+    found = Pipeline(stages)(batch)["advantage"].flatten()
+    assert found[2] == 0
+    assert torch.equal(found[known], expected)
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 1.0, NAN], [NAN, 1.0, 1.0], [NAN, NAN, NAN], [NAN, 1.0, NAN]])
+def test_a_missing_reward_keeps_no_group_of_equals_alive(make_batch, rewards):
+    batch = make_batch([*rewards, 0.0, NAN, 1.0], [0] * 3 + [1] * 3)
+    for before in (batch, FanOutCollapse(missing="skip")(batch)):
+        assert RewardsVary()(before).tolist() == [False] * 3 + [True] * 3
+
+
+def test_who_has_no_reward_is_shaped_into_none(make_batch):
+    batch = FanOutCollapse(missing="skip")(make_batch([1.0, NAN, 2.0], [0] * 3))
+    batch["masks", "all_assistant_mask"] = torch.ones(3, 4, dtype=torch.bool)
+    for stage in (
+        RewardScale(scale=2.0, low=-1.0, high=3.0),
+        LengthPenalty(coefficient=0.25),
+        OverlongPunishment(max_length=4, cache=4),
+    ):
+        outcome = stage.run(batch)
+        assert outcome.batch[REWARD].isnan().tolist() == [False, True, False]
+        change = (outcome.batch[REWARD] - batch[REWARD])[[0, 2]]
+        assert outcome.metrics == {"changed": 1, "mean": pytest.approx(float(change.mean()))}
+
+
+def test_dapo_filters_and_shapes_the_weighted_reward(make_batch):
+    """Sums 1 and 1 leave; 1 and 2, of 4 tokens in a cache of 8, lose half a point each."""
+    batch = table(make_batch, [[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 1.0]], [0, 0, 1, 1])
+    batch["masks", "all_assistant_mask"] = torch.ones(4, 4, dtype=torch.bool)
+    batch["expected_rollouts"] = torch.full((4,), 2)
+    stages = "pipeline.stages."
+    words = [f"{stages}overlong.max_length=8", f"{stages}overlong.cache=8", f"{stages}collapse.columns=2"]
+    pipeline = composed("pipeline=dapo", *words, f"{stages}advantage.scale=none")
+    out = pipeline(batch)
+    assert dict(zip(out["rollout_id"].tolist(), out[REWARD].tolist(), strict=True)) == {2: 0.5, 3: 1.5}
+
+
+def test_the_segments_of_a_rollout_agree_on_what_is_missing_however_they_add_up(make_batch):
+    batch = make_batch([1.0, 2.0, NAN, NAN], [0] * 4, [7, 7, 8, 8])
+    found = FanOutCollapse(missing="skip", reward="sum")(batch)[REWARD]
+    assert found.tolist() == pytest.approx([3, 3, NAN, NAN], nan_ok=True)
+    batch["next", "reward"][2] = 5.0
+    with pytest.raises(BatchError, match="is missing on all segments of its rollout; found rollout 8"):
+        FanOutCollapse(missing="skip", reward="sum")(batch)
+
+
+# -- one place for weights -----------------------------------------------------------------------------
+
+
+def pair(collapse, **advantage):
+    return Pipeline(
+        {
+            "collapse": FanOutCollapse(columns=2, weights=collapse),
+            "advantage": GroupRelativeAdvantage(scale="none", **advantage),
+        }
+    )
+
+
+def test_a_weighted_sum_of_rewards(make_batch):
+    batch = table(make_batch, [[1.0, 4.0], [3.0, 0.0]])
+    assert pair([1.0, 0.5])(batch)["advantage"].flatten().tolist() == [0, 0]  # 3 and 3
+    assert pair([1.0, 0.5], weights=[1.0, 0.5])(batch)["advantage"].flatten().tolist() == [0, 0]
+    both = pair([1.0, 0.5], weights=[1.0, 0.5], several="decoupled")
+    assert both(batch)["advantage"].flatten().tolist() == [0, 0]  # −1 + 1 and 1 − 1
+
+
+@pytest.mark.parametrize("several", ["sum", "decoupled"])
+@pytest.mark.parametrize(
+    ("collapse", "advantage"), [(None, [1.0, 0.5]), ([1.0, 0.5], [1.0, 2.0]), ([2.0, 1.0], [1.0, 1.0])]
+)
+def test_weights_that_filters_do_not_go_by_are_refused(make_batch, collapse, advantage, several):
+    batch = table(make_batch, [[0.0, 0.0], [3.0, 2.0]], rollouts=[4, 7])
+    with pytest.raises(BatchError, match=r"found \d in place of \d for rollout 7\. Give .*FanOutCollapse"):
+        pair(collapse, weights=advantage, several=several)(batch)
+
+
+def test_a_reward_shaped_before_each_is_compared_is_refused(make_batch):
+    batch = table(make_batch, [[1.0, 4.0], [3.0, 0.0]])
+    stages = {
+        "collapse": FanOutCollapse(columns=2),
+        "shape": RewardScale(high=4.0),
+        "advantage": GroupRelativeAdvantage(several="decoupled"),
+    }
+    with pytest.raises(BatchError, match=r"found 4 in place of 5 for rollout 0\..*shape no reward"):
+        Pipeline(stages)(batch)
+    stages["advantage"] = GroupRelativeAdvantage(scale="none")
+    assert Pipeline(stages)(batch)["advantage"].flatten().tolist() == [0.5, -0.5]  # 4 and 3
+
+
+def test_weights_are_as_many_as_rewards_and_finite(make_batch):
+    with pytest.raises(ValueError, match="needs a weight; got 1 for 2 columns"):
+        FanOutCollapse(columns=2, weights=[1.0])
+    with pytest.raises(ValueError, match="weights must be finite"):
+        FanOutCollapse(columns=2, weights=[1.0, NAN])
+    with pytest.raises(ValueError, match="needs a weight; got 1 for 2 columns"):
+        pair(None, weights=[1.0])(table(make_batch, [[1.0, 4.0], [3.0, 0.0]]))
+
+
+def test_one_word_weighs_the_rewards_of_gdpo_for_all(make_batch):
+    batch = table(make_batch, [[1.0, 0.0], [0.0, 4.0]])
+    batch["expected_rollouts"] = torch.full((2,), 2)
+    batch["masks", "all_assistant_mask"] = torch.ones(2, 4, dtype=torch.bool)
+    pipeline = composed("pipeline=gdpo", "pipeline.stages.advantage.weights=[1,0.5]")
+    run = pipeline.run(batch)
+    assert run.report(step=0).columns["reward"].tolist() == [1, 2]
+    assert run.metrics["collapse/reward_mean"] == 1.5
+    # ±√½ of each, the second by a half: √½/2 and its negative, of 4 tokens each, whitened ±√(7/8)
+    expected = (7 / 8) ** 0.5
+    assert sorted(run.batch["advantage"].flatten().tolist()) == pytest.approx([-expected, expected], abs=1e-4)
+
+
+def test_a_reward_within_bounds_is_the_weighted_one(make_batch):
+    batch = FanOutCollapse(columns=2, weights=[1.0, 0.5])(table(make_batch, [[1.0, 1.0], [0.0, 1.0]]))
+    assert RewardWithin(low=1.0, high=1.5)(batch).tolist() == [True, False]

@@ -1,0 +1,57 @@
+"""A rollout's one reward, where it was given several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import BatchError
+
+
+def weighted_reward(rewards: Tensor, weights: Sequence[float] | None = None) -> Tensor:
+    """Add up the rewards of each row: ``R = Σ_k w_k r_k``.
+
+    A reward that is missing (NaN) adds nothing; where all are, so is the sum. Sums accumulate in float64 and
+    are rounded once. No device read.
+
+    Args:
+        rewards: (N, K) float.
+        weights: w, K numbers; None: all 1.
+
+    Returns:
+        (N,) in the dtype of `rewards`.
+
+    Raises:
+        BatchError: not as many weights as columns.
+
+    Example:
+        >>> nan = float("nan")
+        >>> weighted_reward(torch.tensor([[1.0, 4.0], [3.0, nan], [nan, nan]]), [1.0, 0.5]).tolist()
+        [3.0, 3.0, nan]
+    """
+    factors = factors_of(weights, rewards.shape[1])
+    if factors == [1.0]:
+        return rewards[:, 0]
+    missing = rewards.isnan()
+    total = torch.zeros_like(rewards[:, 0], dtype=torch.float64)
+    for factor, column in zip(factors, rewards.masked_fill(missing, 0.0).unbind(1), strict=True):
+        total = total + factor * column.double()
+    return total.to(rewards.dtype).masked_fill(missing.all(1), float("nan"))
+
+
+def factors_of(weights: Sequence[float] | None, columns: int) -> list[float]:
+    """A weight for each of K columns; None: all 1.
+
+    Raises:
+        ValueError: a weight is not finite.
+        BatchError: not as many weights as columns.
+    """
+    factors = [1.0] * columns if weights is None else [float(weight) for weight in weights]
+    if len(factors) != columns:
+        raise BatchError(f"each reward column needs a weight; got {len(factors)} for {columns} columns")
+    if not all(math.isfinite(factor) for factor in factors):
+        raise ValueError(f"weights must be finite; got {factors}")
+    return factors
