@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from headrace.transforms.base import read_numbers
+from headrace.transforms.distributed import present_ranks
 
 from .ledger import Ledger
 from .passage import Passage
@@ -26,7 +27,7 @@ class Account:
         numbers: what stages measured, as ``<stage>/<name>``.
         group_size: rollouts that each group was dispatched with, if a gate says so.
         advantage_by_row: from rewards and group ids (N,) to what rows would get if each were a rollout;
-            None where no stage compares rewards in groups.
+            None where no stage compares rewards in groups, or ranks share the batch.
         each_reward: whether of several rewards each is compared, and not the one that they add up to.
     """
 
@@ -49,7 +50,8 @@ class Account:
             table=None if passage is None else passage.table,
             numbers={} if passage is None else passage.numbers,
             group_size=gates[0].group_size if gates else None,
-            advantage_by_row=comparing[0].advantage_by_row if comparing else None,
+            # Of rows that are spread over ranks, this one's alone say nothing.
+            advantage_by_row=comparing[0].advantage_by_row if comparing and present_ranks() is None else None,
             each_reward=not comparing or getattr(comparing[0], "several", "sum") != "sum",
         )
 

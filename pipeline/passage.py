@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule, enforce, explain
+from headrace.transforms.distributed import OtherRankError, present_ranks
 from headrace.transforms.errors import BatchError
-from headrace.transforms.rows import device_of
+from headrace.transforms.rows import device_of, flat_rows
 from headrace.transforms.schema import IN_LOSS, PROCESSED, ROW, has_key
 from headrace.transforms.split.steps import OptimiserSteps
 from headrace.transforms.tokens import any_token, check_mask, loss_tokens
@@ -48,7 +49,7 @@ class Passage:
     """
 
     def __init__(self, stages: Mapping[str, nn.Module], batch: TensorDictBase, keys: Keys):
-        self.stages, self.keys = stages, keys
+        self.stages, self.keys, self.ranks = stages, keys, present_ranks()
         if has_key(batch, keys.loss_mask):
             check_mask(batch, keys.loss_mask)
         self.ledger = Ledger(batch, keys.units)
@@ -70,7 +71,8 @@ class Passage:
         for name in names:
             self._read_before_others(self.stages[name])
             with self.naming(name):
-                batch = self._stage(name, batch) if len(batch) else self._nothing(name, batch)
+                runs = len(batch) or (self.ranks and isinstance(self.stages[name], BatchTransform))
+                batch = self._stage(name, batch) if runs else self._nothing(name, batch)
         return batch
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
@@ -95,7 +97,7 @@ class Passage:
         Returns:
             The batch with carried rows, and its steps; None where no row is left.
         """
-        if len(batch) == 0:
+        if len(batch) == 0 and self.ranks is None:
             self.through([name, *later], batch)
             self.read_rules()
             return batch, None
@@ -134,8 +136,12 @@ class Passage:
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:
         """Name the stage in an error raised inside; what earlier stages refuse comes first, as the cause."""
+        if self.ranks is not None:
+            self.ranks.place = f"stage {name!r}"
         try:
             yield
+        except OtherRankError:
+            raise
         except Exception as err:
             self.read_rules()
             raise with_stage(name, self.stages[name], err) from err
@@ -165,7 +171,7 @@ class Passage:
         return outcome.batch
 
     def _nothing(self, name: str, batch: TensorDictBase) -> TensorDictBase:
-        """A stage with no rows: other ranks may wait for it, and a foreign one need not know what to do."""
+        """A stage with no rows, which a foreign one need not know what to do with."""
         stage = self.stages[name]
         if isinstance(stage, BatchTransform):
             stage.run(batch)
@@ -184,7 +190,7 @@ class Passage:
         return out
 
     def _read_before_others(self, stage: nn.Module) -> None:
-        """Who is not the library's own, a hook or other ranks never see a batch that is to be refused."""
+        """Neither code that is not the library's own nor a hook sees a batch that is to be refused."""
         if not isinstance(stage, BatchTransform) or stage.shows_batch:
             self.read_rules()
 
@@ -208,7 +214,7 @@ class Passage:
         if has_key(batch, IN_LOSS):
             silent = silent | ~batch.get(IN_LOSS)
         if self.weights_are_ours and all(has_key(each, self.keys.weight) for each in passes):
-            weights = [each.get(self.keys.weight).reshape(len(each), -1) for each in passes]
+            weights = [flat_rows(each.get(self.keys.weight)) for each in passes]
             silent = silent | torch.stack([(weight == 0).all(-1) for weight in weights]).all(0)
         self.ledger.judge("pipeline", ("no_loss_tokens",), batch.get(ROW), silent, ("masked",))
 
@@ -229,11 +235,12 @@ class Passage:
 
 
 def run_empty(stages: Mapping[str, nn.Module], batch: TensorDictBase) -> None:
-    """Run stages over a batch without rows: other ranks may wait for them, or groups be missing."""
+    """Run stages over a batch of which nobody has rows: groups may be missing."""
     for name, stage in stages.items():
         if isinstance(stage, BatchTransform):
             try:
-                stage.run(batch)
+                stage.enter(batch)
+                stage.apply_to_nothing(batch)
             except BatchError as err:
                 raise with_stage(name, stage, err) from err
 

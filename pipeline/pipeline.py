@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch.distributed as dist
 from rich.console import Console
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
 from headrace.transforms.base import BatchTransform
+from headrace.transforms.distributed import SharedIds, sharing
 from headrace.transforms.labels import labels_in_errors
 from headrace.transforms.options import nested_key
 from headrace.transforms.rows import shallow_copy
@@ -21,6 +23,7 @@ from .passage import Keys, Passage, run_empty
 from .report import StepReport, print_report
 from .row_table import KEYS, keys_of_stages, weights_of_stages
 from .run import Run
+from .sharing import Sharing
 from .stage import as_module
 
 
@@ -48,6 +51,12 @@ class Pipeline(BatchTransform):
         report_keys: where the report finds ``reward``, ``status``, ``policy_version``, ``expected_rollouts``,
             ``advantage``, ``loss_weight``, ``prompt`` and ``response``, where they go by other names than
             the usual ones.
+        process_group: a group, or ``world``, of ranks that hold rows of their own of one batch, for all
+            stages: what is measured over rows is measured over those of all ranks, as one process would. All
+            of them run every batch, also one in which they have no rows; an error on one is raised on all.
+        shared_ids: an id that several ranks have is the ``same`` rollout or group there, or ``different``
+            ones, or must not be: ``raise``. None: as LossWeight says, else ``raise``.
+        patience: seconds that ranks wait for one another, before each exchange.
 
     Raises:
         ValueError: at construction, an order that cannot work, with the two stages' names.
@@ -76,6 +85,9 @@ class Pipeline(BatchTransform):
         group_key: NestedKey = "group_id",
         rollout_key: NestedKey | None = "rollout_id",
         report_keys: Mapping[str, NestedKey] | None = None,
+        process_group: dist.ProcessGroup | str | None = None,
+        shared_ids: SharedIds | None = None,
+        patience: float = 600.0,
     ):
         super().__init__()
         arranged = arrange(stages, order)
@@ -85,6 +97,7 @@ class Pipeline(BatchTransform):
             if isinstance(stage, Pipeline):
                 raise ValueError(f"stage {name!r} is a pipeline: put its stages into this one instead")
         check_order(arranged)
+        self.sharing = Sharing.of(arranged.values(), process_group, shared_ids, patience)
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
         self.order = list(arranged)
         self.loss_mask_key = nested_key(loss_mask_key)
@@ -172,18 +185,26 @@ class Pipeline(BatchTransform):
         if epochs < 1:
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
         self._last.account = None  # a refused batch leaves no account
-        stages = dict(self.stages.items())
-        with labels_in_errors(batch, self._id_keys()):
+        stages, ranks = dict(self.stages.items()), self.sharing.ranks()
+        with sharing(ranks), labels_in_errors(batch, self._id_keys()):
             flat = self.enter(batch)
-            if flat.shape.numel() == 0:
+            admitted = flat if ranks is None else ranks.admit(flat, self._same_on_all_ranks(epochs))
+            if admitted is None or (ranks is None and flat.shape.numel() == 0):
                 run_empty(stages, flat)
                 run = Run(Account.of(stages), batch, None, epochs)
             else:
-                passage = Passage(stages, shallow_copy(flat), self._keys)
+                passage = Passage(stages, shallow_copy(admitted), self._keys)
                 done, steps = self._pass(passage, epochs, whole)
                 run = Run(Account.of(stages, passage), done, steps, epochs)
         self._last.account = run.account
         return run
+
+    def _same_on_all_ranks(self, epochs: int) -> str:
+        stages = [(name, self.stages[name]) for name in self.order]
+        lines = [
+            f"{name}: {s.same_on_all_ranks() if isinstance(s, BatchTransform) else s!r}" for name, s in stages
+        ]
+        return "\n".join([f"epochs={epochs}", f"shared_ids={self.sharing.shared_ids!r}", *lines])
 
     def _pass(
         self, passage: Passage, epochs: int, whole: bool

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.transforms.options import nested_key
 from headrace.transforms.rewards import weighted_reward
-from headrace.transforms.rows import device_of
+from headrace.transforms.rows import device_of, flat_rows
 from headrace.transforms.schema import COUNTED, MICROBATCH, MINIBATCH, RANK, REWARD, ROW, has_key
 from headrace.transforms.tokens import loss_tokens
 
@@ -79,7 +79,7 @@ class RowTable:
             if (values := self._found(batch, name)) is not None:
                 self._enter(name, values)
         if (reward := self._found(batch, "reward", several=True)) is not None:
-            several = reward.reshape(self.rows, -1).double()
+            several = flat_rows(reward).double()
             self.rewards = several if several.shape[1] > 1 else None
             self._enter("collected_reward", self._one(reward))
             self._enter("reward", self._one(reward))
@@ -144,7 +144,7 @@ class RowTable:
 
     def _one(self, reward: Tensor) -> Tensor:
         """(n,) float64, of one reward a row or several. Weights that do not fit are for a stage to refuse."""
-        several = reward.reshape(len(reward), -1).double()
+        several = flat_rows(reward).double()
         fits = self.weights is not None and len(self.weights) == several.shape[1]
         return weighted_reward(several, self.weights if fits else None)
 
@@ -236,10 +236,10 @@ def weights_of_stages(stages: Iterable[Any]) -> Sequence[float] | None:
 
 def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
     """(n,) of (n,), (n, 1, 1) or per-token (n, T, 1) values; by tokens in the loss, 0 where there is none."""
-    flat = values.reshape(len(values), -1).double()
+    flat = flat_rows(values).double()
     if mask is None or mask.numel() != flat.numel():
         return flat.mean(1)
-    inside = mask.reshape(len(values), -1)
+    inside = flat_rows(mask)
     return torch.where(inside, flat, 0.0).sum(1) / inside.sum(1).clamp_min(1)
 
 

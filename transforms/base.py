@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -73,6 +74,7 @@ class BatchTransform(Transform):
         counts_tokens: its `loss_mask_key` and `log_prob_key` say which tokens are in the loss.
         gates: its `group_size` is the number of rollouts that each group was dispatched with.
         stateful: it remembers something from one batch to the next, which ``state_dict`` saves.
+        own_of_rank: options that may differ on ranks that share a batch.
     """
 
     reasons: tuple[str, ...] = ()
@@ -84,6 +86,7 @@ class BatchTransform(Transform):
     counts_tokens: ClassVar[bool] = False
     gates: ClassVar[bool] = False
     stateful: ClassVar[bool] = False
+    own_of_rank: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, in_keys: Sequence[NestedKey | None] = (), out_keys: Sequence[NestedKey] = ()):
         reads = [nested_key(key) for key in in_keys if key is not None]
@@ -119,7 +122,7 @@ class BatchTransform(Transform):
         with sharing(ranks):
             flat: TensorDictBase | None = self.enter(batch)
             if ranks is not None:
-                flat = ranks.admit(flat, f"{self!r}")
+                flat = ranks.admit(flat, self.same_on_all_ranks())
             if flat is None or (present_ranks() is None and flat.shape.numel() == 0):
                 self.apply_to_nothing(batch)
                 return Outcome(batch)
@@ -197,6 +200,11 @@ class BatchTransform(Transform):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self)})"
+
+    def same_on_all_ranks(self) -> str:
+        """What must be the same on all ranks that share a batch, in words."""
+        options = describe_options(self, leave_out=("process_group", *self.own_of_rank))
+        return f"{type(self).__name__}({re.sub(' at 0x[0-9a-f]+', '', options)})"
 
     # -- what subclasses read with ------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from .checks import Rule
 from .errors import BatchError
 
+Column = tuple[NestedKey, torch.dtype, tuple[int, ...]]
+
 ROWS_LEFT_OUT = " (Rows out of the statistics are not in these row numbers.)"
 
 
@@ -87,8 +89,10 @@ def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
         >>> taken["x"].tolist(), list(taken["name"])
         ([2, 0], ['c', 'a'])
     """
+    if len(rows) == 0 and isinstance(batch, LazyStackedTensorDict) and len(batch):
+        return without_rows(describe_columns(batch), batch.device)  # a lazy stack of nothing has no columns
     if len(rows) == 0:
-        return batch[:0]  # lazy stacks and stacks of strings take no empty index, but a slice of nothing
+        return batch[:0]  # stacks of strings take no empty index, but a slice of nothing
     if isinstance(batch, LazyStackedTensorDict):
         return batch[rows].clone(recurse=False)  # indexing alone hands out the rows themselves
     return TensorDict(
@@ -104,6 +108,26 @@ def _take(value: Any, rows: Tensor) -> Any:
     if isinstance(value, TensorDictBase):
         return take_rows(value, rows)
     return value[rows]
+
+
+def flat_rows(values: Tensor) -> Tensor:
+    """(N, ...) → (N, K), also of no rows."""
+    return values.unsqueeze(1).flatten(1)
+
+
+def describe_columns(batch: TensorDictBase) -> list[Column]:
+    """Key, dtype and shape in a row of each tensor column of a batch ``[N]``, N ≥ 1: in the first row."""
+    row = batch.tensordicts[0] if isinstance(batch, LazyStackedTensorDict) else batch[0]
+    leaves = [(key, row.get(key)) for key in row.keys(include_nested=True, leaves_only=True)]
+    return [(key, leaf.dtype, tuple(leaf.shape)) for key, leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def without_rows(columns: Sequence[Column], device: torch.device | None) -> TensorDict:
+    """A TensorDict ``[0]`` with such columns."""
+    batch = TensorDict({}, batch_size=[0], device=device)
+    for key, dtype, shape in columns:
+        batch.set(key, torch.empty(0, *shape, dtype=dtype, device=device))
+    return batch
 
 
 def join_rows(batches: Sequence[TensorDictBase], what: str) -> TensorDictBase:

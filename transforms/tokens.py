@@ -9,6 +9,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .errors import BatchError, MissingKeyError
+from .rows import flat_rows
 from .schema import LENGTH, has_key, key_names, require
 
 ONES = 0x0101010101010101  # a 1 in each of eight bytes
@@ -66,7 +67,7 @@ def masked_tokens(batch: TensorDictBase, key: NestedKey, *, reader: str, option:
         return torch.stack([mask.sum() for mask in batch.get(key, as_list=True)])
     mask = require(batch, key, reader=reader, option=option)
     check_mask(batch, key)
-    return count_true(mask.reshape(len(batch), -1))
+    return count_true(mask)
 
 
 def lengths(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:
@@ -103,7 +104,7 @@ def any_token(batch: TensorDictBase, key: NestedKey) -> Tensor:
     if mask.numel() == 0:
         return torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
     # On CPU `any` of bools costs thirty times the maximum of the same bytes.
-    return mask.contiguous().view(torch.uint8).reshape(len(mask), -1).amax(-1) > 0
+    return flat_rows(mask.contiguous().view(torch.uint8)).amax(-1) > 0
 
 
 def loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: NestedKey | None) -> Tensor:
@@ -138,7 +139,7 @@ def _true_and_finite(columns: Sequence[Tensor], rows: int) -> Tensor:
     numbers = [column for column in columns if column.dtype is not torch.bool]
     flags = [*masks, *(torch.isfinite(column) for column in numbers if not masks or not _all_finite(column))]
     inside = flags[0] if len(flags) == 1 else flags[0] & flags[1].view_as(flags[0])
-    return count_true(inside.reshape(rows, -1))
+    return count_true(inside.reshape(rows, inside.numel() // max(rows, 1)))
 
 
 def _all_finite(column: Tensor) -> bool:

@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import first_row
+from headrace.transforms.rows import describe_columns, without_rows
 
 from .meeting import Meetings, OtherRankError
 from .options import SharedIds
-
-Column = tuple[NestedKey, torch.dtype, tuple[int, ...]]
 
 
 class Gathered(NamedTuple):
@@ -193,7 +192,7 @@ def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -
     return torch.where(ids < 0, ids, apart)
 
 
-# -- columns as bits, and batches without rows --------------------------------------------------------
+# -- columns as bits ------------------------------------------------------------------------------------
 
 
 def _width(column: Tensor) -> int:
@@ -210,18 +209,3 @@ def _as_bits(column: Tensor) -> Tensor:
 def _from_bits(bits: Tensor, like: Tensor) -> Tensor:
     number = bits.contiguous().view(torch.float64) if like.is_floating_point() else bits
     return number.to(like.dtype).reshape(len(bits), *like.shape[1:])
-
-
-def describe_columns(batch: TensorDictBase) -> list[Column]:
-    """Key, dtype and shape of a row of each tensor column; of a ragged one, those of the first row."""
-    row = batch.tensordicts[0] if isinstance(batch, LazyStackedTensorDict) else batch[0]
-    leaves = [(key, row.get(key)) for key in row.keys(include_nested=True, leaves_only=True)]
-    return [(key, leaf.dtype, tuple(leaf.shape)) for key, leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def without_rows(columns: Sequence[Column], device: torch.device | None) -> TensorDict:
-    """A TensorDict ``[0]`` with such columns."""
-    batch = TensorDict({}, batch_size=[0], device=device)
-    for key, dtype, shape in columns:
-        batch.set(key, torch.empty(0, *shape, dtype=dtype, device=device))
-    return batch

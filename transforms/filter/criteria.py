@@ -18,6 +18,7 @@ from headrace.transforms.checks import Rule, set_rule
 from headrace.transforms.distributed import population_of
 from headrace.transforms.ids import as_ids, first_row, reduce_by
 from headrace.transforms.options import at_least, describe_options, nested_key, within
+from headrace.transforms.rows import flat_rows
 from headrace.transforms.schema import (
     REWARD,
     STATUS_KEYS,
@@ -150,7 +151,7 @@ class Finite(Criterion):
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool."""
         value = require(batch, self.key, reader=type(self).__name__, option="key")
-        return torch.isfinite(value).reshape(len(batch), -1).all(-1)
+        return flat_rows(torch.isfinite(value)).all(-1)
 
 
 class NotTruncated(Criterion):

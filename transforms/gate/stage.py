@@ -89,6 +89,7 @@ class CompletenessGate(BatchTransform):
 
     reasons = ("incomplete", "failed", "unfinished")
     gates = True
+    own_of_rank = ("expected_groups",)
 
     def __init__(
         self,

@@ -197,7 +197,8 @@ class LossWeight(BatchTransform):
     def _dtype_in(self, batch: TensorDictBase) -> torch.dtype | None:
         if self.dtype is not None or not has_key(batch, self.advantage_key):
             return self.dtype
-        return torch.promote_types(batch[0].get(self.advantage_key).dtype, torch.float32)
+        row = batch.tensordicts[0] if isinstance(batch, LazyStackedTensorDict) else batch
+        return torch.promote_types(row.get(self.advantage_key).dtype, torch.float32)
 
     def _number_of_ranks(self) -> int:
         ranks = present_ranks()

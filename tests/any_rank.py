@@ -1,0 +1,180 @@
+"""What each process does in the laws of :mod:`test_any_rank`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from batches import batch_of
+from composed import composed
+from tensordict import TensorDict, lazy_stack
+
+from headrace.pipeline import Pipeline, StageError
+from headrace.transforms import BatchError, ShuffleSplit, take_rows
+
+RECIPES = sorted(
+    str(path.relative_to(Path(__file__).parent.parent / "conf" / "pipeline").with_suffix(""))
+    for path in (Path(__file__).parent.parent / "conf" / "pipeline").rglob("*.yaml")
+)
+PATIENCE = 5.0  # seconds
+SHARED = ("pipeline.process_group=world", "pipeline.shared_ids=same", "pipeline.patience=60")
+
+
+def join(rank: int, world: int, folder: str) -> None:
+    """Through a store on a port of its own, which is faster than one in a file."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", int((Path(folder) / "port").read_text()), world, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def collected(kind: str, recipe: str) -> TensorDict:
+    """A batch of 5 groups of 4 rollouts, or of 2 to 5; some rollouts of two or three segments."""
+    generator = torch.Generator().manual_seed(len(recipe) + len(kind))
+    sizes = [4] * 5 if kind == "uniform" else [2, 5, 3, 4, 2]
+    rows = []
+    for group, size in enumerate(sizes):
+        for number in range(size):
+            reward = torch.rand(2, generator=generator).tolist()
+            if recipe == "maxrl" or torch.rand((), generator=generator) < 0.3:
+                reward = [round(reward[0]), round(reward[1])]
+            segments = 1 if kind == "uniform" else int(torch.randint(1, 4, (), generator=generator))
+            rows += [(group * 7, group * 100 + number, reward)] * segments
+    groups, rollouts, rewards = (list(column) for column in zip(*rows, strict=True))
+    batch = batch_of([r[0] for r in rewards], groups, rollouts, tokens=6)
+    batch["masks", "all_assistant_mask"] &= torch.rand(len(rows), 6, generator=generator) < 0.8
+    batch["masks", "all_assistant_mask"][:, 0] = True
+    if recipe == "gdpo":
+        batch["next", "reward"] = torch.tensor(rewards)
+    batch["expected_rollouts"] = torch.tensor([sizes[g // 7] for g in groups])
+    batch["state_id"] = torch.arange(len(rows)) % 3
+    return batch
+
+
+def spread(batch: TensorDict, how: str, world: int) -> list[torch.Tensor]:
+    """The rows of each rank: dealt in turn, cut in pieces, at random, or all but the second rank's."""
+    rows = torch.arange(len(batch))
+    if how == "in turn":
+        return [rows[rank::world] for rank in range(world)]
+    if how == "in pieces":
+        return list(rows.tensor_split(world))
+    if how == "at random":
+        home = torch.randint(0, world, (len(batch),), generator=torch.Generator().manual_seed(world))
+        return [rows[home == rank] for rank in range(world)]
+    return [rows[:0] if rank == 1 else part for rank, part in enumerate(_around(rows, world))]
+
+
+def _around(rows: torch.Tensor, world: int) -> list[torch.Tensor]:
+    parts = list(rows.tensor_split(world - 1))
+    return [parts[0], rows[:0], *parts[1:]]
+
+
+COLUMNS = ("advantage", "loss_weight", ("headrace", "reward"), "num_tokens", "num_rollouts", "num_groups")
+
+
+def by_row(rows: torch.Tensor, out: TensorDict) -> dict:
+    """What came out, by the number of the row in the whole batch."""
+    found = {}
+    if len(out):
+        numbers = rows[out["headrace", "row"]].tolist()
+        for key in COLUMNS:
+            if key in out.keys(True):
+                found[str(key)] = dict(zip(numbers, out[key].reshape(len(out)).tolist(), strict=True))
+    return found
+
+
+CASES = (("uniform", "in turn"), ("ragged", "at random"), ("ragged", "in pieces"), ("uniform", "one without"))
+
+
+def compare_with_one_process(rank: int, world: int, folder: str) -> None:
+    """Every recipe, kind of batch and way to spread it: what differs from one process that has all rows."""
+    join(rank, world, folder)
+    differs, compared = [], 0
+    for recipe in RECIPES:
+        pipeline = composed(f"pipeline={recipe}", *SHARED)
+        for kind, how in CASES:
+            batch = collected(kind, recipe)
+            parts = spread(batch, how, world)
+            order, mine = torch.cat(parts), parts[rank]
+            alone = by_row(order, composed(f"pipeline={recipe}")(take_rows(batch, order)))
+            rows = take_rows(batch, mine) if len(mine) else TensorDict({}, batch_size=[0])
+            if kind == "ragged" and len(mine):
+                rows = lazy_stack(list(rows.unbind(0)))
+            found = by_row(mine, pipeline(rows))
+            for key, values in found.items():
+                compared += len(values)
+                other = [(row, value, alone[key].get(row)) for row, value in values.items()]
+                differs += [(recipe, kind, how, key, each) for each in other if each[1] != each[2]]
+            here = set(alone["advantage"]) & set(mine.tolist())
+            if set(found.get("advantage", ())) != here:
+                differs.append((recipe, kind, how, "rows that stay", sorted(here)))
+    torch.save((compared, [str(each) for each in differs]), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+# -- refusing together ------------------------------------------------------------------------------------
+
+
+def fails(batch: TensorDict) -> TensorDict:
+    """A stage of somebody's own."""
+    if bool(batch.get("broken", torch.zeros(1)).any()):
+        raise RuntimeError("the reward model is gone")
+    return batch
+
+
+def refuse_together(rank: int, world: int, folder: str) -> None:
+    """What each rank is told, batch after batch, where the second one goes wrong."""
+    join(rank, world, folder)
+    mine = take_rows(collected("uniform", "grpo"), torch.arange(20).tensor_split(world)[rank])
+    wrong = rank == 1
+    share = {"process_group": "world", "shared_ids": "same"}
+    stages = dict(composed("pipeline=grpo", "pipeline.stages.split.minibatches=1").stages.items())
+    pipeline = Pipeline({"own": fails, **stages}, patience=PATIENCE, **share)
+    lacking = mine[1:] if wrong else mine
+    nan = mine.clone()
+    nan["next", "reward"][0] = float("nan") if wrong else 0.0
+    columns = mine.exclude("group_id") if wrong else mine
+    broken = mine.clone().set("broken", torch.full((len(mine),), wrong))
+    told: list[tuple[str, object, float]] = []
+
+    def attempt(name, batch, run=pipeline):
+        start = time.monotonic()
+        try:
+            out = run(batch)
+            found: object = len(out)
+        except (BatchError, StageError) as err:
+            found = f"{type(err).__name__}: {err}"
+        told.append((name, found, time.monotonic() - start))
+
+    attempt("well", mine)
+    for name, batch in (("gate", lacking), ("rule", nan), ("column", columns), ("stage", broken)):
+        attempt(name, batch)
+        attempt(f"after {name}", mine)
+    if wrong:
+        time.sleep(PATIENCE * 1.5)
+    attempt("hung", mine)
+    attempt("after hung", mine)
+    if wrong:  # it has no batch where the others have one, and learns that with its next
+        time.sleep(PATIENCE * 1.5)
+        attempt("skipped", mine)
+    else:
+        attempt("skipped", mine)
+    attempt("after skipped", mine)
+    attempt("no rows at all", mine[:0])
+    whole = collected("uniform", "grpo")
+    attempt("no rows", whole if rank == 0 else whole[:0])
+    other = composed("pipeline=grpo", f"pipeline.stages.advantage.eps={1e-4 if wrong else 1e-6}", *SHARED)
+    attempt("options", mine, other)
+    other = composed("pipeline=grpo", *SHARED)
+    try:
+        other.run(mine, epochs=2 if wrong else 1)
+    except BatchError as err:
+        told.append(("epochs", str(err), 0.0))
+    different = Pipeline({"own": fails, **stages}, process_group="world", shared_ids="raise")
+    attempt("ids", mine, different)
+    torn = Pipeline({"split": ShuffleSplit(minibatches=2, unit="group", remainder="uneven")}, **share)
+    attempt("torn", mine, torn)
+    draws = pipeline.stages["split"].state.calls
+    torch.save((told, draws), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
