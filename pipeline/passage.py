@@ -16,7 +16,7 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import IN_LOSS, PROCESSED, ROW, has_key
 from headrace.transforms.split.steps import OptimiserSteps
-from headrace.transforms.tokens import any_token, check_mask
+from headrace.transforms.tokens import check_mask, knows_loss_tokens, loss_tokens
 
 from .ledger import Ledger
 from .row_table import RowTable
@@ -28,6 +28,7 @@ class Keys:
     """Where a pipeline finds what it accounts for."""
 
     loss_mask: NestedKey
+    log_prob: NestedKey | None
     weight: NestedKey
     units: Mapping[str, NestedKey]
     report: Mapping[str, NestedKey]
@@ -56,6 +57,7 @@ class Passage:
             batch,
             keys=keys.report,
             loss_mask_key=keys.loss_mask,
+            log_prob_key=keys.log_prob,
             ids=self.ledger.ids,
             weights=keys.reward_weights,
         )
@@ -205,8 +207,8 @@ class Passage:
         if len(batch) == 0:
             return
         silent = torch.zeros(len(batch), dtype=torch.bool, device=device_of(batch))
-        if has_key(batch, self.keys.loss_mask):
-            silent = ~any_token(batch, self.keys.loss_mask)
+        if knows_loss_tokens(batch, self.keys.loss_mask):
+            silent = loss_tokens(batch, self.keys.loss_mask, self.keys.log_prob) == 0
         if has_key(batch, IN_LOSS):
             silent = silent | ~batch.get(IN_LOSS)
         if self.weights_are_ours and all(has_key(each, self.keys.weight) for each in passes):
