@@ -108,7 +108,7 @@ class RowTable:
             if (values := self._per_row(batch, name)) is not None:
                 found[name] = values
         if has_key(batch, REWARD):
-            found["reward"] = batch.get(REWARD)
+            found["reward"] = batch.get(REWARD).reshape(-1)
         elif (reward := self._found(batch, "reward", several=True)) is not None:
             found["reward"] = self._one(reward)
         for name, values in found.items():

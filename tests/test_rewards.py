@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from test_recipes_of_the_field import NAMES, NO_LONE, ragged_batch, run
 
 from headrace.pipeline import Pipeline
+from headrace.pipeline.report import page_data, report_table
 from headrace.pipeline.sources import open_source
 from headrace.transforms import (
     BatchError,
@@ -97,6 +98,20 @@ def test_the_metric_and_the_report_say_the_reward_that_is_trained(make_batch, se
     assert report.columns["reward"].tolist() == pytest.approx([0.8, 0.6])
     assert report.columns["collected_reward"].tolist() == pytest.approx([0.8, 0.6])
     assert report.numbers["solve_partial"] == 1
+
+
+def test_the_page_and_the_dump_show_what_the_reward_is_a_sum_of(make_batch):
+    batch = table(make_batch, [[1.0, 1.0], [0.0, NAN]])
+    stages = {"collapse": FanOutCollapse(columns=2, weights=[0.25, 0.5], missing="skip")}
+    report = Pipeline(stages).run(batch).report(step=0)
+    rows = page_data([report], title="")["steps"][0]["rows"]
+    assert rows["rewards"] == [[1, 1], [0, None]]
+    assert rows["reward"] == [0.75, 0]
+    dump = report_table(report).to_pydict()
+    assert dump["rewards"][0] == [1, 1]
+    assert dump["reward"] == dump["rollout_reward"] == [0.75, 0]
+    report = Pipeline({}).run(make_batch([1.0], [0])).report(step=0)
+    assert page_data([report], title="")["steps"][0]["rows"]["rewards"] == [None]
 
 
 def test_a_row_that_leaves_before_the_collapse_is_reported_by_the_same_weights(make_batch):

@@ -117,13 +117,11 @@ def loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: N
             f"batch has {key_names(batch)}: write the mask, True where a token trains"
         )
     check_mask(batch, loss_mask_key if masked else ATTENTION)
-    lazy = isinstance(batch, LazyStackedTensorDict)
-    return torch.cat(
-        [
-            _count(part, 1 if lazy else len(batch), loss_mask_key, log_prob_key)
-            for part in (batch.tensordicts if lazy else [batch])
-        ]
-    )
+    if log_prob_key is not None and not has_key(batch, log_prob_key):
+        log_prob_key = None
+    if isinstance(batch, LazyStackedTensorDict):
+        return torch.cat([_count(row, 1, loss_mask_key, log_prob_key) for row in batch.tensordicts])
+    return _count(batch, len(batch), loss_mask_key, log_prob_key)
 
 
 def knows_loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey) -> bool:
@@ -153,8 +151,8 @@ def _count(
     if mask is None:
         mask = part.get(ATTENTION).clone()
         mask[..., : part.get(PROMPT).shape[-1]] = False
-    log_prob = part.get(log_prob_key, None) if has_key(part, log_prob_key) else None
-    if log_prob is not None:
+    if log_prob_key is not None:
+        log_prob = part.get(log_prob_key)
         if mask.numel() != log_prob.numel():
             shapes = [tuple(mask.shape), tuple(log_prob.shape)]
             raise BatchError(f"a token has one mask and one log-probability; found {shapes}")

@@ -114,6 +114,6 @@ class BatchWhitening(BatchTransform):
         weights = self.lengths(batch) if self.per == "token" else once
         weights = weights * batch.get(COUNTED, once)
         if has_key(batch, REWARD):  # who has none is in no statistic
-            weights = weights * ~batch.get(REWARD).isnan()
+            weights = weights * ~batch.get(REWARD).reshape(-1).isnan()
         white = whiten(credit, weights, ddof=self.ddof, eps=self.eps, eps_mode=self.eps_mode)
         return batch.set(self.advantage_key, white.view_as(batch.get(self.advantage_key)))

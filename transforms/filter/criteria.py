@@ -99,9 +99,8 @@ class RewardsVary(Criterion):
         reward = counted.take(self._reward(batch))
         missing = reward.isnan()
         low, high = (reward.masked_fill(missing, end) for end in (float("inf"), float("-inf")))
-        spread = reduce_by(first, high, "amax") - reduce_by(
-            first, low, "amin"
-        )  # −∞ where nobody has a reward
+        # −∞ in a group where nobody has a reward
+        spread = reduce_by(first, high, "amax") - reduce_by(first, low, "amin")
         return ~counted.put_back(spread <= self.tol)
 
 
