@@ -12,7 +12,7 @@ from composed import composed
 from dumps import trl_dump
 from hypothesis import given
 from hypothesis import strategies as st
-from test_recipes_of_the_field import NAMES, NO_LONE, ragged_batch, run
+from test_recipes_of_the_field import NAMES, NO_LONE, columns_for, ragged_batch, run
 
 from headrace.pipeline import Pipeline
 from headrace.pipeline.report import page_data, report_table
@@ -192,6 +192,22 @@ def test_who_has_no_reward_takes_no_part_in_whitening(make_batch, seed):
     expected = normalize_then_sum(drawn.tolist(), batch["group_id"].tolist(), [1, 0.5])
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
     assert found[5] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gigpo"])
+def test_a_rollout_without_a_reward_changes_nobodys_advantage_and_has_none(make_batch, name):
+    """In every recipe but that of steps, whose returns need each step's reward."""
+    batch = columns_for(name, ragged_batch(make_batch, "grid", 5, lone=name[3:] not in NO_LONE))
+    batch["next", "reward"] = batch["next", "reward"].abs()
+    more = batch[::3].clone()
+    more["rollout_id"] += 1000
+    more["next", "reward"][:] = NAN
+    both = torch.cat([batch, more])
+    groups = both["group_id"].tolist()
+    both["expected_rollouts"] = torch.tensor([groups.count(group) for group in groups])
+    found = run(name, both, "pipeline.stages.collapse.missing=skip")
+    torch.testing.assert_close(found[: len(batch)], run(name, batch), rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert (found[len(batch) :].nan_to_num(0.0) == 0).all()
 
 
 @pytest.mark.parametrize("collapse", [True, False])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from headrace.pipeline import Pipeline
+from headrace.pipeline import Pipeline, optimise, total_loss
 from headrace.transforms import LossWeight, MissingKeyError
 from headrace.transforms.tokens import count_true, loss_tokens
 
@@ -80,6 +80,21 @@ def test_a_prompt_and_a_response_that_are_not_the_whole_say_nothing():
     batch[RESPONSE] = torch.zeros(2, 1)
     with pytest.raises(MissingKeyError, match="as wide together as"):
         loss_tokens(batch, "absent", LOG_PROB)
+
+
+def test_an_optimiser_step_is_taken_where_a_token_is_in_the_loss():
+    parameter = torch.nn.Parameter(torch.zeros(()))
+
+    def steps(batch):
+        loss = lambda batch: TensorDict({"loss_objective": parameter * 2})  # noqa: E731
+        return optimise([batch], loss, torch.optim.SGD([parameter], lr=0.1), reduce=total_loss)
+
+    assert steps(scored("dense")) == 1
+    silent = scored("dense")
+    silent[LOG_PROB][:, 3:] = float("nan")
+    assert steps(silent) == 0
+    with pytest.raises(MissingKeyError, match="write the mask"):
+        steps(scored("dense").exclude(PROMPT))
 
 
 @forms
