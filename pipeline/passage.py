@@ -17,7 +17,7 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import device_of, flat_rows
 from headrace.transforms.schema import IN_LOSS, PROCESSED, ROW, has_key
 from headrace.transforms.split.steps import OptimiserSteps
-from headrace.transforms.tokens import any_token, check_mask, loss_tokens
+from headrace.transforms.tokens import check_mask, knows_loss_tokens, loss_tokens
 
 from .ledger import Ledger
 from .row_table import RowTable
@@ -29,6 +29,7 @@ class Keys:
     """Where a pipeline finds what it accounts for."""
 
     loss_mask: NestedKey
+    log_prob: NestedKey | None
     weight: NestedKey
     units: Mapping[str, NestedKey]
     report: Mapping[str, NestedKey]
@@ -57,6 +58,7 @@ class Passage:
             batch,
             keys=keys.report,
             loss_mask_key=keys.loss_mask,
+            log_prob_key=keys.log_prob,
             ids=self.ledger.ids,
             weights=keys.reward_weights,
         )
@@ -210,22 +212,15 @@ class Passage:
         """Record the rows that train nothing: no token in the loss, or no weight in any pass."""
         if len(batch) == 0:
             return
-        silent = ~self._with_tokens(batch)
+        silent = torch.zeros(len(batch), dtype=torch.bool, device=device_of(batch))
+        if knows_loss_tokens(batch, self.keys.loss_mask):
+            silent = loss_tokens(batch, self.keys.loss_mask, self.keys.log_prob) == 0
         if has_key(batch, IN_LOSS):
             silent = silent | ~batch.get(IN_LOSS)
         if self.weights_are_ours and all(has_key(each, self.keys.weight) for each in passes):
             weights = [flat_rows(each.get(self.keys.weight)) for each in passes]
             silent = silent | torch.stack([(weight == 0).all(-1) for weight in weights]).all(0)
         self.ledger.judge("pipeline", ("no_loss_tokens",), batch.get(ROW), silent, ("masked",))
-
-    def _with_tokens(self, batch: TensorDictBase) -> Tensor:
-        """(n,) bool: rows with a token in the loss, as a stage counts them that weighs; else by the mask."""
-        for stage in self.stages.values():
-            if getattr(stage, "counts_tokens", False):
-                return loss_tokens(batch, stage.loss_mask_key, stage.log_prob_key) > 0
-        if has_key(batch, self.keys.loss_mask):
-            return any_token(batch, self.keys.loss_mask)
-        return torch.ones(len(batch), dtype=torch.bool, device=device_of(batch))
 
     def _stamp(self, batch: TensorDictBase, *, credit: bool = True) -> TensorDictBase:
         if len(batch) == 0:

@@ -21,7 +21,7 @@ from .ledger import Ledger
 from .order import arrange, check_order
 from .passage import Keys, Passage, run_empty
 from .report import StepReport, print_report
-from .row_table import KEYS, keys_of_stages, weights_of_stages
+from .row_table import KEYS, keys_of_stages, log_prob_key_of, weights_of_stages
 from .run import Run
 from .sharing import Sharing
 from .stage import as_module
@@ -223,4 +223,5 @@ class Pipeline(BatchTransform):
         ids = {"rollouts": self.rollout_key, "groups": self.group_key}
         units = {unit: key for unit, key in ids.items() if key is not None}
         rewards = weights_of_stages(self.stages.values())
-        return Keys(self.loss_mask_key, weight, units, reported | self.report_keys, rewards)
+        log_prob = log_prob_key_of(self.stages.values())
+        return Keys(self.loss_mask_key, log_prob, weight, units, reported | self.report_keys, rewards)

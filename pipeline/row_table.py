@@ -14,7 +14,7 @@ from headrace.transforms.options import nested_key
 from headrace.transforms.rewards import weighted_reward
 from headrace.transforms.rows import device_of, flat_rows
 from headrace.transforms.schema import COUNTED, MICROBATCH, MINIBATCH, RANK, REWARD, ROW, has_key
-from headrace.transforms.tokens import loss_tokens
+from headrace.transforms.tokens import knows_loss_tokens, loss_tokens
 
 # Where a report looks for what it shows; the first key that the batch has.
 KEYS: dict[str, tuple[NestedKey, ...]] = {
@@ -36,6 +36,7 @@ OPTIONS = {
     "advantage": "advantage_key",
     "loss_weight": "weight_key",
 }
+LOG_PROB: NestedKey = ("log_probs", "full")
 FLOATS = ("collected_reward", "reward", "advantage", "loss_weight")
 AT_THE_DOOR = ("status", "policy_version", "expected_rollouts")
 TEXTS = ("prompt", "response")
@@ -54,6 +55,7 @@ class RowTable:
         batch: TensorDict ``[N]``, as it came in.
         keys: where the batch has what a report shows, by name.
         loss_mask_key: (N, T) bool.
+        log_prob_key: (N, T) float; None: not looked at.
         ids: (N,) int64 by unit, ``rollouts`` and ``groups``.
         weights: by which several rewards become one; None: all 1.
     """
@@ -64,6 +66,7 @@ class RowTable:
         *,
         keys: Mapping[str, NestedKey],
         loss_mask_key: NestedKey,
+        log_prob_key: NestedKey | None,
         ids: Mapping[str, Tensor],
         weights: Sequence[float] | None = None,
     ):
@@ -83,9 +86,9 @@ class RowTable:
             self.rewards = several if several.shape[1] > 1 else None
             self._enter("collected_reward", self._one(reward))
             self._enter("reward", self._one(reward))
-        if has_key(batch, loss_mask_key):
-            self._enter("tokens", loss_tokens(batch, loss_mask_key, None))
-        self.loss_mask_key = loss_mask_key
+        self.loss_mask_key, self.log_prob_key = loss_mask_key, log_prob_key
+        if knows_loss_tokens(batch, loss_mask_key):
+            self._enter("tokens", loss_tokens(batch, loss_mask_key, log_prob_key))
         for name in TEXTS:
             if (text := self._text(batch, name)) is not None:
                 self.texts[name] = text
@@ -105,7 +108,7 @@ class RowTable:
             if (values := self._per_row(batch, name)) is not None:
                 found[name] = values
         if has_key(batch, REWARD):
-            found["reward"] = batch.get(REWARD)
+            found["reward"] = batch.get(REWARD).reshape(-1)
         elif (reward := self._found(batch, "reward", several=True)) is not None:
             found["reward"] = self._one(reward)
         for name, values in found.items():
@@ -122,8 +125,8 @@ class RowTable:
         for name in AT_THE_DOOR:
             if name in self.columns and (values := self._found(carried, name)) is not None:
                 self.columns[name][-more:] = values.long()
-        if "tokens" in self.columns and has_key(carried, self.loss_mask_key):
-            self.columns["tokens"][-more:] = loss_tokens(carried, self.loss_mask_key, None)
+        if "tokens" in self.columns and knows_loss_tokens(carried, self.loss_mask_key):
+            self.columns["tokens"][-more:] = loss_tokens(carried, self.loss_mask_key, self.log_prob_key)
         if "reward" in self.columns and (reward := self._found(carried, "reward", several=True)) is not None:
             for name in ("collected_reward", "reward"):
                 self.columns[name][-more:] = self._one(reward)
@@ -232,6 +235,12 @@ def weights_of_stages(stages: Iterable[Any]) -> Sequence[float] | None:
     """The weights by which several rewards become one, of the stage that writes the rollout's reward."""
     writing = (stage for stage in stages if REWARD in getattr(stage, "out_keys", ()))
     return next((stage.weights for stage in writing if getattr(stage, "weights", None) is not None), None)
+
+
+def log_prob_key_of(stages: Iterable[Any]) -> NestedKey | None:
+    """Where the log-probabilities are that decide, with the mask, which tokens are in the loss."""
+    keys = [stage.log_prob_key for stage in stages if hasattr(stage, "log_prob_key")]
+    return keys[-1] if keys else LOG_PROB  # the last is that of LossWeight, where there is one
 
 
 def _mean(values: Tensor, mask: Tensor | None) -> Tensor:

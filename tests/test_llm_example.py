@@ -8,9 +8,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
-from headrace.transforms import IncompleteGroupsError
+from headrace.transforms import IncompleteGroupsError, LossWeight, MissingKeyError
 
 pytest.importorskip("transformers", reason="the extra `llm` is not installed")
 pytestmark = [pytest.mark.llm, pytest.mark.slow]
@@ -107,6 +107,34 @@ def test_each_response_token_in_the_loss_has_the_log_probability_it_was_sampled_
         # TransformersWrapper's own would be 0 for the first token of each response.
         assert ((log_probs < 0) & log_probs.isfinite())[mask].all()
         assert log_probs[~batch["headrace", "in_loss"]].isnan().all()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_where_a_wrapper_writes_no_mask_the_response_is_what_trains(example, padded):
+    """Of prompts of 4 and 6 tokens; a second wrapper's log-probabilities of both leave it so."""
+    from torchrl.modules.llm import TransformersWrapper
+    from torchrl.modules.llm.policies import Text
+
+    tokenizer = example.make_tokenizer()
+    model = example.make_model(tokenizer, seed=0)
+    wrapper = TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        input_mode="text",
+        pad_output=padded,
+        return_log_probs=False,
+        generate_kwargs={"max_new_tokens": 5, "do_sample": True},
+    )
+    text = Text(prompt=NonTensorStack("=12=", "=1234="), batch_size=(2,))
+    batch = wrapper(TensorDict({"text": text}, batch_size=[2]).to_lazystack(0))
+    responses = batch.get(("tokens", "response"), as_list=True)
+    lengths = [int((tokens != tokenizer.pad_token_id).sum()) for tokens in responses]
+    assert LossWeight()(batch)["num_tokens"].tolist() == [sum(lengths)] * 2
+    for row in batch.tensordicts if not padded else [batch]:
+        row["log_probs", "full"] = torch.zeros(row["masks", "all_attention_mask"].shape)
+    assert LossWeight()(batch)["num_tokens"].tolist() == [sum(lengths)] * 2
+    with pytest.raises(MissingKeyError, match="Finite log-probabilities do not say which tokens train"):
+        LossWeight()(batch.exclude(("tokens", "prompt")))
 
 
 def test_training_changes_the_weights(run):

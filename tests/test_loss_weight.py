@@ -292,7 +292,7 @@ def test_weights_before_the_split_are_refused():
 
 
 def test_a_batch_in_which_nothing_says_what_is_in_the_loss_is_refused():
-    with pytest.raises(MissingKeyError, match=r"loss_mask_key\) or .*log_prob_key\)"):
+    with pytest.raises(MissingKeyError, match=r"\(loss_mask_key\), or of a response.*write the mask"):
         LossWeight()(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
 
 

@@ -281,6 +281,16 @@ def test_the_tree_is_built_when_opened_and_says_why_each_row_left(look):
     assert "partly in the loss; rows left: filter/truncated" in page.one("#tree").text
 
 
+def test_rows_of_several_rewards_show_each_and_others_have_no_such_column(look):
+    for rewards, shown in (([0.5, None], ["0.5, –"]), (None, [])):
+        rows = [row | {"rewards": rewards} for row in pages.rollouts_of(0, [1.0])]
+        page = look(pages.run_of(pages.step_of(rows)))
+        page.open("#tree details.group")
+        page.open("#tree details.rollout")
+        assert ("rewards" in page.texts("#tree thead th")) == bool(shown)
+        assert not shown or page.texts("#tree tbody td:nth-child(3)") == shown
+
+
 def test_a_long_tree_is_shown_in_parts_and_a_dot_opens_its_group(look):
     rows = [row for group in range(60) for row in pages.rollouts_of(group, [0, 1])]
     page = look(pages.run_of(pages.step_of(rows, size=2)), motion="reduce")

@@ -12,9 +12,10 @@ from composed import composed
 from dumps import trl_dump
 from hypothesis import given
 from hypothesis import strategies as st
-from test_recipes_of_the_field import NAMES, NO_LONE, ragged_batch, run
+from test_recipes_of_the_field import NAMES, NO_LONE, columns_for, ragged_batch, run
 
 from headrace.pipeline import Pipeline
+from headrace.pipeline.report import page_data, report_table
 from headrace.pipeline.sources import open_source
 from headrace.transforms import (
     BatchError,
@@ -99,6 +100,20 @@ def test_the_metric_and_the_report_say_the_reward_that_is_trained(make_batch, se
     assert report.numbers["solve_partial"] == 1
 
 
+def test_the_page_and_the_dump_show_what_the_reward_is_a_sum_of(make_batch):
+    batch = table(make_batch, [[1.0, 1.0], [0.0, NAN]])
+    stages = {"collapse": FanOutCollapse(columns=2, weights=[0.25, 0.5], missing="skip")}
+    report = Pipeline(stages).run(batch).report(step=0)
+    rows = page_data([report], title="")["steps"][0]["rows"]
+    assert rows["rewards"] == [[1, 1], [0, None]]
+    assert rows["reward"] == [0.75, 0]
+    dump = report_table(report).to_pydict()
+    assert dump["rewards"][0] == [1, 1]
+    assert dump["reward"] == dump["rollout_reward"] == [0.75, 0]
+    report = Pipeline({}).run(make_batch([1.0], [0])).report(step=0)
+    assert page_data([report], title="")["steps"][0]["rows"]["rewards"] == [None]
+
+
 def test_a_row_that_leaves_before_the_collapse_is_reported_by_the_same_weights(make_batch):
     batch = table(make_batch, [[1.0, 1.0], [0.0, NAN], [NAN, NAN]])
     first = SampleFilter(criterion=lambda batch: batch["rollout_id"] == 9, action="drop")
@@ -177,6 +192,22 @@ def test_who_has_no_reward_takes_no_part_in_whitening(make_batch, seed):
     expected = normalize_then_sum(drawn.tolist(), batch["group_id"].tolist(), [1, 0.5])
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
     assert found[5] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gigpo"])
+def test_a_rollout_without_a_reward_changes_nobodys_advantage_and_has_none(make_batch, name):
+    """In every recipe but that of steps, whose returns need each step's reward."""
+    batch = columns_for(name, ragged_batch(make_batch, "grid", 5, lone=name[3:] not in NO_LONE))
+    batch["next", "reward"] = batch["next", "reward"].abs()
+    more = batch[::3].clone()
+    more["rollout_id"] += 1000
+    more["next", "reward"][:] = NAN
+    both = torch.cat([batch, more])
+    groups = both["group_id"].tolist()
+    both["expected_rollouts"] = torch.tensor([groups.count(group) for group in groups])
+    found = run(name, both, "pipeline.stages.collapse.missing=skip")
+    torch.testing.assert_close(found[: len(batch)], run(name, batch), rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert (found[len(batch) :].nan_to_num(0.0) == 0).all()
 
 
 @pytest.mark.parametrize("collapse", [True, False])

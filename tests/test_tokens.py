@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
+from headrace.pipeline import Pipeline, optimise, total_loss
+from headrace.transforms import LossWeight, MissingKeyError
 from headrace.transforms.tokens import count_true, loss_tokens
 
 
@@ -33,4 +35,85 @@ def test_a_token_whose_log_probability_is_not_finite_is_out_of_the_loss(value):
     batch = TensorDict({"mask": mask, "log_prob": log_prob}, batch_size=[2])
     assert loss_tokens(batch, "mask", "log_prob").tolist() == [2, 2]
     assert loss_tokens(batch, "mask", None).tolist() == [2, 3]
-    assert loss_tokens(batch, "absent", "log_prob").tolist() == [3, 2]
+
+
+PROMPT, RESPONSE, ATTENTION = ("tokens", "prompt"), ("tokens", "response"), ("masks", "all_attention_mask")
+LOG_PROB, MASK = ("log_probs", "full"), ("masks", "all_assistant_mask")
+
+
+def row_of(prompt: int, response: int) -> TensorDict:
+    row = {PROMPT: torch.zeros(prompt), RESPONSE: torch.zeros(response)}
+    row[ATTENTION] = torch.ones(prompt + response, dtype=torch.bool)
+    return TensorDict({**row, LOG_PROB: torch.zeros(prompt + response)})
+
+
+def scored(form: str) -> TensorDict:
+    """Prompts of 1 and 3 tokens, responses of 2 and 1, as TorchRL's wrappers lay them; all were scored."""
+    if form == "ragged":
+        return lazy_stack([row_of(1, 2), row_of(3, 1)])
+    attention = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()  # padded before and behind
+    columns = {PROMPT: torch.zeros(2, 3), RESPONSE: torch.zeros(2, 2), ATTENTION: attention}
+    return TensorDict({**columns, LOG_PROB: torch.zeros(2, 5)}, batch_size=[2])
+
+
+forms = pytest.mark.parametrize("form", ["dense", "ragged"])
+
+
+@forms
+def test_without_a_mask_the_response_is_what_trains_though_its_prompt_was_scored(form):
+    batch = scored(form)
+    assert loss_tokens(batch, "absent", LOG_PROB).tolist() == [2, 1]
+    assert loss_tokens(batch, "absent", None).tolist() == [2, 1]
+    batch[0].get(LOG_PROB)[-1] = float("nan")
+    assert loss_tokens(batch, "absent", LOG_PROB).tolist() == [1, 1]
+
+
+@forms
+@pytest.mark.parametrize("lacking", [PROMPT, RESPONSE, ATTENTION])
+def test_finite_log_probabilities_are_no_mask(form, lacking):
+    with pytest.raises(MissingKeyError, match=r"mask 'absent' \(loss_mask_key\).*: write the mask, True"):
+        loss_tokens(scored(form).exclude(lacking), "absent", LOG_PROB)
+
+
+def test_a_prompt_and_a_response_that_are_not_the_whole_say_nothing():
+    batch = scored("dense")
+    batch[RESPONSE] = torch.zeros(2, 1)
+    with pytest.raises(MissingKeyError, match="as wide together as"):
+        loss_tokens(batch, "absent", LOG_PROB)
+
+
+def test_an_optimiser_step_is_taken_where_a_token_is_in_the_loss():
+    parameter = torch.nn.Parameter(torch.zeros(()))
+
+    def steps(batch):
+        loss = lambda batch: TensorDict({"loss_objective": parameter * 2})  # noqa: E731
+        return optimise([batch], loss, torch.optim.SGD([parameter], lr=0.1), reduce=total_loss)
+
+    assert steps(scored("dense")) == 1
+    silent = scored("dense")
+    silent[LOG_PROB][:, 3:] = float("nan")
+    assert steps(silent) == 0
+    with pytest.raises(MissingKeyError, match="write the mask"):
+        steps(scored("dense").exclude(PROMPT))
+
+
+@forms
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_weight_the_report_and_the_ledger_count_the_same_tokens(form, masked):
+    """The first row has a token whose log-probability is not finite, and the second has no other."""
+    batch = scored(form)
+    batch[0].get(LOG_PROB)[-1] = float("nan")
+    batch[1].get(LOG_PROB)[3] = float("nan")
+    if masked:
+        if form == "dense":
+            batch[MASK] = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 0]]).bool()
+        else:
+            batch.tensordicts[0][MASK] = torch.tensor([0, 1, 1]).bool()
+            batch.tensordicts[1][MASK] = torch.tensor([0, 0, 0, 1]).bool()
+    for stages in ({"weight": LossWeight()}, {}):
+        run = Pipeline(stages).run(batch)
+        report = run.report(step=0)
+        assert report.columns["tokens"].tolist() == [1, 0]
+        assert report.columns["reason"].tolist() == [0, 1]
+        assert run.metrics.get("weight/tokens", 1) == 1
+        assert not stages or run.batch["num_tokens"].tolist() == [1, 1]

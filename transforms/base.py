@@ -71,7 +71,6 @@ class BatchTransform(Transform):
         keeps_rows: the rows that come out are those that came in, in their order.
         cuts: it cuts the batch into optimiser steps (``draw``), and what comes after it reads the cut.
         compares: it measures rewards against those of their group (``advantage_by_row``).
-        counts_tokens: its `loss_mask_key` and `log_prob_key` say which tokens are in the loss.
         gates: its `group_size` is the number of rollouts that each group was dispatched with.
         stateful: it remembers something from one batch to the next, which ``state_dict`` saves.
         own_of_rank: options that may differ on ranks that share a batch.
@@ -83,7 +82,6 @@ class BatchTransform(Transform):
     keeps_rows: ClassVar[bool] = False
     cuts: ClassVar[bool] = False
     compares: ClassVar[bool] = False
-    counts_tokens: ClassVar[bool] = False
     gates: ClassVar[bool] = False
     stateful: ClassVar[bool] = False
     own_of_rank: ClassVar[tuple[str, ...]] = ()

@@ -120,8 +120,8 @@ class FanOutCollapse(BatchTransform):
         reward: how segments' rewards become the rollout's: shared, first, last, sum, mean or max.
         columns: K, how many rewards a row has.
         weights: w, of the columns; None: all 1.
-        missing: what a NaN reward does: ``raise``; or ``skip``: it adds nothing to the rollout's reward, and
-            where all are NaN that is, too. It must be NaN on all segments of its rollout.
+        missing: what a NaN reward does: ``raise``; or ``skip``: it adds nothing to the rollout's reward, NaN
+            where there is no other. It must be NaN on all segments of its rollout.
         reward_key: (N,), (N, 1) or (N, 1, 1) float; (N, K) where there are several.
         rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
         group_key: (N,) or (N, 1) int ≥ 0; None where a batch has no groups.

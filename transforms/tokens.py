@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .errors import BatchError, MissingKeyError
-from .rows import flat_rows
 from .schema import LENGTH, has_key, key_names, require
 
 ONES = 0x0101010101010101  # a 1 in each of eight bytes
+PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")  # as TorchRL's wrappers write them
+ATTENTION = ("masks", "all_attention_mask")
 MOST = 255  # bytes of 0 and 1 that can be added up before one of them overflows
 
 
@@ -95,51 +94,71 @@ def remember_lengths(batch: TensorDictBase, key: NestedKey, silent: Tensor) -> N
     batch.set(LENGTH, now if before is None else torch.where(before < 0, now, before))
 
 
-def any_token(batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """(N,) bool: whether a row of a dense or ragged (N, T) bool column has a True. No device read."""
-    check_mask(batch, key)
-    if isinstance(batch, LazyStackedTensorDict):
-        return torch.stack([mask.any() for mask in batch.get(key, as_list=True)])
-    mask = batch.get(key)
-    if mask.numel() == 0:
-        return torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
-    # On CPU `any` of bools costs thirty times the maximum of the same bytes.
-    return flat_rows(mask.contiguous().view(torch.uint8)).amax(-1) > 0
-
-
 def loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: NestedKey | None) -> Tensor:
     """(N,) int64: tokens in the loss, as TorchRL's GRPOLoss counts them: masked in, with a finite log-prob.
 
-    Either column may be missing; dense (N, T) or ragged. No device read.
+    Where there is no mask, the response is what trains, if the batch says where it is: ``("tokens",
+    "prompt")`` and ``("tokens", "response")`` lie end to end under ``("masks", "all_attention_mask")``, as
+    TorchRL's wrappers write them. Log-probabilities alone say nothing: those of a scored prompt are finite,
+    too.
+
+    Columns are dense (N, T) or ragged; the log-probabilities may be missing. No device read.
 
     Raises:
-        MissingKeyError: both are.
-        BatchError: the mask is not bool; the two differ in shape.
+        MissingKeyError: nothing says which tokens train.
+        BatchError: the mask is not bool; it differs in shape from the log-probabilities.
     """
-    keys = [key for key in (loss_mask_key, log_prob_key) if key is not None and has_key(batch, key)]
-    if not keys:
+    masked = has_key(batch, loss_mask_key)
+    if not masked and not knows_response(batch):
         raise MissingKeyError(
-            f"tokens in the loss are counted by {loss_mask_key!r} (loss_mask_key) or {log_prob_key!r} "
-            f"(log_prob_key); the batch has {key_names(batch)}"
+            f"tokens in the loss are those of the mask {loss_mask_key!r} (loss_mask_key), or of a response "
+            f"behind its prompt: {PROMPT!r} and {RESPONSE!r}, as wide together as {ATTENTION!r}. Finite "
+            "log-probabilities do not say which tokens train: those of a scored prompt are finite, too. The "
+            f"batch has {key_names(batch)}: write the mask, True where a token trains"
         )
-    if loss_mask_key in keys:
-        check_mask(batch, loss_mask_key)
+    check_mask(batch, loss_mask_key if masked else ATTENTION)
+    if log_prob_key is not None and not has_key(batch, log_prob_key):
+        log_prob_key = None
     if isinstance(batch, LazyStackedTensorDict):
-        rows = zip(*(batch.get(key, as_list=True) for key in keys), strict=True)
-        return torch.cat([_true_and_finite(columns, 1) for columns in rows])
-    return _true_and_finite([batch.get(key) for key in keys], len(batch))
+        return torch.cat([_count(row, 1, loss_mask_key, log_prob_key) for row in batch.tensordicts])
+    return _count(batch, len(batch), loss_mask_key, log_prob_key)
 
 
-def _true_and_finite(columns: Sequence[Tensor], rows: int) -> Tensor:
-    """(rows,) tokens that are True in all of the bool columns and finite in all others."""
-    if len({column.numel() for column in columns}) > 1:
-        shapes = [tuple(column.shape) for column in columns]
-        raise BatchError(f"a token has one mask and one log-probability; found {shapes}")
-    masks = [column for column in columns if column.dtype is torch.bool]
-    numbers = [column for column in columns if column.dtype is not torch.bool]
-    flags = [*masks, *(torch.isfinite(column) for column in numbers if not masks or not _all_finite(column))]
-    inside = flags[0] if len(flags) == 1 else flags[0] & flags[1].view_as(flags[0])
-    return count_true(inside.reshape(rows, inside.numel() // max(rows, 1)))
+def knows_loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey) -> bool:
+    """Whether the batch says which tokens are in the loss (:func:`loss_tokens`)."""
+    return has_key(batch, loss_mask_key) or knows_response(batch)
+
+
+def knows_response(batch: TensorDictBase) -> bool:
+    """Whether the batch says which tokens are the response: prompt and response are as wide as the whole."""
+    if not all(has_key(batch, key) for key in (PROMPT, RESPONSE, ATTENTION)):
+        return False
+    for part in batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]:
+        columns = [part.get(key) for key in (PROMPT, RESPONSE, ATTENTION)]
+        if not all(isinstance(column, Tensor) for column in columns):
+            return False
+        prompt, response, whole = (column.shape[-1] for column in columns)
+        if prompt + response != whole:
+            return False
+    return True
+
+
+def _count(
+    part: TensorDictBase, rows: int, loss_mask_key: NestedKey, log_prob_key: NestedKey | None
+) -> Tensor:
+    """(rows,) tokens that train and have a finite log-probability, of a dense batch or one row."""
+    mask = part.get(loss_mask_key, None)
+    if mask is None:
+        mask = part.get(ATTENTION).clone()
+        mask[..., : part.get(PROMPT).shape[-1]] = False
+    if log_prob_key is not None:
+        log_prob = part.get(log_prob_key)
+        if mask.numel() != log_prob.numel():
+            shapes = [tuple(mask.shape), tuple(log_prob.shape)]
+            raise BatchError(f"a token has one mask and one log-probability; found {shapes}")
+        if not _all_finite(log_prob):
+            mask = mask & torch.isfinite(log_prob).view_as(mask)
+    return count_true(mask.reshape(rows, mask.numel() // max(rows, 1)))
 
 
 def _all_finite(column: Tensor) -> bool:

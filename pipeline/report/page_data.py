@@ -91,8 +91,10 @@ def _groups(report: StepReport, shown: int) -> Groups:
 def _rows(report: StepReport, rows: np.ndarray) -> Rows:
     columns: Mapping[str, np.ndarray] = report.columns
 
+    unknown: list = [None] * len(rows)
+
     def column(name: str) -> list:
-        return _or_none(columns[name][rows]) if name in columns else [None] * len(rows)
+        return _or_none(columns[name][rows]) if name in columns else unknown
 
     def ids(name: str) -> list:
         return columns[name][rows].tolist() if name in columns else rows.tolist()
@@ -103,6 +105,7 @@ def _rows(report: StepReport, rows: np.ndarray) -> Rows:
         "group": columns["group_id"][rows].tolist() if "group_id" in columns else [0] * len(rows),
         "rollout": ids("rollout_id"),
         "reward": column("reward"),
+        "rewards": [_or_none(each) for each in columns["rewards"][rows]] if "rewards" in columns else unknown,
         "advantage": column("advantage"),
         "advantage_by_row": column("advantage_by_row"),
         "tokens": column("tokens"),

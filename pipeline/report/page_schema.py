@@ -67,6 +67,7 @@ class Rows(TypedDict):
     group: list[int]  # its group
     rollout: list[int]  # its rollout
     reward: list[float | None]  # of its rollout
+    rewards: list[list[float | None] | None]  # its own, where there are several: what the reward is a sum of
     advantage: list[float | None]  # as trained; a mean over tokens, where it is per token
     advantage_by_row: list[float | None]  # if each row were a rollout, or under the other recipe of `versus`
     tokens: list[int | None]  # in the loss mask

@@ -14,7 +14,7 @@ from headrace.transforms import BatchError, split_microbatches, weighted_loss
 from headrace.transforms.distributed import resolve_group
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import MICROBATCH, has_key
-from headrace.transforms.tokens import masked_tokens
+from headrace.transforms.tokens import loss_tokens
 
 
 def optimise(
@@ -142,7 +142,7 @@ def _has_tokens(minibatch: TensorDictBase, loss_mask_key: NestedKey, group: dist
         if has_key(minibatch, "num_tokens"):
             trains = bool((minibatch.get("num_tokens") > 0).any())
         else:
-            tokens = masked_tokens(minibatch, loss_mask_key, reader="optimise", option="loss_mask_key")
+            tokens = loss_tokens(minibatch, loss_mask_key, ("log_probs", "full"))
             trains = bool(tokens.sum() > 0)
     if group is not None:  # ranks take a step together: else gradients of different steps would add up
         flag = torch.tensor([int(trains)], device=device_of(minibatch))

@@ -124,7 +124,7 @@ class BatchWhitening(BatchTransform):
         weights = self.lengths(batch) if self.per == "token" else once
         weights = weights * batch.get(COUNTED, once)
         if has_key(batch, REWARD):  # who has none is in no statistic
-            weights = weights * ~batch.get(REWARD).isnan()
+            weights = weights * ~batch.get(REWARD).reshape(-1).isnan()
         people = population_of(batch, every=True)
         everyone = people.take({"values": credit, "weights": weights})
         white = people.put_back(whiten(**everyone, ddof=self.ddof, eps=self.eps, eps_mode=self.eps_mode))

@@ -53,8 +53,9 @@ class LossWeight(BatchTransform):
     further tokens out of its mean); the entropy and KL terms have no advantage in them and
     stay means over their micro-batch.
 
-    Reads `loss_mask_key` and `log_prob_key` (a token whose log-probability is not finite is out of
-    GRPOLoss), at least one of them; `rollout_key` and `group_key` where they are there or `unit` needs them.
+    Reads `loss_mask_key`, or where it is not there TorchRL's tokens of prompt and response; `log_prob_key` if
+    there (a token whose log-probability is not finite is out of GRPOLoss); `rollout_key` and `group_key` if
+    there or where `unit` needs them.
     Writes `weight_key` (N,), or under `fold` `advantage_key` in its place; and the counts of the row's step,
     (N,) int64: ``num_tokens``, ``num_samples``, and where there are ids ``num_rollouts`` and ``num_groups``.
     No device read; with a process group a few, and collectives by every rank, also for an empty batch.
@@ -92,7 +93,6 @@ class LossWeight(BatchTransform):
     """
 
     keeps_rows = True
-    counts_tokens = True
 
     def __init__(
         self,

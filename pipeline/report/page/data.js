@@ -23,6 +23,7 @@ const FIELDS = {
     "group",
     "rollout",
     "reward",
+    "rewards",
     "advantage",
     "advantage_by_row",
     "tokens",

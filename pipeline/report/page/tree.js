@@ -23,6 +23,7 @@ function lazily(name, kind, content) {
 const ROW_COLUMNS = [
   ["row", (row) => String(row.row)],
   ["reward", (row) => number(row.reward)],
+  ["rewards", (row) => (row.rewards ? row.rewards.map(number).join(", ") : NONE)],
   ["advantage", (row) => number(row.advantage)],
   ["tokens", (row) => count(row.tokens)],
   ["weight", (row) => number(row.weight)],
@@ -35,10 +36,12 @@ const ROW_COLUMNS = [
 ];
 
 function rowTable(rollout) {
+  const several = rollout.rows.some((row) => row.rewards);
+  const columns = ROW_COLUMNS.filter(([name]) => several || name !== "rewards");
   return plainTable(
     `Rows of rollout ${rollout.id}`,
-    ROW_COLUMNS.map(([name]) => name),
-    rollout.rows.map((row) => ROW_COLUMNS.map(([, cell]) => cell(row))),
+    columns.map(([name]) => name),
+    rollout.rows.map((row) => columns.map(([, cell]) => cell(row))),
   );
 }
 
