@@ -15,7 +15,7 @@ from .errors import BatchError
 from .ids import as_ids, first_row, is_first, last_row, reduce_by, sum_by
 from .options import at_least, nested_key, one_of
 from .rows import counted_rows
-from .schema import IS_FIRST_SEGMENT, REWARD, require
+from .schema import DONE, EXPECTED_SEGMENTS, IS_FIRST_SEGMENT, REWARD, require
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
 MissingReward = Literal["raise", "skip"]
@@ -137,7 +137,8 @@ class FanOutCollapse(BatchTransform):
     ):
         self.reward_key = nested_key(reward_key)
         self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
-        super().__init__([self.reward_key, self.rollout_key, self.group_key], [REWARD, IS_FIRST_SEGMENT])
+        reads = [self.reward_key, self.rollout_key, self.group_key, DONE, EXPECTED_SEGMENTS]
+        super().__init__(reads, [REWARD, IS_FIRST_SEGMENT])
         self.reward = one_of("reward", reward, get_args(Reduction))
         self.missing = one_of("missing", missing, get_args(MissingReward))
         self.columns = at_least("columns", columns, 1)
