@@ -13,7 +13,8 @@ from torchrl.collectors import Collector
 from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import EnvBase, InitTracker, TransformedEnv
 
-from headrace.pipeline import Pipeline
+from headrace.pipeline import Pipeline, make_report, write_dump
+from headrace.pipeline.sources import open_source
 from headrace.transforms import (
     BatchError,
     CompletenessGate,
@@ -124,6 +125,18 @@ def test_a_collapse_looks_at_ends_only_where_no_gate_has(make_batch):
         gate = CompletenessGate(group_size=2, **options)
         assert Pipeline({"gate": gate, "collapse": FanOutCollapse()})(batch)[REWARD].tolist() == [1.0] * 3
     assert FanOutCollapse(rollout_key=None)(batch)[REWARD].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
+def test_a_dump_does_not_finish_what_was_not(make_batch, tmp_path, file_format):
+    """A dump has no ends; who was unfinished when it was written is not there when it is replayed."""
+    batch = ended(make_batch, [0, 1, 2, 3], [True, False, True, True], [0, 0, 1, 1])
+    pipeline = Pipeline({"gate": CompletenessGate(group_size=2, on_incomplete="drop")})
+    report = make_report(pipeline.run(batch))
+    write_dump(report, tmp_path, format=file_format)
+    [(_, replayed)] = open_source(tmp_path)
+    assert (replayed["status"] == Status.ABORTED).tolist() == [False, True, False, False]
+    assert pipeline(replayed)["rollout_id"].unique().shape == (2,)
 
 
 # -- segments that end each by themselves ----------------------------------------------------------------

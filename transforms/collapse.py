@@ -26,7 +26,7 @@ from .errors import BatchError
 from .ids import as_ids, first_row, is_first, last_row, reduce_by, sum_by
 from .options import at_least, nested_key, one_of
 from .rewards import factors_of, weighted_reward
-from .schema import IS_FIRST_SEGMENT, REWARD, REWARDS, require
+from .schema import DONE, EXPECTED_SEGMENTS, IS_FIRST_SEGMENT, REWARD, REWARDS, require
 from .sums import sum_in_any_order
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
@@ -156,7 +156,7 @@ class FanOutCollapse(BatchTransform):
         self.reward_key = nested_key(reward_key)
         self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
         several = [] if columns == 1 and weights is None else [REWARDS]
-        reads = [self.reward_key, self.rollout_key, self.group_key]
+        reads = [self.reward_key, self.rollout_key, self.group_key, DONE, EXPECTED_SEGMENTS]
         super().__init__(reads, [REWARD, *several, IS_FIRST_SEGMENT])
         self.reward = one_of("reward", reward, get_args(Reduction))
         self.missing = one_of("missing", missing, get_args(MissingReward))

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from tensordict import TensorDict
 
-from .headrace_table import STATUSES, VERSION, read_step
+from headrace.transforms import Status
+
+from .headrace_table import STATUSES, UNFINISHED, VERSION, read_step
 from .jsonl import read_jsonl
 from .malformed import SourceError
 from .reading import Reading
@@ -49,6 +51,8 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     if record.whole("carried_in", optional=True):
         return []
     status = record.choice("status", STATUSES, default="completed")
+    if (record.text("reason", optional=True) or "").endswith(UNFINISHED):
+        status = Status.ABORTED
     if record.whole("schema", optional=True) not in (None, int(VERSION)):
         raise record.fail(f"'schema' must be {VERSION}, the one that is known", record.get("schema"))
     rewards = _named_rewards(record)

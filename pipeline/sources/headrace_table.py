@@ -21,6 +21,7 @@ REQUIRED = ("step", "row", "group_id", "rollout_id", "reward")
 COUNTS = {"policy_version": ("next", "policy_version"), "expected_rollouts": "expected_rollouts"}
 STATUSES = {status.name.lower(): status for status in Status}
 VERSION = "1"
+UNFINISHED = "/unfinished"  # the end of a gate's reason; who left for it is not there when it is replayed
 MAX_CELLS = 2**31  # of a loss mask, in bytes
 
 
@@ -59,7 +60,7 @@ def _batch(table: pa.Table, path: Path) -> TensorDict:
     batch = TensorDict({}, batch_size=[len(table)])
     for name in ("group_id", "rollout_id"):
         batch[name] = torch.from_numpy(_integers(table, name, path))
-    status = _status(table, path)
+    status = np.where(_unfinished(table), int(Status.ABORTED), _status(table, path))
     batch["status"] = torch.from_numpy(status)
     lost = np.isin(status, (Status.ABORTED, Status.FAILED))
     reward = torch.from_numpy(_rewards(table, lost, path))
@@ -128,6 +129,13 @@ def _status(table: pa.Table, path: Path) -> np.ndarray:
     if unknown := [word for word in words if word not in STATUSES]:
         raise SourceError(f"{path}: 'status' must be one of {', '.join(STATUSES)}; found {unknown[0]!r}")
     return np.array([int(STATUSES[word]) for word in words])
+
+
+def _unfinished(table: pa.Table) -> np.ndarray:
+    """(N,) bool: rows of a rollout of which the step had only a part, with only a part of its reward."""
+    if "reason" not in table.column_names:
+        return np.zeros(len(table), dtype=bool)
+    return pc.fill_null(pc.ends_with(table["reason"], UNFINISHED), False).to_numpy()
 
 
 def _rewards(table: pa.Table, lost: np.ndarray, path: Path) -> np.ndarray:

@@ -12,7 +12,7 @@ from headrace.transforms.distributed import population_of
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import as_ids, first_row, number_of, sum_by
 from headrace.transforms.options import nested_key, within
-from headrace.transforms.schema import RETURN, require
+from headrace.transforms.schema import DONE, EXPECTED_SEGMENTS, RETURN, require
 
 
 def turns_to_go(rollout_id: Tensor, turn: Tensor | None = None) -> Tensor:
@@ -126,7 +126,8 @@ class RewardsToGo(BatchTransform):
     ):
         self.reward_key = nested_key(reward_key)
         self.rollout_key, self.turn_key = nested_key(rollout_key), nested_key(turn_key)
-        super().__init__([self.reward_key, self.rollout_key, self.turn_key], [RETURN])
+        reads = [self.reward_key, self.rollout_key, self.turn_key, DONE, EXPECTED_SEGMENTS]
+        super().__init__(reads, [RETURN])
         self.discount = within("discount", discount, 0, 1)
 
     def apply(self, batch: TensorDictBase) -> Outcome:

@@ -218,7 +218,8 @@ class Fresh(Criterion):
 
     Args:
         current: the version that trains, or a callable that returns it; none is guessed from the rows, since
-            all of them may be old. A number is for what is collected once: a job's version moves on.
+            all of them may be old. A number is for what is collected once: a job's version moves on. In YAML
+            a callable is ``{_target_: your.module.version, _partial_: true}``.
         max_staleness: versions, ≥ 0.
         version_key: (N,) or (N, 1) int, the version that acted.
     """
