@@ -22,6 +22,7 @@ from headrace.transforms.seeds import stream_seed
 
 from .checkpoint import SplitState
 from .cut_options import CutOptions
+from .fit import fit_budget
 from .gather import mark
 from .minibatches import Cut, Remainder, shuffle_split
 from .plan import Dealt, Plan, deal_minibatches, make_plan, measure
@@ -70,7 +71,9 @@ def draw_plans(
         if cut.oversized == "raise" and cut.max_tokens is not None:
             _check_oversized(lengths, cut.max_tokens)
         orders = _draw_orders(ids, len(lengths), cut, calls, epochs)
-        dealt = [_deal(order, lengths, cut) for order in orders]
+    if cut.max_tokens is not None and cut.remainder == "drop":
+        orders = fit_budget(orders, ids, lengths, cut)
+    dealt = [_deal(order, lengths, cut) for order in orders]
     if group is not None:
         most = [agree_on_counts([len(ranks[0]) for ranks in each], group) for each in dealt]
         dealt = [_deal(order, lengths, cut, counts) for order, counts in zip(orders, most, strict=True)]
