@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -25,6 +25,14 @@ REFUSAL = (
 )
 
 
+@runtime_checkable
+class KnowsDraws(Protocol):
+    """What knows which groups were dispatched together, as a RepeatSampler does."""
+
+    def drawn_with(self, groups: Iterable[int]) -> Iterable[int]:
+        """All groups of the draws of which some are given."""
+
+
 class CompletenessGate(BatchTransform):
     """Let only groups pass that have all their rollouts (:func:`incomplete_groups`).
 
@@ -39,7 +47,8 @@ class CompletenessGate(BatchTransform):
     Args:
         group_size: rollouts that each group was dispatched with. None: the column `expected_key` says.
         expected_groups: ids that were dispatched, or a callable that returns those of this batch, to catch
-            groups that are missing entirely. None: not checked.
+            groups that are missing entirely; or a RepeatSampler, where each batch holds whole draws of it.
+            None: not checked.
         on_incomplete: ``raise``; ``drop`` the group; ``keep`` it if it has `min_rollouts` and
             `min_fraction` of what was expected, else drop it.
         min_rollouts: for ``keep``, ≥ 1.
@@ -69,7 +78,7 @@ class CompletenessGate(BatchTransform):
         self,
         *,
         group_size: int | None = None,
-        expected_groups: Iterable[int] | Callable[[], Iterable[int]] | None = None,
+        expected_groups: Iterable[int] | Callable[[], Iterable[int]] | KnowsDraws | None = None,
         on_incomplete: OnIncomplete = "raise",
         min_rollouts: int | None = None,
         min_fraction: float | None = None,
@@ -93,7 +102,8 @@ class CompletenessGate(BatchTransform):
 
     def apply_to_nothing(self, batch: TensorDictBase) -> None:
         """Refuse a batch without rows where groups were dispatched for it."""
-        self._refuse_missing(missing_groups(torch.empty(0), self._dispatched()))
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._refuse_missing(missing_groups(nothing, self._dispatched(nothing)))
 
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Take out, or refuse, what is incomplete."""
@@ -137,16 +147,17 @@ class CompletenessGate(BatchTransform):
         enough = presence.have >= (self.min_rollouts or 1)
         return enough & (presence.have.double() / presence.expected >= (self.min_fraction or 0))
 
-    def _dispatched(self) -> Iterable[int] | None:
+    def _dispatched(self, groups: Tensor) -> Iterable[int] | None:
+        if isinstance(self.expected_groups, KnowsDraws):
+            return self.expected_groups.drawn_with(groups.unique().tolist())
         return self.expected_groups() if callable(self.expected_groups) else self.expected_groups
 
     def _missing(self, groups: Tensor, presence: Presence, incomplete: Rule) -> list[int]:
         """Groups that were dispatched and have no row; under ``raise`` they are refused with the others."""
-        dispatched = self._dispatched()
-        if dispatched is None:
+        if self.expected_groups is None:
             return []
         enforce(presence.rules)
-        missing = missing_groups(groups, dispatched)
+        missing = missing_groups(groups, self._dispatched(groups))
         self._refuse_missing(missing, incomplete)
         return missing
 
