@@ -37,7 +37,7 @@ class ReverseEnv(EnvBase):
         device: of the environment.
     """
 
-    whole_draws = True  # a gate may miss a group of which no row came back
+    whole_draws = True  # so a gate can notice a group of which no row came back
 
     def __init__(
         self,

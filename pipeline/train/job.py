@@ -85,7 +85,7 @@ def _make_collector(components: dict[str, Any], steps: int) -> Collector:
 
 
 def _expect_whole_draws(pipeline: Pipeline, env: EnvBase) -> None:
-    """Let gates miss groups of which no row came back, where an environment's batches are whole draws."""
+    """Let gates notice groups of which no row came back, where each batch of it is whole draws."""
     if not getattr(env, "whole_draws", False):
         return
     for stage in pipeline.stages.values():

@@ -134,8 +134,8 @@ class Finite(Criterion):
     """Rows in which every number of one column is finite. Reason: ``non_finite``.
 
     Args:
-        key: (N, ...) float, dense or ragged. The reward as collected by default: put the filter before FanOutCollapse,
-            which refuses rewards that are not finite.
+        key: (N, ...) float, dense or ragged. The reward as collected by default: put the filter before
+            FanOutCollapse, which refuses rewards that are not finite.
     """
 
     reason = "non_finite"

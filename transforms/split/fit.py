@@ -72,8 +72,8 @@ def _least(counts: list[int], group: dist.ProcessGroup | None) -> list[int]:
 
 
 def _shorten(rows: Tensor, ids: Tensor | None, lengths: Tensor, cut: CutOptions, limit: int) -> Tensor:
-    """The first units of (n,) rows, as many as keep the budget in `limit` micro-batches per rank."""
-    while len(rows) and _needed(rows, lengths, cut) > min(limit, _capacity(rows, cut)):
+    """The first units of (n,) rows, those that keep the budget in `limit` micro-batches per rank."""
+    while len(rows) and _needed(rows, lengths, cut) > limit:
         last = 1 if ids is None else int((ids[rows] == ids[rows[-1]]).sum())
         rows = rows[:-last]
     return rows
