@@ -42,6 +42,8 @@ AT_THE_DOOR = ("status", "policy_version", "expected_rollouts")
 TEXTS = ("prompt", "response")
 WRITTEN = {"minibatch": MINIBATCH, "microbatch": MICROBATCH, "rank": RANK, "counted": COUNTED}
 
+OF_A_PASS = ("minibatch", "microbatch", "rank", "loss_weight")
+
 
 class RowTable:
     """One entry for each row, on the batch's device; nothing is read from it before somebody asks.
@@ -111,8 +113,18 @@ class RowTable:
             found["reward"] = batch.get(REWARD).reshape(-1)
         elif (reward := self._found(batch, "reward", several=True)) is not None:
             found["reward"] = self._one(reward)
-        for name, values in found.items():
+        for name, values in self._with_earlier_places(rows, found).items():
             self._column(name).index_copy_(0, rows, values.to(self._column(name).dtype))
+
+    def _with_earlier_places(self, rows: Tensor, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A row that a later pass leaves out keeps its place, and its weight, of the pass that trained it."""
+        if "minibatch" not in found:
+            return found
+        keeps = (self._column("minibatch")[rows] >= 0) & (found["minibatch"] < 0)
+        earlier = {name: self._column(name)[rows] for name in found if name in OF_A_PASS}
+        return found | {
+            name: torch.where(keeps, old, found[name].to(old.dtype)) for name, old in earlier.items()
+        }
 
     def add_carried(self, carried: TensorDictBase, ids: Mapping[str, Tensor], rows: Tensor) -> None:
         """Make room for rows of an earlier batch."""

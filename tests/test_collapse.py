@@ -6,6 +6,9 @@ import re
 
 import pytest
 import torch
+from batches import batch_of
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.transforms import (
     BatchError,
@@ -35,6 +38,44 @@ def test_siblings_must_agree_unless_told_how_they_add_up(make_batch):
     with pytest.raises(BatchError, match=r"rollout 7 \(rows \[0, 1\]: \[1.0, 2.0\]\).*reward='sum'"):
         FanOutCollapse()(batch)
     assert FanOutCollapse(reward="sum")(batch)[REWARD].tolist() == [3, 3, 5]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(-9, 9)), min_size=1, max_size=20, unique=True),
+    st.sampled_from(["first", "last"]),
+    st.lists(st.booleans(), min_size=20, max_size=20),
+)
+def test_first_and_last_may_follow_a_turn_column_whatever_the_order_of_rows(segments, how, counted):
+    """Against a loop: of each rollout, the reward of the segment with the least or greatest turn."""
+    rollouts, turns = [rollout for rollout, _ in segments], [turn for _, turn in segments]
+    rewards = [float(row) for row in range(len(segments))]
+    batch = batch_of(rewards, rollouts, rollouts, turn=turns)
+    batch[COUNTED] = torch.tensor(counted[: len(segments)])
+    inside = [row for row in range(len(segments)) if counted[row]]
+
+    def expected(row: int, rows: list[int]) -> float:
+        segments_of = [other for other in rows if rollouts[other] == rollouts[row]]
+        pick = min if how == "first" else max
+        return rewards[pick(segments_of, key=lambda other: turns[other])]
+
+    found = FanOutCollapse(reward=how, turn_key="turn")(batch)[REWARD].tolist()
+    assert found == [expected(row, inside) if row in inside else 0.0 for row in range(len(segments))]
+    everybody = list(range(len(segments)))
+    alone = collapse_fan_out(rewards, rollouts, reduce=how, turn=turns).reward.tolist()
+    assert alone == [expected(row, everybody) for row in everybody]
+
+
+def test_a_turn_that_a_rollout_has_twice_is_refused(make_batch):
+    batch = make_batch([1.0, 2.0, 3.0], [0, 0, 0], [7, 8, 7], turn=[4, 4, 4])
+    message = r"turns of their own; found rollout 7 \(rows \[0, 2\]: \[4, 4\]\)"
+    with pytest.raises(BatchError, match=message):
+        FanOutCollapse(reward="last", turn_key="turn")(batch)
+    with pytest.raises(BatchError, match=message):
+        collapse_fan_out([1.0, 2, 3], [7, 8, 7], reduce="first", turn=[4, 4, 4])
+    with pytest.raises(
+        ValueError, match="turn_key says which segment is first and last; got it with reward='sum'"
+    ):
+        FanOutCollapse(reward="sum", turn_key="turn")
 
 
 @pytest.mark.parametrize("option", ["reward_key", "rollout_key", "group_key"])

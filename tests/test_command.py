@@ -24,6 +24,7 @@ def finished(tmp_path_factory):
 def test_it_shows_the_order_and_the_closing_table(finished):
     _, done = finished
     assert "4. advantage: GroupRelativeAdvantage(scale='none')" in done.stdout
+    assert "1. gate: CompletenessGate(expected_groups=RepeatSampler(prompts=1110" in done.stdout
     assert "collected" in done.stdout
     assert "trained" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 120

@@ -311,3 +311,15 @@ def test_a_criterions_missing_key_lists_what_there_is(make_batch, criterion):
 def test_options_that_make_no_sense_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_every_number_of_a_ragged_column_is_looked_at():
+    rows = [[1.0, 2.0], [1.0, float("nan"), 2.0], [float("inf")], [0.0]]
+    batch = lazy_stack([TensorDict({"x": torch.tensor(row)}, batch_size=[]) for row in rows])
+    assert Finite(key="x")(batch).tolist() == [True, False, False, True]
+
+
+def test_who_was_not_cut_off_stays_however_it_ended():
+    status = torch.tensor([Status.COMPLETED, Status.TRUNCATED, Status.ABORTED, Status.FAILED])
+    batch = TensorDict({"status": status}, batch_size=[4])
+    assert NotTruncated()(batch).tolist() == [True, False, True, True]

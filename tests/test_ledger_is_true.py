@@ -12,6 +12,7 @@ from batches import batch_of
 from composed import composed
 
 from headrace.pipeline import Pipeline
+from headrace.pipeline.report import make_report
 from headrace.transforms import LossWeight, ShuffleSplit
 
 ROOT = Path(__file__).parent.parent
@@ -75,3 +76,21 @@ def test_what_is_booked_as_trained_is_what_the_minibatches_train(recipe, remaind
             run = pipeline.run(batch_for(recipe, start), epochs=epochs)
             booked = (run.ledger.reason == 0).nonzero().flatten().tolist()
             assert booked == sorted(trained_in(run, weighs=fold == "none")), fold
+
+
+def test_the_report_shows_of_each_trained_row_a_pass_that_trained_it():
+    """Five minibatches of 36 rows drop one, another one in each pass."""
+    stages = stages_of("grpo") | {"split": ShuffleSplit(minibatches=5, remainder="drop")}
+    run = Pipeline(stages).run(batch_for("grpo"), epochs=3)
+    orders = [
+        {row: (k, float(weight)) for row, weight in zip(rows, part["loss_weight"], strict=True)}
+        for k, part in enumerate(run.minibatches())
+        for rows in [part["headrace", "row"].tolist()]
+    ]
+    columns = make_report(run).columns
+    trained = (run.ledger.reason == 0).nonzero().flatten().tolist()
+    last = set(orders[-5] | orders[-4] | orders[-3] | orders[-2] | orders[-1])
+    assert set(trained) - last, "some row is left out in the last pass"
+    for row in trained:
+        shown = int(columns["minibatch"][row]), float(columns["loss_weight"][row])
+        assert shown in [(k % 5, weight) for order in orders if row in order for k, weight in [order[row]]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from batches import batch_of
 from busy import busy_batch, keep_positive, stages
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tensordict import lazy_stack
 
@@ -110,7 +110,11 @@ def test_the_ledger_balances_and_nothing_untrained_trains(batch, action, unit, r
             split=ShuffleSplit(minibatches=3, remainder=remainder, unit="group"),
         )
     )
-    out = pipeline(batch)
+    try:
+        out = pipeline(batch)
+    except BatchError as err:  # fewer groups than minibatches, all of which would be dropped
+        assume("no step is left" not in str(err))
+        raise
     trains = set(out["headrace", "row"][out[MASK].any(-1)].tolist()) if len(out) else set()
     assert trains == set((pipeline.ledger.reason == 0).nonzero().flatten().tolist())
     counts = pipeline.ledger.counts()

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.pipeline import RepeatSampler, stamp_ids
+from headrace.transforms import CompletenessGate, IncompleteGroupsError
 
 SHAPES = {
     "prompts": st.integers(1, 12),
@@ -72,6 +73,39 @@ def test_draws_have_ids_of_their_own_for_ever(drawn, **options):
     list(islice(first.draws(), drawn))
     restored.load_state_dict(first.state_dict())
     torch.testing.assert_close(next(restored.draws()), next(first.draws()))
+
+
+@given(data=st.data(), **SHAPES)
+def test_who_was_drawn_with_a_group_follows_from_its_id(data, **options):
+    """Against what was drawn: any groups of any batches, and their batches whole."""
+    drawer, other = (RepeatSampler(remainder="uneven", **options) for _ in "ab")
+    batches = [draws["group_id"].unique().tolist() for draws in islice(drawer.draws(), 7)]
+    seen = data.draw(st.lists(st.sampled_from([group for batch in batches for group in batch])))
+    expected = [group for batch in batches if set(batch) & set(seen) for group in batch]
+    assert sorted(other.drawn_with(seen)) == expected
+
+
+def test_a_prompt_of_which_no_row_came_back_is_noticed_by_its_neighbours():
+    """Over epochs, whatever was drawn ahead, and for a sampler that was restored or drew nothing itself."""
+    options = {"group_size": 2, "prompts_per_batch": 3, "remainder": "uneven"}
+    sampler = RepeatSampler(8, **options)
+    batches = list(islice(sampler.draws(), 7))
+    for knows in (sampler, RepeatSampler(8, **options)):
+        gate = CompletenessGate(expected_groups=knows)
+        for draws in batches:
+            assert len(gate(draws)) == len(draws)
+        assert len(gate(torch.cat([batches[4], batches[2]]))) == 10
+        with pytest.raises(
+            IncompleteGroupsError, match=r"1 incomplete group: group 4 has 0 of all \(no rows\)"
+        ):
+            gate(batches[1][batches[1]["group_id"] != 4])
+        dropping = CompletenessGate(expected_groups=knows, on_incomplete="drop")
+        assert dropping.run(batches[1][batches[1]["group_id"] != 4]).metrics["missing_groups"] == 1
+        assert len(gate(batches[0][:0])) == 0
+
+
+def test_a_sampler_says_what_it_draws():
+    assert repr(RepeatSampler(8, group_size=2, seed=1)) == "RepeatSampler(prompts=8, group_size=2, seed=1)"
 
 
 @given(begun=st.integers(0, 30), **SHAPES)

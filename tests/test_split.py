@@ -24,9 +24,12 @@ UNITS = st.one_of(st.none(), st.lists(st.integers(0, 6), min_size=1, max_size=25
 def test_rows_land_once_in_units_that_stay_whole(units, rows, number, by_size, remainder, shuffle):
     rows = rows if units is None else len(units)
     cut = {"minibatch_size": number} if by_size else {"minibatches": number}
-    plan = shuffle_split(
-        rows, None if units is None else torch.tensor(units), remainder=remainder, shuffle=shuffle, **cut
-    )
+    ids, total = None if units is None else torch.tensor(units), rows if units is None else len(set(units))
+    if remainder == "drop" and total < number:
+        with pytest.raises(BatchError, match=rf"{total} units do not make .*{number}.* no step is left"):
+            shuffle_split(rows, ids, remainder=remainder, shuffle=shuffle, **cut)
+        return
+    plan = shuffle_split(rows, ids, remainder=remainder, shuffle=shuffle, **cut)
     assert sorted([*plan.order.tolist(), *plan.left.tolist()]) == list(range(rows))
     assert sum(plan.sizes) == len(plan.order)
     assert 0 not in plan.sizes
@@ -37,7 +40,6 @@ def test_rows_land_once_in_units_that_stay_whole(units, rows, number, by_size, r
     assert sum(len(home) for home in homes) == len(set(of)), "a unit is in two places"
 
     counts = [len(home) for home in homes[:-1]]
-    total = len(set(of))
     if by_size:
         assert (
             counts
@@ -48,7 +50,7 @@ def test_rows_land_once_in_units_that_stay_whole(units, rows, number, by_size, r
         assert len(counts) == min(number, total)
         assert max(counts) - min(counts) <= 1
     else:
-        assert counts == [total // number] * (number if total >= number else 0)
+        assert counts == [total // number] * number
     assert not plan.left.numel() or remainder == "drop"
 
 
@@ -121,7 +123,7 @@ def test_fewer_units_than_minibatches_make_none_that_is_empty(make_batch):
         1,
         1,
     ]
-    outcome = ShuffleSplit(minibatches=5, remainder="drop").run(batch)
+    outcome = ShuffleSplit(minibatches=5, remainder="carry").run(batch)
     assert outcome.batch.shape == (0,)
     assert outcome.metrics["left"] == 2
 

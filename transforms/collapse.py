@@ -23,7 +23,7 @@ from .checks import (
 )
 from .distributed import population_of
 from .errors import BatchError
-from .ids import as_ids, first_row, is_first, last_row, reduce_by, sum_by
+from .ids import as_ids, first_row, is_first, last_row, places_by_turn, reduce_by, sum_by
 from .options import at_least, nested_key, one_of
 from .rewards import factors_of, weighted_reward
 from .schema import DONE, EXPECTED_SEGMENTS, IS_FIRST_SEGMENT, REWARD, REWARDS, require
@@ -48,10 +48,11 @@ def collapse_fan_out(
     group_id: Tensor | Sequence[int] | None = None,
     *,
     reduce: Reduction = "shared",
+    turn: Tensor | Sequence[int] | None = None,
 ) -> Collapsed:
     """Reduce the rewards of a rollout's segments to one, and mark its first segment.
 
-    With S(k) the rows of rollout k in row order::
+    With S(k) the rows of rollout k, in row order or by `turn`::
 
         shared   R_k = r_i, which must be the same for all i ∈ S(k)
         first    R_k = r_{min S(k)}        last   R_k = r_{max S(k)}
@@ -64,10 +65,11 @@ def collapse_fan_out(
         rollout_id: (N,) integers ≥ 0; rows that share one are its segments, adjacent or not.
         group_id: (N,) integers ≥ 0, to check that no rollout is in two groups; None: not checked.
         reduce: how segments' rewards become the rollout's.
+        turn: (N,) integers that order the segments of a rollout, without ties; None: the order of the rows.
 
     Raises:
-        BatchError: a negative id, a rollout in two groups, a reward that is not finite, siblings that
-            disagree under ``shared``. Each names the ids.
+        BatchError: a negative id, a rollout in two groups, a turn twice in a rollout, a reward that is not
+            finite, siblings that disagree under ``shared``. Each names the ids.
 
     Example:
         >>> collapse_fan_out([1.0, 2.0, 4.0], [5, 8, 5], reduce="sum").reward.tolist()
@@ -77,18 +79,24 @@ def collapse_fan_out(
     reward = as_rewards(reward)
     rollouts = as_ids(rollout_id, "rollout_id", device=reward.device)
     groups = None if group_id is None else as_ids(group_id, "group_id", device=reward.device)
-    same_length(reward=reward, rollout_id=rollouts, group_id=groups)
+    turns = None if turn is None else as_ids(turn, "turn", device=reward.device)
+    same_length(reward=reward, rollout_id=rollouts, group_id=groups, turn=turns)
     if len(reward) == 0:
         return Collapsed(reward, torch.empty_like(reward, dtype=torch.bool))
     first = first_row(rollouts)
     rules = identity_rules(rollouts, groups, first)
     rules += reward_rules(reward, rollouts, first, siblings_agree=reduce == "shared")
+    rules += turn_rules(rollouts, first, turns)
     enforce(rules)
-    return Collapsed(reduce_rewards(reward, first, reduce), is_first(first))
+    return Collapsed(reduce_rewards(reward, first, reduce, turns), is_first(first))
 
 
-def reduce_rewards(reward: Tensor, first: Tensor, how: Reduction) -> Tensor:
+def reduce_rewards(reward: Tensor, first: Tensor, how: Reduction, turn: Tensor | None = None) -> Tensor:
     """The reduction alone: (N,) rewards and the first row of each row's rollout in, (N,) out. No read."""
+    if how in ("first", "last") and turn is not None:
+        chosen = reduce_by(first, turn, "amin" if how == "first" else "amax") == turn
+        row = torch.where(chosen, torch.arange(len(first), device=first.device), -1)
+        return reward.index_select(0, reduce_by(first, row, "amax"))
     if how in ("shared", "first"):
         return reward.index_select(0, first)
     if how == "last":
@@ -99,6 +107,14 @@ def reduce_rewards(reward: Tensor, first: Tensor, how: Reduction) -> Tensor:
     peak = reduce_by(first, reward.abs().double(), "amax")
     total = sum_in_any_order(reward.double(), partial(sum_by, first), peak=peak, terms=number)
     return (total / number if how == "mean" else total).to(reward.dtype)
+
+
+def turn_rules(rollouts: Tensor, first: Tensor, turn: Tensor | None) -> list[Rule]:
+    """The segments of a rollout have turns of their own."""
+    if turn is None:
+        return []
+    message = "the segments of a rollout need turns of their own; found {found}"
+    return [Rule(places_by_turn(first, turn).tied, describe_segments(rollouts, turn), message)]
 
 
 class FanOutCollapse(BatchTransform):
@@ -125,6 +141,8 @@ class FanOutCollapse(BatchTransform):
         reward_key: (N,), (N, 1) or (N, 1, 1) float; (N, K) where there are several.
         rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
         group_key: (N,) or (N, 1) int ≥ 0; None where a batch has no groups.
+        turn_key: (N,) or (N, 1) int that orders a rollout's segments, for ``first`` and ``last``; None: the
+            order of the rows.
 
     Raises:
         MissingKeyError: a column is not there.
@@ -152,12 +170,15 @@ class FanOutCollapse(BatchTransform):
         reward_key: NestedKey = ("next", "reward"),
         rollout_key: NestedKey | None = "rollout_id",
         group_key: NestedKey | None = "group_id",
+        turn_key: NestedKey | None = None,
     ):
-        self.reward_key = nested_key(reward_key)
+        self.reward_key, self.turn_key = nested_key(reward_key), nested_key(turn_key)
         self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
         several = [] if columns == 1 and weights is None else [REWARDS]
-        reads = [self.reward_key, self.rollout_key, self.group_key, DONE, EXPECTED_SEGMENTS]
+        reads = [self.reward_key, self.rollout_key, self.group_key, self.turn_key, DONE, EXPECTED_SEGMENTS]
         super().__init__(reads, [REWARD, *several, IS_FIRST_SEGMENT])
+        if turn_key is not None and reward not in ("first", "last"):
+            raise ValueError(f"turn_key says which segment is first and last; got it with {reward=}")
         self.reward = one_of("reward", reward, get_args(Reduction))
         self.missing = one_of("missing", missing, get_args(MissingReward))
         self.columns, self.weights = at_least("columns", columns, 1), weights
@@ -166,18 +187,20 @@ class FanOutCollapse(BatchTransform):
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add the columns."""
         people, ends = population_of(batch), self.unseen_ends(batch)
-        everyone = people.take({"reward": self._rewards(batch)} | ends, self._ids(batch))
-        reward, rollouts, groups = everyone["reward"], everyone["rollouts"], everyone.get("groups")
+        turns = {} if self.turn_key is None else {"turn": as_ids(self.column(batch, "turn_key"), "turn")}
+        everyone = people.take({"reward": self._rewards(batch)} | ends | turns, self._ids(batch))
+        reward, turn = everyone["reward"], everyone.get("turn")
+        rollouts, groups = everyone["rollouts"], everyone.get("groups")
         first = first_row(rollouts)
         missing = reward.isnan() if self.missing == "skip" else torch.zeros_like(reward, dtype=torch.bool)
         known = reward.masked_fill(missing, 0.0)
-        rules = identity_rules(rollouts, groups, first)
+        rules = identity_rules(rollouts, groups, first) + turn_rules(rollouts, first, turn)
         rules += end_rules(rollouts, first, **{name: everyone[name] for name in ends})
         if self.missing == "skip":
             rules.append(_same_missing(reward, missing, rollouts, first))
         for column in known.unbind(1):
             rules += reward_rules(column, rollouts, first, siblings_agree=self.reward == "shared")
-        reduced = [reduce_rewards(column, first, self.reward) for column in known.unbind(1)]
+        reduced = [reduce_rewards(column, first, self.reward, turn) for column in known.unbind(1)]
         rewards = torch.stack(reduced, 1).masked_fill(missing, float("nan"))
         one = people.put_back(weighted_reward(rewards, self.weights))
         is_first_segment = people.put_back(is_first(first))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -173,3 +174,38 @@ def any_by(first: Tensor, flags: Tensor) -> Tensor:
 def last_row(first: Tensor) -> Tensor:
     """For each row, the last row of its id."""
     return reduce_by(first, torch.arange(len(first), device=first.device), "amax")
+
+
+class Places(NamedTuple):
+    """Where rows stand among those of their id."""
+
+    first: Tensor
+    """(N,) int64, the first row of each row's id, as it was given."""
+    place: Tensor
+    """(N,) int64, from 0."""
+    tied: Tensor
+    """(N,) bool: an earlier row of the id has the same turn."""
+
+
+def places_by_turn(first: Tensor, turn: Tensor | None = None) -> Places:
+    """Order the rows of each id by a column, or as they come. No device read.
+
+    Args:
+        first: (N,) int64, of :func:`first_row`.
+        turn: (N,) int64; None: the order of the rows.
+
+    Example:
+        >>> places_by_turn(torch.tensor([0, 1, 0, 0]), torch.tensor([5, 0, 3, 4])).place.tolist()
+        [2, 0, 0, 1]
+    """
+    position = torch.arange(len(first), device=first.device)
+    order = position if turn is None else turn.sort(stable=True).indices
+    order = order[first[order].sort(stable=True).indices]
+    begins = torch.ones_like(order, dtype=torch.bool)
+    begins[1:] = first[order[1:]] != first[order[:-1]]
+    place = position - torch.where(begins, position, 0).cummax(0).values
+    tied = torch.zeros_like(begins)
+    if turn is not None:
+        tied[1:] = ~begins[1:] & (turn[order[1:]] == turn[order[:-1]])
+    by_row = torch.empty_like(place)
+    return Places(first, by_row.scatter_(0, order, place), torch.empty_like(tied).scatter_(0, order, tied))

@@ -37,6 +37,8 @@ class ReverseEnv(EnvBase):
         device: of the environment.
     """
 
+    whole_draws = True  # so a gate can notice a group of which no row came back
+
     def __init__(
         self,
         sampler: RepeatSampler,

@@ -10,6 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase
 from torchrl.collectors import Collector
+from torchrl.envs import EnvBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.pipeline import Pipeline
@@ -48,6 +49,7 @@ def train(config: DictConfig, output: Path) -> float:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     components = _instantiate_components(config, device)
+    _expect_whole_draws(pipeline, components["env"])
     collector = _make_collector(components, config.train.steps)
     display = TrainingDisplay(config.train.steps, output / "metrics.csv")
     folder = ReportFolder.configured(config, output, title=f"headrace, {config.train.steps} steps")
@@ -80,6 +82,15 @@ def _make_collector(components: dict[str, Any], steps: int) -> Collector:
         total_frames=frames * steps,
         auto_register_policy_transforms=False,
     )
+
+
+def _expect_whole_draws(pipeline: Pipeline, env: EnvBase) -> None:
+    """Let gates notice groups of which no row came back, where each batch of it is whole draws."""
+    if not getattr(env, "whole_draws", False):
+        return
+    for stage in pipeline.stages.values():
+        if getattr(stage, "gates", False) and getattr(stage, "expected_groups", ()) is None:
+            stage.expected_groups = env.sampler
 
 
 def _train_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from headrace.transforms.options import one_of
+from headrace.transforms.options import describe_options, one_of
 from headrace.transforms.seeds import stream_seed
 
 
@@ -110,6 +110,31 @@ class RepeatSampler(Sampler[int]):
             inside = (self.position - chunk * self.prompts_per_batch * self.group_size * self.repeats) % size
             prompts = list(islice(self, size - inside))
             yield stamp_ids(prompts, group_size=self.group_size, first_rollout=start)
+
+    def drawn_with(self, groups: Iterable[int]) -> list[int]:
+        """All groups of the batches of :meth:`draws` that hold some of `groups`, by the ids that it stamps.
+
+        It follows from the ids alone, whoever drew them and however far ahead. A gate that is given the
+        sampler, ``CompletenessGate(expected_groups=sampler)``, so notices a prompt of which no row came back,
+        where each collected batch holds whole draws. Where collection is asynchronous, and a draw comes in
+        several batches, its groups are not missing: do not give it to the gate, or draw one prompt at a time.
+
+        Example:
+            >>> RepeatSampler(5, group_size=8, prompts_per_batch=2, remainder="uneven").drawn_with([3, 9])
+            [2, 3, 9]
+        """
+        found: dict[int, None] = {}
+        for group in groups:
+            place = group % (self.drawn * self.repeats)
+            chunk = place // (self.prompts_per_batch * self.repeats)
+            size = min(self.prompts_per_batch, self.drawn - chunk * self.prompts_per_batch)
+            inside = place - chunk * self.prompts_per_batch * self.repeats
+            first = group - inside % size
+            found |= dict.fromkeys(range(first, first + size))
+        return list(found)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({describe_options(self)})"
 
     def _indices(self) -> list[int]:
         if self._made_for == (self.seed, self.epoch):

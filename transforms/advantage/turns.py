@@ -10,7 +10,7 @@ from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule, as_rewards, end_rules, set_rule
 from headrace.transforms.distributed import population_of
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.ids import as_ids, first_row, number_of, sum_by
+from headrace.transforms.ids import as_ids, first_row, number_of, places_by_turn, sum_by
 from headrace.transforms.options import nested_key, within
 from headrace.transforms.schema import DONE, EXPECTED_SEGMENTS, RETURN, require
 
@@ -73,22 +73,12 @@ def rewards_to_go(
 
 def _places(rollout_id: Tensor, turn: Tensor | None) -> tuple[Tensor, Tensor]:
     """(N,) first row of each row's rollout, and (N,) place of each row among its rollout's, from 0."""
-    first = first_row(rollout_id)
-    order = torch.arange(len(first), device=first.device)
-    if turn is not None:
-        order = turn.sort(stable=True).indices
-    order = order[first[order].sort(stable=True).indices]
-    begins = torch.ones_like(order, dtype=torch.bool)
-    begins[1:] = first[order[1:]] != first[order[:-1]]
-    position = torch.arange(len(order), device=order.device)
-    place = position - torch.where(begins, position, 0).cummax(0).values
-    if turn is not None:
-        tied = ~begins[1:] & (turn[order[1:]] == turn[order[:-1]])
-        if bool(tied.any()):
-            rows = order[1:][tied].tolist()
-            found = [f"rollout {int(rollout_id[i])} has turn {int(turn[i])} twice (row {i})" for i in rows]
-            raise BatchError(f"the segments of a rollout need turns of their own; found {listing(found)}")
-    return first, torch.empty_like(place).scatter_(0, order, place)
+    places = places_by_turn(first_row(rollout_id), turn)
+    if turn is not None and bool(places.tied.any()):
+        rows = places.tied.nonzero().flatten().tolist()
+        found = [f"rollout {int(rollout_id[i])} has turn {int(turn[i])} twice (row {i})" for i in rows]
+        raise BatchError(f"the segments of a rollout need turns of their own; found {listing(found)}")
+    return places.first, places.place
 
 
 class RewardsToGo(BatchTransform):

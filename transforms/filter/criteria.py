@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.checks import Rule, set_rule
@@ -138,8 +138,8 @@ class Finite(Criterion):
     """Rows in which every number of one column is finite. Reason: ``non_finite``.
 
     Args:
-        key: (N, ...) float. The reward as collected by default: put the filter before FanOutCollapse,
-            which refuses rewards that are not finite.
+        key: (N, ...) float, dense or ragged. The reward as collected by default: put the filter before
+            FanOutCollapse, which refuses rewards that are not finite.
     """
 
     reason = "non_finite"
@@ -150,12 +150,17 @@ class Finite(Criterion):
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool."""
+        if isinstance(batch, LazyStackedTensorDict) and has_key(batch, self.key):  # it may be ragged
+            return torch.stack([torch.isfinite(v).all() for v in batch.get(self.key, as_list=True)])
         value = require(batch, self.key, reader=type(self).__name__, option="key")
         return flat_rows(torch.isfinite(value)).all(-1)
 
 
 class NotTruncated(Criterion):
-    """Rollouts that ended by themselves and not at a limit. Reason: ``truncated``.
+    """Rows that were not cut off at a limit. Reason: ``truncated``.
+
+    Rows that failed or were aborted stay: they are the gate's. A segment that was cut off goes alone, with
+    ``SampleFilter(unit="rollout")`` with its whole rollout.
 
     Args:
         status_key: (N,) or (N, 1) :class:`Status`. None: ``("next", "status")`` if it is there, else
@@ -186,7 +191,7 @@ class LengthWithin(Criterion):
     """Rows whose loss mask counts `low` to `high` tokens. Reason: ``length``.
 
     Args:
-        low: least number of tokens that stays; 1 takes out rows that train nothing.
+        low: least number of tokens that stays; 1 takes out rows whose mask is empty.
         high: greatest number that stays; None: no limit.
         loss_mask_key: (N, T) bool, dense or ragged.
     """

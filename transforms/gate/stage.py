@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -35,6 +35,14 @@ REFUSAL = (
 )
 
 
+@runtime_checkable
+class KnowsDraws(Protocol):
+    """What knows which groups were dispatched together, as a RepeatSampler does."""
+
+    def drawn_with(self, groups: Iterable[int]) -> Iterable[int]:
+        """All groups of the draws of which some are given."""
+
+
 class CompletenessGate(BatchTransform):
     """Let only groups pass that have all their rollouts (:func:`incomplete_groups`).
 
@@ -55,7 +63,8 @@ class CompletenessGate(BatchTransform):
     Args:
         group_size: rollouts that each group was dispatched with. None: the column `expected_key` says.
         expected_groups: ids that were dispatched, or a callable that returns those of this batch, to catch
-            groups that are missing entirely. None: not checked.
+            groups that are missing entirely; or a RepeatSampler, where each batch holds whole draws of it.
+            None: not checked.
         on_incomplete: ``raise``; ``drop`` the group; ``keep`` it if it has `min_rollouts` and
             `min_fraction` of what was expected, else drop it.
         min_rollouts: for ``keep``, ≥ 1.
@@ -95,7 +104,7 @@ class CompletenessGate(BatchTransform):
         self,
         *,
         group_size: int | None = None,
-        expected_groups: Iterable[int] | Callable[[], Iterable[int]] | None = None,
+        expected_groups: Iterable[int] | Callable[[], Iterable[int]] | KnowsDraws | None = None,
         on_incomplete: OnIncomplete = "raise",
         min_rollouts: int | None = None,
         min_fraction: float | None = None,
@@ -128,7 +137,8 @@ class CompletenessGate(BatchTransform):
 
     def apply_to_nothing(self, batch: TensorDictBase) -> None:
         """Refuse a batch without rows where groups were dispatched for it."""
-        self._refuse_missing(missing_groups(torch.empty(0), self._dispatched()))
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._refuse_missing(missing_groups(nothing, self._dispatched(nothing)))
 
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Take out, or refuse, what is incomplete."""
@@ -151,7 +161,7 @@ class CompletenessGate(BatchTransform):
             REFUSAL,
             IncompleteGroupsError,
         )
-        missing = self._missing(groups, presence, incomplete)
+        missing = self._missing(ids["groups"], presence, incomplete)
         stays = self._enough(presence) if self.on_incomplete == "keep" else ~short
         absent = torch.where(presence.lost, 2, 3)
         verdict = torch.where(presence.present, torch.where(stays, 0, 1), absent).to(torch.int8)
@@ -203,20 +213,26 @@ class CompletenessGate(BatchTransform):
         enough = presence.have >= (self.min_rollouts or 1)
         return enough & (presence.have.double() / presence.expected >= (self.min_fraction or 0))
 
-    def _dispatched(self) -> Iterable[int] | None:
-        """The groups that were dispatched, by any of the ranks that share the batch."""
-        groups = self.expected_groups() if callable(self.expected_groups) else self.expected_groups
-        if groups is None or (ranks := present_ranks()) is None:
-            return groups
-        return [group for of_rank in ranks.gather_objects([int(g) for g in groups]) for group in of_rank]
+    def _dispatched(self, own: Tensor) -> Iterable[int] | None:
+        """The groups that were dispatched with those of this rank's rows."""
+        if isinstance(self.expected_groups, KnowsDraws):
+            return self.expected_groups.drawn_with(own.unique().tolist())
+        return self.expected_groups() if callable(self.expected_groups) else self.expected_groups
 
-    def _missing(self, groups: Tensor, presence: Presence, incomplete: Rule) -> list[int]:
-        """Groups that were dispatched and have no row; under ``raise`` they are refused with the others."""
-        dispatched = self._dispatched()
+    def _missing(self, own: Tensor, presence: Presence, incomplete: Rule) -> list[int]:
+        """Groups that were dispatched and have no row; under ``raise`` they are refused with the others.
+
+        Ranks that share ids were dispatched groups together; those that number their own, each by itself.
+        """
+        dispatched = self._dispatched(own)
         if dispatched is None:
             return []
         enforce(presence.rules)
-        missing = missing_groups(groups, dispatched)
+        if (ranks := present_ranks()) is not None and ranks.shared_ids != "different":
+            every = ranks.gather_objects((list(map(int, dispatched)), own.unique().tolist()))
+            dispatched = [group for groups, _ in every for group in groups]
+            own = torch.tensor([group for _, groups in every for group in groups], dtype=torch.int64)
+        missing = missing_groups(own, dispatched)
         self._refuse_missing(missing, incomplete)
         return missing
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.options import at_least
 
-from .bins import even_out, first_fit, lightest_first, one_more_for_empty
+from .bins import Bins, even_out, first_fit, lightest_first, one_more_for_empty
 
 CLOSE = 5e-4  # of the mean; a step does not feel less
 COMPARED = 64  # items of a bin that are compared in a round: 64² differences are as good as all
@@ -93,12 +93,9 @@ def balance_within(
     if len(costs) != len(lengths):
         raise BatchError(f"every item needs a cost; got {len(costs)} for {len(lengths)} lengths")
     length, cost = lengths.tolist(), costs.tolist()
-    longest_first = lengths.argsort(descending=True, stable=True).tolist()
-    alone = int((lengths > budget).sum())
+    longest_first, alone, packed = _pack(lengths, budget)
     rest = longest_first[alone:]
-    packed = first_fit(rest, length, budget)
-    needed = alone + len(packed)
-    bins = -(-needed // multiple_of) * multiple_of
+    bins = -(-(alone + len(packed)) // multiple_of) * multiple_of
     if len(length) <= bins:
         return torch.arange(len(length))
     costliest_first = sorted(rest, key=cost.__getitem__, reverse=True)
@@ -114,6 +111,28 @@ def balance_within(
     for number, items in enumerate([[item] for item in longest_first[:alone]] + packed):
         bin_of[items] = number
     return bin_of
+
+
+def bins_within(lengths: Tensor, budget: int) -> int:
+    """How many bins :func:`balance_within` needs, before it rounds up.
+
+    Args:
+        lengths: (n,) int64 ≥ 0 on the CPU, tokens.
+        budget: most tokens a bin may have, ≥ 1.
+
+    Example:
+        >>> bins_within(torch.tensor([6, 5, 4, 3, 2, 11]), 10)
+        3
+    """
+    _, alone, packed = _pack(lengths, budget)
+    return alone + len(packed)
+
+
+def _pack(lengths: Tensor, budget: int) -> tuple[list[int], int, Bins]:
+    """Items longest first, how many of them are over the budget and alone, and the bins of the others."""
+    longest_first = lengths.argsort(descending=True, stable=True).tolist()
+    alone = int((lengths > budget).sum())
+    return longest_first, alone, first_fit(longest_first[alone:], lengths.tolist(), budget)
 
 
 def swap_until_close(seats: Tensor, cost: Tensor) -> None:

@@ -56,10 +56,11 @@ class CutOptions:
             raise ValueError(f"rank must be below ranks; got rank={self.rank} and ranks={self.ranks}")
         check_one_way(self.ranks, self.process_group)
         over_ranks = self.ranks > 1 or self.process_group is not None
-        if self.max_tokens is not None and over_ranks and self.remainder != "pad":
+        if self.max_tokens is not None and over_ranks and self.remainder not in ("pad", "drop"):
             raise ValueError(
-                "with max_tokens a rank may have fewer rows than others have micro-batches, and must fill "
-                f"them up: set remainder='pad'; got remainder={self.remainder!r}"
+                "with max_tokens a rank may have fewer rows than others have micro-batches: set "
+                "remainder='pad' to fill them up, or 'drop' to leave out rows that make them too many; got "
+                f"remainder={self.remainder!r}"
             )
         one_of("oversized", self.oversized, get_args(Oversized))
         one_of("shuffle", self.shuffle, (True, False))

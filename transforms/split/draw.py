@@ -19,6 +19,7 @@ from headrace.transforms.seeds import stream_seed
 
 from .checkpoint import SplitState
 from .cut_options import CutOptions
+from .fit import fit_budget
 from .gather import mark
 from .minibatches import Cut, Remainder, shuffle_split
 from .plan import Dealt, Plan, deal_minibatches, make_plan, measure
@@ -65,6 +66,8 @@ def draw_plans(
     if cut.oversized == "raise" and cut.max_tokens is not None:
         _check_oversized(lengths, cut.max_tokens)
     orders = _draw_orders(ids, len(lengths), cut, calls, epochs)
+    if cut.max_tokens is not None and cut.remainder == "drop":
+        orders = fit_budget(orders, ids, lengths, cut)
     dealt = [_deal(order, lengths, cut) for order in orders]
     if (ranks := present_ranks()) is not None:
         counts = agree_on_counts([[len(of_rank[0]) for of_rank in each] for each in dealt], cut, ranks)

@@ -56,7 +56,8 @@ def shuffle_split(
         generator: source of the order, on the CPU.
 
     Raises:
-        BatchError: there is a remainder, under ``raise``; a unit_id is missing or negative.
+        BatchError: there is a remainder, under ``raise``, or nothing but that, under ``drop``; a unit_id is
+            missing or negative.
 
     Example:
         >>> shuffle_split(5, minibatches=2, remainder="uneven", shuffle=False).sizes
@@ -108,6 +109,12 @@ def _cut(units: int, minibatches: int | None, size: int | None, remainder: str) 
         raise BatchError(
             f"{units} units do not make {wanted}: {over} over. Set remainder='uneven' to train them in "
             "minibatches of different size, 'carry' to keep them for the next batch, or 'drop'"
+        )
+    if remainder == "drop" and over == units:
+        wanted = f"{minibatches} minibatches of a unit" if minibatches else f"a minibatch of {size}"
+        raise BatchError(
+            f"{units} units do not make {wanted}, and remainder='drop' would leave them all out, so that no "
+            "step is left. Give the split more units, ask for fewer, or set remainder='carry' or 'uneven'"
         )
     if remainder in ("drop", "carry"):
         units -= over

@@ -35,7 +35,7 @@ class ShuffleSplit(SplitMemory, BatchTransform):
     - the rows of a `unit` are in one minibatch (:func:`shuffle_split`); they may be in several micro-batches,
       since :class:`LossWeight` makes the gradient the same wherever a row is;
     - which rows are in which minibatch follows from `seed` and the number of the draw alone: on any device,
-      for any number of ranks, however the minibatch is cut;
+      for any number of ranks, however it is cut, but for those that ``drop`` leaves out to keep a budget;
     - every rank has as many micro-batches as the others, levelled by `balance` (:func:`deal`);
     - no micro-batch holds more than `max_tokens`, but for a single row that is longer.
 
@@ -56,10 +56,11 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         unit: ``sample``, ``rollout`` or ``group`` stays in one minibatch.
         remainder: units over: ``raise``, ``drop``, ``uneven``; ``carry`` keeps them for the next batch, whose
             ids must be others; ``pad`` cuts unevenly and fills up with copies that train nothing, until all
-            micro-batches have as many rows, or under `max_tokens` until none is empty.
+            micro-batches have as many rows, or under `max_tokens` until none is empty, for which ``drop``
+            leaves out further units, the last of their minibatch.
         microbatches: per minibatch and rank, ≥ 1; of the three give at most one. None of them: 1.
         microbatch_size: rows at most, ≥ 1.
-        max_tokens: of a micro-batch, ≥ 1. Over several ranks it needs ``pad``.
+        max_tokens: of a micro-batch, ≥ 1. Over several ranks it needs ``pad`` or ``drop``.
         multiple_of: the number of micro-batches per rank is a multiple of it, ≥ 1.
         oversized: a row longer than `max_tokens` goes ``alone``, counted as ``oversized``; or ``raise``.
         balance: ``none``, ``tokens``, or ``attention`` (tokens² + `linear` · tokens) is levelled over them.
