@@ -13,7 +13,9 @@ from torch import Tensor
 from headrace.transforms.errors import listing
 
 from .malformed import SourceError, quote
-from .sample import Sample
+from .sample import MAX_CELLS, Label, Sample
+
+UNPADDED, PADDING = 2**26, 64  # of rows × the longest: always allowed, and as a multiple of the tokens
 
 
 def to_batch(samples: Iterable[Sample]) -> TensorDict:
@@ -26,7 +28,7 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     column                                  shape, dtype      where
     ====================================== ================= =============================================
     ``group_id``, ``rollout_id``            (N,) int64        a number per label, by first appearance
-    ``group_label``, ``rollout_label``      N strings         the labels
+    ``group_label``, ``rollout_label``      N strings         the labels (:func:`label_text`)
     ``("next", "reward")``                  (N, 1) float32    NaN where a lost row has none; (N, K) of K
     ``reward_names``                        K strings         where there are K, in order of the columns
     ``status``                              (N,) int64        :class:`~headrace.transforms.Status`
@@ -61,12 +63,23 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
         labels = [getattr(row, name) for row in rows]
         number = {label: i for i, label in enumerate(dict.fromkeys(labels))}
         batch[f"{name}_id"] = torch.tensor([number[label] for label in labels])
-        batch[f"{name}_label"] = [str(label) for label in labels]
+        batch[f"{name}_label"] = [label_text(label) for label in labels]
     batch["status"] = torch.tensor([int(row.status) for row in rows])
     _add_rewards(batch, rows)
     _add_tokens(batch, rows)
     _add_optional(batch, rows)
     return batch
+
+
+def label_text(label: Label) -> str:
+    r"""A label as text; the parts of a tuple are joined by ``/``, and one within a part is ``\/``.
+
+    >>> label_text("a/b"), label_text(("math", 7)), label_text(("a/b", "c")) == label_text(("a", "b/c"))
+    ('a/b', 'math/7', False)
+    """
+    if not isinstance(label, tuple):
+        return str(label)
+    return "/".join(str(part).replace("\\", r"\\").replace("/", r"\/") for part in label)
 
 
 def check_groups(rows: Sequence[Sample]) -> None:
@@ -75,8 +88,8 @@ def check_groups(rows: Sequence[Sample]) -> None:
     Raises:
         SourceError: a rollout in two groups, or a group with more rollouts.
     """
-    first_rows: dict[str | int, Sample] = {}
-    members: dict[str | int, dict[str | int, Sample]] = {}
+    first_rows: dict[Label, Sample] = {}
+    members: dict[Label, dict[Label, Sample]] = {}
     for row in rows:
         first = first_rows.setdefault(row.rollout, row)
         if first.group != row.group:
@@ -142,6 +155,7 @@ def _add_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
     empty = [row.lost and known and row.tokens is None and row.response_length is None for row in rows]
     extents = [(0, 0) if none else row.extent() for none, row in zip(empty, rows, strict=True)]
     width = max(1, *(length for length, _ in extents))
+    _check_size(len(rows), width, None if tokens is None else sum(map(len, tokens)))
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
     for i, (row, (_, response)) in enumerate(zip(rows, extents, strict=True)):
         if row.in_loss and response:
@@ -159,6 +173,21 @@ def _add_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
         for i, values in enumerate(log_probs):
             put_right(padded[i], [] if empty[i] else values)
         batch["log_probs", "full"] = padded
+
+
+def _check_size(rows: int, width: int, tokens: int | None) -> None:
+    """Check how much memory padding takes, before it does; `tokens` in all, where the step has tokens.
+
+    Raises:
+        SourceError: rows × the longest is more than :data:`MAX_CELLS`, or with tokens than :data:`PADDING`
+            times those.
+    """
+    most = MAX_CELLS if tokens is None else min(MAX_CELLS, max(UNPADDED, PADDING * tokens))
+    if rows * width > most:
+        raise SourceError(
+            f"a step has at most {most} tokens in rows × the longest, padding included; found {rows} rows "
+            f"and {width} tokens in the longest"
+        )
 
 
 def put_right(row: Tensor, values: Sequence[float]) -> None:
