@@ -63,11 +63,11 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
         labels = [getattr(row, name) for row in rows]
         number = {label: i for i, label in enumerate(dict.fromkeys(labels))}
         batch[f"{name}_id"] = torch.tensor([number[label] for label in labels])
-        batch[f"{name}_label"] = [label_text(label) for label in labels]
     batch["status"] = torch.tensor([int(row.status) for row in rows])
     _add_rewards(batch, rows)
     _add_tokens(batch, rows)
     _add_optional(batch, rows)
+    _add_texts(batch, rows)
     return batch
 
 
@@ -202,6 +202,13 @@ def _add_optional(batch: TensorDict, rows: Sequence[Sample]) -> None:
         batch["expected_rollouts"] = torch.tensor(expected)
     if (advantage := column(rows, "advantage", default=math.nan)) is not None:
         batch["advantage_logged"] = torch.tensor(advantage, dtype=torch.float32)
-    for name in ("prompt", "response"):
-        if (text := column(rows, name, default="")) is not None:
+
+
+def _add_texts(batch: TensorDict, rows: Sequence[Sample]) -> None:
+    """Labels and texts, last: they take longer than all else, and a row that is refused need not wait."""
+    texts = {name: column(rows, name, default="") for name in ("prompt", "response")}
+    for name in ("group", "rollout"):
+        batch[f"{name}_label"] = [label_text(getattr(row, name)) for row in rows]
+    for name, text in texts.items():
+        if text is not None:
             batch[f"{name}_text"] = text

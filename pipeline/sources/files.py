@@ -57,6 +57,7 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
     if not Path(path).exists() and not glob.has_magic(str(path)):
         raise SourceError(f"{path}: there is no such file or folder")
     fitting, seen = [], ""
+    keys_of: dict[Path, set[str]] = {}
     for name, format in READERS.items():
         try:
             first = find_files(path, format)[0]
@@ -64,9 +65,10 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
             continue
         suffix = next((s for s in SUFFIXES if first.name.endswith(s)), "")
         if suffix and any(pattern.endswith(suffix.removesuffix(".gz")) for pattern in _patterns(format)):
-            keys = _first_keys(first, suffix, skip_bad) if format.keys else set()
-            seen = f"{first} with {quote_some(sorted(keys), most=20)}" if keys else seen
-            if format.keys <= keys:
+            if format.keys and first not in keys_of:
+                keys_of[first] = _first_keys(first, suffix, skip_bad)
+                seen = f"{first} with {quote_some(sorted(keys_of[first]), most=20)}"
+            if not format.keys or format.keys <= keys_of[first]:
                 fitting.append(name)
     if len(fitting) != 1:
         raise SourceError(
