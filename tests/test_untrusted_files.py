@@ -8,13 +8,14 @@ import json
 import traceback
 import unicodedata
 import zipfile
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from composed import configure
+from composed import composed, configure
 from dumps import (
     episode,
     nemo_row,
@@ -191,6 +192,9 @@ def tensors():
     yield "expanded halves", whole.half().expand(2**33), r"float16 tensor \(8589934592,\) in 2 bytes"
     yield "overlapping", torch.zeros(9).as_strided((2**20,), (0,)), r"float32 tensor \(1048576,\) in 36 bytes"
     yield "of a plane", whole.expand(2**20, 2**20), r"\(1048576, 1048576\) in 8 bytes"
+    yield "NumPy", np.zeros(3), "a call of _codecs.encode|Weights only load failed"
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    yield "jagged", nested, "a call of torch"
     yield "meta", torch.zeros(2**33, device="meta"), "a call of torch._utils._rebuild_meta_tensor"
     yield "sparse", torch.zeros(9).to_sparse(), "a call of torch._utils._rebuild_sparse_tensor"
 
@@ -212,6 +216,9 @@ def test_a_tensor_of_more_items_than_the_file_has_is_refused_by_its_key(tmp_path
 def test_a_tensor_that_has_its_items_is_read(tmp_path):
     row = torch.arange(8)
     sample = slime_sample(0, 0, 1.0, tokens=row[2:6], loss_mask=torch.ones(2, dtype=torch.uint8))
+    shape, scores = torch.Size([2]), torch.ones(2).bfloat16()
+    sample["metadata"] = {"shape": shape, "dtype": torch.int8, "set": {1}, "scores": scores}
+    sample["rollout_log_probs"] = torch.nn.Parameter(torch.tensor([-0.5, -0.25]))
     [(_, batch)] = read(slime_dump(tmp_path / "5.pt", 5, [sample]))
     assert batch["tokens", "full"].tolist() == [[2, 3, 4, 5]]
 
@@ -387,6 +394,38 @@ def test_nothing_in_a_file_reaches_the_terminal_unescaped(tmp_path, task):
         assert text.count(r"\x1b[31m[bold]") > 2, "the prompts"
 
 
+def files_of_all_formats(folder, dump):
+    """Files of each reader with what is nasty in one of some places, and the options to read them with."""
+    for name, (good, options) in LINES.items():
+        for bad in islice(nasty(good), 0, None, 6):
+            yield lines_of(folder, name, [good, bad]), {"format": name, **options}
+    for bad in islice(nasty(slime_sample(0, 0, 1.0)), 0, None, 6):
+        yield slime_dump(folder / "1.pt", 1, [slime_sample(0, 1, 0.0), bad]), {}
+    for name in ("prompt", "completion", NASTY):
+        yield trl_dump(folder / "c.parquet", **{name: [NASTY] * 2}), PROMPT
+    yield dump(folder=folder), {}
+    path = dump(folder=folder, format="jsonl")
+    for bad in islice(nasty(json.loads(path.read_text().splitlines()[0])), 0, None, 6):
+        yield write_lines(path, [bad]), {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_nothing_in_a_file_of_any_format_reaches_the_terminal_unescaped(tmp_path, dump, task, monkeypatch):
+    monkeypatch.setattr("headrace.pipeline.tasks.compare.load_pipeline", composed)
+    words = [f"task={task}", "source.path=x", "source.skip_bad=true", "report.html=false", "report.dump=null"]
+    gate = "~pipeline.stages.gate"
+    config = configure("config", *words, *(["pipelines=[grpo,dr_grpo]"] if task == "compare" else [gate]))
+    arguments = [tmp_path / "out", *([[gate]] if task == "compare" else [])]
+    shown = set()
+    for path, options in files_of_all_formats(tmp_path / "in", dump):
+        config.source.update({"path": str(path), "format": "auto", "group_by": None} | options)
+        text = outcome(TASKS[task], config, *arguments)
+        assert not obeyed(text)
+        shown |= {path.name} if "[bold]" in text else set()
+    assert shown >= {"dump.jsonl", "1.pt"}
+
+
 def test_a_line_number_is_no_emoji(tmp_path):
     from command import headrace_here
 
@@ -422,6 +461,7 @@ def crowds():
     yield [Sample("g" * 10**6, 0, 1.0), Sample("h" * 10**6, 0, 1.0)]
 
 
+@pytest.mark.slow
 def test_messages_about_many_samples_are_short():
     for rows in crowds():
         with pytest.raises(SourceError) as caught:
@@ -439,6 +479,7 @@ def crowded_lines():
         yield json.dumps({**verl_row("a_0_0", 1.0), "score": value})
 
 
+@pytest.mark.slow
 def test_messages_about_a_line_of_many_are_short(tmp_path):
     path = tmp_path / "7.jsonl"
     for line in crowded_lines():
@@ -449,6 +490,7 @@ def test_messages_about_a_line_of_many_are_short(tmp_path):
             assert 20 < len(str(caught.value).encode()) < 10_000
 
 
+@pytest.mark.slow
 def test_messages_about_a_table_of_many_are_short(dump):
     path = dump()
     whole = pq.read_table(path).slice(0, 1)

@@ -18,7 +18,9 @@ from .malformed import SourceError, first_line
 # claimed: bytearray(2**40), torch.LongTensor(2**40), a hexadecimal encoding of an encoding.
 CALLED = re.compile(rb"c((?:__builtin__|builtins|_?codecs|collections|torch[\w.]*)\n\w+)\n")
 ALLOWED = re.compile(
-    rb"collections\nOrderedDict|torch\._utils\n_rebuild_tensor_v2|torch\n(?!Untyped|Typed)\w+Storage"
+    rb"collections\nOrderedDict|(?:__builtin__|builtins)\n(?:set|complex)"
+    rb"|torch\._utils\n_rebuild_(?:tensor_v2|tensor_v3|parameter)"
+    rb"|torch\n(?:Size|device|bool|[a-z]+\d+\w*|(?!Untyped|Typed)\w+Storage)"
 )
 
 
