@@ -22,7 +22,8 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     """Make a dense batch of the samples of one step.
 
     A column is on all rows or on none. But a lost row, whose rollout failed or was aborted, may lack a value;
-    it has NaN, -1, no tokens or an empty text there. Tokens are padded on the left, to the longest of T.
+    it has NaN, -1, no tokens or an empty text there. So may a row out of the training lack a reward. Tokens
+    are padded on the left, to the longest of T.
 
     ====================================== ================= =============================================
     column                                  shape, dtype      where

@@ -66,11 +66,11 @@ def check_no_gaps(rows: np.ndarray, path: Path) -> None:
             f"{path}: a row's number is there once; found twice {quote_some(numbers[counts > 1].tolist())}"
         )
     if len(numbers) and (gaps := int(numbers[-1]) + 1 - len(numbers)):
-        expected = numbers - np.arange(len(numbers))  # how many are missing before each
-        first = int(np.argmax(expected > 0))
+        missing_before = numbers - np.arange(len(numbers))
+        first = int(np.argmax(missing_before > 0))
         raise SourceError(
             f"{path}: a step has all its rows, from 0 to the last; {gaps} are missing, the first of them "
-            f"{numbers[first - 1] + 1 if first else 0}"
+            f"{numbers[first - 1] + 1 if first else 0}. Was the file cut? To leave rows out, use a filter"
         )
 
 

@@ -16,7 +16,7 @@ from .malformed import SourceError, first_line
 
 # What plain data and tensors call. Of what else torch holds for safe, much takes memory by a size that is
 # claimed: bytearray(2**40), torch.LongTensor(2**40), a hexadecimal encoding of an encoding.
-CALLED = re.compile(rb"c((?:__builtin__|builtins|_?codecs|collections|torch[\w.]*)\n\w+)\n")
+CALLED = re.compile(rb"c(?=((?:__builtin__|builtins|_?codecs|collections|torch[\w.]*)\n\w+)\n)")
 ALLOWED = re.compile(
     rb"collections\nOrderedDict|(?:__builtin__|builtins)\n(?:set|complex)"
     rb"|torch\._utils\n_rebuild_(?:tensor_v2|tensor_v3|parameter)"
