@@ -544,6 +544,15 @@ def test_prompts_whose_text_is_one_are_two_groups(tmp_path):
     assert batch["group_id"].tolist() == [0, 1]
 
 
+def test_a_group_that_is_named_like_a_prompt_is_another(tmp_path):
+    rows = [{**scored_episode(name, 1.0), "group": None} for name in "ab"]
+    [(_, batch)] = read(write_lines(tmp_path / "traces.jsonl", rows), **PROMPT)
+    assert batch["group_id"].tolist() == [0, 0]
+    rows[1]["group"] = {"id": batch["group_label"][0]}
+    [(_, batch)] = read(write_lines(tmp_path / "traces.jsonl", rows), **PROMPT)
+    assert batch["group_id"].tolist() == [0, 1]
+
+
 # -- rewards and statuses ----------------------------------------------------------------------------
 
 

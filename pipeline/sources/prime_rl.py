@@ -30,7 +30,7 @@ from .branches import Branch, branches
 from .jsonl import read_jsonl
 from .reading import Reading
 from .record import Record, as_number
-from .sample import Sample
+from .sample import Label, Sample
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
 
@@ -92,7 +92,7 @@ def _segment(row: Sample, branch: Branch) -> Sample:
     )
 
 
-def _group(record: Record, reading: Reading) -> str:
+def _group(record: Record, reading: Reading) -> Label:
     group = record.record("group", optional=True)
     if group is not None:
         return group.text("id")

@@ -49,7 +49,7 @@ class Reading:
             skipped=Skipped(allowed=self.skipped.allowed),
         )
 
-    def group_of_prompt(self, prompt: Any, where: str) -> str:
+    def group_of_prompt(self, prompt: Any, where: str) -> Label:
         """A group's label made of its prompt, for formats without a group's id. Equal prompts, equal labels.
 
         Args:
@@ -67,7 +67,7 @@ class Reading:
                 "group_size, which is then checked"
             )
         text = json.dumps(prompt, sort_keys=True, default=repr)
-        return "prompt-" + hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return "prompt", hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def parse_records(

@@ -21,7 +21,7 @@ from pathlib import Path
 from .jsonl import read_jsonl
 from .reading import Reading
 from .record import Record
-from .sample import Sample
+from .sample import Label, Sample
 
 
 def read_verl(path: Path, reading: Reading) -> Iterator[Sample]:
@@ -42,6 +42,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     """
     prompt, uid = record.text("input"), record.text("uid", optional=reading.group_by != "uid")
     rollout: str | int = record.line
+    group: Label
     if reading.group_by == "uid":
         group = uid
     elif uid is not None:
