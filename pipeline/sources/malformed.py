@@ -87,10 +87,9 @@ class _Short(reprlib.Repr):
 
     def repr_instance(self, x: Any, level: int) -> str:
         if isinstance(x, torch.Tensor):
-            kind = f"{str(x.dtype).removeprefix('torch.')} tensor"
             if not is_plain(x):
-                return f"a {kind} that is nested, sparse, quantized or not on the CPU"
-            return f"a {kind} {tuple(x.shape)} in {x.untyped_storage().nbytes()} bytes"
+                return "a tensor that is nested, sparse, quantized or not on the CPU"
+            return f"a tensor {tuple(x.shape)} of {x.dtype} in {x.untyped_storage().nbytes()} bytes"
         if isinstance(x, dict):  # an OrderedDict in an OrderedDict, say
             return self.repr_dict(x, level)
         return super().repr_instance(x, level)
