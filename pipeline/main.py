@@ -13,11 +13,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from headrace.transforms import BatchError
 
 from .load import ConfigError, explain_composition, leave_out
+from .printable import printable
 from .sources import SourceError
 from .tasks.compare import compare
 from .tasks.group_sizes import tabulate_group_sizes
@@ -70,5 +71,6 @@ def refuse(err: Exception) -> NoReturn:
         if isinstance(err, ValueError | FileExistsError)
         else explain_composition(err, words, "config")
     )
-    Console(stderr=True).print(f"[bold red]headrace:[/] {escape(text)}", soft_wrap=True)
+    lines = Text(printable(text, keep="\n"))  # no words in it are markup, or emoji such as :100:
+    Console(stderr=True).print(Text("headrace: ", "bold red").append_text(lines), soft_wrap=True)
     sys.exit(2)

@@ -109,7 +109,7 @@ DAMAGE = {
     ),
     "two steps": (
         lambda t: put(t, "step", [0] * 8 + [1]),
-        r"a file is one step, a number ≥ 0; found \[0, 1\]",
+        r"a file is one step, a number ≥ 0; found 0, 1",
     ),
     "tokens": (lambda t: put(t, "tokens", [2**40] * 9), "at most 16777216 tokens"),
     "version": (lambda t: t.replace_schema_metadata({"headrace.schema": "7"}), "must be 1, .*; found '7'"),

@@ -169,7 +169,9 @@ def test_verl_without_a_uid_needs_to_be_told_and_sees_a_prompt_that_was_drawn_tw
 
 def test_verl_a_uid_names_one_row_and_has_one_form(tmp_path):
     path = write_lines(tmp_path / "7.jsonl", [verl_row("a_0_0", 1.0), verl_row("a_0_0", 1.0)])
-    with pytest.raises(SourceError, match=r"7\.jsonl:2: a uid names one row; found 'a_0_0'"):
+    with pytest.raises(
+        SourceError, match=r"7\.jsonl:2: a record is there once in a step; found 'a_0_0'.*7\.jsonl:1"
+    ):
         list(open_source(path))
     path = write_lines(tmp_path / "8.jsonl", [verl_row("just-a-uid", 1.0)])
     with pytest.raises(SourceError, match=r"must be a key \{uid\}_\{session\}_\{index\}"):
@@ -448,7 +450,7 @@ def test_steps_ascend_and_do_not_come_back(tmp_path):
 def test_a_step_of_two_files_is_refused(tmp_path):
     for run in "ab":
         write_lines(tmp_path / run / "1.jsonl", [verl_row("u_0_0", 1.0, 1)])
-    with pytest.raises(SourceError, match="a step is in one file; found step 1 in the file before, too"):
+    with pytest.raises(SourceError, match=r"b/1\.jsonl: a step is in one file; found step 1 in .*a/1\.jsonl"):
         list(open_source(str(tmp_path / "*" / "1.jsonl")))
 
 
@@ -540,7 +542,7 @@ def test_a_large_file_is_never_in_memory(tmp_path):
 def test_auto_says_what_it_saw_and_which_formats_there_are(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"question": 1}])
     with pytest.raises(
-        SourceError, match=r"found .*a\.jsonl with question\. Set format to one of headrace, slime, verl"
+        SourceError, match=r"found .*a\.jsonl with 'question'\. Set format to one of headrace, slime, verl"
     ):
         open_source(path)
     for format in ("verl", "auto"):

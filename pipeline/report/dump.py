@@ -63,6 +63,7 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
             columns[name] = pa.array(values, mask=~np.isfinite(values) if name in FLOATS else values < 0)
     if "rewards" in report.columns:
         rewards = report.columns["rewards"]
+        rewards = np.where(np.isfinite(rewards), rewards, np.nan)
         columns["rewards"] = pa.FixedSizeListArray.from_arrays(rewards.reshape(-1), rewards.shape[1])
     if report.statuses is not None:
         columns["status"] = report.statuses

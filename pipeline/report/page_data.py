@@ -7,6 +7,8 @@ from typing import cast
 
 import numpy as np
 
+from headrace.pipeline.printable import printable
+
 from . import funnel
 from .page_schema import Groups, PageData, PageLevel, Rows, Step
 from .step import StepReport
@@ -37,7 +39,7 @@ def page_data(
     points = [(report.step, report.numbers) for report in reports] if history is None else history
     names = dict.fromkeys(name for _, numbers in points for name in numbers)
     return {
-        "title": title,
+        "title": printable(title),
         "recipe": [{"name": name, "text": text} for name, text in (reports[0].recipe if reports else ())],
         "steps": [_step(report) for report in reports],
         "curve_steps": [step for step, _ in points],
@@ -77,7 +79,7 @@ def _groups(report: StepReport, shown: int) -> Groups:
 
     return {
         "id": column("id").tolist(),
-        "label": [None if prompts is None else prompts[row] for row in column("row")],
+        "label": [None if prompts is None else printable(prompts[row], keep="\n\t") for row in column("row")],
         "rollouts": column("rollouts").tolist(),
         "expected": _or_none(column("expected")),
         "reward_mean": _or_none(column("reward_mean")),

@@ -8,6 +8,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from headrace.pipeline.printable import printable
+
 from .funnel import UNITS
 from .step import HasAccount, StepReport, make_report
 
@@ -126,11 +128,6 @@ def _reasons(report: StepReport, codes: np.ndarray) -> str:
         printable(report.names[code].replace("_", " ")) + (f" ×{count}" if count > 1 else "")
         for code, count in zip(distinct, counts, strict=True)
     )
-
-
-def printable(text: str) -> str:
-    """The text with a dot for each character that is not printable, such as those that move the cursor."""
-    return "".join(letter if letter.isprintable() else "·" for letter in text)
 
 
 def _count(value: int | None) -> str:

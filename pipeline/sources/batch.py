@@ -13,20 +13,23 @@ from torch import Tensor
 from headrace.transforms.errors import listing
 
 from .malformed import SourceError, quote
-from .sample import Sample
+from .sample import MAX_CELLS, Label, Sample
+
+UNPADDED, PADDING = 2**26, 64  # of rows × the longest: always allowed, and as a multiple of the tokens
 
 
 def to_batch(samples: Iterable[Sample]) -> TensorDict:
     """Make a dense batch of the samples of one step.
 
     A column is on all rows or on none. But a lost row, whose rollout failed or was aborted, may lack a value;
-    it has NaN, -1, no tokens or an empty text there. Tokens are padded on the left, to the longest of T.
+    it has NaN, -1, no tokens or an empty text there. So may a row out of the training lack a reward. Tokens
+    are padded on the left, to the longest of T.
 
     ====================================== ================= =============================================
     column                                  shape, dtype      where
     ====================================== ================= =============================================
     ``group_id``, ``rollout_id``            (N,) int64        a number per label, by first appearance
-    ``group_label``, ``rollout_label``      N strings         the labels
+    ``group_label``, ``rollout_label``      N strings         the labels (:func:`label_text`)
     ``("next", "reward")``                  (N, 1) float32    NaN where a lost row has none; (N, K) of K
     ``reward_names``                        K strings         where there are K, in order of the columns
     ``status``                              (N,) int64        :class:`~headrace.transforms.Status`
@@ -61,12 +64,23 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
         labels = [getattr(row, name) for row in rows]
         number = {label: i for i, label in enumerate(dict.fromkeys(labels))}
         batch[f"{name}_id"] = torch.tensor([number[label] for label in labels])
-        batch[f"{name}_label"] = [str(label) for label in labels]
     batch["status"] = torch.tensor([int(row.status) for row in rows])
     _add_rewards(batch, rows)
     _add_tokens(batch, rows)
     _add_optional(batch, rows)
+    _add_texts(batch, rows)
     return batch
+
+
+def label_text(label: Label) -> str:
+    r"""A label as text; the parts of a tuple are joined by ``/``, and one within a part is ``\/``.
+
+    >>> label_text("a/b"), label_text(("math", 7)), label_text(("a/b", "c")) == label_text(("a", "b/c"))
+    ('a/b', 'math/7', False)
+    """
+    if not isinstance(label, tuple):
+        return str(label)
+    return "/".join(str(part).replace("\\", r"\\").replace("/", r"\/") for part in label)
 
 
 def check_groups(rows: Sequence[Sample]) -> None:
@@ -75,8 +89,8 @@ def check_groups(rows: Sequence[Sample]) -> None:
     Raises:
         SourceError: a rollout in two groups, or a group with more rollouts.
     """
-    first_rows: dict[str | int, Sample] = {}
-    members: dict[str | int, dict[str | int, Sample]] = {}
+    first_rows: dict[Label, Sample] = {}
+    members: dict[Label, dict[Label, Sample]] = {}
     for row in rows:
         first = first_rows.setdefault(row.rollout, row)
         if first.group != row.group:
@@ -142,6 +156,7 @@ def _add_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
     empty = [row.lost and known and row.tokens is None and row.response_length is None for row in rows]
     extents = [(0, 0) if none else row.extent() for none, row in zip(empty, rows, strict=True)]
     width = max(1, *(length for length, _ in extents))
+    _check_size(len(rows), width, None if tokens is None else sum(map(len, tokens)))
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
     for i, (row, (_, response)) in enumerate(zip(rows, extents, strict=True)):
         if row.in_loss and response:
@@ -161,6 +176,21 @@ def _add_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
         batch["log_probs", "full"] = padded
 
 
+def _check_size(rows: int, width: int, tokens: int | None) -> None:
+    """Check how much memory padding takes, before it does; `tokens` in all, where the step has tokens.
+
+    Raises:
+        SourceError: rows × the longest is more than :data:`MAX_CELLS`, or with tokens than :data:`PADDING`
+            times those.
+    """
+    most = MAX_CELLS if tokens is None else min(MAX_CELLS, max(UNPADDED, PADDING * tokens))
+    if rows * width > most:
+        raise SourceError(
+            f"a step has at most {most} tokens in rows × the longest, padding included; found {rows} rows "
+            f"and {width} tokens in the longest"
+        )
+
+
 def put_right(row: Tensor, values: Sequence[float]) -> None:
     """Write values at the end of a (T,) row, in place."""
     row[len(row) - len(values) :] = torch.tensor(values, dtype=row.dtype)
@@ -173,6 +203,13 @@ def _add_optional(batch: TensorDict, rows: Sequence[Sample]) -> None:
         batch["expected_rollouts"] = torch.tensor(expected)
     if (advantage := column(rows, "advantage", default=math.nan)) is not None:
         batch["advantage_logged"] = torch.tensor(advantage, dtype=torch.float32)
-    for name in ("prompt", "response"):
-        if (text := column(rows, name, default="")) is not None:
+
+
+def _add_texts(batch: TensorDict, rows: Sequence[Sample]) -> None:
+    """Labels and texts, last: they take longer than all else, and a row that is refused need not wait."""
+    texts = {name: column(rows, name, default="") for name in ("prompt", "response")}
+    for name in ("group", "rollout"):
+        batch[f"{name}_label"] = [label_text(getattr(row, name)) for row in rows]
+    for name, text in texts.items():
+        if text is not None:
             batch[f"{name}_text"] = text

@@ -6,10 +6,8 @@ import glob
 import re
 from pathlib import Path
 
-from headrace.transforms.errors import listing
-
 from .jsonl import read_lines
-from .malformed import Skipped, SourceError
+from .malformed import Skipped, SourceError, quote_some
 from .parquet import read_schema
 from .reading import Reading, first_record
 from .registry import READERS, Format
@@ -40,7 +38,8 @@ def find_files(path: str | Path, format: Format) -> list[Path]:
     files = sorted({file for file in matched if file.is_file()}, key=_by_number)
     if not files:
         raise SourceError(
-            f"{path}: a file, or a folder with {' or '.join(patterns)}, is required; found none"
+            f"{path}: a file, or a folder with {' or '.join(patterns).replace('|', ' or ')}, is required; "
+            "found none"
         )
     return files
 
@@ -58,16 +57,18 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
     if not Path(path).exists() and not glob.has_magic(str(path)):
         raise SourceError(f"{path}: there is no such file or folder")
     fitting, seen = [], ""
+    keys_of: dict[Path, set[str]] = {}
     for name, format in READERS.items():
         try:
             first = find_files(path, format)[0]
         except SourceError:
             continue
         suffix = next((s for s in SUFFIXES if first.name.endswith(s)), "")
-        if any(pattern.endswith(suffix.removesuffix(".gz")) for pattern in format.files) and suffix:
-            keys = _first_keys(first, suffix, skip_bad) if format.keys else set()
-            seen = f"{first} with {listing(sorted(map(str, keys)), most=20)}" if keys else seen
-            if format.keys <= keys:
+        if suffix and any(pattern.endswith(suffix.removesuffix(".gz")) for pattern in _patterns(format)):
+            if format.keys and first not in keys_of:
+                keys_of[first] = _first_keys(first, suffix, skip_bad)
+                seen = f"{first} with {quote_some(sorted(keys_of[first]), most=20)}"
+            if not format.keys or format.keys <= keys_of[first]:
                 fitting.append(name)
     if len(fitting) != 1:
         raise SourceError(
@@ -79,15 +80,20 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
 
 
 def _files_in_folder(folder: Path, format: Format) -> list[Path]:
-    """What the first of the format's patterns matches that matches anything."""
-    for pattern in format.files:
-        names = (pattern, f"{pattern}.gz") if pattern.endswith(".jsonl") else (pattern,)
+    """What the format's patterns for the first place match that has anything."""
+    for place in format.files:
+        names = place.split("|")
+        names += [f"{name}.gz" for name in names if name.endswith(".jsonl")]
         files = [file for name in names for file in folder.glob(name)]
         if format.ignored:
             files = [file for file in files if not re.fullmatch(format.ignored, file.name)]
         if files:
             return files
     return []
+
+
+def _patterns(format: Format) -> list[str]:
+    return [name for place in format.files for name in place.split("|")]
 
 
 def _first_keys(path: Path, suffix: str, skip_bad: bool) -> set[str]:

@@ -3,6 +3,9 @@
 Schema: :func:`headrace.pipeline.report.report_table`, version 1. Rows that a step carried in from the one
 before are not read: they are in that step's file. A dump has the number of a row's tokens and not the tokens;
 so a row has a loss mask of that length, and no tokens.
+
+A row is named by its number in the step, ``row``: each number from 0 to the last is there once, those of
+carried rows included. Rows lost after the last cannot be known of.
 """
 
 from __future__ import annotations
@@ -11,15 +14,16 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 from tensordict import TensorDict
 
 from headrace.transforms import Status
 
-from .headrace_table import STATUSES, UNFINISHED, VERSION, read_step
+from .headrace_table import STATUSES, UNFINISHED, VERSION, check_no_gaps, read_step
 from .jsonl import read_jsonl
 from .malformed import SourceError
 from .reading import Reading
-from .record import Record
+from .record import Record, as_number_or_gap
 from .sample import Sample
 
 
@@ -31,7 +35,7 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[Sample | tuple[
             type, an id or a reward that is null.
     """
     if path.suffix != ".parquet":
-        yield from read_jsonl(path, reading, parse_row)
+        yield from _read_lines(path, reading)
         return
     try:
         step = read_step(path)
@@ -40,6 +44,31 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[Sample | tuple[
         return
     if step is not None:
         yield step
+
+
+def _read_lines(path: Path, reading: Reading) -> Iterator[Sample]:
+    """Samples of a JSONL file; at its end, whether all rows of its step were there."""
+    places: dict[int, str] = {}
+    steps: set[int] = set()
+    skipped = reading.skipped.count
+
+    def parse(record: Record, reading: Reading) -> list[Sample]:
+        row = record.whole("row")
+        if row in places:
+            raise record.fail(f"a row's number is there once; it is at {places[row]} already. 'row'", row)
+        samples = parse_row(record, reading)
+        steps.add(record.whole("step"))
+        if len(steps) > 1:
+            raise record.fail("a file is one step", sorted(steps))
+        places[row] = record.where
+        return samples
+
+    yield from read_jsonl(path, reading, parse)
+    if places and reading.skipped.count == skipped:  # else it is known that rows are missing
+        try:
+            check_no_gaps(np.fromiter(places, np.int64), path)
+        except SourceError as err:
+            reading.skipped.note(err)
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
@@ -71,6 +100,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             step=record.whole("step"),
             advantage=math.nan if advantage is None else advantage,
             expected_rollouts=record.whole("expected_rollouts", optional=True),
+            scored=record.text("reason", optional=True) in (None, "trained"),
             where=record.where,
         )
     ]
@@ -81,7 +111,7 @@ def _named_rewards(record: Record) -> dict[str, float] | None:
     values = record.get("rewards", optional=True)
     if values is None:
         return None
-    numbers = isinstance(values, list) and all(v is None or type(v) in (int, float) for v in values)
-    if not numbers or len(values) < 2:
-        raise record.fail("'rewards' must be a list of two or more numbers", values)
-    return {str(i): math.nan if v is None else float(v) for i, v in enumerate(values)}
+    numbers = [as_number_or_gap(value) for value in values] if isinstance(values, list) else []
+    if len(numbers) < 2 or None in numbers:
+        raise record.fail("'rewards' must be a list of two or more finite numbers or nulls", values)
+    return {str(i): number for i, number in enumerate(numbers) if number is not None}

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from headrace.transforms import Status
 
-from .malformed import SourceError, first_line
+from .malformed import SourceError, first_line, quote_some
 from .parquet import read_table
-from .sample import MAX_TOKENS
+from .sample import MAX_CELLS, MAX_TOKENS
 
 REQUIRED = ("step", "row", "group_id", "rollout_id", "reward")
 COUNTS = {"policy_version": ("next", "policy_version"), "expected_rollouts": "expected_rollouts"}
 STATUSES = {status.name.lower(): status for status in Status}
 VERSION = "1"
 UNFINISHED = "/unfinished"  # the end of a gate's reason; who left for it is not there when it is replayed
-MAX_CELLS = 2**31  # of a loss mask, in bytes
 
 
 def read_step(path: Path) -> tuple[int, TensorDict] | None:
@@ -38,21 +37,48 @@ def read_step(path: Path) -> tuple[int, TensorDict] | None:
             f"{path}: headrace.schema must be {VERSION}, the one that is known; found {version!r}"
         )
     if lacking := [name for name in REQUIRED if name not in table.column_names]:
-        raise SourceError(f"{path}: the columns {lacking} are required; found {table.column_names}")
+        raise SourceError(
+            f"{path}: the columns {lacking} are required; found {quote_some(table.column_names)}"
+        )
     try:
+        check_no_gaps(_integers(table, "row", path), path)
         if "carried_in" in table.column_names:
             table = table.filter(pc.equal(pc.fill_null(table["carried_in"], 0), 0))
         return (_step(table, path), _batch(table, path)) if len(table) else None
     except SourceError:
         raise
     except Exception as err:  # a column of an unexpected type makes the conversion raise anything
-        raise SourceError(f"{path}: columns must be as documented; found {first_line(err)}") from err
+        raise SourceError(f"{path}: columns must be as documented; found {first_line(err)}") from None
+
+
+def check_no_gaps(rows: np.ndarray, path: Path) -> None:
+    """Check that the rows of a step are there, each once.
+
+    Args:
+        rows: (N,) int64 ≥ 0, their numbers, in any order.
+        path: of the file, for the message.
+
+    Raises:
+        SourceError: a number from 0 to the last is missing, or one is there twice.
+    """
+    numbers, counts = np.unique(rows, return_counts=True)
+    if (counts > 1).any():
+        raise SourceError(
+            f"{path}: a row's number is there once; found twice {quote_some(numbers[counts > 1].tolist())}"
+        )
+    if len(numbers) and (gaps := int(numbers[-1]) + 1 - len(numbers)):
+        missing_before = numbers - np.arange(len(numbers))
+        first = int(np.argmax(missing_before > 0))
+        raise SourceError(
+            f"{path}: a step has all its rows, from 0 to the last; {gaps} are missing, the first of them "
+            f"{numbers[first - 1] + 1 if first else 0}. Was the file cut? To leave rows out, use a filter"
+        )
 
 
 def _step(table: pa.Table, path: Path) -> int:
     steps = pc.unique(table["step"]).to_pylist()
     if len(steps) != 1 or not isinstance(steps[0], int) or steps[0] < 0:
-        raise SourceError(f"{path}: a file is one step, a number ≥ 0; found {steps[:5]}")
+        raise SourceError(f"{path}: a file is one step, a number ≥ 0; found {quote_some(steps, most=5)}")
     return steps[0]
 
 
@@ -116,9 +142,13 @@ def _integers(table: pa.Table, name: str, path: Path) -> np.ndarray:
 def _floats(table: pa.Table, name: str, path: Path) -> np.ndarray:
     """(N,) float64, NaN for null."""
     column = table[name]
-    if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
+    if not _is_number(column.type):
         raise SourceError(f"{path}: {name!r} must be a number; found {column.type}")
     return pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy().copy()
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_floating(kind) or pa.types.is_integer(kind)
 
 
 def _status(table: pa.Table, path: Path) -> np.ndarray:
@@ -140,17 +170,28 @@ def _unfinished(table: pa.Table) -> np.ndarray:
 
 def _rewards(table: pa.Table, lost: np.ndarray, path: Path) -> np.ndarray:
     """(N, 1) float64, or (N, K) where there is a list of K rewards."""
-    reward = _floats(table, "reward", path)
+    rewards = _reward_lists(table, path) if "rewards" in table.column_names else None
+    if rewards is None:
+        rewards = _floats(table, "reward", path)[:, None]
     if "reason" in table.column_names:  # a filter may have taken rows out because they had no reward
-        lost = lost | (np.array(table["reason"].to_pylist(), dtype=object) != "trained")
-    if (bad := ~np.isfinite(reward) & ~lost).any() and "rewards" not in table.column_names:
+        lost = lost | np.array([word not in (None, "trained") for word in table["reason"].to_pylist()])
+    missing = np.isnan(rewards).all(1) & ~lost
+    if (bad := np.isinf(rewards).any(1) | missing).any():
         row = int(bad.argmax())
-        raise SourceError(f"{path}: a rollout that did not fail needs a finite 'reward'; row {row} has none")
-    if "rewards" not in table.column_names:
-        return reward[:, None]
-    lists = table["rewards"].combine_chunks()
-    if not pa.types.is_fixed_size_list(lists.type) or lists.null_count:
         raise SourceError(
-            f"{path}: 'rewards' must be a list of as many numbers on every row; found {lists.type}"
+            f"{path}: a rollout that did not fail needs a finite 'reward'; row {row} has none: "
+            f"{quote_some(rewards[row].tolist())}"
+        )
+    return rewards
+
+
+def _reward_lists(table: pa.Table, path: Path) -> np.ndarray:
+    """(N, K) float64, NaN for null."""
+    lists = table["rewards"].combine_chunks()
+    fixed = pa.types.is_fixed_size_list(lists.type) and lists.type.list_size > 1 and not lists.null_count
+    if not fixed or not _is_number(lists.type.value_type):
+        raise SourceError(
+            f"{path}: 'rewards' must be a list of two or more numbers, as many on every row; found "
+            f"{lists.type} with {lists.null_count} nulls"
         )
     return lists.flatten().cast(pa.float64()).to_numpy(zero_copy_only=False).reshape(len(table), -1).copy()

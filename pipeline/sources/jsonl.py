@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -76,17 +77,17 @@ def decode(line: bytes, where: str) -> dict[str, Any]:
     try:
         value = _DECODER.decode(line.decode())
     except UnicodeDecodeError as err:
-        raise SourceError(f"{where}: a line must be UTF-8; found {err.reason} at byte {err.start}") from err
+        raise SourceError(f"{where}: a line must be UTF-8; found {err.reason} at byte {err.start}") from None
     except json.JSONDecodeError as err:
         cut = "" if line.endswith(b"\n") else ", on a last line without an end: is the file cut off?"
         raise SourceError(
             f"{where}: a line must be one JSON object; found {err.msg} at column {err.colno}{cut}"
-        ) from err
+        ) from None
     except (
         ValueError,
         RecursionError,
     ) as err:  # a hook's, or Python's limits on digits and nesting
-        raise SourceError(f"{where}: a line must be one JSON object; found {err}") from err
+        raise SourceError(f"{where}: a line must be one JSON object; found {err}") from None
     if not isinstance(value, dict):
         raise SourceError(f"{where}: a line must be one JSON object; found {quote(value)}")
     return value
@@ -104,8 +105,7 @@ def _lines(raw: IO[bytes], path: Path) -> Iterator[bytes]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the key {quote(twice)} twice in one object")
     return data
 

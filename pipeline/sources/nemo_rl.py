@@ -5,13 +5,14 @@ in ``nemo_rl/utils/logger.py``, read from forks that carry the main branch of la
 is empty. Each line is one sample, sliced out of the batch: every value but ``idx`` is a list of one. Read
 are ``token_ids``, ``input_lengths``, ``token_loss_mask``, ``sample_loss_mask``, ``rewards``
 (``filtered_rewards`` where dynamic sampling wrote it), ``advantages``, ``generation_logprobs`` and
-``content``. Releases that did not log those masks cannot be read. A ``content`` that is no string is ignored:
-that it always is one is not confirmed.
+``content``. Releases that did not log those masks cannot be read. A ``content`` that is no string is
+ignored: that it always is one is not confirmed.
 
 Rows are padded on the right; ``input_lengths`` is their length without the padding. The response begins at
 the first token that trains. Advantages are logged for each token: where they differ within a sample, its
-advantage is read as NaN. Groups are not dumped: set ``group_by="prompt"``, which compares the tokens before
-the response. Statuses are not dumped: every rollout counts as completed.
+advantage is read as NaN. ``idx`` is the sample's number in the batch: there twice, it is an error. Groups
+are not dumped: set ``group_by="prompt"``, which compares the tokens before the response. Statuses are not
+dumped: every rollout counts as completed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
     return [
         Sample(
             group=reading.group_of_prompt(tokens[:begin], record.where),
-            rollout=record.line,
+            rollout=row.whole("idx"),
             reward=row.number(reward),
             response=as_text(row.data.get("content")),
             tokens=tokens[:length],
@@ -77,6 +78,7 @@ def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
             advantage=None if advantages is None else _common_advantage(advantages, trains),
             in_loss=record.bits("sample_loss_mask") == [1],
             expected_rollouts=reading.group_size,
+            record=row.whole("idx"),
             where=record.where,
         )
     ]

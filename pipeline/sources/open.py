@@ -13,7 +13,7 @@ from .files import find_files, recognise
 from .malformed import Skipped, SourceError
 from .reading import Reading
 from .registry import READERS
-from .sample import Sample
+from .sample import MAX_ROWS, Sample
 
 
 class Source:
@@ -54,25 +54,28 @@ class Source:
         """
         reading = self._pass = self._options.restarted()
         rows: list[Sample] = []
-        last = -1
-        for item, path, first_of_file in self._items(reading):
+        last, file = -1, self.files[0]
+        for item, path in self._items(reading):
             step = item[0] if isinstance(item, tuple) else item.step or 0
+            if step == last and path != file:
+                raise SourceError(f"{path}: a step is in one file; found step {step} in {file}, too")
             if not rows or step != last:
                 if rows:
                     rows, batch = [], self._batch(rows)
                     yield batch
                 if step <= last:
                     raise SourceError(
-                        f"{path}: steps ascend and stay together; found step {step} after step {last}. Was "
-                        "the training resumed, or are files of two trainings mixed? Read them one at a time"
+                        f"{path}: steps ascend and stay together; found step {step} after step {last}, in "
+                        f"{file}. Was the training resumed, or are files of two trainings mixed? Read them "
+                        "one at a time"
                     )
-            elif first_of_file:
-                raise SourceError(f"{path}: a step is in one file; found step {step} in the file before, too")
-            last = step
+            last, file = step, path
             if isinstance(item, tuple):
                 yield item
             else:
                 rows.append(item)
+                if len(rows) > MAX_ROWS:
+                    raise SourceError(f"{path}: a step has at most {MAX_ROWS} rows; step {step} has more")
         if rows:
             yield self._batch(rows)
         if last < 0:
@@ -80,13 +83,12 @@ class Source:
             skipped = f" ({self.skipped} were skipped: {self.messages[0]})" if self.skipped else ""
             raise SourceError(f"{place}: a dump has at least one record; found none{skipped}")
 
-    def _items(self, reading: Reading) -> Iterator[tuple[Sample | tuple[int, TensorDictBase], Path, bool]]:
-        """Samples or batches, each with its file and whether it is the first of that file."""
+    def _items(self, reading: Reading) -> Iterator[tuple[Sample | tuple[int, TensorDictBase], Path]]:
+        """Samples or batches, each with its file."""
         for number, path in enumerate(self.files):
-            reading.file, first_of_file = number, True
+            reading.file = number
             for item in READERS[self.format].read(path, reading):
-                yield item, path, first_of_file
-                first_of_file = False
+                yield item, path
             reading.done_bytes += path.stat().st_size
             reading.position = 0
 

@@ -5,10 +5,11 @@ Schema: allenai/open-instruct at 00feb3a, ``open_instruct/rl_utils.py`` (``Rollo
 ``response_tokens``, ``reward``, ``advantage``, ``finish_reason``, ``dataset``, ``ground_truth``,
 ``request_info``, ``logprobs``. A shard has about ten thousand rollouts, and a step is in one shard.
 
-``prompt_idx`` is ``sample_idx`` divided by the rollouts per prompt. Under ``mask_truncated_completions`` rows
-are removed before that division, and rollouts of different prompts get one ``prompt_idx``; so samples of a
-group that differ in their prompt are an error. A ``finish_reason`` other than ``stop`` means truncated, which
-is open-instruct's own rule. The mask of what tools wrote is not saved: all tokens of the response train.
+``prompt_idx`` is ``sample_idx`` divided by the rollouts per prompt. Under ``mask_truncated_completions``
+rows are removed before that division, and rollouts of different prompts get one ``prompt_idx``; so samples
+of a group that differ in their prompt are an error. A ``finish_reason`` other than ``stop`` means
+truncated, which is open-instruct's own rule. A ``sample_idx`` is there once in a step. The mask of what
+tools wrote is not saved: all tokens of the response train.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             step=record.whole("step"),
             advantage=record.number("advantage"),
             expected_rollouts=reading.group_size,
+            record=record.whole("sample_idx"),
             where=record.where,
         )
     ]

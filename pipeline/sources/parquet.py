@@ -12,8 +12,10 @@ import pyarrow.parquet as pq
 from .malformed import SourceError, first_line
 from .reading import Reading
 from .record import Record
+from .sample import MAX_ROWS
 
 ROWS = 256  # in memory at a time
+MAX_VALUES = 2**28  # of a table that is read as a whole
 Decoded = TypeVar("Decoded")
 
 
@@ -30,8 +32,17 @@ def read_table(path: Path) -> pa.Table:
     """All columns and rows of a Parquet file.
 
     Raises:
-        SourceError: the file is damaged.
+        SourceError: the file is damaged, or has more than :data:`MAX_ROWS` rows or :data:`MAX_VALUES` values:
+            a run of equal ones takes no room in the file.
     """
+    metadata = _decode(pq.read_metadata, path)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+    if metadata.num_rows > MAX_ROWS or values > MAX_VALUES:
+        raise SourceError(
+            f"{path}: a step has at most {MAX_ROWS} rows, with {MAX_VALUES} values in all columns; found "
+            f"{metadata.num_rows} rows, with {values}"
+        )
     return _decode(pq.read_table, path)
 
 
@@ -39,7 +50,7 @@ def _decode(decoder: Callable[[Path], Decoded], path: Path) -> Decoded:
     try:
         return decoder(path)
     except Exception as err:  # a damaged file makes the decoder raise anything
-        raise SourceError(f"{path}: a Parquet file is required; found {first_line(err)}") from err
+        raise SourceError(f"{path}: a Parquet file is required; found {first_line(err)}") from None
 
 
 def read_rows(path: Path, reading: Reading) -> Iterator[Record]:

@@ -7,13 +7,13 @@ and of the trace ``id``, ``agent.trainable``, ``rewards``, ``ok``, ``stop_condit
 ``nodes``. Traces outside of an episode, and the rollouts of releases before episodes, are other formats and
 are not read.
 
-An episode is a rollout of one trainable agent; one with several is refused, since how their rewards would be
-compared is not settled. Its samples are the branches of the graph of messages, from a root to a leaf, with
-the tokens that the policy sampled on each. A compaction from which the harness did not continue is out of the
-loss. The reward is the sum of score × weight, or that of `reward_key` alone; a reward that is null is
-missing. The step is that of a folder ``step_<N>`` above the file, else the one at which the episode was
-dispatched; annotations in other files are not read. Where an episode has no group, as in evaluations,
-``group_by="prompt"`` groups by the task's ``key``.
+An episode is a rollout of one trainable agent, and its ``id`` is there once in a step; one with several is
+refused, since how their rewards would be compared is not settled. Its samples are the branches of the graph
+of messages, from a root to a leaf, with the tokens that the policy sampled on each. A compaction from which
+the harness did not continue is out of the loss. The reward is the sum of score × weight, or that of
+`reward_key` alone; a reward that is null is missing. The step is that of a folder ``step_<N>`` above the
+file, else the one at which the episode was dispatched; annotations in other files are not read. Where an
+episode has no group, as in evaluations, ``group_by="prompt"`` groups by the task's ``key``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .branches import Branch, branches
 from .jsonl import read_jsonl
 from .reading import Reading
 from .record import Record, as_number
-from .sample import Sample
+from .sample import Label, Sample
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
 
@@ -68,6 +68,7 @@ def parse_row(record: Record, reading: Reading, *, step: int | None) -> list[Sam
         policy_version=version,
         step=next((s for s in (step, dispatched) if s is not None), reading.file),
         expected_rollouts=reading.group_size,
+        record=record.text("id"),
         where=record.where,
     )
     if not traces:  # the episode failed before an agent began
@@ -91,7 +92,7 @@ def _segment(row: Sample, branch: Branch) -> Sample:
     )
 
 
-def _group(record: Record, reading: Reading) -> str:
+def _group(record: Record, reading: Reading) -> Label:
     group = record.record("group", optional=True)
     if group is not None:
         return group.text("id")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .malformed import Skipped, SourceError
+from .malformed import Skipped, SourceError, quote
 from .record import Record
-from .sample import Sample
+from .sample import Label, Sample
 
 
 @dataclass(slots=True)
@@ -48,11 +49,12 @@ class Reading:
             skipped=Skipped(allowed=self.skipped.allowed),
         )
 
-    def group_of_prompt(self, prompt: str | Sequence[int], where: str) -> str:
+    def group_of_prompt(self, prompt: Any, where: str) -> Label:
         """A group's label made of its prompt, for formats without a group's id. Equal prompts, equal labels.
 
         Args:
-            prompt: text or token ids.
+            prompt: as the dump has it: text, token ids or messages. Those are not compared by their text, in
+                which two messages may look like one.
             where: ``file:line``.
 
         Raises:
@@ -64,8 +66,8 @@ class Reading:
                 "like one group. If each prompt was drawn once a step, set group_by='prompt', best with "
                 "group_size, which is then checked"
             )
-        text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
-        return "prompt-" + hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        text = json.dumps(prompt, sort_keys=True, default=repr)
+        return "prompt", hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def parse_records(
@@ -73,21 +75,41 @@ def parse_records(
 ) -> Iterator[Sample]:
     """Turn records into samples; skip malformed records where that is allowed.
 
+    A record is there once in a step: one with the label of another is no second segment of its rollout.
+
     Args:
         records: of one file.
         reading: the pass that the file belongs to.
         parse: makes samples of a record.
 
     Raises:
-        SourceError: a record is malformed, and none may be skipped.
+        SourceError: a record is malformed or there twice, and none may be skipped.
     """
+    step: int | None = None
+    places: dict[Label, str] = {}
     for record in records:
         try:
             samples = [sample.check() for sample in parse(record, reading)]
+            if samples and samples[0].step != step:
+                step, places = samples[0].step, {}
+            _enter(samples, places)
         except SourceError as err:
             reading.skipped.note(err)
         else:
             yield from samples
+
+
+def _enter(samples: list[Sample], places: dict[Label, str]) -> None:
+    """Put the place of a record's samples under its label."""
+    for sample in samples[:1]:
+        if sample.record is None:
+            continue
+        if sample.record in places:
+            raise SourceError(
+                f"{sample.where}: a record is there once in a step; found {quote(sample.record)}, which is "
+                f"already at {places[sample.record]}"
+            )
+        places[sample.record] = sample.where
 
 
 def first_record(records: Iterator[Record]) -> dict[Any, Any]:

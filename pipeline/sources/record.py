@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from headrace.transforms.errors import listing
-
-from .malformed import SourceError, quote
+from .malformed import SourceError, is_plain, quote, quote_some
 
 T = TypeVar("T")
 INT64 = 2**63
@@ -48,7 +46,7 @@ class Record:
         if value is None and not optional:
             if key in self.data:
                 raise self.fail(f"{key!r} must be set", None)
-            keys = listing(sorted(map(quote, self.data)))
+            keys = quote_some(self.data)
             raise SourceError(f"{self.where}: the key {key!r} is required; found the keys {keys}")
         return value
 
@@ -78,10 +76,10 @@ class Record:
         return value
 
     def choice(self, key: str, known: Mapping[str, T], *, default: str | None = None) -> T:
-        """The value of a word in `known`; `default` is the word where the key is absent, null or empty."""
+        """The value of a word in `known`; `default` is the word where the key is absent or null."""
         word = self.text(key, optional=default is not None)
-        if default is not None:
-            word = word or default
+        if word is None and default is not None:
+            word = default
         if word not in known:
             raise self.fail(f"{key!r} must be one of {', '.join(known)}", word)
         return known[word]
@@ -188,6 +186,12 @@ def as_number_or_gap(value: Any) -> float | None:
 
 def _as_list(value: Any) -> list[Any] | None:
     if isinstance(value, torch.Tensor):
-        plain = value.layout is torch.strided and value.device.type == "cpu" and value.dim() == 1
-        return value.detach().tolist() if plain and not value.is_quantized else None
+        return value.detach().tolist() if _holds_its_items(value) else None
     return value if type(value) is list else None
+
+
+def _holds_its_items(tensor: torch.Tensor) -> bool:
+    """Whether it is a plain (L,) tensor with memory for each item: an expanded one claims more than that."""
+    if not is_plain(tensor) or tensor.dim() != 1:
+        return False
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()

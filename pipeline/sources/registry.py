@@ -34,8 +34,8 @@ class Format:
     Args:
         read: takes a file and the pass that it belongs to, and yields :class:`Sample`, or batches as
             ``(step, TensorDict)``.
-        files: glob patterns in a folder; the first that matches a file counts. One with ``.jsonl`` matches
-            ``.jsonl.gz`` too.
+        files: glob patterns in a folder; the first that matches a file counts. Those of one place, with ``|``
+            between them, count together. One with ``.jsonl`` matches ``.jsonl.gz`` too.
         keys: keys that the first record has, or columns of a table; empty: the suffix is enough.
         options: of ``group_by``, ``group_size``, ``reward_key``, those that it reads.
         reward_keys: whether `reward_key` may be ``one`` name or ``many``.
@@ -55,7 +55,7 @@ class Format:
 READERS: dict[str, Format] = {
     "headrace": Format(
         read_headrace_dump,
-        files=("step_*.parquet", "step_*.jsonl", "rollouts/step_*.parquet", "rollouts/step_*.jsonl"),
+        files=("step_*.parquet|step_*.jsonl", "rollouts/step_*.parquet|rollouts/step_*.jsonl"),
         keys=frozenset(REQUIRED),
     ),
     "slime": Format(

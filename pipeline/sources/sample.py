@@ -9,6 +9,9 @@ from headrace.transforms import Status
 from .malformed import SourceError
 
 MAX_TOKENS = 2**24  # a length from a dump decides how much memory a batch takes
+MAX_ROWS = 2**22  # of a step
+MAX_CELLS = 2**31  # of a step's loss mask: rows × the longest
+Label = str | int | tuple[str | int, ...]  # a tuple where it has parts, which a text would run together
 
 
 @dataclass(slots=True)
@@ -35,7 +38,10 @@ class Sample:
         step: the training step.
         advantage: as the framework computed it; NaN where it is not one number.
         in_loss: False takes the whole sample out of the loss.
+        scored: False where the row was out of the training, and may have no reward.
         expected_rollouts: rollouts that the group was dispatched with.
+        record: label of the record that the sample was in, unique within its step, in formats that have one:
+            a record that is there twice is an error.
         where: ``file:line``, for messages.
 
     Example:
@@ -43,8 +49,8 @@ class Sample:
         (3, 2)
     """
 
-    group: str | int
-    rollout: str | int
+    group: Label
+    rollout: Label
     reward: float | None = None
     rewards: dict[str, float] | None = None
     status: Status = Status.COMPLETED
@@ -59,6 +65,8 @@ class Sample:
     advantage: float | None = None
     in_loss: bool = True
     expected_rollouts: int | None = None
+    scored: bool = True
+    record: Label | None = None
     where: str = "a sample"
 
     @property
@@ -100,8 +108,8 @@ class Sample:
             raise self._fail(
                 f"log-probabilities cover the response ({response} tokens)", f"{len(self.log_probs)} entries"
             )
-        scored = self.reward is not None if self.rewards is None else _any_number(self.rewards)
-        if not scored and not self.lost:
+        has_reward = self.reward is not None if self.rewards is None else _any_number(self.rewards)
+        if self.scored and not has_reward and not self.lost:
             raise self._fail(
                 "a rollout that neither failed nor was aborted needs a reward",
                 f"none, with the status {self.status.name.lower()}",

@@ -8,31 +8,34 @@ and ``Sample.to_dict`` in ``slime/utils/types.py`` at 0d234f3; radixark/miles at
      "samples": [{"group_index", "index", "rollout_id", "tokens", "response_length", "loss_mask", "reward",
                   "status", "weight_versions", "rollout_log_probs", "remove_sample", ...}]}
 
-Two things are called ``rollout_id``: that of the file is the step, that of a sample is the rollout. Samples
-of one rollout share the latter; where it is not set, ``index`` is the rollout (slime's customization guide).
-Evaluations, ``eval_<n>`` in the file's name, are ignored in a folder.
+A sample that is there twice cannot be told from two segments that are alike, and is not looked for.
 
-The file is loaded with ``weights_only=True``: nothing in it is executed. That refuses dumps with NumPy arrays
-in them (routed experts of a mixture model).
+Two things are called ``rollout_id``: that of the file is the step, that of a sample is the rollout. Samples
+of one rollout share the latter; where it is not set, ``index`` is the rollout (slime's customization
+guide). Evaluations, ``eval_<n>`` in the file's name, are ignored in a folder.
+
+The file is loaded with ``weights_only=True``: nothing in it is executed. That refuses dumps with NumPy
+arrays in them (routed experts of a mixture model), or bytes. Nor does a small file become a large batch: a
+compressed one is refused, which ``torch.save`` never writes, and so are an expanded tensor and samples by the
+thousand that share their tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headrace.transforms import Status
 
-from .malformed import SourceError, first_line, quote
+from .malformed import SourceError, quote
+from .pickled import load_plain
 from .reading import Reading, parse_records
 from .record import Record, as_number, as_whole
 from .sample import Sample
 from .text import read_text
 
+SHARED = 2**22  # items of lists: always allowed in a file; above it no more than the file has bytes
 # A pending rollout has not ended; under partial rollouts it continues in a later step.
 STATUSES = {
     "completed": Status.COMPLETED,
@@ -54,7 +57,17 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
     except SourceError as err:
         reading.skipped.note(err)
         return
-    yield from parse_records(records, reading, partial(parse_row, step=step))
+    items, most = 0, max(SHARED, path.stat().st_size)
+
+    def parse(record: Record, reading: Reading) -> list[Sample]:
+        nonlocal items
+        samples = parse_row(record, reading, step=step)
+        items += sum(len(v or ()) for s in samples for v in (s.tokens, s.loss_mask, s.log_probs))
+        if items > most:  # the lists of a pickle may be one list, and its tensors one tensor
+            raise record.fail(f"the lists in a file of this size have at most {most} items", items)
+        return samples
+
+    yield from parse_records(records, reading, parse)
 
 
 def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
@@ -89,13 +102,7 @@ def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
 
 
 def _load(path: Path) -> tuple[int, Iterator[Record]]:
-    try:
-        dump = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as err:  # a damaged file makes the unpickler raise anything
-        raise SourceError(
-            f"{path}: a dump must load as plain data and tensors, without running code; "
-            f"found {first_line(err)}"
-        ) from err
+    dump = load_plain(path)
     if not isinstance(dump, dict):
         raise SourceError(f"{path}: a dump is a dict with rollout_id and samples; found {quote(dump)}")
     step, samples = as_whole(dump.get("rollout_id")), dump.get("samples")

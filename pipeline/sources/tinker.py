@@ -6,7 +6,7 @@ schema_version 1): ``iteration``, ``group_idx``, ``traj_idx``, ``sampling_client
 
 Neither tokens nor texts are kept. The response has as many tokens as its actions together, all of which
 train; what the environment wrote between them is not counted. A trajectory whose last step did not end the
-episode was truncated.
+episode was truncated. A ``traj_idx`` is there once in a group.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     if version != 1:
         raise record.fail("'schema_version' must be 1, the one that is known", version)
     group, steps = record.whole("group_idx"), record.records("steps")
+    rollout = (group, record.whole("traj_idx"))
     ended = steps[-1].flag("episode_done") if steps else True
     return [
         Sample(
             group=group,
-            rollout=f"{group}/{record.whole('traj_idx')}",
+            rollout=rollout,
             reward=record.number(reading.reward_key or REWARDS[0]),
             status=Status.COMPLETED if ended else Status.TRUNCATED,
             response_length=sum(step.whole("ac_len") for step in steps),
             policy_version=record.whole("sampling_client_step", optional=True),
             step=record.whole("iteration"),
             expected_rollouts=reading.group_size,
+            record=rollout,
             where=record.where,
         )
     ]

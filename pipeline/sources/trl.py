@@ -5,10 +5,11 @@ Schema: trl 1.16.0, ``trl/trainer/grpo_trainer.py`` (``log``), ``log_completions
 (``log_extra``), and ``advantage`` last. Prompts and completions are strings or chat messages.
 
 Nothing marks the columns of rewards: columns of numbers between ``completion`` and ``advantage`` are taken
-for them. Where reward functions logged other numbers too, name the rewards with ``reward_key``. The reward of
-a function that gave none is NaN; a row without any reward (TRL: unscorable) failed. Groups are not dumped:
-set ``group_by="prompt"``. A file holds the last generated batch; where TRL logs more often than it generates,
-two files hold the same rollouts.
+for them. Where reward functions logged other numbers too, name the rewards with ``reward_key``. The reward
+of a function that gave none is NaN; a row without any reward (TRL: unscorable) failed. Groups are not
+dumped: set ``group_by="prompt"``. A file holds the last generated batch; where TRL logs more often than it
+generates, two files hold the same rollouts. Nothing names a row: one that is there twice looks like two
+rollouts that are alike, which ``group_size`` may find out.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ def parse_row(record: Record, reading: Reading, *, rewards: Sequence[str]) -> li
         values[name] = value
     unscorable = all(math.isnan(value) for value in values.values())
     prompt = read_text(record, "prompt")
+    group = reading.group_of_prompt(record.data["prompt"], record.where)
     return [
         Sample(
-            group=reading.group_of_prompt(prompt or "", record.where),
+            group=group,
             rollout=record.line,
             reward=values[rewards[0]] if len(values) == 1 and not unscorable else None,
             rewards=values if len(values) > 1 and not unscorable else None,

@@ -7,12 +7,17 @@ with the metrics beside them. Later releases (0.4.0) save episodes, in ``traces.
 format ``prime_rl``.
 
 A group is an example, or where ``task`` is set an example of that task: an evaluation draws each once. A
-rollout with an ``error`` failed, one that ``is_truncated`` was truncated. Steps are not saved: a file is one
-step, numbered in the order of the files. Tokens are not saved.
+rollout with an ``error`` failed, one that ``is_truncated`` was truncated. Steps are not saved: a file is
+one step, numbered in the order of the files. Tokens are not saved.
+
+Nothing names a rollout. But its times are measured, ``timing`` or ``generation_ms``: two lines that are
+equal in these and in everything else are one rollout that is there twice, an error.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +28,8 @@ from .reading import Reading
 from .record import Record
 from .sample import Sample
 from .text import read_text
+
+MEASURED = frozenset({"timing", "generation_ms"})
 
 
 def read_verifiers(path: Path, reading: Reading) -> Iterator[Sample]:
@@ -45,7 +52,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     reward = record.number(reading.reward_key or "reward", optional=True)
     return [
         Sample(
-            group=example if task is None else f"{task}/{example}",
+            group=example if task is None else (task, example),
             rollout=record.line,
             reward=reward,
             status=status,
@@ -53,9 +60,15 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             response=read_text(record, "completion", optional=status is Status.FAILED),
             step=reading.file,
             expected_rollouts=reading.group_size,
+            record=_digest(record) if MEASURED & record.data.keys() else None,
             where=record.where,
         )
     ]
+
+
+def _digest(record: Record) -> str:
+    """A label for all that a line says."""
+    return hashlib.blake2b(json.dumps(record.data, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _status(record: Record) -> Status:

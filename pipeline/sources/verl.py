@@ -4,8 +4,11 @@ Schema: verl 0.9.1, ``_write_generations`` in ``verl/trainer/ppo/ray_trainer.py`
 ``verl/trainer/ppo/v1/trainer_base.py``; each line has ``input``, ``output``, ``gts``, ``score``, ``step``
 and what the reward function added. The trainer of ``v1`` adds ``uid``, a key ``{uid}_{session}_{index}``
 (``v1/replay_buffer.py``): prompt, rollout, segment. It is split from the right, since a uid may have
-underscores. The other trainer writes no uid: set ``group_by="prompt"``. Where ``uid`` is the group's id, the
-same on each of its rows, set ``group_by="uid"``: each row is then a rollout.
+underscores. The other trainer writes no uid: set ``group_by="prompt"``. Where ``uid`` is the group's id,
+the same on each of its rows, set ``group_by="uid"``: each row is then a rollout.
+
+A key names one row: there twice, it is an error. Without keys a row that is there twice looks like two
+rollouts that are alike, which ``group_size`` may find out.
 
 A score of ``NaN`` is an error. Neither statuses nor tokens are dumped: every rollout counts as completed.
 """
@@ -18,7 +21,7 @@ from pathlib import Path
 from .jsonl import read_jsonl
 from .reading import Reading
 from .record import Record
-from .sample import Sample
+from .sample import Label, Sample
 
 
 def read_verl(path: Path, reading: Reading) -> Iterator[Sample]:
@@ -28,18 +31,7 @@ def read_verl(path: Path, reading: Reading) -> Iterator[Sample]:
         SourceError: a record is not as documented, two records have one uid, or a record has no uid and
             `group_by` is not ``prompt``.
     """
-    seen: set[str] = set()
-
-    def parse(record: Record, reading: Reading) -> list[Sample]:
-        samples = parse_row(record, reading)
-        uid = record.data.get("uid")
-        if uid is not None and reading.group_by != "uid":
-            if uid in seen:
-                raise record.fail("a uid names one row", uid)
-            seen.add(uid)
-        return samples
-
-    return read_jsonl(path, reading, parse)
+    return read_jsonl(path, reading, parse_row)
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
@@ -50,6 +42,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     """
     prompt, uid = record.text("input"), record.text("uid", optional=reading.group_by != "uid")
     rollout: str | int = record.line
+    group: Label
     if reading.group_by == "uid":
         group = uid
     elif uid is not None:
@@ -65,6 +58,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             response=record.text("output"),
             step=record.whole("step"),
             expected_rollouts=reading.group_size,
+            record=None if reading.group_by == "uid" else uid,
             where=record.where,
         )
     ]

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.pipeline.load import ConfigError, load_pipeline
+from headrace.pipeline.printable import printable
 from headrace.pipeline.report import Comparison, ReportFolder, StepReport, make_report
 from headrace.pipeline.report.whole_file import write_whole
 
@@ -73,7 +74,7 @@ def compare(
     write_whole(output / "compare.json", lambda file: file.write_text(json.dumps(result, indent=1)))
     folder.close()
     show_comparison(comparison, console)
-    console.print(f"written to {output}", soft_wrap=True, highlight=False, markup=False)
+    console.print(Text(printable(f"written to {output}")), soft_wrap=True)
     return comparison.numbers["correlation"]
 
 
@@ -108,7 +109,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         rows = sorted(lines.items(), key=lambda line: -abs(line[1][0] - line[1][1]))[:LINES]
         for label, (one, other, count) in sorted(rows, key=_by_label):
             shares = (f"{one / comparison.steps:.1%}", f"{other / comparison.steps:.1%}")
-            table.add_row(Text(label), *shares, f"{count:,.0f}")
+            table.add_row(Text(printable(label)), *shares, f"{count:,.0f}")
         console.print(table)
 
 

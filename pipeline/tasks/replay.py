@@ -6,8 +6,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from rich.text import Text
 
 from headrace.pipeline.load import build_pipeline
+from headrace.pipeline.printable import printable
 from headrace.pipeline.report import ReportFolder, make_report, show_report
 from headrace.pipeline.train import history_table
 
@@ -49,5 +51,5 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         console.print(show_report(report))
     elif history:
         console.print(history_table(history, f"where the rows of {len(history)} steps went"))
-    console.print(f"written to {page or output}", soft_wrap=True, highlight=False, markup=False)
+    console.print(Text(printable(f"written to {page or output}")), soft_wrap=True)
     return sum(numbers["rows/trained"] for numbers in history)

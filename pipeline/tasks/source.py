@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError
@@ -59,7 +60,7 @@ def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDic
     if source.skipped:
         console.print(f"[yellow]{source.skipped} malformed records were skipped[/]", highlight=False)
         for message in source.messages:
-            console.print(f"  {message}", markup=False, highlight=False, soft_wrap=True)
+            console.print(Text(f"  {message}"), soft_wrap=True)  # no words in it are markup, or emoji
 
 
 @contextmanager

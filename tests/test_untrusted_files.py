@@ -1,0 +1,606 @@
+"""Files are not trusted: what is there twice, what claims more than it has, what a terminal would obey."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import traceback
+import unicodedata
+import zipfile
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from composed import composed, configure
+from dumps import (
+    episode,
+    nemo_row,
+    open_instruct_row,
+    slime_dump,
+    slime_sample,
+    tinker_row,
+    trl_dump,
+    verifiers_row,
+    verl_row,
+    write_lines,
+)
+from rich.console import Console
+
+from headrace.pipeline import Pipeline, make_report, write_dump
+from headrace.pipeline.sources import Sample, SourceError, open_source, to_batch
+from headrace.pipeline.tasks.compare import compare
+from headrace.pipeline.tasks.group_sizes import tabulate_group_sizes
+from headrace.pipeline.tasks.replay import replay
+from headrace.transforms import BatchError, Finite, SampleFilter
+
+PROMPT = {"group_by": "prompt"}
+MANY = 300_000
+
+
+def lines_of(folder, name, rows):
+    return write_lines(folder / {"nemo_rl": "train_data_step1.jsonl"}.get(name, "dump.jsonl"), rows)
+
+
+def read(path, format="auto", **options):
+    return list(open_source(path, format, **options))
+
+
+def refusal(path, format="auto", **options):
+    """The message of the error that a file is refused with; empty where it is read."""
+    try:
+        read(path, format, **options)
+    except SourceError as err:
+        shown = "".join(traceback.format_exception(err)).replace(str(err), "")
+        return f"{err}{shown if obeyed(shown) else ''}"  # what a trace shows of another error, too
+    return ""
+
+
+# -- a record twice ----------------------------------------------------------------------------------
+
+
+def scored_episode(name, score):
+    return episode("g", name, {"r": {"score": score}})
+
+
+def open_row(sample, reward):
+    return open_instruct_row(sample, 0, reward)
+
+
+NAMED = {  # a record, one that differs in its name alone, one of the same name with another reward
+    "verl": (verl_row("a_0_0", 1.0), verl_row("a_0_1", 1.0), verl_row("a_0_0", 0.0)),
+    "prime_rl": (scored_episode("a", 1), scored_episode("b", 1), scored_episode("a", 0)),
+    "nemo_rl": (nemo_row(0, 1.0), nemo_row(1, 1.0), nemo_row(0, 0.0)),
+    "open_instruct": (open_row(0, 1.0), open_row(1, 1.0), open_row(0, 0.0)),
+    "tinker": (tinker_row(0, 0, 1.0), tinker_row(0, 1, 1.0), tinker_row(0, 0, 0.0)),
+    "verifiers": (
+        verifiers_row(0, 1.0, timing={"total_ms": 8.25}),
+        verifiers_row(0, 1.0, timing={"total_ms": 8.5}),
+        verifiers_row(0, 1.0, timing={"total_ms": 8.25}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_record_that_is_there_twice_is_no_second_segment(tmp_path, name):
+    options = PROMPT if name == "nemo_rl" else {}
+    record, other, again = NAMED[name]
+    path = lines_of(tmp_path, name, [record, other, record])
+    with pytest.raises(SourceError, match=r"jsonl:3: a record is there once.*jsonl:1$"):
+        read(path, name, **options)
+    source = open_source(path, name, skip_bad=True, **options)
+    assert [len(batch) for _, batch in source] == [2]
+    assert source.skipped == 1
+    with pytest.raises(SourceError, match=r"jsonl:2: a record is there once"):
+        read(lines_of(tmp_path, name, [record, again]), name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [("verl", verl_row(None, 1.0)), ("verifiers", verifiers_row(0, 1.0))]
+)
+def test_rollouts_that_are_alike_and_have_no_name_are_two(tmp_path, name, row):
+    [(_, batch)] = read(lines_of(tmp_path, name, [row, row]), name, **(PROMPT if name == "verl" else {}))
+    assert batch["rollout_id"].tolist() == [0, 1]
+
+
+@pytest.fixture
+def dump(make_batch, tmp_path):
+    """Writes a step of five rows."""
+
+    def write(step=0, format="parquet", folder=tmp_path, rows=None):
+        pipeline = Pipeline({})
+        pipeline(make_batch([0.0, 1, 2, 3, 4], [0, 0, 1, 1, 1]))
+        path = write_dump(make_report(pipeline, step=step), folder, format=format)
+        if rows is not None and format == "parquet":
+            pq.write_table(pq.read_table(path).take(rows), path)
+        elif rows is not None:
+            lines = path.read_text().splitlines(keepends=True)
+            path.write_text("".join(lines[row] for row in rows))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([0, 1, 2, 2, 3, 4], "a row's number is there once.* 2"),
+        ([0, 1, 4], "all its rows, from 0 to the last; 2 are missing, the first of them 2"),
+        ([1, 2, 3, 4], "1 are missing, the first of them 0"),
+        ([4, 3, 2, 1, 0], None),
+    ],
+)
+def test_a_dump_of_ours_has_each_row_once_and_no_gap(dump, format, rows, message):
+    path = dump(format=format, rows=rows)
+    if message is None:
+        assert read(path)[0][1]["next", "reward"].flatten().tolist() == rows
+    else:
+        with pytest.raises(SourceError, match=f"step_00000000.{format}.*{message}"):
+            read(path)
+
+
+def test_a_line_that_is_skipped_leaves_a_gap_that_is_known(dump):
+    path = dump(format="jsonl")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "{", *lines[2:]]))
+    source = open_source(path, skip_bad=True)
+    assert [len(batch) for _, batch in source] == [4]
+    assert source.skipped == 1
+    path.write_text("\n".join([lines[0], lines[1].replace('"step": 0', '"step": 1')]))
+    with pytest.raises(SourceError, match=r"jsonl:2: a file is one step; found \[0, 1\]"):
+        read(path)
+
+
+# -- files together ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["", "rollouts"])
+def test_a_folder_yields_the_steps_of_all_its_formats_in_their_order(dump, tmp_path, place):
+    for step, format in enumerate(["jsonl", "parquet", "jsonl", "parquet"]):
+        dump(step=step, format=format, folder=tmp_path / place)
+    packed = dump(step=10, format="jsonl", folder=tmp_path / place)
+    packed.with_name(f"{packed.name}.gz").write_bytes(gzip.compress(packed.read_bytes()))
+    packed.unlink()
+    assert [step for step, _ in open_source(tmp_path)] == [0, 1, 2, 3, 10]
+
+
+@pytest.mark.parametrize("other", ["parquet", "jsonl.gz"])
+def test_a_step_in_two_formats_is_refused_with_both_files(dump, tmp_path, other):
+    path = dump(step=3, format="jsonl")
+    if other == "parquet":
+        dump(step=3)
+    else:
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(SourceError, match=rf"3\.{other}: a step is in one file; found step 3 in .*3\.jsonl"):
+        read(tmp_path)
+    dump(step=2, format="jsonl", folder=tmp_path / "a")
+    dump(step=2, folder=tmp_path / "b")
+    with pytest.raises(SourceError, match=r"b.*parquet: a step is in one file.*a.*jsonl"):
+        read(f"{tmp_path}/[ab]/*")
+
+
+# -- claims of memory --------------------------------------------------------------------------------
+
+
+def tensors():
+    whole = torch.zeros(1, dtype=torch.int64)
+    yield "expanded", whole.expand(2**33), r"tensor \(8589934592,\) of torch.int64 in 8 bytes"
+    yield "expanded halves", whole.half().expand(2**33), r"tensor \(8589934592,\) of torch.float16 in 2 bytes"
+    yield "overlapping", torch.zeros(9).as_strided((2**20,), (0,)), r"tensor \(1048576,\) of .*32 in 36 bytes"
+    yield "of a plane", whole.expand(2**20, 2**20), r"tensor \(1048576, 1048576\) of .*64 in 8 bytes"
+    yield "NumPy", np.zeros(3), "a call of _codecs.encode|Weights only load failed"
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    yield "jagged", nested, "a call of torch"
+    yield "meta", torch.zeros(2**33, device="meta"), "a call of torch._utils._rebuild_meta_tensor"
+    yield "sparse", torch.zeros(9).to_sparse(), "a call of torch._utils._rebuild_sparse_tensor"
+
+
+FIELDS = ["tokens", "loss_mask", "rollout_log_probs", "reward", "status", "group_index"]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_tensor_of_more_items_than_the_file_has_is_refused_by_its_key(tmp_path, field):
+    for name, value, message in tensors():
+        path = slime_dump(tmp_path / "5.pt", 5, [slime_sample(0, 0, 1.0) | {field: value}])
+        assert path.stat().st_size < 4000, name
+        place = rf"sample 0: '{field}' must be .*" if "tensor " in message else ""
+        with pytest.raises(SourceError, match=place + message):
+            read(path)
+
+
+def test_a_tensor_that_has_its_items_is_read(tmp_path):
+    row = torch.arange(8)
+    sample = slime_sample(0, 0, 1.0, tokens=row[2:6], loss_mask=torch.ones(2, dtype=torch.uint8))
+    shape, scores = torch.Size([2]), torch.ones(2).bfloat16()
+    sample["metadata"] = {"shape": shape, "dtype": torch.int8, "set": {1}, "scores": scores}
+    sample["rollout_log_probs"] = torch.nn.Parameter(torch.tensor([-0.5, -0.25]))
+    [(_, batch)] = read(slime_dump(tmp_path / "5.pt", 5, [sample]))
+    assert batch["tokens", "full"].tolist() == [[2, 3, 4, 5]]
+
+
+def repacked(path, change, compression=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path) as archive:
+        items = {item.filename: archive.read(item) for item in archive.infolist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in items.items():
+            archive.writestr(name, change(data) if name.endswith(".pkl") else data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [
+        (b"__builtin__\nbytearray", b"\x8a\x05\x00\x00\x00\x00\x10"),
+        (b"builtins\nbytearray", b"\x8a\x05\x00\x00\x00\x00\x10"),
+        (b"torch._utils\n_rebuild_qtensor", b"N"),
+        (b"torch\nLongTensor", b"\x8a\x05\x00\x00\x00\x00\x10"),
+        (b"torch.storage\nUntypedStorage", b"\x8a\x05\x00\x00\x00\x00\x10"),
+        (b"_codecs\nencode", b"X\x01\x00\x00\x00aX\x06\x00\x00\x00utf-32"),
+    ],
+)
+def test_a_call_that_takes_memory_by_a_number_is_refused(tmp_path, function, argument):
+    """The number is 2^36."""
+    call = b"c" + function + b"\n(" + argument + b"tR."
+    name = function.decode().replace("\n", ".")
+    for before in (
+        b"",
+        b"X\x0e\x00\x00\x00ctorch\nfloat32",
+        b"ctorch\nSize\n",
+    ):  # what may look like a call, too
+        path = repacked(slime_dump(tmp_path / "5.pt"), lambda _, start=before: b"\x80\x02" + start + call)
+        with pytest.raises(SourceError, match=f"without running code; found a call of {name}"):
+            read(path)
+
+
+def test_an_archive_that_grows_is_refused(tmp_path):
+    samples = [slime_sample(0, 0, 1.0, tokens=torch.zeros(2**16, dtype=torch.int64))]
+    path = slime_dump(tmp_path / "5.pt", 5, samples)
+    with pytest.raises(SourceError, match="found a compressed archive"):
+        read(repacked(path, bytes, zipfile.ZIP_DEFLATED))
+
+
+def test_tokens_that_samples_share_count_for_each(tmp_path, monkeypatch):
+    monkeypatch.setattr("headrace.pipeline.sources.slime.SHARED", 2**10)
+    tokens = torch.arange(2**12)
+    shared = [slime_sample(0, i, 1.0, tokens=tokens, loss_mask=None) for i in range(100)]
+    with pytest.raises(SourceError, match=r"sample \d+: the lists in a file of this size have at most"):
+        read(slime_dump(tmp_path / "5.pt", 5, shared))
+    assert len(read(slime_dump(tmp_path / "6.pt", 6, shared[:2]))) == 1
+
+
+def test_lengths_that_are_only_claimed_make_no_batch(tmp_path):
+    step = tinker_row(0, 0, 0.0)["steps"][0] | {"ac_len": 2**24, "episode_done": True}
+    rows = [tinker_row(0, i, 0.0, steps=[step]) for i in range(200)]
+    with pytest.raises(SourceError, match=r"at most 2147483648 tokens in rows × the longest.*200 rows"):
+        read(write_lines(tmp_path / "train_rollout_summaries.jsonl", rows))
+
+
+def test_one_long_row_does_not_pad_many_short_ones_to_it():
+    rows = [Sample(0, i, 1.0, tokens=[1] * (2**20 if i == 0 else 1)) for i in range(100)]
+    with pytest.raises(SourceError, match="padding included; found 100 rows and 1048576 tokens"):
+        to_batch(rows)
+    assert to_batch(rows[:2])["tokens", "full"].shape == (2, 2**20)
+
+
+def test_rows_that_take_no_room_in_a_file_are_counted_before_they_are_read(dump, tmp_path, monkeypatch):
+    path = dump()
+    for name, most in (("MAX_ROWS", 4), ("MAX_VALUES", 40)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"headrace.pipeline.sources.parquet.{name}", most)
+            assert "found 5 rows, with" in refusal(path)
+    monkeypatch.setattr("headrace.pipeline.sources.open.MAX_ROWS", 1)
+    with pytest.raises(SourceError, match="a step has at most 1 rows; step 4 has more"):
+        read(trl_dump(tmp_path / "trl" / "c.parquet"), **PROMPT)
+
+
+# -- what a terminal would obey ----------------------------------------------------------------------
+
+NASTY = "\x1b[31m[bold]\u202e\a\r\x9b:100:\x00"
+
+
+def obeyed(text):
+    """Characters that a terminal or a browser obeys."""
+    return {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
+
+
+def nasty(value):
+    """The value with one text or key more in it that is nasty, at each place that there is."""
+    if isinstance(value, dict):
+        yield {NASTY: 1, **value}
+        for key, inner in value.items():
+            yield {name: v for name, v in value.items() if name != key} | {f"{key}{NASTY}": inner}
+            for other in nasty(inner):
+                yield {**value, key: other}
+    elif isinstance(value, list) and value:
+        for other in nasty(value[0]):
+            yield [other, *value[1:]]
+    yield NASTY
+    yield [NASTY]
+    yield {NASTY: NASTY}
+
+
+def outcome(function, *arguments):
+    """What a task prints, and the message of its error, as the command would show them."""
+    console = Console(width=200, file=io.StringIO())
+    error = ""
+    try:
+        function(*arguments, console)
+    except (SourceError, BatchError) as err:
+        error = str(err)
+    return console.file.getvalue() + error
+
+
+LINES = {name: (records[0], PROMPT if name == "nemo_rl" else {}) for name, records in NAMED.items()}
+QUIET = ["report.html=false", "pipeline.stages.gate.group_size=2"]
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_nothing_in_a_line_reaches_an_error_unescaped(tmp_path, name):
+    good, options = LINES[name]
+    for bad in nasty(good):
+        path = lines_of(tmp_path / NASTY.replace("\0", ""), name, [bad])
+        for format in (name, "auto"):
+            message = refusal(path, format, **options)
+            assert not obeyed(message)
+            assert not message or "[bold]" in message
+
+
+def test_nothing_in_a_table_reaches_an_error_unescaped(tmp_path, dump):
+    odd = {NASTY: 1}
+    path = tmp_path / f"{NASTY[:-1]}.parquet"
+    for name, value in {"accuracy": NASTY, NASTY: odd, "step": NASTY, "prompt": odd}.items():
+        trl_dump(path, **{name: [value] * 2})
+        message = refusal(path, "trl", reward_key=name, **PROMPT)
+        assert message
+        assert not obeyed(message)
+    ours = dump()
+    whole = pq.read_table(ours)
+    for name in whole.column_names:
+        for value in (NASTY, odd):
+            pq.write_table(
+                whole.set_column(whole.column_names.index(name), name, pa.array([value] * 5)), ours
+            )
+            assert not obeyed(refusal(ours))
+    pq.write_table(whole.replace_schema_metadata({"headrace.schema": NASTY}), ours)
+    assert r"found '\x1b[31m[bold]\u202e" in refusal(ours)
+
+
+def test_nothing_in_a_pickle_reaches_an_error_unescaped(tmp_path):
+    path = tmp_path / f"{NASTY[:-1]}.pt"
+    for bad in nasty({"rollout_id": 1, "samples": [slime_sample(0, 0, 1.0)]}):
+        torch.save(bad, path)
+        assert not obeyed(refusal(path))
+    call = b"\x80\x02c\x1b[31m\xe2\x80\xae\nx\n."
+    message = refusal(repacked(slime_dump(path), lambda _: call))
+    assert message
+    assert not obeyed(message)
+
+
+TASKS = {"replay": replay, "compare": compare, "plan": tabulate_group_sizes}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_nothing_in_a_file_reaches_the_terminal_unescaped(tmp_path, task):
+    path = tmp_path / "7.jsonl"
+    words = [f"task={task}", f"source.path={path}", "source.format=verl", "source.skip_bad=true", *QUIET]
+    more = ["pipelines=[grpo,dr_grpo]"] if task == "compare" else []
+    rows = [verl_row(f"{i // 2}_{i}_0", float(i % 2), prompt=f"{NASTY} {i // 2}") for i in range(4)]
+    write_lines(path, [{NASTY: 1}, {**rows[0], "score": NASTY}, *rows])
+    arguments = [tmp_path / "out", *([QUIET[1:]] if task == "compare" else [])]
+    text = outcome(TASKS[task], configure("config", *words, *more), *arguments)
+    assert not obeyed(text)
+    assert r"found the keys '\x1b[31m[bold]\u202e\x07\r\x9b:100:\x00'" in text
+    assert r"7.jsonl:2: 'score' must be a finite number; found '\x1b[31m[bold]" in text
+    if task != "plan":
+        assert text.count(r"\x1b[31m[bold]") > 2, "the prompts"
+
+
+def files_of_all_formats(folder, dump):
+    """Files of each reader with what is nasty in one of some places, and the options to read them with."""
+    for name, (good, options) in LINES.items():
+        for bad in islice(nasty(good), 0, None, 6):
+            yield lines_of(folder, name, [good, bad]), {"format": name, **options}
+    for bad in islice(nasty(slime_sample(0, 0, 1.0)), 0, None, 6):
+        yield slime_dump(folder / "1.pt", 1, [slime_sample(0, 1, 0.0), bad]), {}
+    for name in ("prompt", "completion", NASTY):
+        yield trl_dump(folder / "c.parquet", **{name: [NASTY] * 2}), PROMPT
+    yield dump(folder=folder), {}
+    path = dump(folder=folder, format="jsonl")
+    for bad in islice(nasty(json.loads(path.read_text().splitlines()[0])), 0, None, 6):
+        yield write_lines(path, [bad]), {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_nothing_in_a_file_of_any_format_reaches_the_terminal_unescaped(tmp_path, dump, task, monkeypatch):
+    monkeypatch.setattr("headrace.pipeline.tasks.compare.load_pipeline", composed)
+    words = [f"task={task}", "source.path=x", "source.skip_bad=true", "report.html=false", "report.dump=null"]
+    gate = "~pipeline.stages.gate"
+    config = configure("config", *words, *(["pipelines=[grpo,dr_grpo]"] if task == "compare" else [gate]))
+    arguments = [tmp_path / "out", *([[gate]] if task == "compare" else [])]
+    shown = set()
+    for path, options in files_of_all_formats(tmp_path / "in", dump):
+        config.source.update({"path": str(path), "format": "auto", "group_by": None} | options)
+        text = outcome(TASKS[task], config, *arguments)
+        assert not obeyed(text)
+        shown |= {path.name} if "[bold]" in text else set()
+    assert shown >= {"dump.jsonl", "1.pt"}
+
+
+def test_a_line_number_is_no_emoji(tmp_path):
+    from command import headrace_here
+
+    good = [verl_row(f"a_{i}_0", 1.0) for i in range(99)]
+    write_lines(tmp_path / "7.jsonl", [*good, {"[bold]": 1}])
+    done = headrace_here(tmp_path, "task=plan", "source.path=7.jsonl", check=False)
+    assert "7.jsonl:100: the key 'input' is required; found the keys '[bold]'" in done.stderr
+
+
+def test_the_page_shows_what_would_turn_its_text_around(make_batch):
+    from headrace.pipeline.report import page_data
+
+    batch = make_batch([1.0, 2], [0, 0])
+    batch["prompt_text"] = [f"one\n{NASTY}\ttwo"] * 2
+    pipeline = Pipeline({})
+    pipeline(batch)
+    data = page_data([make_report(pipeline)], title=NASTY)
+    assert data["steps"][0]["groups"]["label"] == [
+        r"one" "\n" r"\x1b[31m[bold]\u202e\x07\r\x9b:100:\x00" "\t" "two"
+    ]
+    assert not obeyed(data["title"])
+
+
+# -- messages of many --------------------------------------------------------------------------------
+
+
+def crowds():
+    """Samples of one step by what is wrong with them."""
+    yield [Sample(i, 0, 1.0) for i in range(MANY)]
+    yield [Sample(0, i, 1.0, expected_rollouts=1, where="x" * 300) for i in range(MANY)]
+    yield [Sample(0, i, 1.0, policy_version=1 if i == 0 else None, where="x" * 300) for i in range(MANY)]
+    yield [Sample(0, 0, rewards={str(j): 1.0 for j in range(i, MANY + i)}) for i in range(2)]
+    yield [Sample("g" * 10**6, 0, 1.0), Sample("h" * 10**6, 0, 1.0)]
+
+
+@pytest.mark.slow
+def test_messages_about_many_samples_are_short():
+    for rows in crowds():
+        with pytest.raises(SourceError) as caught:
+            to_batch(rows)
+        assert 20 < len(str(caught.value).encode()) < 10_000
+
+
+def crowded_lines():
+    names = {f"key {i}": 0 for i in range(MANY)}
+    yield json.dumps(names)
+    yield json.dumps({"x" * MANY: 0})
+    yield "{" + ", ".join(f'"{name}": 0' for name in [*names, "key 299999"]) + "}"
+    yield json.dumps({**verl_row("a_0_0", 1.0), "uid": "a" * MANY})
+    for value in (list(names), names, "x" * MANY, "\u202e" * MANY, {"x" * MANY: 1}):
+        yield json.dumps({**verl_row("a_0_0", 1.0), "score": value})
+
+
+@pytest.mark.slow
+def test_messages_about_a_line_of_many_are_short(tmp_path):
+    path = tmp_path / "7.jsonl"
+    for line in crowded_lines():
+        path.write_text(line)
+        for format in ("verl", "auto"):
+            with pytest.raises(SourceError) as caught:
+                read(path, format)
+            assert 20 < len(str(caught.value).encode()) < 10_000
+
+
+@pytest.mark.slow
+def test_messages_about_a_table_of_many_are_short(dump):
+    path = dump()
+    whole = pq.read_table(path).slice(0, 1)
+    many = pa.concat_tables([whole] * 1000).combine_chunks()
+    many = pa.concat_tables([many] * (MANY // 1000))
+    for name, values in {
+        "row": np.zeros(MANY, np.int64),
+        "step": np.arange(MANY),
+        "group_id": np.full(MANY, -1),
+        "reward": np.full(MANY, np.nan),
+        "tokens": np.full(MANY, 2**40),
+    }.items():
+        table = many.set_column(many.column_names.index("row"), "row", pa.array(np.arange(MANY)))
+        pq.write_table(table.set_column(table.column_names.index(name), name, pa.array(values)), path)
+        with pytest.raises(SourceError) as caught:
+            read(path)
+        assert 20 < len(str(caught.value).encode()) < 10_000
+    pq.write_table(pa.table({f"{'x' * 1000}{i}": [0] for i in range(3000)}), path)
+    with pytest.raises(SourceError) as caught:
+        read(path)
+    assert 20 < len(str(caught.value).encode()) < 10_000
+
+
+# -- names in parts ----------------------------------------------------------------------------------
+
+
+def test_parts_of_a_name_do_not_run_together(tmp_path):
+    parts = (("a", "b/c"), ("a/b", "c"))
+    rows = [verifiers_row(0, 1.0, task=task, example_id=example) for task, example in parts]
+    [(_, batch)] = read(write_lines(tmp_path / "results.jsonl", rows))
+    assert batch["group_id"].tolist() == [0, 1]
+    assert len(set(batch["group_label"])) == 2
+    rows = [verifiers_row(0, 1.0, example_id=example) for example in (1, "1")]
+    [(_, batch)] = read(write_lines(tmp_path / "results.jsonl", rows))
+    assert batch["group_id"].tolist() == [0, 1]
+
+
+def test_prompts_whose_text_is_one_are_two_groups(tmp_path):
+    messages = [
+        [{"role": "user", "content": "a\nassistant: b"}],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+    ]
+    [(_, batch)] = read(trl_dump(tmp_path / "c.parquet", prompt=messages), **PROMPT)
+    assert len(set(batch["prompt_text"])) == 1
+    assert batch["group_id"].tolist() == [0, 1]
+
+
+def test_a_group_that_is_named_like_a_prompt_is_another(tmp_path):
+    rows = [{**scored_episode(name, 1.0), "group": None} for name in "ab"]
+    [(_, batch)] = read(write_lines(tmp_path / "traces.jsonl", rows), **PROMPT)
+    assert batch["group_id"].tolist() == [0, 0]
+    rows[1]["group"] = {"id": batch["group_label"][0]}
+    [(_, batch)] = read(write_lines(tmp_path / "traces.jsonl", rows), **PROMPT)
+    assert batch["group_id"].tolist() == [0, 1]
+
+
+# -- rewards and statuses ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[1.0, float("inf")]] * 5, "inf"),
+        ([[float("nan")] * 2] * 5, "row 0 has none"),
+        ([[None, None]] + [[1.0, 2.0]] * 4, "row 0 has none"),
+        ([[1.0]] * 5, "two or more numbers"),
+        ([["1", "2"]] * 5, r"fixed_size_list<element: string>\[2\]"),
+    ],
+)
+def test_each_of_several_rewards_in_a_table_is_checked(dump, values, message):
+    path = dump()
+    table = pq.read_table(path)
+    kind = pa.string() if isinstance(values[0][0], str) else pa.float64()
+    lists = pa.array(values, pa.list_(kind, len(values[0])))
+    pq.write_table(table.append_column("rewards", lists), path)
+    with pytest.raises(SourceError, match=f"'reward.*{message}"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "values", ["[1, 1e999]", f"[1, {10**400}]", "[1, true]", "[1]", "[null, null]", '["1", 2]']
+)
+def test_each_of_several_rewards_in_a_line_is_checked(dump, values):
+    path = dump(format="jsonl")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line[:-1] + f', "rewards": {values}}}' for line in lines))
+    with pytest.raises(SourceError, match=r"jsonl:1: .*reward"):
+        read(path)
+
+
+def test_an_empty_status_is_no_status(dump):
+    path = dump(format="jsonl")
+    path.write_text(path.read_text().replace("{", '{"status": "", ', 1))
+    with pytest.raises(SourceError, match=r"jsonl:1: 'status' must be one of completed.*found ''"):
+        read(path)
+    path.write_text(path.read_text().replace('"status": ""', '"status": null', 1))
+    assert read(path)[0][1]["status"].tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_a_reward_that_a_filter_took_out_is_missing_in_either_form(make_batch, tmp_path, format):
+    batch = make_batch([0.0, float("inf"), 1.0], [0, 0, 0])
+    pipeline = Pipeline({"finite": SampleFilter(criterion=Finite(), action="exclude")})
+    pipeline(batch)
+    write_dump(make_report(pipeline), tmp_path, format=format)
+    [(_, again)] = open_source(tmp_path)
+    assert again["next", "reward"].isnan().flatten().tolist() == [False, True, False]
