@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -65,26 +64,3 @@ class Account:
         """The ledger's numbers and what stages measured, as floats. A few device reads."""
         of_rows = {} if self.ledger is None else self.ledger.numbers()
         return of_rows | read_numbers(self.numbers)
-
-
-class LastAccount:
-    """The account of the last batch: of the thread that asks, or where that has run none, of any thread.
-
-    A copy, in a worker process say, begins without one.
-    """
-
-    def __init__(self) -> None:
-        self._of_thread = threading.local()
-        self._of_any: Account | None = None
-
-    @property
-    def account(self) -> Account | None:
-        """None before the first batch, and after one that was refused."""
-        return getattr(self._of_thread, "account", self._of_any)
-
-    @account.setter
-    def account(self, account: Account | None) -> None:
-        self._of_thread.account = self._of_any = account
-
-    def __reduce__(self) -> tuple[type[LastAccount], tuple[()]]:
-        return LastAccount, ()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -20,7 +21,7 @@ from headrace.transforms.split.steps import OptimiserSteps
 from headrace.transforms.tokens import check_mask, knows_loss_tokens, loss_tokens
 
 from .ledger import Ledger
-from .row_table import RowTable
+from .row_table import RowTable, keys_of_stages, log_prob_key_of, weights_of_stages
 from .stage import with_stage
 
 
@@ -35,6 +36,29 @@ class Keys:
     report: Mapping[str, NestedKey]
     reward_weights: Sequence[float] | None
 
+    @classmethod
+    def of(
+        cls,
+        stages: Iterable[Any],
+        loss_mask: NestedKey,
+        ids: Mapping[str, NestedKey | None],
+        report: Mapping[str, NestedKey],
+    ) -> Keys:
+        """The keys of stages.
+
+        Args:
+            stages: in order.
+            loss_mask: where tokens in the loss are.
+            ids: of ``rollouts`` and ``groups``; None where they are not counted.
+            report: where a report finds what goes by other names than the stages'.
+        """
+        stages = list(stages)
+        reported = keys_of_stages(stages)
+        units = {unit: key for unit, key in ids.items() if key is not None}
+        weight = reported.get("loss_weight", "loss_weight")
+        log_prob, rewards = log_prob_key_of(stages), weights_of_stages(stages)
+        return cls(loss_mask, log_prob, weight, units, reported | dict(report), rewards)
+
     def weight_is_written(self, stages: Mapping[str, nn.Module]) -> bool:
         """Whether a stage declares that it writes the loss weights."""
         return any(self.weight in getattr(stage, "out_keys", ()) for stage in stages.values())
@@ -47,10 +71,13 @@ class Passage:
         stages: by name, in order.
         batch: TensorDict ``[N]``, N ≥ 1, that may be written to; `numbered` is it with row numbers.
         keys: where to find what is accounted for.
+        done: these are all the stages there are for these rows.
     """
 
-    def __init__(self, stages: Mapping[str, nn.Module], batch: TensorDictBase, keys: Keys):
-        self.stages, self.keys, self.ranks = stages, keys, present_ranks()
+    def __init__(
+        self, stages: Mapping[str, nn.Module], batch: TensorDictBase, keys: Keys, *, done: bool = True
+    ):
+        self.stages, self.keys, self.ranks, self.done = stages, keys, present_ranks(), done
         if has_key(batch, keys.loss_mask):
             check_mask(batch, keys.loss_mask)
         self.ledger = Ledger(batch, keys.units)
@@ -226,7 +253,7 @@ class Passage:
         if len(batch) == 0:
             return batch
         self.table.update(batch, credit=credit)
-        return batch.set(PROCESSED, torch.ones(len(batch), dtype=torch.bool, device=device_of(batch)))
+        return batch.set(PROCESSED, torch.full((len(batch),), self.done, device=device_of(batch)))
 
 
 def run_empty(stages: Mapping[str, nn.Module], batch: TensorDictBase) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch.distributed as dist
-from rich.console import Console
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
@@ -16,18 +15,18 @@ from headrace.transforms.options import nested_key
 from headrace.transforms.rows import shallow_copy
 from headrace.transforms.split.steps import OptimiserSteps
 
-from .account import Account, LastAccount
-from .ledger import Ledger
+from .account import Account
+from .halves import Half, check_half, check_place, cut_in_two
+from .last_run import LastRun
 from .order import arrange, check_order
 from .passage import Keys, Passage, run_empty
-from .report import StepReport, print_report
-from .row_table import KEYS, keys_of_stages, log_prob_key_of, weights_of_stages
+from .rank_options import RankOptions
+from .row_table import KEYS
 from .run import Run
-from .sharing import Sharing
 from .stage import as_module
 
 
-class Pipeline(BatchTransform):
+class Pipeline(LastRun, BatchTransform):
     """Run named stages in order over a batch, and record where each row went.
 
     A pipeline is a transform like its stages and goes wherever they go. It stamps what it has processed:
@@ -51,12 +50,11 @@ class Pipeline(BatchTransform):
         report_keys: where the report finds ``reward``, ``status``, ``policy_version``, ``expected_rollouts``,
             ``advantage``, ``loss_weight``, ``prompt`` and ``response``, where they go by other names than
             the usual ones.
-        process_group: a group, or ``world``, of ranks that hold rows of their own of one batch, for all
-            stages: what is measured over rows is measured over those of all ranks, as one process would. All
-            of them run every batch, also one in which they have no rows; an error on one is raised on all.
+        process_group: a group, or ``world``, of ranks with rows of their own of one batch: all stages measure
+            over those of all ranks, as one process would. Each runs every batch, also without rows.
         shared_ids: an id that several ranks have is the ``same`` rollout or group there, or ``different``
             ones, or must not be: ``raise``. None: as LossWeight says, else ``raise``.
-        patience: seconds that ranks wait for one another, before each exchange.
+        patience: seconds that ranks wait for one another; an error on one is raised on all.
 
     Raises:
         ValueError: at construction, an order that cannot work, with the two stages' names.
@@ -89,7 +87,7 @@ class Pipeline(BatchTransform):
         shared_ids: SharedIds | None = None,
         patience: float = 600.0,
     ):
-        super().__init__()
+        BatchTransform.__init__(self)
         arranged = arrange(stages, order)
         for name, stage in arranged.items():
             if not callable(stage):
@@ -97,7 +95,7 @@ class Pipeline(BatchTransform):
             if isinstance(stage, Pipeline):
                 raise ValueError(f"stage {name!r} is a pipeline: put its stages into this one instead")
         check_order(arranged)
-        self.sharing = Sharing.of(arranged.values(), process_group, shared_ids, patience)
+        self.rank_options = RankOptions.of(arranged.values(), process_group, shared_ids, patience)
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
         self.order = list(arranged)
         self.loss_mask_key = nested_key(loss_mask_key)
@@ -105,8 +103,10 @@ class Pipeline(BatchTransform):
         self.report_keys = dict(report_keys or {})
         if unknown := sorted(set(self.report_keys) - set(KEYS)):
             raise ValueError(f"report_keys must be among {', '.join(KEYS)}; got {', '.join(unknown)}")
-        self._keys = self._find_keys()
-        self._last = LastAccount()
+        ids = {"rollouts": self.rollout_key, "groups": self.group_key}
+        self._keys = Keys.of(arranged.values(), self.loss_mask_key, ids, self.report_keys)
+        self._half: Half | None = None  # the whole
+        LastRun.__init__(self)
 
     def run(  # type: ignore[override]  # a Run has more to tell than an Outcome
         self, batch: TensorDictBase, epochs: int = 1
@@ -145,32 +145,9 @@ class Pipeline(BatchTransform):
         return self.run(batch, epochs=epochs).minibatches()
 
     @property
-    def account(self) -> Account | None:
-        """What is known of the last batch; None before the first, and after one that a stage refused."""
-        return self._last.account
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """Where each row of the last batch went; None where there was none."""
-        return None if self.account is None else self.account.ledger
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Numbers of the last batch (:attr:`Run.metrics`); empty before the first. A few device reads."""
-        return {} if self.account is None else self.account.metrics
-
-    def report(self, *, step: int = 0, console: Console | None = None, solved: float = 1.0) -> StepReport:
-        """Print a funnel and a table of groups for the last batch, and return its report.
-
-        Args:
-            step: its number.
-            console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
-            solved: least reward of a solved rollout.
-
-        Raises:
-            RuntimeError: there was no batch, or a stage refused it.
-        """
-        return print_report(self, step=step, console=console, solved=solved)
+    def log_prob_key(self) -> NestedKey | None:
+        """Where stages find log-probabilities, of which those that are not finite are out of the loss."""
+        return self._keys.log_prob
 
     @property
     def weighs(self) -> bool:
@@ -181,30 +158,43 @@ class Pipeline(BatchTransform):
         lines = [f"  {i}. {name}: {self.stages[name]!r}" for i, name in enumerate(self.order, start=1)]
         return "\n".join(["Pipeline", *lines])
 
+    def halves(self) -> tuple[Pipeline, Pipeline]:
+        """The stages before the split, for what comes into a replay buffer, and the others, for a sample.
+
+        ``buffer.append_transform(first, invert=True)`` and ``second.minibatches(buffer.sample())``: weights
+        belong to an optimiser step, which is not known before rows are sampled.
+
+        Raises:
+            ValueError: no stage cuts the batch.
+        """
+        return cut_in_two(self)
+
+    def enter(self, batch: TensorDictBase) -> TensorDictBase:
+        """As every transform; of the second half, rows that the first has been over."""
+        return super().enter(check_half(batch, self._half))
+
+    def _inv_call(self, batch: TensorDictBase) -> TensorDictBase:
+        return check_place(batch, self._half)
+
     def _run(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
         if epochs < 1:
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
         self._last.account = None  # a refused batch leaves no account
-        stages, ranks = dict(self.stages.items()), self.sharing.ranks()
+        stages, ranks = dict(self.stages.items()), self.rank_options.ranks()
         with sharing(ranks), labels_in_errors(batch, self._id_keys()):
             flat = self.enter(batch)
-            admitted = flat if ranks is None else ranks.admit(flat, self._same_on_all_ranks(epochs))
+            admitted = (
+                flat if ranks is None else ranks.admit(flat, self.rank_options.same_on_all(stages, epochs))
+            )
             if admitted is None or (ranks is None and flat.shape.numel() == 0):
                 run_empty(stages, flat)
                 run = Run(Account.of(stages), batch, None, epochs)
             else:
-                passage = Passage(stages, shallow_copy(admitted), self._keys)
+                passage = Passage(stages, shallow_copy(admitted), self._keys, done=self._half != "first")
                 done, steps = self._pass(passage, epochs, whole)
                 run = Run(Account.of(stages, passage), done, steps, epochs)
         self._last.account = run.account
         return run
-
-    def _same_on_all_ranks(self, epochs: int) -> str:
-        stages = [(name, self.stages[name]) for name in self.order]
-        lines = [
-            f"{name}: {s.same_on_all_ranks() if isinstance(s, BatchTransform) else s!r}" for name, s in stages
-        ]
-        return "\n".join([f"epochs={epochs}", f"shared_ids={self.sharing.shared_ids!r}", *lines])
 
     def _pass(
         self, passage: Passage, epochs: int, whole: bool
@@ -216,12 +206,3 @@ class Pipeline(BatchTransform):
         at = cuts.index(True)
         before, name, later = self.order[:at], self.order[at], self.order[at + 1 :]
         return passage.cut(name, later, passage.through(before, passage.numbered), epochs, whole=whole)
-
-    def _find_keys(self) -> Keys:
-        reported = keys_of_stages(self.stages.values())
-        weight = reported.get("loss_weight", "loss_weight")
-        ids = {"rollouts": self.rollout_key, "groups": self.group_key}
-        units = {unit: key for unit, key in ids.items() if key is not None}
-        rewards = weights_of_stages(self.stages.values())
-        log_prob = log_prob_key_of(self.stages.values())
-        return Keys(self.loss_mask_key, log_prob, weight, units, reported | self.report_keys, rewards)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.transforms import BatchError
-from headrace.transforms.distributed import check_one_way, resolve_group
-from headrace.transforms.distributed.ranks import tell_apart
+from headrace.transforms.distributed import check_one_way, resolve_group, tell_apart
 
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=20)
 

@@ -33,7 +33,6 @@ GROUND = (
     "rewards",
     "rows",
     "schema",
-    "seeds",
     "sums",
     "tokens",
 )

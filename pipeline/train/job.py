@@ -106,6 +106,7 @@ def _train_step(
         reduce=weighted_loss if pipeline.weighs else total_loss,
         max_grad_norm=config.train.max_grad_norm,
         loss_mask_key=pipeline.loss_mask_key,
+        log_prob_key=pipeline.log_prob_key,
     )
     return taken, make_report(run, step=step, solved=config.report.solved)
 

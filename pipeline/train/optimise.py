@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headrace.transforms import BatchError, split_microbatches, weighted_loss
 from headrace.transforms.distributed import resolve_group
 from headrace.transforms.rows import device_of
-from headrace.transforms.schema import MICROBATCH, has_key
+from headrace.transforms.schema import MICROBATCH, RANK, has_key
 from headrace.transforms.tokens import loss_tokens
 
 
@@ -27,6 +27,7 @@ def optimise(
     max_grad_norm: float | None = None,
     process_group: dist.ProcessGroup | str | None = None,
     loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+    log_prob_key: NestedKey | None = ("log_probs", "full"),
 ) -> int:
     """Take one optimiser step per minibatch, whose micro-batches' gradients add up.
 
@@ -48,7 +49,8 @@ def optimise(
         max_grad_norm: clips the gradient of an optimiser step; None: not clipped.
         process_group: of ranks whose gradients are summed; a process group, or ``world``. None: there is one
             rank, or the model sums or averages them itself, as DDP does.
-        loss_mask_key: (n, T) bool, read where the batch has no ``num_tokens``.
+        loss_mask_key: (n, T) bool, by which tokens in the loss are counted.
+        log_prob_key: (n, T) float, as LossWeight reads it; None: not looked at.
 
     Returns:
         The number of optimiser steps taken.
@@ -57,7 +59,7 @@ def optimise(
         TypeError: `minibatches` is one TensorDict.
         ValueError: `max_grad_norm` is not above 0.
         BatchError: a gradient that is not finite, before the step is taken; a batch of several minibatches
-            in place of a minibatch.
+            in place of a minibatch; rows that were not weighed together, such as a sample of a replay buffer.
         MissingKeyError: there are no weights (see `reduce`).
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -74,7 +76,7 @@ def optimise(
     while (minibatch := next(stream, None)) is not None:
         cut = has_key(minibatch, MICROBATCH)
         microbatches = list(split_microbatches(minibatch)) if cut else [minibatch]
-        trains = _has_tokens(minibatch, loss_mask_key, group)
+        trains = _has_tokens(minibatch, loss_mask_key, log_prob_key, group)
         del minibatch  # else two of them would be in memory when the next one is gathered
         if not trains:
             continue
@@ -135,20 +137,41 @@ def total_loss(
     return torch.stack([value.squeeze() for value in losses.values()]).sum()
 
 
-def _has_tokens(minibatch: TensorDictBase, loss_mask_key: NestedKey, group: dist.ProcessGroup | None) -> bool:
-    """Whether the minibatch, on any of its ranks, has a token in the loss."""
-    trains = False
+def _has_tokens(
+    minibatch: TensorDictBase,
+    loss_mask_key: NestedKey,
+    log_prob_key: NestedKey | None,
+    group: dist.ProcessGroup | None,
+) -> bool:
+    """Whether the optimiser step, on any of its ranks, has a token in the loss.
+
+    Raises:
+        BatchError: rows were weighed for another step, and their weights do not add up to its mean.
+    """
+    tokens, most, least = 0.0, 0.0, float("inf")
     if len(minibatch):
-        if has_key(minibatch, "num_tokens"):
-            trains = bool((minibatch.get("num_tokens") > 0).any())
-        else:
-            tokens = loss_tokens(minibatch, loss_mask_key, ("log_probs", "full"))
-            trains = bool(tokens.sum() > 0)
+        own = loss_tokens(minibatch, loss_mask_key, log_prob_key).sum()
+        weighed_for = minibatch.get("num_tokens", None)
+        ends = [own] if weighed_for is None else [own, weighed_for.amax(), weighed_for.amin()]
+        tokens, *bounds = torch.stack(ends).tolist()
+        most, least = bounds or (most, least)
+    spread = dist.is_initialized() or has_key(minibatch, RANK)  # over ranks of which nothing is known here
     if group is not None:  # ranks take a step together: else gradients of different steps would add up
-        flag = torch.tensor([int(trains)], device=device_of(minibatch))
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        trains = bool(flag)
-    return trains
+        device = device_of(minibatch)
+        total = torch.tensor([tokens], dtype=torch.float64, device=device)
+        ends = torch.tensor([most, -least], dtype=torch.float64, device=device)
+        dist.all_reduce(total, group=group)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+        tokens, most, least, spread = float(total), float(ends[0]), -float(ends[1]), False
+    weighed = least < float("inf")
+    if weighed and (least != most or tokens > most or (tokens < most and not spread)):
+        steps = f"{most:g}" if least == most else f"{least:g} to {most:g}"
+        raise BatchError(
+            f"the rows of a step are those that were weighed together; these have {tokens:g} tokens in the "
+            f"loss, and were weighed for a step of {steps} (num_tokens): their weights would not add up. "
+            "Weigh what is trained: first, second = pipeline.halves(), the second for what a buffer samples"
+        )
+    return tokens > 0
 
 
 def _add_up(parameters: list[Tensor], group: dist.ProcessGroup) -> None:

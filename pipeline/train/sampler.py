@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from headrace.transforms.options import describe_options, one_of
-from headrace.transforms.seeds import stream_seed
+from headrace.transforms.split.seeds import stream_seed
 
 
 class RepeatSampler(Sampler[int]):

@@ -1,9 +1,9 @@
 """Ranks that share a batch: they meet, exchange what statistics need, and refuse together."""
 
 from .meeting import OtherRankError
-from .options import SharedIds, check_one_way, check_sharing, resolve_group
 from .population import Population, population_of
-from .ranks import Ranks, present_ranks, sharing
+from .process_group import SharedIds, check_one_way, check_sharing, resolve_group
+from .ranks import Ranks, present_ranks, sharing, tell_apart
 
 __all__ = [
     "OtherRankError",
@@ -16,4 +16,5 @@ __all__ = [
     "present_ranks",
     "resolve_group",
     "sharing",
+    "tell_apart",
 ]

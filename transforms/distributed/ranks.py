@@ -18,7 +18,7 @@ from headrace.transforms.ids import first_row
 from headrace.transforms.rows import describe_columns, without_rows
 
 from .meeting import Meetings, OtherRankError
-from .options import SharedIds
+from .process_group import SharedIds
 
 
 class Gathered(NamedTuple):

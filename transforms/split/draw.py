@@ -15,7 +15,6 @@ from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import first_row
 from headrace.transforms.rows import device_of, take_rows
 from headrace.transforms.schema import ROW
-from headrace.transforms.seeds import stream_seed
 
 from .checkpoint import SplitState
 from .cut_options import CutOptions
@@ -24,6 +23,7 @@ from .gather import mark
 from .minibatches import Cut, Remainder, shuffle_split
 from .plan import Dealt, Plan, deal_minibatches, make_plan, measure
 from .progress import Progress
+from .seeds import stream_seed
 
 
 class Draw(NamedTuple):
@@ -105,24 +105,27 @@ def agree_on_counts(counts: list[list[int]], cut: CutOptions, ranks: Ranks) -> l
     return [[max(step) for step in zip_longest(*of_ranks, fillvalue=0)] for of_ranks in passes]
 
 
-def refuse_torn(ids: Tensor, unit: str, cut: CutOptions, ranks: Ranks) -> None:
-    """Refuse units with rows on several ranks, where each rank draws minibatches of its own.
+def meet_to_draw(ids: Tensor | None, unit: str, cut: CutOptions, state: SplitState, taken: int) -> None:
+    """Let ranks that share the batch draw only where each can keep its units together, from the same state.
 
     Args:
-        ids: (N,) int64, the units of this rank's rows.
+        ids: (N,) int64, the units of this rank's rows; None: each is one.
         unit: what they are.
         cut: how.
-        ranks: that share the batch.
+        state: before the batch.
+        taken: minibatches of it that were taken before an interruption.
 
     Raises:
-        BatchError: on every rank alike, with the ids.
+        BatchError: on every rank alike, units with rows on several ranks: each rank draws minibatches of its
+            own. With the ids.
     """
-    if cut.minibatches == 1 or ranks.shared_ids in (None, "different"):
+    if (ranks := present_ranks()) is None:
         return
-    number = torch.full_like(ids, ranks.rank)
-    found = ranks.gather([number], {f"{unit}s": ids}).columns
-    first = first_row(found[1])
-    torn = found[1][found[0].index_select(0, first) != found[0]].unique().tolist()
+    ranks.meet(f"{state.calls} draws before, and {taken} minibatches taken")
+    if ids is None or cut.minibatches == 1 or ranks.shared_ids in (None, "different"):
+        return
+    rank, every = ranks.gather([torch.full_like(ids, ranks.rank)], {f"{unit}s": ids}).columns
+    torn = every[rank.index_select(0, first_row(every)) != rank].unique().tolist()
     if torn:
         raise BatchError(
             f"{unit}s {listing(map(str, torn))} have rows on more than one rank, and each rank draws its own "

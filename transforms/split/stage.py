@@ -17,7 +17,7 @@ from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_k
 
 from .checkpoint import SplitState, with_carried
 from .cut_options import CutOptions, Oversized
-from .draw import Draw, conclude, draw_plans, refuse_torn
+from .draw import Draw, conclude, draw_plans, meet_to_draw
 from .gather import LossColumns
 from .memory import SplitMemory
 from .microbatches import Balance
@@ -166,12 +166,9 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         if state.carried is not None:
             unit = "group" if self.unit == "group" else "rollout"
             batch = with_carried(batch, state.carried, getattr(self, f"{unit}_key"), unit)
-        ids, lengths = self._units(batch), self._lengths(batch)
-        if (ranks := present_ranks()) is not None:
-            ranks.meet(f"{state.calls} draws before, and {progress.taken} minibatches taken")
-            if ids is not None:
-                refuse_torn(ids, self.unit, cut, ranks)
-        ids = None if ids is None else ids.cpu()
+        ids = None if self.unit == "sample" else self.ids(batch, self.unit)
+        meet_to_draw(ids, self.unit, cut, state, progress.taken)
+        ids, lengths = None if ids is None else ids.cpu(), self._lengths(batch)
         plans = draw_plans(ids, lengths, cut, calls=state.calls, epochs=epochs)
         return conclude(batch, plans, lengths, cut, progress)
 
@@ -192,10 +189,6 @@ class ShuffleSplit(SplitMemory, BatchTransform):
             ranks.meet("to accept the draw")  # none remembers a batch that another refuses
         self.remember(draw.state, draw.progress)
         return steps
-
-    def _units(self, batch: TensorDictBase) -> Tensor | None:
-        """(N,) int64, which rows are one unit; None: each is one."""
-        return None if self.unit == "sample" else self.ids(batch, self.unit)
 
     def _lengths(self, batch: TensorDictBase) -> Tensor:
         """(N,) int64 on the CPU, tokens a row; 0 where nobody asks."""

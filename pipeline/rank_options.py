@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from headrace.transforms.base import BatchTransform
 from headrace.transforms.distributed import Ranks, SharedIds, check_sharing, resolve_group
 
 
 @dataclass(frozen=True)
-class Sharing:
+class RankOptions:
     """The ranks that hold rows of their own of one batch.
 
     Attributes:
@@ -26,7 +27,9 @@ class Sharing:
     patience: float
 
     @classmethod
-    def of(cls, stages: Iterable[Any], group: Any, shared_ids: SharedIds | None, patience: float) -> Sharing:
+    def of(
+        cls, stages: Iterable[Any], group: Any, shared_ids: SharedIds | None, patience: float
+    ) -> RankOptions:
         """What a pipeline says, or one of its stages where it does not.
 
         Raises:
@@ -48,6 +51,14 @@ class Sharing:
         meaning: Any = next(iter(meanings), "raise")
         check_sharing(found, meaning, patience)
         return cls(found, meaning, patience)
+
+    def same_on_all(self, stages: Mapping[str, Any], epochs: int) -> str:
+        """What must be the same on all ranks that share a batch, in words: a line each."""
+        texts = [
+            f"{name}: {stage.same_on_all_ranks() if isinstance(stage, BatchTransform) else repr(stage)}"
+            for name, stage in stages.items()
+        ]
+        return "\n".join([f"epochs={epochs}", f"shared_ids={self.shared_ids!r}", *texts])
 
     def ranks(self) -> Ranks | None:
         """The ranks, for one batch; None where this process has the whole of it.

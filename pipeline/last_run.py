@@ -1,0 +1,69 @@
+"""What the last run of the calling thread said, as a pipeline shows it."""
+
+from __future__ import annotations
+
+import threading
+
+from rich.console import Console
+
+from .account import Account
+from .ledger import Ledger
+from .report import StepReport, print_report
+
+
+class LastAccount:
+    """The account of the last batch: of the thread that asks, or where that has run none, of any thread.
+
+    A copy, in a worker process say, begins without one.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+        self._of_any: Account | None = None
+
+    @property
+    def account(self) -> Account | None:
+        """None before the first batch, and after one that was refused."""
+        return getattr(self._of_thread, "account", self._of_any)
+
+    @account.setter
+    def account(self, account: Account | None) -> None:
+        self._of_thread.account = self._of_any = account
+
+    def __reduce__(self) -> tuple[type[LastAccount], tuple[()]]:
+        return LastAccount, ()
+
+
+class LastRun:
+    """Views of the last run: of the calling thread's, or where it has had none, of any thread's."""
+
+    def __init__(self) -> None:
+        self._last = LastAccount()
+
+    @property
+    def account(self) -> Account | None:
+        """What is known of the last batch; None before the first, and after one that a stage refused."""
+        return self._last.account
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Where each row of the last batch went; None where there was none."""
+        return None if self.account is None else self.account.ledger
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last batch (:attr:`Run.metrics`); empty before the first. A few device reads."""
+        return {} if self.account is None else self.account.metrics
+
+    def report(self, *, step: int = 0, console: Console | None = None, solved: float = 1.0) -> StepReport:
+        """Print a funnel and a table of groups for the last batch, and return its report.
+
+        Args:
+            step: its number.
+            console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
+            solved: least reward of a solved rollout.
+
+        Raises:
+            RuntimeError: there was no batch, or a stage refused it.
+        """
+        return print_report(self, step=step, console=console, solved=solved)

@@ -1,0 +1,114 @@
+"""Weights belong to an optimiser step: rows that a buffer samples are weighed after that, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batches import batch_of
+from composed import composed
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+
+from headrace.pipeline import Pipeline, optimise
+from headrace.transforms import BatchError, FanOutCollapse, ProcessedTwiceError
+
+RECIPE = ("pipeline=grpo", "pipeline.stages.gate.group_size=4")
+UNITS = ("token", "sample", "rollout", "group")
+
+
+def collected(first_group: int = 0) -> TensorDict:
+    """Four groups of four rollouts, every third of two segments."""
+    rows = [(g, 4 * g + k, float((g + k) % 3)) for g in range(first_group, first_group + 4) for k in range(4)]
+    rows = [row for i, row in enumerate(rows) for _ in range(2 if i % 3 == 0 else 1)]
+    groups, rollouts, rewards = zip(*rows, strict=True)
+    return batch_of(rewards, groups, rollouts)
+
+
+def buffer_of(*transforms: tuple[Pipeline, bool], size: int = 6) -> ReplayBuffer:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(64), sampler=SamplerWithoutReplacement(), batch_size=size)
+    for transform, invert in transforms:
+        buffer.append_transform(transform, invert=invert)
+    return buffer
+
+
+class LinearLoss(torch.nn.Module):
+    """A per-token term whose value is the parameter, so that a step's gradient is the sum of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch: TensorDict) -> TensorDict:
+        mask = batch["masks", "all_assistant_mask"]
+        return TensorDict({"loss_objective": self.scale * mask}, batch_size=[])
+
+
+def weight_of(minibatches) -> float:
+    loss = LinearLoss()
+    optimise(minibatches, loss, torch.optim.SGD(loss.parameters(), lr=1.0))
+    return -float(loss.scale.detach())
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_sample_that_is_weighed_as_a_step_adds_up_to_one(unit):
+    first, second = composed(*RECIPE, f"pipeline.stages.weight.unit={unit}").halves()
+    buffer = buffer_of((first, True))
+    buffer.extend(collected())
+    for sample in buffer:
+        assert weight_of(second.minibatches(sample)) == pytest.approx(1.0)
+    through = buffer_of((first, True), (second, False))
+    through.extend(collected(4))
+    assert weight_of([through.sample()]) == pytest.approx(1.0)
+
+
+def test_the_halves_together_are_the_whole():
+    pipeline = composed(*RECIPE, "pipeline.stages.split.shuffle=false")
+    first, second = pipeline.halves()
+    whole, halved = pipeline(collected()), second(first(collected()))
+    assert (first.order, second.order) == (["gate", "collapse", "filter", "advantage"], ["split", "weight"])
+    for key in ("advantage", "loss_weight", "num_tokens", ("headrace", "minibatch")):
+        assert torch.equal(whole[key], halved[key])
+    assert halved["headrace", "processed"].all()
+    assert first.metrics["rows/trained"] == second.metrics["rows/in"] == len(halved)
+
+
+@pytest.mark.parametrize("fold", ["none", "token_mean"])
+@pytest.mark.parametrize("how", ["a part", "two batches", "a part of two"])
+def test_rows_that_were_not_weighed_together_are_no_step(how, fold):
+    pipeline = composed(*RECIPE, f"pipeline.stages.weight.fold={fold}")
+    one, two = pipeline(collected()), pipeline(collected(4))
+    step = {
+        "a part": lambda: one[:4],
+        "two batches": lambda: torch.cat([one, two]),
+        "a part of two": lambda: torch.cat([one[:4], two[:4]]),
+    }[how]().exclude(("headrace", "minibatch"), ("headrace", "microbatch"))
+    with pytest.raises(BatchError, match=r"weighed together; these have \d+ tokens .*pipeline.halves\(\)"):
+        weight_of([step])
+
+
+def test_a_pipeline_on_the_wrong_side_of_a_buffer_says_where_it_belongs():
+    pipeline = composed(*RECIPE)
+    first, second = pipeline.halves()
+    for buffer in (
+        buffer_of((pipeline, False)),
+        buffer_of((first, False)),
+        ReplayBuffer(storage=LazyTensorStorage(64), batch_size=6, transform=composed(*RECIPE)),
+    ):
+        with pytest.raises(TypeError, match=r"append_transform\(pipeline, invert=True\)"):
+            buffer.extend(collected())
+    weighed = buffer_of((second, True))
+    weighed.extend(first(collected()))
+    with pytest.raises(TypeError, match=r"second.minibatches\(buffer.sample\(\)\)"):
+        weighed.sample()
+
+
+def test_halves_take_each_others_rows_and_nobody_elses():
+    first, second = composed(*RECIPE).halves()
+    with pytest.raises(BatchError, match="takes rows that the first has been over; got 22 others"):
+        second(collected())
+    with pytest.raises(ProcessedTwiceError):
+        first(first(collected()))
+    with pytest.raises(ProcessedTwiceError, match="got 22 rows that were cut and weighed already"):
+        second(second(first(collected())))
+    with pytest.raises(ValueError, match="halved where it cuts the batch, by ShuffleSplit"):
+        Pipeline({"collapse": FanOutCollapse()}).halves()
