@@ -133,3 +133,13 @@ def test_forms_and_workflows_are_yaml_and_run_the_tests():
     for hook in hooks:
         for word in hook["entry"].split():
             assert not word.startswith("tools/") or (ROOT / word).exists(), word
+
+
+def test_every_promise_names_a_test_that_there_is():
+    page = (ROOT / "docs/guarantees.md").read_text()
+    promises = [line for line in page.splitlines() if line.startswith("| ")]
+    for line in [line for line in promises if line != "| promise | held by |"]:
+        found = re.findall(r"`(tests/\w+\.py)::(\w+)`", line)
+        assert found, line
+        for file, test in found:
+            assert re.search(rf"^def {test}\(", (ROOT / file).read_text(), re.MULTILINE), test
