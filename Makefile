@@ -30,6 +30,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/advantage.py
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/replay.py
+	$(BIN)/python benchmarks/ranks.py
 
 # What follows from the code: the YAML nodes of the stages, and the page of recipes.
 generate: $(STAMP)

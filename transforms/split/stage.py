@@ -67,8 +67,8 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         linear: 6 × the model's hidden size, say.
         ranks: that share the batch, each holding the whole of it, ≥ 1.
         rank: which of them this is, to get its part alone; None: all, one after the other.
-        process_group: a group, or ``world``, of ranks that hold rows of their own: they agree on the number
-            of micro-batches, and raise where their numbers of minibatches differ.
+        process_group: a group, or ``world``, of ranks that hold rows of their own: each takes as many steps,
+            of as many micro-batches, and one without rows empty ones. A pipeline takes it over for all.
         shuffle: False keeps the order of first rows.
         seed: of the order.
         rollout_key: (N,) or (N, 1) int; None: each row is a rollout.

@@ -68,7 +68,7 @@ class LossWeight(BatchTransform):
             weights are multiplied by the number of ranks.
         ranks: that share a batch which each of them holds whole (``ShuffleSplit(ranks=...)``), ≥ 1.
         process_group: a group, or ``world``, of ranks that hold rows of their own, whose steps have one
-            denominator.
+            denominator. A pipeline takes it over for all stages.
         shared_ids: an id that several ranks of the process group have is the ``same`` unit there, or
             ``different`` ones, or must not be: ``raise``.
         dtype: of the weight; None: that of the advantage, at least float32.
