@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from tensordict import TensorDictBase
 from torch import nn
@@ -12,9 +12,6 @@ from headrace.transforms.errors import BatchError, ProcessedTwiceError
 from headrace.transforms.schema import PROCESSED, has_key
 
 from .last_run import LastAccount
-
-if TYPE_CHECKING:
-    from .pipeline import Pipeline
 
 Half = Literal["first", "second"]
 
@@ -25,7 +22,7 @@ ON_THE_WAY_IN = (
 )
 
 
-def cut_in_two(pipeline: Pipeline) -> tuple[Pipeline, Pipeline]:
+def cut_in_two(pipeline: Any) -> tuple[Any, Any]:
     """Pipelines of the stages before the one that cuts, and of the others.
 
     Raises:
@@ -39,7 +36,7 @@ def cut_in_two(pipeline: Pipeline) -> tuple[Pipeline, Pipeline]:
     return first, _part_of(pipeline, pipeline.order[at:], "second")
 
 
-def _part_of(pipeline: Pipeline, names: list[str], half: Half) -> Pipeline:
+def _part_of(pipeline: Any, names: list[str], half: Half) -> Any:
     part = copy.copy(pipeline)
     part.__dict__ = pipeline.__dict__ | {"_modules": dict(pipeline.__dict__["_modules"])}
     part.stages = nn.ModuleDict({name: pipeline.stages[name] for name in names})

@@ -104,5 +104,5 @@ def test_ranks_with_rows_of_their_own_agree_whom_to_leave_out(tmp_path):
     assert set(microbatch) == {0, 1}
     assert first["one has long rollouts"][1] == [0, 0, 0, 1, 1, 1]
     assert second["one has long rollouts"] == ([[2, 3], [9, 9], [0, 0], [0, 1]], [0, 0])
-    assert "would leave out all 3 rows" in first["nobody can"]
-    assert "would leave out all 2 rows" in second["nobody can"]
+    assert "would leave out all" in first["nobody can"]
+    assert "would leave out all" in second["nobody can"]
