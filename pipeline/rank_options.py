@@ -36,7 +36,7 @@ class RankOptions:
             ValueError: two say different things: statistics would be of other rows than denominators.
         """
         groups = {id(group) if not isinstance(group, str) else group: group} if group is not None else {}
-        meanings = {shared_ids} - {None}
+        meanings: set[Any] = {shared_ids} - {None}
         for stage in stages:
             own = getattr(stage, "process_group", None)
             if own is not None:

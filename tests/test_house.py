@@ -45,6 +45,7 @@ PUBLIC += ("pipeline.tasks.replay",)
 INNER = {
     "test_balance.py": {"transforms.split.balance", "transforms.split.bins"},
     "balance.py": {"transforms.split.balance"},
+    "ranks.py": {"transforms.distributed"},
     "test_cores.py": {
         "transforms.advantage.baselines",
         "transforms.advantage.grouping",

@@ -217,7 +217,7 @@ class LossWeight(BatchTransform):
 def _gather(rows: _Rows, ranks: Ranks) -> tuple[_Rows, slice]:
     """The rows of all ranks, and where this rank's are."""
     there = {name: column for name, column in rows._asdict().items() if column is not None}
-    ids = {name: there.pop(name) for name in ("rollouts", "groups") if name in there}
+    ids: dict[str, Tensor] = {name: there.pop(name) for name in ("rollouts", "groups") if name in there}
     found, own = ranks.gather(list(there.values()), ids)
     return rows._replace(**dict(zip([*there, *ids], found, strict=True))), own
 
