@@ -132,6 +132,7 @@ def test_it_is_what_the_definition_says_rounded_once(batch, options):
     # What cancels in a baseline is measured by the rewards, and float64 has 53 bits of them.
     slack = 1e-10 * max(1.0, float(batch[0].abs().max())) / (options["eps"] or 1e-4)
     slack = slack if options["scale"] not in ("none", "nonzero") else 1e-9
+    slack += torch.finfo(found.dtype).smallest_normal * torch.finfo(found.dtype).eps  # the least there is
     torch.testing.assert_close(found.double(), expected, rtol=rounding * 1.001, atol=slack)
 
 

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-MANTISSA = 52  # stored bits of a float64
-BIAS = 1023  # of its exponent
+EXPONENT = 0x7FF0000000000000  # the bits of a positive float64 that are its power of two
 
 
 def sum_in_any_order(
@@ -21,10 +20,10 @@ def sum_in_any_order(
 ) -> Tensor:
     """Add up float64 numbers; the same numbers in another order give the same bits. No device read.
 
-    With m a power of two above every magnitude and n one above the number of terms, the first slice of a
-    term is its nearest multiple of ``m n 2^-51``, and the second the nearest multiple of ``m n² 2^-103`` to
-    what is left (the error-free splitting of Rump, Ogita and Oishi, doi:10.1137/050645671). What is then left
-    is dropped: for a thousand terms less than 2^-84 of the largest.
+    With m the power of two at or below the largest magnitude and n that below the number of terms, the first
+    slice of a term is its nearest multiple of ``m n 2^-49``, and the second the nearest multiple of ``m n²
+    2^-100`` to what is left: error-free splitting, as by Rump, Ogita and Oishi (doi:10.1137/050645671). What is
+    then left is dropped: for a thousand terms less than 2^-80 of the largest.
 
     Args:
         values: float64, finite, and so are n times their largest.
@@ -42,18 +41,20 @@ def sum_in_any_order(
         >>> bool(sums[0] == sums[1]), bool(values.sum() == values.flip(0).sum())
         (True, False)
     """
-    spread = torch.frexp(terms.to(values.dtype)).exponent
-    coarse = torch.frexp(peak).exponent + spread + 1
-    first = _round_to(values, coarse)
-    second = _round_to(values - first, coarse + spread - MANTISSA)
+    number = power_of_two(terms.to(values.dtype))
+    large = power_of_two(peak) * (12 * number)
+    first = (values + large).sub_(large)  # no room for smaller bits, and back
+    rest = values - first
+    large = large * (number * 2.0**-51)
+    second = rest.add_(large).sub_(large)
     return add(first) + add(second)
 
 
-def _round_to(values: Tensor, exponent: Tensor) -> Tensor:
-    """Multiples of 2^(exponent − 52), for magnitudes up to half of 2^exponent.
+def power_of_two(values: Tensor) -> Tensor:
+    """The largest at or below each float64 ≥ 0; 0 for 0, and for numbers too small to have 53 bits.
 
-    Adding 1.5 · 2^exponent leaves no room for smaller bits, and taking it off again brings back the rest.
+    Example:
+        >>> power_of_two(torch.tensor([5.0, 0.3, 0.0], dtype=torch.float64)).tolist()
+        [4.0, 0.25, 0.0]
     """
-    bits = (exponent.clamp(1 - BIAS, BIAS).long() + BIAS << MANTISSA) | 1 << MANTISSA - 1
-    large = bits.view(torch.float64)
-    return (values + large).sub_(large)
+    return (values.view(torch.int64) & EXPONENT).view(torch.float64)

@@ -92,6 +92,7 @@ class Blocks(Grouping):
 
     def __init__(self, reward: Tensor, length: Tensor | None = None):
         self.reward = reward
+        self.low, self.high = torch.aminmax(reward, dim=-1, keepdim=True)
         self.count = reward.new_full((), reward.shape[1], dtype=torch.float64)
         self.rollouts = reward.new_full((), reward.numel(), dtype=torch.float64)
         if length is not None:
