@@ -46,6 +46,7 @@ INNER = {
     "test_balance.py": {"transforms.split.balance", "transforms.split.bins"},
     "balance.py": {"transforms.split.balance"},
     "ranks.py": {"transforms.distributed"},
+    "test_sums.py": {"transforms.sums"},
     "test_cores.py": {
         "transforms.advantage.baselines",
         "transforms.advantage.grouping",

@@ -21,9 +21,9 @@ def sum_in_any_order(
     """Add up float64 numbers; the same numbers in another order give the same bits. No device read.
 
     With m the power of two at or below the largest magnitude and n that below the number of terms, the first
-    slice of a term is its nearest multiple of ``m n 2^-49``, and the second the nearest multiple of ``m n²
-    2^-100`` to what is left: error-free splitting, as by Rump, Ogita and Oishi (doi:10.1137/050645671). What is
-    then left is dropped: for a thousand terms less than 2^-80 of the largest.
+    slice of a term is its nearest multiple of ``m n 2^-49``, and the second the nearest multiple of
+    ``m n² 2^-100`` to what is left: error-free splitting, as by Rump, Ogita and Oishi
+    (doi:10.1137/050645671). The rest is dropped: of a thousand terms each less than 2^-80 of the largest.
 
     Args:
         values: float64, finite, and so are n times their largest.
