@@ -100,8 +100,10 @@ class Passage:
         for name in names:
             self._read_before_others(self.stages[name])
             with self.naming(name):
-                runs = len(batch) or (self.ranks and isinstance(self.stages[name], BatchTransform))
-                batch = self._stage(name, batch) if runs else self._nothing(name, batch)
+                spans = self.ranks is not None and getattr(self.stages[name], "spans_ranks", False)
+                batch = self._stage(name, batch) if len(batch) or spans else self._nothing(name, batch)
+                if self.ranks is not None and not spans:
+                    batch = self.ranks.share_columns(batch)
         return batch
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
@@ -202,7 +204,7 @@ class Passage:
     def _nothing(self, name: str, batch: TensorDictBase) -> TensorDictBase:
         """A stage with no rows, which a foreign one need not know what to do with."""
         stage = self.stages[name]
-        if isinstance(stage, BatchTransform):
+        if isinstance(stage, BatchTransform) and self.ranks is None:
             stage.run(batch)
         self.ledger.add_reasons(name, getattr(stage, "reasons", ("gone",)), getattr(stage, "effects", ()))
         return batch

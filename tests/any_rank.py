@@ -123,6 +123,12 @@ def fails(batch: TensorDict) -> TensorDict:
     return batch
 
 
+def score(batch: TensorDict) -> TensorDict:
+    """A stage of somebody's own that writes a column, and knows nothing of batches without rows."""
+    reward = batch["next", "reward"]
+    return batch.set("scored", reward - 0 * reward.min())
+
+
 def refuse_together(rank: int, world: int, folder: str) -> None:
     """What each rank is told, batch after batch, where the second one goes wrong."""
     join(rank, world, folder)
@@ -164,6 +170,10 @@ def refuse_together(rank: int, world: int, folder: str) -> None:
     attempt("no rows at all", mine[:0])
     whole = collected("uniform", "grpo")
     attempt("no rows", whole if rank == 0 else whole[:0])
+    scored = dict(composed("pipeline=grpo", "pipeline.stages.collapse.reward_key=scored").stages.items())
+    attempt(
+        "no rows to score", whole if rank == 0 else whole[:0], Pipeline({"own": score, **scored}, **share)
+    )
     other = composed("pipeline=grpo", f"pipeline.stages.advantage.eps={1e-4 if wrong else 1e-6}", *SHARED)
     attempt("options", mine, other)
     other = composed("pipeline=grpo", *SHARED)

@@ -16,6 +16,7 @@ from .advantage import (
 from .base import BatchTransform, Outcome, read_numbers
 from .checks import Rule, enforce
 from .collapse import Collapsed, FanOutCollapse, collapse_fan_out
+from .distributed import Population, population_of
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, ProcessedTwiceError
 from .filter import (
     Criterion,
@@ -66,6 +67,7 @@ __all__ = [
     "Outcome",
     "OverlongPunishment",
     "Plan",
+    "Population",
     "ProcessedTwiceError",
     "RewardScale",
     "RewardWithin",
@@ -88,6 +90,7 @@ __all__ = [
     "number_labels",
     "overlong_punishment",
     "pack",
+    "population_of",
     "read_numbers",
     "rewards_to_go",
     "schema",

@@ -58,9 +58,6 @@ class BatchTransform(Transform):
     A call is :meth:`run` and a look at the rules. Nothing of a batch stays on the object, so that one
     transform may serve several pipelines and threads; those that have a state declare it (`stateful`).
 
-    Ranks that share a batch (``process_group`` of the pipeline) run every transform in step: what it measures
-    over rows, it measures over a :class:`Population`, which spans the ranks.
-
     Subclasses implement :meth:`apply`, take keyword-only options, keep each under its own name, and declare
     what they are for others:
 
@@ -73,6 +70,8 @@ class BatchTransform(Transform):
         compares: it measures rewards against those of their group (``advantage_by_row``).
         gates: its `group_size` is the number of rollouts that each group was dispatched with.
         stateful: it remembers something from one batch to the next, which ``state_dict`` saves.
+        spans_ranks: what it measures over rows is of a :class:`Population`. Where ranks share a batch it runs
+            on all of them, also on one that has no rows.
         own_of_rank: options that may differ on ranks that share a batch.
     """
 
@@ -84,6 +83,7 @@ class BatchTransform(Transform):
     compares: ClassVar[bool] = False
     gates: ClassVar[bool] = False
     stateful: ClassVar[bool] = False
+    spans_ranks: ClassVar[bool] = False
     own_of_rank: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, in_keys: Sequence[NestedKey | None] = (), out_keys: Sequence[NestedKey] = ()):
@@ -99,7 +99,7 @@ class BatchTransform(Transform):
     def apply(self, batch: TensorDictBase) -> TensorDictBase | Outcome:
         """Transform a flat batch that is the transform's own shallow copy.
 
-        It has at least one row, but where ranks share a batch, of which this one has no row.
+        It has at least one row, but for a stage that `spans_ranks`.
 
         Returns:
             The batch that comes out, or where more is known an :class:`Outcome`.

@@ -159,6 +159,7 @@ class FanOutCollapse(BatchTransform):
     """
 
     keeps_rows = True
+    spans_ranks = True
 
     def __init__(
         self,

@@ -68,6 +68,7 @@ class RewardShaping(BatchTransform):
     """
 
     keeps_rows = True
+    spans_ranks = True
 
     def __init__(self, in_keys: Sequence[NestedKey] = ()):
         super().__init__([REWARD, *in_keys], [REWARD])

@@ -80,6 +80,7 @@ class GroupRelativeAdvantage(BatchTransform):
     """
 
     keeps_rows = True
+    spans_ranks = True
     compares = True
 
     def __init__(

@@ -68,6 +68,7 @@ class StateAdvantage(BatchTransform):
     """
 
     keeps_rows = True
+    spans_ranks = True
 
     def __init__(
         self,

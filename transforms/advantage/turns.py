@@ -105,6 +105,7 @@ class RewardsToGo(BatchTransform):
     """
 
     keeps_rows = True
+    spans_ranks = True
 
     def __init__(
         self,
@@ -156,6 +157,7 @@ class TurnDiscount(BatchTransform):
     """
 
     keeps_rows = True
+    spans_ranks = True
 
     def __init__(
         self,

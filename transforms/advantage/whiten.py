@@ -98,6 +98,7 @@ class BatchWhitening(BatchTransform):
     """
 
     keeps_rows = True
+    spans_ranks = True
 
     def __init__(
         self,

@@ -81,5 +81,13 @@ def population_of(batch: TensorDictBase, *, every: bool = False) -> Population:
     Args:
         batch: TensorDict ``[N]``.
         every: rows that are excluded too.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict({"reward": [1.0, 5.0]}, batch_size=[2])
+        >>> everyone = population_of(batch).take({"reward": batch["reward"]})
+        >>> everyone["reward"].mean()
+        tensor(3.)
     """
     return Population(None if every else batch.get(COUNTED, None), present_ranks())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import first_row
-from headrace.transforms.rows import describe_columns, without_rows
+from headrace.transforms.rows import Column, describe_columns, without_rows
 
 from .meeting import Meetings, OtherRankError
 from .process_group import SharedIds
@@ -110,12 +110,22 @@ class Ranks:
             The batch; None where no rank has rows.
         """
         self.meet(about)
-        empty = batch.shape.numel() == 0
-        told = self.gather_objects(None if empty else describe_columns(batch))
-        columns = next((columns for columns in told if columns is not None), None)
+        columns = self._columns_of_any(batch)
         if columns is None:
             return None
-        return without_rows(columns, batch.device) if empty else batch
+        return batch if batch.shape.numel() else without_rows(columns, batch.device)
+
+    def share_columns(self, batch: TensorDictBase) -> TensorDictBase:
+        """Let a rank without rows have the columns that a stage wrote where there were some."""
+        columns = self._columns_of_any(batch)
+        if columns is None or len(batch):
+            return batch
+        return without_rows(columns, batch.device).update(batch)
+
+    def _columns_of_any(self, batch: TensorDictBase) -> list[Column] | None:
+        """The columns of the first rank that has rows; None where none has."""
+        told = self.gather_objects(describe_columns(batch) if batch.shape.numel() else None)
+        return next((columns for columns in told if columns is not None), None)
 
 
 _PRESENT: ContextVar[Ranks | None] = ContextVar("headrace_ranks", default=None)

@@ -73,6 +73,8 @@ class SampleFilter(BatchTransform):
         [0.0]
     """
 
+    spans_ranks = True
+
     def __init__(
         self,
         *,

@@ -98,6 +98,7 @@ class CompletenessGate(BatchTransform):
 
     reasons = ("incomplete", "failed", "unfinished")
     gates = True
+    spans_ranks = True
     own_of_rank = ("expected_groups",)
 
     def __init__(

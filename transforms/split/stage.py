@@ -93,6 +93,7 @@ class ShuffleSplit(SplitMemory, BatchTransform):
     reasons = ("remainder", "carried")
     effects = ("dropped", "carried")
     cuts = True
+    spans_ranks = True
     stateful = True
 
     def __init__(

@@ -93,6 +93,7 @@ class LossWeight(BatchTransform):
     """
 
     keeps_rows = True
+    spans_ranks = True
 
     def __init__(
         self,
