@@ -181,10 +181,10 @@ def test_float64_rewards_in_any_order_have_the_same_bits(rewards, random):
         reward = torch.tensor(rewards, dtype=torch.float64)
         order = list(range(len(rewards)))
         random.shuffle(order)
-        before = group_relative_advantage(reward, group_id, scale="batch")
-        assert torch.equal(
-            group_relative_advantage(reward[order], group_id[order], scale="batch"), before[order]
-        )
+        for options in ({"scale": "batch"}, {}, {"dtype": torch.float64}):
+            before = group_relative_advantage(reward, group_id, **options)
+            after = group_relative_advantage(reward[order], group_id[order], **options)
+            assert torch.equal(after, before[order])
 
 
 @given(batches(), st.sampled_from(["group", "batch", "none"]))
