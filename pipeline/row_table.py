@@ -110,7 +110,10 @@ class RowTable:
             if (values := self._per_row(batch, name)) is not None:
                 found[name] = values
         if has_key(batch, REWARD):
-            found["reward"] = batch.get(REWARD).reshape(-1)
+            found["reward"] = batch.get(REWARD).reshape(-1).double()
+            if has_key(batch, COUNTED):  # who is out of the statistics keeps what it had
+                before = self._column("reward")[rows]
+                found["reward"] = torch.where(batch.get(COUNTED), found["reward"], before)
         elif (reward := self._found(batch, "reward", several=True)) is not None:
             found["reward"] = self._one(reward)
         for name, values in self._with_earlier_places(rows, found).items():
@@ -160,7 +163,7 @@ class RowTable:
     def _one(self, reward: Tensor) -> Tensor:
         """(n,) float64, of one reward a row or several. Weights that do not fit are for a stage to refuse."""
         several = flat_rows(reward).double()
-        fits = self.weights is not None and len(self.weights) == several.shape[1]
+        fits = self.weights is not None and len(self.weights) == several.shape[1] > 1
         return weighted_reward(several, self.weights if fits else None)
 
     def _text(self, batch: TensorDictBase, name: str) -> Any:
@@ -234,7 +237,7 @@ class RowTable:
 
 def keys_of_stages(stages: Iterable[Any]) -> dict[str, NestedKey]:
     """The keys of what a report shows: of the first stage that writes it, else of the first that reads it."""
-    stages, keys = list(stages), {}
+    stages, keys = [each for stage in stages for each in (stage, getattr(stage, "criterion", None))], {}
     for name, option in OPTIONS.items():
         using = [stage for stage in stages if getattr(stage, option, None) is not None]
         writing = [stage for stage in using if getattr(stage, option) in getattr(stage, "out_keys", ())]

@@ -12,7 +12,7 @@ from composed import composed
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline, StageError
-from headrace.transforms import BatchError, ShuffleSplit, take_rows
+from headrace.transforms import BatchError, RewardsVary, SampleFilter, ShuffleSplit, take_rows
 
 RECIPES = sorted(
     str(path.relative_to(Path(__file__).parent.parent / "conf" / "pipeline").with_suffix(""))
@@ -142,6 +142,9 @@ def refuse_together(rank: int, world: int, folder: str) -> None:
     nan["next", "reward"][0] = float("nan") if wrong else 0.0
     columns = mine.exclude("group_id") if wrong else mine
     broken = mine.clone().set("broken", torch.full((len(mine),), wrong))
+    unset = mine.clone()
+    unset["group_id"][0] = -1 if wrong else 0
+    judging = Pipeline({"filter": SampleFilter(criterion=RewardsVary(), unit="sample")}, **share)
     told: list[tuple[str, object, float]] = []
 
     def attempt(name, batch, run=pipeline):
@@ -157,6 +160,7 @@ def refuse_together(rank: int, world: int, folder: str) -> None:
     for name, batch in (("gate", lacking), ("rule", nan), ("column", columns), ("stage", broken)):
         attempt(name, batch)
         attempt(f"after {name}", mine)
+    attempt("last rule", unset, judging)
     if wrong:
         time.sleep(PATIENCE * 1.5)
     attempt("hung", mine)

@@ -17,6 +17,7 @@ REFUSED = {
     "rule": r"stage 'collapse', .*every reward must be finite; found nan at row \d+",
     "column": r"stage 'gate', .*needs the key 'group_id'",
     "stage": r"stage 'own', fails: the reward model is gone",
+    "last rule": r"stage 'filter', .*every row needs a group_id ≥ 0; found -1 at row 0",
     "hung": rf"rank 1 did not come to a batch within {PATIENCE:g} s .*All ranks give this batch up",
     "skipped": r"rank 1 did not come to a batch within",
     "options": r"ranks must do the same with a batch: rank \d has advantage: .*, rank \d has advantage: ",

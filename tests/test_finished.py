@@ -178,22 +178,29 @@ def test_where_segments_end_each_by_themselves_all_must(make_batch):
 
 def says(rows) -> bool | None:
     """Whether a rollout, rows of (done, begins, segment, expected), is finished; None: it is refused."""
-    ends = Counter(segment for done, _, segment, _ in rows if done)
-    begun = any(begins for _, begins, _, _ in rows) or rows[0][1] is None
-    by_segment = rows[0][2] is not None
-    expected = rows[0][3]
+    with_begins, by_segment, expected = rows[0][1] is not None, rows[0][2] is not None, rows[0][3]
+    ends = sum(done for done, *_ in rows)
+    begun = sum(begins for _, begins, *_ in rows) if with_begins else ends
     if expected is not None and not by_segment:
-        return None if ends.total() > expected else begun and ends.total() == expected
+        if ends > expected or begun > expected or (ends == expected and not rows[-1][0]):
+            return None
+        return ends == begun == expected
     pieces = defaultdict(list)
-    for done, _, segment, _ in rows:
-        pieces[segment].append(done)
-    if any(sum(piece) > 1 or (True in piece and not piece[-1]) for piece in pieces.values()):
-        return None
+    for done, begins, segment, _ in rows:
+        pieces[segment].append((done, bool(begins)))
+    for piece in pieces.values():
+        dones, starts = zip(*piece, strict=True)
+        if sum(dones) > 1 or (True in dones and not dones[-1]) or sum(starts) > 1:
+            return None
     if expected is not None:
-        return None if len(ends) > expected else begun and len(ends) == expected
-    if len(ends) == 1:
-        return begun and (not by_segment or max(pieces) in ends)
-    return begun and len(ends) == len(pieces) > 0
+        return None if ends > expected else ends == begun == expected
+    once = ends == begun == 1
+    if not by_segment:
+        return once and rows[0][1] is not False
+    ended = {number for number, piece in pieces.items() if any(done for done, _ in piece)}
+    started = {number for number, piece in pieces.items() if any(begins for _, begins in piece)}
+    each = len(ended) == len(pieces) and (not with_begins or len(started) == len(pieces))
+    return each or (once and max(pieces) in ended and (not with_begins or min(pieces) in started))
 
 
 rollout_rows = st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 2)), min_size=1, max_size=4)
@@ -232,7 +239,7 @@ def test_who_is_finished_is_what_a_loop_says(rollouts, with_begins, with_segment
         )
 
     if None in answers.values():
-        with pytest.raises(BatchError, match="a rollout ends"):
+        with pytest.raises(BatchError, match=r"a rollout (ends|begins)"):
             found()
     else:
         assert found().have.tolist() == [sum(answers.values())]
@@ -320,3 +327,42 @@ def test_no_wrong_reward_is_trained_where_batches_end_in_the_middle_of_rollouts(
             assert reward == sum(reward_of(rollout, turn) for turn in range(turns_of(rollout)))
         trained += len(run.batch)
     assert trained > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "verdict"),
+    [  # done, begins, segment by row, of agents of one rollout
+        ({"done": [0, 1, 1], "init": [1, 0, 0]}, {"expected": 2}, 3),  # the first rows of one are elsewhere
+        ({"done": [0, 0, 0, 1], "init": [1, 0, 1, 0]}, {"segment": [0, 0, 1, 1]}, 3),  # one still runs
+        ({"done": [0, 0, 1], "init": [0, 1, 0]}, {}, 3),  # it begins in its middle
+        ({"done": [0, 0, 1, 1], "init": [1, 1, 0, 0]}, {"expected": 2}, 0),  # both there, interleaved
+    ],
+)
+def test_as_much_must_begin_as_ends(make_batch, rows, options, verdict):
+    number = len(rows["done"])
+    batch = make_batch([1.0] * number, [0] * number, [7] * number)
+    batch["next", "done"], batch["is_init"] = (torch.tensor(rows[name]).bool() for name in ("done", "init"))
+    if "expected" in options:
+        batch["expected_segments"] = torch.full((number,), options["expected"])
+    batch["segment"] = torch.tensor(options.get("segment", [0] * number))
+    gate = CompletenessGate(
+        group_size=1, on_incomplete="drop", segment_key="segment" if "segment" in options else None
+    )
+    assert gate.run(batch).verdict.tolist() == [verdict] * number
+
+
+@pytest.mark.parametrize(
+    ("done", "init", "message"),
+    [
+        ([0, 0, 0, 1], [1, 0, 1, 0], "a rollout begins once"),  # begun anew under the same id
+        ([1, 1, 0], [1, 1, 0], "a rollout ends with its last row"),
+    ],
+)
+def test_an_attempt_that_began_anew_and_rows_behind_the_last_end_are_refused(make_batch, done, init, message):
+    number = len(done)
+    batch = make_batch([1.0] * number, [0] * number, [7] * number)
+    batch["next", "done"], batch["is_init"] = torch.tensor(done).bool(), torch.tensor(init).bool()
+    if number == 3:
+        batch["expected_segments"] = torch.full((number,), 2)
+    with pytest.raises(BatchError, match=message):
+        CompletenessGate(group_size=1, on_incomplete="drop")(batch)

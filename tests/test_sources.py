@@ -432,7 +432,7 @@ def test_a_loss_mask_over_all_tokens_and_labels_of_two_types(tmp_path):
     assert batch[MASK].int().tolist() == [[0, 1, 0], [0, 0, 1]]
     assert batch["group_id"].tolist() == [0, 1]
     assert batch["group_id"].dtype == batch["rollout_id"].dtype == batch["status"].dtype == torch.int64
-    assert batch["next", "reward"].dtype == torch.float32
+    assert batch["next", "reward"].dtype == torch.float64
 
 
 # -- the stream --------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def valid(step, batch):
     assert step >= 0
     assert rows > 0
     reward, status = batch["next", "reward"], batch["status"]
-    assert reward.dtype is torch.float32
+    assert reward.dtype is torch.float64
     assert reward.shape[0] == rows
     assert not reward.isinf().any()
     lost = (status == Status.FAILED) | (status == Status.ABORTED)

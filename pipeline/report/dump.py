@@ -131,7 +131,8 @@ def _lines(table: pa.Table) -> Iterator[str]:
 
 def _known(row: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a row that are known, as JSON can hold them."""
-    known = {name: value for name, value in row.items() if value is not None}
+    shown = ("reward", "rollout_reward")  # also where there is none, which is another thing than damage
+    known = {name: value for name, value in row.items() if value is not None or name in shown}
     if "rewards" in known:
         known["rewards"] = [value if math.isfinite(value) else None for value in known["rewards"]]
     return known

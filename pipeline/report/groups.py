@@ -32,6 +32,8 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     ids = columns.get("rollout_id", np.arange(len(columns["reason"])))
     first, rollout = _first_rows(ids)
     trained = _any(rollout, columns["reason"] == 0, len(first))
+    counted = columns.get("counted", np.ones(len(ids))) != 0
+    stays = 2 * (columns["reason"] == 0) + counted  # a rollout is what is trained of it, else what counts
     status = columns.get("status")
     lost = np.zeros(len(first), bool) if status is None else _any(rollout, np.isin(status, LOST), len(first))
     return {
@@ -39,8 +41,9 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
         "rollout": ids[first],
         "row": first,
         "segments": np.bincount(rollout, minlength=len(first)),
-        "reward": _first_known(rollout, columns.get("reward"), len(first)),
-        "advantage": _first_known(rollout, columns.get("advantage"), len(first)),
+        "reward": _first_known(rollout, columns.get("reward"), stays, len(first)),
+        "advantage": _first_known(rollout, columns.get("advantage"), stays, len(first)),
+        "counted": _any(rollout, counted, len(first)),
         "trained": trained,
         "lost": lost,
         "reason": np.where(trained, 0, columns["reason"][first]),
@@ -71,7 +74,7 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
     group_of = group[each["row"]]  # (R,) the group of each rollout
     present = ~each["lost"]
     counted = np.bincount(group_of, present, size).astype(int)
-    scored = present & np.isfinite(each["reward"])
+    scored = present & each["counted"] & np.isfinite(each["reward"])
     reward = np.where(scored, each["reward"], 0.0)
     number = np.bincount(group_of, scored, size)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -150,9 +153,11 @@ def _any(index: np.ndarray, flags: np.ndarray, size: int) -> np.ndarray:
     return np.bincount(index, flags, size) > 0
 
 
-def _first_known(index: np.ndarray, values: np.ndarray | None, size: int) -> np.ndarray:
+def _first_known(index: np.ndarray, values: np.ndarray | None, stays: np.ndarray, size: int) -> np.ndarray:
+    """(size,) the first value of each that is known, of the rows that stay longest."""
     first = np.full(size, np.nan)
     if values is not None:
         known = np.flatnonzero(np.isfinite(values))[::-1]
-        first[index[known]] = values[known]  # the first of a rollout is written last
+        known = known[np.argsort(stays[known], kind="stable")]
+        first[index[known]] = values[known]  # what is to be seen is written last
     return first

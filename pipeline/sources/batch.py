@@ -30,7 +30,7 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     ====================================== ================= =============================================
     ``group_id``, ``rollout_id``            (N,) int64        a number per label, by first appearance
     ``group_label``, ``rollout_label``      N strings         the labels (:func:`label_text`)
-    ``("next", "reward")``                  (N, 1) float32    NaN where a lost row has none; (N, K) of K
+    ``("next", "reward")``                  (N, 1) float64    NaN where a lost row has none; (N, K) of K
     ``reward_names``                        K strings         where there are K, in order of the columns
     ``status``                              (N,) int64        :class:`~headrace.transforms.Status`
     ``("masks", "all_assistant_mask")``     (N, T) bool       tokens that train; T = 1 without lengths
@@ -145,7 +145,7 @@ def _add_rewards(batch: TensorDict, rows: Sequence[Sample]) -> None:
                 )
         rewards = [[values.get(name, math.nan) for name in names] for values in by_name]
         batch["reward_names"] = NonTensorData(names, batch_size=batch.batch_size)
-    batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float32)
+    batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
 
 
 def _add_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:

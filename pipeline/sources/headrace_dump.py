@@ -86,6 +86,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
         raise record.fail(f"'schema' must be {VERSION}, the one that is known", record.get("schema"))
     rewards = _named_rewards(record)
     advantage = record.number("advantage", optional=True)
+    unrewarded = "rollout_reward" in record.data and record.data["rollout_reward"] is None
     return [
         Sample(
             group=record.whole("group_id"),
@@ -100,7 +101,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             step=record.whole("step"),
             advantage=math.nan if advantage is None else advantage,
             expected_rollouts=record.whole("expected_rollouts", optional=True),
-            scored=record.text("reason", optional=True) in (None, "trained"),
+            scored=record.text("reason", optional=True) in (None, "trained") and not unrewarded,
             where=record.where,
         )
     ]

@@ -175,6 +175,8 @@ def _rewards(table: pa.Table, lost: np.ndarray, path: Path) -> np.ndarray:
         rewards = _floats(table, "reward", path)[:, None]
     if "reason" in table.column_names:  # a filter may have taken rows out because they had no reward
         lost = lost | np.array([word not in (None, "trained") for word in table["reason"].to_pylist()])
+    if "rollout_reward" in table.column_names:  # the rollout was trained without one
+        lost = lost | np.isnan(_floats(table, "rollout_reward", path))
     missing = np.isnan(rewards).all(1) & ~lost
     if (bad := np.isinf(rewards).any(1) | missing).any():
         row = int(bad.argmax())

@@ -82,7 +82,7 @@ def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
     return [
         Sample(
             group=record.label("group_index"),
-            rollout=record.label("index") if rollout is None else rollout,
+            rollout=("index", record.label("index")) if rollout is None else rollout,
             reward=reward,
             rewards=rewards,
             status=status,

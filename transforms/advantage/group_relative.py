@@ -20,7 +20,7 @@ from headrace.transforms.ids import as_ids, first_row, is_first, sum_by
 
 from .baselines import Baseline, Clip, EpsMode, Formula, Scale, Singleton, advantage_in_groups
 from .grouping import Blocks, ById, ReshapeFormula, squares_fit
-from .layout import Facts, ascending_blocks, gather_blocks, read_facts, rewards_fit
+from .layout import Facts, ascending_blocks, fit_rule, gather_blocks, read_facts, rewards_fit
 
 
 def group_relative_advantage(
@@ -172,13 +172,8 @@ def _is_uniform(facts: Facts, low: torch.dtype | None) -> bool:
 
 def _range_rules(credit: Tensor, formula: Formula) -> list[Rule]:
     """A quotient may leave the range of a small dtype, and any where others of a group nearly agree."""
-    if credit.dtype is not torch.float16 and formula.scale != "leave_one_out":
-        return []
-    message = (
-        f"an advantage must fit into {credit.dtype}; found {{found}}. Scale the rewards, set clip, or give "
-        "rewards of a larger dtype"
-    )
-    return [Rule(~credit.isfinite(), lambda row: f"{float(credit[row])} at row {row}", message)]
+    small = credit.dtype is torch.float16 or formula.scale == "leave_one_out"
+    return [fit_rule(credit, credit.dtype)] if small else []
 
 
 def _rules(

@@ -75,6 +75,16 @@ def rewards_fit(peak: float, rollouts: int, dtype: torch.dtype) -> bool:
     return peak <= torch.finfo(dtype).max / 2 and squares_fit(peak, rollouts, torch.float64)
 
 
+def fit_rule(credit: Tensor, dtype: torch.dtype) -> Rule:
+    """An advantage fits into the dtype that it is rounded to."""
+    message = (
+        f"an advantage must fit into {dtype}; found {{found}}. Scale the rewards, set clip, or give rewards "
+        "of a larger dtype"
+    )
+    wrong = ~(credit.abs() <= torch.finfo(dtype).max)
+    return Rule(wrong, lambda row: f"{float(credit[row]):g} at row {row}", message)
+
+
 def ascending_blocks(
     reward: Tensor, groups: Tensor, rollouts: Tensor | None, low: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor] | None:

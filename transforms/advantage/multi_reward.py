@@ -12,6 +12,8 @@ from headrace.transforms.checks import Rule
 from headrace.transforms.rewards import factors_of, weighted_reward
 from headrace.transforms.rows import SomeRows
 
+from .layout import fit_rule
+
 Several = Literal["sum", "decoupled"]
 Missing = Literal["raise", "skip"]
 
@@ -59,10 +61,11 @@ def compare_rewards(
     parts, rules = [], []
     for factor, column in zip(factors, reward.unbind(1), strict=True):
         present = SomeRows(~column.isnan() if missing == "skip" else None)
-        credit, found = compare(present.take(column), **_take_all(present, columns))
+        credit, found = compare(present.take(column.double()), **_take_all(present, columns))
         parts.append(factor * present.put_back(credit))
         rules += present.rules(found)
-    return torch.stack(parts).sum(0), rules
+    credit = torch.stack(parts).sum(0)
+    return credit.to(reward.dtype), [*rules, fit_rule(credit, reward.dtype)]
 
 
 def _take_all(rows: SomeRows, columns: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from headrace.transforms.distributed import population_of
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import as_ids, first_row, number_of, places_by_turn, sum_by
 from headrace.transforms.options import nested_key, within
-from headrace.transforms.schema import DONE, EXPECTED_SEGMENTS, RETURN, require
+from headrace.transforms.schema import COUNTED, DONE, EXPECTED_SEGMENTS, RETURN, require
 
 
 def turns_to_go(rollout_id: Tensor, turn: Tensor | None = None) -> Tensor:
@@ -124,6 +124,8 @@ class RewardsToGo(BatchTransform):
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add the return."""
         reward = as_rewards(self.column(batch, "reward_key"))
+        if (counted := batch.get(COUNTED, None)) is not None:
+            reward = reward.masked_fill(~counted, 0.0)  # who is out of the statistics pays nobody
         rollouts = self.ids(batch, "rollout")
         people, ends = population_of(batch, every=True), self.unseen_ends(batch)
         everyone = people.take({"reward": reward} | ends | _turn(self, batch), {"rollouts": rollouts})

@@ -8,7 +8,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.base import BatchTransform
+from headrace.transforms.base import BatchTransform, Outcome
+from headrace.transforms.checks import Rule
 from headrace.transforms.distributed import population_of
 from headrace.transforms.options import nested_key, one_of, within
 from headrace.transforms.schema import COUNTED, REWARD, has_key
@@ -89,6 +90,7 @@ class BatchWhitening(BatchTransform):
 
     Raises:
         MissingKeyError: a column is not there.
+        BatchError: an advantage is not finite.
 
     Example:
         >>> from tensordict import TensorDict
@@ -118,7 +120,7 @@ class BatchWhitening(BatchTransform):
         self.eps, self.eps_mode = within("eps", eps, 0, float("inf")), eps_mode
         one_of("eps_mode", eps_mode, get_args(WhitenEpsMode))
 
-    def apply(self, batch: TensorDictBase) -> TensorDictBase:
+    def apply(self, batch: TensorDictBase) -> Outcome:
         """Rewrite the advantage."""
         credit = self.column(batch, "advantage_key")
         once = torch.ones_like(credit, dtype=torch.int64)
@@ -129,4 +131,10 @@ class BatchWhitening(BatchTransform):
         people = population_of(batch, every=True)
         everyone = people.take({"values": credit, "weights": weights})
         white = people.put_back(whiten(**everyone, ddof=self.ddof, eps=self.eps, eps_mode=self.eps_mode))
-        return batch.set(self.advantage_key, white.view_as(batch.get(self.advantage_key)))
+        finite = Rule(
+            ~credit.isfinite(),
+            lambda row: f"{float(credit[row])} at row {row}",
+            "every advantage must be finite to be whitened; found {found}",
+        )
+        batch.set(self.advantage_key, white.view_as(batch.get(self.advantage_key)))
+        return Outcome(batch, rules=[finite])

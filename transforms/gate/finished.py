@@ -30,7 +30,8 @@ def finished(ends: Ends, first: Tensor) -> Tensor:
     """(N,) bool: the row's rollout is there from its beginning to its end. No device read.
 
     A rollout has ended with its last row. Its segments end each by themselves where `expected` says how many
-    there are, or where more than one of them has ended; then all must have.
+    there are, or where more than one of them has ended or begun; then all must have. What ends by itself has
+    begun by itself: a rollout lacks as many beginnings as it has parts whose first rows are elsewhere.
 
     Args:
         ends: that break no rule of :func:`finish_rules`.
@@ -38,15 +39,19 @@ def finished(ends: Ends, first: Tensor) -> Tensor:
     """
     done, begins, segment, expected = ends
     number = sum_by(first, done.long())
+    begun = number if begins is None else sum_by(first, begins.long())
     if expected is not None:
-        ended = number == expected
-    elif segment is None:
-        ended = number == 1
-    else:
-        each = ~any_by(first, ~any_by(first_row_of_pairs(first, segment), done))
-        last = any_by(first, done & (segment == reduce_by(first, segment, "amax")))
-        ended = each | (last & (number == 1))
-    return ended if begins is None else ended & any_by(first, begins)
+        return (number == expected) & (begun == expected)
+    once = (number == 1) & (begun == 1)
+    if segment is None:
+        return once if begins is None else once & begins.index_select(0, first)
+    piece = first_row_of_pairs(first, segment)
+    each = ~any_by(first, ~any_by(piece, done))
+    last = any_by(first, done & (segment == reduce_by(first, segment, "amax")))
+    if begins is not None:
+        each = each & ~any_by(first, ~any_by(piece, begins))
+        last = last & any_by(first, begins & (segment == reduce_by(first, segment, "amin")))
+    return each | (last & once)
 
 
 def finish_rules(ends: Ends, rollouts: Tensor, first: Tensor) -> list[Rule]:
@@ -57,8 +62,8 @@ def finish_rules(ends: Ends, rollouts: Tensor, first: Tensor) -> list[Rule]:
         rollouts: (N,) int64.
         first: (N,) int64, the first row of each row's rollout.
     """
-    done, _, segment, expected = ends
-    rules = []
+    done, begins, segment, expected = ends
+    rules = [] if begins is None else begin_rules(begins, rollouts, first, segment, expected)
     if expected is not None:
         rules.append(
             Rule(
@@ -68,16 +73,35 @@ def finish_rules(ends: Ends, rollouts: Tensor, first: Tensor) -> list[Rule]:
             )
         )
     rules += end_rules(rollouts, first, done=done, segment=segment, expected=expected)
-    if expected is not None and segment is None:
-        return rules
     piece = first if segment is None else first_row_of_pairs(first, segment)
-    beyond = Rule(
-        done & (last_row(piece) != torch.arange(len(done), device=done.device)),
+    beyond = done & (last_row(piece) != torch.arange(len(done), device=done.device))
+    if expected is not None and segment is None:  # parts in any order: nothing is behind the last end
+        complete = sum_by(first, done.long()) == expected
+        beyond = complete & ~done.index_select(0, last_row(first))
+    beyond_rule = Rule(
+        beyond,
         describe_segments(rollouts, done),
         "a rollout ends with its last row; found rows behind the end (True) in {found}. Are ids reused by "
         "two workers? If the rows are in another order, name the column that numbers them (segment_key)",
     )
-    return [*rules, beyond]
+    return [*rules, beyond_rule]
+
+
+def begin_rules(
+    begins: Tensor, rollouts: Tensor, first: Tensor, segment: Tensor | None, expected: Tensor | None
+) -> list[Rule]:
+    """A rollout begins once, or each of its segments does: a second attempt would be added to the first."""
+    if expected is not None and segment is None:
+        more = sum_by(first, begins.long()) > expected
+    else:
+        piece = first if segment is None else first_row_of_pairs(first, segment)
+        more = begins & (sum_by(piece, begins.long()) > 1)
+    message = (
+        "a rollout begins once; found more beginnings (True) in {found}. Was it begun anew under the same "
+        "id? The rewards of both attempts would be added up. Where segments begin each by themselves, as "
+        "sub-agents do, give the batch a column expected_segments, or name the gate's segment_key"
+    )
+    return [Rule(more, describe_segments(rollouts, begins), message)]
 
 
 def as_ends(
