@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from headrace.transforms.base import read_numbers
-from headrace.transforms.distributed import present_ranks
 
 from .ledger import Ledger
 from .passage import Passage
@@ -43,6 +42,7 @@ class Account:
         """The account of a batch's passage through stages; without one, of a batch that had no rows."""
         gates = [stage for stage in stages.values() if getattr(stage, "gates", False)]
         comparing = [stage for stage in stages.values() if getattr(stage, "compares", False)]
+        spread = passage is not None and passage.ranks is not None
         return cls(
             stages=stages,
             ledger=None if passage is None else passage.ledger,
@@ -50,7 +50,7 @@ class Account:
             numbers={} if passage is None else passage.numbers,
             group_size=gates[0].group_size if gates else None,
             # Of rows that are spread over ranks, this one's alone say nothing.
-            advantage_by_row=comparing[0].advantage_by_row if comparing and present_ranks() is None else None,
+            advantage_by_row=comparing[0].advantage_by_row if comparing and not spread else None,
             each_reward=not comparing or getattr(comparing[0], "several", "sum") != "sum",
         )
 

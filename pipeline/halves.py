@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
-from torch import nn
 
 from headrace.transforms.errors import BatchError, ProcessedTwiceError
 from headrace.transforms.schema import PROCESSED, has_key
 
-from .last_run import LastAccount
+from .order import place_of_cut
 
 Half = Literal["first", "second"]
 
@@ -28,19 +26,27 @@ def cut_in_two(pipeline: Any) -> tuple[Any, Any]:
     Raises:
         ValueError: no stage cuts the batch.
     """
-    cuts = [getattr(stage, "cuts", False) for stage in pipeline.stages.values()]
-    if not any(cuts):
-        raise ValueError(f"a pipeline is halved where it cuts the batch, by ShuffleSplit; got {pipeline!r}")
-    at = cuts.index(True)
+    at = place_of_cut(pipeline.stages)
+    if at is None or pipeline._half is not None:
+        raise ValueError(
+            f"a whole pipeline is halved where it cuts the batch, by ShuffleSplit; got {pipeline!r}"
+        )
     first = _part_of(pipeline, pipeline.order[:at], "first")
     return first, _part_of(pipeline, pipeline.order[at:], "second")
 
 
 def _part_of(pipeline: Any, names: list[str], half: Half) -> Any:
-    part = copy.copy(pipeline)
-    part.__dict__ = pipeline.__dict__ | {"_modules": dict(pipeline.__dict__["_modules"])}
-    part.stages = nn.ModuleDict({name: pipeline.stages[name] for name in names})
-    part.order, part._half, part._last = names, half, LastAccount()
+    part = type(pipeline)(
+        {name: pipeline.stages[name] for name in names},
+        loss_mask_key=pipeline.loss_mask_key,
+        group_key=pipeline.group_key,
+        rollout_key=pipeline.rollout_key,
+        report_keys=pipeline.report_keys,
+        process_group=pipeline.rank_options.process_group,
+        shared_ids=pipeline.rank_options.shared_ids,
+        patience=pipeline.rank_options.patience,
+    )
+    part._keys, part._half = pipeline._keys, half  # a report of either half has the keys of both
     return part
 
 

@@ -74,6 +74,11 @@ def check_order(stages: Mapping[str, Callable]) -> None:
         made |= writes
 
 
+def place_of_cut(stages: Mapping[str, Any]) -> int | None:
+    """Where the first stage that cuts the batch stands; None where none does."""
+    return next((at for at, stage in enumerate(stages.values()) if getattr(stage, "cuts", False)), None)
+
+
 def _keys(stage: Callable) -> tuple[set, set, set]:
     """What a stage reads, writes and builds on; nothing is known of a plain callable."""
     reads, writes, final = (set(getattr(stage, name, ())) for name in ("in_keys", "out_keys", "final_keys"))

@@ -18,7 +18,7 @@ from headrace.transforms.split.steps import OptimiserSteps
 from .account import Account
 from .halves import Half, check_half, check_place, cut_in_two
 from .last_run import LastRun
-from .order import arrange, check_order
+from .order import arrange, check_order, place_of_cut
 from .passage import Keys, Passage, run_empty
 from .rank_options import RankOptions
 from .row_table import KEYS
@@ -200,9 +200,8 @@ class Pipeline(LastRun, BatchTransform):
         self, passage: Passage, epochs: int, whole: bool
     ) -> tuple[TensorDictBase, OptimiserSteps | None]:
         """Run the stages: in one go, or up to a cut, and from there for each epoch."""
-        cuts = [getattr(stage, "cuts", False) for stage in self.stages.values()]
-        if not any(cuts):
+        at = place_of_cut(self.stages)
+        if at is None:
             return passage.finish(passage.through(self.order, passage.numbered)), None
-        at = cuts.index(True)
         before, name, later = self.order[:at], self.order[at], self.order[at + 1 :]
         return passage.cut(name, later, passage.through(before, passage.numbered), epochs, whole=whole)

@@ -86,6 +86,34 @@ def test_rows_that_were_not_weighed_together_are_no_step(how, fold):
         weight_of([step])
 
 
+@pytest.mark.parametrize("rows", [[5, 6, 7, 5, 6, 7, 5, 6], [0] * 8, [5, 6, 7, 0, 1, 2, 3, 4]])
+def test_as_many_tokens_are_not_the_same_step(rows):
+    batch = batch_of([1.0] * 5 + [2.0, 3.0, 4.0], [0] * 8, [0] * 5 + [1, 2, 3])
+    batch["masks", "all_assistant_mask"] = torch.ones(8, 4, dtype=torch.bool)
+    done = composed(
+        "pipeline=grpo", "pipeline.stages.gate.group_size=4", "pipeline.stages.weight.unit=rollout"
+    )(batch).exclude(("headrace", "minibatch"), ("headrace", "microbatch"))
+    order = done["headrace", "row"].argsort()
+    step = done[order][torch.tensor(rows)]
+    if len(set(rows)) == 8:
+        assert weight_of([step]) == pytest.approx(1.0)
+    else:
+        with pytest.raises(BatchError, match=r"these have 32 tokens .* \d of them are there twice"):
+            weight_of([step])
+
+
+@pytest.mark.parametrize("unit", ["rollout", "group"])
+def test_rows_of_two_batches_that_make_as_many_tokens_must_weigh_as_much(unit):
+    pipeline = composed(*RECIPE, f"pipeline.stages.weight.unit={unit}", "pipeline.stages.split.shuffle=false")
+    one, two = pipeline(collected()), pipeline(collected(4))
+    for batch in (one, two):
+        batch["masks", "all_assistant_mask"] = torch.ones(len(batch), 4, dtype=torch.bool)
+    half = len(one) // 2
+    step = torch.cat([one[:half], two[half:]]).exclude(("headrace", "minibatch"), ("headrace", "microbatch"))
+    with pytest.raises(BatchError, match="weighed together"):
+        weight_of([step])
+
+
 def test_a_pipeline_on_the_wrong_side_of_a_buffer_says_where_it_belongs():
     pipeline = composed(*RECIPE)
     first, second = pipeline.halves()

@@ -195,10 +195,13 @@ def test_dtype_and_device_are_kept(name, dtype, make_batch):
         batch[key] = batch[key].to(dtype)
     out = make_stages()[name](batch)
     for key in batch.keys(True, True):
-        if key != "prompt_text":
-            assert out.get(key).dtype == batch.get(key).dtype
+        if key != "prompt_text" and not (key == "advantage" and name == "weight-fold"):
+            assert out.get(key).dtype in (
+                batch.get(key).dtype,
+                *([torch.float32] if key in (REWARD, RETURN) else []),
+            )
             assert out.get(key).device == batch.get(key).device
-    if "advantage" in out.keys():
+    if "advantage" in out.keys() and name != "weight-fold":  # half precision cannot hold a weight
         assert out["advantage"].dtype == dtype
 
 

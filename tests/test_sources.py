@@ -84,7 +84,7 @@ def test_slime_siblings_of_a_fan_out_share_the_rollout_id_and_others_fall_back_t
     assert list(batch["rollout_label"]) == ["10", "77", "77"]
     assert advantages(batch) == [-1.0, 1.0, 1.0]
     plain = only(open_source(slime_dump(tmp_path / "6.pt", 6)))[1]
-    assert list(plain["rollout_label"]) == ["0", "1"]
+    assert list(plain["rollout_label"]) == ["index/0", "index/1"]  # no other sample's rollout_id
 
 
 def test_slime_removed_samples_have_an_empty_loss_mask_and_lost_ones_may_lack_columns(tmp_path):

@@ -43,8 +43,7 @@ class Outcome(NamedTuple):
     @property
     def metrics(self) -> dict[str, float]:
         """What was measured, as floats. One device read."""
-        _, _, measured, _ = self
-        return read_numbers(measured)
+        return read_numbers(self.measured)
 
 
 class BatchTransform(Transform):
@@ -127,7 +126,8 @@ class BatchTransform(Transform):
             done = self.apply(shallow_copy(flat))
             outcome = done if isinstance(done, Outcome) else Outcome(done)
             if ranks is not None:
-                enforce(outcome.rules)  # while the others are there to be told
+                enforce(outcome.rules)  # here, while the others can still raise with it
+                outcome = outcome._replace(rules=())
             return outcome
 
     def _own_ranks(self) -> Ranks | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import BatchError, listing
-from .ids import first_row_of_pairs, sum_by
+from .ids import first_row_of_pairs, places_by_turn, sum_by
 
 DESCRIBED = 100  # describing a rollout costs a pass over the batch, and nobody reads more
 
@@ -173,6 +173,14 @@ def reward_rules(reward: Tensor, rollouts: Tensor, first: Tensor, *, siblings_ag
     return [finite, agree]
 
 
+def turn_rules(rollouts: Tensor, first: Tensor, turn: Tensor | None) -> list[Rule]:
+    """The segments of a rollout have turns of their own."""
+    if turn is None:
+        return []
+    message = "the segments of a rollout need turns of their own; found {found}"
+    return [Rule(places_by_turn(first, turn).tied, describe_segments(rollouts, turn), message)]
+
+
 def describe_segments(rollouts: Tensor, values: Tensor) -> Callable[[int], str]:
     """What describes a row by all segments of its rollout, with their values."""
 
@@ -199,6 +207,11 @@ def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
     if reward.ndim == 0 or reward.numel() != reward.shape[0]:
         raise BatchError(f"one reward a row is needed, (N,) or (N, 1, ...); got {tuple(reward.shape)}")
     return reward.detach().reshape(-1)
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Half precision is for what came in and goes out: what is computed of it is not rounded on the way."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def credit_dtype(reward: Tensor | Sequence[float]) -> torch.dtype:

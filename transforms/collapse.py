@@ -14,23 +14,24 @@ from .base import BatchTransform, Outcome
 from .checks import (
     Rule,
     as_rewards,
+    at_least_float32,
     describe_segments,
     end_rules,
     enforce,
     identity_rules,
     reward_rules,
     same_length,
+    turn_rules,
 )
 from .distributed import population_of
 from .errors import BatchError
-from .ids import as_ids, first_row, is_first, last_row, places_by_turn, reduce_by, sum_by
+from .ids import as_ids, first_row, is_first, last_row, reduce_by, sum_by
 from .options import at_least, nested_key, one_of
-from .rewards import factors_of, weighted_reward
+from .rewards import Missing, factors_of, weighted_reward
 from .schema import DONE, EXPECTED_SEGMENTS, IS_FIRST_SEGMENT, REWARD, REWARDS, require
 from .sums import sum_in_any_order
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
-MissingReward = Literal["raise", "skip"]
 
 
 class Collapsed(NamedTuple):
@@ -109,14 +110,6 @@ def reduce_rewards(reward: Tensor, first: Tensor, how: Reduction, turn: Tensor |
     return (total / number if how == "mean" else total).to(reward.dtype)
 
 
-def turn_rules(rollouts: Tensor, first: Tensor, turn: Tensor | None) -> list[Rule]:
-    """The segments of a rollout have turns of their own."""
-    if turn is None:
-        return []
-    message = "the segments of a rollout need turns of their own; found {found}"
-    return [Rule(places_by_turn(first, turn).tied, describe_segments(rollouts, turn), message)]
-
-
 class FanOutCollapse(BatchTransform):
     """Give the segments of one rollout one vote and one reward (:func:`collapse_fan_out`).
 
@@ -167,7 +160,7 @@ class FanOutCollapse(BatchTransform):
         reward: Reduction = "shared",
         columns: int = 1,
         weights: Sequence[float] | None = None,
-        missing: MissingReward = "raise",
+        missing: Missing = "raise",
         reward_key: NestedKey = ("next", "reward"),
         rollout_key: NestedKey | None = "rollout_id",
         group_key: NestedKey | None = "group_id",
@@ -181,7 +174,7 @@ class FanOutCollapse(BatchTransform):
         if turn_key is not None and reward not in ("first", "last"):
             raise ValueError(f"turn_key says which segment is first and last; got it with {reward=}")
         self.reward = one_of("reward", reward, get_args(Reduction))
-        self.missing = one_of("missing", missing, get_args(MissingReward))
+        self.missing = one_of("missing", missing, get_args(Missing))
         self.columns, self.weights = at_least("columns", columns, 1), weights
         factors_of(weights, columns)  # as many as there are columns
 
@@ -202,7 +195,9 @@ class FanOutCollapse(BatchTransform):
         for column in known.unbind(1):
             rules += reward_rules(column, rollouts, first, siblings_agree=self.reward == "shared")
         reduced = [reduce_rewards(column, first, self.reward, turn) for column in known.unbind(1)]
-        rewards = torch.stack(reduced, 1).masked_fill(missing, float("nan"))
+        rewards = torch.stack(reduced, 1)
+        rules.append(_fits(rewards, rollouts))
+        rewards = rewards.masked_fill(missing, float("nan"))
         one = people.put_back(weighted_reward(rewards, self.weights))
         is_first_segment = people.put_back(is_first(first))
         batch.set(REWARD, one)
@@ -220,11 +215,11 @@ class FanOutCollapse(BatchTransform):
         return rollouts if self.group_key is None else rollouts | {"groups": self.ids(batch, "group")}
 
     def _rewards(self, batch: TensorDictBase) -> Tensor:
-        """(N, K)."""
+        """(N, K), at least float32."""
         value = require(batch, self.reward_key, reader=type(self).__name__, option="reward_key")
         if self.columns == 1:
             try:
-                return as_rewards(self.column(batch, "reward_key"))[:, None]
+                return at_least_float32(as_rewards(self.column(batch, "reward_key")))[:, None]
             except BatchError as err:
                 raise BatchError(f"{err}. If they are several rewards, say how many: columns") from err
         if value.numel() != len(batch) * self.columns or value.shape[-1] != self.columns:
@@ -233,7 +228,7 @@ class FanOutCollapse(BatchTransform):
                 f"{self.reward_key!r} for {len(batch)} rows"
             )
         value = value.detach().reshape(len(batch), self.columns)
-        return value if value.is_floating_point() else value.double()
+        return at_least_float32(value) if value.is_floating_point() else value.double()
 
 
 def _same_missing(reward: Tensor, missing: Tensor, rollouts: Tensor, first: Tensor) -> Rule:
@@ -242,6 +237,16 @@ def _same_missing(reward: Tensor, missing: Tensor, rollouts: Tensor, first: Tens
         (missing.index_select(0, first) != missing).any(1),
         describe_segments(rollouts, reward),
         "a reward that is missing (NaN) is missing on all segments of its rollout; found {found}",
+    )
+
+
+def _fits(rewards: Tensor, rollouts: Tensor) -> Rule:
+    """A sum of rewards that are finite is, too."""
+    return Rule(
+        ~rewards.isfinite().all(1),
+        lambda row: f"{rewards[row].tolist()} for rollout {int(rollouts[row])}",
+        f"the rewards of a rollout's segments must add up within {rewards.dtype}; found {{found}}. Give "
+        "rewards of a larger dtype",
     )
 
 

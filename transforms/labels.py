@@ -70,7 +70,7 @@ def labels_in_errors(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Iterat
 
 def _labels(batch: TensorDictBase, key: NestedKey) -> list[Any] | None:
     """What a column of ids holds, one a row, if it is no tensor; None if it is one, or not there."""
-    if not isinstance(batch, TensorDictBase) or not has_key(batch, key):
+    if not isinstance(batch, TensorDictBase) or not batch.shape.numel() or not has_key(batch, key):
         return None
     rows = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
     if not rows or not isinstance(rows[0].get(key), NonTensorData | NonTensorStack):

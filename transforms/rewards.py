@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .errors import BatchError
+
+Missing = Literal["raise", "skip"]
 
 
 def weighted_reward(rewards: Tensor, weights: Sequence[float] | None = None) -> Tensor:

@@ -38,7 +38,7 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
         >>> ("next", "done") in td.keys(True), copy["next", "reward"] is td["next", "reward"]
         (False, True)
     """
-    if type(batch) is not TensorDict:
+    if type(batch) is not TensorDict or not len(batch):  # stacks of no strings know no shape
         return batch.clone(recurse=False)
     columns = {}
     for key in batch.keys():
@@ -89,7 +89,9 @@ def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
         >>> taken["x"].tolist(), list(taken["name"])
         ([2, 0], ['c', 'a'])
     """
-    if len(rows) == 0 and isinstance(batch, LazyStackedTensorDict) and len(batch):
+    if len(batch) == 0:
+        return batch
+    if len(rows) == 0 and isinstance(batch, LazyStackedTensorDict):
         return without_rows(describe_columns(batch), batch.device)  # a lazy stack of nothing has no columns
     if len(rows) == 0:
         return batch[:0]  # stacks of strings take no empty index, but a slice of nothing

@@ -16,6 +16,7 @@ column                                  shape, dtype      meaning
 ``("headrace", "minibatch")``           (N,) int64        which optimiser step of the batch, from 0; −1: none
 ``("headrace", "microbatch")``          (N,) int64        which forward and backward of the step, from 0
 ``("headrace", "rank")``                (N,) int64        which data-parallel rank trains it; absent: one
+``("headrace", "step_weight")``         (N,) float64      what weight × tokens adds up to over the row's step
 ``("headrace", "padding")``             (N,) bool         a copy that trains nothing; absent: no row is
 ``("headrace", "row")``                 (N,) int64        row number at the pipeline's door
 ``("headrace", "processed")``           (N,) bool         a pipeline has been over this row
@@ -52,6 +53,7 @@ LENGTH = ("headrace", "length")
 MINIBATCH = ("headrace", "minibatch")
 MICROBATCH = ("headrace", "microbatch")
 RANK = ("headrace", "rank")
+STEP_WEIGHT = ("headrace", "step_weight")
 PADDING = ("headrace", "padding")
 ROW = ("headrace", "row")
 PROCESSED = ("headrace", "processed")

@@ -26,7 +26,7 @@ def sum_in_any_order(
     (doi:10.1137/050645671). The rest is dropped: of a thousand terms each less than 2^-80 of the largest.
 
     Args:
-        values: float64, finite, and so are n times their largest.
+        values: float64, finite, and so is twelve times their number times the largest.
         add: the plain sum of some of them, by group say; broadcasts against `values`.
         peak: at least the magnitude of each term of a sum, ≥ 0; broadcasts against `values`.
         terms: how many terms of a sum are not 0, at least; broadcasts against `values`.

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from headrace.transforms import BatchError, split_microbatches, weighted_loss
 from headrace.transforms.distributed import resolve_group
-from headrace.transforms.rows import device_of
-from headrace.transforms.schema import MICROBATCH, RANK, has_key
-from headrace.transforms.tokens import loss_tokens
+from headrace.transforms.schema import MICROBATCH, has_key
+
+from .whole_step import count_step
 
 
 def optimise(
@@ -28,6 +28,7 @@ def optimise(
     process_group: dist.ProcessGroup | str | None = None,
     loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
     log_prob_key: NestedKey | None = ("log_probs", "full"),
+    weight_key: NestedKey = "loss_weight",
 ) -> int:
     """Take one optimiser step per minibatch, whose micro-batches' gradients add up.
 
@@ -51,6 +52,7 @@ def optimise(
             rank, or the model sums or averages them itself, as DDP does.
         loss_mask_key: (n, T) bool, by which tokens in the loss are counted.
         log_prob_key: (n, T) float, as LossWeight reads it; None: not looked at.
+        weight_key: (n,) float, by which the rows of a step are known to belong together.
 
     Returns:
         The number of optimiser steps taken.
@@ -60,7 +62,7 @@ def optimise(
         ValueError: `max_grad_norm` is not above 0.
         BatchError: a gradient that is not finite, before the step is taken; a batch of several minibatches
             in place of a minibatch; rows that were not weighed together, such as a sample of a replay buffer.
-        MissingKeyError: there are no weights (see `reduce`).
+        MissingKeyError: there are no weights (see `reduce`), or nothing says which tokens train.
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, or None; got {max_grad_norm}")
@@ -72,13 +74,14 @@ def optimise(
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     group = resolve_group(process_group)
+    keys = {"loss_mask_key": loss_mask_key, "log_prob_key": log_prob_key, "weight_key": weight_key}
     stream, steps = iter(minibatches), 0
     while (minibatch := next(stream, None)) is not None:
         cut = has_key(minibatch, MICROBATCH)
         microbatches = list(split_microbatches(minibatch)) if cut else [minibatch]
-        trains = _has_tokens(minibatch, loss_mask_key, log_prob_key, group)
+        tokens = count_step(minibatch, group=group, **keys)
         del minibatch  # else two of them would be in memory when the next one is gathered
-        if not trains:
+        if not tokens:
             continue
         optimizer.zero_grad()
         while microbatches:
@@ -135,43 +138,6 @@ def total_loss(
             "aggregation='token_mean' on GRPOLoss, or weigh rows by LossWeight and add up by weighted_loss"
         )
     return torch.stack([value.squeeze() for value in losses.values()]).sum()
-
-
-def _has_tokens(
-    minibatch: TensorDictBase,
-    loss_mask_key: NestedKey,
-    log_prob_key: NestedKey | None,
-    group: dist.ProcessGroup | None,
-) -> bool:
-    """Whether the optimiser step, on any of its ranks, has a token in the loss.
-
-    Raises:
-        BatchError: rows were weighed for another step, and their weights do not add up to its mean.
-    """
-    tokens, most, least = 0.0, 0.0, float("inf")
-    if len(minibatch):
-        own = loss_tokens(minibatch, loss_mask_key, log_prob_key).sum()
-        weighed_for = minibatch.get("num_tokens", None)
-        ends = [own] if weighed_for is None else [own, weighed_for.amax(), weighed_for.amin()]
-        tokens, *bounds = torch.stack(ends).tolist()
-        most, least = bounds or (most, least)
-    spread = dist.is_initialized() or has_key(minibatch, RANK)  # over ranks of which nothing is known here
-    if group is not None:  # ranks take a step together: else gradients of different steps would add up
-        device = device_of(minibatch)
-        total = torch.tensor([tokens], dtype=torch.float64, device=device)
-        ends = torch.tensor([most, -least], dtype=torch.float64, device=device)
-        dist.all_reduce(total, group=group)
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-        tokens, most, least, spread = float(total), float(ends[0]), -float(ends[1]), False
-    weighed = least < float("inf")
-    if weighed and (least != most or tokens > most or (tokens < most and not spread)):
-        steps = f"{most:g}" if least == most else f"{least:g} to {most:g}"
-        raise BatchError(
-            f"the rows of a step are those that were weighed together; these have {tokens:g} tokens in the "
-            f"loss, and were weighed for a step of {steps} (num_tokens): their weights would not add up. "
-            "Weigh what is trained: first, second = pipeline.halves(), the second for what a buffer samples"
-        )
-    return tokens > 0
 
 
 def _add_up(parameters: list[Tensor], group: dist.ProcessGroup) -> None:

@@ -25,7 +25,7 @@ BASELINES: dict[str, Callable[[Grouping], Tensor]] = {
     "leave_one_out": lambda g: g.deviation * (g.count / (g.count - 1).clamp_min(1)),
     "length_weighted": lambda g: g.reward - g.sum(g.length * g.reward) / g.add(g.length).clamp_min(1),
     "best_other": lambda g: g.reward - other_best(g.reward, g),
-    "batch": lambda g: g.reward - g.total(g.reward) / g.rollouts,
+    "batch": lambda g: g.batch_deviation,
     "none": lambda g: g.reward,
 }
 ABSOLUTE = ("batch", "none")  # the baselines that need no group

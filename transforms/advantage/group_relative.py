@@ -171,9 +171,10 @@ def _is_uniform(facts: Facts, low: torch.dtype | None) -> bool:
 
 
 def _range_rules(credit: Tensor, formula: Formula) -> list[Rule]:
-    """A quotient may leave the range of a small dtype, and any where others of a group nearly agree."""
-    small = credit.dtype is torch.float16 or formula.scale == "leave_one_out"
-    return [fit_rule(credit, credit.dtype)] if small else []
+    """A quotient may leave the range of a small dtype, and any where the scale is not the group's own std."""
+    relative = formula.baseline in ("mean", "leave_one_out") and formula.scale in ("group", "none")
+    bounded = relative and credit.dtype is not torch.float16
+    return [] if bounded else [fit_rule(credit, credit.dtype)]
 
 
 def _rules(

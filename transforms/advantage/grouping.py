@@ -67,7 +67,14 @@ class Grouping(ABC):
     @cached_property
     def deviation(self) -> Tensor:
         """Each reward less the mean of its group, in which each rollout has one vote."""
-        return self.reward - self.sum(self.reward, torch.maximum(self.high, -self.low)) / self.count
+        above = self.reward - self.low  # exact where rewards are near one another
+        return above - self.sum(above, self.high - self.low) / self.count
+
+    @cached_property
+    def batch_deviation(self) -> Tensor:
+        """Each reward less the mean over all rollouts of the batch."""
+        above = self.reward - self.reward.amin()
+        return above - self.total(above) / self.rollouts
 
     def std(self, ddof: int) -> Tensor:
         """Standard deviation of the rewards per group, with the divisor ``max(count - ddof, 1)``.
@@ -79,8 +86,8 @@ class Grouping(ABC):
 
     def batch_std(self, ddof: int) -> Tensor:
         """Standard deviation of the rewards over all rollouts of the batch."""
-        deviation = self.reward - self.total(self.reward) / self.rollouts
-        return (self.total(deviation.square()) / (self.rollouts - ddof).clamp_min(1)).sqrt()
+        squares = self.total(self.batch_deviation.square())
+        return (squares / (self.rollouts - ddof).clamp_min(1)).sqrt()
 
     def equal(self) -> Tensor:
         """True where all rewards of the group are one number."""
@@ -135,9 +142,14 @@ class ReshapeFormula(Blocks):
         """(P, 1)."""
         return self.deviation.std(-1, keepdim=True, correction=ddof)
 
+    @cached_property
+    def batch_deviation(self) -> Tensor:
+        """(P, G)."""
+        return self.reward - self.reward.mean()
+
     def batch_std(self, ddof: int) -> Tensor:
         """Scalar."""
-        return (self.reward - self.reward.mean()).std(correction=ddof)
+        return self.batch_deviation.std(correction=ddof)
 
 
 class ById(Grouping):

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from headrace.transforms.checks import Rule
-from headrace.transforms.rewards import factors_of, weighted_reward
+from headrace.transforms.rewards import Missing, factors_of, weighted_reward
 from headrace.transforms.rows import SomeRows
 
 from .layout import fit_rule
 
 Several = Literal["sum", "decoupled"]
-Missing = Literal["raise", "skip"]
 
 
 class CompareInGroups(Protocol):
@@ -58,18 +57,15 @@ def compare_rewards(
         [-3.0, 3.0]
     """
     factors = factors_of(weights, reward.shape[1])
-    parts, rules = [], []
+    credits, rules = [], []
     for factor, column in zip(factors, reward.unbind(1), strict=True):
         present = SomeRows(~column.isnan() if missing == "skip" else None)
-        credit, found = compare(present.take(column.double()), **_take_all(present, columns))
-        parts.append(factor * present.put_back(credit))
-        rules += present.rules(found)
-    credit = torch.stack(parts).sum(0)
+        others = {name: present.take(values) for name, values in columns.items()}
+        credit, column_rules = compare(present.take(column.double()), **others)
+        credits.append(factor * present.put_back(credit))
+        rules += present.rules(column_rules)
+    credit = torch.stack(credits).sum(0)
     return credit.to(reward.dtype), [*rules, fit_rule(credit, reward.dtype)]
-
-
-def _take_all(rows: SomeRows, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: rows.take(column) for name, column in columns.items()}
 
 
 def weighed_rule(

@@ -17,11 +17,13 @@ from headrace.transforms.distributed import population_of, present_ranks
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import as_ids, first_row, is_first
 from headrace.transforms.options import as_dtype, at_least, nested_key, one_of
+from headrace.transforms.rewards import Missing
 from headrace.transforms.schema import COUNTED, REWARD, REWARDS, has_key, read_written
 
 from .baselines import Baseline, Clip, EpsMode, Formula, Scale, Singleton
 from .group_relative import compare_in_groups
-from .multi_reward import Missing, Several, compare_rewards, weighed_rule
+from .layout import fit_rule
+from .multi_reward import Several, compare_rewards, weighed_rule
 from .positions import chunk_groups
 
 WithoutIds = Literal["raise", "chunks", "rigid_or_global"]
@@ -148,16 +150,22 @@ class GroupRelativeAdvantage(BatchTransform):
         several, rollouts = everyone.pop("rewards", None), everyone.get("rollouts")
         rules = [] if collapsed or rollouts is None else [_one_row_each(rollouts)]
         if self.several == "decoupled" or self.weights is not None:
-            weighed = (several, rollouts, self.weights, self.several)
-            rules.append(weighed_rule(everyone["reward"], *weighed))
+            rules.append(
+                weighed_rule(
+                    everyone["reward"], several, rollouts, weights=self.weights, several=self.several
+                )
+            )
         credit, reward_rules = self._compare(several=several, **everyone)
-        credit = people.put_back(credit).to(credit_dtype(batch.get(self.reward_key, reward)))
+        credit = people.put_back(credit)
+        dtype = credit_dtype(batch.get(self.reward_key, reward))
+        fits = [] if dtype == credit.dtype else [fit_rule(credit, dtype)]
+        credit = credit.to(dtype)
         batch.set(self.advantage_key, credit.view(-1, *[1] * (self.ndim - 1)))
         measured = {"abs_mean": credit.abs().mean(), "zero": (credit == 0).double().mean()}
         if self.missing == "skip":
             measured["unscorable"] = reward.isnan().sum()
             batch.set(REWARD, reward)  # for later stages, which are to know who has none
-        return Outcome(batch, measured=measured, rules=people.rules(rules + reward_rules))
+        return Outcome(batch, measured=measured, rules=[*people.rules(rules + reward_rules), *fits])
 
     def _rollouts(self, batch: TensorDictBase) -> dict[str, Tensor]:
         return {} if self.rollout_key is None else {"rollouts": self.ids(batch, "rollout")}

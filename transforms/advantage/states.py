@@ -101,5 +101,6 @@ class StateAdvantage(BatchTransform):
         rule = set_rule(groups, "group_id", "rows without an id would be compared with one another")
         steps = state_groups(groups, everyone["states"])
         within, rules = compare_in_groups(everyone["returns"], steps, formula=self.formula)
-        batch.set(self.advantage_key, credit + self.weight * people.put_back(within).view_as(credit))
+        more = self.weight * people.put_back(within).double().view_as(credit)
+        batch.set(self.advantage_key, (credit + more).to(credit.dtype))
         return Outcome(batch, rules=people.rules([rule, *rules]))

@@ -7,9 +7,15 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import Rule, as_rewards, end_rules, set_rule
+from headrace.transforms.checks import (
+    as_rewards,
+    at_least_float32,
+    end_rules,
+    enforce,
+    identity_rules,
+    turn_rules,
+)
 from headrace.transforms.distributed import population_of
-from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import as_ids, first_row, number_of, places_by_turn, sum_by
 from headrace.transforms.options import nested_key, within
 from headrace.transforms.schema import COUNTED, DONE, EXPECTED_SEGMENTS, RETURN, require
@@ -73,12 +79,9 @@ def rewards_to_go(
 
 def _places(rollout_id: Tensor, turn: Tensor | None) -> tuple[Tensor, Tensor]:
     """(N,) first row of each row's rollout, and (N,) place of each row among its rollout's, from 0."""
-    places = places_by_turn(first_row(rollout_id), turn)
-    if turn is not None and bool(places.tied.any()):
-        rows = places.tied.nonzero().flatten().tolist()
-        found = [f"rollout {int(rollout_id[i])} has turn {int(turn[i])} twice (row {i})" for i in rows]
-        raise BatchError(f"the segments of a rollout need turns of their own; found {listing(found)}")
-    return places.first, places.place
+    first = first_row(rollout_id)
+    enforce(turn_rules(rollout_id, first, turn))
+    return first, places_by_turn(first, turn).place
 
 
 class RewardsToGo(BatchTransform):
@@ -123,7 +126,7 @@ class RewardsToGo(BatchTransform):
 
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add the return."""
-        reward = as_rewards(self.column(batch, "reward_key"))
+        reward = at_least_float32(as_rewards(self.column(batch, "reward_key")))
         if (counted := batch.get(COUNTED, None)) is not None:
             reward = reward.masked_fill(~counted, 0.0)  # who is out of the statistics pays nobody
         rollouts = self.ids(batch, "rollout")
@@ -132,8 +135,10 @@ class RewardsToGo(BatchTransform):
         rollouts, turn = everyone["rollouts"], everyone.get("turn")
         returns = rewards_to_go(everyone["reward"], rollouts, turn, discount=self.discount)
         batch.set(RETURN, people.put_back(returns))
-        ended = end_rules(rollouts, first_row(rollouts), **{name: everyone[name] for name in ends})
-        return Outcome(batch, rules=people.rules([_set(rollouts), *ended]))
+        first = first_row(rollouts)
+        rules = identity_rules(rollouts, None, first)
+        rules += end_rules(rollouts, first, **{name: everyone[name] for name in ends})
+        return Outcome(batch, rules=people.rules(rules))
 
 
 class TurnDiscount(BatchTransform):
@@ -182,15 +187,14 @@ class TurnDiscount(BatchTransform):
         everyone = people.take(_turn(self, batch), {"rollouts": rollouts})
         rollouts = everyone["rollouts"]
         to_go = people.put_back(turns_to_go(rollouts, everyone.get("turn")))
-        factor = torch.full(to_go.shape, self.discount, dtype=credit.dtype, device=credit.device).pow(to_go)
-        credit = credit * factor.view(-1, *[1] * (credit.ndim - 1))
-        return Outcome(batch.set(self.advantage_key, credit), rules=people.rules([_set(rollouts)]))
+        factor = torch.full_like(to_go, self.discount, dtype=torch.float64).pow(to_go)
+        credit = (credit * factor.view(-1, *[1] * (credit.ndim - 1))).to(credit.dtype)
+        return Outcome(
+            batch.set(self.advantage_key, credit),
+            rules=people.rules(identity_rules(rollouts, None, first_row(rollouts))),
+        )
 
 
 def _turn(stage: RewardsToGo | TurnDiscount, batch: TensorDictBase) -> dict[str, Tensor]:
     """What orders the segments of a rollout, where the batch says."""
     return {} if stage.turn_key is None else {"turn": as_ids(stage.column(batch, "turn_key"), "turn")}
-
-
-def _set(rollouts: Tensor) -> Rule:
-    return set_rule(rollouts, "rollout_id", "rows without an id would be taken for one rollout")

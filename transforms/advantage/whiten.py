@@ -131,10 +131,14 @@ class BatchWhitening(BatchTransform):
         people = population_of(batch, every=True)
         everyone = people.take({"values": credit, "weights": weights})
         white = people.put_back(whiten(**everyone, ddof=self.ddof, eps=self.eps, eps_mode=self.eps_mode))
-        finite = Rule(
-            ~credit.isfinite(),
-            lambda row: f"{float(credit[row])} at row {row}",
-            "every advantage must be finite to be whitened; found {found}",
-        )
         batch.set(self.advantage_key, white.view_as(batch.get(self.advantage_key)))
-        return Outcome(batch, rules=[finite])
+        return Outcome(batch, rules=[_finite(credit, credit), _finite(white, credit)])
+
+
+def _finite(values: Tensor, credit: Tensor) -> Rule:
+    """An advantage is finite, and so is what is measured of it."""
+    return Rule(
+        ~values.isfinite(),
+        lambda row: f"{float(credit[row])} at row {row}",
+        "every advantage must be finite to be whitened, and so must the sum of squares; found {found}",
+    )

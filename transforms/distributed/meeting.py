@@ -51,11 +51,11 @@ class Meetings:
             self._arrive(meeting, about)
         self._wait(meeting, number, about.split("\n")[0])
         decision = self._store.get(f"{meeting}/decision").decode()
-        if self.rank == 0:
-            for key in ("about", "here", "decision"):  # of the meeting before the last, which all have left
-                self._store.delete_key(f"headrace/{number - 2}/{key}")
         if decision != GO:
             raise OtherRankError(decision) from error
+        if self.rank == 0:
+            for key in ("about", "here", "decision"):  # all are here, so all have left the meeting before
+                self._store.delete_key(f"headrace/{number - 1}/{key}")
 
     def _arrive(self, meeting: str, about: str) -> None:
         first = self._store.compare_set(f"{meeting}/about", "", f"rank {self.rank}\n{about}").decode()

@@ -55,7 +55,7 @@ class Population:
         labels = {name: self.rows.take(column) for name, column in (ids or {}).items()}
         if self.ranks is None:
             return values | labels
-        found, self._own = self.ranks.gather(list(values.values()), labels)
+        found, self._own = self.ranks.gather(values, labels)
         return dict(zip([*values, *labels], found, strict=True))
 
     def put_back(self, values: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Population:
             return self.rows.rules(rules)
         note = f" (Rows are numbered over all ranks, from {self._own.start} on rank {self.ranks.rank}.)"
         if self.ranks.shared_ids == "different":
-            note += " (An id is written behind the number of its rank.)"
+            note += " (Short ids are written behind the number of their rank.)"
         return [rule._replace(message=rule.message.removesuffix(note) + note) for rule in rules]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import first_row
-from headrace.transforms.rows import Column, describe_columns, without_rows
+from headrace.transforms.rows import Column, describe_columns, device_of, without_rows
 
 from .meeting import Meetings, OtherRankError
 from .process_group import SharedIds
@@ -57,11 +58,12 @@ class Ranks:
             self.refused = True
             raise
 
-    def gather(self, columns: Sequence[Tensor], ids: Mapping[str, Tensor] | None = None) -> Gathered:
+    def gather(self, columns: Mapping[str, Tensor], ids: Mapping[str, Tensor] | None = None) -> Gathered:
         """Exchange columns of as many rows as each rank has, also none. A meeting, and two collectives.
 
         Args:
-            columns: (N, ...) numbers each, the same on all ranks but for N, on the group's kind of device.
+            columns: (N, ...) numbers each, by name, the same on all ranks but for N, on the group's kind of
+                device.
             ids: (N,) int64 each: ``rollouts``, ``groups``. Where each rank numbers its own, they come back
                 as labels: the number of the rank and behind it the id; negative ones stay.
 
@@ -71,9 +73,10 @@ class Ranks:
         Raises:
             BatchError: several ranks have an id, and must not; on all of them. A device read.
         """
-        names = list(ids or ())
-        every = [*columns, *(ids or {}).values()]
-        self.meet("exchanging " + ", ".join(f"{c.dtype} {tuple(c.shape[1:])}" for c in every))
+        named = {**columns, **(ids or {})}
+        names, every = list(named), list(named.values())
+        kinds = [f"{name} {column.dtype} {tuple(column.shape[1:])}" for name, column in named.items()]
+        self.meet(f"exchanging {', '.join(kinds)}")
         bits = torch.cat([_as_bits(column) for column in every], 1)
         size = torch.tensor([len(bits)], device=bits.device)
         sizes = [torch.empty_like(size) for _ in range(self.size)]
@@ -87,7 +90,7 @@ class Ranks:
         split = together.split([_width(column) for column in every], 1)
         found = [_from_bits(part, column) for part, column in zip(split, every, strict=True)]
         rank = torch.arange(self.size, device=bits.device).repeat_interleave(torch.cat(sizes))
-        for place, name in enumerate(names, start=len(columns)):
+        for place, name in list(enumerate(names))[len(columns) :]:
             found[place] = tell_apart(found[place], rank, self.shared_ids, f"{name.removesuffix('s')}_id")
         start = sum(counts[: self.rank])
         return Gathered(found, slice(start, start + counts[self.rank]))
@@ -110,24 +113,24 @@ class Ranks:
             The batch; None where no rank has rows.
         """
         self.meet(about)
-        columns = self._columns_of_any(batch)
-        if columns is None:
+        found = self._columns_of_any(batch)
+        if found is None:
             return None
-        return batch if batch.shape.numel() else without_rows(columns, batch.device)
+        return batch if batch.shape.numel() else without_rows(*found)
 
     def share_columns(self, batch: TensorDictBase) -> TensorDictBase:
         """Let a rank without rows have the columns that a stage wrote where there were some."""
-        columns = self._columns_of_any(batch)
-        if columns is None or len(batch):
-            return batch
-        return without_rows(columns, batch.device).update(batch)
+        found = self._columns_of_any(batch)
+        return batch if found is None or len(batch) else without_rows(*found).update(batch)
 
-    def _columns_of_any(self, batch: TensorDictBase) -> list[Column] | None:
-        """The columns of the first rank that has rows; None where none has."""
-        told = self.gather_objects(describe_columns(batch) if batch.shape.numel() else None)
-        return next((columns for columns in told if columns is not None), None)
+    def _columns_of_any(self, batch: TensorDictBase) -> tuple[list[Column], torch.device] | None:
+        """The columns of the first rank that has rows, and the kind of device they are on; None: none has."""
+        own = (describe_columns(batch), device_of(batch).type) if batch.shape.numel() else None
+        found = next((each for each in self.gather_objects(own) if each is not None), None)
+        return None if found is None else (found[0], torch.device(found[1]))
 
 
+_LOCKS: dict[int, Any] = {}
 _PRESENT: ContextVar[Ranks | None] = ContextVar("headrace_ranks", default=None)
 
 
@@ -147,6 +150,8 @@ def sharing(ranks: Ranks | None) -> Iterator[None]:
         yield
         return
     token = _PRESENT.set(ranks)
+    lock = _LOCKS.setdefault(id(ranks.group), threading.RLock())
+    lock.acquire()  # a group carries one batch at a time, whatever the threads
     try:
         yield
         ranks.place = "the end of a batch"
@@ -156,6 +161,7 @@ def sharing(ranks: Ranks | None) -> Iterator[None]:
             _tell(ranks, err)
         raise
     finally:
+        lock.release()
         _PRESENT.reset(token)
 
 

@@ -20,6 +20,7 @@ from headrace.transforms.ids import as_ids, first_row, reduce_by
 from headrace.transforms.options import at_least, describe_options, nested_key, within
 from headrace.transforms.rows import flat_rows
 from headrace.transforms.schema import (
+    COUNTED,
     REWARD,
     STATUS_KEYS,
     Status,
@@ -89,10 +90,9 @@ class RewardsVary(Criterion):
 
     def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
         """Every row in the statistics has a group."""
-        people = population_of(batch)
-        groups = people.rows.take(self._column(batch, "group_key"))
-        rule = set_rule(groups, "group_id", "rows without an id would be compared")
-        return people.rows.rules([rule])
+        counted = batch.get(COUNTED, None)
+        rule = set_rule(self._column(batch, "group_key"), "group_id", "rows without an id would be compared")
+        return [rule if counted is None else rule._replace(bad=rule.bad & counted)]
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool."""

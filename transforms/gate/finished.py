@@ -118,16 +118,14 @@ def as_ends(
     """
     if done is None:
         return None
-    flags = {
-        name: None if value is None else _flags(value, name, like.device)
-        for name, value in (("done", done), ("begins", begins))
-    }
-    numbers = {
-        name: None if value is None else as_ids(value, name, device=like.device)
-        for name, value in (("segment", segment), ("expected_segments", expected))
-    }
-    same_length(rollout_id=like, **flags, **numbers)
-    return Ends(*flags.values(), *numbers.values())
+    ends = Ends(
+        done=_flags(done, "done", like.device),
+        begins=None if begins is None else _flags(begins, "begins", like.device),
+        segment=None if segment is None else as_ids(segment, "segment", device=like.device),
+        expected=None if expected is None else as_ids(expected, "expected_segments", device=like.device),
+    )
+    same_length(rollout_id=like, **ends._asdict())
+    return ends
 
 
 def _flags(values: Tensor | Sequence[bool], name: str, device: torch.device) -> Tensor:

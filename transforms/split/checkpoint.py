@@ -20,7 +20,6 @@ from torch import Tensor
 
 from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import join_rows
-from headrace.transforms.schema import has_key
 
 
 class InterruptedBatch(NamedTuple):
@@ -76,27 +75,30 @@ class SplitState(NamedTuple):
 
 
 def with_carried(
-    batch: TensorDictBase, carried: TensorDictBase, key: NestedKey | None, unit: str
+    batch: TensorDictBase, carried: TensorDictBase, key: NestedKey | None, came: Tensor | None, unit: str
 ) -> TensorDictBase:
     """Put carried rows behind those of a batch.
 
     Args:
         batch: TensorDict ``[N]``.
         carried: TensorDict ``[C]``.
-        key: the ids by which a unit is known again, where the batch has them; None: it is not.
+        key: of the ids by which a unit is known again.
+        came: (M,) those of the batch, on all ranks that share it; None: it has none.
         unit: what the message calls them.
 
     Raises:
         BatchError: an id is in both; the columns differ.
     """
-    if has_key(batch, key):
-        waiting, came = carried.get(key).reshape(-1), batch.get(key).reshape(-1)
+    if came is not None:
+        waiting = carried.get(key).reshape(-1)
         if again := waiting[torch.isin(waiting, came)].tolist():
             raise BatchError(
                 f"rows were carried for {unit}s {sorted(set(again))[:10]}, and the batch has those ids "
                 "again: ids must be unique over batches to be carried, as RepeatSampler stamps them"
             )
-    return join_rows([batch, carried], "carried rows")
+    if len(batch) == 0:  # a rank may have no rows of its own, and none of their columns
+        return carried
+    return join_rows([batch, carried.clone(recurse=False)], "carried rows")  # rows of a lazy stack are shared
 
 
 class Turn:

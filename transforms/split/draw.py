@@ -7,14 +7,14 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.distributed import Ranks, present_ranks
+from headrace.transforms.distributed import Ranks, population_of, present_ranks
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import first_row
 from headrace.transforms.rows import device_of, take_rows
-from headrace.transforms.schema import ROW
+from headrace.transforms.schema import ROW, has_key
 
 from .checkpoint import SplitState
 from .cut_options import CutOptions
@@ -105,6 +105,17 @@ def agree_on_counts(counts: list[list[int]], cut: CutOptions, ranks: Ranks) -> l
     return [[max(step) for step in zip_longest(*of_ranks, fillvalue=0)] for of_ranks in passes]
 
 
+def ids_that_came(batch: TensorDictBase, key: NestedKey | None, unit: str, cut: CutOptions) -> Tensor | None:
+    """(M,) int64, the ids of a batch by which carried rows are known again, on all ranks that share it.
+
+    None where the batch has none, or nothing is carried.
+    """
+    if cut.remainder != "carry" or not has_key(batch, key):
+        return None
+    own = batch.get(key).reshape(-1)
+    return population_of(batch, every=True).take({}, {f"{unit}s": own})[f"{unit}s"]
+
+
 def meet_to_draw(ids: Tensor | None, unit: str, cut: CutOptions, state: SplitState, taken: int) -> None:
     """Let ranks that share the batch draw only where each can keep its units together, from the same state.
 
@@ -124,7 +135,7 @@ def meet_to_draw(ids: Tensor | None, unit: str, cut: CutOptions, state: SplitSta
     ranks.meet(f"{state.calls} draws before, and {taken} minibatches taken")
     if ids is None or cut.minibatches == 1 or ranks.shared_ids in (None, "different"):
         return
-    rank, every = ranks.gather([torch.full_like(ids, ranks.rank)], {f"{unit}s": ids}).columns
+    rank, every = ranks.gather({"rank": torch.full_like(ids, ranks.rank)}, {f"{unit}s": ids}).columns
     torn = every[rank.index_select(0, first_row(every)) != rank].unique().tolist()
     if torn:
         raise BatchError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -75,10 +76,14 @@ def _least(counts: list[int]) -> list[int]:
 
 def _shorten(rows: Tensor, ids: Tensor | None, lengths: Tensor, cut: CutOptions, limit: int) -> Tensor:
     """The first units of (n,) rows, those that keep the budget in `limit` micro-batches per rank."""
-    while len(rows) and _needed(rows, lengths, cut) > limit:
-        last = 1 if ids is None else int((ids[rows] == ids[rows[-1]]).sum())
-        rows = rows[:-last]
-    return rows
+    units = torch.ones(len(rows), dtype=torch.int64) if ids is None else _unit_sizes(ids[rows])
+    ends = [0, *units.cumsum(0).tolist()]
+    kept = bisect_right(ends, limit, key=lambda end: _needed(rows[:end], lengths, cut)) - 1
+    return rows[: ends[kept]]
+
+
+def _unit_sizes(ids: Tensor) -> Tensor:
+    return torch.unique_consecutive(ids, return_counts=True)[1]
 
 
 def _needed(rows: Tensor, lengths: Tensor, cut: CutOptions) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.transforms.checks import few
 from headrace.transforms.errors import BatchError
+from headrace.transforms.rows import flat_rows
 
 from .checkpoint import InterruptedBatch, SplitState
 
@@ -152,5 +153,5 @@ def _difference(old: Tensor, new: Tensor) -> str:
         if old.is_floating_point()
         else new == old
     )
-    rows = (~same.reshape(len(old), -1).all(1)).nonzero().flatten()
+    rows = (~flat_rows(same).all(1)).nonzero().flatten()
     return f"was {few(old[rows], 3)} and is {few(new[rows], 3)} at rows {few(rows, 3)}" if len(rows) else ""

@@ -17,7 +17,7 @@ from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_k
 
 from .checkpoint import SplitState, with_carried
 from .cut_options import CutOptions, Oversized
-from .draw import Draw, conclude, draw_plans, meet_to_draw
+from .draw import Draw, conclude, draw_plans, ids_that_came, meet_to_draw
 from .gather import LossColumns
 from .memory import SplitMemory
 from .microbatches import Balance
@@ -164,9 +164,11 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         cut_by = cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
         progress = Progress(state, KnownBy(len(batch), cut_by, columns))
         progress.check()
+        unit = "group" if self.unit == "group" else "rollout"
+        key = getattr(self, f"{unit}_key")
+        came = ids_that_came(batch, key, unit, cut)
         if state.carried is not None:
-            unit = "group" if self.unit == "group" else "rollout"
-            batch = with_carried(batch, state.carried, getattr(self, f"{unit}_key"), unit)
+            batch = with_carried(batch, state.carried, key, came, unit)
         ids = None if self.unit == "sample" else self.ids(batch, self.unit)
         meet_to_draw(ids, self.unit, cut, state, progress.taken)
         ids, lengths = None if ids is None else ids.cpu(), self._lengths(batch)

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from headrace.transforms.ids import any_by, first_row, is_first, sum_by
+from headrace.transforms.ids import any_by, first_row, first_row_of_pairs, is_first, sum_by
 from headrace.transforms.options import at_least, one_of
 
 Mean = Literal["token", "sample", "rollout", "group", "constant"]
@@ -26,6 +26,8 @@ class Weighed(NamedTuple):
     """int64: rollouts of the step with a token in the loss; None without `rollout_id`."""
     groups: Tensor | None
     """int64: groups of the step with a token in the loss; None without `group_id`."""
+    total: Tensor
+    """float64: what weight × tokens adds up to over the step; 1, but for a mean with a constant length."""
 
 
 def loss_weight(
@@ -76,15 +78,12 @@ def loss_weight(
     in_loss = tokens > 0
     total, samples = sum_by(steps, tokens), sum_by(steps, in_loss.long())
 
-    def within(ids: Tensor) -> Tensor:
-        """The first row with a row's step and id: a rollout in two steps is two."""
-        return first_row(first_row(ids) * len(ids) + steps)
-
     def count(units: Tensor) -> Tensor:
         return sum_by(steps, (any_by(units, in_loss) & is_first(units)).long())
 
-    rollout_of = None if rollout_id is None else within(rollout_id)
-    group_of = None if group_id is None else within(group_id)
+    # A rollout in two steps is two.
+    rollout_of = None if rollout_id is None else first_row_of_pairs(steps, rollout_id)
+    group_of = None if group_id is None else first_row_of_pairs(steps, group_id)
     rollouts = None if rollout_of is None else count(rollout_of)
     groups = None if group_of is None else count(group_of)
     if unit == "token":
@@ -98,8 +97,8 @@ def loss_weight(
         share = units * (sum_by(of, tokens) if length is None else length)
     floating = dtype or torch.get_default_dtype()
     # In float64 first: past 2^24 a float32 cannot hold the denominator.
-    weight = torch.where(in_loss, share.double().reciprocal(), 0.0).to(floating)
-    return Weighed(weight, total, samples, rollouts, groups)
+    weight = torch.where(in_loss, share.double().reciprocal(), 0.0)
+    return Weighed(weight.to(floating), total, samples, rollouts, groups, sum_by(steps, weight * tokens))
 
 
 def check_mean(unit: str, length: int | None) -> None:

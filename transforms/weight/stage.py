@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,31 +11,17 @@ from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule
-from headrace.transforms.distributed import (
-    Ranks,
-    SharedIds,
-    check_one_way,
-    present_ranks,
-)
+from headrace.transforms.distributed import SharedIds, check_one_way, population_of, present_ranks
 from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import first_row, sum_by
+from headrace.transforms.ids import first_row_of_pairs, sum_by
 from headrace.transforms.options import as_dtype, nested_key, one_of
-from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, RANK, has_key, require
+from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT, has_key, require
 from headrace.transforms.tokens import loss_tokens
 
 from .loss_weight import Mean, Weighed, check_mean, loss_weight
 
 Fold = Literal["none", "sum", "token_mean"]
 Gradients = Literal["sum", "mean"]
-
-
-class _Rows(NamedTuple):
-    """What a row's weight follows from, (N,) int64 each; None where the batch does not say."""
-
-    tokens: Tensor
-    minibatch: Tensor | None
-    rollouts: Tensor | None
-    groups: Tensor | None
 
 
 class LossWeight(BatchTransform):
@@ -56,7 +42,8 @@ class LossWeight(BatchTransform):
     Reads `loss_mask_key`, or where it is not there TorchRL's tokens of prompt and response; `log_prob_key` if
     there (a token whose log-probability is not finite is out of GRPOLoss); `rollout_key` and `group_key` if
     there or where `unit` needs them.
-    Writes `weight_key` (N,), or under `fold` `advantage_key` in its place; and the counts of the row's step,
+    Writes `weight_key` (N,) and ``("headrace", "step_weight")``, or under `fold` `advantage_key` in their
+    place; and the counts of the row's step,
     (N,) int64: ``num_tokens``, ``num_samples``, and where there are ids ``num_rollouts`` and ``num_groups``.
     No device read; with a process group a few, and collectives by every rank, also for an empty batch.
 
@@ -127,9 +114,10 @@ class LossWeight(BatchTransform):
         self._needs = {"constant": "rollout"}.get(unit, unit)  # whose ids must be there
         ids = {"rollout": self.rollout_key, "group": self.group_key}.get(self._needs)
         written = self.weight_key if fold == "none" else self.advantage_key
+        steps = [STEP_WEIGHT] if fold == "none" else []
         super().__init__(
             [MINIBATCH, ids, None if fold == "none" else written],
-            [written, "num_tokens", "num_samples", "num_rollouts", "num_groups"],
+            [written, *steps, "num_tokens", "num_samples", "num_rollouts", "num_groups"],
         )
 
     def apply(self, batch: TensorDictBase) -> Outcome:
@@ -138,11 +126,11 @@ class LossWeight(BatchTransform):
         tokens = self._loss_tokens(batch)
         rollouts, groups = (self._ids_if_any(batch, unit) for unit in ("rollout", "group"))
         rules = [*_set_in_loss(rollouts, "rollout_id", tokens), *_set_in_loss(groups, "group_id", tokens)]
-        rows = _Rows(tokens, batch.get(MINIBATCH, None), rollouts, groups)
-        weighed = self._weigh(rows, self._dtype_in(batch))
-        weight = weighed.weight * (self._number_of_ranks() if self.gradients == "mean" else 1)
+        weighed = self._weigh(batch, tokens, rollouts, groups)
+        averaged = self._number_of_ranks() if self.gradients == "mean" else 1
+        weight = weighed.weight * averaged
         if self.fold == "none":
-            batch.set(self.weight_key, weight)
+            batch.set(self.weight_key, weight).set(STEP_WEIGHT, weighed.total * averaged)
         else:
             factor = weight if self.fold == "sum" else weight * self._tokens_of_microbatch(batch, tokens)
             self._fold(batch, factor)
@@ -179,21 +167,24 @@ class LossWeight(BatchTransform):
             advantage = batch.get(self.advantage_key)
             batch.set(self.advantage_key, _scaled(advantage, factor.view(-1, *[1] * (advantage.ndim - 1))))
 
-    def _weigh(self, rows: _Rows, dtype: torch.dtype | None) -> Weighed:
+    def _weigh(
+        self, batch: TensorDictBase, tokens: Tensor, rollouts: Tensor | None, groups: Tensor | None
+    ) -> Weighed:
         """Weigh the rows, of all ranks together where several share the batch, and keep this rank's."""
-        own = slice(None)
-        if (ranks := present_ranks()) is not None:
-            rows, own = _gather(rows, ranks)
-        every = loss_weight(
-            rows.tokens,
+        population = population_of(batch, every=True)
+        columns = {"tokens": tokens, "minibatch": batch.get(MINIBATCH, None)}
+        ids = {"rollouts": rollouts, "groups": groups}
+        every = population.take(_there(columns), _there(ids))
+        weighed = loss_weight(
+            every["tokens"],
             self.unit,
-            rollout_id=rows.rollouts,
-            group_id=rows.groups,
-            minibatch=rows.minibatch,
+            rollout_id=every.get("rollouts"),
+            group_id=every.get("groups"),
+            minibatch=every.get("minibatch"),
             length=self.length,
-            dtype=dtype,
+            dtype=self._dtype_in(batch),
         )
-        return Weighed(*(None if column is None else column[own] for column in every))
+        return Weighed(*(None if column is None else population.put_back(column) for column in weighed))
 
     def _dtype_in(self, batch: TensorDictBase) -> torch.dtype | None:
         if self.dtype is not None or not has_key(batch, self.advantage_key):
@@ -211,22 +202,18 @@ class LossWeight(BatchTransform):
         passes = torch.zeros_like(tokens)
         for key in (MINIBATCH, RANK, MICROBATCH):
             if (number := batch.get(key, None)) is not None:
-                passes = first_row(passes * len(tokens) + first_row(number))
-        return sum_by(first_row(passes), tokens)
+                passes = first_row_of_pairs(passes, number)
+        return sum_by(passes, tokens)
 
 
-def _gather(rows: _Rows, ranks: Ranks) -> tuple[_Rows, slice]:
-    """The rows of all ranks, and where this rank's are."""
-    there = {name: column for name, column in rows._asdict().items() if column is not None}
-    ids: dict[str, Tensor] = {name: there.pop(name) for name in ("rollouts", "groups") if name in there}
-    found, own = ranks.gather(list(there.values()), ids)
-    return rows._replace(**dict(zip([*there, *ids], found, strict=True))), own
+def _there(columns: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: column for name, column in columns.items() if column is not None}
 
 
 def _scaled(advantage: Tensor, factor: Tensor) -> Tensor:
     if not advantage.is_floating_point():
         raise BatchError(f"an advantage is a floating-point number; found {advantage.dtype}")
-    return advantage * factor.to(advantage.dtype)
+    return advantage * factor.to(torch.promote_types(advantage.dtype, torch.float32))
 
 
 def _set_in_loss(ids: Tensor | None, name: str, tokens: Tensor) -> list[Rule]:
