@@ -12,7 +12,7 @@ from composed import composed
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline, StageError
-from headrace.transforms import BatchError, RewardsVary, SampleFilter, ShuffleSplit, take_rows
+from headrace.transforms import BatchError, LossWeight, RewardsVary, SampleFilter, ShuffleSplit, take_rows
 
 RECIPES = sorted(
     str(path.relative_to(Path(__file__).parent.parent / "conf" / "pipeline").with_suffix(""))
@@ -129,6 +129,22 @@ def score(batch: TensorDict) -> TensorDict:
     return batch.set("scored", reward - 0 * reward.min())
 
 
+def go_on(batch: TensorDict) -> list[int]:
+    """The rows of a batch that is interrupted after a minibatch, and resumed by another pipeline."""
+
+    def cut() -> Pipeline:
+        stages = {"split": ShuffleSplit(minibatches=2), "weight": LossWeight()}
+        return Pipeline(stages, process_group="world", shared_ids="same")
+
+    before, after = cut(), cut()
+    steps = before.minibatches(batch)
+    rows = next(steps).get(("headrace", "row")).tolist()
+    after.load_state_dict(before.state_dict())
+    for minibatch in after.minibatches(batch):
+        rows += minibatch.get(("headrace", "row")).tolist()
+    return sorted(set(rows))
+
+
 def refuse_together(rank: int, world: int, folder: str) -> None:
     """What each rank is told, batch after batch, where the second one goes wrong."""
     join(rank, world, folder)
@@ -161,9 +177,10 @@ def refuse_together(rank: int, world: int, folder: str) -> None:
         attempt(name, batch)
         attempt(f"after {name}", mine)
     attempt("last rule", unset, judging)
-    if wrong:
-        time.sleep(PATIENCE * 1.5)
+    if wrong:  # for so long that the others have given up two batches
+        time.sleep(PATIENCE * 2.5)
     attempt("hung", mine)
+    attempt("hung again", mine)
     attempt("after hung", mine)
     if wrong:  # it has no batch where the others have one, and learns that with its next
         time.sleep(PATIENCE * 1.5)
@@ -178,6 +195,10 @@ def refuse_together(rank: int, world: int, folder: str) -> None:
     attempt(
         "no rows to score", whole if rank == 0 else whole[:0], Pipeline({"own": score, **scored}, **share)
     )
+    dropping = composed("pipeline=grpo", "pipeline.stages.gate.on_incomplete=drop", *SHARED)
+    parts = {0: whole[:16], 1: whole[16:17]}  # all that the second has is incomplete
+    attempt("all dropped", parts.get(rank, whole[:0]), dropping)
+    attempt("resumed", whole if rank == 0 else whole[:0], go_on)
     other = composed("pipeline=grpo", f"pipeline.stages.advantage.eps={1e-4 if wrong else 1e-6}", *SHARED)
     attempt("options", mine, other)
     other = composed("pipeline=grpo", *SHARED)

@@ -19,6 +19,7 @@ REFUSED = {
     "stage": r"stage 'own', fails: the reward model is gone",
     "last rule": r"stage 'filter', .*every row needs a group_id ≥ 0; found -1 at row 0",
     "hung": rf"rank 1 did not come to a batch within {PATIENCE:g} s .*All ranks give this batch up",
+    "hung again": rf"rank 1 did not come to a batch within {PATIENCE:g} s",
     "skipped": r"rank 1 did not come to a batch within",
     "options": r"ranks must do the same with a batch: rank \d has advantage: .*, rank \d has advantage: ",
     "epochs": r"ranks must do the same with a batch: rank \d has epochs=\d, rank \d has epochs=\d",
@@ -65,4 +66,6 @@ def test_after_a_refusal_ranks_are_at_the_same_batch_and_remember_none_that_was_
         assert [by_name[name][0] for name in well] == [len(torch.arange(20).tensor_split(world)[rank])] * 7
         assert by_name["no rows at all"][0] == 0
         assert by_name["no rows"][0] == by_name["no rows to score"][0] == (20 if rank == 0 else 0)
+        assert by_name["all dropped"][0] == (16 if rank == 0 else 0)
+        assert by_name["resumed"][0] == (20 if rank == 0 else 0)
         assert draws == 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms import (
@@ -202,3 +202,22 @@ def test_a_nested_key_may_be_a_list_as_yaml_has_it(make_batch):
     pipeline = Pipeline({"least": Least(reward_key=["next", "reward"])})
     assert pipeline.run(make_batch([3.0, 2.0], [0, 0])).metrics["least/least"] == 2
     assert pipeline.stages["least"].in_keys == [("next", "reward")]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_refused_batch_leaves_carried_rows_as_they_were(ragged):
+    pipeline = Pipeline(
+        {"split": ShuffleSplit(minibatches=2, remainder="carry", shuffle=False), "weight": LossWeight()}
+    )
+
+    def collected(number, *, wrong=False):
+        ids = torch.arange(3) + 10 * number
+        masks = torch.ones(3, 2, dtype=torch.bool)
+        columns = {"rollout_id": ids, "group_id": ids - 99 * wrong, ("masks", "all_assistant_mask"): masks}
+        batch = TensorDict(columns, batch_size=[3])
+        return lazy_stack(list(batch.unbind(0))) if ragged else batch
+
+    assert sum(map(len, pipeline.minibatches(collected(0)))) == 2
+    with pytest.raises(BatchError, match="group_id"):
+        list(pipeline.minibatches(collected(1, wrong=True)))
+    assert sum(map(len, pipeline.minibatches(collected(2)))) == 4

@@ -80,7 +80,7 @@ def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
         rows: (M,) int64, row numbers.
 
     Returns:
-        TensorDict ``[M]``, dense leaves copied, everything else indexed.
+        TensorDict ``[M]``, dense leaves copied, everything else indexed; of no rows, the tensors alone.
 
     Example:
         >>> from tensordict import TensorDict
@@ -91,10 +91,8 @@ def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
     """
     if len(batch) == 0:
         return batch
-    if len(rows) == 0 and isinstance(batch, LazyStackedTensorDict):
-        return without_rows(describe_columns(batch), batch.device)  # a lazy stack of nothing has no columns
-    if len(rows) == 0:
-        return batch[:0]  # stacks of strings take no empty index, but a slice of nothing
+    if len(rows) == 0:  # lazy stacks of nothing have no columns, and stacks of no strings no shape
+        return without_rows(describe_columns(batch), device_of(batch))
     if isinstance(batch, LazyStackedTensorDict):
         return batch[rows].clone(recurse=False)  # indexing alone hands out the rows themselves
     return TensorDict(
