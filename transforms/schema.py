@@ -19,6 +19,7 @@ column                                  shape, dtype      meaning
 ``("headrace", "padding")``             (N,) bool         a copy that trains nothing; absent: no row is
 ``("headrace", "row")``                 (N,) int64        row number at the pipeline's door
 ``("headrace", "processed")``           (N,) bool         a pipeline has been over this row
+``("headrace", "dispatched")``          (N,) int64        rollouts that were asked for in the row's group
 ====================================== ================= ===============================================
 
 Example:
@@ -55,6 +56,7 @@ RANK = ("headrace", "rank")
 PADDING = ("headrace", "padding")
 ROW = ("headrace", "row")
 PROCESSED = ("headrace", "processed")
+DISPATCHED = ("headrace", "dispatched")
 
 STATUS_KEYS = (("next", "status"), "status")  # where a status is, in the order of looking
 DONE = ("next", "done")  # True where a rollout ends, as TorchRL's collectors write it

@@ -1,0 +1,42 @@
+"""Which whole groups go out, and the order of their rows, which does not depend on that of their arrival."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .held import RowTable
+from .open_groups import GroupTable
+
+
+def choose(groups: GroupTable, wanted: int | None) -> Tensor | None:
+    """Lines of whole groups of one partition, in the order in which they became whole.
+
+    Args:
+        groups: the open groups.
+        wanted: how many; None: all, and at least one.
+
+    Returns:
+        (K,) int64, of the partition in which as many became whole first; None where there are fewer.
+    """
+    lines = groups.ready.nonzero().flatten()
+    lines = lines[groups.order[lines].argsort()]
+    partitions = [lines[groups.partition[lines] == p] for p in groups.partition[lines].unique().tolist()]
+    enough = [lines[: wanted or len(lines)] for lines in partitions if len(lines) >= (wanted or 1)]
+    return min(enough, key=lambda lines: int(groups.order[lines[-1]]), default=None)
+
+
+def in_order(rows: RowTable, chosen: Tensor) -> RowTable:
+    """The rows of some groups: groups as given, rollouts by id, segments by number or arrival.
+
+    Args:
+        rows: those that are held.
+        chosen: (K,) int64, the lines of the groups.
+    """
+    rows = rows.take(torch.isin(rows.slot, chosen))
+    place = torch.empty(int(chosen.max()) + 1, dtype=torch.int64)
+    place[chosen] = torch.arange(len(chosen))
+    order = torch.arange(len(rows.slot))
+    for column in (rows.segment, rows.rollout, place[rows.slot]):  # each sort is stable: the last counts most
+        order = order[column[order].argsort(stable=True)]
+    return rows.take(order)
