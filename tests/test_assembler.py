@@ -256,7 +256,10 @@ REFUSED = {
     "unset group": ([Line(-1, 5, 0, True)], r"group_id ≥ 0; found -1 at row 0"),
     "wrong group": ([Line(3, 1, 1, True)], r"belongs to one group; found rollout 1 in groups \[0, 3\]"),
     "wrong group, closed": ([Line(3, 90, 1, True)], r"rollout 90 in groups \[3\] and in one that is closed"),
-    "siblings": ([Line(0, 2, 0, True, expected=3)], r"expected_rollouts is one number ≥ 1 .*group 0: \[2, 3\]"),
+    "siblings": (
+        [Line(0, 2, 0, True, expected=3)],
+        r"expected_rollouts is one number ≥ 1 .*group 0: \[2, 3\]",
+    ),
     "status": ([Line(0, 2, 0, True, status=9)], r"status must be one of .*found 9 at row 0"),
     "ends twice": ([Line(0, 0, 5, True)], r"ends once, .*found again rollout 0 of group 0"),
     "ends twice, closed": ([Line(9, 90, 5, True)], r"ends once, .*found again rollout 90 of group 9"),
@@ -344,7 +347,9 @@ def test_a_group_with_a_failure_is_not_waited_for(status):
     assert kept.counts["failed"] == 1
     assert put(on_failure="keep", min_fraction=0.7).counts["failed"] == 3
     name = "aborted" if status == 2 else "failed"
-    with pytest.raises(IncompleteGroupsError, match=rf"group 0 has 2 of 3 \(2 completed, 1 {name}\)|1 {name}"):
+    with pytest.raises(
+        IncompleteGroupsError, match=rf"group 0 has 2 of 3 \(2 completed, 1 {name}\)|1 {name}"
+    ):
         put(on_failure="raise")
 
 
@@ -389,7 +394,9 @@ def test_what_is_too_old_is_dropped_kept_refilled_or_refused():
     asked = []
     again = wait(on_timeout="refill", refill=lambda *what: asked.append(what))
     assert (asked, again.pending) == ([(0, 1)], 2)
-    with pytest.raises(IncompleteGroupsError, match=r"group 0 has 1 of 2 \(1 completed, 1 unfinished\), 2 puts"):
+    with pytest.raises(
+        IncompleteGroupsError, match=r"group 0 has 1 of 2 \(1 completed, 1 unfinished\), 2 puts"
+    ):
         wait(on_timeout="raise")
 
 

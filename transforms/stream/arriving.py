@@ -20,8 +20,8 @@ from headrace.transforms.schema import (
 )
 
 from .ended import last_segment
-from .held import RowTable
-from .open_groups import GroupTable, number_groups
+from .held import HeldRows
+from .open_groups import OpenGroups, number_groups
 
 READER = "GroupAssembler"
 
@@ -70,11 +70,11 @@ class Arriving(NamedTuple):
     """Rows that come, (N,) each, on the CPU."""
 
     dispatch: Dispatch
-    rows: RowTable
+    rows: HeldRows
     """Their `slot` is the label of their group."""
 
 
-def read_dispatch(batch: TensorDictBase, reads: Reads, groups: GroupTable) -> Dispatch:
+def read_dispatch(batch: TensorDictBase, reads: Reads, groups: OpenGroups) -> Dispatch:
     """Read the groups of rows.
 
     Raises:
@@ -89,7 +89,7 @@ def read_dispatch(batch: TensorDictBase, reads: Reads, groups: GroupTable) -> Di
     return Dispatch(partition, group, expected, number_groups(groups, partition, group))
 
 
-def read_arriving(batch: TensorDictBase, reads: Reads, groups: GroupTable, received: int) -> Arriving:
+def read_arriving(batch: TensorDictBase, reads: Reads, groups: OpenGroups, received: int) -> Arriving:
     """Read what rows say of themselves, as :func:`read_dispatch`; `received` rows came before."""
     dispatch = read_dispatch(batch, reads, groups)
     status = read_status(batch, reads.status_key, reader=READER)
@@ -101,7 +101,7 @@ def read_arriving(batch: TensorDictBase, reads: Reads, groups: GroupTable, recei
             begins = read_flags(batch, INIT, reader=READER, option="where rollouts begin").cpu()
         if has_key(batch, EXPECTED_SEGMENTS):
             ends = reads.numbers(batch, EXPECTED_SEGMENTS)
-    rows = RowTable(
+    rows = HeldRows(
         slot=dispatch.label,
         rollout=reads.numbers(batch, "rollout_key"),
         segment=reads.numbers(batch, "segment_key"),
@@ -116,7 +116,7 @@ def read_arriving(batch: TensorDictBase, reads: Reads, groups: GroupTable, recei
 
 
 def dispatch_rules(
-    groups: GroupTable, came: Dispatch, group_size: int | None, *, announced: bool = False
+    groups: OpenGroups, came: Dispatch, group_size: int | None, *, announced: bool = False
 ) -> list[Rule]:
     """Ids are set, rows of a group agree on how many rollouts it has, and it is announced before it comes."""
     known, least = len(groups.group), group_size or 1
@@ -139,7 +139,7 @@ def dispatch_rules(
     return rules
 
 
-def row_rules(rows: RowTable) -> list[Rule]:
+def row_rules(rows: HeldRows) -> list[Rule]:
     """Ids are set and statuses known."""
     return [
         set_rule(rows.rollout, "rollout_id", "rows without an id would be taken for one rollout"),
@@ -153,7 +153,7 @@ def row_rules(rows: RowTable) -> list[Rule]:
 
 
 def sibling_rules(
-    held: RowTable, homes: GroupTable, new: Arriving, over: Tensor, *, has_segments: bool
+    held: HeldRows, homes: OpenGroups, new: Arriving, over: Tensor, *, has_segments: bool
 ) -> list[Rule]:
     """A rollout belongs to one group, also of those that wait, and its rows agree on where it ends.
 

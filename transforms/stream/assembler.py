@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from headrace.transforms.checks import Rule, enforce, few
 from headrace.transforms.door import enter_rows
-from headrace.transforms.errors import BatchError, IncompleteGroupsError
+from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import is_first
 from headrace.transforms.labels import labels_in_errors
 from headrace.transforms.options import at_least, describe_options, nested_key, one_of
@@ -23,32 +22,26 @@ from headrace.transforms.schema import DISPATCHED, DONE
 from .arriving import Arriving, Reads, dispatch_rules, read_arriving, read_dispatch
 from .changes import (
     DUPLICATE,
-    FAILED,
     LATE,
     REASONS,
     STALE,
-    TIMEOUT,
     UNFINISHED,
     Admission,
-    Fates,
     Stream,
     admit,
-    apply_fates,
     count_out,
-    judge,
     let_go,
 )
 from .choosing import choose, in_order
 from .closed import is_closed
-from .held import Chunks, RowTable
-from .settled import Tally, describe_group, tally
-from .stalled import StalledError, stalled
+from .held import Chunks, HeldRows
+from .limits import Limits, check_limits, count_idle, describe_stall, settle
+from .settled import tally
+from .stalled import StalledError
 
 OnShort = Literal["drop", "raise", "keep", "refill"]
 OnRepeat = Literal["drop", "raise"]
 Refill = Callable[[int, int], Any]
-
-LEAST_IDLE = 100
 
 
 class GroupAssembler:
@@ -167,7 +160,8 @@ class GroupAssembler:
         self.partition_key, self.group_key = nested_key(partition_key), nested_key(group_key)
         self.rollout_key, self.expected_key = nested_key(rollout_key), nested_key(expected_key)
         self.status_key, self.version_key = nested_key(status_key), nested_key(version_key)
-        self._check_options()
+        self._limits = Limits(*(getattr(self, name) for name in Limits._fields))
+        check_limits(self._limits, self.refill)
         self._reads = Reads(
             *(self.group_key, self.rollout_key, self.expected_key, self.partition_key, self.segment_key),
             *(self.done_key, self.status_key, self.version_key if max_staleness is not None else None),
@@ -177,24 +171,6 @@ class GroupAssembler:
         """The newest policy version, for `max_staleness`; whoever trains counts it up."""
         self._state, self._chunks = Stream.nothing(), Chunks()
         self._turn = threading.RLock()
-
-    def _check_options(self) -> None:
-        actions = (self.on_failure, self.on_timeout)
-        given = self.min_rollouts is not None or self.min_fraction is not None
-        if ("keep" in actions) != given:
-            raise ValueError(
-                "on_failure='keep' or on_timeout='keep', and only they, need min_rollouts or min_fraction"
-            )
-        if self.min_fraction is not None and not 0 < self.min_fraction <= 1:
-            raise ValueError(f"min_fraction must be in (0, 1]; got {self.min_fraction}")
-        if ("refill" in actions) != callable(self.refill):
-            raise ValueError(
-                "on_failure='refill' or on_timeout='refill', and only they, need a callable refill"
-            )
-        if self.timeout_seconds is not None and not 0 < self.timeout_seconds < math.inf:
-            raise ValueError(f"timeout_seconds must be finite and > 0; got {self.timeout_seconds}")
-        if self.on_timeout != "drop" and self.timeout is None and self.timeout_seconds is None:
-            raise ValueError(f"on_timeout={self.on_timeout!r} needs timeout or timeout_seconds")
 
     # -- what is there ------------------------------------------------------------------------------
 
@@ -217,6 +193,11 @@ class GroupAssembler:
     def counts(self) -> dict[str, int]:
         """Rows that left, by reason."""
         return dict(zip(REASONS, self._state.counts, strict=True))
+
+    @property
+    def emitted(self) -> int:
+        """Groups that were handed out."""
+        return self._state.emitted
 
     def room(self) -> int:
         """Groups that may be dispatched now and still be trained within `max_staleness`.
@@ -258,8 +239,8 @@ class GroupAssembler:
                 admission = admit(state, new, now, self.group_size, self.segment_key is not None)
                 enforce([*admission.rules, *self._refusals(new, admission)])
                 state, leaves, arrival = admission.state, admission.leaves, new.rows.arrival
-            state, asked = self._settle(state._replace(puts=state.puts + 1), now)
-            state = self._note_idle(state)
+            state, asked = settle(state._replace(puts=state.puts + 1), self._limits, now)
+            state = count_idle(state, self._state.whole, self._limits)
             stays = (leaves == 0) & torch.isin(arrival, state.rows.arrival)
             self._chunks.add(arrival[stays], flat, stays.nonzero().flatten())
             self._commit(state, asked)
@@ -284,87 +265,10 @@ class GroupAssembler:
             rules.append(Rule(admission.leaves == LATE, describe, message))
         return rules
 
-    # -- what is decided ----------------------------------------------------------------------------
-
-    def _settle(self, state: Stream, now: float) -> tuple[Stream, list[tuple[int, int]]]:
-        """Groups become whole, or are given up; and who is to be refilled, with how many."""
-        groups = state.groups
-        count = tally(state.rows, groups, has_segments=self.segment_key is not None)
-        too_old = torch.zeros_like(groups.ready)
-        if self.timeout is not None:
-            too_old |= state.puts - groups.born_put >= self.timeout
-        if self.timeout_seconds is not None:
-            too_old |= now - groups.born_time >= self.timeout_seconds
-        enough = count.have >= (self.min_rollouts or 1)
-        enough &= count.have.double() / groups.dispatched >= (self.min_fraction or 0)
-        size = groups.expected if self.group_size is None else torch.full_like(groups.group, self.group_size)
-        fates = judge(
-            state,
-            count,
-            size=size,
-            too_old=too_old,
-            enough=enough,
-            may_refill=groups.refills < self.max_refills,
-            actions={FAILED: self.on_failure, TIMEOUT: self.on_timeout},
-            most=self.max_pending_groups,
-        )
-        self._refuse_short(state, count, fates)
-        number = fates.refilled.nonzero().flatten()
-        asked = list(zip(groups.group[number].tolist(), fates.refilled[number].tolist(), strict=True))
-        return apply_fates(state, count, fates, now), asked
-
-    def _refuse_short(self, state: Stream, count: Tally, fates: Fates) -> None:
-        def describe(slot: int) -> str:
-            return describe_group(slot, state.rows, state.groups, count, state.puts)
-
-        refused = (
-            (self.on_failure, fates.settled, "{count} group{s} failed: {found}: on_failure"),
-            (
-                self.on_timeout,
-                fates.old,
-                "{count} group{s} did not become whole in time: {found}: on_timeout",
-            ),
-        )
-        enforce(
-            [
-                Rule(which, describe, message, IncompleteGroupsError)
-                for action, which, message in refused
-                if action == "raise"
-            ]
-        )
-
-    def _note_idle(self, state: Stream) -> Stream:
-        """Count puts since a group became whole.
-
-        Raises:
-            StalledError: they are too many.
-        """
-        if state.whole > self._state.whole:
-            return state._replace(idle=0)
-        state = state._replace(idle=state.idle + 1)
-        groups = state.groups
-        most = self.max_idle
-        if most is None:
-            expected = int(groups.expected.max()) if len(groups.group) else 1
-            rollouts = expected * self.groups if self.groups is not None else int(groups.dispatched.sum())
-            most = max(LEAST_IDLE, 8 * rollouts)
-        if state.idle >= most:
-            raise self._stalled(f"{state.idle} puts in a row have made no group whole", state)
-        return state
-
     def stalled(self, why: str) -> StalledError:
         """The error that says which groups wait longest, and what became of all rows."""
         with self._turn:
-            return self._stalled(why, self._state)
-
-    def _stalled(self, why: str, state: Stream) -> StalledError:
-        count = tally(state.rows, state.groups, has_segments=self.segment_key is not None)
-        waiting = (~state.groups.ready).nonzero().flatten().tolist()
-        words = [describe_group(slot, state.rows, state.groups, count, state.puts) for slot in waiting[:8]]
-        words += [""] * (len(waiting) - len(words))  # which `listing` counts
-        left = dict(zip(REASONS, state.counts, strict=True))
-        held = len(state.rows.slot)
-        return stalled(why, words, {"came": state.received, "held": held, **left})
+            return describe_stall(why, self._state, self._limits)
 
     def _commit(self, state: Stream, asked: list[tuple[int, int]]) -> None:
         if len(state.rows.slot) < sum(len(chunk.arrival) for chunk in self._chunks.chunks):
@@ -384,10 +288,21 @@ class GroupAssembler:
             ValueError: `n` is no integer ≥ 1.
             IncompleteGroupsError: a group is too old by its seconds, under ``on_timeout="raise"``.
         """
-        wanted = at_least("n", n, 1) or self.groups
+        return self._take(at_least("n", n, 1) or self.groups)
+
+    def take_rest(self) -> TensorDictBase | None:
+        """Hand out all whole groups of a partition, though they be fewer than `groups`; None if none is.
+
+        Raises:
+            IncompleteGroupsError: as :meth:`take`.
+        """
+        return self._take(None)
+
+    def _take(self, wanted: int | None) -> TensorDictBase | None:
         with self._turn:
             if self.timeout_seconds is not None:
-                self._commit(*self._settle(self._state, time.monotonic()))
+                state, asked = settle(self._state, self._limits, time.monotonic())
+                self._commit(state._replace(idle=0) if state.whole > self._state.whole else state, asked)
             if self.max_staleness is not None:
                 self._drop_stale()
             chosen = choose(self._state.groups, wanted)
@@ -400,7 +315,7 @@ class GroupAssembler:
             self._commit(state._replace(emitted=state.emitted + len(chosen)), [])
             return batch
 
-    def _write(self, batch: TensorDictBase, rows: RowTable) -> TensorDictBase:
+    def _write(self, batch: TensorDictBase, rows: HeldRows) -> TensorDictBase:
         """Say how many rollouts each group has, and how many were dispatched."""
         count = tally(rows, self._state.groups, has_segments=False)
         one = is_first(count.first).long()
@@ -421,7 +336,7 @@ class GroupAssembler:
 
     def _close(self, state: Stream, which: Tensor) -> Stream:
         """Close groups of which all rows leave."""
-        count = tally(state.rows, state.groups, has_segments=self.segment_key is not None)
+        count = self._limits.count(state)
         return let_go(state, which, which[state.rows.slot], count.ended | count.failed)
 
     def give_up(self) -> int:

@@ -14,8 +14,8 @@ from headrace.transforms.ids import first_row_of_pairs
 from .arriving import Arriving, dispatch_rules, row_rules, sibling_rules
 from .closed import Closed, close_ids, is_closed
 from .ended import comes_again
-from .held import RowTable
-from .open_groups import GroupTable
+from .held import HeldRows
+from .open_groups import OpenGroups
 from .settled import Tally, first_to_end
 
 REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished")
@@ -26,8 +26,8 @@ LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED = range(1,
 class Stream(NamedTuple):
     """All that an assembler knows of what came, but the rows themselves."""
 
-    rows: RowTable
-    groups: GroupTable
+    rows: HeldRows
+    groups: OpenGroups
     closed_groups: Closed
     closed_rollouts: Closed
     """Rollouts that ended or failed in groups that are closed."""
@@ -46,7 +46,7 @@ class Stream(NamedTuple):
     @classmethod
     def nothing(cls) -> Stream:
         """What is known before the first row."""
-        return cls(RowTable.nothing(), GroupTable.nothing(), {}, {})
+        return cls(HeldRows.nothing(), OpenGroups.nothing(), {}, {})
 
     def to_plain(self, now: float) -> dict[str, Any]:
         """As dicts, tensors and lists; clocks as ages, since another process has another clock."""
@@ -56,9 +56,9 @@ class Stream(NamedTuple):
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], now: float) -> Stream:
         """What :meth:`to_plain` made dicts of."""
-        groups = GroupTable(**plain["groups"])
+        groups = OpenGroups(**plain["groups"])
         groups = groups._replace(born_time=now - groups.born_time)
-        tables = {"rows": RowTable(**plain["rows"]), "groups": groups, "counts": tuple(plain["counts"])}
+        tables = {"rows": HeldRows(**plain["rows"]), "groups": groups, "counts": tuple(plain["counts"])}
         return cls(**{**plain, **tables})
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .held import RowTable
-from .open_groups import GroupTable
+from .held import HeldRows
+from .open_groups import OpenGroups
 
 
-def choose(groups: GroupTable, wanted: int | None) -> Tensor | None:
+def choose(groups: OpenGroups, wanted: int | None) -> Tensor | None:
     """Lines of whole groups of one partition, in the order in which they became whole.
 
     Args:
@@ -26,7 +26,7 @@ def choose(groups: GroupTable, wanted: int | None) -> Tensor | None:
     return min(enough, key=lambda lines: int(groups.order[lines[-1]]), default=None)
 
 
-def in_order(rows: RowTable, chosen: Tensor) -> RowTable:
+def in_order(rows: HeldRows, chosen: Tensor) -> HeldRows:
     """The rows of some groups: groups as given, rollouts by id, segments by number or arrival.
 
     Args:

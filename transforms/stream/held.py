@@ -13,7 +13,7 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import describe_columns, device_of, from_plain, join_rows, take_rows, to_plain
 
 
-class RowTable(NamedTuple):
+class HeldRows(NamedTuple):
     """What is known of R rows, (R,) each, on the CPU, in the order of their arrival."""
 
     slot: Tensor
@@ -35,16 +35,16 @@ class RowTable(NamedTuple):
     arrival: Tensor
     """int64: rows that came before it. By this the row itself is found."""
 
-    def take(self, rows: Tensor) -> RowTable:
+    def take(self, rows: Tensor) -> HeldRows:
         """Some of the rows, by numbers or by a mask."""
-        return RowTable(*(column[rows] for column in self))
+        return HeldRows(*(column[rows] for column in self))
 
-    def followed_by(self, others: RowTable) -> RowTable:
+    def followed_by(self, others: HeldRows) -> HeldRows:
         """These rows and behind them others."""
-        return RowTable(*(torch.cat(pair) for pair in zip(self, others, strict=True)))
+        return HeldRows(*(torch.cat(pair) for pair in zip(self, others, strict=True)))
 
     @classmethod
-    def nothing(cls) -> RowTable:
+    def nothing(cls) -> HeldRows:
         """No rows."""
         flags = ("done", "begins")
         return cls(*(torch.empty(0, dtype=torch.bool if f in flags else torch.int64) for f in cls._fields))
@@ -129,7 +129,7 @@ class Chunks:
     @classmethod
     def from_plain(cls, plain: Sequence[dict[str, Any]]) -> Chunks:
         """What :meth:`to_plain` made dicts of."""
-        return cls([Chunk(chunk["arrival"], from_plain(chunk["rows"])) for chunk in plain])  # type: ignore[arg-type]
+        return cls([Chunk(chunk["arrival"], from_plain(chunk["rows"])) for chunk in plain])
 
 
 def copy_of_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:

@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.transforms.ids import first_row, first_row_of_pairs
 
 
-class GroupTable(NamedTuple):
+class OpenGroups(NamedTuple):
     """What is known of G open groups, (G,) each, on the CPU, the oldest first."""
 
     partition: Tensor
@@ -40,26 +40,26 @@ class GroupTable(NamedTuple):
         """(G,) int64: rollouts that were asked for in all."""
         return self.expected + self.refilled
 
-    def take(self, rows: Tensor) -> GroupTable:
+    def take(self, rows: Tensor) -> OpenGroups:
         """Some of the groups, by numbers or by a mask."""
-        return GroupTable(*(column[rows] for column in self))
+        return OpenGroups(*(column[rows] for column in self))
 
     def with_new(
         self, partition: Tensor, group: Tensor, expected: Tensor, put: int, time: float
-    ) -> GroupTable:
+    ) -> OpenGroups:
         """These groups and behind them new ones, (K,) each."""
         zero = torch.zeros_like(group)
         new = (partition, group, expected, zero, zero, zero + put, zero.double() + time, zero - 1)
-        return GroupTable(*(torch.cat(pair) for pair in zip(self, new, strict=True)))
+        return OpenGroups(*(torch.cat(pair) for pair in zip(self, new, strict=True)))
 
     @classmethod
-    def nothing(cls) -> GroupTable:
+    def nothing(cls) -> OpenGroups:
         """No groups."""
         types = {"born_time": torch.float64}
         return cls(*(torch.empty(0, dtype=types.get(name, torch.int64)) for name in cls._fields))
 
 
-def number_groups(table: GroupTable, partition: Tensor, group: Tensor) -> Tensor:
+def number_groups(table: OpenGroups, partition: Tensor, group: Tensor) -> Tensor:
     """A label for the group of each row: its line in the table, or if it has none G plus its first row.
 
     Args:

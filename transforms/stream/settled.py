@@ -12,8 +12,8 @@ from headrace.transforms.ids import any_by, first_row_of_pairs, is_first, places
 from headrace.transforms.schema import Status
 
 from .ended import has_ended
-from .held import RowTable
-from .open_groups import GroupTable
+from .held import HeldRows
+from .open_groups import OpenGroups
 
 
 class Tally(NamedTuple):
@@ -31,7 +31,7 @@ class Tally(NamedTuple):
     """(G,) int64: those that failed."""
 
 
-def tally(rows: RowTable, groups: GroupTable, *, has_segments: bool) -> Tally:
+def tally(rows: HeldRows, groups: OpenGroups, *, has_segments: bool) -> Tally:
     """Count each group's rollouts, and never rows."""
     first = first_row_of_pairs(rows.slot, rows.rollout)
     failed = any_by(first, (rows.status == Status.FAILED) | (rows.status == Status.ABORTED))
@@ -42,7 +42,7 @@ def tally(rows: RowTable, groups: GroupTable, *, has_segments: bool) -> Tally:
     return Tally(first, ended, failed, have, lost)
 
 
-def first_to_end(rows: RowTable, count: Tally, size: Tensor) -> Tensor:
+def first_to_end(rows: HeldRows, count: Tally, size: Tensor) -> Tensor:
     """(R,) bool: the row's rollout is one of those of its group that ended first, `size` (G,) of them."""
     number = (is_first(count.first) & count.ended).nonzero().flatten()  # one row for each rollout that ended
     end = reduce_by(count.first, rows.arrival, "amax")[number]
@@ -52,7 +52,7 @@ def first_to_end(rows: RowTable, count: Tally, size: Tensor) -> Tensor:
     return chosen[count.first]
 
 
-def describe_group(slot: int, rows: RowTable, groups: GroupTable, count: Tally, puts: int) -> str:
+def describe_open_group(slot: int, rows: HeldRows, groups: OpenGroups, count: Tally, puts: int) -> str:
     """An open group in words."""
     mine = (rows.slot == slot) & is_first(count.first)
     worst = reduce_by(count.first, rows.status, "amax")
