@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
 
 from headrace.transforms.checks import Rule, enforce, few
 from headrace.transforms.door import enter_rows
@@ -34,7 +33,7 @@ from .changes import (
 )
 from .choosing import choose, in_order
 from .closed import is_closed
-from .held import Chunks, HeldRows
+from .held import Chunks, HeldRows, is_among
 from .limits import Limits, check_limits, count_idle, describe_stall, settle
 from .settled import tally
 from .stalled import StalledError
@@ -233,15 +232,15 @@ class GroupAssembler:
             flat = enter_rows(batch, [self.group_key, self.rollout_key], reader=type(self).__name__)
             self._chunks.check(flat)
             now, state = time.monotonic(), self._state
-            leaves, arrival = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+            arrival = torch.empty(0, dtype=torch.int64)
             if flat.shape.numel():
                 new = read_arriving(flat, self._reads, state.groups, state.received)
                 admission = admit(state, new, now, self.group_size, self.segment_key is not None)
                 enforce([*admission.rules, *self._refusals(new, admission)])
-                state, leaves, arrival = admission.state, admission.leaves, new.rows.arrival
+                state, arrival = admission.state, new.rows.arrival
             state, asked = settle(state._replace(puts=state.puts + 1), self._limits, now)
             state = count_idle(state, self._state.whole, self._limits)
-            stays = (leaves == 0) & torch.isin(arrival, state.rows.arrival)
+            stays = is_among(arrival, state.rows.arrival)
             self._chunks.add(arrival[stays], flat, stays.nonzero().flatten())
             self._commit(state, asked)
 
@@ -311,7 +310,8 @@ class GroupAssembler:
             rows = in_order(self._state.rows, chosen)
             batch = self._write(self._chunks.gather(rows.arrival), rows)
             which = torch.zeros_like(self._state.groups.ready).index_fill(0, chosen, True)
-            state = self._close(self._state, which)
+            gone = which[self._state.rows.slot]
+            state = let_go(self._state, which, gone, gone)
             self._commit(state._replace(emitted=state.emitted + len(chosen)), [])
             return batch
 
@@ -331,21 +331,18 @@ class GroupAssembler:
         oldest = oldest.scatter_reduce(0, state.rows.slot, state.rows.version, "amin")
         stale = state.groups.ready & (oldest < self.version - (self.max_staleness or 0))
         if bool(stale.any()):
-            left = count_out(state, torch.where(stale[state.rows.slot], STALE, 0))
-            self._commit(self._close(left, stale), [])
-
-    def _close(self, state: Stream, which: Tensor) -> Stream:
-        """Close groups of which all rows leave."""
-        count = self._limits.count(state)
-        return let_go(state, which, which[state.rows.slot], count.ended | count.failed)
+            gone = stale[state.rows.slot]
+            left = count_out(state, torch.where(gone, STALE, 0))
+            self._commit(let_go(left, stale, gone, gone), [])
 
     def give_up(self) -> int:
         """Let go of all that is held, counted as ``unfinished``, and return how many rows that were."""
         with self._turn:
-            held = self.held
-            left = count_out(self._state, torch.full_like(self._state.rows.slot, UNFINISHED))
-            self._commit(self._close(left, torch.ones_like(left.groups.ready)), [])
-            return held
+            state, count = self._state, self._limits.tally(self._state)
+            left = count_out(state, torch.full_like(state.rows.slot, UNFINISHED))
+            over = count.ended | count.failed
+            self._commit(let_go(left, torch.ones_like(state.groups.ready), torch.ones_like(over), over), [])
+            return len(over)
 
     # -- what was dispatched ------------------------------------------------------------------------
 

@@ -33,9 +33,9 @@ def in_order(rows: HeldRows, chosen: Tensor) -> HeldRows:
         rows: those that are held.
         chosen: (K,) int64, the lines of the groups.
     """
-    rows = rows.take(torch.isin(rows.slot, chosen))
-    place = torch.empty(int(chosen.max()) + 1, dtype=torch.int64)
+    place = torch.full((int(max(chosen.max(), rows.slot.max())) + 1,), -1)
     place[chosen] = torch.arange(len(chosen))
+    rows = rows.take((place[rows.slot] >= 0).nonzero().flatten())
     order = torch.arange(len(rows.slot))
     for column in (rows.segment, rows.rollout, place[rows.slot]):  # each sort is stable: the last counts most
         order = order[column[order].argsort(stable=True)]

@@ -37,7 +37,9 @@ class HeldRows(NamedTuple):
 
     def take(self, rows: Tensor) -> HeldRows:
         """Some of the rows, by numbers or by a mask."""
-        return HeldRows(*(column[rows] for column in self))
+        if rows.dtype is torch.bool:
+            rows = rows.nonzero().flatten()
+        return HeldRows(*(column.index_select(0, rows) for column in self))
 
     def followed_by(self, others: HeldRows) -> HeldRows:
         """These rows and behind them others."""
@@ -97,10 +99,9 @@ class Chunks:
         """Copies of the rows with these arrivals (M,), M ≥ 1, in this order."""
         found, order = [], []
         for chunk in self.chunks:
-            place = torch.searchsorted(chunk.arrival, arrival).clamp(max=len(chunk.arrival) - 1)
-            here = (chunk.arrival[place] == arrival).nonzero().flatten()
+            here = is_among(arrival, chunk.arrival).nonzero().flatten()
             if len(here):
-                found.append(_take(chunk.rows, place[here]))
+                found.append(_take(chunk.rows, torch.searchsorted(chunk.arrival, arrival[here])))
                 order.append(here)
         joined = join_rows(found, "rows that wait") if len(found) > 1 else found[0]
         every = torch.cat(order)
@@ -115,7 +116,7 @@ class Chunks:
         """
         left = []
         for chunk in self.chunks:
-            stays = torch.isin(chunk.arrival, arrival).nonzero().flatten()
+            stays = is_among(chunk.arrival, arrival).nonzero().flatten()
             if 2 * len(stays) >= len(chunk.arrival):
                 left.append(chunk)
             elif len(stays):
@@ -130,6 +131,19 @@ class Chunks:
     def from_plain(cls, plain: Sequence[dict[str, Any]]) -> Chunks:
         """What :meth:`to_plain` made dicts of."""
         return cls([Chunk(chunk["arrival"], from_plain(chunk["rows"])) for chunk in plain])
+
+
+def is_among(values: Tensor, ascending: Tensor) -> Tensor:
+    """(N,) bool: the value is one of those that ascend.
+
+    Example:
+        >>> is_among(torch.tensor([3, 9, 4]), torch.tensor([1, 3, 4])).tolist()
+        [True, False, True]
+    """
+    if len(ascending) == 0:
+        return torch.zeros_like(values, dtype=torch.bool)
+    place = torch.searchsorted(ascending, values).clamp_(max=len(ascending) - 1)
+    return ascending[place] == values
 
 
 def copy_of_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:

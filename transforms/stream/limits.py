@@ -34,7 +34,7 @@ class Limits(NamedTuple):
     max_pending_groups: int | None
     max_idle: int | None
 
-    def count(self, state: Stream) -> Tally:
+    def tally(self, state: Stream) -> Tally:
         """How far rollouts and groups are."""
         return tally(state.rows, state.groups, has_segments=self.segment_key is not None)
 
@@ -70,7 +70,7 @@ def settle(state: Stream, limits: Limits, now: float) -> tuple[Stream, list[tupl
     Raises:
         IncompleteGroupsError: under ``raise``.
     """
-    groups, count = state.groups, limits.count(state)
+    groups, count = state.groups, limits.tally(state)
     too_old = torch.zeros_like(groups.ready)
     if limits.timeout is not None:
         too_old |= state.puts - groups.born_put >= limits.timeout
@@ -135,7 +135,7 @@ def count_idle(state: Stream, whole_before: int, limits: Limits) -> Stream:
 
 def describe_stall(why: str, state: Stream, limits: Limits) -> StalledError:
     """The error that says which groups wait longest, and what became of all rows."""
-    count, waiting = limits.count(state), (~state.groups.ready).nonzero().flatten().tolist()
+    count, waiting = limits.tally(state), (~state.groups.ready).nonzero().flatten().tolist()
     words = [describe_open_group(slot, state.rows, state.groups, count, state.puts) for slot in waiting[:8]]
     words += [""] * (len(waiting) - len(words))  # which are counted, and not said
     left = dict(zip(REASONS, state.counts, strict=True))
