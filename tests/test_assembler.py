@@ -226,6 +226,36 @@ def test_what_is_handed_out_says_how_many_it_has_and_how_many_were_dispatched():
     assert CompletenessGate()(out) is not None
 
 
+def test_of_more_rollouts_than_enough_a_selector_says_which_stay():
+    asked = []
+
+    def extremes(rewards, k):
+        asked.append((rewards.tolist(), k))
+        return torch.cat([rewards.argmin().view(1), rewards.argmax().view(1)])
+
+    lines = [Line(0, r, s, s == 1, expected=4) for r in (3, 0, 2) for s in (0, 1)]
+    assembler = GroupAssembler(group_size=2, on_surplus=extremes)
+    batch = batch_of_lines(lines)
+    batch["next", "reward"] = torch.tensor([9.0, 1, 9, 5, 9, 3]).unsqueeze(-1)
+    for piece in pieces(batch, 1):
+        assembler.put(piece)
+        assert assembler.take() is None
+    assembler.put(batch_of_lines([Line(0, 1, 0, False, 3, expected=4)], 6))
+    out = assembler.take()
+    assert asked == [([5.0, 3.0, 1.0], 2)]
+    assert out["rollout_id"].tolist() == [0, 0, 3, 3]
+    assert (assembler.counts["surplus"], assembler.counts["failed"]) == (2, 1)
+    old = GroupAssembler(group_size=2, on_surplus=lambda rewards, k: rewards > 0.0, timeout=1)
+    with pytest.raises(
+        BatchError, match=r"on_surplus selects 2 of the 3 rollouts of group 0.* returned \[True, True, True\]"
+    ):
+        old.put(batch) or old.put(batch_of_lines([]))
+    masked = GroupAssembler(group_size=2, on_surplus=lambda rewards, k: rewards < 5.0, timeout=1)
+    masked.put(batch)
+    masked.put(batch_of_lines([]))
+    assert masked.take()["rollout_id"].tolist() == [2, 2, 3, 3]
+
+
 def test_partitions_do_not_mix_though_their_ids_are_alike():
     lines = [Line(0, r, 0, True, partition=p) for p in (1, 0) for r in (0, 1)]
     assembler = GroupAssembler(partition_key="partition")
@@ -506,6 +536,7 @@ def test_a_state_of_one_that_reads_rows_in_another_way_is_refused():
         ({"on_timeout": "raise"}, "needs timeout"),
         ({"timeout_seconds": 0}, "finite and > 0"),
         ({"on_late": "keep"}, "on_late must be one of"),
+        ({"on_surplus": "keep"}, "on_surplus must be 'drop' or a callable"),
         ({"groups": 0}, "groups must be an integer ≥ 1"),
     ],
 )

@@ -40,6 +40,7 @@ class Reads(NamedTuple):
     done_key: NestedKey | None
     status_key: NestedKey | None
     version_key: NestedKey | None
+    reward_key: NestedKey | None
     group_size: int | None
     """Rollouts of a group that does not say how many it was dispatched with."""
 
@@ -49,6 +50,12 @@ class Reads(NamedTuple):
         if key is None:
             return torch.zeros(len(batch), dtype=torch.int64)
         return as_ids(read_column(batch, key, reader=READER, option=option), str(key)).cpu()
+
+    def rewards(self, batch: TensorDictBase) -> Tensor:
+        """The rewards, (N,) float64 on the CPU; 0 where nobody asks."""
+        if self.reward_key is None:
+            return torch.zeros(len(batch), dtype=torch.float64)
+        return read_column(batch, self.reward_key, reader=READER, option="reward_key").cpu().double()
 
 
 class Dispatch(NamedTuple):
@@ -109,6 +116,7 @@ def read_arriving(batch: TensorDictBase, reads: Reads, groups: OpenGroups, recei
         begins=begins,
         ends=ends,
         status=torch.zeros_like(ends) if status is None else as_ids(status, "status").cpu(),
+        reward=reads.rewards(batch),
         version=reads.numbers(batch, "version_key"),
         arrival=received + torch.arange(len(batch)),
     )

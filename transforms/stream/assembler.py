@@ -35,7 +35,7 @@ from .choosing import choose, in_order
 from .closed import is_closed
 from .held import Chunks, HeldRows, is_among
 from .limits import Limits, check_limits, count_idle, describe_stall, settle
-from .settled import tally
+from .settled import Selector, tally
 from .stalled import StalledError
 
 OnShort = Literal["drop", "raise", "keep", "refill"]
@@ -83,6 +83,9 @@ class GroupAssembler:
         on_late: where a rollout of a closed group comes: ``drop`` it, or ``raise``.
         on_duplicate: where a rollout ends twice, also after its group was closed, or a segment comes twice:
             ``raise``, or ``drop`` it, and the first stays.
+        on_surplus: where more rollouts end than `group_size`: ``drop`` those that end last; or a callable
+            from their rewards (n,) float64, ordered by rollout id, and k = `group_size` to the k that stay,
+            as indices or as a mask, asked once all that were dispatched are over, or the group too old.
         max_pending_groups: groups that may wait; of more the oldest leave. None: any number.
         max_idle: puts in a row in which no group became whole, after which something is wrong. None: eight
             times the rollouts of a batch, and at least 100.
@@ -97,6 +100,7 @@ class GroupAssembler:
         status_key: (N,) or (N, 1) :class:`Status`. None: ``("next", "status")`` if it is there, else
             ``status`` if that is, else all have completed.
         version_key: (N,) or (N, 1) int, who acted; read with `max_staleness`.
+        reward_key: (N,) or (N, 1) float, a rollout's on its last row; read where `on_surplus` is a callable.
 
     Raises:
         ValueError: an option with a wrong value, or that needs another.
@@ -133,6 +137,7 @@ class GroupAssembler:
         max_staleness: int | None = None,
         on_late: OnRepeat = "drop",
         on_duplicate: OnRepeat = "raise",
+        on_surplus: Literal["drop"] | Selector = "drop",
         max_pending_groups: int | None = None,
         max_idle: int | None = None,
         segment_key: NestedKey | None = None,
@@ -143,6 +148,7 @@ class GroupAssembler:
         expected_key: NestedKey = "expected_rollouts",
         status_key: NestedKey | None = None,
         version_key: NestedKey = ("next", "policy_version"),
+        reward_key: NestedKey = ("next", "reward"),
     ):
         self.groups, self.group_size = at_least("groups", groups, 1), at_least("group_size", group_size, 1)
         self.on_failure = one_of("on_failure", on_failure, get_args(OnShort))
@@ -159,11 +165,13 @@ class GroupAssembler:
         self.partition_key, self.group_key = nested_key(partition_key), nested_key(group_key)
         self.rollout_key, self.expected_key = nested_key(rollout_key), nested_key(expected_key)
         self.status_key, self.version_key = nested_key(status_key), nested_key(version_key)
+        self.reward_key, self.on_surplus = nested_key(reward_key), on_surplus
         self._limits = Limits(*(getattr(self, name) for name in Limits._fields))
         check_limits(self._limits, self.refill)
         self._reads = Reads(
             *(self.group_key, self.rollout_key, self.expected_key, self.partition_key, self.segment_key),
             *(self.done_key, self.status_key, self.version_key if max_staleness is not None else None),
+            reward_key=self.reward_key if callable(on_surplus) else None,
             group_size=group_size,
         )
         self.version = 0

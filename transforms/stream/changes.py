@@ -16,7 +16,7 @@ from .closed import Closed, close_ids, is_closed
 from .ended import comes_again
 from .held import HeldRows
 from .open_groups import OpenGroups
-from .settled import Tally, first_to_end
+from .settled import Selector, Tally, first_to_end, selected
 
 REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished")
 """Why rows leave; the code of a reason is its place here, from 1."""
@@ -138,6 +138,7 @@ def judge(
     may_refill: Tensor,
     actions: Mapping[int, str],
     most: int | None,
+    selector: Selector | None = None,
 ) -> Fates:
     """Decide who is whole, who is given up, and which rows go with it.
 
@@ -150,10 +151,15 @@ def judge(
         may_refill: (G,) bool, more rollouts may be asked for.
         actions: by the codes FAILED and TIMEOUT, ``raise``, ``drop``, ``keep`` or ``refill``.
         most: groups that may wait; None: any number.
+        selector: chooses among more rollouts than `size`, once all are there (:func:`selected`); None: those
+            that ended first.
     """
     waits = ~state.groups.ready
+    all_over = count.have + count.lost >= state.groups.dispatched
     whole = waits & (count.have >= size)
-    settled = waits & ~whole & (count.have + count.lost >= state.groups.dispatched)
+    if selector is not None:
+        whole &= all_over | too_old
+    settled = waits & (count.have < size) & all_over
     old = waits & ~whole & ~settled & too_old
     ready, closed, again = whole.clone(), torch.zeros_like(whole), torch.zeros_like(whole)
     why = torch.where(whole, SURPLUS, 0)
@@ -168,7 +174,11 @@ def judge(
         closed, again = closed | evicted, again & ~evicted
         why = torch.where(evicted, EVICTED, why)
     slot = state.rows.slot
-    left_over = ready[slot] & ~first_to_end(state.rows, count, size)
+    if selector is None:
+        chosen = first_to_end(state.rows, count, size)
+    else:
+        chosen = selected(state.rows, state.groups, count, size, ready, selector)
+    left_over = ready[slot] & ~chosen
     leaves = torch.where(closed[slot] | left_over, why[slot], 0)
     leaves = torch.where(left_over & count.failed, FAILED, leaves)
     missing = torch.where(again, size - count.have, 0)

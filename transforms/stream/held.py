@@ -30,6 +30,8 @@ class HeldRows(NamedTuple):
     """int64: how many rows of the rollout are done when it has ended."""
     status: Tensor
     """int64: :class:`Status`."""
+    reward: Tensor
+    """float64: its reward; 0 where nobody asks."""
     version: Tensor
     """int64: the policy version that acted; 0 where nobody asks."""
     arrival: Tensor
@@ -48,8 +50,8 @@ class HeldRows(NamedTuple):
     @classmethod
     def nothing(cls) -> HeldRows:
         """No rows."""
-        flags = ("done", "begins")
-        return cls(*(torch.empty(0, dtype=torch.bool if f in flags else torch.int64) for f in cls._fields))
+        types = {"done": torch.bool, "begins": torch.bool, "reward": torch.float64}
+        return cls(*(torch.empty(0, dtype=types.get(name, torch.int64)) for name in cls._fields))
 
 
 class Chunk(NamedTuple):

@@ -12,7 +12,7 @@ from headrace.transforms.checks import Rule, enforce
 from headrace.transforms.errors import IncompleteGroupsError
 
 from .changes import FAILED, REASONS, TIMEOUT, Fates, Stream, apply_fates, judge
-from .settled import Tally, describe_open_group, tally
+from .settled import Selector, Tally, describe_open_group, tally
 from .stalled import StalledError, stalled
 
 LEAST_IDLE = 100  # puts without a whole group that are no stall, however small the batch
@@ -33,6 +33,7 @@ class Limits(NamedTuple):
     max_refills: int
     max_pending_groups: int | None
     max_idle: int | None
+    on_surplus: str | Selector
 
     def tally(self, state: Stream) -> Tally:
         """How far rollouts and groups are."""
@@ -55,6 +56,8 @@ def check_limits(limits: Limits, refill: Any) -> None:
         raise ValueError(f"min_fraction must be in (0, 1]; got {limits.min_fraction}")
     if ("refill" in actions) != callable(refill):
         raise ValueError("on_failure='refill' or on_timeout='refill', and only they, need a callable refill")
+    if limits.on_surplus != "drop" and not callable(limits.on_surplus):
+        raise ValueError(f"on_surplus must be 'drop' or a callable; got {limits.on_surplus!r}")
     if limits.timeout_seconds is not None and not 0 < limits.timeout_seconds < math.inf:
         raise ValueError(f"timeout_seconds must be finite and > 0; got {limits.timeout_seconds}")
     if limits.on_timeout != "drop" and limits.timeout is None and limits.timeout_seconds is None:
@@ -88,6 +91,7 @@ def settle(state: Stream, limits: Limits, now: float) -> tuple[Stream, list[tupl
         may_refill=groups.refills < limits.max_refills,
         actions={FAILED: limits.on_failure, TIMEOUT: limits.on_timeout},
         most=limits.max_pending_groups,
+        selector=None if isinstance(limits.on_surplus, str) else limits.on_surplus,
     )
     _refuse_short(state, limits, count, fates)
     number = fates.refilled.nonzero().flatten()

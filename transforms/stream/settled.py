@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headrace.transforms.checks import few
+from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import any_by, first_row_of_pairs, is_first, places_by_turn, reduce_by
 from headrace.transforms.schema import Status
 
 from .ended import has_ended
 from .held import HeldRows
 from .open_groups import OpenGroups
+
+Selector = Callable[[Tensor, int], "Tensor | Sequence[int]"]
 
 
 class Tally(NamedTuple):
@@ -49,6 +54,43 @@ def first_to_end(rows: HeldRows, count: Tally, size: Tensor) -> Tensor:
     group = rows.slot[number]
     chosen = torch.zeros_like(count.ended)
     chosen[number] = places_by_turn(group, end).place < size[group]
+    return chosen[count.first]
+
+
+def selected(
+    rows: HeldRows, groups: OpenGroups, count: Tally, size: Tensor, ready: Tensor, selector: Selector
+) -> Tensor:
+    """(R,) bool: the row's rollout has ended, and where its group has more than enough it was selected.
+
+    Args:
+        rows: those that are held.
+        groups: theirs.
+        count: how far they are.
+        size: (G,) int64, rollouts that a group is to have.
+        ready: (G,) bool, groups for which to ask.
+        selector: from the rewards (n,) of a group's rollouts, ordered by id, each that of its last
+            segment, and k < n, to the k that stay, as indices (k,) or a mask (n,).
+
+    Raises:
+        BatchError: it does not select k.
+    """
+    rank = torch.empty_like(rows.arrival)
+    rank[rows.segment.argsort(stable=True)] = torch.arange(len(rank))  # by number, then by arrival
+    ends = (count.ended & (rank == reduce_by(count.first, rank, "amax"))).nonzero().flatten()
+    ends = ends[rows.rollout[ends].argsort()]
+    chosen = torch.zeros_like(count.ended)
+    chosen[count.first[ends]] = True
+    for slot in (ready & (count.have > size)).nonzero().flatten().tolist():
+        of_group = ends[rows.slot[ends] == slot]
+        k, answer = int(size[slot]), torch.as_tensor(selector(rows.reward[of_group], int(size[slot])))
+        stays = answer.nonzero().flatten() if answer.dtype is torch.bool else answer.long().unique()
+        if len(stays) != k or bool(((stays < 0) | (stays >= len(of_group))).any()):
+            raise BatchError(
+                f"on_surplus selects {k} of the {len(of_group)} rollouts of group {int(groups.group[slot])}, "
+                f"as indices or as a mask; it returned {few(answer)}"
+            )
+        chosen[count.first[of_group]] = False
+        chosen[count.first[of_group[stays]]] = True
     return chosen[count.first]
 
 
