@@ -22,7 +22,7 @@ from headrace.transforms import (
     MissingKeyError,
     StalledError,
 )
-from headrace.transforms.schema import DISPATCHED
+from headrace.transforms.schema import DISPATCHED, IN_LOSS
 
 OPTIONS = {
     "plain": {},
@@ -245,11 +245,11 @@ def test_of_more_rollouts_than_enough_a_selector_says_which_stay():
     assert asked == [([5.0, 3.0, 1.0], 2)]
     assert out["rollout_id"].tolist() == [0, 0, 3, 3]
     assert (assembler.counts["surplus"], assembler.counts["failed"]) == (2, 1)
-    old = GroupAssembler(group_size=2, on_surplus=lambda rewards, k: rewards > 0.0, timeout=1)
-    with pytest.raises(
-        BatchError, match=r"on_surplus selects 2 of the 3 rollouts of group 0.* returned \[True, True, True\]"
-    ):
-        old.put(batch) or old.put(batch_of_lines([]))
+    every = GroupAssembler(group_size=2, on_surplus=lambda rewards, k: rewards > 0.0, timeout=1)
+    every.put(batch)
+    message = r"on_surplus selects 2 of the 3 rollouts of group 0.* returned \[True, True, True\]"
+    with pytest.raises(BatchError, match=message):
+        every.put(batch_of_lines([]))
     masked = GroupAssembler(group_size=2, on_surplus=lambda rewards, k: rewards < 5.0, timeout=1)
     masked.put(batch)
     masked.put(batch_of_lines([]))
@@ -468,6 +468,28 @@ def test_a_stall_says_who_waits_and_where_the_rows_went():
         patient.put(batch_of_lines([Line(99, 99, 0, True)]))
 
 
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+def test_rows_that_are_too_old_when_they_go_out_are_masked_or_their_group_is_dropped(lazy):
+    lines = [Line(g, 2 * g + r, s, s == 1, version=g + s) for g in (0, 1) for r in (0, 1) for s in (0, 1)]
+    batch = batch_of_lines(lines)
+
+    def take(**options) -> tuple[TensorDict | None, dict[str, int]]:
+        assembler = GroupAssembler(max_staleness=1, **options)
+        assembler.put(lazy_stack(list(batch.unbind(0))) if lazy else batch)
+        assembler.version = 2
+        return assembler.take(), assembler.counts
+
+    dropped, counts = take()
+    assert (dropped["group_id"].unique().tolist(), counts["stale"]) == ([1], 4)
+    masked, counts = take(on_stale="mask")
+    assert (len(masked), counts["stale"]) == (8, 0)
+    assert masked[IN_LOSS].tolist() == [False, True, False, True, True, True, True, True]
+    assert masked["masks", "all_assistant_mask"].any(-1).tolist() == masked[IN_LOSS].tolist()
+    words = ("pipeline=grpo", "pipeline.stages.collapse.reward=sum", "pipeline.stages.split.minibatches=1")
+    run = load_pipeline(*words).run(masked)
+    assert run.ledger.counts()["pipeline/no_loss_tokens"] == 2
+
+
 def test_room_is_what_may_be_dispatched_and_still_be_trained_in_time():
     sampler = RepeatSampler(10, group_size=2, prompts_per_batch=3, remainder="drop")
     draws = sampler.draws()
@@ -535,6 +557,7 @@ def test_a_state_of_one_that_reads_rows_in_another_way_is_refused():
         ({"refill": print}, "need a callable refill"),
         ({"on_timeout": "raise"}, "needs timeout"),
         ({"timeout_seconds": 0}, "finite and > 0"),
+        ({"on_stale": "raise"}, "on_stale must be one of"),
         ({"on_late": "keep"}, "on_late must be one of"),
         ({"on_surplus": "keep"}, "on_surplus must be 'drop' or a callable"),
         ({"groups": 0}, "groups must be an integer ≥ 1"),

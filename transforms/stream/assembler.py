@@ -16,7 +16,9 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import is_first
 from headrace.transforms.labels import labels_in_errors
 from headrace.transforms.options import at_least, describe_options, nested_key, one_of
+from headrace.transforms.rows import device_of
 from headrace.transforms.schema import DISPATCHED, DONE
+from headrace.transforms.tokens import silence
 
 from .arriving import Arriving, Reads, dispatch_rules, read_arriving, read_dispatch
 from .changes import (
@@ -78,8 +80,10 @@ class GroupAssembler:
         refill: for ``refill``, called with a group's id and the number of rollouts that it lacks, each of
             which gets an id of its own.
         max_refills: how often it is called for a group, which is dropped after that.
-        max_staleness: a group of which a row is older than `version` − `max_staleness` is dropped when it
-            would be handed out. None: none is.
+        max_staleness: policy versions for which a row may be older than `version` when it is handed out.
+            None: any number.
+        on_stale: where a row of a group is older: ``drop`` the group, or ``mask`` the row, which leaves the
+            loss and stays in the statistics, as under :class:`SampleFilter`.
         on_late: where a rollout of a closed group comes: ``drop`` it, or ``raise``.
         on_duplicate: where a rollout ends twice, also after its group was closed, or a segment comes twice:
             ``raise``, or ``drop`` it, and the first stays.
@@ -100,6 +104,8 @@ class GroupAssembler:
         status_key: (N,) or (N, 1) :class:`Status`. None: ``("next", "status")`` if it is there, else
             ``status`` if that is, else all have completed.
         version_key: (N,) or (N, 1) int, who acted; read with `max_staleness`.
+        loss_mask_key: (N, T) bool, True trains; written under ``on_stale="mask"``, if it is there.
+        log_prob_key: (N, T) float, likewise. None: never.
         reward_key: (N,) or (N, 1) float, a rollout's on its last row; read where `on_surplus` is a callable.
 
     Raises:
@@ -119,8 +125,6 @@ class GroupAssembler:
         [0, 1]
     """
 
-    requires_shared_write_state = True
-
     def __init__(
         self,
         *,
@@ -135,6 +139,7 @@ class GroupAssembler:
         refill: Refill | None = None,
         max_refills: int = 1,
         max_staleness: int | None = None,
+        on_stale: Literal["drop", "mask"] = "drop",
         on_late: OnRepeat = "drop",
         on_duplicate: OnRepeat = "raise",
         on_surplus: Literal["drop"] | Selector = "drop",
@@ -148,6 +153,8 @@ class GroupAssembler:
         expected_key: NestedKey = "expected_rollouts",
         status_key: NestedKey | None = None,
         version_key: NestedKey = ("next", "policy_version"),
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        log_prob_key: NestedKey | None = ("log_probs", "full"),
         reward_key: NestedKey = ("next", "reward"),
     ):
         self.groups, self.group_size = at_least("groups", groups, 1), at_least("group_size", group_size, 1)
@@ -165,6 +172,8 @@ class GroupAssembler:
         self.partition_key, self.group_key = nested_key(partition_key), nested_key(group_key)
         self.rollout_key, self.expected_key = nested_key(rollout_key), nested_key(expected_key)
         self.status_key, self.version_key = nested_key(status_key), nested_key(version_key)
+        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
+        self.on_stale = one_of("on_stale", on_stale, ("drop", "mask"))
         self.reward_key, self.on_surplus = nested_key(reward_key), on_surplus
         self._limits = Limits(*(getattr(self, name) for name in Limits._fields))
         check_limits(self._limits, self.refill)
@@ -310,13 +319,16 @@ class GroupAssembler:
             if self.timeout_seconds is not None:
                 state, asked = settle(self._state, self._limits, time.monotonic())
                 self._commit(state._replace(idle=0) if state.whole > self._state.whole else state, asked)
-            if self.max_staleness is not None:
+            if self.max_staleness is not None and self.on_stale == "drop":
                 self._drop_stale()
             chosen = choose(self._state.groups, wanted)
             if chosen is None:
                 return None
             rows = in_order(self._state.rows, chosen)
             batch = self._write(self._chunks.gather(rows.arrival), rows)
+            if self.max_staleness is not None and self.on_stale == "mask":
+                fresh = rows.version >= self.version - self.max_staleness
+                silence(batch, fresh.to(device_of(batch)), self.loss_mask_key, self.log_prob_key)
             which = torch.zeros_like(self._state.groups.ready).index_fill(0, chosen, True)
             gone = which[self._state.rows.slot]
             state = let_go(self._state, which, gone, gone)
@@ -328,7 +340,7 @@ class GroupAssembler:
         count = tally(rows, self._state.groups, has_segments=False)
         one = is_first(count.first).long()
         have = torch.zeros_like(self._state.groups.group).index_add(0, rows.slot, one)
-        device = batch.device or "cpu"
+        device = device_of(batch)
         batch.set(self.expected_key, have[rows.slot].to(device))
         batch.set(DISPATCHED, self._state.groups.dispatched[rows.slot].to(device))
         return batch
