@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -245,6 +246,10 @@ def test_of_more_rollouts_than_enough_a_selector_says_which_stay():
     assert asked == [([5.0, 3.0, 1.0], 2)]
     assert out["rollout_id"].tolist() == [0, 0, 3, 3]
     assert (assembler.counts["surplus"], assembler.counts["failed"]) == (2, 1)
+    by_number = GroupAssembler(group_size=2, on_surplus=extremes, segment_key="segment", timeout=1)
+    by_number.put(batch[[1, 0, 3, 2, 5, 4]])
+    by_number.put(batch_of_lines([]))
+    assert asked[1:] == asked[:1]
     every = GroupAssembler(group_size=2, on_surplus=lambda rewards, k: rewards > 0.0, timeout=1)
     every.put(batch)
     message = r"on_surplus selects 2 of the 3 rollouts of group 0.* returned \[True, True, True\]"
@@ -444,6 +449,11 @@ def test_seconds_are_counted_while_nothing_comes_and_over_a_restart(monkeypatch)
     assert assembler.take() is None
     clock[0] = 7.0
     assert assembler.take()["rollout_id"].tolist() == [0]
+    assembler = GroupAssembler(timeout_seconds=10, on_timeout="keep", min_rollouts=1, max_idle=2)
+    for group in range(5):  # what is kept as time goes by is no stall
+        assembler.put(batch_of_lines([Line(group, group, 0, True)]))
+        clock[0] += 11
+        assert assembler.take()["group_id"].tolist() == [group]
 
 
 def test_a_stall_says_who_waits_and_where_the_rows_went():
@@ -460,6 +470,10 @@ def test_a_stall_says_who_waits_and_where_the_rows_went():
     ):
         assert words in str(info.value)
     assert assembler.held == 2
+    slow = GroupAssembler(max_idle=3)
+    for number in range(20):
+        slow.put(batch_of_lines([Line(number // 2, number, 0, True)], number))
+    assert slow.ready == 10
     patient = GroupAssembler(groups=2)
     for number in range(101):  # eight batches of four rollouts are less than a hundred
         if number < 99:
@@ -524,6 +538,43 @@ def test_segments_that_end_each_by_themselves_are_waited_for_by_their_number():
         assert CompletenessGate(segment_key=key)(assembler.take()) is not None
 
 
+def test_segments_with_numbers_may_arrive_in_any_order_and_all_must_be_there():
+    for order in itertools.permutations(range(3)):
+        assembler = GroupAssembler(segment_key="segment")
+        for segment in order:
+            assert assembler.take() is None
+            assembler.put(batch_of_lines([Line(0, 0, segment, segment == 2, expected=1)], segment))
+        assert assembler.take()["segment"].tolist() == [0, 1, 2]
+    assembler = GroupAssembler(segment_key="segment")
+    assembler.put(batch_of_lines([Line(0, 0, 1, True)]))
+    with pytest.raises(BatchError, match="segment 2 of rollout 0, which ends with 1"):
+        assembler.put(batch_of_lines([Line(0, 0, 2, False)]))
+    with pytest.raises(BatchError, match=r"segment number ≥ 0; found -1 at row 0"):
+        assembler.put(batch_of_lines([Line(0, 1, -1, False)]))
+    with pytest.raises(BatchError, match="found again segment 1 of rollout 0 of group 0"):
+        assembler.put(batch_of_lines([Line(0, 0, 1, False)]))
+
+
+def test_a_rollout_whose_beginning_is_marked_and_missing_has_not_ended():
+    batch = batch_of_lines([Line(0, 0, 0, False), Line(0, 0, 1, True), Line(0, 1, 1, True)])
+    batch["is_init"] = torch.tensor([True, False, False])
+    assembler = GroupAssembler()
+    assembler.put(batch)
+    assert assembler.take() is None
+    assembler = GroupAssembler()
+    batch["is_init"][2] = True
+    assembler.put(batch)
+    assert CompletenessGate()(assembler.take()) is not None
+
+
+def test_rollouts_of_a_whole_group_are_surplus_also_where_they_come_again():
+    assembler = GroupAssembler(group_size=1)
+    assembler.put(batch_of_lines([Line(0, 0, 0, True)]))
+    assembler.put(batch_of_lines([Line(0, 1, 0, True), Line(0, 1, 0, True)], 1))
+    assembler.put(batch_of_lines([Line(0, 1, 0, True)], 3))
+    assert assembler.counts["surplus"] == 3
+
+
 def test_each_row_is_a_rollout_where_nothing_says_that_it_ends():
     assembler = GroupAssembler(done_key=None)
     batch = batch_of_lines([Line(0, 0, 0, False), Line(0, 1, 0, False)]).exclude(("next", "done"))
@@ -584,6 +635,16 @@ def held_bytes(assembler: GroupAssembler) -> int:
 
     visit(assembler.state_dict())
     return sum(storages.values())
+
+
+def test_one_row_that_waits_does_not_hold_those_that_came_with_it():
+    lines = [Line(g, 2 * g + r, 0, True) for g in range(100) for r in (0, 1)]
+    assembler = GroupAssembler()
+    assembler.put(batch_of_lines([*lines, Line(999, 999, 0, True)]).exclude("text"))
+    before = held_bytes(assembler)
+    assert len(assembler.take()) == 200
+    assert assembler.held == 1
+    assert held_bytes(assembler) < before / 20
 
 
 def test_a_long_stream_with_faults_gives_each_faultless_group_once_and_holds_no_more_in_the_end():
