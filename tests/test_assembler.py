@@ -429,6 +429,10 @@ def test_what_is_too_old_is_dropped_kept_refilled_or_refused():
     asked = []
     again = wait(on_timeout="refill", refill=lambda *what: asked.append(what))
     assert (asked, again.pending) == ([(0, 1)], 2)
+    again.put(batch_of_lines([]))
+    assert (asked, again.pending) == ([(0, 1), (1, 2)], 2)  # the time of the first has begun anew
+    again.put(batch_of_lines([]))
+    assert (again.pending, again.counts["timeout"]) == (1, 2)
     with pytest.raises(
         IncompleteGroupsError, match=r"group 0 has 1 of 2 \(1 completed, 1 unfinished\), 2 puts"
     ):
@@ -573,6 +577,8 @@ def test_rollouts_of_a_whole_group_are_surplus_also_where_they_come_again():
     assembler.put(batch_of_lines([Line(0, 1, 0, True), Line(0, 1, 0, True)], 1))
     assembler.put(batch_of_lines([Line(0, 1, 0, True)], 3))
     assert assembler.counts["surplus"] == 3
+    with pytest.raises(BatchError, match="found again rollout 0 of group 0"):
+        assembler.put(batch_of_lines([Line(0, 0, 0, True)], 4))
 
 
 def test_each_row_is_a_rollout_where_nothing_says_that_it_ends():
