@@ -8,9 +8,11 @@ from threading import Event
 import pytest
 import torch
 from assembly import Line, batch_of_lines
+from rollouts import make_env, make_policy
+from torchrl.collectors import Collector
 
 from headrace.pipeline import assembled
-from headrace.transforms import BatchError, GroupAssembler, StalledError
+from headrace.transforms import BatchError, CompletenessGate, GroupAssembler, StalledError
 
 
 def rows(groups: int, torn: int = 0) -> list:
@@ -92,6 +94,31 @@ def test_patience_changes_no_batch_reads_nothing_ahead_and_passes_errors_on():
     assert numbers([first, second]) == numbers(assembled(rows(4), GroupAssembler(groups=2)))
     with pytest.raises(ValueError, match="finite and > 0"):
         assembled([], GroupAssembler(), patience=0)
+
+
+@pytest.mark.parametrize("patience", [None, 60])
+def test_where_a_collector_cuts_its_batches_changes_no_group(patience):
+    def collect(frames: int) -> list:
+        env = make_env(prompts=3)
+        total = 4 * env.frames_per_batch
+        assert env.frames_per_batch % frames == 0
+        collector = Collector(
+            env,
+            make_policy(),
+            frames_per_batch=frames,
+            total_frames=total,
+            auto_register_policy_transforms=False,
+        )
+        batches = list(assembled(collector, GroupAssembler(groups=2), patience=patience))
+        collector.shutdown()
+        return batches
+
+    whole, cut = collect(18), collect(9)  # nine environments, one or two steps of each
+    assert [len(batch) for batch in cut] == [12] * 6
+    for one, other in zip(whole, cut, strict=True):
+        assert CompletenessGate()(other) is not None
+        for key in ("group_id", "rollout_id", "expected_rollouts", ("next", "reward"), ("next", "done")):
+            assert torch.equal(one.get(key), other.get(key)), key
 
 
 class Counted:
