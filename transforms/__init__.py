@@ -43,6 +43,7 @@ from .split import (
     split_microbatches,
     split_minibatches,
 )
+from .stream import GroupAssembler, StalledError
 from .weight import LossWeight, Weighed, loss_weight, weighted_loss
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "FanOutCollapse",
     "Finite",
     "Fresh",
+    "GroupAssembler",
     "GroupRelativeAdvantage",
     "IncompleteGroups",
     "IncompleteGroupsError",
@@ -76,6 +78,7 @@ __all__ = [
     "Rule",
     "SampleFilter",
     "ShuffleSplit",
+    "StalledError",
     "StateAdvantage",
     "Status",
     "TurnDiscount",

@@ -16,12 +16,12 @@ from torchrl.envs.transforms import Transform
 
 from .checks import Rule, enforce
 from .distributed import Ranks, present_ranks, resolve_group, sharing
-from .errors import BatchError, ProcessedTwiceError, listing
+from .door import enter_rows
 from .ids import as_ids
-from .labels import labels_in_errors, number_ids
+from .labels import labels_in_errors
 from .options import describe_options, nested_key
-from .rows import device_of, jagged_keys, shallow_copy
-from .schema import DONE, EXPECTED_SEGMENTS, FINISHED, PROCESSED, has_key, read_column, read_flags
+from .rows import device_of, shallow_copy
+from .schema import DONE, EXPECTED_SEGMENTS, FINISHED, has_key, read_column, read_flags
 from .tokens import lengths, masked_tokens
 
 Effect = Literal["masked", "excluded", "dropped", "carried"]
@@ -150,25 +150,7 @@ class BatchTransform(Transform):
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase:
         """Check a batch at the door, flatten it, and number ids that are text (:func:`number_labels`)."""
-        name = type(self).__name__
-        if not isinstance(batch, TensorDictBase):
-            raise TypeError(f"{name} takes a TensorDict of rows, got {type(batch).__name__}")
-        if batch.batch_dims == 0:
-            raise BatchError(f"{name} takes a batch of rows, got a TensorDict of batch size []")
-        rows = batch.shape.numel()
-        if rows and has_key(batch, PROCESSED):
-            raise ProcessedTwiceError(
-                f"{name} got {rows} rows a pipeline has processed already; "
-                "filters and statistics must see rollouts once: attach the pipeline at one place, and put "
-                "what else there is to do into its stages"
-            )
-        if rows and (jagged := jagged_keys(batch)):
-            raise BatchError(
-                f"{name} takes dense columns, or a lazy stack of rows where they are ragged; found nested "
-                f"tensors in {listing(map(str, jagged))}: pass batch.to_lazystack()"
-            )
-        flat = batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
-        return number_ids(flat, self._id_keys()) if rows else flat
+        return enter_rows(batch, self._id_keys(), reader=type(self).__name__)
 
     def _id_keys(self) -> list[NestedKey]:
         """The columns of ids that this transform reads."""

@@ -20,6 +20,7 @@ column                                  shape, dtype      meaning
 ``("headrace", "padding")``             (N,) bool         a copy that trains nothing; absent: no row is
 ``("headrace", "row")``                 (N,) int64        row number at the pipeline's door
 ``("headrace", "processed")``           (N,) bool         a pipeline has been over this row
+``("headrace", "dispatched")``          (N,) int64        rollouts that were asked for in the row's group
 ====================================== ================= ===============================================
 
 Example:
@@ -57,6 +58,7 @@ STEP_WEIGHT = ("headrace", "step_weight")
 PADDING = ("headrace", "padding")
 ROW = ("headrace", "row")
 PROCESSED = ("headrace", "processed")
+DISPATCHED = ("headrace", "dispatched")
 
 STATUS_KEYS = (("next", "status"), "status")  # where a status is, in the order of looking
 DONE = ("next", "done")  # True where a rollout ends, as TorchRL's collectors write it

@@ -1,4 +1,4 @@
-"""Tokens: how many of a row's are in a mask, and how many in the loss."""
+"""Tokens: how many of a row's are in a mask, and how many in the loss, or none of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .errors import BatchError, MissingKeyError
-from .schema import LENGTH, has_key, key_names, require
+from .rows import silence_rows
+from .schema import IN_LOSS, LENGTH, has_key, key_names, require
 
 ONES = 0x0101010101010101  # a 1 in each of eight bytes
 PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")  # as TorchRL's wrappers write them
@@ -92,6 +93,38 @@ def remember_lengths(batch: TensorDictBase, key: NestedKey, silent: Tensor) -> N
     now = torch.where(silent, tokens, -1)
     before = batch.get(LENGTH, None)
     batch.set(LENGTH, now if before is None else torch.where(before < 0, now, before))
+
+
+def silence(
+    batch: TensorDictBase, keep: Tensor, loss_mask_key: NestedKey, log_prob_key: NestedKey | None
+) -> None:
+    """Take rows out of the loss; what they say of their length, and of statistics, stays.
+
+    Args:
+        batch: TensorDict ``[N]``, which gets new columns in place of the old, ``("headrace", "in_loss")`` and
+            ``("headrace", "length")``.
+        keep: (N,) bool, the rows that stay.
+        loss_mask_key: (N, T) bool; written if it is there.
+        log_prob_key: (N, T) float; written if it is there. None: never.
+
+    Raises:
+        BatchError: neither is there, and a row is to leave.
+    """
+    silent = ~keep
+    if has_key(batch, loss_mask_key):
+        check_mask(batch, loss_mask_key)
+        remember_lengths(batch, loss_mask_key, silent)
+    columns = [key for key in (loss_mask_key, log_prob_key) if key and has_key(batch, key)]
+    if not columns and bool(silent.any()):
+        raise BatchError(
+            f"{int(silent.sum())} rows are to leave the loss, but the batch has neither "
+            f"{loss_mask_key!r} (loss_mask_key) nor {log_prob_key!r} (log_prob_key): they "
+            f"would train all the same. It has {key_names(batch)}; set the keys, or drop the rows"
+        )
+    if silent.device.type != "cpu" or bool(silent.any()):  # a copy saved where looking costs nothing
+        for key in columns:
+            silence_rows(batch, key, silent)
+    batch.set(IN_LOSS, keep & batch.get(IN_LOSS, keep))
 
 
 def loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: NestedKey | None) -> Tensor:

@@ -15,9 +15,9 @@ from headrace.transforms.distributed import population_of
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import any_by, first_row
 from headrace.transforms.options import nested_key, one_of
-from headrace.transforms.rows import device_of, silence_rows, take_rows
-from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, has_key, key_names, unit_keys
-from headrace.transforms.tokens import check_mask, remember_lengths
+from headrace.transforms.rows import device_of, take_rows
+from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, unit_keys
+from headrace.transforms.tokens import silence
 
 from .criteria import Criterion
 
@@ -142,21 +142,7 @@ class SampleFilter(BatchTransform):
         return batch if len(rows) == len(keep) else take_rows(batch, rows)
 
     def _silence(self, batch: TensorDictBase, keep: Tensor) -> TensorDictBase:
-        silent = ~keep
-        if has_key(batch, self.loss_mask_key):
-            check_mask(batch, self.loss_mask_key)
-            remember_lengths(batch, self.loss_mask_key, silent)
-        columns = [key for key in (self.loss_mask_key, self.log_prob_key) if key and has_key(batch, key)]
-        if not columns and bool(silent.any()):
-            raise BatchError(
-                f"{int(silent.sum())} rows are to leave the loss, but the batch has neither "
-                f"{self.loss_mask_key!r} (loss_mask_key) nor {self.log_prob_key!r} (log_prob_key): they "
-                f"would train all the same. It has {key_names(batch)}; set the keys, or action='drop'"
-            )
-        if silent.device.type != "cpu" or bool(silent.any()):  # a copy saved where looking costs nothing
-            for key in columns:
-                silence_rows(batch, key, silent)
-        batch.set(IN_LOSS, keep & batch.get(IN_LOSS, keep))
+        silence(batch, keep, self.loss_mask_key, self.log_prob_key)
         if self.action == "exclude":
             batch.set(COUNTED, keep & batch.get(COUNTED, keep))
         return batch

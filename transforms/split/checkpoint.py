@@ -6,20 +6,11 @@ import threading
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NestedKey,
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-    TensorDictBase,
-    is_tensor_collection,
-    lazy_stack,
-)
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError
-from headrace.transforms.rows import join_rows
+from headrace.transforms.rows import from_plain, join_rows, to_plain
 
 
 class InterruptedBatch(NamedTuple):
@@ -115,38 +106,3 @@ class Turn:
 
     def __reduce__(self) -> tuple[type[Turn], tuple[()]]:
         return Turn, ()
-
-
-def to_plain(batch: TensorDictBase | None) -> dict[str, Any] | None:
-    """Rows as dicts of tensors and lists, which ``torch.load`` reads without trusting the file.
-
-    Example:
-        >>> import torch
-        >>> rows = TensorDict({"x": torch.ones(2), "name": ["a", "b"]}, batch_size=[2])
-        >>> list(from_plain(to_plain(rows))["name"])
-        ['a', 'b']
-    """
-    if batch is None:
-        return None
-    if isinstance(batch, LazyStackedTensorDict):
-        return {"rows": [to_plain(row) for row in batch.unbind(0)]}
-    columns: dict[str, Any] = {}
-    for key in batch.keys():
-        value = batch.get(key)
-        if isinstance(value, NonTensorData | NonTensorStack):
-            columns[key] = value.tolist()
-        else:
-            columns[key] = to_plain(value) if is_tensor_collection(value) else value
-    return {"columns": columns, "batch_size": list(batch.batch_size), "device": str(batch.device or "")}
-
-
-def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
-    """What :func:`to_plain` made dicts of."""
-    if plain is None:
-        return None
-    if "rows" in plain:
-        return lazy_stack([from_plain(row) for row in plain["rows"]])
-    batch = TensorDict({}, batch_size=plain["batch_size"], device=plain["device"] or None)
-    for key, value in plain["columns"].items():
-        batch[key] = from_plain(value) if isinstance(value, dict) else value
-    return batch

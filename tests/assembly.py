@@ -1,0 +1,192 @@
+"""A slow assembler, row by row, and streams of rows with faults, for the laws of the fast one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict
+
+
+class Line(NamedTuple):
+    """One row, as the worker sends it."""
+
+    group: int
+    rollout: int
+    segment: int
+    done: bool
+    status: int = 0
+    partition: int = 0
+    version: int = 0
+    expected: int = 2
+
+
+def batch_of_lines(lines: Sequence[Line], start: int = 0) -> TensorDict:
+    """A batch of such rows, each with a number that says which it is."""
+    columns = list(zip(*lines, strict=True)) if lines else [()] * len(Line._fields)
+    group, rollout, segment, done, status, partition, version, expected = (
+        torch.tensor(column, dtype=torch.int64) for column in columns
+    )
+    number = torch.arange(start, start + len(lines))
+    return TensorDict(
+        {
+            "group_id": group,
+            "rollout_id": rollout,
+            "segment": segment,
+            "partition": partition,
+            "expected_rollouts": expected,
+            "number": number,
+            ("next", "done"): done.bool().unsqueeze(-1),
+            ("next", "status"): status,
+            ("next", "policy_version"): version,
+            ("next", "reward"): (number * 7 % 5).float().unsqueeze(-1),
+            ("tokens", "full"): number.unsqueeze(-1).expand(-1, 3).clone(),
+            ("masks", "all_assistant_mask"): torch.ones(len(lines), 3, dtype=torch.bool),
+            "text": [f"row {int(n)}" for n in number],
+        },
+        batch_size=[len(lines)],
+    )
+
+
+class SlowAssembler:
+    """What the docstring says, with dicts and loops."""
+
+    def __init__(
+        self,
+        *,
+        group_size: int | None = None,
+        by_segment: bool = False,
+        on_failure: str = "drop",
+        on_timeout: str = "drop",
+        timeout: int | None = None,
+        min_rollouts: int | None = None,
+        max_pending_groups: int | None = None,
+        max_staleness: int | None = None,
+    ):
+        self.size, self.by_segment = group_size, by_segment
+        self.on_failure, self.on_timeout = on_failure, on_timeout
+        self.timeout, self.least, self.most = timeout, min_rollouts, max_pending_groups
+        self.max_staleness, self.version = max_staleness, 0
+        self.rows: dict[tuple, list[tuple[Line, int]]] = {}  # by group: rows with their numbers
+        self.born: dict[tuple, int] = {}
+        self.whole: list[tuple] = []
+        self.closed: set = set()
+        self.over: set = set()
+        self.counts: dict[str, int] = {}
+        self.puts = self.number = 0
+
+    def count(self, reason: str, rows: int = 1) -> None:
+        if rows:
+            self.counts[reason] = self.counts.get(reason, 0) + rows
+
+    def rollouts(self, group: tuple) -> dict[int, list[tuple[Line, int]]]:
+        found: dict[int, list] = {}
+        for line, number in self.rows.get(group, []):
+            found.setdefault(line.rollout, []).append((line, number))
+        return found
+
+    def ended(self, rows: Iterable[tuple[Line, int]]) -> bool:
+        lines = [line for line, _ in rows]
+        last = [line.segment for line in lines if line.done]
+        if not last or self.failed(rows):
+            return False
+        return not self.by_segment or {line.segment for line in lines} == set(range(last[0] + 1))
+
+    @staticmethod
+    def failed(rows: Iterable[tuple[Line, int]]) -> bool:
+        return any(line.status >= 2 for line, _ in rows)
+
+    def repeats(self, line: Line, rows: Iterable[tuple[Line, int]]) -> bool:
+        had_end = any(other.done for other, _ in rows)
+        if not self.by_segment:
+            return had_end
+        return any(other.segment == line.segment for other, _ in rows) or (line.done and had_end)
+
+    def put(self, lines: Sequence[Line]) -> None:
+        self.puts += 1
+        ready = set(self.whole)
+        for line in lines:
+            number, self.number = self.number, self.number + 1
+            group = (line.partition, line.group)
+            if group in self.closed:
+                again = (line.partition, line.rollout) in self.over
+                self.count("duplicate" if again else "late")
+            elif self.repeats(line, self.rollouts(group).get(line.rollout, [])):
+                self.count("duplicate")
+            elif group in ready:
+                self.count("surplus")
+            else:
+                self.rows.setdefault(group, []).append((line, number))
+                self.born.setdefault(group, self.puts)
+        self.settle()
+
+    def settle(self) -> None:
+        became = []
+        for group in [g for g in self.rows if g not in self.whole]:
+            rollouts = self.rollouts(group)
+            expected = self.rows[group][0][0].expected
+            ended = sorted((r for r in rollouts if self.ended(rollouts[r])), key=lambda r: rollouts[r][-1][1])
+            lost = [r for r in rollouts if self.failed(rollouts[r])]
+            size = self.size or expected
+            reason, action = None, None
+            if len(ended) >= size:
+                reason = "surplus"
+            elif len(ended) + len(lost) >= expected:
+                reason, action = "failed", self.on_failure
+            elif self.timeout is not None and self.puts - self.born[group] >= self.timeout:
+                reason, action = "timeout", self.on_timeout
+            if reason is None:
+                continue
+            if action is None or (action == "keep" and len(ended) >= self.least):
+                stays = set(ended[:size])
+                for rollout, rows in rollouts.items():
+                    if rollout not in stays:
+                        self.count("failed" if rollout in lost else reason, len(rows))
+                self.rows[group] = [row for row in self.rows[group] if row[0].rollout in stays]
+                became.append((self.rows[group][-1][1], group))
+            else:
+                self.close(group, reason)
+        self.whole += [group for _, group in sorted(became)]
+        waiting = [g for g in self.rows if g not in self.whole]
+        for group in waiting[: max(0, len(waiting) - (self.most or len(waiting)))]:
+            self.close(group, "evicted")
+
+    def close(self, group: tuple, reason: str | None = None) -> list[tuple[Line, int]]:
+        rollouts = self.rollouts(group)
+        for rollout, rows in rollouts.items():
+            if self.ended(rows) or self.failed(rows):
+                self.over.add((group[0], rollout))
+        rows = self.rows.pop(group)
+        self.closed.add(group)
+        if group in self.whole:
+            self.whole.remove(group)
+        if reason:
+            self.count(reason, len(rows))
+        return rows
+
+    def take(self, wanted: int | None) -> list[int] | None:
+        """The numbers of the rows that come out."""
+        if self.max_staleness is not None:
+            for group in list(self.whole):
+                if min(line.version for line, _ in self.rows[group]) < self.version - self.max_staleness:
+                    self.close(group, "stale")
+        best = None
+        for partition in {p for p, _ in self.whole}:
+            groups = [group for group in self.whole if group[0] == partition]
+            if len(groups) >= (wanted or 1):
+                groups = groups[: wanted or len(groups)]
+                last = self.whole.index(groups[-1])
+                best = min(best or (last, groups), (last, groups))
+        if best is None:
+            return None
+        out = []
+        for group in best[1]:
+            rows = self.close(group)
+            rows.sort(key=lambda row: (row[0].rollout, row[0].segment if self.by_segment else 0, row[1]))
+            out += [number for _, number in rows]
+        return out
+
+    @property
+    def held(self) -> int:
+        return sum(map(len, self.rows.values()))

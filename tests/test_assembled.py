@@ -1,0 +1,160 @@
+"""Batches of whole groups from a source: its end, its silence, its state."""
+
+from __future__ import annotations
+
+import io
+from threading import Event
+
+import pytest
+import torch
+from assembly import Line, batch_of_lines
+from rollouts import make_env, make_policy
+from torchrl.collectors import Collector
+
+from headrace.pipeline import assembled
+from headrace.transforms import BatchError, CompletenessGate, GroupAssembler, StalledError
+
+
+def rows(groups: int, torn: int = 0) -> list:
+    """A batch a row: whole groups of two rollouts, each of two segments, and a few that lack their ends."""
+    lines = [Line(g, 2 * g + r, s, s == 1) for g in range(groups) for s in (0, 1) for r in (0, 1)]
+    lines += [Line(100 + g, 200 + g, 0, False) for g in range(torn)]
+    return [batch_of_lines([line], number) for number, line in enumerate(lines)]
+
+
+def numbers(batches) -> list[list[int]]:
+    return [batch["number"].tolist() for batch in batches]
+
+
+def test_whole_groups_come_out_and_what_is_not_whole_is_counted():
+    assembler = GroupAssembler(groups=2)
+    batches = numbers(assembled(rows(5, torn=3), assembler))
+    assert [len(batch) for batch in batches] == [8, 8, 4]
+    assert batches[0] == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert (assembler.counts["unfinished"], assembler.held) == (3, 0)
+
+
+def test_leftovers_are_yielded_dropped_or_refused():
+    assembler = GroupAssembler(groups=2)
+    assert len(list(assembled(rows(5), assembler, leftovers="drop"))) == 2
+    assert assembler.counts["unfinished"] == 4
+    with pytest.raises(BatchError, match="1 whole groups are left over, fewer than the 2 of a batch"):
+        list(assembled(rows(5), GroupAssembler(groups=2), leftovers="raise"))
+    assert len(list(assembled(rows(4), GroupAssembler(groups=2), leftovers="raise"))) == 2
+    with pytest.raises(ValueError, match="leftovers must be one of"):
+        assembled([], assembler, leftovers="keep")
+
+
+def test_a_source_that_ends_with_nothing_is_an_error_with_the_rows_in_it():
+    with pytest.raises(StalledError, match=r"ended, and nothing has come out.*group 100 has 0 of 2.*2 held"):
+        list(assembled(rows(0, torn=2), GroupAssembler()))
+    with pytest.raises(StalledError, match="none came"):
+        list(assembled([], GroupAssembler()))
+
+
+def test_a_source_that_yields_none_for_ever_is_noticed():
+    def source():
+        yield from rows(1)
+        while True:
+            yield None
+
+    with pytest.raises(StalledError, match="7 puts in a row have made no group whole"):
+        list(assembled(source(), GroupAssembler(max_idle=7)))
+
+
+def test_a_source_that_is_silent_is_an_error_in_bounded_time():
+    never = Event()
+
+    def source():
+        yield from rows(1, torn=1)
+        never.wait()
+
+    stream = iter(assembled(source(), GroupAssembler(), patience=0.2))
+    assert len(next(stream)) == 4
+    with pytest.raises(StalledError, match=r"silent for 0.2 s.*group 100 has 0 of 2 \(1 unfinished\)"):
+        next(stream)
+    never.set()
+
+
+def test_patience_changes_no_batch_reads_nothing_ahead_and_passes_errors_on():
+    read = []
+
+    def source():
+        for number, row in enumerate(rows(4)):
+            read.append(number)
+            yield row
+        raise RuntimeError("a worker died")
+
+    stream = iter(assembled(source(), GroupAssembler(groups=2), patience=60))
+    first = next(stream)
+    assert read == list(range(8))
+    second = next(stream)
+    with pytest.raises(RuntimeError, match="a worker died"):
+        next(stream)
+    assert numbers([first, second]) == numbers(assembled(rows(4), GroupAssembler(groups=2)))
+    with pytest.raises(ValueError, match="finite and > 0"):
+        assembled([], GroupAssembler(), patience=0)
+
+
+@pytest.mark.parametrize("patience", [None, 60])
+def test_where_a_collector_cuts_its_batches_changes_no_group(patience):
+    def collect(frames: int) -> list:
+        env = make_env(prompts=3)
+        total = 4 * env.frames_per_batch
+        assert env.frames_per_batch % frames == 0
+        collector = Collector(
+            env,
+            make_policy(),
+            frames_per_batch=frames,
+            total_frames=total,
+            auto_register_policy_transforms=False,
+        )
+        batches = list(assembled(collector, GroupAssembler(groups=2), patience=patience))
+        collector.shutdown()
+        return batches
+
+    whole, cut = collect(18), collect(9)  # nine environments, one or two steps of each
+    assert [len(batch) for batch in cut] == [12] * 6
+    for one, other in zip(whole, cut, strict=True):
+        assert CompletenessGate()(other) is not None
+        for key in ("group_id", "rollout_id", "expected_rollouts", ("next", "reward"), ("next", "done")):
+            assert torch.equal(one.get(key), other.get(key)), key
+
+
+class Counted:
+    """A source that knows where it is."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self):
+        batches = rows(6)
+        while self.position < len(batches):
+            self.position += 1
+            yield batches[self.position - 1]
+
+    def state_dict(self) -> dict:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.position = state["position"]
+
+    def shutdown(self) -> str:
+        return "shut down"
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_the_state_of_both_goes_on_where_it_was(at):
+    expected = numbers(assembled(Counted(), GroupAssembler(groups=2)))
+    stream = assembled(Counted(), GroupAssembler(groups=2))
+    assert stream.shutdown() == "shut down"
+    batches = iter(stream)
+    begun = numbers(next(batches) for _ in range(at))
+    file = io.BytesIO()
+    torch.save(stream.state_dict(), file)
+    file.seek(0)
+    again = assembled(Counted(), GroupAssembler(groups=2))
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert begun + numbers(again) == expected
+    with pytest.raises(ValueError, match="has that of a source"):
+        assembled([], GroupAssembler(groups=2)).load_state_dict(stream.state_dict())

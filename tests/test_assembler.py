@@ -1,0 +1,684 @@
+"""The group assembler is what its docstring says: compared with a slow one, over streams with every fault."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from assembly import Line, SlowAssembler, batch_of_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+
+from headrace.pipeline import RepeatSampler, load_pipeline
+from headrace.transforms import (
+    BatchError,
+    CompletenessGate,
+    GroupAssembler,
+    IncompleteGroupsError,
+    MissingKeyError,
+    StalledError,
+)
+from headrace.transforms.schema import DISPATCHED, IN_LOSS
+
+OPTIONS = {
+    "plain": {},
+    "small": {"group_size": 2, "groups": 2},
+    "keep": {"on_failure": "keep", "on_timeout": "keep", "timeout": 3, "min_rollouts": 1},
+    "timeout": {"timeout": 2},
+    "evict": {"max_pending_groups": 2, "groups": 1},
+    "stale": {"max_staleness": 1, "groups": 2},
+}
+
+
+@dataclass
+class Faults:
+    """A stream of rows, in pieces, with faults of all kinds."""
+
+    seed: int
+    by_segment: bool
+    pieces: list[list[Line]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = random.Random(self.seed)
+        rows: list[Line] = []
+        for group in range(rng.randint(1, 7)):
+            expected, partition = rng.randint(2, 4), rng.randint(0, 1)
+            for number in range(expected):
+                rows += self.rollout(rng, group, 10 * group + number, partition, expected)
+        if (
+            rng.random() < 0.7
+        ):  # reordered: anywhere where rows have numbers, else with each rollout's in order
+            places = [rng.random() * len(rows) if self.by_segment else 0.0 for _ in rows]
+            shift = {line.rollout: rng.random() * len(rows) for line in rows}
+            near = [shift[line.rollout] + 0.5 * index for index, line in enumerate(rows)]
+            keys = [a + b for a, b in zip(places, near, strict=True)]
+            rows = [line for _, line in sorted(zip(keys, rows, strict=True), key=lambda pair: pair[0])]
+        while rows:
+            size = rng.randint(0, 5)
+            self.pieces.append(rows[:size])
+            rows = rows[size:]
+
+    def rollout(self, rng, group: int, number: int, partition: int, expected: int) -> list[Line]:
+        segments, fault = (
+            rng.randint(1, 3),
+            rng.choice(["", "", "", "lost", "torn", "failed", "twice", "more"]),
+        )
+        version = rng.randint(0, 3)
+        lines = [
+            Line(group, number, s, s == segments - 1, 0, partition, version, expected)
+            for s in range(segments)
+        ]
+        if fault == "lost":
+            return []
+        if fault == "torn":
+            return lines[:-1]
+        if fault == "failed":
+            lines[-1] = lines[-1]._replace(status=rng.choice([2, 3]), done=rng.random() < 0.5)
+        if fault == "twice":
+            lines += lines[rng.randint(0, segments - 1) :]
+        if fault == "more":
+            lines += [line._replace(rollout=number + 5) for line in lines]
+        return lines
+
+
+def make(by_segment: bool, **options) -> GroupAssembler:
+    return GroupAssembler(
+        on_duplicate="drop",
+        partition_key="partition",
+        segment_key="segment" if by_segment else None,
+        **options,
+    )
+
+
+def saved(assembler: GroupAssembler, by_segment: bool, **options) -> GroupAssembler:
+    """Another one, that goes on from the state as a file has it."""
+    file = io.BytesIO()
+    torch.save(assembler.state_dict(), file)
+    file.seek(0)
+    twin = make(by_segment, **options)
+    twin.load_state_dict(torch.load(file, weights_only=True))
+    return twin
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@settings(max_examples=50)
+@given(seed=st.integers(0, 10**9), by_segment=st.booleans(), resume=st.booleans())
+def test_it_does_what_the_slow_one_does_with_any_stream_and_wherever_it_is_resumed(
+    name, seed, by_segment, resume
+):
+    options = OPTIONS[name]
+    slow_options = {key: value for key, value in options.items() if key != "groups"}
+    fast, slow = make(by_segment, **options), SlowAssembler(by_segment=by_segment, **slow_options)
+    rng, came, went = random.Random(seed), 0, 0
+    for piece in Faults(seed, by_segment).pieces:
+        piece = [line._replace(expected=max(line.expected, 2)) for line in piece]
+        fast.put(batch_of_lines(piece, came))
+        slow.put(piece)
+        came += len(piece)
+        if resume:
+            fast = saved(fast, by_segment, **options)
+        fast.version = slow.version = fast.version + (rng.random() < 0.3)
+        while rng.random() < 0.6:
+            out, numbers = fast.take(), slow.take(options.get("groups"))
+            assert (None if out is None else out["number"].tolist()) == numbers
+            if out is None:
+                break
+            went += len(out)
+            assert CompletenessGate(segment_key="segment" if by_segment else None)(out) is not None
+            assert list(out["text"]) == [f"row {number}" for number in numbers]
+        assert {reason: rows for reason, rows in fast.counts.items() if rows} == slow.counts
+        assert (fast.held, fast.ready) == (slow.held, len(slow.whole))
+        assert came == went + sum(fast.counts.values()) + fast.held
+
+
+# -- laws of what goes out ------------------------------------------------------------------------------
+
+
+def faultless(groups: int = 4, size: int = 3, seed: int = 0) -> list[Line]:
+    """Whole groups, each rollout of one to three rows, mixed, each rollout's rows in order."""
+    rng = random.Random(seed)
+    rollouts = [
+        [Line(g, size * g + r, s, s == last, expected=size) for s in range(last + 1)]
+        for g in range(groups)
+        for r in range(size)
+        for last in [rng.randint(0, 2)]
+    ]
+    rows = []
+    while rollouts:
+        rollout = rng.choice(rollouts[: 2 * size])
+        rows.append(rollout.pop(0))
+        rollouts = [rest for rest in rollouts if rest]
+    return rows
+
+
+def pieces(batch: TensorDict, size: int) -> list[TensorDict]:
+    return [batch[start : start + size] for start in range(0, len(batch), size)]
+
+
+def in_any_order(batch: TensorDict) -> TensorDict:
+    return batch[batch["number"].argsort()]
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_a_stream_and_its_batch_train_bit_for_bit_the_same(size, lazy):
+    batch = batch_of_lines(faultless())
+    assembler = GroupAssembler()
+    for piece in pieces(batch, size):
+        assembler.put(lazy_stack(list(piece.unbind(0))) if lazy else piece)
+    words = ("pipeline=grpo", "pipeline.stages.collapse.reward=sum", "pipeline.stages.split.minibatches=1")
+    trained = [
+        in_any_order(load_pipeline(*words)(rows.exclude(DISPATCHED)).contiguous())
+        for rows in (batch, assembler.take())
+    ]
+    assert assembler.held == 0
+    for key in ("advantage", "loss_weight", "expected_rollouts", ("tokens", "full"), "rollout_id"):
+        assert torch.equal(trained[0][key], trained[1][key]), key
+    assert len({float(a) for a in trained[0]["advantage"].flatten()}) > 2
+
+
+def test_where_it_is_resumed_between_two_segments_changes_no_bit():
+    batch = batch_of_lines(faultless())
+
+    def run(resumed_at: int | None) -> TensorDict:
+        assembler = GroupAssembler()
+        for number, piece in enumerate(pieces(batch, 1)):
+            if number == resumed_at:
+                file = io.BytesIO()
+                torch.save(assembler.state_dict(), file)
+                file.seek(0)
+                assembler = GroupAssembler()
+                assembler.load_state_dict(torch.load(file, weights_only=True))
+            assembler.put(piece)
+        return assembler.take()
+
+    expected = run(None)
+    for resumed_at in range(len(batch)):
+        out = run(resumed_at)
+        assert list(out["text"]) == list(expected["text"])
+        for key in expected.keys(True, True):
+            if key != "text":
+                assert torch.equal(out.get(key), expected.get(key)), key
+
+
+def test_copies_are_kept_since_collectors_write_into_their_buffers_again():
+    for lazy in (False, True):
+        batch = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])
+        assembler = GroupAssembler()
+        assembler.put(lazy_stack(list(batch.unbind(0))) if lazy else batch)
+        batch["number"].fill_(-9)
+        assert assembler.take().contiguous()["number"].tolist() == [0, 1]
+
+
+def test_what_is_handed_out_says_how_many_it_has_and_how_many_were_dispatched():
+    assembler = GroupAssembler(group_size=2)
+    assembler.put(batch_of_lines([Line(5, r, 0, True, expected=4) for r in (7, 3)]))
+    assembler.put(batch_of_lines([Line(5, r, 0, True, expected=4) for r in (1, 9)], start=2))
+    out = assembler.take()
+    assert out["rollout_id"].tolist() == [3, 7]
+    assert out["expected_rollouts"].tolist() == [2, 2]
+    assert out[DISPATCHED].tolist() == [4, 4]
+    assert assembler.counts["surplus"] == 2
+    assert CompletenessGate()(out) is not None
+
+
+def test_of_more_rollouts_than_enough_a_selector_says_which_stay():
+    asked = []
+
+    def extremes(rewards, k):
+        asked.append((rewards.tolist(), k))
+        return torch.cat([rewards.argmin().view(1), rewards.argmax().view(1)])
+
+    lines = [Line(0, r, s, s == 1, expected=4) for r in (3, 0, 2) for s in (0, 1)]
+    assembler = GroupAssembler(group_size=2, on_surplus=extremes)
+    batch = batch_of_lines(lines)
+    batch["next", "reward"] = torch.tensor([9.0, 1, 9, 5, 9, 3]).unsqueeze(-1)
+    for piece in pieces(batch, 1):
+        assembler.put(piece)
+        assert assembler.take() is None
+    assembler.put(batch_of_lines([Line(0, 1, 0, False, 3, expected=4)], 6))
+    out = assembler.take()
+    assert asked == [([5.0, 3.0, 1.0], 2)]
+    assert out["rollout_id"].tolist() == [0, 0, 3, 3]
+    assert (assembler.counts["surplus"], assembler.counts["failed"]) == (2, 1)
+    by_number = GroupAssembler(group_size=2, on_surplus=extremes, segment_key="segment", timeout=1)
+    by_number.put(batch[[1, 0, 3, 2, 5, 4]])
+    by_number.put(batch_of_lines([]))
+    assert asked[1:] == asked[:1]
+    every = GroupAssembler(group_size=2, on_surplus=lambda rewards, k: rewards > 0.0, timeout=1)
+    every.put(batch)
+    message = r"on_surplus selects 2 of the 3 rollouts of group 0.* returned \[True, True, True\]"
+    with pytest.raises(BatchError, match=message):
+        every.put(batch_of_lines([]))
+    masked = GroupAssembler(group_size=2, on_surplus=lambda rewards, k: rewards < 5.0, timeout=1)
+    masked.put(batch)
+    masked.put(batch_of_lines([]))
+    assert masked.take()["rollout_id"].tolist() == [2, 2, 3, 3]
+
+
+def test_partitions_do_not_mix_though_their_ids_are_alike():
+    lines = [Line(0, r, 0, True, partition=p) for p in (1, 0) for r in (0, 1)]
+    assembler = GroupAssembler(partition_key="partition")
+    assembler.put(batch_of_lines(lines))
+    outs = [assembler.take(), assembler.take()]
+    assert [out["partition"].tolist() for out in outs] == [[1, 1], [0, 0]]
+    assert assembler.take() is None
+    with pytest.raises(BatchError, match=r"ends once.*rollout 0 of group 0, rollout 1 of group 0"):
+        GroupAssembler().put(batch_of_lines(lines))
+
+
+def test_take_gives_as_many_groups_as_are_asked_for_or_none():
+    assembler = GroupAssembler(groups=3)
+    for group in range(4):
+        assembler.put(batch_of_lines([Line(group, 2 * group + r, 0, True) for r in (0, 1)]))
+        assert (assembler.take() is None) == (group != 2)
+    assert assembler.take(2) is None
+    assert assembler.take(1)["group_id"].unique().tolist() == [3]
+    with pytest.raises(ValueError, match="n must be an integer ≥ 1"):
+        assembler.take(0)
+
+
+# -- faults, each with its text or its reason -------------------------------------------------------------
+
+
+REFUSED = {
+    "unset id": ([Line(0, -1, 0, True)], r"rollout_id ≥ 0; found -1 at row 0"),
+    "unset group": ([Line(-1, 5, 0, True)], r"group_id ≥ 0; found -1 at row 0"),
+    "wrong group": ([Line(3, 1, 1, True)], r"belongs to one group; found rollout 1 in groups \[0, 3\]"),
+    "wrong group, closed": ([Line(3, 90, 1, True)], r"rollout 90 in groups \[3\] and in one that is closed"),
+    "siblings": (
+        [Line(0, 2, 0, True, expected=3)],
+        r"expected_rollouts is one number ≥ 1 .*group 0: \[2, 3\]",
+    ),
+    "status": ([Line(0, 2, 0, True, status=9)], r"status must be one of .*found 9 at row 0"),
+    "ends twice": ([Line(0, 0, 5, True)], r"ends once, .*found again rollout 0 of group 0"),
+    "ends twice, closed": ([Line(9, 90, 5, True)], r"ends once, .*found again rollout 90 of group 9"),
+    "twice in one batch": ([Line(1, 5, 0, True), Line(1, 5, 0, True)], "found again rollout 5 of group 1"),
+    "too late": ([Line(9, 95, 0, True)], "found too late rollout 95 of group 9"),
+}
+
+
+def make_begun(**options) -> GroupAssembler:
+    """Group 9 has gone, with rollouts 90 and 91; of group 0 rollout 0 is there, and half of rollout 1."""
+    assembler = GroupAssembler(**options)
+    assembler.put(batch_of_lines([Line(9, 90, 0, True), Line(9, 91, 0, True)]))
+    assert assembler.take() is not None
+    assembler.put(batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, False)]))
+    return assembler
+
+
+def state_of(assembler: GroupAssembler) -> str:
+    state = assembler.state_dict()
+    state["state"]["groups"].pop("born_time")  # an age, which grows
+    return repr(state)
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_batch_with_a_fault_is_refused_whole_and_changes_nothing(fault):
+    lines, message = REFUSED[fault]
+    assembler = make_begun(on_late="raise")
+    before = state_of(assembler)
+    good = Line(1, 4, 0, True)
+    wrong = [good, *lines] if "row 0" not in message else [*lines, good]
+    with pytest.raises(BatchError, match=message):
+        assembler.put(batch_of_lines(wrong, 50))
+    assert state_of(assembler) == before
+    assembler.put(batch_of_lines([Line(0, 1, 1, True)]))
+    assert len(assembler.take()) == 3
+
+
+def test_a_column_that_is_missing_or_new_or_of_another_kind_is_named():
+    for key in ("group_id", "rollout_id", "expected_rollouts", ("next", "done")):
+        with pytest.raises(MissingKeyError, match="needs the key") as info:
+            GroupAssembler().put(batch_of_lines([Line(0, 0, 0, True)]).exclude(key))
+        assert repr(key) in str(info.value)
+    batch = batch_of_lines([Line(1, 5, 0, True)])
+    wide = batch.clone()
+    wide["tokens", "full"] = torch.zeros(1, 9, dtype=torch.int64)
+    for other, message in (
+        (batch.exclude("text"), "only some have text"),
+        (batch.clone().set("number", torch.zeros(1)), r"one dtype and width; 'number' is"),
+        (wide, r"one dtype and width; \('tokens', 'full'\) is .*pad to one width"),
+        (lazy_stack(list(batch.unbind(0))), "lazy stacks all or dense all"),
+    ):
+        assembler = make_begun()
+        before = state_of(assembler)
+        with pytest.raises(BatchError, match=message):
+            assembler.put(other)
+        assert state_of(assembler) == before
+
+
+def test_a_nan_goes_through_and_is_refused_by_name_where_it_would_be_compared():
+    batch = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])
+    batch["next", "reward"][1] = float("nan")
+    assembler = GroupAssembler()
+    assembler.put(batch)
+    with pytest.raises(BatchError, match=r"nan at row 1 \(rollout 1\)"):
+        load_pipeline("pipeline=grpo", "pipeline.stages.split.minibatches=1")(assembler.take())
+
+
+@pytest.mark.parametrize("status", [2, 3], ids=["aborted", "failed"])
+def test_a_group_with_a_failure_is_not_waited_for(status):
+    lines = [Line(0, 0, 0, True, expected=3), Line(0, 1, 0, False, status, expected=3)]
+    last = [Line(0, 2, 0, True, expected=3)]
+
+    def put(**options) -> GroupAssembler:
+        assembler = GroupAssembler(**options)
+        assembler.put(batch_of_lines(lines))
+        assembler.put(batch_of_lines(last, 2))
+        return assembler
+
+    dropped = put()
+    assert (dropped.take(), dropped.pending, dropped.counts["failed"]) == (None, 0, 3)
+    kept = put(on_failure="keep", min_rollouts=2)
+    out = kept.take()
+    assert out["rollout_id"].tolist() == [0, 2]
+    assert (out["expected_rollouts"].tolist(), out[DISPATCHED].tolist()) == ([2, 2], [3, 3])
+    assert kept.counts["failed"] == 1
+    assert put(on_failure="keep", min_fraction=0.7).counts["failed"] == 3
+    name = "aborted" if status == 2 else "failed"
+    with pytest.raises(
+        IncompleteGroupsError, match=rf"group 0 has 2 of 3 \(2 completed, 1 {name}\)|1 {name}"
+    ):
+        put(on_failure="raise")
+
+
+def test_a_refill_asks_for_what_is_missing_so_often_and_no_more():
+    asked = []
+    assembler = GroupAssembler(
+        on_failure="refill", refill=lambda group, missing: asked.append((group, missing)), max_refills=2
+    )
+    assembler.put(batch_of_lines([Line(4, 0, 0, True, 3, expected=3), Line(4, 1, 0, True, expected=3)]))
+    assembler.put(batch_of_lines([Line(4, 2, 0, True, 3, expected=3)], 2))
+    assert asked == [(4, 2)]
+    assembler.put(batch_of_lines([Line(4, r, 0, True, s, expected=3) for r, s in ((7, 0), (8, 2))], 3))
+    assert asked == [(4, 2), (4, 1)]
+    whole = saved_plain(assembler, on_failure="refill", refill=print, max_refills=2)
+    whole.put(batch_of_lines([Line(4, 9, 0, True, expected=3)], 5))
+    out = whole.take()
+    assert out["rollout_id"].tolist() == [1, 7, 9]
+    assert (out["expected_rollouts"].tolist(), out[DISPATCHED].tolist()) == ([3] * 3, [6] * 3)
+    assembler.put(batch_of_lines([Line(4, 9, 0, True, 3, expected=3)], 5))
+    assert len(asked) == 2
+    assert (assembler.pending, assembler.counts["failed"]) == (0, 6)
+
+
+def saved_plain(assembler: GroupAssembler, **options) -> GroupAssembler:
+    twin = GroupAssembler(**options)
+    twin.load_state_dict(assembler.state_dict())
+    return twin
+
+
+def test_what_is_too_old_is_dropped_kept_refilled_or_refused():
+    def wait(**options) -> GroupAssembler:
+        assembler = GroupAssembler(timeout=2, **options)
+        assembler.put(batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, False)]))
+        assembler.put(batch_of_lines([Line(1, 2, 0, False)], 2))
+        assert assembler.pending == 2
+        assembler.put(batch_of_lines([Line(1, 2, 1, False)], 3))
+        return assembler
+
+    assert (wait().counts["timeout"], wait().pending) == (2, 1)
+    kept = wait(on_timeout="keep", min_rollouts=1)
+    assert (kept.take()["rollout_id"].tolist(), kept.counts["timeout"]) == ([0], 1)
+    asked = []
+    again = wait(on_timeout="refill", refill=lambda *what: asked.append(what))
+    assert (asked, again.pending) == ([(0, 1)], 2)
+    again.put(batch_of_lines([]))
+    assert (asked, again.pending) == ([(0, 1), (1, 2)], 2)  # the time of the first has begun anew
+    again.put(batch_of_lines([]))
+    assert (again.pending, again.counts["timeout"]) == (1, 2)
+    with pytest.raises(
+        IncompleteGroupsError, match=r"group 0 has 1 of 2 \(1 completed, 1 unfinished\), 2 puts"
+    ):
+        wait(on_timeout="raise")
+
+
+def test_seconds_are_counted_while_nothing_comes_and_over_a_restart(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    assembler = GroupAssembler(timeout_seconds=10, on_timeout="keep", min_rollouts=1)
+    assembler.put(batch_of_lines([Line(0, 0, 0, True)]))
+    clock[0] = 106.0
+    assert assembler.take() is None
+    state = assembler.state_dict()
+    clock[0] = 3.0  # another process has another clock
+    assembler = GroupAssembler(timeout_seconds=10, on_timeout="keep", min_rollouts=1)
+    assembler.load_state_dict(state)
+    assert assembler.take() is None
+    clock[0] = 7.0
+    assert assembler.take()["rollout_id"].tolist() == [0]
+    assembler = GroupAssembler(timeout_seconds=10, on_timeout="keep", min_rollouts=1, max_idle=2)
+    for group in range(5):  # what is kept as time goes by is no stall
+        assembler.put(batch_of_lines([Line(group, group, 0, True)]))
+        clock[0] += 11
+        assert assembler.take()["group_id"].tolist() == [group]
+
+
+def test_a_stall_says_who_waits_and_where_the_rows_went():
+    assembler = GroupAssembler(max_idle=3)
+    assembler.put(batch_of_lines([Line(0, 0, 0, True), Line(1, 2, 0, False)]))
+    assembler.put(batch_of_lines([Line(2, 4, 0, True), Line(2, 5, 0, True, 3)], 2))
+    with pytest.raises(StalledError) as info:
+        assembler.put(batch_of_lines([Line(1, 3, 0, True, 1)], 4))
+    for words in (
+        "3 puts in a row have made no group whole",
+        "group 0 has 1 of 2 (1 completed), 2 puts old",
+        "group 1 has 1 of 2 (1 truncated, 1 unfinished), 2 puts old",
+        "5 came, 3 held, 2 failed",
+    ):
+        assert words in str(info.value)
+    assert assembler.held == 2
+    slow = GroupAssembler(max_idle=3)
+    for number in range(20):
+        slow.put(batch_of_lines([Line(number // 2, number, 0, True)], number))
+    assert slow.ready == 10
+    patient = GroupAssembler(groups=2)
+    for number in range(101):  # eight batches of four rollouts are less than a hundred
+        if number < 99:
+            patient.put(batch_of_lines([Line(number, number, 0, True)]))
+    with pytest.raises(StalledError, match="100 puts in a row"):
+        patient.put(batch_of_lines([Line(99, 99, 0, True)]))
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+def test_rows_that_are_too_old_when_they_go_out_are_masked_or_their_group_is_dropped(lazy):
+    lines = [Line(g, 2 * g + r, s, s == 1, version=g + s) for g in (0, 1) for r in (0, 1) for s in (0, 1)]
+    batch = batch_of_lines(lines)
+
+    def take(**options) -> tuple[TensorDict | None, dict[str, int]]:
+        assembler = GroupAssembler(max_staleness=1, **options)
+        assembler.put(lazy_stack(list(batch.unbind(0))) if lazy else batch)
+        assembler.version = 2
+        return assembler.take(), assembler.counts
+
+    dropped, counts = take()
+    assert (dropped["group_id"].unique().tolist(), counts["stale"]) == ([1], 4)
+    masked, counts = take(on_stale="mask")
+    assert (len(masked), counts["stale"]) == (8, 0)
+    assert masked[IN_LOSS].tolist() == [False, True, False, True, True, True, True, True]
+    assert masked["masks", "all_assistant_mask"].any(-1).tolist() == masked[IN_LOSS].tolist()
+    words = ("pipeline=grpo", "pipeline.stages.collapse.reward=sum", "pipeline.stages.split.minibatches=1")
+    run = load_pipeline(*words).run(masked)
+    assert run.ledger.counts()["pipeline/no_loss_tokens"] == 2
+
+
+def test_room_is_what_may_be_dispatched_and_still_be_trained_in_time():
+    sampler = RepeatSampler(10, group_size=2, prompts_per_batch=3, remainder="drop")
+    draws = sampler.draws()
+    assembler = GroupAssembler(groups=2, max_staleness=1)
+    assert assembler.room() == 4
+    draw = next(draws)
+    assembler.announce(draw)
+    assert (assembler.room(), assembler.pending, assembler.held) == (1, 3, 0)
+    with pytest.raises(BatchError, match=r"announced once, before their first row; found 0, 1, 2"):
+        assembler.announce(draw)
+    for line in [Line(group, 2 * group + r, 0, True) for group in (0, 1) for r in (0, 1)]:
+        assembler.put(batch_of_lines([line]))
+    assert assembler.room() == 1
+    assert assembler.take() is not None
+    assert (assembler.room(), saved_plain(assembler, groups=2, max_staleness=1).room()) == (1, 1)
+    assembler.version += 1
+    assert assembler.room() == 3
+    with pytest.raises(ValueError, match="needs both max_staleness and groups"):
+        GroupAssembler(groups=2).room()
+    with pytest.raises(BatchError, match="before they are closed; found"):
+        assembler.announce(draw[:2])
+
+
+def test_segments_that_end_each_by_themselves_are_waited_for_by_their_number():
+    batch = batch_of_lines([Line(0, 0, s, True, expected=1) for s in range(3)])
+    batch["expected_segments"] = torch.full((3,), 3)
+    for key in (None, "segment"):
+        assembler = GroupAssembler(segment_key=key)
+        for piece in pieces(batch, 1):
+            assert assembler.take() is None
+            assembler.put(piece)
+        assert CompletenessGate(segment_key=key)(assembler.take()) is not None
+
+
+def test_segments_with_numbers_may_arrive_in_any_order_and_all_must_be_there():
+    for order in itertools.permutations(range(3)):
+        assembler = GroupAssembler(segment_key="segment")
+        for segment in order:
+            assert assembler.take() is None
+            assembler.put(batch_of_lines([Line(0, 0, segment, segment == 2, expected=1)], segment))
+        assert assembler.take()["segment"].tolist() == [0, 1, 2]
+    assembler = GroupAssembler(segment_key="segment")
+    assembler.put(batch_of_lines([Line(0, 0, 1, True)]))
+    with pytest.raises(BatchError, match="segment 2 of rollout 0, which ends with 1"):
+        assembler.put(batch_of_lines([Line(0, 0, 2, False)]))
+    with pytest.raises(BatchError, match=r"segment number ≥ 0; found -1 at row 0"):
+        assembler.put(batch_of_lines([Line(0, 1, -1, False)]))
+    with pytest.raises(BatchError, match="found again segment 1 of rollout 0 of group 0"):
+        assembler.put(batch_of_lines([Line(0, 0, 1, False)]))
+
+
+def test_a_rollout_whose_beginning_is_marked_and_missing_has_not_ended():
+    batch = batch_of_lines([Line(0, 0, 0, False), Line(0, 0, 1, True), Line(0, 1, 1, True)])
+    batch["is_init"] = torch.tensor([True, False, False])
+    assembler = GroupAssembler()
+    assembler.put(batch)
+    assert assembler.take() is None
+    assembler = GroupAssembler()
+    batch["is_init"][2] = True
+    assembler.put(batch)
+    assert CompletenessGate()(assembler.take()) is not None
+
+
+def test_rollouts_of_a_whole_group_are_surplus_also_where_they_come_again():
+    assembler = GroupAssembler(group_size=1)
+    assembler.put(batch_of_lines([Line(0, 0, 0, True)]))
+    assembler.put(batch_of_lines([Line(0, 1, 0, True), Line(0, 1, 0, True)], 1))
+    assembler.put(batch_of_lines([Line(0, 1, 0, True)], 3))
+    assert assembler.counts["surplus"] == 3
+    with pytest.raises(BatchError, match="found again rollout 0 of group 0"):
+        assembler.put(batch_of_lines([Line(0, 0, 0, True)], 4))
+
+
+def test_each_row_is_a_rollout_where_nothing_says_that_it_ends():
+    assembler = GroupAssembler(done_key=None)
+    batch = batch_of_lines([Line(0, 0, 0, False), Line(0, 1, 0, False)]).exclude(("next", "done"))
+    assembler.put(batch)
+    assert len(assembler.take()) == 2
+
+
+def test_ids_may_be_text_and_errors_say_it():
+    batch = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)]).exclude("group_id", "rollout_id")
+    batch["group_id"], batch["rollout_id"] = ["prompt a"] * 2, ["one", "two"]
+    assembler = GroupAssembler()
+    assembler.put(batch[:1])
+    with pytest.raises(BatchError, match="found again rollout 'one' of group 'prompt a'"):
+        assembler.put(batch[:1])
+    assembler.put(batch[1:])
+    assert sorted(assembler.take()["rollout_label"]) == ["one", "two"]
+
+
+def test_a_state_of_one_that_reads_rows_in_another_way_is_refused():
+    with pytest.raises(ValueError, match="reads rows as this one does"):
+        GroupAssembler(segment_key="segment").load_state_dict(GroupAssembler().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_failure": "keep"}, "need min_rollouts or min_fraction"),
+        ({"min_rollouts": 2}, "need min_rollouts or min_fraction"),
+        ({"on_failure": "keep", "min_fraction": 1.5}, r"in \(0, 1\]"),
+        ({"on_failure": "refill"}, "need a callable refill"),
+        ({"refill": print}, "need a callable refill"),
+        ({"on_timeout": "raise"}, "needs timeout"),
+        ({"timeout_seconds": 0}, "finite and > 0"),
+        ({"on_stale": "raise"}, "on_stale must be one of"),
+        ({"on_late": "keep"}, "on_late must be one of"),
+        ({"on_surplus": "keep"}, "on_surplus must be 'drop' or a callable"),
+        ({"groups": 0}, "groups must be an integer ≥ 1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        GroupAssembler(**options)
+
+
+# -- a long stream ----------------------------------------------------------------------------------------
+
+
+def held_bytes(assembler: GroupAssembler) -> int:
+    """Bytes of all tensors that it remembers, each storage once."""
+    storages = {}
+
+    def visit(value) -> None:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            visit(inner)
+
+    visit(assembler.state_dict())
+    return sum(storages.values())
+
+
+def test_one_row_that_waits_does_not_hold_those_that_came_with_it():
+    lines = [Line(g, 2 * g + r, 0, True) for g in range(100) for r in (0, 1)]
+    assembler = GroupAssembler()
+    assembler.put(batch_of_lines([*lines, Line(999, 999, 0, True)]).exclude("text"))
+    before = held_bytes(assembler)
+    assert len(assembler.take()) == 200
+    assert assembler.held == 1
+    assert held_bytes(assembler) < before / 20
+
+
+def test_a_long_stream_with_faults_gives_each_faultless_group_once_and_holds_no_more_in_the_end():
+    rng = random.Random(3)
+    assembler = GroupAssembler(groups=8, timeout=12, on_duplicate="drop")
+    clean, went, came, most = set(), [], 0, []
+    stream: list[Line] = []
+    for group in range(1800):
+        faults = [rng.choice(["torn", "failed", "twice"]) if rng.random() < 0.03 else "" for _ in range(4)]
+        rows = []
+        for number, fault in enumerate(faults):
+            lines = [Line(group, 4 * group + number, s, s == 1, expected=4) for s in range(2)]
+            if fault == "failed":
+                lines[1] = lines[1]._replace(status=3)
+            rows += {"torn": lines[:1], "twice": lines + lines}.get(fault, lines)
+        if not set(faults) & {"torn", "failed"}:
+            clean.add(group)
+        stream += rows
+    size = -(-len(stream) // 300)
+    for start in range(0, len(stream), size):
+        piece = stream[start : start + size]
+        assembler.put(batch_of_lines(piece, came).exclude("text"))
+        came += len(piece)
+        while (out := assembler.take()) is not None:
+            went += out["group_id"][::8].tolist()
+            assert len(out) == 64
+        most.append(held_bytes(assembler))
+    if assembler.ready:
+        went += assembler.take(assembler.ready)["group_id"][::8].tolist()
+    assert sorted(went) == sorted(clean)
+    assert sum(most[-50:]) < 1.3 * sum(most[50:100])

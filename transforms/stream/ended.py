@@ -1,0 +1,75 @@
+"""Which rollouts have ended, and which rows come once more, whatever the order in which rows arrive."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.transforms.ids import any_by, first_row_of_pairs, reduce_by, sum_by
+
+
+def earlier(first: Tensor, flags: Tensor) -> Tensor:
+    """Per row, how many earlier rows of its id have the flag; (N,) int64.
+
+    Example:
+        >>> earlier(torch.tensor([0, 1, 0, 0]), torch.tensor([True, True, False, True])).tolist()
+        [0, 0, 1, 1]
+    """
+    ordered, order = first.sort(stable=True)
+    before = flags[order].long().cumsum(0) - flags[order].long()
+    begins = torch.ones_like(ordered, dtype=torch.bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    before = before - torch.where(begins, before, 0).cummax(0).values
+    return torch.empty_like(before).scatter_(0, order, before)
+
+
+def comes_again(first: Tensor, done: Tensor, ends: Tensor, segment: Tensor | None) -> Tensor:
+    """(N,) bool: the row's segment is there already, or its rollout has ended. The first to arrive stays.
+
+    Without numbers of segments the rows of a rollout arrive in order, so that what comes after its end comes
+    again. With them they may arrive in any order, and only another end or the same number does.
+
+    Args:
+        first: (N,) int64, the first row of each row's rollout; rows in the order of their arrival.
+        done: (N,) bool, the rollout ends with this row, or its segment does.
+        ends: (N,) int64, how many rows of the rollout are done when it has ended.
+        segment: (N,) int64, the number of the row's segment; None: rows have none.
+
+    Example:
+        >>> done, once = torch.tensor([False, True, True]), torch.ones(3, dtype=torch.int64)
+        >>> comes_again(torch.zeros(3, dtype=torch.int64), done, once, None).tolist()
+        [False, False, True]
+    """
+    if segment is None:
+        return earlier(first, done) >= ends
+    again = earlier(first_row_of_pairs(first, segment), torch.ones_like(done)) > 0
+    return again | (done & (earlier(first, done & ~again) >= ends))
+
+
+def has_ended(
+    first: Tensor, done: Tensor, ends: Tensor, segment: Tensor | None, begins: Tensor | None = None
+) -> Tensor:
+    """(N,) bool: the row's rollout is there up to its end. No row comes again (:func:`comes_again`).
+
+    Args:
+        first: (N,) int64, the first row of each row's rollout.
+        done: (N,) bool, the rollout ends with this row, or its segment does.
+        ends: (N,) int64, how many rows of the rollout are done when it has ended.
+        segment: (N,) int64, the number of the row's segment, from 0; None: rows have none.
+        begins: (N,) bool, the rollout begins with this row; None: nobody says.
+
+    Example:
+        >>> first, once = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+        >>> has_ended(first, torch.tensor([True, False]), once, torch.tensor([2, 0])).tolist()
+        [False, False]
+    """
+    ended = sum_by(first, done.long()) >= ends
+    if segment is not None:
+        last = last_segment(first, done, segment)
+        ended &= (ends > 1) | (sum_by(first, torch.ones_like(first)) == last + 1)
+    return ended if begins is None else ended & any_by(first, begins)
+
+
+def last_segment(first: Tensor, done: Tensor, segment: Tensor) -> Tensor:
+    """Per row, the number of the segment with which its rollout is done; −1 where none is."""
+    return reduce_by(first, torch.where(done, segment, -1), "amax")
