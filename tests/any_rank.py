@@ -1,7 +1,8 @@
-"""What each process does in the laws of :mod:`test_any_rank`."""
+"""What each process does in the laws of ranks."""
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from batches import batch_of
 from composed import composed
+from processes import run_processes
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline, StageError
@@ -20,6 +22,15 @@ RECIPES = sorted(
 )
 PATIENCE = 5.0  # seconds
 SHARED = ("pipeline.process_group=world", "pipeline.shared_ids=same", "pipeline.patience=60")
+
+
+def results_of(function, world: int, folder: Path) -> list:
+    """What each rank saved of a function that `world` processes run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (folder / "port").write_text(str(free.getsockname()[1]))
+    run_processes(function, world, str(folder), count=world)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
 def join(rank: int, world: int, folder: str) -> None:
