@@ -30,7 +30,7 @@ from .filter import (
 )
 from .gate import CompletenessGate, IncompleteGroups, incomplete_groups
 from .ids import number_labels
-from .packing import pack, unpack, unpack_tokens
+from .loss_rows import pack, unpack, unpack_tokens
 from .rows import take_rows
 from .schema import Status
 from .shaping import LengthPenalty, OverlongPunishment, RewardScale, length_penalty, overlong_punishment

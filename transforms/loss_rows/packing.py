@@ -8,10 +8,10 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from .errors import BatchError
-from .options import nested_key
-from .schema import has_key, require
-from .tokens import check_mask
+from headrace.transforms.errors import BatchError
+from headrace.transforms.options import nested_key
+from headrace.transforms.schema import has_key, require
+from headrace.transforms.tokens import check_mask
 
 TOKEN_KEYS: tuple[NestedKey, ...] = (
     ("tokens", "full"),
