@@ -1,6 +1,7 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
 from .collect import StampIds, assembled, stamp_ids
+from .collect.trainer_hook import PipelineHook
 from .load import ConfigError, build_pipeline, load_pipeline
 from .pipeline import Pipeline
 from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
@@ -11,6 +12,7 @@ from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 __all__ = [
     "ConfigError",
     "Pipeline",
+    "PipelineHook",
     "RepeatSampler",
     "Run",
     "StageError",

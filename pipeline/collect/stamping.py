@@ -326,7 +326,7 @@ def first_difference(prompt: Any, last: Any) -> str:
     """Two prompts from where they differ: they begin alike, with the system's words.
 
     >>> first_difference("You are kind. What is 5 + 3?", "You are kind. Who is it?")
-    "'…kind. What is 5 + 3?' after '…kind. Who is it?'"
+    "'…ind. What is 5 + 3?' after '…ind. Who is it?'"
     """
     texts = [value if isinstance(value, str) else str(value) for value in (prompt, last)]
     differ = (place for place, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1)
