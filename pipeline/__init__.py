@@ -1,6 +1,7 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
 from .collect import StampIds, assembled, stamp_ids
+from .collect.torchrl_configs import register_configs
 from .collect.trainer_hook import PipelineHook
 from .load import ConfigError, build_pipeline, load_pipeline
 from .pipeline import Pipeline
@@ -26,6 +27,7 @@ __all__ = [
     "make_report",
     "optimise",
     "page_data",
+    "register_configs",
     "stamp_ids",
     "total_loss",
     "write_dump",

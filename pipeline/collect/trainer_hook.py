@@ -22,9 +22,9 @@ Stepper = Literal["weighted", "trainer"]
 class PipelineHook(TrainerHookBase):
     """Run a pipeline over what a TorchRL trainer collects, and take an optimiser step per minibatch.
 
-    ``PipelineHook(pipeline).register(trainer)``, or ``hooks=[…]`` of TorchRL's configurations. For ``Trainer``
-    and ``GRPOTrainer`` with ``optim_steps_per_batch=None`` and no replay buffer: the pipeline says how many
-    steps a batch has, and the trainer's `num_epochs` are its epochs, each with an order of its own. The
+    ``PipelineHook(pipeline).register(trainer)``, or ``hooks=[…]`` of TorchRL's configurations. ``Trainer``
+    and ``GRPOTrainer`` take it with ``optim_steps_per_batch=None`` and no replay buffer: the pipeline says
+    how many steps a batch has, and the trainer's `num_epochs` are its epochs, each with its own order. The
     trainer counts frames as they are collected, logs the pipeline's metrics, and saves its state.
 
     With a replay buffer there is nothing to hook: append the first of ``pipeline.halves()`` to it, by
