@@ -1,6 +1,7 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
 from .collect import StampIds, assembled, stamp_ids
+from .collect.group_unit import GroupUnit
 from .collect.torchrl_configs import register_configs
 from .collect.trainer_hook import PipelineHook
 from .load import ConfigError, build_pipeline, load_pipeline
@@ -12,6 +13,7 @@ from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
     "ConfigError",
+    "GroupUnit",
     "Pipeline",
     "PipelineHook",
     "RepeatSampler",

@@ -6,9 +6,10 @@ import inspect
 from importlib import resources
 from typing import Any
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 RECIPE = {"_target_": "headrace.pipeline.load_pipeline", "_args_": ["pipeline=grpo"]}
 STAGES = {"_target_": "headrace.pipeline.Pipeline", "_convert_": "all", "stages": "${transform}"}
@@ -33,11 +34,11 @@ def register_configs() -> None:
 
     Example:
         >>> register_configs()
-        >>> sorted(ConfigStore.instance().list("hook"))[-2:]
-        ['recipe.yaml', 'stages.yaml']
+        >>> {"gate.yaml", "advantage.yaml", "stamp_ids.yaml"} <= set(ConfigStore.instance().list("transform"))
+        True
     """
     store = ConfigStore.instance().store
-    for name, target in _listed("criterion").items():  # the files of conf are found under ``criterion``
+    for name, target in _listed("criterion").items():  # ``criterion`` is that of our own files
         store(group="transform/criterion", name=name, node=config_of(target), provider="headrace")
     for name, target in {**_listed("stage"), "stamp_ids": "headrace.pipeline.StampIds"}.items():
         package = f"transform.{name}"  # else the entries of a list choice would be merged into one
@@ -51,7 +52,7 @@ def config_of(target: str) -> dict[str, Any]:
     """A node that makes an object of a class, with its options at their defaults.
 
     Example:
-        >>> config_of("headrace.transforms.TurnDiscount")["factor"]
+        >>> config_of("headrace.transforms.SampleFilter")["criterion"]
         '???'
     """
     options = inspect.signature(get_class(target)).parameters.values()
@@ -62,5 +63,5 @@ def config_of(target: str) -> dict[str, Any]:
 def _listed(group: str) -> dict[str, str]:
     """The class of each entry of a group of ``conf``."""
     files = resources.files("headrace.conf").joinpath(group).iterdir()
-    found = {path.name: OmegaConf.create(path.read_text(encoding="utf-8")) for path in files}
-    return {name.removesuffix(".yaml"): node["_target_"] for name, node in sorted(found.items())}
+    found = {path.name.removesuffix(".yaml"): yaml.safe_load(path.read_text("utf-8")) for path in files}
+    return {name: found[name]["_target_"] for name in sorted(found)}
