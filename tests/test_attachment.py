@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from processes import process_context
+from quizzes import collect, make_quiz
 from rollouts import make_collector, make_env, make_pipeline
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose
 
+from headrace.pipeline import Pipeline
 from headrace.transforms import (
+    CompletenessGate,
     IncompleteGroupsError,
     ProcessedTwiceError,
     RewardWithin,
@@ -147,6 +150,14 @@ def buffer_with(transform, *, invert: bool) -> ReplayBuffer:
 def extended(buffer: ReplayBuffer, batch: TensorDict) -> ReplayBuffer:
     buffer.extend(batch)
     return buffer
+
+
+def test_chunks_of_trajectories_are_refused_as_unfinished():
+    """With trajs_per_batch, TorchRL runs the postproc over what it puts whole trajectories together from."""
+    gate = Pipeline({"gate": CompletenessGate()})
+    chunks = {"trajs_per_batch": 4, "traj_format": "cat", "postproc": gate}
+    with pytest.raises(IncompleteGroupsError, match=r"group 1 has 1 of 2 .*1 unfinished"):
+        list(collect(make_quiz(slots=2), 6, 10, **chunks))
 
 
 def test_wrong_data_stop_the_collector_with_the_stages_name():
