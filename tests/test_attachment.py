@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose
 
-from headrace.pipeline import Pipeline
+from headrace.pipeline import Pipeline, RepeatSampler
+from headrace.pipeline.reverse import ReverseEnv
 from headrace.transforms import (
     CompletenessGate,
     IncompleteGroupsError,
@@ -51,6 +52,18 @@ def test_what_the_collector_yields_is_flattened_and_complete(expected):
     pipeline = make_pipeline()
     assert pipeline(batch).shape == (18,)
     assert pipeline.metrics["rollouts/in"] == 12
+
+
+def test_ranks_collect_together_what_one_process_does():
+    def env_of(**share):
+        sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=4, remainder="drop", **share)
+        return ReverseEnv(sampler, revised=0.5)
+
+    ranks = [env_of(rank=rank, ranks=2) for rank in (0, 1)]
+    shares = [next(iter(make_collector(env)))["rollout_id"].flatten().tolist() for env in ranks]
+    whole = next(iter(make_collector(env_of())))["rollout_id"].flatten().tolist()
+    assert sorted(shares[0] + shares[1]) == sorted(whole)
+    assert not set(shares[0]) & set(shares[1])
 
 
 def test_compose(expected):
