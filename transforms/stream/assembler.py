@@ -34,8 +34,9 @@ from .changes import (
     let_go,
 )
 from .choosing import choose, in_order
+from .chunks import Chunks
 from .closed import is_closed
-from .held import Chunks, HeldRows, is_among
+from .held import HeldRows, is_among
 from .limits import Limits, check_limits, count_idle, describe_stall, settle
 from .settled import Selector, tally
 from .stalled import StalledError
