@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    lazy_stack,
+)
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError
@@ -29,6 +37,10 @@ class Chunk(NamedTuple):
         """Some of the rows, by their numbers here."""
         columns = {path: _take(value, rows) for path, value in self.columns.items()}
         return Chunk(self.arrival.index_select(0, rows), columns, self.device)
+
+    def find(self, arrival: Tensor) -> Chunk:
+        """Those of the rows with these arrivals."""
+        return self.take(torch.searchsorted(self.arrival, arrival))
 
     def as_batch(self) -> TensorDictBase:
         """The rows as they came."""
@@ -68,13 +80,13 @@ class Chunks:
         """Keep copies of some rows of a batch: collectors write into theirs again."""
         if len(rows):
             taken = {path: _take(value, rows) for path, value in columns_of(batch).items()}
-            own = {path: v if isinstance(v, Tensor) else v.clone() for path, v in taken.items()}
+            own = {path: _copy(value) for path, value in taken.items()}
             self.chunks.append(Chunk(arrival, own, batch.device))
 
     def gather(self, arrival: Tensor) -> TensorDictBase:
         """Copies of the rows with these arrivals (M,), M ≥ 1, in this order."""
         ordered, order = arrival.sort()
-        parts = [chunk.take(rows) for chunk, rows in self._find(ordered) if len(rows)]
+        parts = [chunk.find(part) for chunk, part in self._parts(ordered) if len(part)]
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
         sorted_already = torch.equal(ordered, arrival)
         columns = {}
@@ -89,17 +101,17 @@ class Chunks:
         A chunk is copied when less than half of its rows are left, so that what is held is at most twice what
         waits, and a row is copied a few times.
         """
-        found = [(chunk, rows) for chunk, rows in self._find(arrival) if len(rows)]
         self.chunks = [
-            chunk if 2 * len(rows) >= len(chunk.arrival) else chunk.take(rows) for chunk, rows in found
+            chunk if 2 * len(part) >= len(chunk.arrival) else chunk.find(part)
+            for chunk, part in self._parts(arrival)
+            if len(part)
         ]
 
-    def _find(self, arrival: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
-        """Each chunk, and which of its rows have one of these arrivals, ascending."""
-        bounds = torch.tensor([int(chunk.arrival[0]) for chunk in self.chunks], dtype=torch.int64)
-        starts = [*torch.searchsorted(arrival, bounds).tolist(), len(arrival)]
-        for chunk, start, stop in zip(self.chunks, starts, starts[1:], strict=False):
-            yield chunk, torch.searchsorted(chunk.arrival, arrival[start:stop])
+    def _parts(self, arrival: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
+        """Each chunk, and which of these arrivals (M,), ascending, are of its rows."""
+        firsts = torch.tensor([int(chunk.arrival[0]) for chunk in self.chunks], dtype=torch.int64)
+        starts = torch.searchsorted(arrival, firsts).tolist()
+        return zip(self.chunks, arrival.tensor_split(starts[1:]), strict=False)  # no chunk: one part
 
     def to_plain(self) -> list[dict[str, Any]]:
         """As dicts, tensors and lists."""
@@ -113,7 +125,7 @@ class Chunks:
 
 
 def columns_of(batch: TensorDictBase) -> Columns:
-    """The columns of a batch ``[N]`` by the names on the way to them; a lazy stack is one column, without names.
+    """The columns of a batch ``[N]`` by the names on the way to them; of a lazy stack, a list of its rows.
 
     Example:
         >>> td = TensorDict({"next": {"reward": torch.zeros(2)}, "x": torch.ones(2)}, batch_size=[2])
@@ -121,7 +133,7 @@ def columns_of(batch: TensorDictBase) -> Columns:
         [('next', 'reward'), ('x',)]
     """
     if isinstance(batch, LazyStackedTensorDict):
-        return {(): batch}
+        return {(): batch.tensordicts}
     found: Columns = {}
     for key in batch.keys():
         value = batch.get(key)
@@ -135,7 +147,7 @@ def columns_of(batch: TensorDictBase) -> Columns:
 def _batch_of(columns: Columns, rows: int, device: torch.device | None) -> TensorDictBase:
     """A batch of columns (:func:`columns_of`)."""
     if () in columns:
-        return columns[()]
+        return lazy_stack(columns[()])
     nested: dict[str, Any] = {}
     for (*above, name), value in columns.items():
         inner = nested
@@ -148,11 +160,22 @@ def _batch_of(columns: Columns, rows: int, device: torch.device | None) -> Tenso
 def _take(value: Any, rows: Tensor) -> Any:
     if isinstance(value, Tensor):
         return value.index_select(0, rows.to(value.device))
+    if isinstance(value, list):
+        return [value[row] for row in rows.tolist()]
     return take_rows(value, rows.to(device_of(value)))
 
 
+def _copy(taken: Any) -> Any:
+    """What was taken, in memory of its own; tensors are already."""
+    if isinstance(taken, list):
+        return [row.clone() for row in taken]
+    return taken if isinstance(taken, Tensor) else taken.clone()
+
+
 def _join(parts: Sequence[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 0)
+    if len(parts) == 1:
+        return parts[0]
+    return list(chain.from_iterable(parts)) if isinstance(parts[0], list) else torch.cat(list(parts), 0)
 
 
 def _are_alike(held: Columns, came: Columns) -> bool:

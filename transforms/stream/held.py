@@ -11,6 +11,8 @@ from torch import Tensor
 class HeldRows(NamedTuple):
     """What is known of R rows, (R,) each, on the CPU, in the order of their arrival."""
 
+    first: Tensor
+    """int64: which of these rows is the first of the row's rollout; rows of a rollout leave together."""
     slot: Tensor
     """int64: the line of the row's group in the table of groups."""
     rollout: Tensor
@@ -36,10 +38,12 @@ class HeldRows(NamedTuple):
         """Some of the rows, by numbers or by a mask."""
         if rows.dtype is torch.bool:
             rows = rows.nonzero().flatten()
-        return HeldRows(*(column.index_select(0, rows) for column in self))
+        taken = HeldRows(*(column.index_select(0, rows) for column in self))
+        place = torch.zeros_like(self.first).index_copy_(0, rows, torch.arange(len(rows)))
+        return taken._replace(first=place.index_select(0, taken.first))
 
     def followed_by(self, others: HeldRows) -> HeldRows:
-        """These rows and behind them others."""
+        """These rows and behind them others, whose `first` counts these too."""
         return HeldRows(*(torch.cat(pair) for pair in zip(self, others, strict=True)))
 
     @classmethod
