@@ -1,6 +1,6 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import assembled
+from .collect import assembled, drained
 from .load import ConfigError, build_pipeline, load_pipeline
 from .pipeline import Pipeline
 from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
@@ -18,6 +18,7 @@ __all__ = [
     "TokenGRPOLoss",
     "assembled",
     "build_pipeline",
+    "drained",
     "load_pipeline",
     "log_report",
     "make_report",

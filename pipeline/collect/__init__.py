@@ -1,5 +1,6 @@
 """Rollouts as they come, from wherever TorchRL collects them."""
 
 from .assembling import assembled
+from .drain import drained
 
-__all__ = ["assembled"]
+__all__ = ["assembled", "drained"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -9,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from tensordict import TensorDict, TensorDictBase
 
-from headrace.transforms import BatchError, GroupAssembler, StalledError
+from headrace.transforms import BatchError, GroupAssembler
 from headrace.transforms.options import one_of
 
 Leftovers = Literal["yield", "drop", "raise"]
@@ -31,8 +32,9 @@ def assembled(
     Args:
         source: a collector, or what else yields batches of rows, or None while there are none.
         assembler: which makes groups of them.
-        patience: seconds for which the source may be silent. It is then read in a thread, one batch at a time
-            and only when it is asked for. None: without end.
+        patience: seconds for which the source may be silent, or yield None. It is then read in a thread, one
+            batch at a time and only when it is asked for. None: without end, and a None that the source
+            yields is a put of no rows, of which `max_idle` is too many.
         leftovers: where the source ends, and whole groups are there that are fewer than a batch: ``yield``
             them, ``drop`` them or ``raise``. Rows of groups that are not whole are counted as ``unfinished``,
             and those that are dropped with them.
@@ -77,6 +79,8 @@ class Assembled:
                 piece = next(rows)
             except StopIteration:
                 break
+            if piece is None and self.patience is not None:
+                continue
             # None is a put too: a source that yields it for ever is noticed.
             self.assembler.put(TensorDict({}, batch_size=[0]) if piece is None else piece)
         yield from self._rest()
@@ -103,22 +107,24 @@ class Assembled:
         wanted: SimpleQueue[bool] = SimpleQueue()
         found: SimpleQueue[Callable[[], Any]] = SimpleQueue()
         Thread(target=_read_when_wanted, args=(self.source, wanted, found), daemon=True).start()
+        left = patience
         try:
-            while True:
+            while left > 0:
+                asked = time.monotonic()
                 wanted.put(True)
                 try:
-                    answer = found.get(timeout=patience)
+                    answer = found.get(timeout=left)
                 except Empty:
-                    raise self._silent(patience) from None
+                    break
                 batch = answer()
                 if batch is _END:
                     return
+                # Only the wait counts, not what is done with a batch in between.
+                left = patience if batch is not None else left - (time.monotonic() - asked)
                 yield batch
         finally:
             wanted.put(False)
-
-    def _silent(self, patience: float) -> StalledError:
-        return self.assembler.stalled(f"The source has been silent for {patience:g} s")
+        raise self.assembler.stalled(f"The source has been silent for {patience:g} s")
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the assembler, and of the source where it has one."""
