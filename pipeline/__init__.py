@@ -1,12 +1,12 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import assembled, drained
+from .collect import StampIds, assembled, drained, stamp_ids
 from .load import ConfigError, build_pipeline, load_pipeline
 from .pipeline import Pipeline
 from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
 from .run import Run
 from .stage import StageError
-from .train import RepeatSampler, TokenGRPOLoss, optimise, stamp_ids, total_loss
+from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
     "ConfigError",
@@ -14,6 +14,7 @@ __all__ = [
     "RepeatSampler",
     "Run",
     "StageError",
+    "StampIds",
     "StepReport",
     "TokenGRPOLoss",
     "assembled",

@@ -40,7 +40,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from .errors import BatchError, MissingKeyError, listing
+from .errors import BatchError, MissingKeyError, listing, who_stamps
 from .options import one_of
 
 REWARD = ("headrace", "reward")
@@ -118,7 +118,7 @@ def require(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) 
     if value is None:
         raise MissingKeyError(
             f"{reader} needs the key {key!r} ({option}); the batch has {key_names(batch)}. "
-            f"If it goes by another name, set {option}"
+            f"If it goes by another name, set {option}{who_stamps(option)}"
         )
     return value
 

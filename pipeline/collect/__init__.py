@@ -2,5 +2,6 @@
 
 from .assembling import assembled
 from .drain import drained
+from .stamping import StampIds, stamp_ids
 
-__all__ = ["assembled", "drained"]
+__all__ = ["StampIds", "assembled", "drained", "stamp_ids"]
