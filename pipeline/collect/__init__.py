@@ -2,6 +2,7 @@
 
 from .assembling import assembled
 from .drain import drained
+from .informing import informative
 from .stamping import StampIds, stamp_ids
 
-__all__ = ["StampIds", "assembled", "drained", "stamp_ids"]
+__all__ = ["StampIds", "assembled", "drained", "informative", "stamp_ids"]
