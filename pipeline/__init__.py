@@ -1,6 +1,9 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
 from .collect import StampIds, assembled, drained, informative, stamp_ids
+from .collect.group_unit import GroupUnit
+from .collect.torchrl_configs import register_configs
+from .collect.trainer_hook import PipelineHook
 from .load import ConfigError, build_pipeline, load_pipeline
 from .pipeline import Pipeline
 from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
@@ -10,7 +13,9 @@ from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
     "ConfigError",
+    "GroupUnit",
     "Pipeline",
+    "PipelineHook",
     "RepeatSampler",
     "Run",
     "StageError",
@@ -26,6 +31,7 @@ __all__ = [
     "make_report",
     "optimise",
     "page_data",
+    "register_configs",
     "stamp_ids",
     "total_loss",
     "write_dump",
