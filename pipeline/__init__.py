@@ -1,6 +1,6 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import StampIds, assembled, drained, stamp_ids
+from .collect import DrainWriter, StampIds, assembled, drained, stamp_ids
 from .load import ConfigError, build_pipeline, load_pipeline
 from .pipeline import Pipeline
 from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
@@ -10,6 +10,7 @@ from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
     "ConfigError",
+    "DrainWriter",
     "Pipeline",
     "RepeatSampler",
     "Run",

@@ -1,7 +1,7 @@
 """Rollouts as they come, from wherever TorchRL collects them."""
 
 from .assembling import assembled
-from .drain import drained
+from .drain import DrainWriter, drained
 from .stamping import StampIds, stamp_ids
 
-__all__ = ["StampIds", "assembled", "drained", "stamp_ids"]
+__all__ = ["DrainWriter", "StampIds", "assembled", "drained", "stamp_ids"]
