@@ -135,12 +135,12 @@ def quick_starts() -> Iterator[None]:
         torch.multiprocessing.set_start_method(before, force=True)
 
 
-def of_one_process(frames: int) -> Iterator[TensorDictBase]:
+def of_one_process(frames: int, first: int = 0) -> Iterator[TensorDictBase]:
     """The same rollouts from one process."""
     collector = Collector(
-        TurnsEnv(),
+        TurnsEnv(first=first),
         OneAction(),
-        frames_per_batch=SLOTS,
+        frames_per_batch=20 * SLOTS,
         total_frames=frames,
         auto_register_policy_transforms=False,
     )
