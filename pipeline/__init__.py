@@ -1,6 +1,6 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import StampIds, assembled, drained, informative, stamp_ids
+from .collect import DrainWriter, StampIds, assembled, drained, informative, stamp_ids
 from .collect.group_unit import GroupUnit
 from .collect.torchrl_configs import register_configs
 from .collect.trainer_hook import PipelineHook
@@ -13,6 +13,7 @@ from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
     "ConfigError",
+    "DrainWriter",
     "GroupUnit",
     "Pipeline",
     "PipelineHook",
