@@ -50,8 +50,8 @@ def layout_rules(
             describe,
             "the tokens of a row lie together at its end, behind the padding; the attention mask is False "
             "behind or between some in {found}. Pad on the left. A hole is a sampled padding token, which "
-            "wrappers of TorchRL take for padding wherever it stands: keep it from being sampled "
-            "(suppress_tokens)",
+            "wrappers of TorchRL take for padding wherever it stands: keep it from being sampled, "
+            "generate_kwargs={{'bad_words_ids': [[pad_id]]}}",
         ),
         Rule(
             (attention & (tokens == pad_id)).any(1),
