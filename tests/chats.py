@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from threading import Lock
 
 import torch
 from tensordict import NonTensorStack, TensorDict, set_list_to_stack
@@ -79,11 +80,28 @@ class Turns(Transform):
         return reward_spec
 
 
-def prompts(sampler: RepeatSampler, digits: int) -> Iterator[TensorDict]:
-    """Draws with a query each, of up to `digits` digits."""
-    for draws in sampler.draws():
+def prompts(digits: int = 3, first_group: int = 0) -> Iterator[TensorDict]:
+    """Groups with their ids from `first_group` on, and a query of up to `digits` digits each."""
+    for draws in RepeatSampler(997, group_size=GROUP_SIZE, seed=0).draws():
         queries = (str(p * 613)[: 1 + p % digits] for p in draws["prompt"].tolist())
+        draws["group_id"] += first_group
+        draws["rollout_id"] += first_group * GROUP_SIZE
         yield draws.set("query", NonTensorStack(*queries))
+
+
+class SharedRows:
+    """Rows one at a time, for whichever environment asks next, in any thread."""
+
+    def __init__(self):
+        self.rows = (row for draws in prompts() for row in draws.split(1))
+        self.lock = Lock()
+
+    def __iter__(self) -> SharedRows:
+        return self
+
+    def __next__(self) -> TensorDict:
+        with self.lock:
+            return next(self.rows)
 
 
 def make_env(
@@ -92,15 +110,14 @@ def make_env(
     envs: int,
     mode: str = "text",
     most: int = 3,
-    group_size: int = GROUP_SIZE,
+    first_group: int = 0,
+    source: Iterable[TensorDict] | None = None,
 ) -> DatasetChatEnv:
-    """Each reset takes the next rollout."""
+    """Each reset takes the next rollout of a source, or of prompts of its own."""
     set_list_to_stack(True).set()
-    sampler = RepeatSampler(997, group_size=group_size, seed=0)
-    digits = 1 if mode == "tokens" else 3  # ChatEnv reads tokens of one length
-    env = DatasetChatEnv.from_dataloader(
-        prompts(sampler, digits), batch_size=(envs,), tokenizer=tokenizer, input_mode=mode
-    )
+    if source is None:
+        source = prompts(1 if mode == "tokens" else 3, first_group)  # ChatEnv reads tokens of one length
+    env = DatasetChatEnv.from_dataloader(source, batch_size=(envs,), tokenizer=tokenizer, input_mode=mode)
     for transform in (InitTracker(), StepCounter(), Turns(most)):
         env.append_transform(transform)
     return env
