@@ -38,7 +38,7 @@ class PositionsRight(Transform):
     def _step(self, now, following):  # the fraction of the answer's characters that are in their places
         pairs = zip(now["text"].response, now["query"], strict=True)
         right = [sum(map(str.__eq__, text, f"{query[::-1]}$")) / (len(query) + 1) for text, query in pairs]
-        return following.set("reward", torch.tensor(right)[:, None])
+        return following.set("reward", torch.tensor(right)[:, None, None])
 
 
 def train(model, tokenizer, *, steps, seed=0, num_envs=128, rollouts_per_env=2, group_size=8):
