@@ -80,7 +80,7 @@ class DenseRows(BatchTransform):
     columns that are as long as the tokens in every row are padded like them: by 0, False or NaN. All other
     columns are kept, texts and histories too, but for the parts of the whole: ``prompt`` and ``response`` of
     tokens and log-probabilities, by whose width GRPOLoss's masking strategy ``sft`` would take a wrong mask.
-    No device read.
+    One device read, where rows have prompts and responses.
 
     Args:
         pad_id: the token that stands for padding: the tokenizer's `pad_token_id`.
