@@ -1,6 +1,6 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import assembled
+from .collect import RayAssembler, assembled
 from .load import ConfigError, build_pipeline, load_pipeline
 from .pipeline import Pipeline
 from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
@@ -11,6 +11,7 @@ from .train import RepeatSampler, TokenGRPOLoss, optimise, stamp_ids, total_loss
 __all__ = [
     "ConfigError",
     "Pipeline",
+    "RayAssembler",
     "RepeatSampler",
     "Run",
     "StageError",

@@ -1,5 +1,6 @@
 """Rollouts as they come, from wherever TorchRL collects them."""
 
 from .assembling import assembled
+from .on_ray import RayAssembler
 
-__all__ = ["assembled"]
+__all__ = ["RayAssembler", "assembled"]
