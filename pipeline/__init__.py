@@ -1,6 +1,6 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import RayAssembler, assembled
+from .collect import RayAssembler, RolloutQueue, StepQueue, assembled
 from .load import ConfigError, build_pipeline, load_pipeline
 from .pipeline import Pipeline
 from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
@@ -13,8 +13,10 @@ __all__ = [
     "Pipeline",
     "RayAssembler",
     "RepeatSampler",
+    "RolloutQueue",
     "Run",
     "StageError",
+    "StepQueue",
     "StepReport",
     "TokenGRPOLoss",
     "assembled",

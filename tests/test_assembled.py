@@ -76,6 +76,17 @@ def test_a_source_that_is_silent_is_an_error_in_bounded_time():
     never.set()
 
 
+def test_a_source_that_gives_up_waiting_is_an_error_with_the_groups_that_wait():
+    def source():
+        yield from rows(1, torn=1)
+        raise TimeoutError("no rows for 5 s")
+
+    stream = iter(assembled(source(), GroupAssembler()))
+    assert len(next(stream)) == 4
+    with pytest.raises(StalledError, match=r"has given up: no rows for 5 s.*group 100 has 0 of 2"):
+        next(stream)
+
+
 def test_patience_changes_no_batch_reads_nothing_ahead_and_passes_errors_on():
     read = []
 

@@ -38,8 +38,8 @@ def assembled(
             and those that are dropped with them.
 
     Raises:
-        StalledError: when iterated: the source ended and nothing has come out; it was silent for too long; as
-            :meth:`GroupAssembler.put`.
+        StalledError: when iterated: the source ended and nothing has come out; it was silent for too long, or
+            raised a TimeoutError; as :meth:`GroupAssembler.put`.
         BatchError: when iterated: as :meth:`GroupAssembler.put`; groups are left over, under ``raise``.
         ValueError: an option with a wrong value.
 
@@ -102,6 +102,8 @@ class Assembled:
                 piece = next(rows)
             except StopIteration:
                 break
+            except TimeoutError as err:
+                raise self.assembler.stalled(f"The source has given up: {err}") from err
             # None is a put too: a source that yields it for ever is noticed.
             self.assembler.put(TensorDict({}, batch_size=[0]) if piece is None else piece)
         yield from rest_of(self.assembler, self.leftovers)
