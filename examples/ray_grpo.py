@@ -39,14 +39,20 @@ class Weights:
 
 
 @ray.remote(max_retries=0)  # one that Ray began anew would send its rows twice, and be refused
-def collect(writer: int, assembler: RayAssembler, weights: ray.actor.ActorHandle, batches: int) -> None:
-    """Collect half a step at a time, cut in the middle of rollouts; `writer` numbers its ids apart."""
+def collect(
+    writer: int, writers: int, assembler: RayAssembler, weights: ray.actor.ActorHandle, batches: int
+) -> None:
+    """Collect this writer's share of the prompts, in batches that end in the middle of rollouts."""
     torch.set_num_threads(1)
     torch.manual_seed(writer)
     sampler = RepeatSampler(
-        1110, group_size=GROUP_SIZE, prompts_per_batch=PROMPTS // 2, seed=writer, remainder="drop"
+        1110,
+        group_size=GROUP_SIZE,
+        prompts_per_batch=PROMPTS,
+        remainder="drop",
+        rank=writer,
+        ranks=writers,
     )
-    sampler.epoch = writer * 1_000_000
     env, policy = ReverseEnv(sampler), DigitPolicy()
     collector = Collector(
         env,
@@ -73,7 +79,7 @@ def main(batches: int = 60, writers: int = 2) -> list[float]:
     )
     assembler = RayAssembler(groups=PROMPTS)
     weights = Weights.remote(policy.state_dict())
-    tasks = [collect.remote(writer, assembler, weights, batches) for writer in range(writers)]
+    tasks = [collect.remote(writer, writers, assembler, weights, batches) for writer in range(writers)]
     rewards = []
     for step, batch in enumerate(assembler.batches(tasks, patience=300)):
         run = pipeline.run(batch, epochs=2)

@@ -52,14 +52,18 @@ class Weights:
 
 
 @ray.remote(max_retries=0)
-def produce(producer: int, queue: RolloutQueue, weights: Any, batches: int) -> None:
-    """Collect half a step at a time, cut in the middle of rollouts; `producer` numbers its ids apart."""
+def produce(producer: int, producers: int, queue: RolloutQueue, weights: Any, batches: int) -> None:
+    """Collect this producer's share of the prompts, in batches that end in the middle of rollouts."""
     policy = initial_policy()
     torch.manual_seed(producer)
     sampler = RepeatSampler(
-        1110, group_size=GROUP_SIZE, prompts_per_batch=PROMPTS // 2, seed=producer, remainder="drop"
+        1110,
+        group_size=GROUP_SIZE,
+        prompts_per_batch=PROMPTS,
+        remainder="drop",
+        rank=producer,
+        ranks=producers,
     )
-    sampler.epoch = producer * 1_000_000
     env = ReverseEnv(sampler)
     collector = Collector(
         env,
@@ -95,12 +99,13 @@ def train(rank: int, queue: StepQueue, weights: Any, port: int) -> tuple[int, in
 
 def main(batches: int = 20, producers: int = 2) -> tuple[list[float], list[tuple[int, int]]]:
     """Run it all; returns the mean reward of each batch, and what each rank did."""
-    weights, source = Weights.remote(), RolloutQueue("rollouts", producers=producers, patience=300)
+    weights, source = Weights.remote(), RolloutQueue("rollouts", producers=producers)
     steps = StepQueue("steps", ranks=RANKS, max_steps=2)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    tasks = [produce.remote(each, RolloutQueue("rollouts"), weights, batches) for each in range(producers)]
+    to_queue = RolloutQueue("rollouts")
+    tasks = [produce.remote(each, producers, to_queue, weights, batches) for each in range(producers)]
     ranks = [train.remote(rank, steps, weights, port) for rank in range(RANKS)]
     pipeline = load_pipeline(
         "pipeline=grpo",
@@ -109,7 +114,7 @@ def main(batches: int = 20, producers: int = 2) -> tuple[list[float], list[tuple
         f"pipeline.stages.split.ranks={RANKS}",
     )
     rewards = []
-    for batch in assembled(source, GroupAssembler(groups=PROMPTS)):
+    for batch in assembled(source, GroupAssembler(groups=PROMPTS), patience=300):
         run = pipeline.run(batch)
         steps.put(run.minibatches(), patience=300)
         rewards.append(run.metrics["collapse/reward_mean"])

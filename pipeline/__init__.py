@@ -1,12 +1,21 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import RayAssembler, RolloutQueue, StepQueue, assembled
+from .collect import (
+    RayAssembler,
+    RolloutQueue,
+    StampIds,
+    StepQueue,
+    assembled,
+    drained,
+    informative,
+    stamp_ids,
+)
 from .load import ConfigError, build_pipeline, load_pipeline
 from .pipeline import Pipeline
 from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
 from .run import Run
 from .stage import StageError
-from .train import RepeatSampler, TokenGRPOLoss, optimise, stamp_ids, total_loss
+from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
     "ConfigError",
@@ -16,11 +25,14 @@ __all__ = [
     "RolloutQueue",
     "Run",
     "StageError",
+    "StampIds",
     "StepQueue",
     "StepReport",
     "TokenGRPOLoss",
     "assembled",
     "build_pipeline",
+    "drained",
+    "informative",
     "load_pipeline",
     "log_report",
     "make_report",

@@ -9,7 +9,11 @@ from queue import SimpleQueue
 
 import pytest
 from faults import CELLS, LONGEST, Carried, Cell, Place, carry, check
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import ReplayBuffer
+from writers import Told, shared_buffer, told_writers
+
+from headrace.pipeline import drained
 
 
 class Pieces:
@@ -40,6 +44,38 @@ def iterator(cell: Cell) -> Carried:
         over.set()
 
 
+class Written:
+    """Pieces that two processes write by turns into a buffer that they share, each read before the next."""
+
+    def __init__(self, cell: Cell, pieces: list[TensorDict], writers: Told, buffer: ReplayBuffer):
+        self.cell, self.pieces, self.writers = cell, pieces, writers
+        self.drain = drained(buffer, wait=0.01)
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        looks = iter(self.drain)
+        while self.pieces:
+            self.writers.tell(len(self.pieces) % 2, self.pieces.pop(0))
+            yield next(looks)
+        if self.cell.then == "ends":
+            self.drain.close()
+        elif self.cell.then == "dies":
+            self.writers.kill(0)
+        yield from looks
+
+    def state_dict(self) -> dict:
+        return self.drain.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self.drain.load_state_dict(state)
+
+
+def drain(cell: Cell) -> Carried:
+    pieces = [piece.exclude("text") for piece in cell.pieces]
+    buffer = shared_buffer(2 * len(pieces[0]), pieces[0])  # turns over
+    with told_writers(buffer, 2) as writers:
+        return carry(cell, lambda: Written(cell, pieces, writers, buffer))
+
+
 def within(seconds: float, place: Place, cell: Cell) -> Carried:
     """What a place gives back, in bounded time."""
     found: SimpleQueue[Callable[[], Carried]] = SimpleQueue()
@@ -59,10 +95,13 @@ def refuse(error: BaseException) -> Carried:
     raise error
 
 
-PLACES: dict[str, Place] = {"iterator": iterator}
+PLACES: dict[str, Place] = {"iterator": iterator, "drain": drain}
+QUICK = ("iterator",)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PLACES]
+)
 @pytest.mark.parametrize("name", CELLS)
 def test_each_fault_is_counted_or_said_wherever_it_happens(name, place):
     check(CELLS[name], within(LONGEST, PLACES[place], CELLS[name]))

@@ -20,13 +20,13 @@ from assembly import Line, batch_of_lines
 from batches import batch_of
 from composed import composed
 from faults import CELLS, LONGEST, SILENCE, Carried, Cell, check
-from rollouts import make_env, make_pipeline, make_policy
+from rollouts import make_pipeline, make_policy
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, RayReplayBuffer, SamplerWithoutReplacement
 
 import headrace.pipeline
 import headrace.transforms
-from headrace.pipeline import RayAssembler, assembled
+from headrace.pipeline import RayAssembler, RepeatSampler, assembled
 from headrace.pipeline.reverse import ReverseEnv
 from headrace.transforms import BatchError, CompletenessGate, GroupAssembler, MissingKeyError, StalledError
 
@@ -292,10 +292,9 @@ def test_who_lacks_the_extra_is_told_so(monkeypatch):
 
 
 def env_of(worker: int) -> ReverseEnv:
-    """An environment whose ids are its own."""
-    env = make_env(prompts=2)
-    env.sampler.epoch = 1000 * worker
-    return env
+    """An environment with its worker's share of the prompts."""
+    sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=4, remainder="drop", rank=worker, ranks=2)
+    return ReverseEnv(sampler, revised=0.5)
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -85,6 +85,63 @@ def test_who_was_drawn_with_a_group_follows_from_its_id(data, **options):
     assert sorted(other.drawn_with(seen)) == expected
 
 
+@st.composite
+def shared(draw) -> tuple[int, dict]:
+    """How many ranks draw together, and the options of all."""
+    options = draw(st.fixed_dictionaries(SHAPES)) | {"remainder": "uneven"}
+    ranks = draw(st.integers(1, 3))
+    options["prompts_per_batch"] *= ranks
+    options["prompts"] = max(options["prompts"], ranks)
+    over = options["prompts"] % options["prompts_per_batch"]
+    options["prompts"] += ranks - over if 0 < over < ranks else 0
+    return ranks, options
+
+
+def of_ranks(ranks: int, options: dict) -> list[RepeatSampler]:
+    return [RepeatSampler(**options, rank=rank, ranks=ranks) for rank in range(ranks)]
+
+
+@given(shape=shared())
+def test_ranks_draw_together_what_one_process_draws_with_the_same_ids(shape):
+    """Batch for batch, over epochs; and as indices, without the ids."""
+    ranks, options = shape
+    samplers, alone = of_ranks(ranks, options), RepeatSampler(**options)
+    streams = [sampler.draws() for sampler in [alone, *samplers]]
+    for whole, *shares in islice(zip(*streams, strict=True), 7):
+        together = torch.cat(shares)
+        assert all(len(share) for share in shares)
+        order = together["rollout_id"].sort().indices
+        for key in whole.keys():
+            assert together[key][order].tolist() == whole[key].tolist()
+    indices = [list(RepeatSampler(**options, rank=rank, ranks=ranks)) for rank in range(ranks)]
+    assert sorted(index for found in indices for index in found) == sorted(RepeatSampler(**options))
+    assert [len(found) for found in indices] == [len(sampler) for sampler in samplers]
+
+
+@given(shape=shared(), data=st.data())
+def test_a_ranks_draws_are_known_from_their_ids_and_it_goes_on_where_it_was(shape, data):
+    ranks, options = shape
+    rank, taken = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, 5))
+    drawer, other = of_ranks(ranks, options)[rank], RepeatSampler(**options, ranks=ranks)
+    batches = [draws["group_id"].unique().tolist() for draws in islice(drawer.draws(), 7)]
+    seen = data.draw(st.lists(st.sampled_from([group for batch in batches for group in batch])))
+    assert sorted(other.drawn_with(seen)) == [g for batch in batches if set(batch) & set(seen) for g in batch]
+    first, restored = of_ranks(ranks, options)[rank], of_ranks(ranks, options)[rank]
+    list(islice(first.draws(), taken))
+    restored.load_state_dict(first.state_dict())
+    assert next(restored.draws())["rollout_id"].tolist() == next(first.draws())["rollout_id"].tolist()
+
+
+def test_the_state_of_another_rank_is_refused_and_that_from_before_ranks_is_not():
+    one, two = of_ranks(2, {"prompts": 4, "group_size": 2, "prompts_per_batch": 2})
+    with pytest.raises(ValueError, match="the state must be of a sampler like this one"):
+        two.load_state_dict(one.state_dict())
+    alone = RepeatSampler(4, group_size=2)
+    state = {key: value for key, value in alone.state_dict().items() if not key.startswith("rank")}
+    alone.load_state_dict(state | {"position": 3})
+    assert alone.position == 3
+
+
 def test_a_prompt_of_which_no_row_came_back_is_noticed_by_its_neighbours():
     """Over epochs, whatever was drawn ahead, and for a sampler that was restored or drew nothing itself."""
     options = {"group_size": 2, "prompts_per_batch": 3, "remainder": "uneven"}
@@ -163,6 +220,12 @@ def test_a_remainder_raises_unless_told_otherwise():
         ({"prompts": 0}, "got prompts=0"),
         ({"group_size": 0, "repeats": 0}, "got group_size=0, repeats=0"),
         ({"remainder": "pad"}, "remainder must be one of"),
+        ({"rank": 2, "ranks": 2}, "rank must be from 0 to ranks - 1; got rank=2, ranks=2"),
+        ({"ranks": 2}, "prompts_per_batch must be a multiple of ranks.*got 1"),
+        (
+            {"prompts": 5, "prompts_per_batch": 4, "ranks": 2, "remainder": "uneven"},
+            "a smaller last batch no less than it; got 4, and 1 in the last",
+        ),
         ({"prompts": 2, "prompts_per_batch": 3, "remainder": "drop"}, "2 prompts make no batch of 3"),
     ],
 )

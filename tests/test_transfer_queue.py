@@ -126,7 +126,7 @@ def test_rows_of_several_producers_become_the_groups_of_one_process(name):
     rows, handle = batch_of_lines(LINES), RolloutQueue(name)
     producers = [produce.remote(handle, rows[part::2].split(3)) for part in (0, 1)]
     assembler = GroupAssembler(groups=2, segment_key="segment")
-    batches = list(assembled(RolloutQueue(name, producers=2, patience=PATIENCE), assembler))
+    batches = list(assembled(RolloutQueue(name, producers=2), assembler, patience=PATIENCE))
     ray.get(producers)
     found = torch.cat([batch["number"] for batch in batches])
     assert found.sort().values.tolist() == list(range(len(LINES)))
@@ -139,9 +139,9 @@ def test_a_producer_that_died_is_a_stall_in_bounded_time(name):
     producer = produce.remote(handle, rows.split(3), dies=True)
     with pytest.raises(ray.exceptions.WorkerCrashedError):
         ray.get(producer)
-    stream = iter(assembled(RolloutQueue(name, producers=1, patience=0.2), GroupAssembler()))
+    stream = iter(assembled(RolloutQueue(name, producers=1), GroupAssembler(), patience=0.5))
     assert next(stream)["number"].tolist() == [0, 2, 1, 3]
-    with pytest.raises(StalledError, match=r"silent for 0.2 s.*group 1 has 1 of 2.*7 came, 3 held"):
+    with pytest.raises(StalledError, match=r"silent for 0.5 s.*group 1 has 1 of 2.*7 came, 3 held"):
         list(stream)
 
 

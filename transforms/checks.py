@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import BatchError, listing
+from .errors import NUMBER_WORKERS, BatchError, listing, who_stamps
 from .ids import first_row_of_pairs, places_by_turn, sum_by
 
 DESCRIBED = 100  # describing a rollout costs a pass over the batch, and nobody reads more
 
 MORE_ENDS = (
     "found more ends (True) in {found}. Are ids reused by two workers, or rows repeated by a sampler? Their "
-    "rewards would be added up."
+    f"rewards would be added up. {NUMBER_WORKERS}."
 )
 
 
@@ -94,14 +94,14 @@ def identity_rules(rollouts: Tensor, groups: Tensor | None, first: Tensor) -> li
         Rule(
             groups.index_select(0, first) != groups,
             groups_of,
-            "a rollout belongs to one group; found {found}. Are ids reused?",
+            "a rollout belongs to one group; found {found}. Are ids reused? " + NUMBER_WORKERS,
         ),
     ]
 
 
 def set_rule(ids: Tensor, name: str, why: str) -> Rule:
     """No id is negative."""
-    message = f"every row needs a {name} ≥ 0; found {{found}}: {why}"
+    message = f"every row needs a {name} ≥ 0; found {{found}}: {why}{who_stamps(name)}"
     return Rule(ids < 0, lambda row: f"{int(ids[row])} at row {row}", message)
 
 

@@ -21,6 +21,23 @@ class ProcessedTwiceError(BatchError):
     """A pipeline has been over this batch already."""
 
 
+NUMBER_WORKERS = "Workers number their own by StampIds(worker=…) or RepeatSampler(rank=…)"
+
+
+def who_stamps(name: str) -> str:
+    """What to do where ids are missing, by what the column or its option is called; nothing for others.
+
+    >>> who_stamps("rollout_id")[2:17], who_stamps("reward_key")
+    ('Ids are stamped', '')
+    """
+    if name not in ("group_id", "rollout_id", "unit_id", "group_key", "rollout_key"):
+        return ""
+    return (
+        ". Ids are stamped where rollouts are dispatched: by headrace.pipeline.StampIds in an environment "
+        "that draws its prompts itself, else by RepeatSampler.draws()"
+    )
+
+
 def listing(items: Iterable[str], *, most: int = 8) -> str:
     """Join what an error lists, and count what it leaves out.
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import BatchError, listing
+from .errors import BatchError, listing, who_stamps
 
 
 def number_labels(labels: Sequence[str]) -> Tensor:
@@ -73,6 +73,7 @@ def as_ids(
         if missing:
             raise BatchError(
                 f"every row needs a {name}; None at rows {listing(map(str, missing))} of {len(ids)}"
+                + who_stamps(name)
             )
         if any(isinstance(value, str) for value in ids):
             try:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Literal, get_args
 
 from tensordict import TensorDict, TensorDictBase
 
-from headrace.transforms import BatchError, GroupAssembler, StalledError
+from headrace.transforms import BatchError, GroupAssembler
 from headrace.transforms.options import one_of
+
+from .over_source import OverSource
 
 Leftovers = Literal["yield", "drop", "raise"]
 Source = Iterable["TensorDictBase | None"]
@@ -31,15 +34,16 @@ def assembled(
     Args:
         source: a collector, or what else yields batches of rows, or None while there are none.
         assembler: which makes groups of them.
-        patience: seconds for which the source may be silent. It is then read in a thread, one batch at a time
-            and only when it is asked for. None: without end.
+        patience: seconds for which the source may be silent, or yield None. It is then read in a thread, one
+            batch at a time and only when it is asked for. None: without end, and a None that the source
+            yields is a put of no rows, of which `max_idle` is too many.
         leftovers: where the source ends, and whole groups are there that are fewer than a batch: ``yield``
             them, ``drop`` them or ``raise``. Rows of groups that are not whole are counted as ``unfinished``,
             and those that are dropped with them.
 
     Raises:
-        StalledError: when iterated: the source ended and nothing has come out; it was silent for too long, or
-            raised a TimeoutError; as :meth:`GroupAssembler.put`.
+        StalledError: when iterated: the source ended and nothing has come out; it was silent for too long; as
+            :meth:`GroupAssembler.put`.
         BatchError: when iterated: as :meth:`GroupAssembler.put`; groups are left over, under ``raise``.
         ValueError: an option with a wrong value.
 
@@ -83,13 +87,14 @@ def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
     assembler.give_up()
 
 
-class Assembled:
+class Assembled(OverSource):
     """What :func:`assembled` returns."""
 
     def __init__(
         self, source: Source, assembler: GroupAssembler, patience: float | None, leftovers: Leftovers
     ):
-        self.source, self.assembler = source, assembler
+        super().__init__(source)
+        self.assembler = assembler
         self.patience, self.leftovers = patience, leftovers
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -102,8 +107,8 @@ class Assembled:
                 piece = next(rows)
             except StopIteration:
                 break
-            except TimeoutError as err:
-                raise self.assembler.stalled(f"The source has given up: {err}") from err
+            if piece is None and self.patience is not None:
+                continue
             # None is a put too: a source that yields it for ever is noticed.
             self.assembler.put(TensorDict({}, batch_size=[0]) if piece is None else piece)
         yield from rest_of(self.assembler, self.leftovers)
@@ -117,50 +122,32 @@ class Assembled:
         wanted: SimpleQueue[bool] = SimpleQueue()
         found: SimpleQueue[Callable[[], Any]] = SimpleQueue()
         Thread(target=_read_when_wanted, args=(self.source, wanted, found), daemon=True).start()
+        left = patience
         try:
-            while True:
+            while left > 0:
+                asked = time.monotonic()
                 wanted.put(True)
                 try:
-                    answer = found.get(timeout=patience)
+                    answer = found.get(timeout=left)
                 except Empty:
-                    raise self._silent(patience) from None
+                    break
                 batch = answer()
                 if batch is _END:
                     return
+                # Only the wait counts, not what is done with a batch in between.
+                left = patience if batch is not None else left - (time.monotonic() - asked)
                 yield batch
         finally:
             wanted.put(False)
+        raise self.assembler.stalled(f"The source has been silent for {patience:g} s")
 
-    def _silent(self, patience: float) -> StalledError:
-        return self.assembler.stalled(f"The source has been silent for {patience:g} s")
+    def own_state(self) -> dict[str, Any]:
+        """The assembler's."""
+        return {"assembler": self.assembler.state_dict()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the assembler, and of the source where it has one."""
-        has_state = hasattr(self.source, "state_dict")
-        source = {"source": self.source.state_dict()} if has_state else {}  # type: ignore[attr-defined]
-        return source | {"assembler": self.assembler.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state.
-
-        Raises:
-            ValueError: it is of an assembler that reads rows in another way; one source has a state and the
-                other has none.
-        """
-        has_state = hasattr(self.source, "load_state_dict")
-        if has_state != ("source" in state):
-            raise ValueError(
-                f"the state {'has' if 'source' in state else 'lacks'} that of a source, and this source "
-                f"{'takes' if has_state else 'takes no'} state"
-            )
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from the assembler's."""
         self.assembler.load_state_dict(state["assembler"])
-        if has_state:
-            self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "source":  # while it is copied it has none
-            raise AttributeError(name)
-        return getattr(self.source, name)
 
 
 _END = object()

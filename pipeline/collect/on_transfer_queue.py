@@ -31,8 +31,8 @@ class RolloutQueue:
     ::
 
         RolloutQueue("rollouts").put(rows)                          # each producer, and .end() after its last
-        source = RolloutQueue("rollouts", producers=4, patience=600)  # the reader
-        for batch in assembled(source, assembler): ...
+        source = RolloutQueue("rollouts", producers=4)              # the reader
+        for batch in assembled(source, assembler, patience=600): ...
 
     A row is a sample of the queue with a key of its own, and is read when it is there whole. The rows of a
     producer come in the order in which it put them, those of several as they come. A handle that is sent to
@@ -46,7 +46,6 @@ class RolloutQueue:
         clear: when rows that were read leave the queue: ``read``, as soon as more are asked for; ``saved``,
             when :meth:`state_dict` is called the second time after, so that a reader that goes on from its
             last state, or the one before, finds all that came later.
-        patience: seconds for which the reader waits though no row comes. None: without end.
         rows: at most so many are read at once.
 
     Raises:
@@ -60,13 +59,11 @@ class RolloutQueue:
         *,
         producers: int | None = None,
         clear: Literal["read", "saved"] = "read",
-        patience: float | None = None,
         rows: int = 1024,
     ):
         self._queue()
         self.partition, self.producers = partition, at_least("producers", producers, 1)
         self.clear, self.rows = one_of("clear", clear, ("read", "saved")), at_least("rows", rows, 1)
-        self.patience = check_patience(patience)
         self._name, self._sent = "", 0
         self._read: dict[str, int] = {}  # by producer, how many of its rows
         self._used: list[str] = []  # keys of rows that were read and are there still
@@ -108,14 +105,12 @@ class RolloutQueue:
 
     # -- the reader ---------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield new rows, in pieces.
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        """Yield new rows, in pieces, or after a moment None where there are none.
 
         Raises:
-            TimeoutError: no row came in time, which :func:`assembled` makes a StalledError of.
             BatchError: the queue has lost rows, or columns of them.
         """
-        heard = time.monotonic()
         while True:
             if self.clear == "read":
                 self._forget(len(self._used))
@@ -127,20 +122,19 @@ class RolloutQueue:
                     self._read[name] = int(number) + 1
                 self._used += keys
                 yield batch
-                heard = time.monotonic()
             if not new and self.producers is not None and len(ended) >= self.producers:
                 break
-            if not new and self.patience is not None and time.monotonic() - heard >= self.patience:
-                raise TimeoutError(f"Partition {self.partition!r} has been silent for {self.patience:g} s")
             if not new:
                 time.sleep(POLL)
+                yield None
         self._forget(len(self._used))
         self._queue().kv_clear(ended, self.partition)
 
     def _look(self) -> tuple[list[str], list[tuple[Mapping[str, Any], list[str]]]]:
         """The keys that say an end, and those of new rows, in pieces of one tag."""
         tags = self._queue().kv_list(self.partition).get(self.partition, {})
-        new, ended = [], []
+        new: list[tuple[Mapping[str, Any], str]] = []
+        ended: list[str] = []
         for key, tag in tags.items():
             name, _, number = key.partition("/")
             if number == END:
@@ -226,7 +220,8 @@ class StepQueue:
         return self.steps - before
 
     def _send(self, rank: int, rows: TensorDictBase) -> None:
-        name, tag = f"{self.partition}/{rank}", {}
+        name = f"{self.partition}/{rank}"
+        tag: dict[str, Any] = {}
         if len(rows):
             columns, tag = encode_rows(rows)
             keys = [f"{self.steps}/{row}" for row in range(len(rows))]

@@ -3,7 +3,7 @@
 from .display import TrainingDisplay, history_table
 from .job import TrainingInterrupted, train
 from .optimise import optimise, total_loss
-from .sampler import RepeatSampler, stamp_ids
+from .sampler import RepeatSampler
 from .token_loss import TokenGRPOLoss
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "TrainingInterrupted",
     "history_table",
     "optimise",
-    "stamp_ids",
     "total_loss",
     "train",
 ]

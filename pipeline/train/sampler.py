@@ -1,16 +1,17 @@
-"""Prompts in the order in which groups are dispatched, and the ids of their rollouts."""
+"""Prompts in the order in which groups are dispatched."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 from torch.utils.data import Sampler
 
+from headrace.pipeline.collect.stamping import stamp_ids
 from headrace.transforms.options import describe_options, one_of
 from headrace.transforms.split.seeds import stream_seed
 
@@ -22,6 +23,9 @@ class RepeatSampler(Sampler[int]):
     (`group_size` times), and the whole batch comes `repeats` times. A pass over all prompts is an epoch; each
     ``iter()`` continues where the last one stopped, and each epoch has an order of its own.
 
+    Of several `ranks` with the same seed each yields its share of every batch: prompts p_r, p_(r + ranks), …
+    for rank r. Together they draw what one process would, with the same ids.
+
     Args:
         prompts: the dataset, or the number of prompts in it.
         group_size: rollouts per draw of a prompt, ≥ 1.
@@ -31,15 +35,20 @@ class RepeatSampler(Sampler[int]):
         seed: of the order.
         remainder: what happens where the number of prompts is no multiple of `prompts_per_batch`: ``raise``,
             ``drop`` the last of each epoch's order, or make the last batch smaller (``uneven``).
+        rank: which of the ranks this one is, from 0.
+        ranks: how many draw together, ≥ 1; `prompts_per_batch`, which is that of all, must be a multiple.
 
     Raises:
-        ValueError: an option with a wrong value, or a remainder under ``raise``.
+        ValueError: an option with a wrong value, a remainder under ``raise``, or a batch that leaves a rank
+            without a prompt.
 
     Example:
         >>> list(RepeatSampler(3, group_size=2, shuffle=False))
         [0, 0, 1, 1, 2, 2]
         >>> list(RepeatSampler(4, group_size=1, prompts_per_batch=2, repeats=2, shuffle=False))
         [0, 1, 0, 1, 2, 3, 2, 3]
+        >>> list(RepeatSampler(4, group_size=2, prompts_per_batch=2, shuffle=False, rank=1, ranks=2))
+        [1, 1, 3, 3]
     """
 
     def __init__(
@@ -52,6 +61,8 @@ class RepeatSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         remainder: Literal["raise", "drop", "uneven"] = "raise",
+        rank: int = 0,
+        ranks: int = 1,
     ):
         self.prompts = prompts if isinstance(prompts, int) else len(prompts)
         counts = {
@@ -74,13 +85,36 @@ class RepeatSampler(Sampler[int]):
         self.drawn = self.prompts - over if remainder == "drop" else self.prompts
         if self.drawn == 0:
             raise ValueError(f"{self.prompts} prompts make no batch of {prompts_per_batch}")
+        self.rank, self.ranks = rank, ranks
+        self._check_ranks(over if remainder == "uneven" else 0)
+        self._groups, self._batches, self._places = self._share()
         self.epoch, self.position = 0, 0
         self._made_for: tuple[int, int] | None = None  # the seed and epoch of the order at hand
         self._made: list[int] = []
 
+    def _check_ranks(self, last: int) -> None:
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"rank must be from 0 to ranks - 1; got rank={self.rank}, ranks={self.ranks}")
+        if self.prompts_per_batch % self.ranks or 0 < last < self.ranks:
+            raise ValueError(
+                f"each of {self.ranks} ranks needs a share of every batch: prompts_per_batch must be a "
+                f"multiple of ranks, and a smaller last batch no less than it; got {self.prompts_per_batch}"
+                + (f", and {last} in the last" if last else "")
+            )
+
+    def _share(self) -> tuple[list[int], list[int], torch.Tensor]:
+        """By group of an epoch that this rank draws: its number, its batch, its prompt's place."""
+        group = torch.arange(self.drawn * self.repeats)
+        chunk = group // (self.prompts_per_batch * self.repeats)
+        size = (self.drawn - chunk * self.prompts_per_batch).clamp(max=self.prompts_per_batch)
+        inside = group - chunk * self.prompts_per_batch * self.repeats
+        mine = inside % size % self.ranks == self.rank
+        batch, place = chunk * self.repeats + inside // size, chunk * self.prompts_per_batch + inside % size
+        return group[mine].tolist(), batch[mine].tolist(), place[mine]
+
     def __len__(self) -> int:
-        """Indices per epoch."""
-        return self.drawn * self.group_size * self.repeats
+        """Indices per epoch, of this rank."""
+        return len(self._groups) * self.group_size
 
     def __iter__(self) -> Iterator[int]:
         """The rest of the epoch."""
@@ -97,22 +131,20 @@ class RepeatSampler(Sampler[int]):
 
         A batch that ``iter()`` has begun is finished first.
 
-        Each TensorDict ``[prompts_per_batch · group_size]`` has ``prompt``, ``group_id``, ``rollout_id``
-        and ``expected_rollouts``, (N,) int64; see :func:`stamp_ids`. Ids are unique over all epochs; a
-        restored sampler continues with the next ones.
+        Each TensorDict ``[N]``, N = prompts_per_batch / ranks · group_size, has ``prompt``, ``group_id``,
+        ``rollout_id`` and ``expected_rollouts``, (N,) int64; see :func:`stamp_ids`. Ids are unique over all
+        epochs and ranks; a restored sampler continues with the next ones.
         """
         while True:
-            start = self.epoch * len(self) + self.position
-            size = self.prompts_per_batch * self.group_size
-            # Batches end at multiples of `size` in each chunk of repeats, the last of which may be smaller.
-            chunk = self.position // (size * self.repeats)
-            size = min(size, self.drawn * self.group_size - chunk * size)
-            inside = (self.position - chunk * self.prompts_per_batch * self.group_size * self.repeats) % size
-            prompts = list(islice(self, size - inside))
-            yield stamp_ids(prompts, group_size=self.group_size, first_rollout=start)
+            turn, begun = divmod(self.position, self.group_size)
+            size = (bisect_right(self._batches, self._batches[turn]) - turn) * self.group_size
+            group = self.epoch * self.drawn * self.repeats + self._groups[turn]
+            prompts = list(islice(self, size - begun))
+            first = group * self.group_size + begun
+            yield stamp_ids(prompts, group_size=self.group_size, first_rollout=first, stride=self.ranks)
 
     def drawn_with(self, groups: Iterable[int]) -> list[int]:
-        """All groups of the batches of :meth:`draws` that hold some of `groups`, by the ids that it stamps.
+        """All groups of the batches of :meth:`draws`, of whatever rank, that hold some of `groups`.
 
         It follows from the ids alone, whoever drew them and however far ahead. A gate that is given the
         sampler, ``CompletenessGate(expected_groups=sampler)``, so notices a prompt of which no row came back,
@@ -130,7 +162,8 @@ class RepeatSampler(Sampler[int]):
             size = min(self.prompts_per_batch, self.drawn - chunk * self.prompts_per_batch)
             inside = place - chunk * self.prompts_per_batch * self.repeats
             first = group - inside % size
-            found |= dict.fromkeys(range(first, first + size))
+            rank = inside % size % self.ranks
+            found |= dict.fromkeys(range(first + rank, first + size, self.ranks))
         return list(found)
 
     def __repr__(self) -> str:
@@ -143,9 +176,8 @@ class RepeatSampler(Sampler[int]):
         if self.shuffle:
             generator = torch.Generator().manual_seed(stream_seed("prompts", self.seed, self.epoch))
             order = torch.randperm(self.prompts, generator=generator)
-        chunks = order[: self.drawn].split(self.prompts_per_batch)
-        groups = [chunk.repeat_interleave(self.group_size).repeat(self.repeats) for chunk in chunks]
-        self._made_for, self._made = (self.seed, self.epoch), torch.cat(groups).tolist()
+        self._made_for = (self.seed, self.epoch)
+        self._made = order[self._places].repeat_interleave(self.group_size).tolist()
         return self._made
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,7 +185,8 @@ class RepeatSampler(Sampler[int]):
         return {"epoch": self.epoch, "position": self.position} | self._shape()
 
     def _shape(self) -> dict[str, Any]:
-        names = ("prompts", "group_size", "prompts_per_batch", "repeats", "shuffle", "seed", "drawn")
+        names = ["prompts", "group_size", "prompts_per_batch", "repeats", "shuffle", "seed", "drawn"]
+        names += ["rank", "ranks"]
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -162,48 +195,8 @@ class RepeatSampler(Sampler[int]):
         Raises:
             ValueError: the state is of a sampler with other options: ids would be given twice.
         """
+        state = {"rank": 0, "ranks": 1} | state  # as one was before there were ranks
         other = {name: state.get(name) for name, value in self._shape().items() if state.get(name) != value}
         if other or not 0 <= state["position"] < len(self) or state["epoch"] < 0:
             raise ValueError(f"the state must be of a sampler like this one ({self._shape()}); got {state}")
         self.epoch, self.position = state["epoch"], state["position"]
-
-
-def stamp_ids(prompts: Tensor | Sequence[int], *, group_size: int, first_rollout: int = 0) -> TensorDict:
-    """Give draws their ids, once, where they are dispatched, so that nothing infers them from positions.
-
-    Every draw of a prompt is a group of its own, so the same prompt drawn twice is two groups.
-
-    Args:
-        prompts: (N,) integers as :class:`RepeatSampler` yields them, each `group_size` times in a row.
-        group_size: rollouts per draw.
-        first_rollout: rollouts stamped before, a multiple of `group_size`.
-
-    Returns:
-        TensorDict ``[N]`` of int64: ``prompt``, ``group_id``, ``rollout_id``, ``expected_rollouts``.
-
-    Raises:
-        ValueError: a prompt is not repeated `group_size` times in a row; the message names the row.
-
-    Example:
-        >>> stamp_ids([7, 7, 3, 3], group_size=2, first_rollout=10)["group_id"].tolist()
-        [5, 5, 6, 6]
-    """
-    prompts = torch.as_tensor(prompts, dtype=torch.int64)
-    rows = torch.arange(len(prompts))
-    broken = prompts != prompts[rows - rows % group_size]
-    if len(prompts) % group_size or first_rollout % group_size or bool(broken.any()):
-        row = int(broken.nonzero()[0]) if bool(broken.any()) else len(prompts)
-        raise ValueError(
-            f"each prompt must come {group_size} times in a row, from a whole group on; {len(prompts)} "
-            f"prompts after {first_rollout} rollouts break that at row {row}"
-        )
-    rollouts = first_rollout + rows
-    return TensorDict(
-        {
-            "prompt": prompts,
-            "group_id": rollouts // group_size,
-            "rollout_id": rollouts,
-            "expected_rollouts": torch.full_like(prompts, group_size),
-        },
-        batch_size=[len(prompts)],
-    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.transforms.checks import Rule, describe_segments, end_rules, same_length
-from headrace.transforms.errors import BatchError
+from headrace.transforms.errors import NUMBER_WORKERS, BatchError
 from headrace.transforms.ids import any_by, as_ids, first_row_of_pairs, last_row, reduce_by, sum_by
 
 
@@ -82,7 +82,8 @@ def finish_rules(ends: Ends, rollouts: Tensor, first: Tensor) -> list[Rule]:
         beyond,
         describe_segments(rollouts, done),
         "a rollout ends with its last row; found rows behind the end (True) in {found}. Are ids reused by "
-        "two workers? If the rows are in another order, name the column that numbers them (segment_key)",
+        f"two workers? {NUMBER_WORKERS}. If the rows are in another order, name the column that numbers them "
+        "(segment_key)",
     )
     return [*rules, beyond_rule]
 
@@ -98,8 +99,9 @@ def begin_rules(
         more = begins & (sum_by(piece, begins.long()) > 1)
     message = (
         "a rollout begins once; found more beginnings (True) in {found}. Was it begun anew under the same "
-        "id? The rewards of both attempts would be added up. Where segments begin each by themselves, as "
-        "sub-agents do, give the batch a column expected_segments, or name the gate's segment_key"
+        f"id? The rewards of both attempts would be added up. {NUMBER_WORKERS}. Where segments begin each "
+        "by themselves, as sub-agents do, give the batch a column expected_segments, or name the gate's "
+        "segment_key"
     )
     return [Rule(more, describe_segments(rollouts, begins), message)]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule
 from headrace.transforms.distributed import SharedIds, check_one_way, population_of, present_ranks
-from headrace.transforms.errors import BatchError
+from headrace.transforms.errors import BatchError, who_stamps
 from headrace.transforms.ids import first_row_of_pairs, sum_by
 from headrace.transforms.options import as_dtype, nested_key, one_of
 from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT, has_key, require
@@ -223,6 +223,7 @@ def _set_in_loss(ids: Tensor | None, name: str, tokens: Tensor) -> list[Rule]:
     rule = Rule(
         (ids < 0) & (tokens > 0),
         lambda row: f"{int(ids[row])} at row {row}",
-        f"every row in the loss needs a {name} ≥ 0; found {{found}}: rows without an id would weigh as one",
+        f"every row in the loss needs a {name} ≥ 0; found {{found}}: rows without an id would weigh as one"
+        + who_stamps(name),
     )
     return [rule]

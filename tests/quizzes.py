@@ -1,0 +1,67 @@
+"""Environments that draw their prompts themselves, each several times in a row, as those of datasets do."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.collectors import Collector
+from torchrl.data import Binary, Composite, Unbounded
+from torchrl.envs import EnvBase, InitTracker, TransformedEnv
+
+from headrace.pipeline import StampIds
+
+
+class QuizEnv(EnvBase):
+    """Rows that are reset get prompt 0 `repeats` times, then prompt 1, and so on.
+
+    The rollout with dispatch number n has 1 + n mod 3 steps, each with a reward of 1.
+    """
+
+    def __init__(self, slots: int | None, repeats: int, first_prompt: int = 0):
+        super().__init__(batch_size=torch.Size([] if slots is None else [slots]))
+        self.repeats, self.first_prompt, self.handed_out = repeats, first_prompt, 0
+        shape = (*self.batch_size, 1)
+        ints = {name: Unbounded(shape, dtype=torch.int64) for name in ("query", "left", "number")}
+        self.observation_spec = Composite(**ints, shape=self.batch_size)
+        self.action_spec = Composite(action=Unbounded(shape), shape=self.batch_size)
+        self.reward_spec = Unbounded(shape)
+        self.done_spec = Composite(done=Binary(shape=shape, dtype=torch.bool), shape=self.batch_size)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:
+        shape = (*self.batch_size, 1)
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        mask = torch.ones(shape, dtype=torch.bool) if mask is None else mask.reshape(shape)
+        number = torch.full(shape, -1)
+        number[mask] = torch.arange(self.handed_out, self.handed_out + int(mask.sum()))
+        self.handed_out += int(mask.sum())
+        out = {
+            "number": number,
+            "query": number // self.repeats + self.first_prompt,
+            "left": 1 + number % 3,
+            "done": torch.zeros(shape, dtype=torch.bool),
+        }
+        return TensorDict(out, batch_size=self.batch_size)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        left = tensordict["left"] - 1
+        out = tensordict.select("query", "number").update({"left": left, "done": left == 0})
+        return out.set("reward", torch.ones(left.shape))
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+def make_quiz(worker: int = 0, workers: int = 1, *, slots: int | None = 3, repeats: int = 2) -> EnvBase:
+    """A quiz with ids; workers have prompts of their own."""
+    env = TransformedEnv(QuizEnv(slots, repeats, first_prompt=1000 * worker), InitTracker())
+    return env.append_transform(StampIds(repeats=repeats, worker=worker, workers=workers))
+
+
+def quiz_makers(workers: int, **options) -> list[partial]:
+    return [partial(make_quiz, worker, workers, **options) for worker in range(workers)]
+
+
+def collect(env: EnvBase, frames: int, batches: int, **options) -> Collector:
+    return Collector(env, frames_per_batch=frames, total_frames=frames * batches, **options)

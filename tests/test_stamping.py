@@ -1,0 +1,246 @@
+"""Ids where an environment draws its prompts itself."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quizzes import QuizEnv, collect, make_quiz, quiz_makers
+from tensordict import TensorDict
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.envs import EnvCreator, ParallelEnv, SerialEnv, TransformedEnv, check_env_specs
+from torchrl.envs.transforms import Compose, Transform
+
+from headrace.pipeline import StampIds, assembled
+from headrace.transforms import BatchError, CompletenessGate, GroupAssembler
+
+IDS = ("group_id", "rollout_id", "expected_rollouts")
+
+
+def columns(batch: TensorDict, *keys) -> list[tuple]:
+    return list(zip(*(batch[key].flatten().tolist() for key in keys), strict=True))
+
+
+@settings(max_examples=25)
+@given(
+    slots=st.none() | st.integers(1, 5), repeats=st.integers(1, 4), workers=st.integers(1, 3), data=st.data()
+)
+def test_rollout_n_has_the_n_th_ids_whatever_is_reset_when(slots, repeats, workers, data):
+    worker = data.draw(st.integers(0, workers - 1))
+    env = make_quiz(worker, workers, slots=slots, repeats=repeats)
+    steps = env.rollout(data.draw(st.integers(1, 12)), break_when_any_done=False)
+    for batch in (steps, steps["next"]):
+        for number, query, group, rollout, expected in columns(batch, "number", "query", *IDS):
+            assert group == number // repeats * workers + worker
+            assert rollout == group * repeats + number % repeats
+            assert (expected, query) == (repeats, number // repeats + 1000 * worker)
+
+
+@settings(max_examples=25)
+@given(repeats=st.integers(1, 4), workers=st.integers(1, 4), count=st.integers(1, 10))
+def test_workers_ids_never_collide_and_leave_no_gap(repeats, workers, count):
+    made = [
+        make_quiz(worker, workers, slots=count * repeats, repeats=repeats).reset()
+        for worker in range(workers)
+    ]
+    rollouts = torch.cat([td["rollout_id"] for td in made]).flatten()
+    assert rollouts.sort().values.tolist() == list(range(workers * count * repeats))
+
+
+@pytest.mark.parametrize("slots", [None, 1, 3])
+def test_the_specs_say_what_comes(slots):
+    check_env_specs(make_quiz(slots=slots))
+    check_env_specs(SerialEnv(2, quiz_makers(2, slots=slots)))
+
+
+# -- groups that are none are refused -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("repeats", "row", "group"), [(3, 2, 0), (4, 2, 0)])
+def test_rows_of_a_group_with_different_prompts_are_refused_with_the_rows(repeats, row, group):
+    env = TransformedEnv(QuizEnv(4, repeats=2), StampIds(repeats=repeats, worker=0))
+    with pytest.raises(
+        BatchError,
+        match=rf"one prompt \('query'\); row {row} of group {group} has \[1\] after \[0\].*append StampIds",
+    ):
+        env.reset()
+
+
+def test_an_environment_that_was_reset_before_is_refused_over_the_resets_of_a_group():
+    env = TransformedEnv(QuizEnv(3, repeats=2))
+    env.reset()
+    env.append_transform(StampIds(repeats=2))
+    with pytest.raises(BatchError, match="row 1 of group 0 has"):
+        env.reset()
+    env = TransformedEnv(QuizEnv(1, repeats=2))
+    env.reset()
+    env.append_transform(StampIds(repeats=2))
+    env.reset()
+    with pytest.raises(BatchError, match=r"row 0 of group 0 has \[1\] after \[0\]"):
+        env.reset()
+
+
+def test_a_refused_reset_stamps_nothing():
+    env = TransformedEnv(QuizEnv(4, repeats=2), stamp := StampIds(repeats=4))
+    with pytest.raises(BatchError):
+        env.reset()
+    assert stamp.state_dict()["_extra_state"]["dispatched"] == 0
+
+
+def test_a_prompt_is_looked_for_where_it_is_said_to_be():
+    env = TransformedEnv(QuizEnv(4, repeats=4), StampIds(repeats=4, prompt_key="number"))
+    with pytest.raises(BatchError, match=r"one prompt \('number'\)"):
+        env.reset()
+    env = TransformedEnv(QuizEnv(4, repeats=4), StampIds(repeats=4, prompt_key="question"))
+    with pytest.raises(BatchError, match=r"StampIds needs the key 'question' \(prompt_key\)"):
+        env.reset()
+
+
+class Repeating(Transform):
+    """Says how often prompts come in a row, as DataLoadingPrimer does."""
+
+    def __init__(self, repeats):
+        super().__init__()
+        self.repeats = repeats
+
+
+@pytest.mark.parametrize(
+    ("chain", "message"),
+    [
+        ([Repeating(4), StampIds(2)], r"StampIds\(repeats=2\): Repeating has each prompt 4 times in a row"),
+        (
+            [StampIds(4), Repeating(4)],
+            r"append StampIds\(repeats=4\) behind Repeating, which draws the prompts",
+        ),
+        ([StampIds(4), StampIds(4)], "'group_id' is stamped once"),
+    ],
+)
+def test_an_environment_that_cannot_be_stamped_is_refused(chain, message):
+    env = TransformedEnv(QuizEnv(4, repeats=4), Compose(*[transform.clone() for transform in chain]))
+    with pytest.raises(ValueError, match=message):
+        check_env_specs(env)
+
+
+@pytest.mark.parametrize("options", [{"repeats": 0}, {"worker": 2, "workers": 2}, {"worker": -1}])
+def test_options_that_make_no_sense_raise(options):
+    with pytest.raises(ValueError, match="repeats must be ≥ 1 and worker from 0 to workers - 1"):
+        StampIds(**{"repeats": 2} | options)
+
+
+def test_a_batch_is_refused_and_so_is_a_step_without_ids():
+    env = make_quiz()
+    with pytest.raises(TypeError, match=r"where they begin: env.append_transform\(StampIds\(repeats=2\)\)"):
+        StampIds(2)(env.rollout(2))
+    with pytest.raises(BatchError, match="StampIds needs the key 'group_id'"):
+        env.step(env.rand_action(env.reset().exclude("group_id")))
+
+
+# -- who was dispatched -----------------------------------------------------------------------------------
+
+
+def test_draws_say_each_group_once_when_it_begins():
+    env = make_quiz(1, 3, slots=3, repeats=2)
+    stamp, assembler = env.transform[-1], GroupAssembler(group_size=2)
+    assert len(stamp.draws()) == 0
+    said = []
+    for batch in collect(env, 6, 5):
+        draws = stamp.draws()
+        assembler.announce(draws)
+        said += draws["group_id"].tolist()
+        assert set(batch["group_id"].flatten().tolist()) <= set(said)
+        assembler.put(batch)
+    assert said == [g * 3 + 1 for g in range(len(said) // 2) for _ in "ab"]
+
+
+def test_a_group_that_loses_a_rollout_before_its_first_step_is_not_said():
+    env = make_quiz(slots=3, repeats=2)
+    stamp = env.transform[-1]
+    env.reset()  # 0 0 1
+    env.rollout(1)  # 1 2 2
+    assert sorted(set(stamp.draws()["group_id"].tolist())) == [2]
+    env.rollout(1)  # 3 3 4
+    assert columns(stamp.draws(), *IDS) == [(3, 6, 2), (3, 7, 2), (4, 8, 2), (4, 9, 2)]
+
+
+# -- its state --------------------------------------------------------------------------------------------
+
+
+def saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_a_restored_environment_goes_on_with_the_next_whole_group():
+    env, other = make_quiz(slots=3), make_quiz(slots=3)
+    env.reset()
+    other.load_state_dict(saved(env.state_dict()))
+    assert other.reset()["rollout_id"].flatten().tolist() == [4, 5, 6]
+    with pytest.raises(ValueError, match=r"must be of one like this .*'workers': 2"):
+        make_quiz(1, 2).load_state_dict(env.state_dict())
+
+
+def test_an_environment_from_a_creator_numbers_from_where_that_was():
+    env = EnvCreator(make_quiz)()
+    assert env.reset()["rollout_id"].flatten().tolist() == [4, 5, 6]
+
+
+# -- under TorchRL's collectors ---------------------------------------------------------------------------
+
+
+def groups_of(batches) -> list[dict[int, set]]:
+    """What each group consists of, by batch; every batch passes a strict gate."""
+    found = []
+    for batch in batches:
+        CompletenessGate()(batch)
+        found.append({})
+        for group, rollout, query in columns(batch, "group_id", "rollout_id", "query"):
+            found[-1].setdefault(group, set()).add((rollout, query))
+    return found
+
+
+def check_groups(batches, repeats: int = 2) -> int:
+    found = groups_of(batches)
+    for group, members in [item for groups in found for item in groups.items()]:
+        assert {rollout for rollout, _ in members} == {group * repeats + i for i in range(repeats)}
+        assert len({query for _, query in members}) == 1
+    numbers = [group for groups in found for group in groups]
+    assert len(set(numbers)) == len(numbers)
+    return len(numbers)
+
+
+@pytest.mark.parametrize("slots", [None, 3])
+def test_a_collectors_rows_make_whole_groups(slots):
+    assert check_groups(assembled(collect(make_quiz(slots=slots), 12, 6), GroupAssembler())) > 10
+    serial = collect(SerialEnv(2, quiz_makers(2, slots=slots)), 12, 6)
+    assert check_groups(assembled(serial, GroupAssembler())) > 8
+
+
+@pytest.mark.slow
+def test_a_parallel_environments_rows_make_whole_groups():
+    env = ParallelEnv(2, quiz_makers(2))
+    assert check_groups(assembled(collect(env, 12, 6), GroupAssembler(), patience=60)) > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_workers_rows_make_whole_groups(kind):
+    collector = kind(quiz_makers(2), frames_per_batch=24, total_frames=24 * 5)
+    assert check_groups(assembled(collector, GroupAssembler(), patience=60)) > 12
+
+
+@pytest.mark.slow
+def test_workers_that_number_alike_are_refused_and_the_error_says_what_numbers_them():
+    collector = MultiSyncCollector([make_quiz] * 2, frames_per_batch=24, total_frames=24 * 5)
+    try:
+        batch = next(iter(collector))
+    finally:
+        collector.shutdown()
+    with pytest.raises(BatchError, match=r"Workers number their own by StampIds\(worker=…\)"):
+        CompletenessGate(on_incomplete="drop")(batch)
+    with pytest.raises(BatchError, match="Do two workers number alike"):
+        GroupAssembler().put(batch)
