@@ -189,14 +189,17 @@ def test_all_our_errors_go_from_process_to_process():
 def test_a_lost_writer_is_raised_or_the_others_go_on():
     begun = [batch_of_lines([Line(90, 90, 0, False)])]
 
-    def writers(assembler: RayAssembler) -> list:
-        return [send.remote(assembler, pieces(size=4)), send.remote(assembler, begun, then="dies")]
+    def go(on_lost: str) -> tuple[RayAssembler, list[TensorDict]]:
+        assembler = fresh()
+        tasks = [send.remote(assembler, pieces(size=4)), send.remote(assembler, begun, then="dies")]
+        try:
+            return assembler, list(assembler.batches(tasks, patience=LONGEST, on_lost=on_lost))
+        finally:
+            ray.wait(tasks, num_returns=len(tasks))
 
-    assembler = fresh()
     with pytest.raises(StalledError, match=r"1 of 2 writers lost \(\w*Error.*group 90 has 0 of 2"):
-        list(assembler.batches(writers(assembler), patience=LONGEST))
-    assembler = fresh()
-    batches = list(assembler.batches(writers(assembler), patience=LONGEST, on_lost="go_on"))
+        go("raise")
+    assembler, batches = go("go_on")
     assert sum(map(len, batches)) == len(LINES)
     assert assembler.counts["unfinished"] == 1
     assembler = fresh()
@@ -297,16 +300,15 @@ def env_of(worker: int) -> ReverseEnv:
     return ReverseEnv(sampler, revised=0.5)
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_a_ray_collector_is_a_source_like_another(sync):
-    """It stacks its workers' batches ``[workers, envs, time]``, or yields one worker's at a time."""
-    frames = env_of(0).frames_per_batch // 2  # of a worker: one of the two turns of each slot
+def test_a_ray_collector_is_a_source_like_another():
+    """It yields one worker's batch at a time, which ends in the middle of rollouts."""
+    frames = env_of(0).frames_per_batch // 2  # one of the two turns of each slot
     collector = RayCollector(
         [partial(env_of, worker) for worker in range(2)],
         make_policy(),
-        frames_per_batch=2 * frames if sync else frames,
+        frames_per_batch=frames,
         total_frames=8 * frames,
-        sync=sync,
+        sync=False,
         remote_configs={"num_cpus": 1},
         collector_kwargs={"auto_register_policy_transforms": False},
     )
@@ -318,9 +320,16 @@ def test_a_ray_collector_is_a_source_like_another(sync):
         collector.shutdown(shutdown_ray=False)
     rows = sum(map(len, batches))
     assert (rows + assembler.counts["unfinished"], assembler.held) == (8 * frames, 0)
-    assert rows >= (8 if sync else 4) * frames
+    assert rows >= 4 * frames
     found = torch.cat([CompletenessGate()(batch)["group_id"].flatten() for batch in batches])
     assert len(found.unique()) == sum(len(batch["group_id"].unique()) for batch in batches)
+
+
+def test_what_a_collector_in_step_stacks_is_taken_in():
+    """RayCollector(sync=True) yields ``[workers, envs, time]``."""
+    rows, assembler = batch_of_lines(LINES), GroupAssembler(segment_key="segment")
+    assembler.put(rows.exclude("text").view(2, 6, 2))
+    assert len(assembler.take()) == len(LINES)
 
 
 def ray_buffer(**options: Any) -> RayReplayBuffer:
