@@ -1,6 +1,16 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import DrainWriter, StampIds, assembled, drained, informative, stamp_ids
+from .collect import (
+    DrainWriter,
+    RayAssembler,
+    RolloutQueue,
+    StampIds,
+    StepQueue,
+    assembled,
+    drained,
+    informative,
+    stamp_ids,
+)
 from .collect.group_unit import GroupUnit
 from .collect.torchrl_configs import register_configs
 from .collect.trainer_hook import PipelineHook
@@ -17,10 +27,13 @@ __all__ = [
     "GroupUnit",
     "Pipeline",
     "PipelineHook",
+    "RayAssembler",
     "RepeatSampler",
+    "RolloutQueue",
     "Run",
     "StageError",
     "StampIds",
+    "StepQueue",
     "StepReport",
     "TokenGRPOLoss",
     "assembled",
