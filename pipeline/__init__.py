@@ -1,6 +1,16 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import StampIds, assembled, stamp_ids
+from .collect import (
+    DrainWriter,
+    RayAssembler,
+    RolloutQueue,
+    StampIds,
+    StepQueue,
+    assembled,
+    drained,
+    informative,
+    stamp_ids,
+)
 from .collect.group_unit import GroupUnit
 from .collect.torchrl_configs import register_configs
 from .collect.trainer_hook import PipelineHook
@@ -13,17 +23,23 @@ from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
     "ConfigError",
+    "DrainWriter",
     "GroupUnit",
     "Pipeline",
     "PipelineHook",
+    "RayAssembler",
     "RepeatSampler",
+    "RolloutQueue",
     "Run",
     "StageError",
     "StampIds",
+    "StepQueue",
     "StepReport",
     "TokenGRPOLoss",
     "assembled",
     "build_pipeline",
+    "drained",
+    "informative",
     "load_pipeline",
     "log_report",
     "make_report",

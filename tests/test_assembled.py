@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from threading import Event
 
 import pytest
@@ -60,6 +61,36 @@ def test_a_source_that_yields_none_for_ever_is_noticed():
 
     with pytest.raises(StalledError, match="7 puts in a row have made no group whole"):
         list(assembled(source(), GroupAssembler(max_idle=7)))
+
+
+def test_under_patience_none_is_silence_and_no_put():
+    def source(silent: int):
+        for row in rows(2):
+            yield from [None] * 150  # more than the puts after which an assembler is idle
+            yield row
+        while silent:
+            time.sleep(0.01)
+            yield None
+
+    assembler = GroupAssembler(timeout=20)
+    assert len(list(assembled(source(0), assembler, patience=60))) == 2
+    assert sum(assembler.counts.values()) == 0
+    begun = time.monotonic()
+    with pytest.raises(StalledError, match=r"silent for 0.2 s"):
+        list(assembled(source(1), GroupAssembler(), patience=0.2))
+    assert time.monotonic() - begun < 30
+
+
+def test_while_none_comes_what_is_too_old_by_its_seconds_goes_out():
+    def source():
+        yield rows(1)[0]
+        yield rows(1)[2]
+        while True:
+            time.sleep(0.01)
+            yield None
+
+    assembler = GroupAssembler(timeout_seconds=0.05, on_timeout="keep", min_rollouts=1)
+    assert numbers([next(iter(assembled(source(), assembler, patience=60)))]) == [[0, 2]]
 
 
 def test_a_source_that_is_silent_is_an_error_in_bounded_time():

@@ -91,17 +91,15 @@ def has_key(batch: TensorDictBase, key: NestedKey | None) -> bool:
     """
     if key is None:
         return False
-    nested = isinstance(key, tuple)
-    if key in batch.keys(include_nested=nested):
-        return True
-    if isinstance(batch, LazyStackedTensorDict):
-        rows = [i for i, td in enumerate(batch.tensordicts) if key in td.keys(include_nested=nested)]
-        if rows:
-            raise BatchError(
-                f"a column is on every row or on none; {key!r} is on {len(rows)} of {len(batch)} rows: "
-                f"{listing(map(str, rows))}"
-            )
-    return False
+    if not isinstance(batch, LazyStackedTensorDict):
+        return key in batch.keys(include_nested=isinstance(key, tuple))
+    rows = [i for i, row in enumerate(batch.tensordicts) if has_key(row, key)]
+    if rows and len(rows) < len(batch.tensordicts):
+        raise BatchError(
+            f"a column is on every row or on none; {key!r} is on {len(rows)} of {len(batch)} rows: "
+            f"{listing(map(str, rows))}"
+        )
+    return bool(rows)
 
 
 def key_names(batch: TensorDictBase) -> list[NestedKey]:

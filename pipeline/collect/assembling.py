@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Literal, get_args
 
 from tensordict import TensorDict, TensorDictBase
+from torchrl.collectors import MultiAsyncCollector
 
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 from headrace.transforms.options import one_of
+
+from .over_source import OverSource
 
 Leftovers = Literal["yield", "drop", "raise"]
 Source = Iterable["TensorDictBase | None"]
@@ -26,13 +30,15 @@ def assembled(
     """Iterate over batches of whole groups, made of what a source yields.
 
     What is not iteration goes to the source: ``assembled(collector, …).update_policy_weights_()`` is the
-    collector's. ``state_dict`` has the state of both.
+    collector's. ``state_dict`` has the state of both. An error of the source gets a note that says which
+    groups wait.
 
     Args:
         source: a collector, or what else yields batches of rows, or None while there are none.
         assembler: which makes groups of them.
-        patience: seconds for which the source may be silent. It is then read in a thread, one batch at a time
-            and only when it is asked for. None: without end.
+        patience: seconds for which the source may be silent, or yield None. It is then read in a thread, one
+            batch at a time and only when it is asked for. None: without end, and a None that the source
+            yields is a put of no rows, of which `max_idle` is too many.
         leftovers: where the source ends, and whole groups are there that are fewer than a batch: ``yield``
             them, ``drop`` them or ``raise``. Rows of groups that are not whole are counted as ``unfinished``,
             and those that are dropped with them.
@@ -53,18 +59,44 @@ def assembled(
         >>> assembler.counts["unfinished"]
         1
     """
+    one_of("leftovers", leftovers, get_args(Leftovers))
+    return Assembled(source, assembler, check_patience(patience), leftovers)
+
+
+def check_patience(patience: float | None) -> float | None:
+    """Seconds for which to wait, or None.
+
+    Raises:
+        ValueError: they are not finite and > 0.
+    """
     if patience is not None and not 0 < patience < float("inf"):
         raise ValueError(f"patience must be finite and > 0; got {patience}")
-    return Assembled(source, assembler, patience, one_of("leftovers", leftovers, get_args(Leftovers)))
+    return patience
 
 
-class Assembled:
+def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
+    """What is left in an assembler to which nothing more comes (:func:`assembled`)."""
+    ready = assembler.ready
+    if ready and leftovers == "raise":
+        raise BatchError(
+            f"the source has ended, and {ready} whole groups are left over, fewer than the "
+            f"{assembler.groups} of a batch: set leftovers='yield' or 'drop'"
+        )
+    while leftovers == "yield" and (batch := assembler.take_rest()) is not None:
+        yield batch
+    if assembler.emitted == 0:
+        raise assembler.stalled("The source has ended, and nothing has come out")
+    assembler.give_up()
+
+
+class Assembled(OverSource):
     """What :func:`assembled` returns."""
 
     def __init__(
         self, source: Source, assembler: GroupAssembler, patience: float | None, leftovers: Leftovers
     ):
-        self.source, self.assembler = source, assembler
+        super().__init__(source)
+        self.assembler = assembler
         self.patience, self.leftovers = patience, leftovers
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -73,26 +105,24 @@ class Assembled:
             # What is whole goes out before more is read: so a restored state begins where it was.
             while (batch := self.assembler.take()) is not None:
                 yield batch
-            try:
-                piece = next(rows)
-            except StopIteration:
+            piece = self._next(rows)
+            if piece is _END:
                 break
+            if piece is None and self.patience is not None:
+                continue
             # None is a put too: a source that yields it for ever is noticed.
             self.assembler.put(TensorDict({}, batch_size=[0]) if piece is None else piece)
-        yield from self._rest()
+        yield from rest_of(self.assembler, self.leftovers)
 
-    def _rest(self) -> Iterator[TensorDictBase]:
-        ready = self.assembler.ready
-        if ready and self.leftovers == "raise":
-            raise BatchError(
-                f"the source has ended, and {ready} whole groups are left over, fewer than the "
-                f"{self.assembler.groups} of a batch: set leftovers='yield' or 'drop'"
-            )
-        while self.leftovers == "yield" and (batch := self.assembler.take_rest()) is not None:
-            yield batch
-        if self.assembler.emitted == 0:
-            raise self.assembler.stalled("The source has ended, and nothing has come out")
-        self.assembler.give_up()
+    def _next(self, rows: Iterator[TensorDictBase | None]) -> Any:
+        try:
+            return next(rows, _END)
+        except StalledError:
+            raise
+        except Exception as err:  # of the source, with what waits for it
+            if hasattr(err, "add_note"):  # Python 3.11
+                err.add_note(str(self.assembler.stalled("The source has failed")))
+            raise
 
     def _patiently(self, patience: float) -> Iterator[TensorDictBase | None]:
         """Read the source in a thread, since who waits in it can not be interrupted.
@@ -103,50 +133,42 @@ class Assembled:
         wanted: SimpleQueue[bool] = SimpleQueue()
         found: SimpleQueue[Callable[[], Any]] = SimpleQueue()
         Thread(target=_read_when_wanted, args=(self.source, wanted, found), daemon=True).start()
+        left = patience
         try:
-            while True:
+            while left > 0:
+                asked = time.monotonic()
                 wanted.put(True)
                 try:
-                    answer = found.get(timeout=patience)
+                    answer = found.get(timeout=left)
                 except Empty:
-                    raise self._silent(patience) from None
+                    break
                 batch = answer()
                 if batch is _END:
                     return
+                # Only the wait counts, not what is done with a batch in between.
+                left = patience if batch is not None else left - (time.monotonic() - asked)
                 yield batch
         finally:
             wanted.put(False)
+        raise self.assembler.stalled(f"The source has been silent for {patience:g} s")
 
-    def _silent(self, patience: float) -> StalledError:
-        return self.assembler.stalled(f"The source has been silent for {patience:g} s")
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the assembler, and of the source where it has one."""
-        has_state = hasattr(self.source, "state_dict")
-        source = {"source": self.source.state_dict()} if has_state else {}  # type: ignore[attr-defined]
-        return source | {"assembler": self.assembler.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state.
+    def own_state(self) -> dict[str, Any]:
+        """The assembler's.
 
         Raises:
-            ValueError: it is of an assembler that reads rows in another way; one source has a state and the
-                other has none.
+            TypeError: the source is a MultiAsyncCollector.
         """
-        has_state = hasattr(self.source, "load_state_dict")
-        if has_state != ("source" in state):
-            raise ValueError(
-                f"the state {'has' if 'source' in state else 'lacks'} that of a source, and this source "
-                f"{'takes' if has_state else 'takes no'} state"
+        if isinstance(self.source, MultiAsyncCollector):
+            raise TypeError(
+                "a MultiAsyncCollector that is asked for its state throws away the rows that its workers are "
+                "collecting: save that of the assembler, stream.assembler.state_dict(). Rollouts under way "
+                "end with their workers: set the assembler's timeout, which lets go of their groups"
             )
-        self.assembler.load_state_dict(state["assembler"])
-        if has_state:
-            self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
+        return {"assembler": self.assembler.state_dict()}
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "source":  # while it is copied it has none
-            raise AttributeError(name)
-        return getattr(self.source, name)
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from the assembler's."""
+        self.assembler.load_state_dict(state["assembler"])
 
 
 _END = object()

@@ -9,7 +9,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.checks import Rule, set_rule
-from headrace.transforms.ids import as_ids, first_row, first_row_of_pairs
+from headrace.transforms.ids import as_ids
 from headrace.transforms.schema import (
     EXPECTED_SEGMENTS,
     Status,
@@ -19,9 +19,10 @@ from headrace.transforms.schema import (
     read_status,
 )
 
+from .closed import Closed, is_closed
 from .ended import last_segment
 from .held import HeldRows
-from .open_groups import OpenGroups, number_groups
+from .open_groups import Dispatch, OpenGroups, number_groups
 
 READER = "GroupAssembler"
 
@@ -56,21 +57,6 @@ class Reads(NamedTuple):
         if self.reward_key is None:
             return torch.zeros(len(batch), dtype=torch.float64)
         return read_column(batch, self.reward_key, reader=READER, option="reward_key").cpu().double()
-
-
-class Dispatch(NamedTuple):
-    """The groups of rows, (N,) each, on the CPU."""
-
-    partition: Tensor
-    group: Tensor
-    expected: Tensor
-    """How many rollouts the group was dispatched with."""
-    label: Tensor
-    """Of the group (:func:`number_groups`)."""
-
-    def take(self, rows: Tensor) -> Dispatch:
-        """Some of the rows, by numbers or by a mask."""
-        return Dispatch(*(column[rows] for column in self))
 
 
 class Arriving(NamedTuple):
@@ -109,6 +95,7 @@ def read_arriving(batch: TensorDictBase, reads: Reads, groups: OpenGroups, recei
         if has_key(batch, EXPECTED_SEGMENTS):
             ends = reads.numbers(batch, EXPECTED_SEGMENTS)
     rows = HeldRows(
+        first=torch.zeros_like(ends),  # known when they stand behind those that wait
         slot=dispatch.label,
         rollout=reads.numbers(batch, "rollout_key"),
         segment=reads.numbers(batch, "segment_key"),
@@ -123,28 +110,30 @@ def read_arriving(batch: TensorDictBase, reads: Reads, groups: OpenGroups, recei
     return Arriving(dispatch, rows)
 
 
-def dispatch_rules(
-    groups: OpenGroups, came: Dispatch, group_size: int | None, *, announced: bool = False
-) -> list[Rule]:
-    """Ids are set, rows of a group agree on how many rollouts it has, and it is announced before it comes."""
-    known, least = len(groups.group), group_size or 1
+def dispatch_rules(groups: OpenGroups, came: Dispatch, group_size: int | None) -> list[Rule]:
+    """Ids are set, and rows of a group agree on how many rollouts it has."""
+    least = group_size or 1
     agreed = torch.cat([groups.expected, came.expected])[came.label]
-    odd = (came.expected < least) | (agreed != came.expected)
-    rules = [
+    return [
         set_rule(came.partition, "partition", "its groups could not be told from others"),
         set_rule(came.group, "group_id", "rows without an id would be compared with one another"),
         Rule(
-            odd,
+            (came.expected < least) | (agreed != came.expected),
             lambda row: (
                 f"group {int(came.group[row])}: {sorted({int(came.expected[row]), int(agreed[row])})}"
             ),
             f"expected_rollouts is one number ≥ {least} per group; found {{found}}. Do workers disagree?",
         ),
     ]
-    if announced:
-        message = "groups are announced once, before their first row; found {found}. Are ids reused?"
-        rules.append(Rule(came.label < known, lambda row: str(int(came.group[row])), message))
-    return rules
+
+
+def announce_rules(groups: OpenGroups, closed: Closed, came: Dispatch, group_size: int | None) -> list[Rule]:
+    """What must hold of groups that are announced: they are new."""
+    known = came.label < len(groups.group)
+    known |= is_closed(closed, came.partition, came.group)
+    message = "groups are announced once, before their first row; found {found}. Are ids reused?"
+    rule = Rule(known, lambda row: str(int(came.group[row])), message)
+    return [*dispatch_rules(groups, came, group_size), rule]
 
 
 def row_rules(rows: HeldRows) -> list[Rule]:
@@ -161,27 +150,27 @@ def row_rules(rows: HeldRows) -> list[Rule]:
 
 
 def sibling_rules(
-    held: HeldRows, homes: OpenGroups, new: Arriving, over: Tensor, *, has_segments: bool
+    rows: HeldRows, homes: OpenGroups, came: Dispatch, over: Tensor, *, has_segments: bool
 ) -> list[Rule]:
     """A rollout belongs to one group, also of those that wait, and its rows agree on where it ends.
 
     Args:
-        held: rows that wait.
-        homes: their groups.
-        new: rows that come.
+        rows: those that wait and behind them N that come.
+        homes: groups of those that wait.
+        came: groups of those that come.
         over: (N,) bool, the new row's rollout ended in a group that is closed, and this is another.
         has_segments: whether rows have numbers.
     """
-    rows = held.followed_by(new.rows)
-    partition = torch.cat([homes.partition[held.slot], new.dispatch.partition])
-    group = torch.cat([homes.group[held.slot], new.dispatch.group])
-    first = first_row_of_pairs(first_row(partition), rows.rollout)
+    first, waiting = rows.first, len(rows.slot) - len(over)
     torn = rows.slot[first] != rows.slot
-    torn[len(held.slot) :] |= over
+    torn[waiting:] |= over
+
+    def group_of(row: int) -> int:
+        return int(homes.group[rows.slot[row]] if row < waiting else came.group[row - waiting])
 
     def groups_of(row: int) -> str:
-        homes = sorted({int(group[first[row]]), int(group[row])})
-        closed = " and in one that is closed" if row >= len(held.slot) and over[row - len(held.slot)] else ""
+        homes = sorted({group_of(int(first[row])), group_of(row)})
+        closed = " and in one that is closed" if row >= waiting and over[row - waiting] else ""
         return f"rollout {int(rows.rollout[row])} in groups {homes}{closed}"
 
     def ends_of(row: int) -> str:

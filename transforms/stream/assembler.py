@@ -10,9 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 from tensordict import NestedKey, TensorDictBase
 
-from headrace.transforms.checks import Rule, enforce, few
+from headrace.transforms.checks import enforce
 from headrace.transforms.door import enter_rows
-from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import is_first
 from headrace.transforms.labels import labels_in_errors
 from headrace.transforms.options import at_least, describe_options, nested_key, one_of
@@ -20,24 +19,13 @@ from headrace.transforms.rows import device_of
 from headrace.transforms.schema import DISPATCHED, DONE
 from headrace.transforms.tokens import silence
 
-from .arriving import Arriving, Reads, dispatch_rules, read_arriving, read_dispatch
-from .changes import (
-    DUPLICATE,
-    LATE,
-    REASONS,
-    STALE,
-    UNFINISHED,
-    Admission,
-    Stream,
-    admit,
-    count_out,
-    let_go,
-)
+from .arriving import Reads, announce_rules, read_arriving, read_dispatch
+from .changes import REASONS, Stream, admit, drop_all, drop_older, let_go, open_groups
 from .choosing import choose, in_order
-from .closed import is_closed
-from .held import Chunks, HeldRows, is_among
-from .limits import Limits, check_limits, count_idle, describe_stall, settle
-from .settled import Selector, tally
+from .chunks import Chunks
+from .held import HeldRows, is_among
+from .limits import Limits, check_limits, count_idle, describe_stall, repeat_rules, settle
+from .settled import Selector
 from .stalled import StalledError
 
 OnShort = Literal["drop", "raise", "keep", "refill"]
@@ -78,7 +66,7 @@ class GroupAssembler:
         min_rollouts: for ``keep``, ≥ 1.
         min_fraction: for ``keep``, in (0, 1].
         refill: for ``refill``, called with a group's id and the number of rollouts that it lacks, each of
-            which gets an id of its own.
+            which gets an id of its own. What it raises comes out of :meth:`put`, whose rows are in.
         max_refills: how often it is called for a group, which is dropped after that.
         max_staleness: policy versions for which a row may be older than `version` when it is handed out.
             None: any number.
@@ -90,7 +78,8 @@ class GroupAssembler:
         on_surplus: where more rollouts end than `group_size`: ``drop`` those that end last; or a callable
             from their rewards (n,) float64, ordered by rollout id, and k = `group_size` to the k that stay,
             as indices or as a mask, asked once all that were dispatched are over, or the group too old.
-        max_pending_groups: groups that may wait; of more the oldest leave. None: any number.
+        max_pending_groups: groups that may wait. None: any number.
+        on_full: where more wait: the oldest leave (``drop``), or ``raise``.
         max_idle: puts in a row in which no group became whole, after which something is wrong. None: eight
             times the rollouts of a batch, and at least 100.
         segment_key: (N,) or (N, 1) int ≥ 0, the number of the row's segment, which may arrive in any order.
@@ -144,6 +133,7 @@ class GroupAssembler:
         on_duplicate: OnRepeat = "raise",
         on_surplus: Literal["drop"] | Selector = "drop",
         max_pending_groups: int | None = None,
+        on_full: OnRepeat = "drop",
         max_idle: int | None = None,
         segment_key: NestedKey | None = None,
         done_key: NestedKey | None = DONE,
@@ -167,6 +157,7 @@ class GroupAssembler:
         self.refill, self.max_refills = refill, at_least("max_refills", max_refills, 1)
         self.max_staleness = at_least("max_staleness", max_staleness, 0)
         self.max_pending_groups = at_least("max_pending_groups", max_pending_groups, 1)
+        self.on_full = one_of("on_full", on_full, get_args(OnRepeat))
         self.max_idle = at_least("max_idle", max_idle, 1)
         self.segment_key, self.done_key = nested_key(segment_key), nested_key(done_key)
         self.partition_key, self.group_key = nested_key(partition_key), nested_key(group_key)
@@ -253,7 +244,7 @@ class GroupAssembler:
             if flat.shape.numel():
                 new = read_arriving(flat, self._reads, state.groups, state.received)
                 admission = admit(state, new, now, self.group_size, self.segment_key is not None)
-                enforce([*admission.rules, *self._refusals(new, admission)])
+                enforce([*admission.rules, *repeat_rules(new, admission.leaves, self._limits)])
                 state, arrival = admission.state, new.rows.arrival
             state, asked = settle(state._replace(puts=state.puts + 1), self._limits, now)
             state = count_idle(state, self._state.whole, self._limits)
@@ -261,30 +252,15 @@ class GroupAssembler:
             self._chunks.add(arrival[stays], flat, stays.nonzero().flatten())
             self._commit(state, asked)
 
-    def _refusals(self, new: Arriving, admission: Admission) -> list[Rule]:
-        """Rows that come again, or too late, where they are to raise."""
-
-        def describe(row: int) -> str:
-            segment = "" if self.segment_key is None else f"segment {int(new.rows.segment[row])} of "
-            return f"{segment}rollout {int(new.rows.rollout[row])} of group {int(new.dispatch.group[row])}"
-
-        rules = []
-        if self.on_duplicate == "raise":
-            message = (
-                "a rollout ends once, and a segment of it comes once; found again {found}. Do two workers "
-                "number alike, or were rows sent twice? Name the segment_key if rows come in another order, "
-                "or set on_duplicate='drop', and the first stays"
-            )
-            rules.append(Rule(admission.leaves == DUPLICATE, describe, message))
-        if self.on_late == "raise":
-            message = "rollouts come before their group is closed; found too late {found}: on_late='drop'"
-            rules.append(Rule(admission.leaves == LATE, describe, message))
-        return rules
-
     def stalled(self, why: str) -> StalledError:
         """The error that says which groups wait longest, and what became of all rows."""
         with self._turn:
             return describe_stall(why, self._state, self._limits)
+
+    def _settle(self, state: Stream, now: float) -> None:
+        """Settle groups without a put."""
+        state, asked = settle(state, self._limits, now)
+        self._commit(state._replace(idle=0) if state.whole > self._state.whole else state, asked)
 
     def _commit(self, state: Stream, asked: list[tuple[int, int]]) -> None:
         if len(state.rows.slot) < sum(len(chunk.arrival) for chunk in self._chunks.chunks):
@@ -317,10 +293,9 @@ class GroupAssembler:
     def _take(self, wanted: int | None) -> TensorDictBase | None:
         with self._turn:
             if self.timeout_seconds is not None:
-                state, asked = settle(self._state, self._limits, time.monotonic())
-                self._commit(state._replace(idle=0) if state.whole > self._state.whole else state, asked)
+                self._settle(self._state, time.monotonic())
             if self.max_staleness is not None and self.on_stale == "drop":
-                self._drop_stale()
+                self._commit(drop_older(self._state, self.version - self.max_staleness), [])
             chosen = choose(self._state.groups, wanted)
             if chosen is None:
                 return None
@@ -337,32 +312,19 @@ class GroupAssembler:
 
     def _write(self, batch: TensorDictBase, rows: HeldRows) -> TensorDictBase:
         """Say how many rollouts each group has, and how many were dispatched."""
-        count = tally(rows, self._state.groups, has_segments=False)
-        one = is_first(count.first).long()
-        have = torch.zeros_like(self._state.groups.group).index_add(0, rows.slot, one)
+        have = torch.zeros_like(self._state.groups.group)
+        have = have.index_add(0, rows.slot, is_first(rows.first).long())
         device = device_of(batch)
         batch.set(self.expected_key, have[rows.slot].to(device))
         batch.set(DISPATCHED, self._state.groups.dispatched[rows.slot].to(device))
         return batch
 
-    def _drop_stale(self) -> None:
-        state = self._state
-        oldest = torch.full_like(state.groups.group, torch.iinfo(torch.int64).max)
-        oldest = oldest.scatter_reduce(0, state.rows.slot, state.rows.version, "amin")
-        stale = state.groups.ready & (oldest < self.version - (self.max_staleness or 0))
-        if bool(stale.any()):
-            gone = stale[state.rows.slot]
-            left = count_out(state, torch.where(gone, STALE, 0))
-            self._commit(let_go(left, stale, gone, gone), [])
-
     def give_up(self) -> int:
         """Let go of all that is held, counted as ``unfinished``, and return how many rows that were."""
         with self._turn:
-            state, count = self._state, self._limits.tally(self._state)
-            left = count_out(state, torch.full_like(state.rows.slot, UNFINISHED))
-            over = count.ended | count.failed
-            self._commit(let_go(left, torch.ones_like(state.groups.ready), torch.ones_like(over), over), [])
-            return len(over)
+            rows, count = self.held, self._limits.tally(self._state)
+            self._commit(drop_all(self._state, count.ended | count.failed), [])
+            return rows
 
     # -- what was dispatched ------------------------------------------------------------------------
 
@@ -374,24 +336,18 @@ class GroupAssembler:
                 `group_size` is None.
 
         Raises:
-            BatchError: a group has been announced, or has rows; numbers of expected rollouts differ.
+            BatchError: a group has been announced, has rows or is closed; numbers of expected rollouts
+                differ; more groups wait than may, under ``on_full="raise"``.
         """
         keys = [self.group_key, self.rollout_key]
         with self._turn, labels_in_errors(draws, keys):
             draws = enter_rows(draws, keys, reader=type(self).__name__)
             if draws.shape.numel() == 0:
                 return
-            state = self._state
-            came = read_dispatch(draws, self._reads, state.groups)
-            known, label = len(state.groups.group), came.label
-            enforce(dispatch_rules(state.groups, came, self.group_size, announced=True))
-            new = came.take(label - known == torch.arange(len(label)))
-            if bool((over := is_closed(state.closed_groups, new.partition, new.group)).any()):
-                raise BatchError(f"groups are announced before they are closed; found {few(new.group[over])}")
-            groups = state.groups.with_new(
-                new.partition, new.group, new.expected, state.puts, time.monotonic()
-            )
-            self._state = state._replace(groups=groups)
+            came = read_dispatch(draws, self._reads, self._state.groups)
+            enforce(announce_rules(self._state.groups, self._state.closed_groups, came, self.group_size))
+            now = time.monotonic()
+            self._settle(open_groups(self._state, came, now), now)
 
     # -- state --------------------------------------------------------------------------------------
 

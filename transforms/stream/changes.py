@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from headrace.transforms.checks import Rule
-from headrace.transforms.ids import first_row_of_pairs
 
 from .arriving import Arriving, dispatch_rules, row_rules, sibling_rules
 from .closed import Closed, close_ids, is_closed
 from .ended import comes_again
 from .held import HeldRows
-from .open_groups import OpenGroups
+from .open_groups import Dispatch, OpenGroups, first_in_partition
 from .settled import Selector, Tally, first_to_end, selected
 
 REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished")
@@ -85,11 +84,12 @@ def admit(state: Stream, new: Arriving, now: float, group_size: int | None, has_
     came, label, known = new.dispatch, new.rows.slot, len(state.groups.group)
     over_group = is_closed(state.closed_groups, came.partition, came.group)
     over_rollout = is_closed(state.closed_rollouts, came.partition, new.rows.rollout)
+    held = len(state.rows.slot)
     every = state.rows.followed_by(new.rows)
-    first = first_row_of_pairs(every.slot, every.rollout)
-    again = comes_again(first, every.done, every.ends, every.segment if has_segments else None)
-    waits = first < len(state.rows.slot)  # the row's rollout is held
-    again, waits = again[len(state.rows.slot) :], waits[len(state.rows.slot) :]
+    partition = torch.cat([state.groups.partition[state.rows.slot], came.partition])
+    every = every._replace(first=first_in_partition(partition, every.rollout))
+    again = comes_again(every.first, every.done, every.ends, every.segment if has_segments else None)[held:]
+    waits = every.first[held:] < held  # the row's rollout is held
     again = torch.where(over_group, over_rollout, again)
     is_ready = torch.cat([state.groups.ready, torch.zeros_like(over_group)])[label]
     leaves = torch.zeros_like(label)
@@ -98,16 +98,15 @@ def admit(state: Stream, new: Arriving, now: float, group_size: int | None, has_
         leaves = torch.where(which, code, leaves)
     rules = dispatch_rules(state.groups, came, group_size) + row_rules(new.rows)
     elsewhere = over_rollout & ~over_group
-    rules += sibling_rules(state.rows, state.groups, new, elsewhere, has_segments=has_segments)
-    fresh = ((label - known == torch.arange(len(label))) & ~over_group).nonzero().flatten()
-    begun = came.take(fresh)
-    groups = state.groups.with_new(begun.partition, begun.group, begun.expected, state.puts + 1, now)
+    rules += sibling_rules(every, state.groups, came, elsewhere, has_segments=has_segments)
+    fresh = (came.begins(known) & ~over_group).nonzero().flatten()
+    groups = state.groups.with_new(came.take(fresh), state.puts + 1, now)
     line = torch.arange(known + len(label))
     line[known + fresh] = known + torch.arange(len(fresh))
-    held = new.rows._replace(slot=line[label]).take(leaves == 0)
-    after = state._replace(
-        rows=state.rows.followed_by(held), groups=groups, received=state.received + len(label)
-    )
+    every = every._replace(slot=torch.cat([state.rows.slot, line[label]]))
+    if bool(leaves.any()):
+        every = every.take(torch.cat([torch.ones(held, dtype=torch.bool), leaves == 0]))
+    after = state._replace(rows=every, groups=groups, received=state.received + len(label))
     return Admission(count_out(after, leaves), leaves, rules)
 
 
@@ -124,6 +123,8 @@ class Fates(NamedTuple):
     """(G,) bool: all that can come is there, and not enough."""
     old: Tensor
     """(G,) bool: it has waited too long."""
+    evicted: Tensor
+    """(G,) bool: more groups wait than may, and it is one of the oldest."""
     leaves: Tensor
     """(R,) int64: the code of the reason why the row leaves; 0: it stays."""
 
@@ -169,10 +170,9 @@ def judge(
         ready, again, closed = ready | keeps, again | asks, closed | (which & ~keeps & ~asks)
         why = torch.where(which, code, why)
     waiting = waits & ~ready & ~closed
-    if most is not None:
-        evicted = waiting & (waiting.long().cumsum(0) <= waiting.sum() - most)  # the oldest stand first
-        closed, again = closed | evicted, again & ~evicted
-        why = torch.where(evicted, EVICTED, why)
+    evicted = waiting & (waiting.long().cumsum(0) <= waiting.sum() - (most or len(waiting)))  # oldest first
+    closed, again = closed | evicted, again & ~evicted
+    why = torch.where(evicted, EVICTED, why)
     slot = state.rows.slot
     if selector is None:
         chosen = first_to_end(state.rows, count, size)
@@ -182,7 +182,7 @@ def judge(
     leaves = torch.where(closed[slot] | left_over, why[slot], 0)
     leaves = torch.where(left_over & count.failed, FAILED, leaves)
     missing = torch.where(again, size - count.have, 0)
-    return Fates(ready, closed, missing, settled, old, leaves)
+    return Fates(ready, closed, missing, settled, old, evicted, leaves)
 
 
 def apply_fates(state: Stream, count: Tally, fates: Fates, now: float) -> Stream:
@@ -221,12 +221,37 @@ def let_go(state: Stream, closed: Tensor, gone: Tensor, over: Tensor) -> Stream:
         over: (R,) bool, the row's rollout ended or failed: if it comes again, that is no new one.
     """
     rows, groups = state.rows, state.groups
-    ends = rows.take(closed[rows.slot] & over)
+    if not bool(closed.any()):
+        return state._replace(rows=rows.take(~gone)) if bool(gone.any()) else state
+    leaving = closed[rows.slot]
+    ends = (leaving & over).nonzero().flatten()
     line = (~closed).long().cumsum(0) - 1
-    left = rows.take(~gone & ~closed[rows.slot])
+    left = rows.take(~gone & ~leaving)
+    over_in = groups.partition[rows.slot[ends]]
     return state._replace(
         rows=left._replace(slot=line[left.slot]),
         groups=groups.take(~closed),
         closed_groups=close_ids(state.closed_groups, groups.partition[closed], groups.group[closed]),
-        closed_rollouts=close_ids(state.closed_rollouts, groups.partition[ends.slot], ends.rollout),
+        closed_rollouts=close_ids(state.closed_rollouts, over_in, rows.rollout[ends]),
     )
+
+
+def open_groups(state: Stream, came: Dispatch, now: float) -> Stream:
+    """Groups that are announced wait from now on."""
+    new = came.take(came.begins(len(state.groups.group)))
+    return state._replace(groups=state.groups.with_new(new, state.puts, now))
+
+
+def drop_older(state: Stream, version: int) -> Stream:
+    """Let go of whole groups of which a row is older than this policy version."""
+    oldest = torch.full_like(state.groups.group, torch.iinfo(torch.int64).max)
+    oldest = oldest.scatter_reduce(0, state.rows.slot, state.rows.version, "amin")
+    stale = state.groups.ready & (oldest < version)
+    gone = stale[state.rows.slot]
+    return let_go(count_out(state, torch.where(gone, STALE, 0)), stale, gone, gone)
+
+
+def drop_all(state: Stream, over: Tensor) -> Stream:
+    """Let go of all groups and rows; `over` as in :func:`let_go`."""
+    left = count_out(state, torch.full_like(state.rows.slot, UNFINISHED))
+    return let_go(left, torch.ones_like(state.groups.ready), torch.ones_like(over), over)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .held import HeldRows
-from .open_groups import OpenGroups
+from .open_groups import OpenGroups, partitions_in
 
 
 def choose(groups: OpenGroups, wanted: int | None) -> Tensor | None:
@@ -21,7 +21,7 @@ def choose(groups: OpenGroups, wanted: int | None) -> Tensor | None:
     """
     lines = groups.ready.nonzero().flatten()
     lines = lines[groups.order[lines].argsort()]
-    partitions = [lines[groups.partition[lines] == p] for p in groups.partition[lines].unique().tolist()]
+    partitions = [lines[groups.partition[lines] == p] for p in partitions_in(groups.partition[lines])]
     enough = [lines[: wanted or len(lines)] for lines in partitions if len(lines) >= (wanted or 1)]
     return min(enough, key=lambda lines: int(groups.order[lines[-1]]), default=None)
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .open_groups import partitions_in
+
 Closed = Mapping[int, Tensor]
 """By partition, (K, 2) int64 of first and last ids, in order, with gaps between them."""
 
@@ -52,7 +54,7 @@ def in_intervals(intervals: Tensor, ids: Tensor) -> Tensor:
 def close_ids(closed: Closed, partition: Tensor, ids: Tensor) -> dict[int, Tensor]:
     """The closed ids, and these with them."""
     after = dict(closed)
-    for name in partition.unique().tolist():
+    for name in partitions_in(partition):
         before = after.get(name, ids.new_empty(0, 2))
         after[name] = join_intervals(before, ids[partition == name])
     return after
@@ -61,7 +63,7 @@ def close_ids(closed: Closed, partition: Tensor, ids: Tensor) -> dict[int, Tenso
 def is_closed(closed: Closed, partition: Tensor, ids: Tensor) -> Tensor:
     """(N,) bool: the id of this partition is closed."""
     over = torch.zeros_like(ids, dtype=torch.bool)
-    for name in partition.unique().tolist():
+    for name in partitions_in(partition):
         if name in closed:
             over |= (partition == name) & in_intervals(closed[name], ids)
     return over

@@ -5,22 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.transforms.ids import any_by, first_row_of_pairs, reduce_by, sum_by
+from headrace.transforms.ids import any_by, first_row_of_pairs, is_first, reduce_by, sum_by
 
 
-def earlier(first: Tensor, flags: Tensor) -> Tensor:
-    """Per row, how many earlier rows of its id have the flag; (N,) int64.
+def comes_after(first: Tensor, flags: Tensor, least: Tensor) -> Tensor:
+    """Per row, whether at least so many earlier rows of its id have the flag; (N,) bool.
+
+    Args:
+        first: (N,) int64, of :func:`first_row`.
+        flags: (N,) bool.
+        least: (N,) int64 ≥ 1.
 
     Example:
-        >>> earlier(torch.tensor([0, 1, 0, 0]), torch.tensor([True, True, False, True])).tolist()
-        [0, 0, 1, 1]
+        >>> done, once = torch.tensor([True, True, False, True]), torch.ones(4, dtype=torch.int64)
+        >>> comes_after(torch.tensor([0, 1, 0, 0]), done, once).tolist()
+        [False, False, True, True]
     """
+    position = torch.arange(len(first))
+    after = position > reduce_by(first, torch.where(flags, position, len(first)), "amin")
+    if not bool((after & (least > 1)).any()):
+        return after
     ordered, order = first.sort(stable=True)
     before = flags[order].long().cumsum(0) - flags[order].long()
     begins = torch.ones_like(ordered, dtype=torch.bool)
     begins[1:] = ordered[1:] != ordered[:-1]
     before = before - torch.where(begins, before, 0).cummax(0).values
-    return torch.empty_like(before).scatter_(0, order, before)
+    return torch.empty_like(before).scatter_(0, order, before) >= least
 
 
 def comes_again(first: Tensor, done: Tensor, ends: Tensor, segment: Tensor | None) -> Tensor:
@@ -41,9 +51,9 @@ def comes_again(first: Tensor, done: Tensor, ends: Tensor, segment: Tensor | Non
         [False, False, True]
     """
     if segment is None:
-        return earlier(first, done) >= ends
-    again = earlier(first_row_of_pairs(first, segment), torch.ones_like(done)) > 0
-    return again | (done & (earlier(first, done & ~again) >= ends))
+        return comes_after(first, done, ends)
+    again = ~is_first(first_row_of_pairs(first, segment))
+    return again | (done & comes_after(first, done & ~again, ends))
 
 
 def has_ended(

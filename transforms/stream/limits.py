@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey
+from torch import Tensor
 
 from headrace.transforms.checks import Rule, enforce
 from headrace.transforms.errors import IncompleteGroupsError
 
-from .changes import FAILED, REASONS, TIMEOUT, Fates, Stream, apply_fates, judge
+from .arriving import Arriving
+from .changes import DUPLICATE, FAILED, LATE, REASONS, TIMEOUT, Fates, Stream, apply_fates, judge
 from .settled import Selector, Tally, describe_open_group, tally
 from .stalled import StalledError, stalled
 
@@ -32,8 +34,11 @@ class Limits(NamedTuple):
     min_fraction: float | None
     max_refills: int
     max_pending_groups: int | None
+    on_full: str
     max_idle: int | None
     on_surplus: str | Selector
+    on_duplicate: str
+    on_late: str
 
     def tally(self, state: Stream) -> Tally:
         """How far rollouts and groups are."""
@@ -62,6 +67,8 @@ def check_limits(limits: Limits, refill: Any) -> None:
         raise ValueError(f"on_surplus must be 'drop' or a callable; got {limits.on_surplus!r}")
     if limits.timeout_seconds is not None and not 0 < limits.timeout_seconds < math.inf:
         raise ValueError(f"timeout_seconds must be finite and > 0; got {limits.timeout_seconds}")
+    if limits.on_full != "drop" and limits.max_pending_groups is None:
+        raise ValueError(f"on_full={limits.on_full!r} needs max_pending_groups")
     if limits.on_timeout != "drop" and limits.timeout is None and limits.timeout_seconds is None:
         raise ValueError(f"on_timeout={limits.on_timeout!r} needs timeout or timeout_seconds")
 
@@ -101,6 +108,27 @@ def settle(state: Stream, limits: Limits, now: float) -> tuple[Stream, list[tupl
     return apply_fates(state, count, fates, now), asked
 
 
+def repeat_rules(new: Arriving, leaves: Tensor, limits: Limits) -> list[Rule]:
+    """Rows that come again, or too late, where they are to raise; `leaves` as in :class:`Admission`."""
+
+    def describe(row: int) -> str:
+        segment = "" if limits.segment_key is None else f"segment {int(new.rows.segment[row])} of "
+        return f"{segment}rollout {int(new.rows.rollout[row])} of group {int(new.dispatch.group[row])}"
+
+    rules = []
+    if limits.on_duplicate == "raise":
+        message = (
+            "a rollout ends once, and a segment of it comes once; found again {found}. Do two workers "
+            "number alike, or were rows sent twice? Name the segment_key if rows come in another order, "
+            "or set on_duplicate='drop', and the first stays"
+        )
+        rules.append(Rule(leaves == DUPLICATE, describe, message))
+    if limits.on_late == "raise":
+        message = "rollouts come before their group is closed; found too late {found}: on_late='drop'"
+        rules.append(Rule(leaves == LATE, describe, message))
+    return rules
+
+
 def _refuse_short(state: Stream, limits: Limits, count: Tally, fates: Fates) -> None:
     def describe(slot: int) -> str:
         return describe_open_group(slot, state.rows, state.groups, count, state.puts)
@@ -118,6 +146,12 @@ def _refuse_short(state: Stream, limits: Limits, count: Tally, fates: Fates) -> 
         rules.append(Rule(fates.settled, describe, failed, IncompleteGroupsError))
     if limits.on_timeout == "raise":
         rules.append(Rule(fates.old, describe, old, IncompleteGroupsError))
+    if limits.on_full == "raise":
+        full = (
+            f"{limits.max_pending_groups} groups may wait (max_pending_groups); {{count}} more group{{s}}: "
+            "{found}. Announce no more than room(), or set on_full='drop'"
+        )
+        rules.append(Rule(fates.evicted, describe, full, IncompleteGroupsError))
     enforce(rules)
 
 

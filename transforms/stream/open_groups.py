@@ -10,6 +10,25 @@ from torch import Tensor
 from headrace.transforms.ids import first_row, first_row_of_pairs
 
 
+class Dispatch(NamedTuple):
+    """The groups of rows, (N,) each, on the CPU."""
+
+    partition: Tensor
+    group: Tensor
+    expected: Tensor
+    """How many rollouts the group was dispatched with."""
+    label: Tensor
+    """Of the group (:func:`number_groups`)."""
+
+    def take(self, rows: Tensor) -> Dispatch:
+        """Some of the rows, by numbers or by a mask."""
+        return Dispatch(*(column[rows] for column in self))
+
+    def begins(self, known: int) -> Tensor:
+        """(N,) bool: the row is the first of a group that is not one of those `known`."""
+        return self.label - known == torch.arange(len(self.label))
+
+
 class OpenGroups(NamedTuple):
     """What is known of G open groups, (G,) each, on the CPU, the oldest first."""
 
@@ -44,12 +63,10 @@ class OpenGroups(NamedTuple):
         """Some of the groups, by numbers or by a mask."""
         return OpenGroups(*(column[rows] for column in self))
 
-    def with_new(
-        self, partition: Tensor, group: Tensor, expected: Tensor, put: int, time: float
-    ) -> OpenGroups:
-        """These groups and behind them new ones, (K,) each."""
-        zero = torch.zeros_like(group)
-        new = (partition, group, expected, zero, zero, zero + put, zero.double() + time, zero - 1)
+    def with_new(self, came: Dispatch, put: int, time: float) -> OpenGroups:
+        """These groups and behind them K new ones."""
+        zero = torch.zeros_like(came.group)
+        new = (*came[:3], zero, zero, zero + put, zero.double() + time, zero - 1)
         return OpenGroups(*(torch.cat(pair) for pair in zip(self, new, strict=True)))
 
     @classmethod
@@ -71,4 +88,16 @@ def number_groups(table: OpenGroups, partition: Tensor, group: Tensor) -> Tensor
         (N,) int64.
     """
     partitions, groups = torch.cat([table.partition, partition]), torch.cat([table.group, group])
-    return first_row_of_pairs(first_row(partitions), groups)[len(table.group) :]
+    return first_in_partition(partitions, groups)[len(table.group) :]
+
+
+def first_in_partition(partition: Tensor, ids: Tensor) -> Tensor:
+    """For each row, the first row with the same id in the same partition; (N,) int64 all, on the CPU."""
+    if bool((partition == partition[:1]).all()):
+        return first_row(ids)
+    return first_row_of_pairs(first_row(partition), ids)
+
+
+def partitions_in(partition: Tensor) -> list[int]:
+    """The partitions there are; rows of one mostly come together."""
+    return sorted(set(partition.unique_consecutive().tolist()))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.transforms.checks import few
 from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import any_by, first_row_of_pairs, is_first, places_by_turn, reduce_by
+from headrace.transforms.ids import any_by, is_first, places_by_turn, reduce_by
 from headrace.transforms.schema import Status
 
 from .ended import has_ended
@@ -24,8 +24,6 @@ Selector = Callable[[Tensor, int], "Tensor | Sequence[int]"]
 class Tally(NamedTuple):
     """How far rollouts and groups are."""
 
-    first: Tensor
-    """(R,) int64: the first row of each row's rollout."""
     ended: Tensor
     """(R,) bool: the row's rollout has ended, and did not fail."""
     failed: Tensor
@@ -38,23 +36,25 @@ class Tally(NamedTuple):
 
 def tally(rows: HeldRows, groups: OpenGroups, *, has_segments: bool) -> Tally:
     """Count each group's rollouts, and never rows."""
-    first = first_row_of_pairs(rows.slot, rows.rollout)
+    first = rows.first
     failed = any_by(first, (rows.status == Status.FAILED) | (rows.status == Status.ABORTED))
     segment = rows.segment if has_segments else None
     ended = has_ended(first, rows.done, rows.ends, segment, rows.begins) & ~failed
     one, nobody = is_first(first), torch.zeros_like(groups.group)
     have, lost = (nobody.index_add(0, rows.slot, (one & which).long()) for which in (ended, failed))
-    return Tally(first, ended, failed, have, lost)
+    return Tally(ended, failed, have, lost)
 
 
 def first_to_end(rows: HeldRows, count: Tally, size: Tensor) -> Tensor:
     """(R,) bool: the row's rollout is one of those of its group that ended first, `size` (G,) of them."""
-    number = (is_first(count.first) & count.ended).nonzero().flatten()  # one row for each rollout that ended
-    end = reduce_by(count.first, rows.arrival, "amax")[number]
+    if not bool((count.have > size).any()):
+        return count.ended
+    number = (is_first(rows.first) & count.ended).nonzero().flatten()  # one row for each rollout that ended
+    end = reduce_by(rows.first, rows.arrival, "amax")[number]
     group = rows.slot[number]
     chosen = torch.zeros_like(count.ended)
     chosen[number] = places_by_turn(group, end).place < size[group]
-    return chosen[count.first]
+    return chosen[rows.first]
 
 
 def selected(
@@ -76,10 +76,10 @@ def selected(
     """
     rank = torch.empty_like(rows.arrival)
     rank[rows.segment.argsort(stable=True)] = torch.arange(len(rank))  # by number, then by arrival
-    ends = (count.ended & (rank == reduce_by(count.first, rank, "amax"))).nonzero().flatten()
+    ends = (count.ended & (rank == reduce_by(rows.first, rank, "amax"))).nonzero().flatten()
     ends = ends[rows.rollout[ends].argsort()]
     chosen = torch.zeros_like(count.ended)
-    chosen[count.first[ends]] = True
+    chosen[rows.first[ends]] = True
     for slot in (ready & (count.have > size)).nonzero().flatten().tolist():
         of_group = ends[rows.slot[ends] == slot]
         k, answer = int(size[slot]), torch.as_tensor(selector(rows.reward[of_group], int(size[slot])))
@@ -89,15 +89,15 @@ def selected(
                 f"on_surplus selects {k} of the {len(of_group)} rollouts of group {int(groups.group[slot])}, "
                 f"as indices or as a mask; it returned {few(answer)}"
             )
-        chosen[count.first[of_group]] = False
-        chosen[count.first[of_group[stays]]] = True
-    return chosen[count.first]
+        chosen[rows.first[of_group]] = False
+        chosen[rows.first[of_group[stays]]] = True
+    return chosen[rows.first]
 
 
 def describe_open_group(slot: int, rows: HeldRows, groups: OpenGroups, count: Tally, puts: int) -> str:
     """An open group in words."""
-    mine = (rows.slot == slot) & is_first(count.first)
-    worst = reduce_by(count.first, rows.status, "amax")
+    mine = (rows.slot == slot) & is_first(rows.first)
+    worst = reduce_by(rows.first, rows.status, "amax")
     over = (count.ended | count.failed)[mine].tolist()
     names = [
         Status(status).name.lower() if is_over else "unfinished"

@@ -1,0 +1,242 @@
+"""The fault matrix as data: what is sent, and what must come of it, wherever it is carried.
+
+The stream has three groups of two rollouts, each of two segments, in pieces that end in the middle of
+rollouts. A place carries the pieces of a cell, in their order and each as one put, to an assembler.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, Literal, NamedTuple
+
+import torch
+from assembly import Line, batch_of_lines
+from tensordict import TensorDict, TensorDictBase
+
+from headrace.pipeline import Pipeline, assembled, load_pipeline
+from headrace.transforms import GroupAssembler
+
+GROUPS, PIECE = 3, 3
+SILENCE = 1.0  # seconds after which a worker that sends nothing more is taken for dead
+LONGEST = 60.0  # seconds a cell may take
+LINES = [Line(g, 2 * g + r, s, s == 1) for g in range(GROUPS) for s in (0, 1) for r in (0, 1)]
+ROWS = batch_of_lines(LINES)
+BY_SEGMENT = {"segment_key": "segment"}
+
+
+class Cell(NamedTuple):
+    """A fault, and what must come of it."""
+
+    pieces: list[TensorDict]
+    whole: Set[tuple[int, int]] = frozenset({(0, 0), (0, 1), (0, 2)})
+    """The groups that come out, each as (partition, id)."""
+    options: Mapping[str, Any] = {}
+    """Of the assembler."""
+    counts: Mapping[str, int] = {}
+    """Rows by the reason why they left."""
+    error: str | None = None
+    """What an error says, a pattern; None: there is none."""
+    then: Literal["ends", "dies", "hangs"] = "ends"
+    """What the worker does after the last piece: no other one takes its place."""
+    resumed_at: int | None = None
+    """Pieces after which assembler and source are saved, and others go on from their state."""
+
+    @property
+    def sent(self) -> int:
+        return sum(map(len, self.pieces))
+
+
+class Carried(NamedTuple):
+    """What a place gives back."""
+
+    batches: list[TensorDictBase]
+    counts: Mapping[str, int]
+    held: int
+    """Rows in the assembler, in the end."""
+    came: int
+    """Rows that the assembler took in."""
+    error: BaseException | None = None
+
+
+Place = Callable[[Cell], Carried]
+
+
+def cut(rows: TensorDict, size: int = PIECE) -> list[TensorDict]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def changed(row: int, key: Any, value: float) -> list[TensorDict]:
+    """The stream, one number of it another."""
+    rows = ROWS.clone()
+    rows[key][row] = value
+    return cut(rows)
+
+
+def of_partitions() -> list[TensorDict]:
+    """The stream of two workers that number alike, by turns."""
+    both = torch.stack([ROWS.exclude("text"), ROWS.exclude("text")], 1)
+    both["partition"][:, 1] = 1
+    both["number"][:, 1] += len(ROWS)
+    return cut(both.reshape(-1))
+
+
+def without(*rows: int) -> list[TensorDict]:
+    return cut(ROWS[[row for row in range(len(ROWS)) if row not in rows]])
+
+
+SOME = {(0, 0), (0, 2)}  # all groups but the one with the fault
+BEFORE = {(0, 0)}
+AGAIN = [*cut(ROWS)[:3], ROWS[6:7], *cut(ROWS)[3:]]  # row 6 ends rollout 2, of group 1
+SHORT = cut(ROWS)[:3]  # group 2 has one row
+CELLS: dict[str, Cell] = {
+    "none": Cell(cut(ROWS)),
+    "lost": Cell(without(5), SOME, BY_SEGMENT, {"unfinished": 3}),
+    "lost end": Cell(without(7), SOME, counts={"unfinished": 3}),
+    "lost rollout": Cell(without(5, 7), SOME, counts={"unfinished": 2}),
+    "duplicated": Cell(AGAIN, {(0, 0), (0, 1)}, error="ends once.*found again rollout 2 of group 1"),
+    "duplicated, dropped": Cell(AGAIN, options={"on_duplicate": "drop"}, counts={"duplicate": 1}),
+    "duplicated in one piece": Cell(
+        cut(ROWS[[*range(8), 6, 7, 8, 9, 10, 11]]),
+        BEFORE,
+        error="ends once.*found again rollout 2 of group 1",
+    ),
+    "reordered": Cell(cut(ROWS[[11, 2, 7, 0, 9, 4, 1, 6, 3, 10, 5, 8]]), options=BY_SEGMENT),
+    "reordered, without numbers": Cell(
+        cut(ROWS[[0, 1, 2, 3, 6, 5, 4, 7, 8, 9, 10, 11]]), BEFORE, error="found again rollout 2 of group 1"
+    ),
+    "late": Cell(
+        [*cut(ROWS[:7]), *cut(ROWS[8:]), ROWS[7:8]],
+        SOME,
+        {"timeout": 3},
+        {"timeout": 3, "late": 1},
+    ),
+    "late, refused": Cell(
+        [*cut(ROWS[:7]), *cut(ROWS[8:]), ROWS[7:8]],
+        SOME,
+        {"timeout": 3, "on_late": "raise"},
+        {"timeout": 3},
+        "found too late rollout 3 of group 1",
+    ),
+    "wrong group": Cell(
+        changed(7, "group_id", 2), BEFORE, error=r"belongs to one group; found rollout 3 in groups \[1, 2\]"
+    ),
+    "unset id": Cell(changed(7, "rollout_id", -1), BEFORE, error="rollout_id ≥ 0; found -1 at row 1"),
+    "unset group": Cell(changed(7, "group_id", -1), BEFORE, error="group_id ≥ 0; found -1 at row 1"),
+    "siblings": Cell(
+        changed(7, "expected_rollouts", 3), BEFORE, error=r"one number ≥ 1 per group; found group 1: \[2, 3\]"
+    ),
+    "NaN": Cell(changed(7, ("next", "reward"), torch.nan), SOME, error=r"found nan at row \d \(rollout 3\)"),
+    "failed": Cell(changed(7, ("next", "status"), 3), SOME, counts={"failed": 4}),
+    "failed, refused": Cell(
+        changed(7, ("next", "status"), 3),
+        BEFORE,
+        {"on_failure": "raise"},
+        error=r"group 1 has 1 of 2 \(1 completed, 1 failed\)",
+    ),
+    "aborted": Cell(changed(7, ("next", "status"), 2), SOME, counts={"failed": 4}),
+    "killed": Cell(SHORT, {(0, 0), (0, 1)}, error="(silent|lost).*group 2 has 0 of 2", then="dies"),
+    "hung": Cell(SHORT, {(0, 0), (0, 1)}, error="silent.*group 2 has 0 of 2", then="hangs"),
+    "partitions": Cell(
+        of_partitions(), {(p, g) for p in (0, 1) for g in range(GROUPS)}, {"partition_key": "partition"}
+    ),
+    "partitions, mixed": Cell(of_partitions(), set(), error="ends once.*found again rollout"),
+    "resumed": Cell(cut(ROWS), resumed_at=2),  # row 6 ends rollout 2, which row 4 began
+    "resumed, row by row": Cell(cut(ROWS, 1), resumed_at=5),
+    "resumed, duplicated": Cell(
+        AGAIN, {(0, 0), (0, 1)}, error="ends once.*found again rollout 2 of group 1", resumed_at=3
+    ),
+}
+
+
+@functools.cache
+def pipeline() -> Pipeline:
+    words = ("pipeline=grpo", "pipeline.stages.collapse.reward=sum", "pipeline.stages.split.minibatches=1")
+    return load_pipeline(*words, "~pipeline.stages.filter")
+
+
+def trained(batch: TensorDictBase) -> dict[tuple[int, int], float]:
+    """The advantage of each row by (partition, number)."""
+    out = pipeline()(batch)
+    keys = zip(out["partition"].tolist(), out["number"].tolist(), strict=True)
+    return dict(zip(keys, out["advantage"].flatten().tolist(), strict=True))
+
+
+def check(cell: Cell, carried: Carried) -> None:
+    """Nothing is lost, nothing trained twice, with the numbers of a faultless stream; or it is said."""
+    error, found, advantage = carried.error, [], {}
+    for batch in carried.batches:
+        try:
+            numbers = trained(batch)
+        except ValueError as err:  # what the assembler lets through, the pipeline refuses
+            error = error or err
+            continue
+        assert not numbers.keys() & advantage.keys()
+        advantage |= numbers
+        found += set(zip(batch["partition"].tolist(), batch["group_id"].tolist(), strict=True))
+        assert len(set(batch["partition"].tolist())) == 1
+    assert len(found) == len(set(found))
+    assert set(found) == cell.whole
+    faultless = trained(ROWS)
+    for (_, number), value in advantage.items():
+        assert value == faultless[0, number % len(ROWS)]
+    if cell.error is None and error is not None:
+        raise error
+    if cell.error is not None:
+        assert re.search(cell.error, str(error).replace("\n", " ")), repr(error)
+    assert {reason: rows for reason, rows in carried.counts.items() if rows} == cell.counts
+    assert carried.came == sum(map(len, carried.batches)) + sum(carried.counts.values()) + carried.held
+    if cell.error is None:
+        assert (carried.held, carried.came) == (0, cell.sent)
+
+
+class InterruptedHere(Exception):
+    """The process that trains ends here, and another goes on."""
+
+
+class Counted:
+    """A source with a state, and its rows that were taken in: when more are asked for, the last were."""
+
+    def __init__(self, source: Any, stop_at: int | None):
+        self.source, self.stop_at = source, stop_at
+        self.came = self.pieces = 0
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        for piece in self.source:
+            yield piece
+            if piece is not None:
+                self.came, self.pieces = self.came + len(piece), self.pieces + 1
+                if self.pieces == self.stop_at:
+                    raise InterruptedHere
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.source.load_state_dict(state)
+
+
+def carry(cell: Cell, open_source: Callable[[], Any]) -> Carried:
+    """What an assembler makes of a source until it ends or one of them raises; a source has a state."""
+    assembler, came, batches = GroupAssembler(**cell.options), 0, []
+    counted = Counted(open_source(), cell.resumed_at)
+    error: BaseException | None = None
+    while True:
+        stream = assembled(counted, assembler, patience=LONGEST if cell.then == "ends" else SILENCE)
+        try:
+            for batch in stream:
+                batches.append(batch)
+        except InterruptedHere:
+            came += counted.came
+            file = io.BytesIO()
+            torch.save(stream.state_dict(), file)
+            file.seek(0)
+            assembler, counted = GroupAssembler(**cell.options), Counted(open_source(), None)
+            saved = torch.load(file, weights_only=True)
+            assembled(counted, assembler).load_state_dict(saved)
+            continue
+        except Exception as err:
+            error = err
+        return Carried(batches, assembler.counts, assembler.held, came + counted.came, error)

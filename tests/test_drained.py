@@ -1,0 +1,275 @@
+"""What is written into a replay buffer comes out once, whoever writes, or it is said that it was lost."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from assembly import Line, batch_of_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import process_context
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+)
+from writers import processes, shared_buffer, told_writers, write_all
+
+from headrace.pipeline import DrainWriter, assembled, drained
+from headrace.transforms import BatchError, GroupAssembler, StalledError
+
+STORAGES = {
+    "tensor": LazyTensorStorage,
+    "memmap": LazyMemmapStorage,
+    "list": ListStorage,
+    "lazy": LazyStackStorage,
+}
+
+
+def numbered(first: int, count: int) -> TensorDict:
+    return TensorDict({"n": torch.arange(first, first + count)}, batch_size=[count])
+
+
+def read(drain) -> list[int]:
+    rows = next(iter(drain))
+    return [] if rows is None else rows["n"].tolist()
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+@settings(max_examples=25)
+@given(size=st.integers(1, 6), writes=st.lists(st.one_of(st.none(), st.integers(1, 6)), max_size=20))
+def test_each_row_comes_out_once_in_the_order_of_writing_or_is_said_to_be_lost(kind, size, writes):
+    """`writes`: so many rows, None: a look."""
+    buffer_class = TensorDictReplayBuffer if kind == "tensor" else ReplayBuffer
+    buffer = buffer_class(storage=STORAGES[kind](size))
+    drain, written, seen = drained(buffer, wait=1e-6), 0, []
+    for count in [*writes, None]:
+        if count is not None:
+            count = min(count, size)
+            buffer.extend(numbered(written, count))
+            written += count
+        elif written - len(seen) > size:
+            message = f"{len(seen)} rows of the buffer were read, and {written} are written.*holds {size}"
+            with pytest.raises(BatchError, match=message):
+                read(drain)
+            return
+        else:
+            seen += read(drain)
+            assert seen == list(range(written))
+            assert read(drain) == []
+
+
+def test_a_state_goes_on_behind_what_was_read_and_knows_another_buffer():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5))
+    first = drained(buffer)
+    buffer.extend(numbered(0, 3))
+    assert read(first) == [0, 1, 2]
+    buffer.extend(numbered(3, 2))
+    second = drained(buffer)
+    second.load_state_dict(first.state_dict())
+    assert read(second) == [3, 4]
+    other = drained(ReplayBuffer(storage=LazyTensorStorage(5)))
+    other.load_state_dict(first.state_dict())
+    with pytest.raises(BatchError, match="3 rows of the buffer were read, and 0 are written"):
+        read(other)
+    buffer.empty()
+    with pytest.raises(BatchError, match="If it was emptied, or is a new one"):
+        read(second)
+
+
+def test_its_state_goes_with_that_of_the_buffer():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3))
+    first = drained(buffer)
+    for number in range(4):
+        buffer.extend(numbered(number, 1))
+        if number == 2:
+            assert read(first) == [0, 1, 2]
+    again = ReplayBuffer(storage=LazyTensorStorage(3))
+    again.load_state_dict(buffer.state_dict())
+    second = drained(again)
+    second.load_state_dict(first.state_dict())
+    assert read(second) == [3]
+
+
+def test_more_rows_than_32_bits_count_are_read_on():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
+    buffer.extend(numbered(0, 1))
+    drain = drained(buffer)
+    drain.position = buffer.writer._write_count = 2**31 - 2
+    for number in range(3):
+        buffer.extend(numbered(2 * number, 2))
+        assert read(drain) == [2 * number, 2 * number + 1]
+    assert buffer.write_count < 0
+    assert drain.position == 2**31 + 4
+
+
+def test_what_is_written_until_it_is_closed_is_read_and_then_it_ends():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
+    drain = drained(buffer)
+    looks = iter(drain)
+    assert next(looks) is None
+    buffer.extend(numbered(0, 2))
+    drain.close()
+    assert next(looks)["n"].tolist() == [0, 1]
+    assert list(looks) == []
+
+
+def test_a_buffer_that_could_lose_rows_unnoticed_is_refused():
+    ranked = TensorDictMaxValueWriter(rank_key="n")
+    for buffer, needed, found in (
+        (ReplayBuffer(storage=LazyTensorStorage(4), shared=True), "DrainWriter", "RoundRobinWriter"),
+        (
+            ReplayBuffer(storage=LazyTensorStorage(4), consume_after_n_samples=1),
+            "RoundRobinWriter",
+            "RoundRobinWriter and consume_after_n_samples",
+        ),
+        (
+            TensorDictReplayBuffer(storage=LazyTensorStorage(4), writer=ranked),
+            "RoundRobinWriter",
+            "TensorDictMaxValueWriter",
+        ),
+    ):
+        with pytest.raises(ValueError, match=rf"needs a buffer with writer={needed}\(\).*got {found}$"):
+            drained(buffer)
+    with pytest.raises(ValueError, match="wait must be finite and > 0"):
+        drained(ReplayBuffer(storage=LazyTensorStorage(4)), wait=0)
+
+
+def shared(size: int) -> ReplayBuffer:
+    return ReplayBuffer(storage=LazyTensorStorage(size), writer=DrainWriter(), shared=True)
+
+
+def test_strings_in_a_shared_buffer_are_refused_since_they_stay_where_they_were_written():
+    rows = numbered(0, 2).set("text", ["a", "b"])
+    buffer = shared(4)
+    buffer.extend(rows)
+    with pytest.raises(BatchError, match="columns that are no tensors, text"):
+        read(drained(buffer))
+    own = ReplayBuffer(storage=LazyTensorStorage(4))
+    own.extend(rows)
+    assert list(next(iter(drained(own)))["text"]) == ["a", "b"]
+
+
+def test_a_write_that_failed_is_noticed_and_never_read_as_rows():
+    buffer = shared(6)
+    buffer.extend(numbered(0, 2).set("tokens", torch.zeros(2, 3)))
+    drain = drained(buffer)
+    assert read(drain) == [0, 1]
+    with pytest.raises(RuntimeError):
+        buffer.extend(numbered(2, 2).set("tokens", torch.zeros(2, 4)))
+    assert buffer.write_count == 4  # TorchRL has counted them
+    with pytest.raises(BatchError, match="1 write to the buffer failed, and those rows are lost"):
+        read(drain)
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["extend", "add"])
+def test_a_column_that_is_not_written_is_refused_and_not_read_as_what_was_there(one):
+    buffer = shared(6)
+    buffer.extend(numbered(0, 2).set("group_id", torch.zeros(2)))
+    rows = numbered(2, 2)
+    with pytest.raises(BatchError, match="all columns of the storage; these lack group_id"):
+        buffer.add(rows[0]) if one else buffer.extend(rows)
+    with pytest.raises(BatchError, match="1 write to the buffer failed"):
+        read(drained(buffer))
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+def test_a_buffer_of_two_dimensions_is_read_by_its_first(kind):
+    buffer = kind(storage=LazyTensorStorage(8, ndim=2), writer=DrainWriter())
+    drain, seen = drained(buffer), []
+    for start in range(0, 12, 3):  # two environments, three times
+        time_of = torch.arange(start, start + 3)
+        rows = TensorDict({"n": torch.stack([time_of, 100 + time_of])}, batch_size=[2, 3])
+        buffer.extend(rows)
+        seen += next(iter(drain))["n"].tolist()
+    assert seen == [[n, 100 + n] for n in range(12)]
+
+
+def test_lazy_stacks_come_out_as_lazy_stacks():
+    buffer = ReplayBuffer(storage=LazyStackStorage(4))
+    ragged = [TensorDict({"n": torch.tensor(n), "tokens": torch.arange(n)}, []) for n in (1, 3)]
+    buffer.extend(lazy_stack(ragged))
+    rows = next(iter(drained(buffer)))
+    assert [row["tokens"].tolist() for row in rows.unbind(0)] == [[0], [0, 1, 2]]
+
+
+def test_a_buffer_that_stays_locked_is_an_error_in_bounded_time():
+    buffer = shared_buffer(4, numbered(0, 1))
+    drain = drained(buffer, patience=0.2)
+    with buffer._write_lock:
+        begun = time.monotonic()
+        with pytest.raises(StalledError, match=r"kept the buffer locked for 0.2 s. If it was killed"):
+            read(drain)
+        assert time.monotonic() - begun < 10
+    buffer.extend(numbered(0, 1))
+    assert read(drain) == [0]
+
+
+# -- processes that write -------------------------------------------------------------------------------
+
+
+def rows_of(worker: int, workers: int, groups: int) -> TensorDict:
+    """Groups of `workers` rollouts, of two segments, of which each worker has one; no strings."""
+    lines = [
+        Line(g, workers * g + worker, s, s == 1, expected=workers) for g in range(groups) for s in (0, 1)
+    ]
+    return batch_of_lines(lines, start=1000 * worker).exclude("text")
+
+
+@pytest.mark.slow
+def test_two_processes_that_write_at_once_lose_no_row_in_a_buffer_that_turns_over_often():
+    groups, size = 60, 16
+    sent = [rows_of(worker, 2, groups) for worker in (0, 1)]
+    buffer, room = shared_buffer(size, sent[0]), process_context().Semaphore(size)
+    drain = drained(buffer, wait=0.005)
+
+    def looks():
+        for rows in drain:
+            if drain.position == 4 * groups:
+                drain.close()
+            yield rows
+            for _ in range(0 if rows is None else len(rows)):
+                room.release()
+
+    assembler = GroupAssembler()
+    with processes(write_all, (buffer, sent[0], 3, room), (buffer, sent[1], 2, room)):
+        batches = list(assembled(looks(), assembler, patience=30))
+    out = torch.cat(batches)
+    every = torch.cat(sent)
+    every = every[every["rollout_id"].argsort(stable=True)]
+    assert (assembler.held, sum(assembler.counts.values())) == (0, 0)
+    out = out[out["rollout_id"].argsort(stable=True)]
+    for key in ("number", "group_id", ("next", "reward"), ("tokens", "full")):
+        assert torch.equal(out[key], every[key]), key
+
+
+@pytest.mark.slow
+def test_writers_that_lap_the_reader_are_noticed():
+    rows = rows_of(0, 2, 3)
+    buffer = shared_buffer(4, rows)
+    with told_writers(buffer, 2) as writers:
+        for writer in (0, 1, 0):
+            writers.tell(writer, rows[:2])
+        with pytest.raises(BatchError, match=r"0 rows .* read, and 6 are written, of which it holds 4"):
+            next(iter(drained(buffer)))
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed_while_it_writes_is_an_error_in_bounded_time():
+    rows = rows_of(0, 2, 3)
+    buffer = shared_buffer(20, rows)
+    with told_writers(buffer, 2) as writers:
+        writers.tell(1, rows[:2])
+        drain = drained(buffer, patience=1)
+        assert len(next(iter(drain))) == 2
+        writers.tell(0, "lock")
+        writers.kill(0)
+        with pytest.raises(StalledError, match=r"locked for 1 s. If it was killed while it wrote"):
+            next(iter(assembled(drain, GroupAssembler(), patience=30)))

@@ -1,0 +1,107 @@
+"""Every fault at every place: a reason or an error, nothing lost or trained twice, and no hang."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import pytest
+from faults import CELLS, LONGEST, Carried, Cell, Place, carry, check
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import ReplayBuffer
+from writers import Told, shared_buffer, told_writers
+
+from headrace.pipeline import drained
+
+
+class Pieces:
+    """An iterator of pieces that knows where it is. Who died or hangs sends nothing more."""
+
+    def __init__(self, cell: Cell, over: threading.Event):
+        self.cell, self.over, self.position = cell, over, 0
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        while self.position < len(self.cell.pieces):
+            self.position += 1
+            yield self.cell.pieces[self.position - 1]
+        if self.cell.then != "ends":
+            self.over.wait()
+
+    def state_dict(self) -> dict:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.position = state["position"]
+
+
+def iterator(cell: Cell) -> Carried:
+    over = threading.Event()
+    try:
+        return carry(cell, lambda: Pieces(cell, over))
+    finally:
+        over.set()
+
+
+class Written:
+    """Pieces that two processes write by turns into a buffer that they share, each read before the next."""
+
+    def __init__(self, cell: Cell, pieces: list[TensorDict], writers: Told, buffer: ReplayBuffer):
+        self.cell, self.pieces, self.writers = cell, pieces, writers
+        self.drain = drained(buffer, wait=0.01)
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        looks = iter(self.drain)
+        while self.pieces:
+            self.writers.tell(len(self.pieces) % 2, self.pieces.pop(0))
+            yield next(looks)
+        if self.cell.then == "ends":
+            self.drain.close()
+        elif self.cell.then == "dies":
+            self.writers.kill(0)
+        yield from looks
+
+    def state_dict(self) -> dict:
+        return self.drain.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self.drain.load_state_dict(state)
+
+
+def drain(cell: Cell) -> Carried:
+    pieces = [piece.exclude("text") for piece in cell.pieces]
+    buffer = shared_buffer(2 * len(pieces[0]), pieces[0])  # turns over
+    with told_writers(buffer, 2) as writers:
+        return carry(cell, lambda: Written(cell, pieces, writers, buffer))
+
+
+def within(seconds: float, place: Place, cell: Cell) -> Carried:
+    """What a place gives back, in bounded time."""
+    found: SimpleQueue[Callable[[], Carried]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            carried = place(cell)
+            found.put(lambda: carried)
+        except BaseException as err:
+            found.put(functools.partial(refuse, err))
+
+    threading.Thread(target=run, daemon=True).start()
+    return found.get(timeout=seconds)()
+
+
+def refuse(error: BaseException) -> Carried:
+    raise error
+
+
+PLACES: dict[str, Place] = {"iterator": iterator, "drain": drain}
+QUICK = ("iterator",)
+
+
+@pytest.mark.parametrize(
+    "place", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PLACES]
+)
+@pytest.mark.parametrize("name", CELLS)
+def test_each_fault_is_counted_or_said_wherever_it_happens(name, place):
+    check(CELLS[name], within(LONGEST, PLACES[place], CELLS[name]))
