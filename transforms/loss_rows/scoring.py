@@ -113,8 +113,7 @@ class ScoreRows(BatchTransform):
     take different numbers of passes.
 
     Reads `tokens_key`, `attention_key`, `loss_mask_key`; writes `log_prob_key`. The actor sees the rows'
-    tensors, and no texts. Two device reads: which rows train,
-    and their lengths.
+    tensors, and no texts. Two device reads: which rows train, and their lengths.
 
     Args:
         actor: with ``get_dist``, as GRPOLoss takes it; where YAML makes the stage it is set afterwards,
