@@ -31,7 +31,7 @@ PAD = TOKENIZER.pad_token_id
 
 
 def steps_of(mode: str, envs: int) -> int:
-    """In which a group ends. Of tokens ChatEnv takes one step: with the next it reads the mask of the last."""
+    """Enough for a group. ChatEnv takes one of tokens: with the next it would read the mask of the last."""
     return 1 if mode == "tokens" else 16 // envs
 
 

@@ -252,8 +252,7 @@ class ScoreRows(BatchTransform):
         """What the actor sees: the tensors of dense rows; of ragged ones tokens and masks."""
         seen = TensorDict({}, batch_size=[len(batch)], device=batch.device)
         if not isinstance(batch, LazyStackedTensorDict):
-            keys = batch.exclude(self.log_prob_key).keys(include_nested=True, leaves_only=True)
-            for key in keys:
+            for key in batch.keys(include_nested=True, leaves_only=True):
                 seen.set(key, batch.get(key))
         seen.set(self.tokens_key, tokens)
         seen.set(self.attention_key, attention)
