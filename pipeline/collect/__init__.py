@@ -2,6 +2,7 @@
 
 from .assembling import assembled
 from .drain import DrainWriter, drained
+from .on_write import AssembleOnWrite
 from .stamping import StampIds, stamp_ids
 
-__all__ = ["DrainWriter", "StampIds", "assembled", "drained", "stamp_ids"]
+__all__ = ["AssembleOnWrite", "DrainWriter", "StampIds", "assembled", "drained", "stamp_ids"]
