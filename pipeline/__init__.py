@@ -1,6 +1,9 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import AssembleOnWrite, DrainWriter, StampIds, assembled, drained, stamp_ids
+from .collect import AssembleOnWrite, DrainWriter, StampIds, assembled, drained, informative, stamp_ids
+from .collect.group_unit import GroupUnit
+from .collect.torchrl_configs import register_configs
+from .collect.trainer_hook import PipelineHook
 from .load import ConfigError, build_pipeline, load_pipeline
 from .pipeline import Pipeline
 from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
@@ -12,7 +15,9 @@ __all__ = [
     "AssembleOnWrite",
     "ConfigError",
     "DrainWriter",
+    "GroupUnit",
     "Pipeline",
+    "PipelineHook",
     "RepeatSampler",
     "Run",
     "StageError",
@@ -22,11 +27,13 @@ __all__ = [
     "assembled",
     "build_pipeline",
     "drained",
+    "informative",
     "load_pipeline",
     "log_report",
     "make_report",
     "optimise",
     "page_data",
+    "register_configs",
     "stamp_ids",
     "total_loss",
     "write_dump",

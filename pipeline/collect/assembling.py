@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Literal, get_args
 
 from tensordict import TensorDict, TensorDictBase
-from torchrl.collectors import MultiAsyncCollector
 
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 from headrace.transforms.options import one_of
+
+from .over_source import OverSource
 
 Leftovers = Literal["yield", "drop", "raise"]
 Source = Iterable["TensorDictBase | None"]
@@ -62,13 +63,14 @@ def assembled(
     return Assembled(source, assembler, patience, one_of("leftovers", leftovers, get_args(Leftovers)))
 
 
-class Assembled:
+class Assembled(OverSource):
     """What :func:`assembled` returns."""
 
     def __init__(
         self, source: Source, assembler: GroupAssembler, patience: float | None, leftovers: Leftovers
     ):
-        self.source, self.assembler = source, assembler
+        super().__init__(source)
+        self.assembler = assembler
         self.patience, self.leftovers = patience, leftovers
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -137,43 +139,13 @@ class Assembled:
             wanted.put(False)
         raise self.assembler.stalled(f"The source has been silent for {patience:g} s")
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the assembler, and of the source where it has one.
+    def own_state(self) -> dict[str, Any]:
+        """The assembler's."""
+        return {"assembler": self.assembler.state_dict()}
 
-        Raises:
-            TypeError: the source is a MultiAsyncCollector.
-        """
-        if isinstance(self.source, MultiAsyncCollector):
-            raise TypeError(
-                "a MultiAsyncCollector that is asked for its state throws away the rows that its workers are "
-                "collecting: save that of the assembler, stream.assembler.state_dict(). Rollouts under way "
-                "end with their workers: set the assembler's timeout, which lets go of their groups"
-            )
-        has_state = hasattr(self.source, "state_dict")
-        source = {"source": self.source.state_dict()} if has_state else {}  # type: ignore[attr-defined]
-        return source | {"assembler": self.assembler.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state.
-
-        Raises:
-            ValueError: it is of an assembler that reads rows in another way; one source has a state and the
-                other has none.
-        """
-        has_state = hasattr(self.source, "load_state_dict")
-        if has_state != ("source" in state):
-            raise ValueError(
-                f"the state {'has' if 'source' in state else 'lacks'} that of a source, and this source "
-                f"{'takes' if has_state else 'takes no'} state"
-            )
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from the assembler's."""
         self.assembler.load_state_dict(state["assembler"])
-        if has_state:
-            self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "source":  # while it is copied it has none
-            raise AttributeError(name)
-        return getattr(self.source, name)
 
 
 _END = object()

@@ -1,0 +1,142 @@
+"""Dynamic sampling as a loop: more prompts are asked for until enough groups have something to teach."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rollouts import make_env, make_policy
+from tensordict import TensorDict, lazy_stack
+from torchrl.collectors import Collector
+
+from headrace.pipeline import assembled, informative, load_pipeline
+from headrace.transforms import BatchError, GroupAssembler, IncompleteGroupsError, StalledError
+
+
+def batch_of(rewards: dict[int, list[float]]) -> TensorDict:
+    """One batch of whole groups, by id, a row a rollout."""
+    rows = [(g, 10 * g + r, len(rs), reward) for g, rs in rewards.items() for r, reward in enumerate(rs)]
+    group, rollout, expected, reward = (torch.tensor(column) for column in zip(*rows, strict=True))
+    columns = {"group_id": group, "rollout_id": rollout, "expected_rollouts": expected}
+    columns["masks", "all_assistant_mask"] = torch.ones(len(rows), 3, dtype=torch.bool)
+    return TensorDict({**columns, ("next", "reward"): reward.float().unsqueeze(-1)}, batch_size=[len(rows)])
+
+
+@given(st.data(), st.integers(1, 4), st.booleans())
+def test_each_batch_has_so_many_groups_whose_rewards_differ_and_every_row_is_accounted_for(
+    data, wanted, lazy
+):
+    sizes = data.draw(st.lists(st.integers(1, 4), max_size=6))
+    rewards = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3)
+    batches, number = [], 0
+    for size in sizes:
+        batches.append({number + i: data.draw(rewards) for i in range(size)})
+        number += size
+    informs = [(g, rs) for batch in batches for g, rs in batch.items() if len(set(rs)) > 1]
+    source = [batch_of(batch) for batch in batches]
+    stream = informative(
+        [lazy_stack(list(batch.unbind(0))) for batch in source] if lazy else source,
+        groups=wanted,
+        max_batches=100,
+    )
+    out = list(stream)
+    expected = [informs[i : i + wanted] for i in range(0, len(informs), wanted)]
+    assert [b["rollout_id"].tolist() for b in out] == [
+        [10 * g + r for g, rs in some for r in range(len(rs))] for some in expected
+    ]
+    assert [b["next", "reward"].flatten().tolist() for b in out] == [
+        [reward for _, rs in some for reward in rs] for some in expected
+    ]
+    assert sum(map(len, source)) == sum(map(len, out)) + stream.counts["uninformative"] + stream.held
+    assert (stream.seen, stream.found, stream.held) == (number, len(informs), 0)
+
+
+FLAT, VARIED = {0: [1.0, 1.0]}, {0: [0.0, 1.0]}
+
+
+def many(kinds: str) -> list[TensorDict]:
+    """A batch a letter: v has a group whose rewards differ, f one whose do not."""
+    return [batch_of({i: (VARIED if kind == "v" else FLAT)[0]}) for i, kind in enumerate(kinds)]
+
+
+def test_it_asks_so_often_and_no_more():
+    asked = []
+
+    def source():
+        for batch in many("fvff" * 3):
+            asked.append(batch)
+            yield batch
+
+    stream = iter(informative(source(), groups=2, max_batches=4))
+    with pytest.raises(
+        StalledError, match=r"4 batches have brought 4 groups, of which 1 are informative; 2 are"
+    ):
+        next(stream)
+    assert len(asked) == 4
+    short = informative(many("fvfffvff"), groups=2, max_batches=3, on_short="yield")
+    assert [batch["group_id"].tolist() for batch in short] == [[1, 1], [5, 5]]
+    with pytest.raises(StalledError, match="and 0 wait"):  # where there is nothing, nothing goes out
+        next(iter(informative(many("ffff"), groups=2, max_batches=3, on_short="yield")))
+
+
+def test_what_is_over_waits_for_the_next_batch_also_over_a_restart():
+    stream = informative([batch_of({g: [0.0, 1.0] for g in range(5)}), *many("f")], groups=2)
+    batches = iter(stream)
+    assert next(batches)["group_id"].tolist() == [0, 0, 1, 1]
+    file = io.BytesIO()
+    torch.save(stream.state_dict(), file)
+    file.seek(0)
+    again = informative([], groups=2)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert (again.ready, again.held, again.found) == (3, 6, 5)
+    assert [batch["group_id"].tolist() for batch in again] == [[2, 2, 3, 3], [4, 4]]
+    assert [batch["group_id"].tolist() for batch in batches] == [[2, 2, 3, 3], [4, 4]]
+
+
+def test_the_stages_of_a_recipe_decide_whether_their_filter_masks_or_drops():
+    source = [batch_of({0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 0.0]})]
+    for recipe in ("grpo", "dapo"):
+        stages = load_pipeline(f"pipeline={recipe}").stages
+        decide = [stages[name] for name in ("gate", "collapse", "filter")]
+        assert [b["group_id"].tolist() for b in informative(source, groups=1, stages=decide)] == [[1, 1]]
+
+
+def test_rows_come_out_as_they_came_so_that_a_pipeline_takes_them():
+    (batch,) = informative([batch_of({3: [0.0, 1.0], 4: [1.0, 1.0]})], groups=1)
+    assert not [key for key in batch.keys() if key == "headrace"]
+    assert load_pipeline("pipeline=grpo").run(batch).metrics["rows/trained"] == 2
+
+
+def test_groups_that_are_cut_or_incomplete_are_refused():
+    whole = batch_of({0: [0.0, 1.0], 1: [1.0, 0.0]})
+    with pytest.raises(IncompleteGroupsError):
+        list(informative([whole[:3]], groups=1))
+    whole["expected_rollouts"] = torch.ones(4, dtype=torch.int64)
+    cut = [whole[[0, 1, 2]], whole[[3]]]
+    stages = load_pipeline("pipeline=grpo", "~pipeline.stages.gate").stages
+    keep_all = [stages["collapse"]]
+    with pytest.raises(BatchError, match=r"in two batches came 1\. Put assembled\(\) between"):
+        list(informative(cut, groups=3, stages=keep_all))
+    with pytest.raises(ValueError, match="integers ≥ 1"):
+        informative([], groups=None)
+
+
+def test_over_a_collector_each_batch_is_full():
+    env = make_env(prompts=6)
+    collector = Collector(
+        env,
+        make_policy(),
+        frames_per_batch=env.frames_per_batch,
+        total_frames=12 * env.frames_per_batch,
+        auto_register_policy_transforms=False,
+    )
+    stages = load_pipeline("pipeline=dapo", "pipeline.stages.collapse.reward=sum").stages
+    decide = [stages[name] for name in ("gate", "collapse", "filter")]
+    stream = informative(assembled(collector, GroupAssembler()), groups=4, stages=decide)
+    sizes = [len(batch["group_id"].unique()) for batch in stream]
+    assert sizes[:-1] == [4] * (len(sizes) - 1)
+    assert sum(sizes) == stream.found > 4
+    stream.shutdown()  # the collector's
