@@ -1,6 +1,17 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import AssembleOnWrite, DrainWriter, StampIds, assembled, drained, informative, stamp_ids
+from .collect import (
+    AssembleOnWrite,
+    DrainWriter,
+    RayAssembler,
+    RolloutQueue,
+    StampIds,
+    StepQueue,
+    assembled,
+    drained,
+    informative,
+    stamp_ids,
+)
 from .collect.group_unit import GroupUnit
 from .collect.torchrl_configs import register_configs
 from .collect.trainer_hook import PipelineHook
@@ -18,10 +29,13 @@ __all__ = [
     "GroupUnit",
     "Pipeline",
     "PipelineHook",
+    "RayAssembler",
     "RepeatSampler",
+    "RolloutQueue",
     "Run",
     "StageError",
     "StampIds",
+    "StepQueue",
     "StepReport",
     "TokenGRPOLoss",
     "assembled",

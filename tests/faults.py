@@ -137,7 +137,7 @@ CELLS: dict[str, Cell] = {
         error=r"group 1 has 1 of 2 \(1 completed, 1 failed\)",
     ),
     "aborted": Cell(changed(7, ("next", "status"), 2), SOME, counts={"failed": 4}),
-    "killed": Cell(SHORT, {(0, 0), (0, 1)}, error="silent.*group 2 has 0 of 2", then="dies"),
+    "killed": Cell(SHORT, {(0, 0), (0, 1)}, error="(silent|lost).*group 2 has 0 of 2", then="dies"),
     "hung": Cell(SHORT, {(0, 0), (0, 1)}, error="silent.*group 2 has 0 of 2", then="hangs"),
     "partitions": Cell(
         of_partitions(), {(p, g) for p in (0, 1) for g in range(GROUPS)}, {"partition_key": "partition"}

@@ -67,9 +67,34 @@ def assembled(
         >>> assembler.counts["unfinished"]
         1
     """
+    one_of("leftovers", leftovers, get_args(Leftovers))
+    return Assembled(source, assembler, check_patience(patience), leftovers)
+
+
+def check_patience(patience: float | None) -> float | None:
+    """Seconds for which to wait, or None.
+
+    Raises:
+        ValueError: they are not finite and > 0.
+    """
     if patience is not None and not 0 < patience < float("inf"):
         raise ValueError(f"patience must be finite and > 0; got {patience}")
-    return Assembled(source, assembler, patience, one_of("leftovers", leftovers, get_args(Leftovers)))
+    return patience
+
+
+def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
+    """What is left in an assembler to which nothing more comes (:func:`assembled`)."""
+    ready = assembler.ready
+    if ready and leftovers == "raise":
+        raise BatchError(
+            f"the source has ended, and {ready} whole groups are left over, fewer than the "
+            f"{assembler.groups} of a batch: set leftovers='yield' or 'drop'"
+        )
+    while leftovers == "yield" and (batch := assembler.take_rest()) is not None:
+        yield batch
+    if assembler.emitted == 0:
+        raise assembler.stalled("The source has ended, and nothing has come out")
+    assembler.give_up()
 
 
 class Assembled(OverSource):
@@ -95,7 +120,7 @@ class Assembled(OverSource):
                 continue
             # None is a put too: a source that yields it for ever is noticed.
             self.assembler.put(TensorDict({}, batch_size=[0]) if piece is None else without_padding(piece))
-        yield from self._rest()
+        yield from rest_of(self.assembler, self.leftovers)
 
     def _next(self, rows: Iterator[TensorDictBase | None]) -> Any:
         try:
@@ -106,19 +131,6 @@ class Assembled(OverSource):
             if hasattr(err, "add_note"):  # Python 3.11
                 err.add_note(str(self.assembler.stalled("The source has failed")))
             raise
-
-    def _rest(self) -> Iterator[TensorDictBase]:
-        ready = self.assembler.ready
-        if ready and self.leftovers == "raise":
-            raise BatchError(
-                f"the source has ended, and {ready} whole groups are left over, fewer than the "
-                f"{self.assembler.groups} of a batch: set leftovers='yield' or 'drop'"
-            )
-        while self.leftovers == "yield" and (batch := self.assembler.take_rest()) is not None:
-            yield batch
-        if self.assembler.emitted == 0:
-            raise self.assembler.stalled("The source has ended, and nothing has come out")
-        self.assembler.give_up()
 
     def _patiently(self, patience: float) -> Iterator[TensorDictBase | None]:
         """Read the source in a thread, since who waits in it can not be interrupted.
