@@ -325,12 +325,14 @@ def test_whole_trajectories_are_groups_without_their_padding(layout):
         frames_per_batch=4 * SLOTS,
         total_frames=FRAMES,
         auto_register_policy_transforms=False,
-        trajs_per_batch=5,
+        trajs_per_batch=4,
         traj_format=layout,
     )
-    batches = list(assembled(collector, GroupAssembler(), patience=PATIENCE))
-    assert len(check_groups(batches)) > 10
+    yielded = list(collector)
     collector.shutdown()
+    assert {batch.batch_dims for batch in yielded} == ({2} if layout == "padded" else {1})
+    assert len(check_groups(list(assembled(yielded, GroupAssembler())))) > 10
+    assert check_groups(yielded[:1]).keys() == {0}  # a pipeline alone, where the batch has whole groups
 
 
 def test_one_collector_is_a_place_like_the_others():

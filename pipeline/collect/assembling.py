@@ -12,20 +12,11 @@ from tensordict import TensorDict, TensorDictBase
 
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 from headrace.transforms.options import one_of
-from headrace.transforms.schema import has_key
 
 from .over_source import OverSource
 
 Leftovers = Literal["yield", "drop", "raise"]
 Source = Iterable["TensorDictBase | None"]
-
-
-PADDING = ("collector", "mask")  # False where a collector padded: trajectories, or workers that it stopped
-
-
-def without_padding(batch: TensorDictBase) -> TensorDictBase:
-    """The rows that a collector collected, without those with which it filled up, whose ids are of others."""
-    return batch[batch[PADDING].reshape(batch.shape)] if has_key(batch, PADDING) else batch
 
 
 def assembled(
@@ -119,7 +110,7 @@ class Assembled(OverSource):
             if piece is None and self.patience is not None:
                 continue
             # None is a put too: a source that yields it for ever is noticed.
-            self.assembler.put(TensorDict({}, batch_size=[0]) if piece is None else without_padding(piece))
+            self.assembler.put(TensorDict({}, batch_size=[0]) if piece is None else piece)
         yield from rest_of(self.assembler, self.leftovers)
 
     def _next(self, rows: Iterator[TensorDictBase | None]) -> Any:

@@ -13,8 +13,6 @@ from torchrl.envs.transforms import Transform
 from headrace.transforms import GroupAssembler
 from headrace.transforms.rows import join_rows
 
-from .assembling import without_padding
-
 COPY = "a copy of it in a worker process"
 
 
@@ -68,7 +66,7 @@ class AssembleOnWrite(Transform):
         if os.getpid() != self._process:
             raise RuntimeError(_misplaced(COPY))
         if rows is not None:
-            self.assembler.put(without_padding(rows))
+            self.assembler.put(rows)
         batches = []
         while (batch := self.assembler.take()) is not None:
             batches.append(batch)
