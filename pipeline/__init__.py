@@ -1,6 +1,7 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
 from .collect import (
+    AssembleOnWrite,
     DrainWriter,
     RayAssembler,
     RolloutQueue,
@@ -22,6 +23,7 @@ from .stage import StageError
 from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
+    "AssembleOnWrite",
     "ConfigError",
     "DrainWriter",
     "GroupUnit",

@@ -5,9 +5,11 @@ from .drain import DrainWriter, drained
 from .informing import informative
 from .on_ray import RayAssembler
 from .on_transfer_queue import RolloutQueue, StepQueue
+from .on_write import AssembleOnWrite
 from .stamping import StampIds, stamp_ids
 
 __all__ = [
+    "AssembleOnWrite",
     "DrainWriter",
     "RayAssembler",
     "RolloutQueue",
