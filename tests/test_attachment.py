@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from processes import process_context
-from rollouts import make_collector, make_env, make_pipeline, make_policy
+from rollouts import make_collector, make_env, make_pipeline
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose
-from torchrl.objectives.llm import GRPOLoss
-from torchrl.trainers import Trainer
-from torchrl.trainers.trainers import DefaultOptimizationStepper
 
 from headrace.transforms import (
     IncompleteGroupsError,
@@ -108,37 +105,6 @@ def test_replay_buffers_save_the_state_of_the_split():
     fresh.append_transform(restored := make_pipeline(), invert=True)
     fresh.load_state_dict(first.state_dict())
     assert restored.stages["split"].state.calls == 1
-
-
-class TensorDictLoss(GRPOLoss):
-    """The trainer of torchrl 0.14.1 writes a key into the loss's output that GRPOLoss's refuses."""
-
-    def forward(self, batch):
-        terms = super().forward(batch)
-        return TensorDict({key: value for key, value in terms.items() if value is not None})
-
-
-def test_trainer_hook(expected):
-    torch.manual_seed(0)
-    policy, env = make_policy(), make_env()
-    loss = TensorDictLoss(policy, masking_strategy="generic", entropy_bonus=False)
-    seen = []
-    trainer = Trainer(
-        collector=make_collector(env, policy=policy),
-        total_frames=env.frames_per_batch,
-        frame_skip=1,
-        optim_steps_per_batch=1,
-        loss_module=loss,
-        optimizer=torch.optim.SGD(policy.parameters(), lr=0.1),
-        progress_bar=False,
-        optimization_stepper=DefaultOptimizationStepper(),
-    )
-    before = [p.clone() for p in policy.parameters()]
-    trainer.register_op("batch_process", make_pipeline())
-    trainer.register_op("process_optim_batch", lambda batch: seen.append(batch) or batch)
-    trainer.train()
-    assert by_rollout(seen[0]) == expected
-    assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
 def narrow() -> SampleFilter:

@@ -64,7 +64,7 @@ def test_rows_of_a_group_with_different_prompts_are_refused_with_the_rows(repeat
     env = TransformedEnv(QuizEnv(4, repeats=2), StampIds(repeats=repeats, worker=0))
     with pytest.raises(
         BatchError,
-        match=rf"one prompt \('query'\); row {row} of group {group} has \[1\] after \[0\].*append StampIds",
+        match=rf"one prompt \('query'\); row {row} of group {group} has '\[1\]' after .*append StampIds",
     ):
         env.reset()
 
@@ -79,7 +79,7 @@ def test_an_environment_that_was_reset_before_is_refused_over_the_resets_of_a_gr
     env.reset()
     env.append_transform(StampIds(repeats=2))
     env.reset()
-    with pytest.raises(BatchError, match=r"row 0 of group 0 has \[1\] after \[0\]"):
+    with pytest.raises(BatchError, match=r"row 0 of group 0 has '\[1\]' after '\[0\]'"):
         env.reset()
 
 

@@ -1,19 +1,8 @@
-"""Rollouts as they come, from wherever TorchRL collects them, and steps to wherever they are trained."""
+"""Rollouts as they come, from wherever TorchRL collects them."""
 
 from .assembling import assembled
-from .drain import drained
+from .drain import DrainWriter, drained
 from .informing import informative
-from .on_ray import RayAssembler
-from .on_transfer_queue import RolloutQueue, StepQueue
 from .stamping import StampIds, stamp_ids
 
-__all__ = [
-    "RayAssembler",
-    "RolloutQueue",
-    "StampIds",
-    "StepQueue",
-    "assembled",
-    "drained",
-    "informative",
-    "stamp_ids",
-]
+__all__ = ["DrainWriter", "StampIds", "assembled", "drained", "informative", "stamp_ids"]

@@ -9,8 +9,9 @@ from threading import Thread
 from typing import Any, Literal, get_args
 
 from tensordict import TensorDict, TensorDictBase
+from torchrl.collectors import MultiAsyncCollector
 
-from headrace.transforms import BatchError, GroupAssembler
+from headrace.transforms import BatchError, GroupAssembler, StalledError
 from headrace.transforms.options import one_of
 
 from .over_source import OverSource
@@ -29,7 +30,8 @@ def assembled(
     """Iterate over batches of whole groups, made of what a source yields.
 
     What is not iteration goes to the source: ``assembled(collector, …).update_policy_weights_()`` is the
-    collector's. ``state_dict`` has the state of both.
+    collector's. ``state_dict`` has the state of both. An error of the source gets a note that says which
+    groups wait.
 
     Args:
         source: a collector, or what else yields batches of rows, or None while there are none.
@@ -103,15 +105,24 @@ class Assembled(OverSource):
             # What is whole goes out before more is read: so a restored state begins where it was.
             while (batch := self.assembler.take()) is not None:
                 yield batch
-            try:
-                piece = next(rows)
-            except StopIteration:
+            piece = self._next(rows)
+            if piece is _END:
                 break
             if piece is None and self.patience is not None:
                 continue
             # None is a put too: a source that yields it for ever is noticed.
             self.assembler.put(TensorDict({}, batch_size=[0]) if piece is None else piece)
         yield from rest_of(self.assembler, self.leftovers)
+
+    def _next(self, rows: Iterator[TensorDictBase | None]) -> Any:
+        try:
+            return next(rows, _END)
+        except StalledError:
+            raise
+        except Exception as err:  # of the source, with what waits for it
+            if hasattr(err, "add_note"):  # Python 3.11
+                err.add_note(str(self.assembler.stalled("The source has failed")))
+            raise
 
     def _patiently(self, patience: float) -> Iterator[TensorDictBase | None]:
         """Read the source in a thread, since who waits in it can not be interrupted.
@@ -142,7 +153,17 @@ class Assembled(OverSource):
         raise self.assembler.stalled(f"The source has been silent for {patience:g} s")
 
     def own_state(self) -> dict[str, Any]:
-        """The assembler's."""
+        """The assembler's.
+
+        Raises:
+            TypeError: the source is a MultiAsyncCollector.
+        """
+        if isinstance(self.source, MultiAsyncCollector):
+            raise TypeError(
+                "a MultiAsyncCollector that is asked for its state throws away the rows that its workers are "
+                "collecting: save that of the assembler, stream.assembler.state_dict(). Rollouts under way "
+                "end with their workers: set the assembler's timeout, which lets go of their groups"
+            )
         return {"assembler": self.assembler.state_dict()}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:

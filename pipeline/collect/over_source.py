@@ -23,8 +23,8 @@ class OverSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Its own state, and that of the source where it has one."""
-        source = {"source": self.source.state_dict()} if hasattr(self.source, "state_dict") else {}
-        return source | self.own_state()
+        own = self.own_state()
+        return own | ({"source": self.source.state_dict()} if hasattr(self.source, "state_dict") else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.

@@ -276,7 +276,7 @@ class StampIds(Transform):
         for place, (row, prompt) in enumerate(zip(fresh, prompts, strict=True), start=self._dispatched):
             if place % self.repeats and prompt != last:
                 group = int(self._columns(torch.tensor([place]))[self.group_key])
-                found.append(f"row {row} of group {group} has {prompt!r:.60} after {last!r:.60}")
+                found.append(f"row {row} of group {group} has {first_difference(prompt, last)}")
             last = prompt
         if found:
             raise BatchError(
@@ -320,3 +320,16 @@ def read_prompts(rows: TensorDictBase, key: NestedKey, places: list[int]) -> lis
     flat = rows.reshape(rows.shape.numel())
     found = [flat[place].get(key) for place in places]
     return [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in found]
+
+
+def first_difference(prompt: Any, last: Any) -> str:
+    """Two prompts from where they differ: they begin alike, with the system's words.
+
+    >>> first_difference("You are kind. What is 5 + 3?", "You are kind. Who is it?")
+    "'…ind. What is 5 + 3?' after '…ind. Who is it?'"
+    """
+    texts = [value if isinstance(value, str) else str(value) for value in (prompt, last)]
+    differ = (place for place, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1)
+    start = max(0, next(differ, min(map(len, texts))) - 7)
+    one, other = ("…" * bool(start) + text[start : start + 40] for text in texts)
+    return f"{one!r} after {other!r}"
