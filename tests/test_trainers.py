@@ -110,6 +110,7 @@ def test_a_trainers_own_stepper_takes_what_is_folded_in():
             r"With one, append the first of pipeline.halves\(\)",
         ),
         ({"stepper": "trainer"}, {}, "ignores the weights that the pipeline writes"),
+        ({}, {"optimizer": None, "optimization_stepper": DefaultOptimizationStepper()}, "pass optimizer="),
         ({}, {"gradient_accumulation_steps": 2}, "takes the place of MixedPrecisionOptimizationStepper"),
     ],
 )

@@ -24,7 +24,8 @@ class GroupUnit(SampleUnit):
 
     For buffers of rows as they were collected, or of the assembler's batches. Groups come in the order of the
     rows that drew them, each once a batch, with all rows that the buffer has of it in their order, and must
-    pass the gate. So a batch has at most as many groups as `batch_size` says rows.
+    pass the gate. So a batch has at most as many groups as `batch_size` says rows. Each sample reads the ids
+    of all rows in the buffer.
 
     Samplers that draw at random, by priority, without replacement, by freshness or by prompt keep groups
     whole so. Of ``StalenessAwareSampler`` a group with a row beyond its `max_staleness` is left out.

@@ -55,6 +55,7 @@ class PipelineHook(TrainerHookBase):
         self.stepper = one_of("stepper", stepper, get_args(Stepper))
         self._whole: list[TensorDictBase] = []  # batches that wait for the next optimisation
         self._minibatches: Iterator[TensorDictBase] = iter(())
+        self._measured: dict[str, float] = {}  # of the last batch that was trained
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(stepper={self.stepper!r})"
@@ -93,6 +94,10 @@ class PipelineHook(TrainerHookBase):
                 "the trainer's stepper adds up means and ignores the weights that the pipeline writes: take "
                 "stepper='weighted', or fold them in (LossWeight's fold)"
             )
+        if self.stepper == "weighted" and trainer.optimizer is None:
+            raise ValueError(
+                "stepper='weighted' steps the trainer's optimizer: pass optimizer=... to the trainer"
+            )
         own = trainer.optimization_stepper
         if self.stepper == "weighted" and (
             getattr(own, "mixed_precision", False) or getattr(own, "gradient_accumulation_steps", 1) != 1
@@ -114,7 +119,7 @@ class PipelineHook(TrainerHookBase):
             self._whole.append(whole)
 
     def _begin(self) -> None:
-        self._measured: dict[str, float] = {}
+        self._measured = {}
         self._minibatches = self._all_minibatches()
 
     def _all_minibatches(self) -> Iterator[TensorDictBase]:
