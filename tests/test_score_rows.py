@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tensordict import TensorDict, lazy_stack
 from torch import nn
 from torchrl.modules.distributions import LLMMaskedCategorical
 
-from headrace.pipeline import Pipeline, load_pipeline
+from headrace.pipeline import ConfigError, Pipeline, load_pipeline
 from headrace.pipeline.reverse import DigitPolicy
 from headrace.transforms import BatchError, MissingKeyError, RewardWithin, SampleFilter, ScoreRows, schema
 
@@ -23,6 +24,9 @@ FULL, LOSS_MASK, ATTENTION = (
 )
 LOG_PROB = ("log_probs", "full")
 WORDS = 7
+CONF = Path(__file__).parent.parent / "conf" / "pipeline"
+RECIPES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*.yaml"))
+PLACED = ("gate", "collapse", "filter", "advantage", "split", "weight")  # in conf/rows/llm.yaml
 
 
 class Bigram(nn.Module):
@@ -196,3 +200,22 @@ def test_the_order_knows_the_place_of_the_score():
     pipeline = load_pipeline("+stage@pipeline.stages.score=score", order)
     pipeline.stages["score"].actor = DigitPolicy()
     assert "5. score: ScoreRows(actor=DigitPolicy)" in repr(pipeline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_of_a_language_model_go_with_every_recipe_or_say_which_stage_has_no_place(recipe):
+    words = (f"pipeline={recipe}", "rows=llm", "pipeline.stages.dense.pad_id=0")
+    own = load_pipeline(words[0]).order
+    if added := [stage for stage in own if stage not in PLACED]:
+        with pytest.raises(ConfigError, match=f"order must name each stage once; it lacks '{added[0]}'"):
+            load_pipeline(*words)
+        own = own[: own.index("split")]
+        words += (f"pipeline.order=[dense,{','.join(own)},score,split,weight]",)
+    assert load_pipeline(*words).order == [
+        "dense",
+        *[stage for stage in own if stage not in ("split", "weight")],
+        "score",
+        "split",
+        "weight",
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from tensordict import (
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.schema import has_key
 
 from .padding import pad_left
 
@@ -61,10 +60,7 @@ def _stack(
 ) -> TensorDict:
     rows = batch.unbind(0)
     rest = TensorDict({}, batch_size=[len(rows)], device=batch.device)
-    for name in dict.fromkeys(name for row in rows for name in row.keys()):
-        key: NestedKey = (*prefix, name) if prefix else name
-        if key in skip or not has_key(batch, name):  # which raises where only some rows have it
-            continue
+    for name, key in _names(rows, prefix, skip).items():
         first = rows[0].get(name)
         if isinstance(first, Tensor):
             values = [row.get(name) for row in rows]
@@ -80,6 +76,24 @@ def _stack(
         else:
             rest.set(name, batch.get(name))
     return rest
+
+
+def _names(rows: Sequence[Any], prefix: tuple[str, ...], skip: Collection[NestedKey]) -> dict[str, NestedKey]:
+    """The columns of rows by their names on this level, in the order of the first row.
+
+    Raises:
+        BatchError: one is on some rows only.
+    """
+    own = [set(row.keys()) for row in rows]
+    keys = {name: (*prefix, name) if prefix else name for name in [*rows[0].keys(), *sorted(set.union(*own))]}
+    keys, everywhere = {name: key for name, key in keys.items() if key not in skip}, set.intersection(*own)
+    for name in [name for name in keys if name not in everywhere]:
+        there = [str(row) for row, names in enumerate(own) if name in names]
+        raise BatchError(
+            f"a column is on every row or on none; {keys[name]!r} is on {len(there)} of {len(rows)} rows: "
+            f"{listing(there)}"
+        )
+    return keys
 
 
 def _holds_tensors(value: Any) -> bool:
