@@ -1,18 +1,9 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import (
-    AssembleOnWrite,
-    DrainWriter,
-    RayAssembler,
-    RolloutQueue,
-    StampIds,
-    StepQueue,
-    assembled,
-    drained,
-    informative,
-    stamp_ids,
-)
+from .collect import AssembleOnWrite, DrainWriter, StampIds, assembled, drained, informative, stamp_ids
 from .collect.group_unit import GroupUnit
+from .collect.on_ray import RayAssembler
+from .collect.on_transfer_queue import RolloutQueue, StepQueue
 from .collect.torchrl_configs import register_configs
 from .collect.trainer_hook import PipelineHook
 from .load import ConfigError, build_pipeline, load_pipeline
