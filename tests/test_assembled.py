@@ -68,17 +68,16 @@ def test_under_patience_none_is_silence_and_no_put():
         for row in rows(2):
             yield from [None] * 150  # more than the puts after which an assembler is idle
             yield row
-        while silent:
+        for _ in range(silent):
             time.sleep(0.01)
             yield None
+        assert not silent, "it was asked on"
 
     assembler = GroupAssembler(timeout=20)
     assert len(list(assembled(source(0), assembler, patience=60))) == 2
     assert sum(assembler.counts.values()) == 0
-    begun = time.monotonic()
     with pytest.raises(StalledError, match=r"silent for 0.2 s"):
-        list(assembled(source(1), GroupAssembler(), patience=0.2))
-    assert time.monotonic() - begun < 30
+        list(assembled(source(300), GroupAssembler(), patience=0.2))
 
 
 def test_while_none_comes_what_is_too_old_by_its_seconds_goes_out():

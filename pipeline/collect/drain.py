@@ -129,7 +129,7 @@ class Drained:
     def __init__(self, buffer: ReplayBuffer, wait: float, patience: float):
         self.buffer, self.wait, self.patience = buffer, wait, patience
         self.position = 0
-        """Rows that were read, or are not to be."""
+        """Rows that were read."""
         self._closed = False
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
