@@ -53,7 +53,7 @@ def say(words: str) -> None:
 
 
 def count_sent(sent: list[int]) -> None:
-    """Note the bytes of each tensor that this process sends; of objects, which are small, nothing."""
+    """Note the bytes of each tensor that this process gives to the others; objects are small."""
     gather = dist.all_gather
 
     def counted(found: list[torch.Tensor], tensor: torch.Tensor, **options: Any) -> Any:

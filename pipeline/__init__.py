@@ -1,6 +1,6 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import DrainWriter, StampIds, assembled, drained, informative, stamp_ids
+from .collect import AssembleOnWrite, DrainWriter, StampIds, assembled, drained, informative, stamp_ids
 from .collect.group_unit import GroupUnit
 from .collect.on_ray import RayAssembler
 from .collect.on_transfer_queue import RolloutQueue, StepQueue
@@ -14,6 +14,7 @@ from .stage import StageError
 from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
+    "AssembleOnWrite",
     "ConfigError",
     "DrainWriter",
     "GroupUnit",

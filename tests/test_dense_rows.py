@@ -94,7 +94,9 @@ def test_ragged_rows_are_padded_as_a_loop_pads_them(rows):
 @given(some_rows)
 def test_rows_padded_by_a_wrapper_are_moved_to_the_same_places(rows):
     written = as_written_padded(rows)
-    assert read(DenseRows(pad_id=PAD)(written)) == by_hand(rows, written[FULL].shape[1])
+    dense = DenseRows(pad_id=PAD)(written)
+    assert read(dense) == by_hand(rows, written[FULL].shape[1])
+    assert set(dense["tokens"].keys()) == {"full"}
 
 
 @given(some_rows, some_rows)
@@ -185,6 +187,7 @@ def with_column(key, values):
         (ragged([([], []), ([5], [8])]), r"every row needs a token; found none in row 0"),
         (with_column(LOG_PROB, [torch.zeros(3), torch.zeros(2)]), r"row 1 has 2 for 3 tokens. Were"),
         (with_column("seen", [torch.zeros(2), torch.zeros(4)]), r"'seen': row 0 has 2 for 3 tokens"),
+        (with_column("seen", [torch.zeros(3, 1), torch.zeros(3, 2)]), r"'seen': shapes"),
         (with_column("seen", [torch.zeros(2), None]), r"on none; 'seen' is on 1 of 2 rows: 0"),
         (with_column(ATTENTION, [torch.tensor([True, False, True])] * 2), "behind or between some in row 0"),
         (with_column(LOSS_MASK, [torch.zeros(3)] * 2), "a loss mask is bool"),
@@ -192,6 +195,13 @@ def with_column(key, values):
 )  # fmt: skip
 def test_what_is_wrong_with_ragged_rows_is_refused_with_the_rows(rows, message):
     with pytest.raises(BatchError, match=message):
+        DenseRows(pad_id=PAD)(rows)
+
+
+def test_prompt_and_attention_mask_may_be_missing_and_the_response_is_the_end_all_the_same():
+    assert read(DenseRows(pad_id=PAD)(ragged(ROWS).exclude(PROMPT, ATTENTION))) == by_hand(ROWS, 3)
+    rows = with_column(RESPONSE, [torch.tensor([7]), torch.tensor([8, 4])]).exclude(PROMPT)
+    with pytest.raises(BatchError, match=r"are the whole; they are not in row 1"):
         DenseRows(pad_id=PAD)(rows)
 
 
@@ -240,6 +250,9 @@ def test_the_order_knows_that_masks_come_first():
     for criterion in (LengthWithin(high=2), NotTruncated()):
         with pytest.raises(ValueError, match="Put 'dense' before 'filter'"):
             Pipeline({"filter": SampleFilter(criterion=criterion), "dense": dense})
+    narrower = DenseRows(pad_id=PAD)
+    narrower.in_keys = [*narrower.in_keys, LOSS_MASK]  # one that goes on with the mask is in order
+    Pipeline({"filter": SampleFilter(criterion=NotTruncated()), "narrower": narrower})
     with pytest.raises(ValueError, match="Put 'dense' before 'filter'"):
         load_pipeline("+stage@pipeline.stages.dense=dense", "pipeline.stages.dense.pad_id=0")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import (
@@ -24,7 +24,7 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.samplers.prioritized import SumSegmentTreeFp32
 
 from headrace.pipeline import GroupUnit
-from headrace.transforms import BatchError, CompletenessGate, IncompleteGroupsError
+from headrace.transforms import BatchError, CompletenessGate, IncompleteGroupsError, Status
 
 STORAGES = {"tensors": LazyTensorStorage, "memmap": LazyMemmapStorage, "lazy": LazyStackStorage}
 SAMPLERS = {
@@ -104,21 +104,21 @@ def test_whatever_a_sampler_draws_passes_a_strict_gate_with_all_its_rows(sampler
 
 
 @settings(max_examples=50)
+@example(sizes=[1, 2, 1], draws=[[0], [0, 3, 1]], anchors="any", uses=1, seed=0)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
-    drawn=st.lists(st.integers(0, 1000), max_size=8),
+    draws=st.lists(st.lists(st.integers(0, 1000), max_size=8), max_size=5),
     anchors=st.sampled_from(["any", "first"]),
     uses=st.none() | st.integers(1, 3),
     seed=st.integers(0, 9),
 )
-def test_it_hands_out_what_a_loop_says(sizes, drawn, anchors, uses, seed):
+def test_it_hands_out_what_a_loop_says(sizes, draws, anchors, uses, seed):
     data = rows(sizes, seed=seed)
     groups = data["group_id"].tolist()
-    index = torch.tensor([i % len(data) for i in drawn], dtype=torch.int64)
     buffer = filled(data, anchors=anchors, max_uses=uses)
     unit, counts = buffer._sample_unit, dict.fromkeys(groups, 0)
-    for _ in range(3):
-        expected, by = [], {}
+    for drawn in draws:
+        index, expected, by = torch.tensor([i % len(data) for i in drawn], dtype=torch.int64), [], {}
         for place in index.tolist():
             if anchors == "first" and groups.index(groups[place]) != place:
                 continue
@@ -180,6 +180,13 @@ def test_a_group_is_as_stale_as_its_oldest_row():
     sampler.consumer_version = 11
     with pytest.raises(BatchError, match=r"\[3\], none is left: .*too old for StalenessAwareSampler"):
         buffer.sample()
+
+
+@pytest.mark.parametrize("key", ["status", ("next", "status")])
+def test_a_group_with_a_failed_rollout_does_not_pass(key):
+    data = rows([2], segments=1).set(key, torch.tensor([Status.COMPLETED, Status.FAILED]))
+    with pytest.raises(IncompleteGroupsError, match="1 failed"):
+        filled(data).sample()
 
 
 def test_a_group_that_the_writer_has_overwritten_in_part_is_refused_or_left_out():

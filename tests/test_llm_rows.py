@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector
 
+from headrace.pipeline import load_pipeline, optimise
 from headrace.transforms import DenseRows, LossWeight, ScoreRows
 
 pytest.importorskip("transformers", reason="the extra `llm` is not installed")
@@ -29,10 +30,15 @@ TOKENIZER = make_tokenizer()
 PAD = TOKENIZER.pad_token_id
 
 
+def steps_of(mode: str, envs: int) -> int:
+    """Enough for a group. ChatEnv takes one of tokens: with the next it would read the mask of the last."""
+    return 1 if mode == "tokens" else 16 // envs
+
+
 def collect(mode: str, envs: int, most: int, **options) -> tuple[TensorDict, torch.nn.Module]:
     """The first batch, [envs, turns]."""
     model = make_model(TOKENIZER)
-    turns = envs if mode == "tokens" else 4 * envs
+    turns = envs * steps_of(mode, envs)
     collector = LLMCollector(
         make_env(TOKENIZER, envs=envs, mode=mode, most=most),
         policy=make_policy(model, TOKENIZER, mode, **options),
@@ -44,8 +50,7 @@ def collect(mode: str, envs: int, most: int, **options) -> tuple[TensorDict, tor
     return batch, model
 
 
-# TransformersWrapper has no histories of different length side by side. Of tokens ChatEnv takes a single
-# step: with the next it would read the mask of the last.
+# TransformersWrapper has no histories of different length side by side.
 CASES = [
     ("text", 3, 3, {}),
     ("text", 3, 3, {"return_log_probs": True}),
@@ -74,7 +79,7 @@ def says(model: torch.nn.Module, row: TensorDict) -> torch.Tensor:
 @every_mode
 def test_each_row_has_its_tokens_at_its_end_and_trains_what_it_wrote(mode, envs, most, options):
     batch, _ = collect(mode, envs, most, **options)
-    assert batch.shape == (envs, 1 if mode == "tokens" else 4)
+    assert batch.shape == (envs, steps_of(mode, envs))
     rows, dense = batch.reshape(-1).unbind(0), DenseRows(pad_id=PAD)(batch)
     width = dense[FULL].shape[1]
     assert type(dense) is TensorDict
@@ -137,3 +142,38 @@ def test_a_score_is_what_the_model_says_of_the_row_alone_from_its_first_token_on
         expected = says(model, row)
         torch.testing.assert_close(scored[LOG_PROB][scored[LOSS_MASK]], expected.detach(), rtol=0, atol=1e-5)
         assert (expected < 0).all()  # TransformersWrapper's own begin with 0
+
+
+@every_mode
+def test_a_recipe_takes_what_the_collector_yields_and_trains_it(mode, envs, most, options):
+    """With texts and histories: rows are dropped, ordered, reported and trained."""
+    batch, model = collect(mode, envs, most, **options)
+    untouched = batch.clone()
+    recipe = load_pipeline(
+        "pipeline=grpo",
+        "rows=llm",
+        f"pipeline.stages.dense.pad_id={PAD}",
+        "pipeline.stages.score.max_tokens=60",
+        "pipeline.stages.gate.on_incomplete=drop",
+        "pipeline.stages.collapse.reward=sum",
+        "pipeline.stages.split.minibatches=1",
+        "pipeline.stages.split.microbatches=2",
+    )
+    actor = recipe.stages["score"].actor = make_actor(model, TOKENIZER)
+    run = recipe.run(batch)
+    assert run.metrics["rows/in"] == len(batch.reshape(-1))
+    assert run.metrics["rows/trained"] >= 2
+    assert run.report().groups["reward_mean"].size
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss = GRPOLoss(actor, masking_strategy="rlhf", entropy_bonus=False, aggregation="none")
+    assert optimise(run.minibatches(), loss, torch.optim.SGD(model.parameters(), lr=0.1)) == 1
+    assert any(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    rows = {int(row["headrace", "row"]): row for row in run.batch.unbind(0)}
+    for number, row in enumerate(batch.reshape(-1).unbind(0)):
+        if number in rows and mode != "tokens":
+            assert rows[number]["text", "response"] == row["text", "response"]
+        if number in rows and mode == "history":
+            assert list(rows[number]["history"].full.content) == list(row["history"].full.content)
+    for row, old in zip(batch.reshape(-1).unbind(0), untouched.reshape(-1).unbind(0), strict=True):
+        assert torch.equal(row[FULL], old[FULL])
+        assert set(row.keys(True, True)) == set(old.keys(True, True))

@@ -177,10 +177,11 @@ def test_what_cannot_be_scored_is_refused_with_the_rows():
         ScoreRows(actor=Bigram(), max_tokens=2)(batch)
     with pytest.raises(ValueError, match=r'pipeline.stages\["score"\].actor = actor'):
         ScoreRows()(batch)
-    first = dense([([1], [2, 3]), ([4], [5])])
-    first[LOSS_MASK][1] = True
-    with pytest.raises(BatchError, match=r"nothing before it to predict it from.*in row 1 \(rollout 1\)"):
-        ScoreRows(actor=Bigram())(first)
+    for place in (0, 1):  # padding, and the first token
+        first = dense([([1], [2, 3]), ([4], [5])])
+        first[LOSS_MASK][1, place] = True
+        with pytest.raises(BatchError, match=r"nothing before it to predict it from.*in row 1 \(rollout 1\)"):
+            ScoreRows(actor=Bigram())(first)
     with pytest.raises(MissingKeyError, match=r"all_assistant_mask'\) \(loss_mask_key\)"):
         ScoreRows(actor=Bigram())(batch.exclude(LOSS_MASK))
     batch[LOSS_MASK] = batch[LOSS_MASK].float()

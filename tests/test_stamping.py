@@ -184,6 +184,15 @@ def test_a_restored_environment_goes_on_with_the_next_whole_group():
         make_quiz(1, 2).load_state_dict(env.state_dict())
 
 
+def test_environments_within_one_each_go_on_by_themselves():
+    env, other = (SerialEnv(2, quiz_makers(2, slots=3)) for _ in "ab")
+    env.reset()
+    other.load_state_dict(env.state_dict())
+    assert other.reset()["rollout_id"].flatten().tolist() == [8, 9, 12, 10, 11, 14]
+    for each in (env, other):
+        each.close()
+
+
 def test_an_environment_from_a_creator_numbers_from_where_that_was():
     env = EnvCreator(make_quiz)()
     assert env.reset()["rollout_id"].flatten().tolist() == [4, 5, 6]

@@ -19,7 +19,7 @@ from headrace.pipeline import PipelineHook, optimise
 from headrace.transforms import GroupAssembler
 
 CUT = ("pipeline.stages.split.minibatches=2", "pipeline.stages.split.microbatches=2")
-BATCHES = 3
+BATCHES, CLIP = 3, 0.01
 
 
 def make_trainer(kind, hook: PipelineHook | None, *, policy=None, **options) -> Trainer:
@@ -30,7 +30,7 @@ def make_trainer(kind, hook: PipelineHook | None, *, policy=None, **options) -> 
     collector = make_collector(env, BATCHES, policy=policy)
     options = {
         "optim_steps_per_batch": None,
-        "clip_norm": 1.0,
+        "clip_norm": CLIP,
         "num_epochs": 2,
         "optimizer": torch.optim.SGD(policy.parameters(), lr=0.1),
         "progress_bar": False,
@@ -49,7 +49,7 @@ def by_hand(policy, recipe) -> None:
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     for batch in make_collector(make_env(), BATCHES, policy=policy):
-        optimise(recipe.run(batch, epochs=2).minibatches(), loss, optimizer, max_grad_norm=1.0)
+        optimise(recipe.run(batch, epochs=2).minibatches(), loss, optimizer, max_grad_norm=CLIP)
 
 
 def weights_of(policy) -> list[torch.Tensor]:

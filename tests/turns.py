@@ -123,6 +123,10 @@ def hang(steps: int, *, at: int) -> None:
         time.sleep(10**6)
 
 
+def sleep(steps: int) -> None:
+    time.sleep(0.05)
+
+
 @contextlib.contextmanager
 def quick_starts() -> Iterator[None]:
     """Processes of TorchRL begin from one that has imported it, too."""

@@ -3,6 +3,15 @@
 from .assembling import assembled
 from .drain import DrainWriter, drained
 from .informing import informative
+from .on_write import AssembleOnWrite
 from .stamping import StampIds, stamp_ids
 
-__all__ = ["DrainWriter", "StampIds", "assembled", "drained", "informative", "stamp_ids"]
+__all__ = [
+    "AssembleOnWrite",
+    "DrainWriter",
+    "StampIds",
+    "assembled",
+    "drained",
+    "informative",
+    "stamp_ids",
+]

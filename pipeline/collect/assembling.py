@@ -9,7 +9,6 @@ from threading import Thread
 from typing import Any, Literal, get_args
 
 from tensordict import TensorDict, TensorDictBase
-from torchrl.collectors import MultiAsyncCollector
 
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 from headrace.transforms.options import one_of
@@ -153,17 +152,7 @@ class Assembled(OverSource):
         raise self.assembler.stalled(f"The source has been silent for {patience:g} s")
 
     def own_state(self) -> dict[str, Any]:
-        """The assembler's.
-
-        Raises:
-            TypeError: the source is a MultiAsyncCollector.
-        """
-        if isinstance(self.source, MultiAsyncCollector):
-            raise TypeError(
-                "a MultiAsyncCollector that is asked for its state throws away the rows that its workers are "
-                "collecting: save that of the assembler, stream.assembler.state_dict(). Rollouts under way "
-                "end with their workers: set the assembler's timeout, which lets go of their groups"
-            )
+        """The assembler's."""
         return {"assembler": self.assembler.state_dict()}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:

@@ -113,8 +113,7 @@ class ScoreRows(BatchTransform):
     take different numbers of passes.
 
     Reads `tokens_key`, `attention_key`, `loss_mask_key`; writes `log_prob_key`. The actor sees the rows'
-    tensors, and no texts. Two device reads: which rows train,
-    and their lengths.
+    tensors, and no texts. Two device reads: which rows train, and their lengths.
 
     Args:
         actor: with ``get_dist``, as GRPOLoss takes it; where YAML makes the stage it is set afterwards,
@@ -253,8 +252,7 @@ class ScoreRows(BatchTransform):
         """What the actor sees: the tensors of dense rows; of ragged ones tokens and masks."""
         seen = TensorDict({}, batch_size=[len(batch)], device=batch.device)
         if not isinstance(batch, LazyStackedTensorDict):
-            keys = batch.exclude(self.log_prob_key).keys(include_nested=True, leaves_only=True)
-            for key in keys:
+            for key in batch.keys(include_nested=True, leaves_only=True):
                 seen.set(key, batch.get(key))
         seen.set(self.tokens_key, tokens)
         seen.set(self.attention_key, attention)
