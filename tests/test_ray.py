@@ -208,6 +208,16 @@ def test_a_lost_writer_is_raised_or_the_others_go_on():
         list(assembler.batches(alone, on_lost="go_on"))
 
 
+def test_what_is_whole_goes_out_before_a_lost_writer_is_raised():
+    assembler = fresh(groups=1)
+    writer = send.remote(assembler, pieces(slice(9), size=4), then="dies")
+    ray.wait([writer])
+    batches = assembler.batches([writer])
+    assert [next(batches)["group_id"].tolist() for _ in range(2)] == [[0] * 4, [1] * 4]
+    with pytest.raises(StalledError, match="1 of 1 writers lost"):
+        next(batches)
+
+
 def test_a_stall_is_raised_at_the_writer_and_at_the_trainer():
     assembler = fresh(max_idle=3)
     begun = [batch_of_lines([Line(90 + g, 90 + g, 0, False)]) for g in range(3)]
@@ -216,9 +226,9 @@ def test_a_stall_is_raised_at_the_writer_and_at_the_trainer():
     with pytest.raises(StalledError, match="3 puts in a row have made no group whole"):
         assembler.put(begun[2])
     with pytest.raises(StalledError, match="3 puts in a row have made no group whole"):
-        next(iter(assembler.batches()))
+        next(assembler.batches(patience=LONGEST))
     assembler.put(pieces(size=4)[0])
-    assert next(iter(assembler.batches()))["number"].tolist() == [0, 2, 1, 3]
+    assert next(assembler.batches())["number"].tolist() == [0, 2, 1, 3]
 
 
 def test_leftovers_are_yielded_dropped_or_refused():
