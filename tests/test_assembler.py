@@ -571,6 +571,27 @@ def test_a_rollout_whose_beginning_is_marked_and_missing_has_not_ended():
     assert CompletenessGate()(assembler.take()) is not None
 
 
+@pytest.mark.parametrize("on_duplicate", ["raise", "drop"])
+def test_a_rollout_that_begins_again_before_it_has_ended_is_refused(on_duplicate):
+    def piece(*rollouts: int) -> TensorDict:
+        rows = batch_of_lines([Line(0, rollout, 0, False) for rollout in rollouts])
+        return rows.set("is_init", torch.ones(len(rows), dtype=torch.bool))
+
+    for pieces in ([piece(0, 0)], [piece(0, 1), piece(0)]):
+        assembler = GroupAssembler(on_duplicate=on_duplicate)
+        for rows in pieces[:-1]:
+            assembler.put(rows)
+        held = assembler.held
+        with pytest.raises(BatchError, match=r"begins once \(is_init\).*rollout 0\..*StampIds\(worker"):
+            assembler.put(pieces[-1])
+        assert assembler.held == held
+    ends = piece(5).set(("next", "done"), torch.ones(1, 1, dtype=torch.bool))
+    assembler = GroupAssembler(on_duplicate="drop")
+    for _ in range(2):  # sent twice, which is another matter
+        assembler.put(ends)
+    assert assembler.counts["duplicate"] == 1
+
+
 def test_rollouts_of_a_whole_group_are_surplus_also_where_they_come_again():
     assembler = GroupAssembler(group_size=1)
     assembler.put(batch_of_lines([Line(0, 0, 0, True)]))

@@ -75,14 +75,12 @@ def informative(
     if stages is None:
         varied = SampleFilter(criterion=RewardsVary(), action="drop")
         stages = [CompletenessGate(), FanOutCollapse(), varied]
-    options = {
-        "groups": at_least("groups", groups, 1),
-        "max_batches": at_least("max_batches", max_batches, 1),
-        "on_short": one_of("on_short", on_short, get_args(OnShort)),
-    }
-    if None in options.values():
+    if at_least("groups", groups, 1) is None or at_least("max_batches", max_batches, 1) is None:
         raise ValueError(f"groups and max_batches must be integers ≥ 1; got {groups} and {max_batches}")
-    return Informative(source, stages, nested_key(group_key), **options)  # type: ignore[arg-type]
+    one_of("on_short", on_short, get_args(OnShort))
+    return Informative(
+        source, stages, nested_key(group_key), groups=groups, max_batches=max_batches, on_short=on_short
+    )
 
 
 class Informative(OverSource):

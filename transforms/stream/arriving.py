@@ -9,7 +9,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.checks import Rule, set_rule
-from headrace.transforms.ids import as_ids
+from headrace.transforms.errors import NUMBER_WORKERS
+from headrace.transforms.ids import as_ids, sum_by
 from headrace.transforms.schema import (
     EXPECTED_SEGMENTS,
     Status,
@@ -65,6 +66,8 @@ class Arriving(NamedTuple):
     dispatch: Dispatch
     rows: HeldRows
     """Their `slot` is the label of their group."""
+    say_beginnings: bool
+    """Whether they say where rollouts begin, which then is once."""
 
 
 def read_dispatch(batch: TensorDictBase, reads: Reads, groups: OpenGroups) -> Dispatch:
@@ -87,6 +90,7 @@ def read_arriving(batch: TensorDictBase, reads: Reads, groups: OpenGroups, recei
     dispatch = read_dispatch(batch, reads, groups)
     status = read_status(batch, reads.status_key, reader=READER)
     done = begins = torch.ones(len(batch), dtype=torch.bool)
+    say_beginnings = reads.done_key is not None and reads.segment_key is None and has_key(batch, INIT)
     ends = torch.ones(len(batch), dtype=torch.int64)
     if reads.done_key is not None:
         done = read_flags(batch, reads.done_key, reader=READER, option="done_key").cpu()
@@ -107,7 +111,7 @@ def read_arriving(batch: TensorDictBase, reads: Reads, groups: OpenGroups, recei
         version=reads.numbers(batch, "version_key"),
         arrival=received + torch.arange(len(batch)),
     )
-    return Arriving(dispatch, rows)
+    return Arriving(dispatch, rows, say_beginnings)
 
 
 def dispatch_rules(groups: OpenGroups, came: Dispatch, group_size: int | None) -> list[Rule]:
@@ -149,6 +153,17 @@ def row_rules(rows: HeldRows) -> list[Rule]:
     ]
 
 
+def begin_rule(rows: HeldRows) -> Rule:
+    """A rollout that waits has begun once, or where its segments end each by themselves as often as they."""
+    more = rows.begins & (sum_by(rows.first, rows.begins.long()) > rows.ends)
+    return Rule(
+        more,
+        lambda row: f"rollout {int(rows.rollout[row])}",
+        "a rollout begins once (is_init); begun again before it ended: {found}. Its rewards would be added "
+        f"up. {NUMBER_WORKERS}",
+    )
+
+
 def sibling_rules(
     rows: HeldRows, homes: OpenGroups, came: Dispatch, over: Tensor, *, has_segments: bool
 ) -> list[Rule]:
@@ -178,7 +193,11 @@ def sibling_rules(
         return f"rollout {int(rows.rollout[row])} ({rows.ends[of].tolist()[:8]})"
 
     rules = [
-        Rule(torn, groups_of, "a rollout belongs to one group; found {found}. Are ids reused?"),
+        Rule(
+            torn,
+            groups_of,
+            f"a rollout belongs to one group; found {{found}}. Are ids reused? {NUMBER_WORKERS}",
+        ),
         Rule(
             (rows.ends < 1) | (rows.ends[first] != rows.ends),
             ends_of,

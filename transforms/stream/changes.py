@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.transforms.checks import Rule
 
-from .arriving import Arriving, dispatch_rules, row_rules, sibling_rules
+from .arriving import Arriving, begin_rule, dispatch_rules, row_rules, sibling_rules
 from .closed import Closed, close_ids, is_closed
 from .ended import comes_again
 from .held import HeldRows
@@ -106,6 +106,8 @@ def admit(state: Stream, new: Arriving, now: float, group_size: int | None, has_
     every = every._replace(slot=torch.cat([state.rows.slot, line[label]]))
     if bool(leaves.any()):
         every = every.take(torch.cat([torch.ones(held, dtype=torch.bool), leaves == 0]))
+    if new.say_beginnings:
+        rules.append(begin_rule(every))
     after = state._replace(rows=every, groups=groups, received=state.received + len(label))
     return Admission(count_out(after, leaves), leaves, rules)
 

@@ -120,8 +120,11 @@ class Chunks:
     @classmethod
     def from_plain(cls, plain: Sequence[dict[str, Any]]) -> Chunks:
         """What :meth:`to_plain` made dicts of."""
-        found = [(chunk["arrival"], from_plain(chunk["rows"])) for chunk in plain]
-        return cls([Chunk(arrival, columns_of(rows), rows.device) for arrival, rows in found])
+        chunks = []
+        for chunk in plain:
+            rows: Any = from_plain(chunk["rows"])
+            chunks.append(Chunk(chunk["arrival"], columns_of(rows), rows.device))
+        return cls(chunks)
 
 
 def columns_of(batch: TensorDictBase) -> Columns:

@@ -10,7 +10,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from headrace.transforms.checks import Rule, enforce
-from headrace.transforms.errors import IncompleteGroupsError
+from headrace.transforms.errors import NUMBER_WORKERS, IncompleteGroupsError
 
 from .arriving import Arriving
 from .changes import DUPLICATE, FAILED, LATE, REASONS, TIMEOUT, Fates, Stream, apply_fates, judge
@@ -119,8 +119,8 @@ def repeat_rules(new: Arriving, leaves: Tensor, limits: Limits) -> list[Rule]:
     if limits.on_duplicate == "raise":
         message = (
             "a rollout ends once, and a segment of it comes once; found again {found}. Do two workers "
-            "number alike, or were rows sent twice? Name the segment_key if rows come in another order, "
-            "or set on_duplicate='drop', and the first stays"
+            f"number alike, or were rows sent twice? {NUMBER_WORKERS}. Name the segment_key if rows come in "
+            "another order, or set on_duplicate='drop', and the first stays"
         )
         rules.append(Rule(leaves == DUPLICATE, describe, message))
     if limits.on_late == "raise":
