@@ -3,7 +3,8 @@
 from .collect import AssembleOnWrite, DrainWriter, StampIds, assembled, drained, informative, stamp_ids
 from .collect.group_unit import GroupUnit
 from .collect.on_ray import RayAssembler
-from .collect.on_transfer_queue import RolloutQueue, StepQueue
+from .collect.rollout_queue import RolloutQueue
+from .collect.step_queue import StepQueue
 from .collect.torchrl_configs import register_configs
 from .collect.trainer_hook import PipelineHook
 from .load import ConfigError, build_pipeline, load_pipeline

@@ -21,6 +21,8 @@ from headrace.transforms import BatchError
 from headrace.transforms.errors import listing
 
 SEPARATOR = "."
+POLL = 0.05  # seconds between two looks into a queue
+END = "end"  # the key that says that nothing more comes
 
 
 def encode_rows(batch: TensorDictBase) -> tuple[TensorDict, dict[str, Any]]:
@@ -108,3 +110,18 @@ def _unbound(column: Any) -> Sequence[Any]:
 def _columns_of(columns: TensorDictBase) -> int:
     """Which columns there are, as a number."""
     return zlib.crc32("\n".join(sorted(columns.keys())).encode())
+
+
+def fetch_rows(queue: Any, keys: Sequence[str], partition: str, tag: Mapping[str, Any]) -> TensorDictBase:
+    """Rows by their keys, all of which have a tag.
+
+    Raises:
+        BatchError: there are fewer, or columns are missing.
+    """
+    columns = queue.kv_batch_get(list(keys), partition)
+    if columns.batch_size[0] != len(keys):
+        raise BatchError(
+            f"TransferQueue returns all rows that were put in partition {partition!r}; found "
+            f"{columns.batch_size[0]} of {len(keys)}: {listing(keys)}"
+        )
+    return decode_rows(columns, tag)
