@@ -29,9 +29,12 @@ class RayAssembler:
     ::
 
         assembler = RayAssembler(groups=8, group_size=4)
-        writers = [collect.remote(assembler, worker) for worker in range(2)]  # each: assembler.put(rows) …
+        writers = [collect.remote(assembler, w) for w in range(2)]  # @ray.remote(max_retries=0)
         for batch in assembler.batches(writers, patience=600):
             optimise(pipeline.minibatches(batch), loss, optimizer)
+
+    Writers have ``max_retries=0``: Ray begins a task whose process died anew, whose rows then come twice, and
+    are refused.
 
     What the actor holds is gone when it dies: nothing restarts it, and whoever asks it gets Ray's error. Go
     on with a new one from the last :meth:`state_dict`, which has every put that had returned.
