@@ -230,9 +230,10 @@ class Passage:
 
     def _row_numbers(self, batch: TensorDictBase, with_carried: TensorDictBase) -> Tensor:
         """The numbers of a batch's rows, and of those carried from earlier batches behind them."""
-        rows, carried = batch.get(ROW), with_carried[len(batch) :]
-        if len(carried) == 0:
+        rows = batch.get(ROW)
+        if len(with_carried) == len(batch):
             return rows
+        carried = with_carried[len(batch) :]
         numbers = self.ledger.add_carried(carried)
         self.table.add_carried(carried, self.ledger.ids, numbers)
         return torch.cat([rows, numbers])
