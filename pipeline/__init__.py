@@ -1,6 +1,11 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import StampIds, assembled, drained, informative, stamp_ids
+from .collect import AssembleOnWrite, DrainWriter, StampIds, assembled, drained, informative, stamp_ids
+from .collect.group_unit import GroupUnit
+from .collect.on_ray import RayAssembler
+from .collect.on_transfer_queue import RolloutQueue, StepQueue
+from .collect.torchrl_configs import register_configs
+from .collect.trainer_hook import PipelineHook
 from .load import ConfigError, build_pipeline, load_pipeline
 from .pipeline import Pipeline
 from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
@@ -9,12 +14,19 @@ from .stage import StageError
 from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
+    "AssembleOnWrite",
     "ConfigError",
+    "DrainWriter",
+    "GroupUnit",
     "Pipeline",
+    "PipelineHook",
+    "RayAssembler",
     "RepeatSampler",
+    "RolloutQueue",
     "Run",
     "StageError",
     "StampIds",
+    "StepQueue",
     "StepReport",
     "TokenGRPOLoss",
     "assembled",
@@ -26,6 +38,7 @@ __all__ = [
     "make_report",
     "optimise",
     "page_data",
+    "register_configs",
     "stamp_ids",
     "total_loss",
     "write_dump",

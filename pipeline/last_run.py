@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from rich.console import Console
 
@@ -14,28 +15,48 @@ from .report import StepReport, print_report
 class LastAccount:
     """The account of the last batch: of the thread that asks, or where that has run none, of any thread.
 
-    A copy, in a worker process say, begins without one.
+    A copy, in a worker process say, begins without one, and says so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, copied: bool = False) -> None:
         self._of_thread = threading.local()
         self._of_any: Account | None = None
+        self._copied = copied  # and nothing has run since
 
     @property
     def account(self) -> Account | None:
-        """None before the first batch, and after one that was refused."""
+        """None before the first batch, and after one that was refused.
+
+        Raises:
+            RuntimeError: before the first batch of a copy.
+        """
+        if self._copied:
+            raise RuntimeError(
+                "this pipeline is a copy that has run no batch itself: who has run elsewhere, the original "
+                "or a copy in a worker process, has the account. Ask that one, or a run: pipeline.run(batch)"
+            )
         return getattr(self._of_thread, "account", self._of_any)
 
     @account.setter
     def account(self, account: Account | None) -> None:
         self._of_thread.account = self._of_any = account
+        self._copied = False
 
-    def __reduce__(self) -> tuple[type[LastAccount], tuple[()]]:
-        return LastAccount, ()
+    def __reduce__(self) -> tuple[Callable[[], LastAccount], tuple[()]]:
+        return copied_account, ()
+
+
+def copied_account() -> LastAccount:
+    """What a copy of a pipeline begins with."""
+    return LastAccount(copied=True)
 
 
 class LastRun:
-    """Views of the last run: of the calling thread's, or where it has had none, of any thread's."""
+    """Views of the last run: of the calling thread's, or where it has had none, of any thread's.
+
+    A copy has accounts of its own, and asked before its first batch it is an error: collectors that copy a
+    pipeline, such as MultiAsyncCollector its `postproc`, or workers, leave the original without one.
+    """
 
     def __init__(self) -> None:
         self._last = LastAccount()

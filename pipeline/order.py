@@ -44,9 +44,9 @@ def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str,
 def check_order(stages: Mapping[str, Callable]) -> None:
     """Refuse what comes after the split without reading it, and a column that is written too late to matter.
 
-    Too late is a column that a stage reads and only a later one makes, and one that a stage has built on
-    (`final_keys`: the rewards and groups behind an advantage) and a later one changes. Stages that each
-    change a column in turn are in order.
+    Too late is a column that a stage reads and only a later one makes, one that a stage has built on
+    (`final_keys`: the rewards and groups behind an advantage) and a later one changes, and a loss mask that
+    is made after rows were silenced in it. Stages that each change a column in turn are in order.
 
     Raises:
         ValueError: naming the two stages and the column.
@@ -65,7 +65,8 @@ def check_order(stages: Mapping[str, Callable]) -> None:
                     f"has a place there; put {later!r} before {name!r}"
                 )
             in_turn = writes & later_reads
-            if late := later_writes & ((reads - made - in_turn) | final):
+            silenced = _silenced(stages[name]) - later_reads
+            if late := later_writes & ((reads - made - in_turn) | final | silenced):
                 columns = ", ".join(repr(key) for key in sorted(late, key=str))
                 raise ValueError(
                     f"stage {name!r} reads {columns}, which {later!r} writes after it: {later!r} would have "
@@ -83,6 +84,12 @@ def _keys(stage: Callable) -> tuple[set, set, set]:
     """What a stage reads, writes and builds on; nothing is known of a plain callable."""
     reads, writes, final = (set(getattr(stage, name, ())) for name in ("in_keys", "out_keys", "final_keys"))
     return reads, writes, final
+
+
+def _silenced(stage: Callable) -> set:
+    """The loss mask in which a stage silences rows."""
+    silences = {"masked", "excluded"} & set(getattr(stage, "effects", ()))
+    return {getattr(stage, "loss_mask_key", None)} if silences else set()
 
 
 def suggest(word: str, words: Iterable[str]) -> str:

@@ -9,11 +9,14 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from headrace.pipeline import Pipeline, load_pipeline
+from headrace.pipeline.last_run import LastRun
 
 
 def composed(*overrides: str) -> Pipeline:
-    """``load_pipeline(*overrides)``, or a copy of what that returned before it ran anything."""
-    return copy.deepcopy(_composed(*overrides))
+    """``load_pipeline(*overrides)``, or a new one like that."""
+    pipeline = copy.deepcopy(_composed(*overrides))
+    LastRun.__init__(pipeline)  # or it would say that it is a copy
+    return pipeline
 
 
 @cache

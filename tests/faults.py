@@ -41,6 +41,8 @@ class Cell(NamedTuple):
     """What an error says, a pattern; None: there is none."""
     then: Literal["ends", "dies", "hangs"] = "ends"
     """What the worker does after the last piece: no other one takes its place."""
+    killed_at: int | None = None
+    """Pieces after which a worker dies; another one sends the others. Where there is one process, nothing."""
     resumed_at: int | None = None
     """Pieces after which assembler and source are saved, and others go on from their state."""
 
@@ -137,8 +139,17 @@ CELLS: dict[str, Cell] = {
         error=r"group 1 has 1 of 2 \(1 completed, 1 failed\)",
     ),
     "aborted": Cell(changed(7, ("next", "status"), 2), SOME, counts={"failed": 4}),
-    "killed": Cell(SHORT, {(0, 0), (0, 1)}, error="silent.*group 2 has 0 of 2", then="dies"),
+    "killed": Cell(SHORT, {(0, 0), (0, 1)}, error="(silent|lost).*group 2 has 0 of 2", then="dies"),
     "hung": Cell(SHORT, {(0, 0), (0, 1)}, error="silent.*group 2 has 0 of 2", then="hangs"),
+    "killed, another goes on": Cell(cut(ROWS), killed_at=3),
+    "killed, all of it again": Cell(
+        [*SHORT, *cut(ROWS[8:])],
+        options={**BY_SEGMENT, "on_duplicate": "drop"},
+        counts={"duplicate": 1},
+        killed_at=3,
+        resumed_at=3,
+    ),
+    "killed, lost": Cell([*SHORT, *cut(ROWS[9:11])], {(0, 0), (0, 1)}, counts={"unfinished": 3}, killed_at=3),
     "partitions": Cell(
         of_partitions(), {(p, g) for p in (0, 1) for g in range(GROUPS)}, {"partition_key": "partition"}
     ),

@@ -709,3 +709,18 @@ def test_more_groups_than_may_wait_are_refused_where_nobody_is_to_be_dropped():
     assert (assembler.ready, assembler.pending, assembler.held) == (1, 2, 4)
     with pytest.raises(ValueError, match="on_full='raise' needs max_pending_groups"):
         GroupAssembler(on_full="raise")
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_who_writes_into_what_was_handed_out_changes_nothing_that_waits(lazy):
+    def put(lines: list[Line]) -> None:
+        batch = batch_of_lines(lines)
+        assembler.put(lazy_stack(list(batch.unbind(0))) if lazy else batch)
+
+    assembler = GroupAssembler()
+    put([Line(0, 0, 0, True), Line(0, 1, 0, True), Line(1, 2, 0, True), Line(2, 4, 0, True)])
+    out = assembler.take()
+    out["mine"] = torch.zeros(len(out))
+    put([Line(1, 3, 0, True)])
+    (group,) = assembler.take()["group_id"].unique().tolist()
+    assert (group, assembler.held) == (1, 1)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from processes import process_context
-from rollouts import make_collector, make_env, make_pipeline, make_policy
+from quizzes import collect, make_quiz
+from rollouts import make_collector, make_env, make_pipeline
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose
-from torchrl.objectives.llm import GRPOLoss
-from torchrl.trainers import Trainer
-from torchrl.trainers.trainers import DefaultOptimizationStepper
 
+from headrace.pipeline import Pipeline, RepeatSampler
+from headrace.pipeline.reverse import ReverseEnv
 from headrace.transforms import (
+    CompletenessGate,
     IncompleteGroupsError,
     ProcessedTwiceError,
     RewardWithin,
@@ -51,6 +52,18 @@ def test_what_the_collector_yields_is_flattened_and_complete(expected):
     pipeline = make_pipeline()
     assert pipeline(batch).shape == (18,)
     assert pipeline.metrics["rollouts/in"] == 12
+
+
+def test_ranks_collect_together_what_one_process_does():
+    def env_of(**share):
+        sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=4, remainder="drop", **share)
+        return ReverseEnv(sampler, revised=0.5)
+
+    ranks = [env_of(rank=rank, ranks=2) for rank in (0, 1)]
+    shares = [next(iter(make_collector(env)))["rollout_id"].flatten().tolist() for env in ranks]
+    whole = next(iter(make_collector(env_of())))["rollout_id"].flatten().tolist()
+    assert sorted(shares[0] + shares[1]) == sorted(whole)
+    assert not set(shares[0]) & set(shares[1])
 
 
 def test_compose(expected):
@@ -110,37 +123,6 @@ def test_replay_buffers_save_the_state_of_the_split():
     assert restored.stages["split"].state.calls == 1
 
 
-class TensorDictLoss(GRPOLoss):
-    """The trainer of torchrl 0.14.1 writes a key into the loss's output that GRPOLoss's refuses."""
-
-    def forward(self, batch):
-        terms = super().forward(batch)
-        return TensorDict({key: value for key, value in terms.items() if value is not None})
-
-
-def test_trainer_hook(expected):
-    torch.manual_seed(0)
-    policy, env = make_policy(), make_env()
-    loss = TensorDictLoss(policy, masking_strategy="generic", entropy_bonus=False)
-    seen = []
-    trainer = Trainer(
-        collector=make_collector(env, policy=policy),
-        total_frames=env.frames_per_batch,
-        frame_skip=1,
-        optim_steps_per_batch=1,
-        loss_module=loss,
-        optimizer=torch.optim.SGD(policy.parameters(), lr=0.1),
-        progress_bar=False,
-        optimization_stepper=DefaultOptimizationStepper(),
-    )
-    before = [p.clone() for p in policy.parameters()]
-    trainer.register_op("batch_process", make_pipeline())
-    trainer.register_op("process_optim_batch", lambda batch: seen.append(batch) or batch)
-    trainer.train()
-    assert by_rollout(seen[0]) == expected
-    assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
-
-
 def narrow() -> SampleFilter:
     return SampleFilter(criterion=RewardWithin(high=0.0), action="drop")
 
@@ -181,6 +163,14 @@ def buffer_with(transform, *, invert: bool) -> ReplayBuffer:
 def extended(buffer: ReplayBuffer, batch: TensorDict) -> ReplayBuffer:
     buffer.extend(batch)
     return buffer
+
+
+def test_chunks_of_trajectories_are_refused_as_unfinished():
+    """With trajs_per_batch, TorchRL runs the postproc over what it puts whole trajectories together from."""
+    gate = Pipeline({"gate": CompletenessGate()})
+    chunks = {"trajs_per_batch": 4, "traj_format": "cat", "postproc": gate}
+    with pytest.raises(IncompleteGroupsError, match=r"group 1 has 1 of 2 .*1 unfinished"):
+        list(collect(make_quiz(slots=2), 6, 10, **chunks))
 
 
 def test_wrong_data_stop_the_collector_with_the_stages_name():

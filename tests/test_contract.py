@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
+from torchrl.modules.distributions import LLMMaskedCategorical
 from torchrl.testing.mocking_classes import CountingEnv
 
 import headrace.pipeline
@@ -19,6 +20,7 @@ from headrace.transforms import (
     BatchTransform,
     BatchWhitening,
     CompletenessGate,
+    DenseRows,
     FanOutCollapse,
     GroupRelativeAdvantage,
     LengthPenalty,
@@ -31,6 +33,7 @@ from headrace.transforms import (
     RewardsVary,
     RewardWithin,
     SampleFilter,
+    ScoreRows,
     ShuffleSplit,
     StateAdvantage,
     TurnDiscount,
@@ -38,15 +41,25 @@ from headrace.transforms import (
 from headrace.transforms.schema import IN_LOSS, PADDING, RETURN, REWARD
 
 
+class Uniform:
+    """An actor to which all ten tokens are alike."""
+
+    def get_dist(self, batch: TensorDict, logits_key: str) -> LLMMaskedCategorical:
+        mask = batch["masks", "all_assistant_mask"]
+        return LLMMaskedCategorical(logits=torch.zeros(*mask.shape, 10), mask=mask)
+
+
 def make_stages() -> dict[str, BatchTransform]:
     """One of each, and of the filter one per action."""
     return {
+        "dense": DenseRows(pad_id=9),
         "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
         "collapse": FanOutCollapse(),
         "filter-mask": SampleFilter(criterion=RewardWithin(high=5.0)),
         "filter-exclude": SampleFilter(criterion=RewardWithin(high=5.0), action="exclude", unit="rollout"),
         "filter-drop": SampleFilter(criterion=RewardsVary(), action="drop", unit="group"),
         "advantage": GroupRelativeAdvantage(rollout_key=None),
+        "score": ScoreRows(actor=Uniform(), max_rows=3),
         "split": ShuffleSplit(minibatches=2, remainder="uneven", seed=5),
         "split-microbatches": ShuffleSplit(
             minibatches=2, microbatches=2, unit="sample", balance="attention", remainder="uneven"
@@ -86,6 +99,9 @@ def rows(make_batch, **options) -> TensorDict:
     """
     rewards = [1.0, 2, 2, 9, 3, 3, 3, 4]
     batch = make_batch(rewards, [0, 0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 2, 3, 4, 5, 6], **options)
+    batch["masks", "all_assistant_mask"][:, :2] = torch.tensor(
+        [False, True]
+    )  # nothing predicts a first token
     batch[RETURN] = torch.tensor(rewards)
     batch[REWARD] = torch.tensor(rewards)
     batch["advantage"] = torch.linspace(-1, 1, 8).view(8, 1, 1)
@@ -143,22 +159,24 @@ def test_strangers_columns_and_strings_stay_with_their_rows(name, make_batch):
 def test_lazy_stacks_of_ragged_rows_are_accepted(name, make_batch):
     ragged = []
     for number, row in enumerate(rows(make_batch).unbind(0)):
-        row["tokens", "full"] = torch.arange(number + 1)
-        mask = torch.ones(number + 1, dtype=torch.bool)
-        row["masks"] = TensorDict({"all_assistant_mask": mask, "all_attention_mask": mask})
-        row["log_probs", "full"] = torch.zeros(number + 1)
+        row["tokens", "full"] = torch.arange(number + 2)
+        mask = torch.ones(number + 2, dtype=torch.bool)
+        row["masks"] = TensorDict({"all_assistant_mask": mask.cumsum(0) > 1, "all_attention_mask": mask})
+        row["log_probs", "full"] = torch.zeros(number + 2)
         ragged.append(row)
     out = make_stages()[name](lazy_stack(ragged))
     dense = make_stages()[name](rows(make_batch))
     assert out.shape == dense.shape
     lengths = [len(tokens) for tokens in out.get(("tokens", "full"), as_list=True)]
-    expected = [int(deep[0, 0]) // 6 + 1 for deep in dense["stranger", "deep"]]
+    expected = [int(deep[0, 0]) // 6 + 2 for deep in dense["stranger", "deep"]]
+    if name == "dense":
+        lengths = out["masks", "all_attention_mask"].sum(1).tolist()
     if name in ("split-microbatches", "split-budget", "weight-fold"):  # go by lengths, which differ here
         assert sorted(lengths) == sorted(expected)
         return
     assert lengths == expected
     if "advantage" in dense.keys():
-        assert torch.equal(torch.stack(out.get("advantage", as_list=True)), dense["advantage"])
+        assert torch.equal(torch.stack(list(out.get("advantage", as_list=True))), dense["advantage"])
 
 
 @every
@@ -263,12 +281,14 @@ def options_of(stage: BatchTransform) -> list[str]:
 
 # The columns that each stage cannot do without: every one missing is an error that says what to do.
 NEEDED = {
+    "dense": [("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")],
     "gate": ["group_id", "rollout_id"],
     "collapse": [("next", "reward"), "rollout_id", "group_id"],
     "filter-mask": [("next", "reward")],
     "filter-exclude": [("next", "reward"), "rollout_id"],
     "filter-drop": [("next", "reward"), "group_id"],
     "advantage": [("next", "reward"), "group_id"],
+    "score": [("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")],
     "split": ["rollout_id"],
     "split-microbatches": [("masks", "all_attention_mask")],
     "split-budget": ["group_id", ("masks", "all_attention_mask")],

@@ -23,12 +23,13 @@ MODULES = [
     for _, name, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not name.endswith("__main__")
 ]
-RUN = ("README.md", "CONTRIBUTING.md")
+RUN = ("README.md", "CONTRIBUTING.md", "docs/from-mcadvantage.md")
 PAGES = [
     *RUN,
     "CHANGELOG.md",
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))),
 ]
+PAGES = list(dict.fromkeys(PAGES))
 NOW = [page for page in PAGES if page != "CHANGELOG.md"]  # a changelog names what is gone
 DECISIONS = sorted(path for path in (ROOT / "docs" / "decisions").glob("*.md") if path.name != "README.md")
 LITERAL = re.compile(r"#  ?((?:[\[({'\"\d-]|Ledger\(|tensor\().*)$", re.MULTILINE)

@@ -22,7 +22,7 @@ from torchrl.data import (
 )
 from writers import processes, shared_buffer, told_writers, write_all
 
-from headrace.pipeline import assembled, drained
+from headrace.pipeline import DrainWriter, assembled, drained
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 
 STORAGES = {
@@ -121,32 +121,75 @@ def test_what_is_written_until_it_is_closed_is_read_and_then_it_ends():
     assert list(looks) == []
 
 
-def test_a_buffer_that_is_not_written_round_and_round_is_refused():
-    for buffer, found in (
-        (ReplayBuffer(storage=LazyTensorStorage(4, ndim=2)), "ndim=2"),
-        (ReplayBuffer(storage=LazyTensorStorage(4), consume_after_n_samples=1), "consume_after_n_samples"),
+def test_a_buffer_that_could_lose_rows_unnoticed_is_refused():
+    ranked = TensorDictMaxValueWriter(rank_key="n")
+    for buffer, needed, found in (
+        (ReplayBuffer(storage=LazyTensorStorage(4), shared=True), "DrainWriter", "RoundRobinWriter"),
         (
-            TensorDictReplayBuffer(
-                storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter(rank_key="n")
-            ),
+            ReplayBuffer(storage=LazyTensorStorage(4), consume_after_n_samples=1),
+            "RoundRobinWriter",
+            "RoundRobinWriter and consume_after_n_samples",
+        ),
+        (
+            TensorDictReplayBuffer(storage=LazyTensorStorage(4), writer=ranked),
+            "RoundRobinWriter",
             "TensorDictMaxValueWriter",
         ),
     ):
-        with pytest.raises(ValueError, match=f"writes round and round.*got.*{found}"):
+        with pytest.raises(ValueError, match=rf"needs a buffer with writer={needed}\(\).*got {found}$"):
             drained(buffer)
     with pytest.raises(ValueError, match="wait must be finite and > 0"):
         drained(ReplayBuffer(storage=LazyTensorStorage(4)), wait=0)
 
 
+def shared(size: int) -> ReplayBuffer:
+    return ReplayBuffer(storage=LazyTensorStorage(size), writer=DrainWriter(), shared=True)
+
+
 def test_strings_in_a_shared_buffer_are_refused_since_they_stay_where_they_were_written():
     rows = numbered(0, 2).set("text", ["a", "b"])
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4), shared=True)
+    buffer = shared(4)
     buffer.extend(rows)
     with pytest.raises(BatchError, match="columns that are no tensors, text"):
         read(drained(buffer))
     own = ReplayBuffer(storage=LazyTensorStorage(4))
     own.extend(rows)
     assert list(next(iter(drained(own)))["text"]) == ["a", "b"]
+
+
+def test_a_write_that_failed_is_noticed_and_never_read_as_rows():
+    buffer = shared(6)
+    buffer.extend(numbered(0, 2).set("tokens", torch.zeros(2, 3)))
+    drain = drained(buffer)
+    assert read(drain) == [0, 1]
+    with pytest.raises(RuntimeError):
+        buffer.extend(numbered(2, 2).set("tokens", torch.zeros(2, 4)))
+    assert buffer.write_count == 4  # TorchRL has counted them
+    with pytest.raises(BatchError, match="1 write to the buffer failed, and those rows are lost"):
+        read(drain)
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["extend", "add"])
+def test_a_column_that_is_not_written_is_refused_and_not_read_as_what_was_there(one):
+    buffer = shared(6)
+    buffer.extend(numbered(0, 2).set("group_id", torch.zeros(2)))
+    rows = numbered(2, 2)
+    with pytest.raises(BatchError, match="all columns of the storage; these lack group_id"):
+        buffer.add(rows[0]) if one else buffer.extend(rows)
+    with pytest.raises(BatchError, match="1 write to the buffer failed"):
+        read(drained(buffer))
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+def test_a_buffer_of_two_dimensions_is_read_by_its_first(kind):
+    buffer = kind(storage=LazyTensorStorage(8, ndim=2), writer=DrainWriter())
+    drain, seen = drained(buffer), []
+    for start in range(0, 12, 3):  # two environments, three times
+        time_of = torch.arange(start, start + 3)
+        rows = TensorDict({"n": torch.stack([time_of, 100 + time_of])}, batch_size=[2, 3])
+        buffer.extend(rows)
+        seen += next(iter(drain))["n"].tolist()
+    assert seen == [[n, 100 + n] for n in range(12)]
 
 
 def test_lazy_stacks_come_out_as_lazy_stacks():

@@ -54,7 +54,11 @@ class Written:
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         looks = iter(self.drain)
         while self.pieces:
-            self.writers.tell(len(self.pieces) % 2, self.pieces.pop(0))
+            sent = len(self.cell.pieces) - len(self.pieces)
+            if sent == self.cell.killed_at:
+                self.writers.kill(0)
+            dead = self.cell.killed_at is not None and sent >= self.cell.killed_at
+            self.writers.tell(1 if dead else sent % 2, self.pieces.pop(0))
             yield next(looks)
         if self.cell.then == "ends":
             self.drain.close()

@@ -75,6 +75,7 @@ INNER = {
     "pages.py": {"pipeline.report.page_schema"},
     "test_sources_fuzz.py": {"pipeline.sources.malformed"},
     "command.py": {"pipeline.main"},
+    "composed.py": {"pipeline.last_run"},
 }
 every_module = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 

@@ -64,7 +64,7 @@ def test_rows_of_a_group_with_different_prompts_are_refused_with_the_rows(repeat
     env = TransformedEnv(QuizEnv(4, repeats=2), StampIds(repeats=repeats, worker=0))
     with pytest.raises(
         BatchError,
-        match=rf"one prompt \('query'\); row {row} of group {group} has \[1\] after \[0\].*append StampIds",
+        match=rf"one prompt \('query'\); row {row} of group {group} has '\[1\]' after .*append StampIds",
     ):
         env.reset()
 
@@ -79,7 +79,7 @@ def test_an_environment_that_was_reset_before_is_refused_over_the_resets_of_a_gr
     env.reset()
     env.append_transform(StampIds(repeats=2))
     env.reset()
-    with pytest.raises(BatchError, match=r"row 0 of group 0 has \[1\] after \[0\]"):
+    with pytest.raises(BatchError, match=r"row 0 of group 0 has '\[1\]' after '\[0\]'"):
         env.reset()
 
 
@@ -182,6 +182,15 @@ def test_a_restored_environment_goes_on_with_the_next_whole_group():
     assert other.reset()["rollout_id"].flatten().tolist() == [4, 5, 6]
     with pytest.raises(ValueError, match=r"must be of one like this .*'workers': 2"):
         make_quiz(1, 2).load_state_dict(env.state_dict())
+
+
+def test_environments_within_one_each_go_on_by_themselves():
+    env, other = (SerialEnv(2, quiz_makers(2, slots=3)) for _ in "ab")
+    env.reset()
+    other.load_state_dict(env.state_dict())
+    assert other.reset()["rollout_id"].flatten().tolist() == [8, 9, 12, 10, 11, 14]
+    for each in (env, other):
+        each.close()
 
 
 def test_an_environment_from_a_creator_numbers_from_where_that_was():

@@ -11,12 +11,14 @@ from processes import process_context
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
+from headrace.pipeline import DrainWriter
+
 TIMEOUT = 60.0
 
 
 def shared_buffer(size: int, rows: TensorDict) -> ReplayBuffer:
     """An empty buffer that workers may write, with columns as these rows have."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(size), shared=True)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(size), writer=DrainWriter(), shared=True)
     buffer.extend(rows[:1].clone())
     buffer.empty()
     return buffer

@@ -18,10 +18,12 @@ import headrace.transforms as transforms
 
 CONF = Path(__file__).parent.parent / "conf"
 STAGES = {
+    "dense": transforms.DenseRows,
     "gate": transforms.CompletenessGate,
     "collapse": transforms.FanOutCollapse,
     "filter": transforms.SampleFilter,
     "advantage": transforms.GroupRelativeAdvantage,
+    "score": transforms.ScoreRows,
     "split": transforms.ShuffleSplit,
     "weight": transforms.LossWeight,
     "overlong": transforms.OverlongPunishment,

@@ -30,7 +30,7 @@ from .filter import (
 )
 from .gate import CompletenessGate, IncompleteGroups, incomplete_groups
 from .ids import number_labels
-from .loss_rows import pack, unpack, unpack_tokens
+from .loss_rows import DenseRows, ScoreRows, pack, unpack, unpack_tokens
 from .rows import take_rows
 from .schema import Status
 from .shaping import LengthPenalty, OverlongPunishment, RewardScale, length_penalty, overlong_punishment
@@ -54,6 +54,7 @@ __all__ = [
     "CompletenessGate",
     "Criterion",
     "Cut",
+    "DenseRows",
     "FanOutCollapse",
     "Finite",
     "Fresh",
@@ -77,6 +78,7 @@ __all__ = [
     "RewardsVary",
     "Rule",
     "SampleFilter",
+    "ScoreRows",
     "ShuffleSplit",
     "StalledError",
     "StateAdvantage",

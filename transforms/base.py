@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -68,7 +70,8 @@ class BatchTransform(Transform):
         cuts: it cuts the batch into optimiser steps (``draw``), and what comes after it reads the cut.
         compares: it measures rewards against those of their group (``advantage_by_row``).
         gates: its `group_size` is the number of rollouts that each group was dispatched with.
-        stateful: it remembers something from one batch to the next, which ``state_dict`` saves.
+        stateful: it remembers something from one batch to the next, which ``state_dict`` saves. TorchRL then
+            refuses it in a replay buffer that several processes write, each with a copy of its own.
         spans_ranks: what it measures over rows is of a :class:`Population`. Where ranks share a batch it runs
             on all of them, also on one that has no rows.
         own_of_rank: options that may differ on ranks that share a batch.
@@ -84,6 +87,7 @@ class BatchTransform(Transform):
     stateful: ClassVar[bool] = False
     spans_ranks: ClassVar[bool] = False
     own_of_rank: ClassVar[tuple[str, ...]] = ()
+    _home: int | None = None  # the process in which a replay buffer took it
 
     def __init__(self, in_keys: Sequence[NestedKey | None] = (), out_keys: Sequence[NestedKey] = ()):
         reads = [nested_key(key) for key in in_keys if key is not None]
@@ -157,8 +161,15 @@ class BatchTransform(Transform):
         keys = [getattr(self, option, None) for option in ("group_key", "rollout_key", "state_key")]
         return [key for key in keys if key is not None]
 
+    def train(self, mode: bool = True) -> BatchTransform:
+        """As every module; replay buffers call it when they take a transform."""
+        self._home = os.getpid()
+        return super().train(mode)
+
     def _call(self, batch: TensorDictBase | None) -> TensorDictBase | None:
         # Replay buffers call this on the way in; they fail on an empty batch and write nothing for None.
+        if self._home not in (None, os.getpid()) and multiprocessing.parent_process() is not None:
+            self.share_memory_()  # of a worker's copy of the buffer, which TorchRL asks on the way out alone
         if batch is None:
             return None
         out = self.forward(batch)
@@ -177,6 +188,25 @@ class BatchTransform(Transform):
                 f"{type(self).__name__} works on whole batches, not on an environment's steps: pass it as "
                 "Collector(postproc=...), replay_buffer.append_transform(..., invert=True) or a trainer hook"
             )
+
+    @property
+    def requires_shared_write_state(self) -> bool:
+        """Whether it is `stateful`, or a stage of it is: in TorchRL's words."""
+        return any(part.stateful for part in self.modules() if isinstance(part, BatchTransform))
+
+    def share_memory_(self) -> BatchTransform:
+        """What TorchRL asks of the transforms of a replay buffer that several processes write.
+
+        Raises:
+            TypeError: it is `stateful`, or a stage of it is.
+        """
+        if self.requires_shared_write_state:
+            raise TypeError(
+                f"{type(self).__name__} remembers something from one batch to the next, and each process "
+                "that writes to this buffer would have a copy of its own. Append the first of "
+                "pipeline.halves(), and give the second what is sampled; or let one process write"
+            )
+        return self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self)})"

@@ -8,12 +8,14 @@ from tensordict import NestedKey, TensorDictBase
 
 from .errors import BatchError, ProcessedTwiceError, listing
 from .labels import number_ids
-from .rows import jagged_keys
-from .schema import PROCESSED, has_key
+from .rows import jagged_keys, take_rows
+from .schema import COLLECTED, PROCESSED, has_key
 
 
 def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: str) -> TensorDictBase:
     """Check a batch at the door, flatten it, and number ids that are text (:func:`number_labels`).
+
+    What a collector has padded it with are no rows: one device read, where it says which.
 
     Args:
         batch: TensorDict ``[N]`` or ``[envs, time]``, which is left alone.
@@ -42,4 +44,6 @@ def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: s
             f"tensors in {listing(map(str, jagged))}: pass batch.to_lazystack()"
         )
     flat = batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
-    return number_ids(flat, id_keys) if rows else flat
+    if rows and has_key(flat, COLLECTED):
+        flat = take_rows(flat, flat[COLLECTED].flatten().nonzero().flatten()).exclude(COLLECTED)
+    return number_ids(flat, id_keys) if flat.shape.numel() else flat

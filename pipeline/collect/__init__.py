@@ -1,8 +1,17 @@
 """Rollouts as they come, from wherever TorchRL collects them."""
 
 from .assembling import assembled
-from .drain import drained
+from .drain import DrainWriter, drained
 from .informing import informative
+from .on_write import AssembleOnWrite
 from .stamping import StampIds, stamp_ids
 
-__all__ = ["StampIds", "assembled", "drained", "informative", "stamp_ids"]
+__all__ = [
+    "AssembleOnWrite",
+    "DrainWriter",
+    "StampIds",
+    "assembled",
+    "drained",
+    "informative",
+    "stamp_ids",
+]

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from tensordict import TensorDict, TensorDictBase
 
-from headrace.transforms import BatchError, GroupAssembler
+from headrace.transforms import BatchError, GroupAssembler, StalledError
 from headrace.transforms.options import one_of
 
 from .over_source import OverSource
@@ -29,7 +29,8 @@ def assembled(
     """Iterate over batches of whole groups, made of what a source yields.
 
     What is not iteration goes to the source: ``assembled(collector, …).update_policy_weights_()`` is the
-    collector's. ``state_dict`` has the state of both.
+    collector's. ``state_dict`` has the state of both. An error of the source gets a note that says which
+    groups wait.
 
     Args:
         source: a collector, or what else yields batches of rows, or None while there are none.
@@ -57,9 +58,34 @@ def assembled(
         >>> assembler.counts["unfinished"]
         1
     """
+    one_of("leftovers", leftovers, get_args(Leftovers))
+    return Assembled(source, assembler, check_patience(patience), leftovers)
+
+
+def check_patience(patience: float | None) -> float | None:
+    """Seconds for which to wait, or None.
+
+    Raises:
+        ValueError: they are not finite and > 0.
+    """
     if patience is not None and not 0 < patience < float("inf"):
         raise ValueError(f"patience must be finite and > 0; got {patience}")
-    return Assembled(source, assembler, patience, one_of("leftovers", leftovers, get_args(Leftovers)))
+    return patience
+
+
+def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
+    """What is left in an assembler to which nothing more comes (:func:`assembled`)."""
+    ready = assembler.ready
+    if ready and leftovers == "raise":
+        raise BatchError(
+            f"the source has ended, and {ready} whole groups are left over, fewer than the "
+            f"{assembler.groups} of a batch: set leftovers='yield' or 'drop'"
+        )
+    while leftovers == "yield" and (batch := assembler.take_rest()) is not None:
+        yield batch
+    if assembler.emitted == 0:
+        raise assembler.stalled("The source has ended, and nothing has come out")
+    assembler.give_up()
 
 
 class Assembled(OverSource):
@@ -78,28 +104,24 @@ class Assembled(OverSource):
             # What is whole goes out before more is read: so a restored state begins where it was.
             while (batch := self.assembler.take()) is not None:
                 yield batch
-            try:
-                piece = next(rows)
-            except StopIteration:
+            piece = self._next(rows)
+            if piece is _END:
                 break
             if piece is None and self.patience is not None:
                 continue
             # None is a put too: a source that yields it for ever is noticed.
             self.assembler.put(TensorDict({}, batch_size=[0]) if piece is None else piece)
-        yield from self._rest()
+        yield from rest_of(self.assembler, self.leftovers)
 
-    def _rest(self) -> Iterator[TensorDictBase]:
-        ready = self.assembler.ready
-        if ready and self.leftovers == "raise":
-            raise BatchError(
-                f"the source has ended, and {ready} whole groups are left over, fewer than the "
-                f"{self.assembler.groups} of a batch: set leftovers='yield' or 'drop'"
-            )
-        while self.leftovers == "yield" and (batch := self.assembler.take_rest()) is not None:
-            yield batch
-        if self.assembler.emitted == 0:
-            raise self.assembler.stalled("The source has ended, and nothing has come out")
-        self.assembler.give_up()
+    def _next(self, rows: Iterator[TensorDictBase | None]) -> Any:
+        try:
+            return next(rows, _END)
+        except StalledError:
+            raise
+        except Exception as err:  # of the source, with what waits for it
+            if hasattr(err, "add_note"):  # Python 3.11
+                err.add_note(str(self.assembler.stalled("The source has failed")))
+            raise
 
     def _patiently(self, patience: float) -> Iterator[TensorDictBase | None]:
         """Read the source in a thread, since who waits in it can not be interrupted.

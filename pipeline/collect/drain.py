@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_leaf_nontensor, lazy_stack
+from tensordict import NestedKey, TensorDictBase, is_leaf_nontensor, lazy_stack
 from torch import Tensor
 from torchrl.data import ReplayBuffer, RoundRobinWriter
 
@@ -25,21 +25,20 @@ def drained(buffer: ReplayBuffer, *, wait: float = 0.05, patience: float = 60.0)
     silent. ``close()`` ends it where nothing is left; ``state_dict`` is how far it has read. Samplers and
     transforms of the buffer see nothing of it.
 
-    All writers write the same columns: TorchRL drops those that the storage does not have, and leaves in the
-    others what was there before.
-
     Args:
-        buffer: a buffer of one dimension that writes round and round; ``shared=True`` where worker processes
-            write. Large enough for what is written between two looks: nobody waits for the reader.
+        buffer: a buffer that writes round and round, ``ReplayBuffer(storage=LazyTensorStorage(size),
+            writer=DrainWriter(), shared=True)`` where worker processes write. Large enough for what is
+            written between two looks: nobody waits for the reader.
         wait: seconds to sleep where nothing was written, before None.
         patience: seconds for which a writer may keep the buffer locked. One that was killed while it wrote
             never unlocks it.
 
     Raises:
-        BatchError: when iterated: rows were overwritten before they were read, or the buffer was emptied or
-            is another than that of the state; columns of a shared buffer are no tensors.
+        BatchError: when iterated: rows were overwritten before they were read; the buffer was emptied, or is
+            another than that of the state; a write failed; columns of a shared buffer are no tensors.
         StalledError: when iterated: the buffer stays locked.
-        ValueError: a buffer that is not written round and round; an option with a wrong value.
+        ValueError: a buffer that is not written round and round, or a shared one without a
+            :class:`DrainWriter`; an option with a wrong value.
 
     Example:
         >>> from tensordict import TensorDict
@@ -58,14 +57,70 @@ def drained(buffer: ReplayBuffer, *, wait: float = 0.05, patience: float = 60.0)
     for name, seconds in {"wait": wait, "patience": patience}.items():
         if not 0 < seconds < float("inf"):
             raise ValueError(f"{name} must be finite and > 0; got {seconds}")
+    writer, needed = buffer.writer, DrainWriter if buffer.shared else RoundRobinWriter
     consumes = getattr(buffer, "_consume_after_n_samples", None) is not None
-    if not isinstance(buffer.writer, RoundRobinWriter) or consumes or buffer.storage.ndim != 1:
+    if not isinstance(writer, needed) or consumes:
         raise ValueError(
-            "drained() needs a buffer of one dimension that writes round and round: a RoundRobinWriter, a "
-            f"storage with ndim=1, and no consume_after_n_samples; got {type(buffer.writer).__name__}, "
-            f"ndim={buffer.storage.ndim}" + ", consume_after_n_samples" * consumes
+            f"drained() needs a buffer with writer={needed.__name__}() and no consume_after_n_samples; got "
+            f"{type(writer).__name__}{' and consume_after_n_samples' * consumes}"
         )
     return Drained(buffer, wait, patience)
+
+
+class DrainWriter(RoundRobinWriter):
+    """Write round and round, and remember where that failed.
+
+    TorchRL counts rows before it writes them, so those of a write that fails would be read as what was there
+    before. So would a column that is not written: all writers write all columns of the storage.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage
+        >>> buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=DrainWriter(), shared=True)
+        >>> _ = buffer.extend(TensorDict({"n": [1]}, batch_size=[1]))
+        >>> buffer.writer.failed
+        0
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._failed = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    @property
+    def failed(self) -> int:
+        """Writes that failed, in any process."""
+        return int(self._failed)
+
+    def add(self, data: TensorDictBase) -> Any:
+        """Write a row."""
+        with self._remembered(data):
+            return super().add(data)
+
+    def extend(self, data: TensorDictBase) -> Tensor:
+        """Write rows.
+
+        Raises:
+            BatchError: a column is missing.
+        """
+        with self._remembered(data):
+            return super().extend(data)
+
+    @contextmanager
+    def _remembered(self, data: TensorDictBase) -> Iterator[None]:
+        try:
+            there = getattr(self._storage, "_storage", None)
+            tables = isinstance(there, TensorDictBase) and isinstance(data, TensorDictBase)
+            if tables and (missing := _leaves(there) - _leaves(data)):
+                names = ", ".join(sorted(map(str, missing)))
+                raise BatchError(f"rows must have all columns of the storage; these lack {names}")
+            yield
+        except BaseException:
+            self._failed += 1  # under the lock of the buffer
+            raise
+
+
+def _leaves(rows: TensorDictBase) -> set[NestedKey]:
+    return set(rows.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
 
 
 class Drained:
@@ -92,20 +147,25 @@ class Drained:
         self._closed = True
 
     def _look(self) -> TensorDictBase | None:
-        buffer, size = self.buffer, int(self.buffer.storage.max_size)
+        buffer, writer = self.buffer, self.buffer.writer
         with ExitStack() as locked:
             self._lock(locked)
+            if failed := getattr(writer, "failed", 0):
+                raise BatchError(
+                    f"{failed} write{'s' * (failed > 1)} to the buffer failed, and those rows are lost: the "
+                    "worker's own error says why. Begin with new workers and a new buffer"
+                )
             unseen = (buffer.write_count - self.position) % COUNTER
             if unseen == 0:
                 return None
+            size = buffer.storage._max_size_along_dim0()
             if unseen > size:
                 raise BatchError(
                     f"{self.position} rows of the buffer were read, and {buffer.write_count} are written, of "
                     f"which it holds {size}: rows were overwritten before they were read. Make it larger, or "
                     "read more often. If it was emptied, or is a new one, begin with another drained(buffer)"
                 )
-            index = (buffer.writer._cursor - unseen + torch.arange(unseen)) % size
-            rows = self._read(index)
+            rows = self._read((writer._cursor - unseen + torch.arange(unseen)) % size)
         self.position += unseen
         return rows
 
@@ -125,9 +185,7 @@ class Drained:
         rows = self.buffer.storage[index]
         if not self.buffer.shared:
             return lazy_stack(rows) if isinstance(rows, list) else rows
-        leaves = rows.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
-        odd = [str(key) for key, value in leaves if not isinstance(value, Tensor)]
-        if odd:
+        if odd := [str(key) for key in _leaves(rows) if not isinstance(rows.get(key), Tensor)]:
             raise BatchError(
                 f"a shared buffer has columns that are no tensors, {', '.join(sorted(odd))}: what a worker "
                 "writes there stays in its process. Number them, or leave them out"

@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from torchrl.collectors import MultiAsyncCollector
+
 
 class OverSource:
     """Makes batches of those of a source. What is not iteration is the source's: weights, shutdown, …"""
@@ -22,9 +24,20 @@ class OverSource:
         """Go on from :meth:`own_state`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its own state, and that of the source where it has one."""
-        source = {"source": self.source.state_dict()} if hasattr(self.source, "state_dict") else {}
-        return source | self.own_state()
+        """Its own state, and that of the source where it has one.
+
+        Raises:
+            TypeError: the source is a MultiAsyncCollector.
+        """
+        if isinstance(self.source, MultiAsyncCollector):
+            raise TypeError(
+                "a MultiAsyncCollector that is asked for its state throws away the rows that its workers are "
+                "collecting: save what is over it alone, stream.own_state(), or that of the assembler, "
+                "assembler.state_dict(). Rollouts under way end with their workers: set the assembler's "
+                "timeout, which lets go of their groups"
+            )
+        own = self.own_state()
+        return own | ({"source": self.source.state_dict()} if hasattr(self.source, "state_dict") else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.

@@ -85,7 +85,8 @@ class StampIds(Transform):
     alike are noticed by the gate and the assembler: their rollouts end twice.
 
     A collector may reset rows of which no step is taken, as LLMCollector does with the first of all. Where
-    their number is no multiple of G, a group has lost rollouts and is never whole.
+    their number is no multiple of G, a group has lost rollouts and is never whole: the gate refuses or drops
+    it, and an assembler with a `timeout` lets it go.
 
     A restored environment has no rollouts under way: it goes on with the next whole group.
 
@@ -141,7 +142,7 @@ class StampIds(Transform):
         self._places = torch.empty(0, dtype=torch.int64)  # in the order of dispatch, by row; −1: none yet
         self._stepped = torch.empty(0, dtype=torch.bool)  # whether the row's rollout has taken a step
         self._waiting: frozenset[int] = frozenset()  # groups of which no rollout has, nor was lost
-        self._begun: list[range] = []  # groups that draws() has yet to say
+        self._begun: tuple[range, ...] = ()  # groups that draws() has yet to say
 
     def draws(self) -> TensorDict:
         """Who was dispatched: the rollouts of the groups that have begun since the last call.
@@ -152,7 +153,7 @@ class StampIds(Transform):
             TensorDict ``[N]`` of (N,) int64 ids, as ``GroupAssembler.announce`` takes them.
         """
         groups = torch.tensor([group for run in self._begun for group in run], dtype=torch.int64)
-        self._begun = []
+        self._begun = ()
         places = (groups[:, None] * self.repeats + torch.arange(self.repeats)).flatten()
         return TensorDict(self._columns(places), batch_size=[len(places)])
 
@@ -232,10 +233,10 @@ class StampIds(Transform):
             return
         begun = self._waiting & self._groups(self._places[~self._stepped])
         for group in sorted(begun):
-            if self._begun and self._begun[-1].stop == group:
-                self._begun[-1] = range(self._begun[-1].start, group + 1)
-            else:
-                self._begun.append(range(group, group + 1))
+            *runs, last = self._begun or (range(group, group),)
+            follows = last.stop == group
+            new = [range(last.start, group + 1)] if follows else [last, range(group, group + 1)]
+            self._begun = (*runs, *new)
         self._waiting -= begun
         self._stepped = torch.ones_like(self._stepped)
 
@@ -276,7 +277,7 @@ class StampIds(Transform):
         for place, (row, prompt) in enumerate(zip(fresh, prompts, strict=True), start=self._dispatched):
             if place % self.repeats and prompt != last:
                 group = int(self._columns(torch.tensor([place]))[self.group_key])
-                found.append(f"row {row} of group {group} has {prompt!r:.60} after {last!r:.60}")
+                found.append(f"row {row} of group {group} has {first_difference(prompt, last)}")
             last = prompt
         if found:
             raise BatchError(
@@ -320,3 +321,16 @@ def read_prompts(rows: TensorDictBase, key: NestedKey, places: list[int]) -> lis
     flat = rows.reshape(rows.shape.numel())
     found = [flat[place].get(key) for place in places]
     return [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in found]
+
+
+def first_difference(prompt: Any, last: Any) -> str:
+    """Two prompts from where they differ: they begin alike, with the system's words.
+
+    >>> first_difference("You are kind. What is 5 + 3?", "You are kind. Who is it?")
+    "'…ind. What is 5 + 3?' after '…ind. Who is it?'"
+    """
+    texts = [value if isinstance(value, str) else str(value) for value in (prompt, last)]
+    differ = (place for place, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1)
+    start = max(0, next(differ, min(map(len, texts))) - 7)
+    one, other = ("…" * bool(start) + text[start : start + 40] for text in texts)
+    return f"{one!r} after {other!r}"

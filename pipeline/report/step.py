@@ -123,7 +123,8 @@ def make_report(processed: HasAccount, *, step: int = 0, solved: float = 1.0) ->
     account = processed.account
     if account is None:
         raise RuntimeError(
-            "there is no batch to report on: run the pipeline over one; one that was refused has none"
+            "there is no batch to report on: run the pipeline over one; one that was refused has none, and "
+            "what a copy of the pipeline has run, in a worker process say, is known to that copy"
         )
     ledger, table = account.ledger, account.table
     if ledger is None or table is None:

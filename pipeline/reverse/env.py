@@ -57,7 +57,7 @@ class ReverseEnv(EnvBase):
                 f"slots run two turns each: group_size + revised rollouts must be even; got "
                 f"{sampler.group_size} + {self.revised}"
             )
-        slots = sampler.prompts_per_batch * (sampler.group_size + self.revised) // 2
+        slots = sampler.prompts_per_batch // sampler.ranks * (sampler.group_size + self.revised) // 2
         super().__init__(batch_size=torch.Size([slots]), device=device)
         self.frames_per_batch = 2 * slots
         self._draws = sampler.draws()

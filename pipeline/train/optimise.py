@@ -78,7 +78,8 @@ def optimise(
     stream, steps = iter(minibatches), 0
     while (minibatch := next(stream, None)) is not None:
         cut = has_key(minibatch, MICROBATCH)
-        microbatches = list(split_microbatches(minibatch)) if cut else [minibatch]
+        # A rank without rows takes part in the step with no forward pass.
+        microbatches = list(split_microbatches(minibatch)) if cut else [minibatch][: len(minibatch)]
         tokens = count_step(minibatch, group=group, **keys)
         del minibatch  # else two of them would be in memory when the next one is gathered
         if not tokens:

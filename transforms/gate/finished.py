@@ -99,8 +99,8 @@ def begin_rules(
         more = begins & (sum_by(piece, begins.long()) > 1)
     message = (
         "a rollout begins once; found more beginnings (True) in {found}. Was it begun anew under the same "
-        f"id? The rewards of both attempts would be added up. {NUMBER_WORKERS}. Where segments begin each "
-        "by themselves, as sub-agents do, give the batch a column expected_segments, or name the gate's "
+        f"id? The rewards of both attempts would be added up. {NUMBER_WORKERS}. Where segments begin each by "
+        "themselves, as sub-agents do, give the batch a column expected_segments, or name the gate's "
         "segment_key"
     )
     return [Rule(more, describe_segments(rollouts, begins), message)]

@@ -145,9 +145,9 @@ def columns_of(batch: TensorDictBase) -> Columns:
 
 
 def _batch_of(columns: Columns, rows: int, device: torch.device | None) -> TensorDictBase:
-    """A batch of columns (:func:`columns_of`)."""
+    """A batch of columns (:func:`columns_of`); who writes into it writes into none of them."""
     if () in columns:
-        return lazy_stack(columns[()])
+        return lazy_stack([row.clone(recurse=False) for row in columns[()]])
     nested: dict[str, Any] = {}
     for (*above, name), value in columns.items():
         inner = nested

@@ -1,0 +1,138 @@
+"""GRPO with TransferQueue between producers, the pipeline and the ranks that train.
+
+    pip install "headrace[tq]"
+    python examples/transfer_queue_grpo.py --batches 20
+
+Producers put rows as they come. One process reads them, makes whole groups, runs the pipeline and puts
+optimiser steps, of which each rank takes its own part. Gradients are summed over the ranks, and the first of
+them publishes the weights with which the producers go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+import transfer_queue
+from torchrl.collectors import Collector
+from torchrl.objectives.llm import GRPOLoss
+
+from headrace.pipeline import RepeatSampler, RolloutQueue, StepQueue, assembled, load_pipeline, optimise
+from headrace.pipeline.reverse import DigitPolicy, ReverseEnv
+from headrace.transforms import GroupAssembler
+
+GROUP_SIZE, PROMPTS, RANKS = 8, 8, 2
+# TransferQueue's actors ask for CPUs of Ray, which count and do not compute.
+CPUS = 16
+
+
+def initial_policy() -> DigitPolicy:
+    """The same in all processes."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return DigitPolicy()
+
+
+@ray.remote(num_cpus=0)
+class Weights:
+    """The newest weights."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = initial_policy().state_dict()
+
+    def set(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights = weights
+
+    def get(self) -> dict[str, torch.Tensor]:
+        return self.weights
+
+
+@ray.remote(max_retries=0)
+def produce(producer: int, producers: int, queue: RolloutQueue, weights: Any, batches: int) -> None:
+    """Collect this producer's share of the prompts, in batches that end in the middle of rollouts."""
+    policy = initial_policy()
+    torch.manual_seed(producer)
+    sampler = RepeatSampler(
+        1110,
+        group_size=GROUP_SIZE,
+        prompts_per_batch=PROMPTS,
+        remainder="drop",
+        rank=producer,
+        ranks=producers,
+    )
+    env = ReverseEnv(sampler)
+    collector = Collector(
+        env,
+        policy,
+        frames_per_batch=env.frames_per_batch // 2,  # one of the two turns of each slot
+        total_frames=env.frames_per_batch * batches,
+        auto_register_policy_transforms=False,
+    )
+    for rows in collector:
+        queue.put(rows)
+        policy.load_state_dict(ray.get(weights.get.remote()))
+    queue.end()
+    collector.shutdown()
+
+
+@ray.remote(max_retries=0)
+def train(rank: int, queue: StepQueue, weights: Any, port: int) -> tuple[int, int]:
+    """Take this rank's part of each step; returns how many steps were taken, and on how many rows."""
+    policy, rows = initial_policy(), 0
+    store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    steps = 0
+    for minibatch in queue.minibatches(rank, patience=300):
+        rows += len(minibatch)
+        steps += optimise([minibatch], loss, optimizer, max_grad_norm=1.0, process_group="world")
+        if rank == 0:
+            weights.set.remote(policy.state_dict())
+    dist.destroy_process_group()
+    return steps, rows
+
+
+def main(batches: int = 20, producers: int = 2) -> tuple[list[float], list[tuple[int, int]]]:
+    """Run it all; returns the mean reward of each batch, and what each rank did."""
+    weights, source = Weights.remote(), RolloutQueue("rollouts", producers=producers)
+    steps = StepQueue("steps", ranks=RANKS, max_steps=2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    to_queue = RolloutQueue("rollouts")
+    tasks = [produce.remote(each, producers, to_queue, weights, batches) for each in range(producers)]
+    ranks = [train.remote(rank, steps, weights, port) for rank in range(RANKS)]
+    pipeline = load_pipeline(
+        "pipeline=grpo",
+        "pipeline.stages.collapse.reward=sum",
+        "pipeline.stages.split.minibatches=2",
+        f"pipeline.stages.split.ranks={RANKS}",
+    )
+    rewards = []
+    for batch in assembled(source, GroupAssembler(groups=PROMPTS), patience=300):
+        run = pipeline.run(batch)
+        steps.put(run.minibatches(), patience=300)
+        rewards.append(run.metrics["collapse/reward_mean"])
+        print(
+            f"batch {len(rewards)}: reward {rewards[-1]:.3f}, {run.metrics['rows/trained']:.0f} rows",
+            flush=True,
+        )
+    steps.end()
+    ray.get(tasks)
+    return rewards, ray.get(ranks)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="GRPO through TransferQueue")
+    parser.add_argument("--batches", type=int, default=20, help="batches of each producer")
+    options = parser.parse_args()
+    ray.init(num_cpus=CPUS, log_to_driver=False)
+    transfer_queue.init()
+    for rank, (steps, rows) in enumerate(main(options.batches)[1]):
+        print(f"rank {rank}: {steps} optimiser steps on {rows} rows")
+    transfer_queue.close()

@@ -1,0 +1,325 @@
+"""The assembler in an actor of Ray: writers anywhere put rows into it, and a trainer takes whole groups."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from tensordict import TensorDict, TensorDictBase
+
+from headrace.transforms import GroupAssembler, StalledError
+from headrace.transforms.options import at_least, one_of
+
+from .assembling import Leftovers, check_patience, rest_of
+from .extras import import_extra
+
+LISTENING = 0.2  # seconds for which the actor waits for a whole group before the trainer looks at writers
+
+
+class RayAssembler:
+    """A :class:`GroupAssembler` in an actor: a handle that can be sent to any task or actor of the cluster.
+
+    Writers call :meth:`put`, which returns when the rows are taken in, and raises there what the assembler
+    refuses. A writer waits only while `max_ready` whole groups are there that nobody took, and never on
+    groups that are not whole: these may wait for rows of its own. Where the trainer asks for more than there
+    are, writers go on. It iterates over :meth:`batches`.
+
+    ::
+
+        assembler = RayAssembler(groups=8, group_size=4)
+        writers = [collect.remote(assembler, worker) for worker in range(2)]  # each: assembler.put(rows) …
+        for batch in assembler.batches(writers, patience=600):
+            optimise(pipeline.minibatches(batch), loss, optimizer)
+
+    What the actor holds is gone when it dies: nothing restarts it, and whoever asks it gets Ray's error. Go
+    on with a new one from the last :meth:`state_dict`, which has every put that had returned.
+
+    Args:
+        max_ready: whole groups at which writers wait. None: twice `groups`, or any number where that is None.
+        actor: options of the actor, as ``ray.remote`` takes them; it asks for no CPU of its own.
+        options: those of :class:`GroupAssembler`. A callable among them runs in the actor.
+
+    Raises:
+        ImportError: the extra `ray` is not installed.
+        ValueError: as :class:`GroupAssembler`.
+    """
+
+    def __init__(
+        self, *, max_ready: int | None = None, actor: Mapping[str, Any] | None = None, **options: Any
+    ):
+        ray = import_extra("ray", "ray", type(self).__name__)
+        groups = GroupAssembler(**options).groups  # a wrong option is refused here, and not in the actor
+        self.max_ready = at_least("max_ready", max_ready, 1) or (None if groups is None else 2 * groups)
+        remote = ray.remote(**{"num_cpus": 0, **(actor or {})})(AssemblerActor)
+        self._actor = remote.remote(self.max_ready, options)
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """What the actor returns; what it raises is raised here as it is, after Ray's account of where."""
+        ray = import_extra("ray", "ray", type(self).__name__)
+        try:
+            return ray.get(getattr(self._actor, method).remote(*args))
+        except ray.exceptions.RayTaskError as err:
+            raise err.cause from err
+
+    # -- for writers --------------------------------------------------------------------------------
+
+    def put(self, batch: TensorDictBase | None, *, patience: float | None = None) -> None:
+        """Take in a batch of rows, as :meth:`GroupAssembler.put`, once there is room. None has no rows.
+
+        Args:
+            batch: TensorDict ``[N]`` or ``[envs, time]``, dense or a lazy stack.
+            patience: seconds for which to wait for room. None: without end.
+
+        Raises:
+            MissingKeyError, BatchError, StalledError: as :meth:`GroupAssembler.put`.
+            StalledError: nobody has made room in time; the rows are not taken in.
+        """
+        # A copy, since of a view all would be sent that shares its memory.
+        rows = TensorDict({}, batch_size=[0]) if batch is None else batch.clone()
+        self._ask("put", rows, check_patience(patience))
+
+    def announce(self, draws: TensorDictBase) -> None:
+        """As :meth:`GroupAssembler.announce`."""
+        self._ask("call", "announce", draws.clone())
+
+    def room(self) -> int:
+        """As :meth:`GroupAssembler.room`. Who asks before another has announced is given the same room."""
+        return self._ask("call", "room")
+
+    # -- for the trainer ----------------------------------------------------------------------------
+
+    def batches(
+        self,
+        writers: Sequence[Any] = (),
+        *,
+        patience: float | None = None,
+        leftovers: Leftovers = "yield",
+        on_lost: Literal["raise", "go_on"] = "raise",
+    ) -> Iterator[TensorDictBase]:
+        """Iterate over batches of whole groups, until all writers have ended and nothing is left.
+
+        Args:
+            writers: of each task that puts rows what ``.remote()`` returned, by which it is known to have
+                ended or died. None given: only the loop itself, or `patience`, ends the iteration.
+            patience: seconds for which this waits though nobody puts. None: without end.
+            leftovers: as of :func:`assembled`, when all writers have ended.
+            on_lost: where a writer died or raised: ``raise``, or ``go_on`` with the others; groups that it
+                had begun do not become whole. Where all are lost, that is raised.
+
+        Raises:
+            StalledError: a writer is lost; nobody puts; all have ended, and nothing has come out; as
+                :meth:`GroupAssembler.put` raises it to a writer.
+            BatchError: groups are left over, under ``raise``; as :meth:`GroupAssembler.take`.
+            ValueError: an option with a wrong value.
+        """
+        one_of("leftovers", leftovers, get_args(Leftovers))
+        go_on = one_of("on_lost", on_lost, ("raise", "go_on")) == "go_on"
+        return self._listen(Writers(writers, go_on), check_patience(patience), leftovers)
+
+    def _listen(
+        self, writers: Writers, patience: float | None, leftovers: Leftovers
+    ) -> Iterator[TensorDictBase]:
+        puts, heard = 0, time.monotonic()
+        while True:
+            writers.look()  # before the assembler is asked: what they put is there then
+            batch, now = self._ask("take", None, 0.0 if writers.are_over else LISTENING)
+            if batch is not None or now > puts:
+                puts, heard = now, time.monotonic()
+            if batch is not None:  # what is whole goes out before anything is raised
+                yield batch
+                heard = time.monotonic()
+            elif writers.lost is not None:
+                raise self.stalled(writers.lost_in_words()) from writers.lost
+            elif writers.are_over:
+                break
+            elif patience is not None and time.monotonic() - heard >= patience:
+                raise self.stalled(f"The writers have been silent for {patience:g} s")
+        yield from rest_of(self, leftovers)
+
+    def take(self, n: int | None = None) -> TensorDictBase | None:
+        """As :meth:`GroupAssembler.take`: None while there are fewer."""
+        return self._ask("take", n, 0.0)[0]
+
+    def take_rest(self) -> TensorDictBase | None:
+        """As :meth:`GroupAssembler.take_rest`."""
+        return self._ask("call", "take_rest")
+
+    def give_up(self) -> int:
+        """As :meth:`GroupAssembler.give_up`."""
+        return self._ask("call", "give_up")
+
+    def stalled(self, why: str) -> StalledError:
+        """As :meth:`GroupAssembler.stalled`."""
+        return self._ask("call", "stalled", why)
+
+    # -- what is there ------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> int | None:
+        """As the option of :class:`GroupAssembler`."""
+        return self._ask("read", "groups")
+
+    @property
+    def ready(self) -> int:
+        """Whole groups."""
+        return self._ask("read", "ready")
+
+    @property
+    def pending(self) -> int:
+        """Groups that are announced or begun, and not whole."""
+        return self._ask("read", "pending")
+
+    @property
+    def held(self) -> int:
+        """Rows that are neither handed out nor counted."""
+        return self._ask("read", "held")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows that left, by reason."""
+        return self._ask("read", "counts")
+
+    @property
+    def emitted(self) -> int:
+        """Groups that were handed out."""
+        return self._ask("read", "emitted")
+
+    @property
+    def version(self) -> int:
+        """The newest policy version; whoever trains counts it up."""
+        return self._ask("read", "version")
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._ask("write", "version", version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`GroupAssembler.state_dict`."""
+        return self._ask("call", "state_dict")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As :meth:`GroupAssembler.load_state_dict`."""
+        self._ask("call", "load_state_dict", state)
+
+    def shutdown(self) -> None:
+        """End the actor, and with it what it holds."""
+        import_extra("ray", "ray", type(self).__name__).kill(self._actor)
+
+
+class Writers:
+    """Who puts rows, and whether they still do.
+
+    Args:
+        tasks: what their ``.remote()`` returned.
+        go_on: without those that are lost, while there are others.
+    """
+
+    def __init__(self, tasks: Sequence[Any], go_on: bool):
+        self.tasks, self.go_on = list(tasks), go_on
+        self.open, self.failed = list(tasks), 0
+        self.lost: BaseException | None = None
+        """What a writer raised, or Ray about its death, where that ends it all."""
+
+    @property
+    def are_over(self) -> bool:
+        """All have ended, or one is missed. Where none was named, nobody knows."""
+        return self.lost is not None or bool(self.tasks and not self.open)
+
+    def look(self) -> None:
+        """See who has ended, and how."""
+        if self.are_over or not self.open:
+            return
+        ray = import_extra("ray", "ray", "RayAssembler")
+        ended, self.open = ray.wait(self.open, num_returns=len(self.open), timeout=0)
+        for task in ended:
+            try:
+                ray.get(task)
+            except ray.exceptions.RayError as err:
+                self.failed += 1
+                if not self.go_on or self.failed == len(self.tasks):
+                    self.lost = getattr(err, "cause", None) or err
+
+    def lost_in_words(self) -> str:
+        """What is said of it."""
+        return f"{self.failed} of {len(self.tasks)} writers lost ({type(self.lost).__name__}: {self.lost})"
+
+
+class AssemblerActor:
+    """What runs in the actor: one thing at a time, since only who waits lets others in.
+
+    Args:
+        max_ready: whole groups at which writers wait; None: they never do.
+        options: of :class:`GroupAssembler`.
+    """
+
+    def __init__(self, max_ready: int | None, options: Mapping[str, Any]):
+        self.assembler, self.max_ready = GroupAssembler(**options), max_ready
+        self.most, self.puts = max_ready, 0
+        self.changed = asyncio.Condition()
+        self.stall: StalledError | None = None
+
+    async def put(self, batch: TensorDictBase, patience: float | None) -> None:
+        """Put rows once there is room."""
+        async with self.changed:
+            if not await self._until(self._has_room, patience):
+                raise self.assembler.stalled(f"Nobody has made room for {patience:g} s")
+            self.puts += 1
+            self.changed.notify_all()
+            try:
+                self.stall = None
+                self.assembler.put(batch)
+            except StalledError as err:  # is of the stream, and not of this batch: the trainer is to know
+                self.stall = err
+                raise
+
+    def _has_room(self) -> bool:
+        return self.most is None or self.assembler.ready < self.most
+
+    async def take(self, n: int | None, patience: float) -> tuple[TensorDictBase | None, int]:
+        """A batch, if one is there in time, and how many puts there were."""
+        async with self.changed:
+            taken: list[TensorDictBase] = []
+            await self._until(lambda: self._take_into(taken, n), patience)
+            self.changed.notify_all()
+            return (taken[0] if taken else None), self.puts
+
+    def _take_into(self, taken: list[TensorDictBase], n: int | None) -> bool:
+        if (batch := self.assembler.take(n)) is not None:
+            taken.append(batch)
+            self.most = self.max_ready
+        elif self.stall is not None:
+            stall, self.stall = self.stall, None
+            raise stall
+        elif self.max_ready is not None:  # what is whole is not enough: writers go on
+            self.most = self.assembler.ready + self.max_ready
+            self.changed.notify_all()
+        return bool(taken)
+
+    async def _until(self, condition: Callable[[], bool], patience: float | None) -> bool:
+        """Wait, with the lock, until something holds; False: it did not in time."""
+        end = None if patience is None else time.monotonic() + patience
+        while not condition():
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            try:
+                await asyncio.wait_for(self.changed.wait(), left)
+            except asyncio.TimeoutError:
+                return condition()
+        return True
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """A method of the assembler."""
+        async with self.changed:
+            self.changed.notify_all()
+            return getattr(self.assembler, method)(*args)
+
+    async def read(self, name: str) -> Any:
+        """A number of the assembler."""
+        return getattr(self.assembler, name)
+
+    async def write(self, name: str, value: Any) -> None:
+        """Set one."""
+        setattr(self.assembler, name, value)

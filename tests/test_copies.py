@@ -1,0 +1,139 @@
+"""What is copied into workers, by buffers and by collectors, says so; what cannot be copied is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import pytest
+from processes import process_context
+from quizzes import quiz_makers
+from rollouts import make_collector, make_env, make_pipeline
+from torchrl.collectors import MultiAsyncCollector
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs.transforms import Compose
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import BatchError, CompletenessGate, FanOutCollapse, ShuffleSplit
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda thing: pickle.loads(pickle.dumps(thing))}
+ASKED = {
+    "ledger": lambda pipeline: pipeline.ledger,
+    "metrics": lambda pipeline: pipeline.metrics,
+    "account": lambda pipeline: pipeline.account,
+    "report": lambda pipeline: pipeline.report(),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+def test_a_copy_says_that_it_is_one_until_it_has_run_a_batch_itself(copied, ask):
+    pipeline = make_pipeline()
+    batch = next(iter(make_collector(make_env())))
+    pipeline(batch)
+    other = copied(pipeline)
+    with pytest.raises(RuntimeError, match="this pipeline is a copy that has run no batch itself"):
+        ask(other)
+    other(batch)
+    ask(other)
+    assert other.metrics == pipeline.metrics
+    with pytest.raises(BatchError):
+        other(batch.exclude("group_id"))
+    assert other.ledger is None  # of a batch that was refused
+
+
+def test_an_original_without_a_batch_is_empty_and_its_report_speaks_of_copies():
+    pipeline = make_pipeline()
+    assert (pipeline.ledger, pipeline.metrics) == (None, {})
+    with pytest.raises(RuntimeError, match="what a copy of the pipeline has run, in a worker process say"):
+        pipeline.report()
+
+
+# -- in a buffer that several processes write ---------------------------------------------------------------
+
+
+def buffer_with(transform, *, invert: bool = True, shared: bool = True) -> ReplayBuffer:
+    storage = LazyTensorStorage(200, shared_init=shared)
+    buffer = ReplayBuffer(storage=storage, batch_size=6, shared=shared)
+    return buffer.append_transform(transform, invert=invert)
+
+
+def split() -> ShuffleSplit:
+    return ShuffleSplit(minibatches=2)
+
+
+REFUSED = r"remembers something .*Append the first of pipeline.halves\(\)"
+
+
+@pytest.mark.parametrize("make", [make_pipeline, split, lambda: Compose(split())])
+def test_what_remembers_is_refused_where_torchrl_asks(make):
+    with pytest.raises(TypeError, match=REFUSED):
+        buffer_with(make(), invert=False)
+    with pytest.raises(TypeError, match=REFUSED):
+        len(ReplayBuffer(storage=LazyTensorStorage(64), transform=make(), shared=True))
+
+
+@pytest.mark.parametrize(
+    "make", [CompletenessGate, lambda: make_pipeline().halves()[0], lambda: Pipeline({"f": FanOutCollapse()})]
+)
+def test_what_remembers_nothing_is_not_refused(make):
+    assert not make().requires_shared_write_state
+    buffer_with(make(), invert=False)
+
+
+def test_a_pipeline_remembers_what_its_stages_do():
+    assert split().requires_shared_write_state
+    assert make_pipeline().requires_shared_write_state
+
+
+def extend(buffer: ReplayBuffer, batch, answers=None) -> str:
+    try:
+        buffer.extend(batch)
+        said = f"{len(buffer)} rows"
+    except TypeError as err:
+        said = str(err)
+    if answers is not None:
+        answers.put(said)
+    return said
+
+
+def elsewhere(function, *args) -> str:
+    """What a function says in a process of its own."""
+    context = process_context()
+    answers = context.Queue()
+    process = context.Process(target=function, args=(*args, answers))
+    process.start()
+    try:
+        return answers.get(timeout=120)
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        answers.close()
+
+
+@pytest.mark.slow
+def test_a_worker_that_writes_to_a_buffer_refuses_a_split_and_takes_the_stages_before_it():
+    """On the way in TorchRL 0.14.1 does not ask."""
+    batch = next(iter(make_collector(make_env())))
+    assert re.search(REFUSED, elsewhere(extend, buffer_with(make_pipeline()), batch))
+    assert elsewhere(extend, buffer_with(make_pipeline().halves()[0]), batch) == "18 rows"
+    assert elsewhere(take_in_and_extend, make_pipeline(), batch) == "18 rows"
+    assert extend(buffer_with(make_pipeline(), shared=False), batch) == "18 rows"
+
+
+def take_in_and_extend(pipeline: Pipeline, batch, answers) -> str:
+    """A buffer of the process's own."""
+    return extend(buffer_with(pipeline, shared=False), batch, answers)
+
+
+@pytest.mark.slow
+def test_after_an_asynchronous_collector_the_original_has_no_account():
+    pipeline = Pipeline({"gate": CompletenessGate(on_incomplete="drop")})
+    collector = MultiAsyncCollector(
+        quiz_makers(2), frames_per_batch=24, total_frames=24 * 4, postproc=pipeline
+    )
+    assert sum(len(batch) for batch in collector) > 0
+    with pytest.raises(RuntimeError, match="is known to that copy"):
+        pipeline.report()

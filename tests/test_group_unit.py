@@ -1,0 +1,234 @@
+"""TorchRL's samplers draw rows; what they hand out is whole groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+)
+from torchrl.data.replay_buffers import (
+    ConsumingSampler,
+    PrioritizedSampler,
+    PromptGroupSampler,
+    RandomSampler,
+    StalenessAwareSampler,
+)
+from torchrl.data.replay_buffers.samplers.prioritized import SumSegmentTreeFp32
+
+from headrace.pipeline import GroupUnit
+from headrace.transforms import BatchError, CompletenessGate, IncompleteGroupsError, Status
+
+STORAGES = {"tensors": LazyTensorStorage, "memmap": LazyMemmapStorage, "lazy": LazyStackStorage}
+SAMPLERS = {
+    "random": RandomSampler,
+    "without replacement": SamplerWithoutReplacement,
+    "priority": lambda: ByPriority(),
+    "freshness": lambda: by_freshness(10),
+    "prompt": lambda: PromptGroupSampler(samples_per_group=1, group_key="group_id"),
+}
+
+
+def by_freshness(now: int, max_staleness: int = -1) -> StalenessAwareSampler:
+    sampler = StalenessAwareSampler(max_staleness=max_staleness, version_key="version")
+    sampler.consumer_version = now
+    return sampler
+
+
+class ByPriority(RandomSampler):
+    """What PrioritizedSampler says and is told, without the compiled part of TorchRL, which not all have."""
+
+    def __init__(self):
+        self.priority = torch.ones(200, dtype=torch.float64)
+
+    def sample(self, storage, batch_size):
+        index = torch.multinomial(self.priority[: len(storage)], batch_size, replacement=True)
+        return index, {"priority_weight": self.priority[index] ** -0.5}
+
+    def update_priority(self, index, priority, *, storage=None):
+        self.priority[index] = torch.as_tensor(priority, dtype=torch.float64)
+
+
+def rows(sizes: list[int], *, first_group: int = 0, segments: int = 2, seed: int = 0) -> TensorDict:
+    """Groups of so many rollouts, of one segment or more, in any order."""
+    lines = [
+        {
+            "group_id": first_group + g,
+            "rollout_id": 100 * (first_group + g) + r,
+            "expected_rollouts": size,
+            "number": 10_000 * (first_group + g) + 10 * r + s,
+            "version": first_group + g,
+            ("next", "done"): s == (r % segments),
+        }
+        for g, size in enumerate(sizes)
+        for r in range(size)
+        for s in range(1 + r % segments)
+    ]
+    order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(seed)).argsort().tolist()
+    # Segments keep their order.
+    shuffled = sorted(range(len(lines)), key=lambda i: (lines[i]["number"] % 10, order[i]))
+    columns = {key: torch.tensor([lines[i][key] for i in shuffled]) for key in lines[0]}
+    return TensorDict(columns, batch_size=[len(lines)])
+
+
+def filled(data: TensorDict, sampler=None, *, storage=LazyTensorStorage, size: int = 5, unit=None, **options):
+    unit = GroupUnit(**options) if unit is None else unit
+    buffer = ReplayBuffer(storage=storage(200), sampler=sampler, batch_size=size, sample_unit=unit)
+    buffer.extend(data if storage is not LazyStackStorage else lazy_stack(list(data.unbind(0))))
+    return buffer
+
+
+def groups_in(batch) -> list[int]:
+    return list(dict.fromkeys(batch["group_id"].flatten().tolist()))
+
+
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_whatever_a_sampler_draws_passes_a_strict_gate_with_all_its_rows(sampler, storage):
+    torch.manual_seed(0)
+    data = rows([1, 4, 2, 3])
+    buffer = filled(data, sampler(), storage=storage, size=3)
+    of_group = {g: data["number"][data["group_id"] == g].tolist() for g in range(4)}
+    for _ in range(12):
+        batch = buffer.sample()
+        assert len(CompletenessGate()(batch.contiguous())) == len(batch)
+        expected = [number for group in groups_in(batch) for number in of_group[group]]
+        assert batch["number"].tolist() == expected  # each group once, its rows in their order
+
+
+@settings(max_examples=50)
+@example(sizes=[1, 2, 1], draws=[[0], [0, 3, 1]], anchors="any", uses=1, seed=0)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    draws=st.lists(st.lists(st.integers(0, 1000), max_size=8), max_size=5),
+    anchors=st.sampled_from(["any", "first"]),
+    uses=st.none() | st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+def test_it_hands_out_what_a_loop_says(sizes, draws, anchors, uses, seed):
+    data = rows(sizes, seed=seed)
+    groups = data["group_id"].tolist()
+    buffer = filled(data, anchors=anchors, max_uses=uses)
+    unit, counts = buffer._sample_unit, dict.fromkeys(groups, 0)
+    for drawn in draws:
+        index, expected, by = torch.tensor([i % len(data) for i in drawn], dtype=torch.int64), [], {}
+        for place in index.tolist():
+            if anchors == "first" and groups.index(groups[place]) != place:
+                continue
+            by.setdefault(groups[place], place)
+        left = [g for g in by if uses is None or counts[g] < uses]
+        if by and not left:
+            with pytest.raises(BatchError, match=rf"none is left: each has been used {uses} times"):
+                unit.expand(index, {}, buffer.storage)
+            continue
+        for g in left:
+            counts[g] += 1
+            expected += [(i, by[g]) for i, home in enumerate(groups) if home == g]
+        weight = torch.arange(len(index)).double()
+        found, info = unit.expand(index, {"weight": weight, "scalar": 3.0}, buffer.storage)
+        assert list(zip(found.tolist(), info["anchor_index"].tolist(), strict=True)) == expected
+        assert index[info["weight"].long()].tolist() == [anchor for _, anchor in expected]
+        assert info["scalar"] == 3.0
+
+
+def test_without_replacement_each_group_comes_once_an_epoch():
+    data = rows([4, 1, 3, 2, 2], segments=1)
+    sampler = SamplerWithoutReplacement(drop_last=False)
+    buffer = filled(data, sampler, size=4, anchors="first")
+    for _ in range(3):
+        epoch = [group for batch in buffer for group in groups_in(batch)]
+        assert sorted(epoch) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        ByPriority,
+        pytest.param(
+            lambda: PrioritizedSampler(200, alpha=1.0, beta=0.5),
+            marks=pytest.mark.skipif(SumSegmentTreeFp32 is None, reason="TorchRL's compiled part is missing"),
+        ),
+    ],
+)
+def test_groups_are_drawn_by_the_priority_of_their_rows(sampler):
+    """The informative ones, say: those whose rewards vary."""
+    torch.manual_seed(0)
+    data = rows([2] * 10, segments=1)
+    buffer = filled(data, sampler(), size=2)
+    buffer.update_priority(torch.arange(20), torch.where(data["group_id"] == 7, 1e6, 1e-3))
+    batch, info = buffer.sample(return_info=True)
+    assert groups_in(batch) == [7]
+    assert info["priority_weight"].shape == info["index"].shape == (2,)
+    buffer.update_priority(info["index"], torch.full((2,), 1e-6))
+    assert 7 not in {group for _ in range(20) for group in groups_in(buffer.sample())}
+
+
+def test_a_group_is_as_stale_as_its_oldest_row():
+    data = rows([2] * 4, segments=1)
+    data["version"] = torch.arange(8)[data["rollout_id"] % 100 + 2 * data["group_id"]]  # 0 1, 2 3, 4 5, 6 7
+    sampler = by_freshness(7, max_staleness=4)
+    buffer = filled(data, sampler, size=60)
+    torch.manual_seed(0)
+    assert sorted(groups_in(buffer.sample())) == [2, 3]  # row 3 is fresh, its sibling is not
+    sampler.consumer_version = 11
+    with pytest.raises(BatchError, match=r"\[3\], none is left: .*too old for StalenessAwareSampler"):
+        buffer.sample()
+
+
+@pytest.mark.parametrize("key", ["status", ("next", "status")])
+def test_a_group_with_a_failed_rollout_does_not_pass(key):
+    data = rows([2], segments=1).set(key, torch.tensor([Status.COMPLETED, Status.FAILED]))
+    with pytest.raises(IncompleteGroupsError, match="1 failed"):
+        filled(data).sample()
+
+
+def test_a_group_that_the_writer_has_overwritten_in_part_is_refused_or_left_out():
+    def buffer_of(unit):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(9), batch_size=20, sample_unit=unit)
+        for first in (0, 2, 4):
+            buffer.extend(rows([2, 2], first_group=first, segments=1))
+        return buffer
+
+    with pytest.raises(IncompleteGroupsError, match="has 1 of 2"):
+        buffer_of(GroupUnit()).sample()
+    gate = CompletenessGate(on_incomplete="drop")
+    for _ in range(10):
+        CompletenessGate()(buffer_of(GroupUnit(gate=gate)).sample())
+
+
+def test_what_cannot_keep_groups_whole_is_refused_with_what_to_do():
+    with pytest.raises(TypeError, match=r"frees their places one by one.*GroupUnit\(max_uses=2\)"):
+        filled(rows([2]), ConsumingSampler(max_sample_count=2)).sample()
+    grid = ReplayBuffer(storage=LazyTensorStorage(50, ndim=2), batch_size=2, sample_unit=GroupUnit())
+    grid.extend(rows([2, 2], segments=1).reshape(2, 2))
+    with pytest.raises(TypeError, match=r"a storage of rows \[N\]; this one has 2 dims"):
+        grid.sample()
+    unset = rows([2])
+    unset["group_id"][:] = -1
+    with pytest.raises(BatchError, match=r"every row needs a group_id ≥ 0.*StampIds"):
+        filled(unset).sample()
+    with pytest.raises(ValueError, match="anchors must be one of"):
+        GroupUnit(anchors="last")
+    with pytest.raises(ValueError, match="max_uses must be an integer"):
+        GroupUnit(max_uses=0)
+
+
+def test_uses_go_on_from_a_state_and_are_forgotten_with_the_group():
+    buffer = filled(rows([2, 2]), size=20, max_uses=2)
+    buffer.sample()
+    other = filled(rows([2, 2]), size=20, max_uses=2)
+    other._sample_unit.load_state_dict(buffer._sample_unit.state_dict())
+    other.sample()
+    with pytest.raises(BatchError, match="used 2 times"):
+        other.sample()
+    other.empty()
+    other.extend(rows([2], first_group=9))
+    assert groups_in(other.sample()) == [9]
+    assert set(other._sample_unit.uses) == {9}

@@ -1,0 +1,372 @@
+"""The assembler in an actor of Ray, and what TorchRL runs there."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from assembly import Line, batch_of_lines
+from batches import batch_of
+from composed import composed
+from faults import CELLS, LONGEST, SILENCE, Carried, Cell, check
+from rollouts import make_pipeline, make_policy
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, RayReplayBuffer, SamplerWithoutReplacement
+
+import headrace.pipeline
+import headrace.transforms
+from headrace.pipeline import RayAssembler, RepeatSampler, assembled
+from headrace.pipeline.reverse import ReverseEnv
+from headrace.transforms import BatchError, CompletenessGate, GroupAssembler, MissingKeyError, StalledError
+
+ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+from torchrl.collectors.distributed import RayCollector  # noqa: E402  # which needs it
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+LINES = [Line(g, 2 * g + r, s, s == 1) for g in range(6) for s in (0, 1) for r in (0, 1)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Ray on this machine; its processes find the modules of this folder and the examples."""
+    examples = str(Path(__file__).parent.parent / "examples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(examples)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), examples]))
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+        yield
+        ray.shutdown()
+
+
+ACTORS: dict[int, RayAssembler] = {}
+
+
+def fresh(number: int = 0, *, max_ready: int | None = None, **options: Any) -> RayAssembler:
+    """An assembler that holds nothing, in an actor that is kept: a process takes seconds to come up."""
+    if number not in ACTORS:
+        ACTORS[number] = RayAssembler()
+    begin = ACTORS[number]._actor.__ray_call__
+    ray.get(begin.remote(lambda actor: actor.__init__(max_ready, options)))
+    return ACTORS[number]
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def send(assembler: RayAssembler, pieces: Sequence[TensorDict], came: Path | None = None, then: str = "ends"):
+    """Put the pieces, write down how many rows were taken in, and end, die or hang."""
+    rows = 0
+    for piece in pieces:
+        assembler.put(piece)
+        rows += len(piece)
+        if came is not None:
+            came.write_text(str(rows))
+    if then == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while then == "hangs":
+        time.sleep(0.1)
+
+
+def pieces(which: slice = slice(None), size: int = 1) -> list[TensorDict]:
+    rows = batch_of_lines(LINES)[which]
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+# -- every fault ------------------------------------------------------------------------------------------
+
+
+def on_ray(cell: Cell, came: Path) -> Carried:
+    """A cell of the fault matrix; where it is resumed, in an actor that had no part in what was before."""
+    assembler = fresh(**cell.options)
+    count, batches, begun = 0, [], cell.resumed_at or 0
+    if begun:
+        ray.get(send.remote(assembler, cell.pieces[:begun], came))
+        count, file = int(came.read_text()), io.BytesIO()
+        torch.save(assembler.state_dict(), file)
+        file.seek(0)
+        assembler = fresh(1, **cell.options)
+        assembler.load_state_dict(torch.load(file, weights_only=True))
+    came.write_text("0")
+    writer = send.remote(assembler, cell.pieces[begun:], came, cell.then)
+    error: BaseException | None = None
+    while cell.then == "hangs" and int(came.read_text() or 0) < cell.sent:
+        time.sleep(0.01)  # until it does
+    try:
+        for batch in assembler.batches([writer], patience=SILENCE if cell.then == "hangs" else LONGEST):
+            batches.append(batch)
+    except Exception as err:
+        error = err
+    finally:
+        ray.cancel(writer, force=True)
+    return Carried(batches, assembler.counts, assembler.held, count + int(came.read_text()), error)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_each_fault_is_counted_or_said(name, tmp_path):
+    check(CELLS[name], on_ray(CELLS[name], tmp_path / "came"))
+
+
+# -- writers and the trainer ------------------------------------------------------------------------------
+
+
+def test_groups_are_those_of_one_process_whoever_sends_their_rows():
+    assembler = fresh(groups=2, segment_key="segment")
+    shares = [pieces(slice(0, None, 2)), pieces(slice(1, None, 2))]
+    writers = [send.remote(assembler, share) for share in shares]
+    found = torch.cat([batch["number"] for batch in assembler.batches(writers, patience=LONGEST)])
+    assert found.sort().values.tolist() == list(range(len(LINES)))
+    groups = found.view(6, 4)  # of two rollouts, each of segments 0 and 1
+    assert all(sorted(group.tolist()) == group[[0, 2, 1, 3]].tolist() for group in groups)
+    assert (assembler.emitted, assembler.held, assembler.ready, assembler.pending) == (6, 0, 0, 0)
+
+
+def test_a_writer_waits_on_whole_groups_that_nobody_took_and_on_no_others():
+    assembler = fresh(groups=1, max_ready=1)
+    begun = [batch_of_lines([Line(100 + g, 100 + g, 0, False)]) for g in range(20)]
+    whole = pieces(size=4)
+    for piece in [*begun, whole[0]]:  # twenty groups that wait for more, and one that is whole
+        assembler.put(piece, patience=LONGEST)
+    with pytest.raises(StalledError, match=r"Nobody has made room for 0.1 s.*24 came, 24 held"):
+        assembler.put(whole[1], patience=0.1)
+    assert (assembler.ready, assembler.held) == (1, 24)
+    assert len(assembler.take()) == 4
+    assembler.put(whole[1], patience=LONGEST)
+    assert (assembler.ready, assembler.pending) == (1, 20)
+
+
+@pytest.mark.parametrize("options", [{"groups": 3}, {"groups": 2, "partition_key": "partition"}])
+def test_who_asks_for_more_groups_than_may_wait_gets_them(options):
+    assembler = fresh(max_ready=1, **options)
+    rows = batch_of_lines([line._replace(partition=line.group % 2) for line in LINES])
+    writer = send.remote(assembler, rows.split(4))
+    batches = list(
+        assembler.batches(
+            [writer], patience=LONGEST, leftovers="raise" if "partition_key" not in options else "yield"
+        )
+    )
+    assert sum(map(len, batches)) == len(LINES)
+
+
+def test_what_is_refused_is_raised_at_its_writer_as_it_is():
+    assembler, local = fresh(), GroupAssembler()
+    rows = batch_of_lines(LINES)
+    unset = rows.clone()
+    unset["rollout_id"][3] = -1
+    for wrong in (rows.exclude(("next", "done")), unset, torch.cat([rows[:4], rows[2:4]])):
+        with pytest.raises(BatchError) as expected:
+            local.put(wrong)
+        with pytest.raises(BatchError) as raised:
+            assembler.put(wrong)
+        assert type(raised.value) is type(expected.value)
+        assert str(raised.value) == str(expected.value)
+        assert "AssemblerActor.put" in str(raised.value.__cause__)  # Ray's account of where
+    assert assembler.held == 0
+
+
+def test_all_our_errors_go_from_process_to_process():
+    modules = (headrace.transforms, headrace.pipeline)
+    names = {name: getattr(module, name) for module in modules for name in module.__all__}
+    errors = [e for e in names.values() if isinstance(e, type) and issubclass(e, Exception)]
+    assert {BatchError, MissingKeyError, StalledError} <= set(errors)
+    for error in errors:
+        again = pickle.loads(pickle.dumps(error("group 7")))
+        assert (type(again), str(again)) == (error, "group 7")
+    with pytest.raises(BatchError) as refused:
+        GroupAssembler(on_failure="raise").put(batch_of_lines([Line(7, 1, 0, True, 3), Line(7, 2, 0, True)]))
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
+
+
+def test_a_lost_writer_is_raised_or_the_others_go_on():
+    begun = [batch_of_lines([Line(90, 90, 0, False)])]
+
+    def go(on_lost: str) -> tuple[RayAssembler, list[TensorDict]]:
+        assembler = fresh()
+        tasks = [send.remote(assembler, pieces(size=4)), send.remote(assembler, begun, then="dies")]
+        try:
+            return assembler, list(assembler.batches(tasks, patience=LONGEST, on_lost=on_lost))
+        finally:
+            ray.wait(tasks, num_returns=len(tasks))
+
+    with pytest.raises(StalledError, match=r"1 of 2 writers lost \(\w*Error.*group 90 has 0 of 2"):
+        go("raise")
+    assembler, batches = go("go_on")
+    assert sum(map(len, batches)) == len(LINES)
+    assert assembler.counts["unfinished"] == 1
+    assembler = fresh()
+    alone = [send.remote(assembler, begun, then="dies")]
+    with pytest.raises(StalledError, match="1 of 1 writers lost"):
+        list(assembler.batches(alone, on_lost="go_on"))
+
+
+def test_a_stall_is_raised_at_the_writer_and_at_the_trainer():
+    assembler = fresh(max_idle=3)
+    begun = [batch_of_lines([Line(90 + g, 90 + g, 0, False)]) for g in range(3)]
+    for piece in begun[:2]:
+        assembler.put(piece)
+    with pytest.raises(StalledError, match="3 puts in a row have made no group whole"):
+        assembler.put(begun[2])
+    with pytest.raises(StalledError, match="3 puts in a row have made no group whole"):
+        next(iter(assembler.batches()))
+    assembler.put(pieces(size=4)[0])
+    assert next(iter(assembler.batches()))["number"].tolist() == [0, 2, 1, 3]
+
+
+def test_leftovers_are_yielded_dropped_or_refused():
+    def left(how: str) -> tuple[list[int], dict[str, int]]:
+        assembler = fresh(groups=4)
+        writer = send.remote(assembler, pieces(size=24))
+        batches = assembler.batches([writer], patience=LONGEST, leftovers=how)
+        return [len(batch) for batch in batches], assembler.counts
+
+    assert left("yield")[0] == [16, 8]
+    sizes, counts = left("drop")
+    assert (sizes, counts["unfinished"]) == ([16], 8)
+    with pytest.raises(BatchError, match="2 whole groups are left over"):
+        left("raise")
+
+
+def test_versions_room_and_announcements_are_those_of_the_assembler():
+    assembler = fresh(groups=2, max_staleness=1, version_key=("next", "policy_version"))
+    assert assembler.room() == 4
+    assembler.announce(batch_of_lines(LINES[:8]).select("group_id", "rollout_id", "expected_rollouts"))
+    assert (assembler.room(), assembler.pending) == (2, 2)
+    with pytest.raises(BatchError, match="announced once"):
+        assembler.announce(batch_of_lines(LINES[:4]))
+    for piece in pieces(slice(8)):
+        assembler.put(piece)
+    assembler.version += 2
+    assert (assembler.version, assembler.take()) == (2, None)
+    assert assembler.counts["stale"] == 8
+
+
+def test_a_view_is_sent_without_the_batch_that_it_looks_into(monkeypatch):
+    sent = []
+    monkeypatch.setattr(RayAssembler, "_ask", lambda self, *args: sent.append(ray.cloudpickle.dumps(args)))
+    batch = batch_of_lines([Line(g, g, 0, True) for g in range(20_000)]).exclude("text")
+    assembler = object.__new__(RayAssembler)
+    assembler.put(batch[5:6])
+    assembler.announce(batch[5:6])
+    assert all(len(bytes_) < 10_000 < batch.bytes() for bytes_ in sent)
+
+
+def test_what_an_actor_held_is_gone_with_it_and_another_goes_on_from_the_state():
+    assembler, again = fresh(1), fresh()
+    assembler.put(pieces(size=2)[0])
+    state = assembler.state_dict()
+    ACTORS.pop(1).shutdown()
+    with pytest.raises(ray.exceptions.RayActorError):
+        assembler.put(pieces(size=2)[1])
+    again.load_state_dict(state)
+    again.put(pieces(size=2)[1])
+    assert again.take()["number"].tolist() == [0, 2, 1, 3]
+    with pytest.raises(ValueError, match="reads rows as this one does"):
+        again.load_state_dict(GroupAssembler(group_key="other").state_dict())
+
+
+def test_wrong_options_are_refused_before_there_is_an_actor():
+    with pytest.raises(ValueError, match="group_size must be"):
+        RayAssembler(group_size=0)
+    with pytest.raises(ValueError, match="max_ready must be"):
+        RayAssembler(max_ready=0)
+    assembler = object.__new__(RayAssembler)
+    with pytest.raises(ValueError, match="patience must be finite"):
+        assembler.batches(patience=0)
+    with pytest.raises(ValueError, match="on_lost must be one of"):
+        assembler.batches(on_lost="wait")
+
+
+def test_who_lacks_the_extra_is_told_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"RayAssembler needs ray: pip install 'headrace\[ray\]'"):
+        RayAssembler()
+
+
+# -- what TorchRL runs on Ray -----------------------------------------------------------------------------
+
+
+def env_of(worker: int) -> ReverseEnv:
+    """An environment with its worker's share of the prompts."""
+    sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=4, remainder="drop", rank=worker, ranks=2)
+    return ReverseEnv(sampler, revised=0.5)
+
+
+def test_a_ray_collector_is_a_source_like_another():
+    """It yields one worker's batch at a time, which ends in the middle of rollouts."""
+    frames = env_of(0).frames_per_batch // 2  # one of the two turns of each slot
+    collector = RayCollector(
+        [partial(env_of, worker) for worker in range(2)],
+        make_policy(),
+        frames_per_batch=frames,
+        total_frames=8 * frames,
+        sync=False,
+        remote_configs={"num_cpus": 1},
+        collector_kwargs={"auto_register_policy_transforms": False},
+    )
+    collector.update_policy_weights_()
+    assembler = GroupAssembler(groups=2)
+    try:
+        batches = list(assembled(collector, assembler, patience=LONGEST))
+    finally:
+        collector.shutdown(shutdown_ray=False)
+    rows = sum(map(len, batches))
+    assert (rows + assembler.counts["unfinished"], assembler.held) == (8 * frames, 0)
+    assert rows >= 4 * frames
+    found = torch.cat([CompletenessGate()(batch)["group_id"].flatten() for batch in batches])
+    assert len(found.unique()) == sum(len(batch["group_id"].unique()) for batch in batches)
+
+
+def test_what_a_collector_in_step_stacks_is_taken_in():
+    """RayCollector(sync=True) yields ``[workers, envs, time]``."""
+    rows, assembler = batch_of_lines(LINES), GroupAssembler(segment_key="segment")
+    assembler.put(rows.exclude("text").view(2, 6, 2))
+    assert len(assembler.take()) == len(LINES)
+
+
+def ray_buffer(**options: Any) -> RayReplayBuffer:
+    return RayReplayBuffer(
+        storage=partial(LazyTensorStorage, 64),
+        sampler=SamplerWithoutReplacement,
+        batch_size=6,
+        remote_config={"num_cpus": 0},
+        **options,
+    )
+
+
+def collected() -> TensorDict:
+    """Four groups of four rollouts, each of one row."""
+    ids = torch.arange(16)
+    return batch_of((ids % 3).float().tolist(), (ids // 4).tolist(), ids.tolist())
+
+
+def test_a_ray_buffer_holds_what_the_first_half_made_and_the_second_weighs_what_it_samples():
+    first, second = composed("pipeline=grpo", "pipeline.stages.gate.group_size=4").halves()
+    buffer = ray_buffer()
+    buffer.extend(first(collected()))
+    for _ in range(2):
+        (step,) = second.minibatches(buffer.sample())
+        weights = step["loss_weight"][:, None] * step["masks", "all_assistant_mask"]
+        assert float(weights.sum()) == pytest.approx(1.0)
+    buffer.close()
+
+
+def test_a_pipeline_in_the_actor_of_a_ray_buffer_says_where_it_belongs():
+    buffer = ray_buffer(transform_factory=make_pipeline)
+    with pytest.raises(TypeError, match="not on what a replay buffer samples"):
+        buffer.extend(collected())
+    buffer.close()
+
+
+def test_the_example_trains_on_what_two_writers_collect():
+    rewards = importlib.import_module("ray_grpo").main(batches=3)
+    assert len(rewards) == 3  # two writers, three batches of half as many groups as a step has
+    assert all(0 < reward < 1 for reward in rewards)

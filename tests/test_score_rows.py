@@ -1,0 +1,198 @@
+"""Rows are scored under the policy as it is, in passes of bounded size; who trains nothing costs none."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+from torch import nn
+from torchrl.modules.distributions import LLMMaskedCategorical
+
+from headrace.pipeline import Pipeline, load_pipeline
+from headrace.pipeline.reverse import DigitPolicy
+from headrace.transforms import BatchError, MissingKeyError, RewardWithin, SampleFilter, ScoreRows, schema
+
+FULL, LOSS_MASK, ATTENTION = (
+    ("tokens", "full"),
+    ("masks", "all_assistant_mask"),
+    ("masks", "all_attention_mask"),
+)
+LOG_PROB = ("log_probs", "full")
+WORDS = 7
+
+
+class Bigram(nn.Module):
+    """The next token depends on the last alone: what a row says depends on no padding and no other row."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(0)))
+        self.dropout = nn.Dropout(0.9)
+        self.shapes: list[tuple[int, int]] = []
+
+    def get_dist(self, batch, logits_key, mask_key=None):
+        assert not torch.is_grad_enabled()
+        tokens = batch[FULL]
+        self.shapes.append(tuple(tokens.shape))
+        logits = self.dropout(self.table[tokens])
+        shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
+        return LLMMaskedCategorical(logits=shifted, mask=batch[mask_key or LOSS_MASK])
+
+    def says(self, row) -> list[float]:
+        """Of one row's tokens, each behind the first."""
+        table = self.table.detach().log_softmax(-1)
+        return [float(table[a, b]) for a, b in pairwise(row)]
+
+
+some_rows = st.lists(
+    st.tuples(
+        st.lists(st.integers(1, WORDS - 1), min_size=1, max_size=4),
+        st.lists(st.integers(1, WORDS - 1), max_size=4),
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+def dense(rows) -> TensorDict:
+    width = max(len(prompt + response) for prompt, response in rows)
+    batch = TensorDict({"rollout_id": torch.arange(len(rows))}, batch_size=[len(rows)])
+    batch[FULL] = torch.tensor([[0] * (width - len(p + r)) + p + r for p, r in rows])
+    batch[ATTENTION] = batch[FULL] > 0
+    places = torch.arange(width, 0, -1)
+    batch[LOSS_MASK] = places <= torch.tensor([[len(r)] for _, r in rows])
+    return batch
+
+
+def ragged(rows) -> TensorDict:
+    batch = dense(rows)
+    stack = []
+    for row in batch.unbind(0):
+        there = row[ATTENTION]
+        for key in (FULL, ATTENTION, LOSS_MASK):
+            row[key] = row[key][there]
+        stack.append(row)
+    return lazy_stack(stack)
+
+
+def expected(rows, actor) -> list[list[float]]:
+    return [actor.says(p + r)[len(p) - 1 :] if r else [] for p, r in rows]
+
+
+bounds = st.one_of(st.none(), st.integers(1, 5))
+
+
+@given(some_rows, bounds, st.one_of(st.none(), st.integers(8, 20)))
+def test_each_row_has_what_the_policy_says_of_it_alone_however_passes_are_cut(rows, max_rows, max_tokens):
+    for batch in (dense(rows), ragged(rows)):
+        actor = Bigram()
+        out = ScoreRows(actor=actor, max_rows=max_rows, max_tokens=max_tokens)(batch)
+        for row, (found, wanted) in enumerate(zip(out.unbind(0), expected(rows, actor), strict=True)):
+            trains = found[LOSS_MASK]
+            assert found[LOG_PROB][trains].tolist() == pytest.approx(wanted, abs=1e-6), row
+            assert found[LOG_PROB][~trains].isnan().all()
+        assert all(
+            n <= (max_rows or n) and n * width <= (max_tokens or n * width) for n, width in actor.shapes
+        )
+        assert sum(n for n, _ in actor.shapes) == sum(bool(response) for _, response in rows)
+
+
+def test_rows_that_train_nothing_cost_no_pass_after_a_filter():
+    rows = [([1], [2, 3]), ([4], [5]), ([6], [1])]
+    for action in ("mask", "exclude", "drop"):
+        batch, actor = dense(rows), Bigram()
+        batch["next", "reward"] = torch.tensor([0.0, 9.0, 9.0])
+        pipeline = Pipeline(
+            {
+                "filter": SampleFilter(criterion=RewardWithin(high=1.0), action=action),
+                "score": ScoreRows(actor=actor),
+            }
+        )
+        run = pipeline.run(batch)
+        assert (actor.shapes, run.metrics["score/scored"]) == ([(1, 3)], 1.0)
+        assert run.batch[LOG_PROB].isfinite().sum() == 2
+
+
+def test_a_row_whose_log_probabilities_alone_were_silenced_stays_out():
+    batch = dense([([1], [2, 3]), ([4], [5])])
+    batch[schema.IN_LOSS] = torch.tensor([True, False])
+    assert ScoreRows(actor=Bigram())(batch)[LOG_PROB].isfinite().any(1).tolist() == [True, False]
+
+
+def test_the_modes_of_the_actor_come_back_and_nothing_of_it_is_state_of_the_stage():
+    actor = nn.Sequential(Bigram(), nn.Dropout())
+    actor[0].dropout.eval()
+    actor.get_dist = actor[0].get_dist
+    modes = [module.training for module in actor.modules()]
+    stage = ScoreRows(actor=actor)
+    batch = stage(dense([([1], [2])]))
+    assert [module.training for module in actor.modules()] == modes
+    assert not batch[LOG_PROB].requires_grad
+    assert not list(stage.parameters())
+    assert not stage.state_dict()
+    stage.train(), stage.eval()
+    assert [module.training for module in actor.modules()] == modes
+    actor.get_dist = lambda batch, logits_key: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        stage(dense([([1], [2])]))
+    assert [module.training for module in actor.modules()] == modes
+    assert repr(ScoreRows(actor=actor, max_rows=2)) == "ScoreRows(actor=Sequential, max_rows=2)"
+
+
+def test_what_the_demo_policy_sampled_has_the_log_probabilities_it_was_sampled_with():
+    from rollouts import make_collector, make_env, make_policy
+
+    policy = make_policy()
+    for batch in make_collector(make_env(), policy=policy):
+        sampled, trains = batch[LOG_PROB].flatten(0, 1), batch[LOSS_MASK].flatten(0, 1)
+        scored = ScoreRows(actor=policy, max_rows=4)(batch.exclude("log_probs"))[LOG_PROB]
+        torch.testing.assert_close(scored[trains], sampled[trains], rtol=0, atol=1e-5)
+
+
+class Wrong:
+    def __init__(self, value=0.0, width=0):
+        self.value, self.width = value, width
+
+    def get_dist(self, batch, logits_key):
+        return self
+
+    def log_prob(self, tokens):
+        return torch.full((len(tokens), tokens.shape[1] + self.width), self.value)
+
+
+def test_what_cannot_be_scored_is_refused_with_the_rows():
+    batch = dense([([1], [2, 3]), ([4], [5])])
+    for value in (float("nan"), float("-inf")):
+        with pytest.raises(
+            BatchError, match=r"finite log-probability; found others in row 0 \(rollout 0\), row 1"
+        ):
+            ScoreRows(actor=Wrong(value))(batch)
+    with pytest.raises(BatchError, match=r"each token, \(2, 3\); Wrong gave \(2, 4\).*pad_output=True"):
+        ScoreRows(actor=Wrong(width=1))(batch)
+    with pytest.raises(BatchError, match=r"max_tokens=2; found 3 in row 0"):
+        ScoreRows(actor=Bigram(), max_tokens=2)(batch)
+    with pytest.raises(ValueError, match=r'pipeline.stages\["score"\].actor = actor'):
+        ScoreRows()(batch)
+    for place in (0, 1):  # padding, and the first token
+        first = dense([([1], [2, 3]), ([4], [5])])
+        first[LOSS_MASK][1, place] = True
+        with pytest.raises(BatchError, match=r"nothing before it to predict it from.*in row 1 \(rollout 1\)"):
+            ScoreRows(actor=Bigram())(first)
+    with pytest.raises(MissingKeyError, match=r"all_assistant_mask'\) \(loss_mask_key\)"):
+        ScoreRows(actor=Bigram())(batch.exclude(LOSS_MASK))
+    batch[LOSS_MASK] = batch[LOSS_MASK].float()
+    with pytest.raises(BatchError, match="a loss mask is bool"):
+        ScoreRows(actor=Bigram())(batch)
+
+
+def test_the_order_knows_the_place_of_the_score():
+    with pytest.raises(ValueError, match="put 'score' before 'split'"):
+        load_pipeline("+stage@pipeline.stages.score=score")
+    order = "pipeline.order=[gate,collapse,filter,advantage,score,split,weight]"
+    pipeline = load_pipeline("+stage@pipeline.stages.score=score", order)
+    pipeline.stages["score"].actor = DigitPolicy()
+    assert "5. score: ScoreRows(actor=DigitPolicy)" in repr(pipeline)

@@ -1,0 +1,134 @@
+"""TorchRL's trainers with a pipeline in them."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from composed import composed
+from rollouts import OVERRIDES, make_collector, make_env, make_policy
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.objectives.llm import GRPOLoss
+from torchrl.trainers import Trainer
+from torchrl.trainers.algorithms import GRPOTrainer
+from torchrl.trainers.trainers import DefaultOptimizationStepper, MixedPrecisionOptimizationStepper
+
+from headrace.pipeline import PipelineHook, optimise
+from headrace.transforms import GroupAssembler
+
+CUT = ("pipeline.stages.split.minibatches=2", "pipeline.stages.split.microbatches=2")
+BATCHES, CLIP = 3, 0.01
+
+
+def make_trainer(kind, hook: PipelineHook | None, *, policy=None, **options) -> Trainer:
+    """With the loss per token, as rows with weights need it, and a plain optimiser."""
+    policy, env = policy or make_policy(), make_env()
+    aggregation = options.pop("aggregation", "none")
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation=aggregation)
+    collector = make_collector(env, BATCHES, policy=policy)
+    options = {
+        "optim_steps_per_batch": None,
+        "clip_norm": CLIP,
+        "num_epochs": 2,
+        "optimizer": torch.optim.SGD(policy.parameters(), lr=0.1),
+        "progress_bar": False,
+    } | options
+    if kind is Trainer:  # which warns of its own default
+        options["optimization_stepper"] = DefaultOptimizationStepper()
+    total = BATCHES * env.frames_per_batch
+    with pytest.warns(UserWarning, match="experimental") if kind is GRPOTrainer else nullcontext():
+        trainer = kind(collector=collector, total_frames=total, frame_skip=1, loss_module=loss, **options)
+    if hook is not None:
+        hook.register(trainer)
+    return trainer
+
+
+def by_hand(policy, recipe) -> None:
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    for batch in make_collector(make_env(), BATCHES, policy=policy):
+        optimise(recipe.run(batch, epochs=2).minibatches(), loss, optimizer, max_grad_norm=CLIP)
+
+
+def weights_of(policy) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in policy.parameters()]
+
+
+@pytest.mark.parametrize("kind", [Trainer, GRPOTrainer])
+@pytest.mark.parametrize("assembler", [None, GroupAssembler])
+def test_a_trainer_takes_the_steps_that_the_pipeline_cuts_bit_for_bit(kind, assembler):
+    policy, same = make_policy(), make_policy()
+    recipe = lambda: composed("pipeline=grpo", *OVERRIDES, *CUT)  # noqa: E731
+    hook = PipelineHook(recipe(), assembler=None if assembler is None else assembler())
+    torch.manual_seed(1)
+    trainer = make_trainer(kind, hook, policy=policy)
+    before = weights_of(policy)
+    trainer.train()
+    torch.manual_seed(1)
+    by_hand(same, recipe())
+    assert not all(map(torch.equal, before, weights_of(policy)))
+    if assembler is None:  # whose rows come in another order
+        assert all(map(torch.equal, weights_of(same), weights_of(policy)))
+    assert trainer.collected_frames == trainer.total_frames
+    assert len(trainer._log_dict["rows/trained"]) == BATCHES
+    assert sum(trainer._log_dict["rows/in"]) == BATCHES * 18
+    assert all(loss != 0 for loss in trainer._log_dict["loss"])
+
+
+@pytest.mark.parametrize("kind", [Trainer, GRPOTrainer])
+def test_rows_wait_in_the_assembler_and_what_is_unfinished_is_counted(kind):
+    assembler = GroupAssembler(groups=2)
+    trainer = make_trainer(
+        kind, PipelineHook(composed("pipeline=grpo", *OVERRIDES, *CUT), assembler=assembler)
+    )
+    trainer.train()
+    assert assembler.emitted == 8
+    assert sum(trainer._log_dict["rows/in"]) < BATCHES * 18  # of the last run of each batch
+    assert (assembler.held, assembler.ready) == (0, 0)
+    assert assembler.counts["unfinished"] == 6
+
+
+def test_a_trainers_own_stepper_takes_what_is_folded_in():
+    recipe = composed("pipeline=grpo", *OVERRIDES, "pipeline.stages.weight.fold=token_mean")
+    hook = PipelineHook(recipe, stepper="trainer")
+    trainer = make_trainer(GRPOTrainer, hook, aggregation="token_mean", optimization_stepper=None)
+    before = weights_of(trainer.loss_module)
+    trainer.train()
+    assert not all(map(torch.equal, before, weights_of(trainer.loss_module)))
+    assert type(trainer.optimization_stepper) is MixedPrecisionOptimizationStepper
+
+
+@pytest.mark.parametrize(
+    ("hook", "options", "message"),
+    [
+        ({}, {"optim_steps_per_batch": 2}, "set optim_steps_per_batch=None on the trainer; got 2"),
+        (
+            {},
+            {"replay_buffer": ReplayBuffer(storage=LazyTensorStorage(9), batch_size=3)},
+            r"With one, append the first of pipeline.halves\(\)",
+        ),
+        ({"stepper": "trainer"}, {}, "ignores the weights that the pipeline writes"),
+        ({}, {"gradient_accumulation_steps": 2}, "takes the place of MixedPrecisionOptimizationStepper"),
+    ],
+)
+def test_a_trainer_that_does_not_fit_is_refused_when_it_is_hooked(hook, options, message):
+    hook = PipelineHook(composed("pipeline=grpo", *OVERRIDES), **hook)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(GRPOTrainer, hook, **options)
+    with pytest.raises(ValueError, match="stepper must be one of"):
+        PipelineHook(hook.pipeline, stepper="mine")
+
+
+def test_a_trainers_state_has_that_of_the_pipeline_and_the_assembler():
+    make = lambda: PipelineHook(composed("pipeline=grpo", *OVERRIDES), assembler=GroupAssembler(groups=2))  # noqa: E731
+    hook, other = make(), make()
+    make_trainer(Trainer, hook).train()
+    state = copy.deepcopy(make_trainer(Trainer, None).state_dict())
+    trainer = make_trainer(Trainer, other)
+    other.load_state_dict(hook.state_dict())
+    assert other.pipeline.stages["split"].state.calls == hook.pipeline.stages["split"].state.calls > 0
+    assert other.assembler.emitted == hook.assembler.emitted
+    assert "pipeline" in trainer.state_dict()
+    assert "pipeline" not in state

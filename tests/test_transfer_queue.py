@@ -1,0 +1,311 @@
+"""Rollouts through TransferQueue to an assembler, and optimiser steps to ranks."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from any_rank import join, results_of
+from assembly import Line, batch_of_lines
+from batches import batch_of
+from composed import composed
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from headrace.pipeline import RolloutQueue, StepQueue, assembled, optimise
+from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, StalledError
+
+ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+transfer_queue = pytest.importorskip("transfer_queue", reason="the extra `tq` is not installed")
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+PATIENCE = 60.0
+LINES = [Line(g, 2 * g + r, s, s == 1) for g in range(6) for s in (0, 1) for r in (0, 1)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Ray and TransferQueue on this machine; its actors count CPUs that need not be there."""
+    tests = Path(__file__).parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tests.parent / "examples")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(tests), str(tests.parent / "examples")]))
+        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+        configuration = importlib.import_module("omegaconf").OmegaConf
+        storage = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
+        transfer_queue.init(configuration.create(storage))
+        yield
+        transfer_queue.close()
+        ray.shutdown()
+
+
+@pytest.fixture
+def name(request) -> str:
+    """A partition of the test's own."""
+    return request.node.name
+
+
+def keys_in(partition: str) -> list[str]:
+    return list(transfer_queue.kv_list(partition).get(partition, {}))
+
+
+def send(queue: RolloutQueue, batches: Sequence[TensorDictBase]) -> None:
+    for batch in batches:
+        queue.put(batch)
+    queue.end()
+
+
+def same_rows(found: TensorDictBase, expected: TensorDictBase) -> None:
+    assert len(found) == len(expected)
+    for row, other in zip(found.unbind(0), expected.unbind(0), strict=True):
+        keys = set(other.keys(True, True))
+        assert set(row.keys(True, True)) == keys
+        for key in keys:
+            value, wanted = row.get(key), other.get(key)
+            if isinstance(wanted, torch.Tensor):
+                assert (value.dtype, value.shape) == (wanted.dtype, wanted.shape), key
+                assert torch.equal(value, wanted), key
+            else:
+                assert value == wanted, key
+
+
+# -- rollouts ---------------------------------------------------------------------------------------------
+
+
+def wide_rows() -> TensorDict:
+    rows = batch_of_lines(LINES)
+    rows["advantage"], rows["half"] = torch.rand(24, 1, 1), torch.rand(24, 3).half()
+    return rows.update({"none": torch.zeros(24, 0), "brain": torch.rand(24, 2).bfloat16()})
+
+
+def ragged_rows() -> TensorDictBase:
+    def row(number: int) -> TensorDict:
+        tokens = {"full": torch.arange(number + 1), "deep": torch.rand(number + 2, 3)}
+        return TensorDict({"tokens": tokens, "text": f"row {number}", "id": torch.tensor(number)})
+
+    return lazy_stack([row(number) for number in range(4)])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        wide_rows(),
+        wide_rows()[:1],
+        wide_rows().view(6, 4),
+        lazy_stack(list(wide_rows().unbind(0))),
+        ragged_rows(),
+    ],
+    ids=["dense", "one row", "envs and time", "lazy", "ragged"],
+)
+def test_rows_come_out_as_they_went_in(rows, name):
+    send(RolloutQueue(name), [rows])
+    (found,) = RolloutQueue(name, producers=1)
+    flat = rows.reshape(-1)
+    assert type(found) is type(flat)
+    same_rows(found, flat)
+    assert keys_in(name) == []
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def produce(queue: RolloutQueue, pieces: Sequence[TensorDict], dies: bool = False) -> None:
+    for piece in pieces:
+        queue.put(piece)
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    queue.end()
+
+
+def test_rows_of_several_producers_become_the_groups_of_one_process(name):
+    rows, handle = batch_of_lines(LINES), RolloutQueue(name)
+    producers = [produce.remote(handle, rows[part::2].split(3)) for part in (0, 1)]
+    assembler = GroupAssembler(groups=2, segment_key="segment")
+    batches = list(assembled(RolloutQueue(name, producers=2), assembler, patience=PATIENCE))
+    ray.get(producers)
+    found = torch.cat([batch["number"] for batch in batches])
+    assert found.sort().values.tolist() == list(range(len(LINES)))
+    assert all(sorted(group) == [group[i] for i in (0, 2, 1, 3)] for group in found.view(6, 4).tolist())
+    assert keys_in(name) == []
+
+
+def test_a_producer_that_died_is_a_stall_in_bounded_time(name):
+    rows, handle = batch_of_lines(LINES[:7]), RolloutQueue(name)
+    producer = produce.remote(handle, rows.split(3), dies=True)
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        ray.get(producer)
+    stream = iter(assembled(RolloutQueue(name, producers=1), GroupAssembler(), patience=0.5))
+    assert next(stream)["number"].tolist() == [0, 2, 1, 3]
+    with pytest.raises(StalledError, match=r"silent for 0.5 s.*group 1 has 1 of 2.*7 came, 3 held"):
+        list(stream)
+
+
+def test_rows_with_other_columns_are_read_apart_and_lose_none(name):
+    """Asked for both at once, the queue returns the columns that all have."""
+    rows = batch_of_lines(LINES)
+    send(RolloutQueue(name), [rows[:2], rows[2:4].exclude("text"), rows[4:6].exclude("text")])
+    first, second = RolloutQueue(name, producers=1)
+    same_rows(first, rows[:2])
+    same_rows(second, rows[2:6].exclude("text"))
+
+
+def test_what_the_queue_has_lost_is_refused(name, monkeypatch):
+    send(RolloutQueue(name), [batch_of_lines(LINES[:4])])
+    get = transfer_queue.kv_batch_get
+    monkeypatch.setattr(transfer_queue, "kv_batch_get", lambda keys, partition: get(keys[1:], partition))
+    with pytest.raises(
+        BatchError, match=rf"all rows that were put in partition '{name}'; found 3 of 4: \w+/0"
+    ):
+        next(iter(RolloutQueue(name)))
+    monkeypatch.setattr(transfer_queue, "kv_batch_get", lambda *args: get(*args).exclude("group_id"))
+    with pytest.raises(
+        BatchError, match=r"all columns of rows that were put; found only \['expected_rollouts'"
+    ):
+        next(iter(RolloutQueue(name)))
+
+
+def test_keys_with_dots_are_refused(name):
+    with pytest.raises(BatchError, match=r"keys without dots; found \('next', 'a.b'\)"):
+        RolloutQueue(name).put(TensorDict({("next", "a.b"): torch.zeros(2)}, batch_size=[2]))
+    RolloutQueue(name).put(None)
+    RolloutQueue(name).put(TensorDict({}, batch_size=[0]))
+    assert keys_in(name) == []
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_reader_goes_on_from_its_last_state_or_the_one_before(at, name):
+    def read(state: dict[str, Any] | None = None) -> Any:
+        source = RolloutQueue(name, producers=1, clear="saved", rows=5)
+        stream = assembled(source, GroupAssembler(groups=1))
+        if state is not None:
+            stream.load_state_dict(state)
+        return stream
+
+    def numbers(batches) -> list[list[int]]:
+        return [batch["number"].tolist() for batch in batches]
+
+    rows = batch_of_lines(LINES)
+    expected = numbers(assembled(rows.split(5), GroupAssembler(groups=1)))
+    send(RolloutQueue(name), rows.split(7))
+    stream, states = read(), []
+    batches, begun = iter(stream), []
+    for _ in range(3):  # a state after each of three batches, the last of which is never saved
+        begun += numbers([next(batches)])
+        file = io.BytesIO()
+        torch.save(stream.state_dict(), file)
+        states.append(file)
+        if len(states) == at + 1:
+            break
+    assert begun == expected[: at + 1]
+    states[at - 1].seek(0)
+    again = read(torch.load(states[at - 1], weights_only=True))
+    assert numbers(again) == expected[at:]
+    assert keys_in(name) == []
+
+
+# -- optimiser steps --------------------------------------------------------------------------------------
+
+
+def minibatches(ranks: int, *, groups: int = 4, epochs: int = 1) -> list[TensorDictBase]:
+    ids = torch.arange(4 * groups)
+    batch = batch_of((ids % 3).float().tolist(), (ids // 4).tolist(), ids.tolist())
+    words = ("pipeline=grpo", "pipeline.stages.gate.group_size=4", "pipeline.stages.split.minibatches=2")
+    pipeline = composed(
+        *words, f"pipeline.stages.split.ranks={ranks}", "pipeline.stages.split.microbatches=2"
+    )
+    return list(pipeline.run(batch, epochs=epochs).minibatches())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_rank_gets_its_rows_of_each_step_and_no_others(ranks, name):
+    steps, queue = minibatches(ranks, epochs=2), StepQueue(name, ranks=ranks)
+    assert queue.put(iter(steps)) == len(steps) == 4
+    queue.end()
+    reader = StepQueue(name, ranks=ranks)
+    for rank in range(ranks):
+        found = list(reader.minibatches(rank, patience=PATIENCE))
+        for step, part in zip(steps, found, strict=True):
+            mine = step["headrace", "rank"] == rank if ranks > 1 else torch.ones(len(step)).bool()
+            same_rows(part, step[mine])
+            assert len(part) == len(step) // ranks
+        assert keys_in(f"{name}/{rank}") == []
+
+
+def test_a_rank_without_rows_takes_part_in_each_step(name):
+    queue = StepQueue(name, ranks=3)
+    queue.put(minibatches(2))
+    queue.end()
+    assert [len(part) for part in queue.minibatches(2)] == [0, 0]
+
+
+def test_rows_of_no_rank_are_refused_before_anything_is_sent(name):
+    queue, steps = StepQueue(name, ranks=2), minibatches(3)
+    with pytest.raises(BatchError, match="ranks 0 to 1; found some for rank 2"):
+        queue.put(steps)
+    with pytest.raises(MissingKeyError, match=r"StepQueue needs the column.*written by ShuffleSplit"):
+        queue.put([steps[0].exclude(("headrace", "rank"))])
+    assert keys_in(f"{name}/0") == keys_in(f"{name}/1") == []
+
+
+def test_who_waits_for_the_other_side_gives_up_in_bounded_time(name):
+    queue = StepQueue(name, ranks=2, max_steps=1)
+    with pytest.raises(StalledError, match=r"rank 1 has waited 0.1 s for optimiser step 0"):
+        next(queue.minibatches(1, patience=0.1))
+    steps = minibatches(2)
+    queue.put(steps[:1])
+    with pytest.raises(StalledError, match=r"rank 0 has not taken optimiser step 0 for 0.1 s"):
+        queue.put(steps[1:], patience=0.1)
+    taken = [len(next(queue.minibatches(rank))) for rank in (0, 1)]
+    assert sum(taken) == len(steps[0])
+    assert queue.put(steps[1:], patience=PATIENCE) == 1
+
+
+class Linear(torch.nn.Module):
+    """A per-token term whose gradient is the sum of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch: TensorDict) -> TensorDict:
+        return TensorDict(
+            {"loss_objective": self.scale * batch["masks", "all_assistant_mask"]}, batch_size=[]
+        )
+
+
+def train_without_rows(rank: int, world: int, folder: str) -> None:
+    """One rank has all rows of a step, the other none, and no columns either."""
+    join(rank, world, folder)
+    loss = Linear()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=1.0)
+    step = minibatches(1)[0] if rank == 0 else TensorDict({}, batch_size=[0])
+    taken = optimise([step], loss, optimizer, process_group="world")
+    torch.save((taken, float(loss.scale.detach())), Path(folder) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_a_step_is_taken_by_ranks_that_have_no_rows_for_it(tmp_path):
+    (steps, scale), other = results_of(train_without_rows, 2, tmp_path)
+    assert (steps, scale) == other == (1, pytest.approx(-1.0))
+
+
+# -- all of it --------------------------------------------------------------------------------------------
+
+
+def test_the_example_trains_two_ranks_on_what_two_producers_collect():
+    rewards, ranks = importlib.import_module("transfer_queue_grpo").main(batches=2)
+    assert len(rewards) == 2
+    assert [steps for steps, _ in ranks] == [4, 4]
+    assert all(rows > 0 for _, rows in ranks)
+
+
+def test_who_lacks_the_extra_is_told_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transfer_queue", None)
+    for queue in (lambda: RolloutQueue("rollouts"), lambda: StepQueue("steps", ranks=1)):
+        with pytest.raises(ImportError, match=r"Queue needs transfer_queue: pip install 'headrace\[tq\]'"):
+            queue()

@@ -1,0 +1,347 @@
+"""Groups that are spread over worker processes are those of one process, or it is said why not."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from faults import pipeline
+from tensordict import TensorDictBase
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from turns import (
+    SLOTS,
+    OneAction,
+    TurnsEnv,
+    die,
+    hang,
+    last_turn,
+    makers,
+    of_one_process,
+    quick_starts,
+    reward_of,
+    sleep,
+)
+
+from headrace.pipeline import DrainWriter, assembled, drained
+from headrace.transforms import BatchError, GroupAssembler, StalledError
+
+pytestmark = pytest.mark.slow
+
+FRAMES, PATIENCE, SILENCE = 240, 60.0, 2.0
+SECOND = 4000  # the first rollout of workers that go on
+KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@contextlib.contextmanager
+def collecting(kind: str, environments: list, *, hangs: bool = False, **options) -> Iterator:
+    """A collector with a worker for each environment, which end with it."""
+    with quick_starts():
+        collector = KINDS[kind](
+            environments,
+            options.pop("policy", None) or OneAction(),
+            frames_per_batch=4 * SLOTS,
+            total_frames=options.pop("total_frames", FRAMES),
+            auto_register_policy_transforms=False,
+            **options,
+        )
+        try:
+            yield collector
+        finally:
+            for process in collector.procs if hangs else ():
+                process.kill()  # TorchRL would wait for it
+            collector.shutdown(raise_on_error=False)
+
+
+def by_group(batches: list[TensorDictBase]) -> dict[int, TensorDictBase]:
+    """What is trained of each group; none is there twice."""
+    found = {}
+    for batch in batches:
+        out = pipeline()(batch)
+        for group in out["group_id"].unique().tolist():
+            assert group not in found
+            rows = out[out["group_id"].flatten() == group]
+            found[group] = rows[(rows["rollout_id"] * 10 + rows["turn"]).flatten().argsort()]
+    return found
+
+
+@functools.cache
+def reference() -> dict[int, TensorDictBase]:
+    """Groups of one process, of a first run and of a second one."""
+    batches = []
+    for first in (0, SECOND):
+        batches += assembled(of_one_process(3 * FRAMES, first), GroupAssembler(max_idle=10**4))
+    return by_group(batches)
+
+
+def check_groups(batches: list[TensorDictBase]) -> dict[int, TensorDictBase]:
+    """Each group is, to the bit, that of one process."""
+    found = by_group(batches)
+    for group, rows in found.items():
+        expected = reference()[group]
+        for key in (
+            "rollout_id",
+            "turn",
+            ("next", "reward"),
+            ("next", "done"),
+            "advantage",
+            "expected_rollouts",
+        ):
+            assert torch.equal(rows[key].flatten(), expected[key].flatten()), (group, key)
+    return found
+
+
+def test_the_reference_is_what_the_ids_say():
+    for rows in reference().values():
+        rollout, turn = rows["rollout_id"], rows["turn"]
+        assert torch.equal(rows["next", "reward"], reward_of(rollout, turn))
+        assert torch.equal(rows["next", "done"], turn == last_turn(rollout))
+    assert len({len(rows) for rows in reference().values()}) > 1
+
+
+class Counting:
+    """A collector, and how many rows it yielded."""
+
+    def __init__(self, collector):
+        self.collector, self.rows = collector, 0
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        for batch in self.collector:
+            mask = batch.get(("collector", "mask"), None)
+            self.rows += batch.shape.numel() if mask is None else int(mask.sum())
+            yield batch
+
+    def __getattr__(self, name: str):
+        return getattr(self.collector, name)
+
+
+def take_groups(stream, count: int, then=lambda batch: None) -> list[TensorDictBase]:
+    """Batches until so many groups are there: how long workers take for them is not said."""
+    batches: list[TensorDictBase] = []
+    for batch in stream:
+        batches.append(batch)
+        then(batch)
+        if sum(len(batch["group_id"].unique()) for batch in batches) >= count:
+            break
+    came, held = stream.source.rows, stream.assembler.held
+    assert came == sum(map(len, batches)) + sum(stream.assembler.counts.values()) + held
+    return batches
+
+
+@every_kind
+@pytest.mark.parametrize("patience", [None, PATIENCE])
+def test_groups_spread_over_workers_are_those_of_one_process(kind, patience):
+    with collecting(kind, makers(2), total_frames=-1) as collector:
+        stream = assembled(Counting(collector), GroupAssembler(groups=2), patience=patience)
+        batches = take_groups(stream, 10)
+    assert len(check_groups(batches)) == 10
+    assert all(len(batch["group_id"].unique()) == 2 for batch in batches)
+
+
+def test_what_is_not_whole_when_the_workers_have_ended_is_counted():
+    assembler = GroupAssembler(groups=2)
+    with collecting("sync", makers(2)) as collector:
+        batches = list(assembled(collector, assembler, patience=PATIENCE))
+    assert len(check_groups(batches)) >= 8
+    assert sum(map(len, batches)) + assembler.counts["unfinished"] == FRAMES
+
+
+@every_kind
+def test_workers_that_number_alike_are_refused_with_the_ids(kind):
+    with (
+        collecting(kind, [TurnsEnv, TurnsEnv]) as collector,
+        pytest.raises(BatchError, match=r"ends once.*found again rollout \d+ of group \d+.*number alike"),
+    ):
+        list(assembled(collector, GroupAssembler(), patience=PATIENCE))
+
+
+@every_kind
+def test_new_weights_reach_the_workers_through_it_and_lose_no_row(kind):
+    policy, stream = OneAction(), None
+
+    def train(batch: TensorDictBase) -> None:
+        policy.weight.data += 1
+        stream.update_policy_weights_()
+
+    with collecting(kind, makers(2), policy=policy, total_frames=-1) as collector:
+        stream = assembled(Counting(collector), GroupAssembler(), patience=PATIENCE)
+        rows = torch.cat(take_groups(stream, 15, train))
+    plain = reward_of(rows["rollout_id"], rows["turn"])
+    assert torch.equal(rows["next", "reward"], plain * rows["action"])
+    assert len(rows["action"].unique()) > 1
+
+
+@every_kind
+def test_who_trains_counts_the_versions_and_what_is_too_old_is_not_trained(kind):
+    policy, assembler, stream = OneAction(), GroupAssembler(max_staleness=2), None
+
+    def train(batch: TensorDictBase) -> None:
+        versions = batch["next", "policy_version"]
+        assert assembler.version - 2 <= versions.min()
+        assert versions.max() <= assembler.version
+        policy.weight.data += 1
+        stream.update_policy_weights_()
+        assembler.version += 1
+
+    options = {"policy": policy, "track_policy_version": True, "total_frames": -1}
+    with collecting(kind, makers(2), **options) as collector:
+        stream = assembled(Counting(collector), assembler, patience=PATIENCE)
+        take_groups(stream, 15, train)
+        assert collector.policy_version == 0  # of the main process: nobody else counts
+    assert assembler.version > 3
+    assert kind == "async" or assembler.counts["stale"] > 0
+
+
+def test_the_state_of_workers_that_collect_is_refused_since_asking_for_it_loses_rows():
+    with collecting("async", makers(2)) as collector:
+        stream = assembled(collector, GroupAssembler(), patience=PATIENCE)
+        next(iter(stream))
+        with pytest.raises(TypeError, match=r"throws away the rows.*stream.own_state\(\)"):
+            stream.state_dict()
+    assembler = GroupAssembler()
+    with collecting("sync", makers(2)) as collector:
+        stream, batches = assembled(collector, assembler, patience=PATIENCE), []
+        for batch in stream:
+            batches.append(batch)
+            assert stream.state_dict().keys() == {"source", "assembler"}
+    check_groups(batches)
+    assert sum(map(len, batches)) + assembler.counts["unfinished"] == FRAMES
+
+
+# -- workers that die or hang ---------------------------------------------------------------------------
+
+
+def collect_until_error(stream) -> tuple[list[TensorDictBase], BaseException | None]:
+    batches = []
+    try:
+        for batch in stream:
+            batches.append(batch)
+    except (RuntimeError, BatchError) as err:
+        return batches, err
+    return batches, None
+
+
+def text(error: BaseException) -> str:
+    return " ".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def go_on(assembler: GroupAssembler, before: list[TensorDictBase]) -> None:
+    """New workers, with other rollouts, and another assembler with the state of this one."""
+    file = io.BytesIO()
+    torch.save(assembler.state_dict(), file)
+    file.seek(0)
+    again = GroupAssembler(timeout=10)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    held = again.held
+    with collecting("sync", makers(2, first=SECOND)) as collector:
+        after = list(assembled(collector, again, patience=PATIENCE))
+    groups = check_groups([*before, *after])
+    assert min(by_group(after)) >= SECOND // 4
+    assert len(groups) > len(by_group(before)) + 4
+    assert again.counts["timeout"] >= held > 0
+    assert sum(map(len, after)) + sum(again.counts.values()) == held + FRAMES
+
+
+@every_kind
+def test_a_worker_that_is_killed_is_an_error_that_says_what_waits_and_new_ones_go_on(kind):
+    assembler, begun = GroupAssembler(), time.monotonic()
+    trouble = functools.partial(die, at=6)
+    with collecting(kind, makers(2, trouble), total_frames=-1) as collector:
+        batches, error = collect_until_error(assembled(collector, assembler, patience=PATIENCE))
+    assert time.monotonic() - begun < PATIENCE
+    assert "worker 1 (exit code -9)" in str(error)
+    assert "Waiting: group " in text(error)
+    go_on(assembler, batches)
+
+
+@every_kind
+def test_a_worker_that_hangs_is_an_error_that_says_what_waits_and_new_ones_go_on(kind):
+    assembler, begun = GroupAssembler(max_idle=20), time.monotonic()
+    trouble, patience = functools.partial(hang, at=6), SILENCE if kind == "sync" else PATIENCE
+    with collecting(kind, makers(2, trouble), hangs=True, total_frames=-1) as collector:
+        batches, error = collect_until_error(assembled(collector, assembler, patience=patience))
+    assert isinstance(error, StalledError)
+    why = f"silent for {SILENCE:g} s" if kind == "sync" else "20 puts in a row have made no group whole"
+    assert why in str(error)
+    assert "Waiting: group " in str(error)
+    assert time.monotonic() - begun < PATIENCE
+    go_on(assembler, batches)
+
+
+# -- a buffer that the workers write --------------------------------------------------------------------
+
+
+def buffer_of_workers(size: int = 3000) -> ReplayBuffer:
+    return ReplayBuffer(storage=LazyTensorStorage(size, ndim=2), writer=DrainWriter(), shared=True)
+
+
+@pytest.mark.parametrize("trouble", [None, "dies", "hangs"])
+def test_what_workers_write_into_a_buffer_is_that_of_one_process_until_one_is_in_trouble(trouble):
+    buffer, assembler = buffer_of_workers(), GroupAssembler(max_idle=100)
+    what = {"dies": functools.partial(die, at=12), "hangs": functools.partial(hang, at=12)}.get(trouble)
+    options = {"replay_buffer": buffer, "total_frames": -1, "hangs": trouble == "hangs"}
+    with collecting("async", makers(2, what), **options) as collector:
+        collector.start()
+        drain, batches, error = drained(buffer, wait=0.02), [], None
+        stream = iter(assembled(drain, assembler, patience=20))
+        try:
+            while trouble or len(batches) < 5:
+                batches.append(next(stream))
+        except StalledError as err:
+            error = err
+    assert len(check_groups(batches)) > 4
+    assert (error is not None) == (trouble is not None)
+    if error is not None:
+        assert "Waiting: group " in str(error)
+
+
+def test_workers_whose_rows_do_not_fit_the_buffer_are_noticed():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3000), writer=DrainWriter(), shared=True)
+    with collecting("async", makers(2), replay_buffer=buffer, total_frames=-1) as collector:
+        collector.start()
+        with pytest.raises(BatchError, match=r"write.* to the buffer failed, and those rows are lost"):
+            next(iter(assembled(drained(buffer), GroupAssembler(), patience=20)))
+
+
+def test_workers_that_are_stopped_when_most_have_ended_give_what_they_had():
+    assembler = GroupAssembler(groups=2)
+    options = {"preemptive_threshold": 0.5, "total_frames": -1}
+    with collecting("sync", makers(2, sleep), **options) as collector:
+        batches = take_groups(assembled(Counting(collector), assembler), 4)
+    check_groups(batches)
+
+
+@pytest.mark.parametrize("layout", ["padded", "cat"])
+def test_whole_trajectories_are_groups_without_their_padding(layout):
+    collector = Collector(
+        TurnsEnv(),
+        OneAction(),
+        frames_per_batch=4 * SLOTS,
+        total_frames=FRAMES,
+        auto_register_policy_transforms=False,
+        trajs_per_batch=4,
+        traj_format=layout,
+    )
+    yielded = list(collector)
+    collector.shutdown()
+    assert {batch.batch_dims for batch in yielded} == ({2} if layout == "padded" else {1})
+    assert len(check_groups(list(assembled(yielded, GroupAssembler())))) > 10
+    assert check_groups(yielded[:1]).keys() == {0}  # a pipeline alone, where the batch has whole groups
+
+
+def test_one_collector_is_a_place_like_the_others():
+    collector = Collector(
+        TurnsEnv(),
+        OneAction(),
+        frames_per_batch=5 * SLOTS,
+        total_frames=FRAMES,
+        auto_register_policy_transforms=False,
+    )
+    check_groups(list(assembled(collector, GroupAssembler(groups=3), patience=PATIENCE)))
+    collector.shutdown()

@@ -1,0 +1,152 @@
+"""Rollouts of one to three turns whose rewards follow from their ids, so that many workers can be checked."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from processes import process_context
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+from torchrl.collectors import Collector
+from torchrl.data import Binary, Composite, Unbounded
+from torchrl.envs import EnvBase
+
+IDS = ("group_id", "rollout_id", "expected_rollouts", "turn")
+GROUP_SIZE, SLOTS = 4, 3
+
+
+def last_turn(rollout: Tensor) -> Tensor:
+    return rollout * 7 // 2 % 3
+
+
+def reward_of(rollout: Tensor, turn: Tensor) -> Tensor:
+    return ((rollout * 13 + turn * 5) % 7).float()
+
+
+class TurnsEnv(EnvBase):
+    """A worker's share of the rollouts 0, 1, 2, …, of which `GROUP_SIZE` in a row are a group.
+
+    Worker `rank` of `ranks` has each `ranks`-th rollout, so groups are spread over the workers; its slots
+    have these by turns, each from its first row to its last. A row's reward follows from its ids, times the
+    action.
+
+    Args:
+        rank: which worker this is.
+        ranks: how many there are.
+        trouble: what happens in the worker at a step, called with the number of steps before.
+        first: the first rollout of all workers.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        ranks: int = 1,
+        trouble: Callable[[int], None] | None = None,
+        first: int = 0,
+    ):
+        super().__init__(batch_size=torch.Size([SLOTS]))
+        self.first, self.rank, self.ranks, self.trouble, self.steps = first, rank, ranks, trouble, 0
+        self._slot = torch.arange(SLOTS).unsqueeze(-1)
+        self._number, self._turn = torch.zeros_like(self._slot), torch.zeros_like(self._slot)
+        ints = {key: Unbounded((SLOTS, 1), dtype=torch.int64) for key in IDS}
+        masks = Composite(all_assistant_mask=Binary(shape=(SLOTS, 2), dtype=torch.bool), shape=[SLOTS])
+        self.observation_spec = Composite(**ints, masks=masks, shape=[SLOTS])
+        self.action_spec = Unbounded((SLOTS, 1))
+        self.reward_spec = Unbounded((SLOTS, 1))
+        self.done_spec = Composite(done=Binary(shape=(SLOTS, 1), dtype=torch.bool), shape=[SLOTS])
+
+    @property
+    def rollouts(self) -> Tensor:
+        return self.first + (self._number * SLOTS + self._slot) * self.ranks + self.rank
+
+    def _rows(self, **more: Tensor) -> TensorDict:
+        rollout = self.rollouts
+        rows = {"group_id": rollout // GROUP_SIZE, "rollout_id": rollout, "turn": self._turn.clone()}
+        rows["expected_rollouts"] = torch.full_like(rollout, GROUP_SIZE)
+        mask = torch.ones(SLOTS, 2, dtype=torch.bool)
+        return TensorDict({**rows, ("masks", "all_assistant_mask"): mask, **more}, batch_size=[SLOTS])
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:
+        if tensordict is not None and "_reset" in tensordict.keys():
+            again = tensordict["_reset"].view(SLOTS, 1)
+        else:
+            again = torch.ones(SLOTS, 1, dtype=torch.bool)
+        again = again & (self._turn > 0)  # a rollout of which there is no row yet begins nonetheless
+        self._number, self._turn = self._number + again, self._turn.masked_fill(again, 0)
+        return self._rows(done=torch.zeros(SLOTS, 1, dtype=torch.bool))
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if self.trouble is not None:
+            self.trouble(self.steps)
+        self.steps += 1
+        reward = reward_of(self.rollouts, self._turn) * tensordict["action"]
+        done = self._turn == last_turn(self.rollouts)
+        self._turn = self._turn + 1
+        return self._rows(reward=reward, done=done)
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+class OneAction(TensorDictModuleBase):
+    """Always the same action: its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = ["turn"], ["action"]
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch: TensorDictBase) -> TensorDictBase:
+        return batch.set("action", self.weight.detach().expand(batch["turn"].shape).clone())
+
+
+def makers(ranks: int, trouble: Callable[[int], None] | None = None, first: int = 0) -> list[Callable]:
+    """What makes the environment of each worker; the last of them is in trouble."""
+    troubles = [None] * (ranks - 1) + [trouble]
+    return [functools.partial(TurnsEnv, rank, ranks, troubles[rank], first) for rank in range(ranks)]
+
+
+def die(steps: int, *, at: int) -> None:
+    if steps == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(steps: int, *, at: int) -> None:
+    if steps == at:
+        time.sleep(10**6)
+
+
+def sleep(steps: int) -> None:
+    time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def quick_starts() -> Iterator[None]:
+    """Processes of TorchRL begin from one that has imported it, too."""
+    process_context()
+    before = torch.multiprocessing.get_start_method()
+    torch.multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_start_method(before, force=True)
+
+
+def of_one_process(frames: int, first: int = 0) -> Iterator[TensorDictBase]:
+    """The same rollouts from one process."""
+    collector = Collector(
+        TurnsEnv(first=first),
+        OneAction(),
+        frames_per_batch=20 * SLOTS,
+        total_frames=frames,
+        auto_register_policy_transforms=False,
+    )
+    yield from collector
+    collector.shutdown()

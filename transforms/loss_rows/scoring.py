@@ -1,0 +1,270 @@
+"""Log-probabilities of what was sampled, under the policy that sampled it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from headrace.transforms.base import BatchTransform, Outcome
+from headrace.transforms.checks import Rule
+from headrace.transforms.errors import BatchError
+from headrace.transforms.options import at_least, describe_options, nested_key
+from headrace.transforms.rows import take_rows
+from headrace.transforms.schema import IN_LOSS, has_key, require
+from headrace.transforms.tokens import ATTENTION, check_mask
+
+from .describing import describe_row
+from .packing import TOKEN_KEYS
+from .padding import pad_left
+
+
+def passes_of(
+    lengths: Sequence[int], *, max_rows: int | None = None, max_tokens: int | None = None
+) -> list[list[int]]:
+    """Which rows go through a model together: short ones with short ones, so that little is padding.
+
+    Args:
+        lengths: (N,) tokens of the rows.
+        max_rows: of a pass. None: any number.
+        max_tokens: of a pass, padding included. None: any number.
+
+    Returns:
+        Row numbers by pass, each row once.
+
+    Raises:
+        BatchError: a row alone has more than `max_tokens`.
+
+    Example:
+        >>> passes_of([9, 2, 3], max_tokens=9)
+        [[1, 2], [0]]
+    """
+    if max_tokens is not None and (long := [row for row, size in enumerate(lengths) if size > max_tokens]):
+        found = f"{lengths[long[0]]} in row {long[0]}, and {len(long) - 1} rows more"
+        raise BatchError(f"no row has more tokens than a pass, max_tokens={max_tokens}; found {found}")
+    passes: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        fits = bool(passes) and (max_rows is None or len(passes[-1]) < max_rows)
+        if fits and (max_tokens is None or (len(passes[-1]) + 1) * lengths[row] <= max_tokens):
+            passes[-1].append(row)
+        else:
+            passes.append([row])
+    return passes
+
+
+@contextmanager
+def evaluating(actor: Any) -> Iterator[None]:
+    """No gradients and no dropout inside; afterwards each module is in the mode that it was in."""
+    modules = list(actor.modules()) if isinstance(actor, nn.Module) else []
+    modes = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+
+
+def log_probs_of(
+    actor: Any, rows: TensorDictBase, *, tokens_key: NestedKey, loss_mask_key: NestedKey
+) -> Tensor:
+    """(n, T): what an actor's ``get_dist`` says of the tokens in the loss; of the others, anything.
+
+    Args:
+        actor: with ``get_dist(rows, logits_key=...)``, as TorchRL's GRPOLoss calls it. One that takes a
+            `mask_key`, as TorchRL's wrappers do, is given it, too.
+        rows: TensorDict ``[n]``.
+        tokens_key: (n, T) int64.
+        loss_mask_key: (n, T) bool.
+
+    Raises:
+        BatchError: it speaks of other tokens than these.
+    """
+    takes = inspect.signature(actor.get_dist).parameters
+    mask = {"mask_key": loss_mask_key} if "mask_key" in takes else {}
+    tokens = rows.get(tokens_key)
+    found = actor.get_dist(rows, logits_key="logits", **mask).log_prob(tokens)
+    if found.shape != tokens.shape:
+        raise BatchError(
+            f"an actor has a log-probability for each token, {tuple(tokens.shape)}; {type(actor).__name__} "
+            f"gave {tuple(found.shape)}. A wrapper of TorchRL takes dense rows with input_mode='tokens', "
+            "input_key=('tokens', 'full'), generate=False, pad_output=True"
+        )
+    return found
+
+
+class ScoreRows(BatchTransform):
+    """Add the log-probabilities of sampled tokens under the policy that sampled them, while it is unchanged.
+
+    GRPOLoss weighs each token by the ratio of its probabilities now and then. TorchRL's TransformersWrapper
+    writes those of then with 0 for the first token of each response, and not for the whole row.
+
+    Only rows with a token in the loss cost a forward pass: put it behind the gate and the filters, before the
+    rows are cut. What is not in the loss has NaN, which GRPOLoss leaves out. Log-probabilities that the rows
+    came with are written over. Those are of the model's logits: a temperature with which was sampled is
+    not in them. Under FSDP, where ranks go through the model together, score outside of the pipeline: ranks
+    take different numbers of passes.
+
+    Reads `tokens_key`, `attention_key`, `loss_mask_key`; writes `log_prob_key`. The actor sees the rows'
+    tensors, and no texts. Two device reads: which rows train, and their lengths.
+
+    Args:
+        actor: with ``get_dist``, as GRPOLoss takes it; where YAML makes the stage it is set afterwards,
+            ``pipeline.stages["score"].actor = actor``.
+        max_rows: rows of a forward pass, ≥ 1. None: any number.
+        max_tokens: tokens of a forward pass with its padding, ≥ 1. None: any number.
+        tokens_key: (N, T) int64.
+        attention_key: (N, T) bool, True at real tokens.
+        loss_mask_key: (N, T) bool, True trains.
+        log_prob_key: (N, T) float.
+        rollout_key: (N,) or (N, 1) int, for messages; None: messages say row numbers alone.
+
+    Raises:
+        ValueError: there is no actor.
+        MissingKeyError: a column is not there.
+        BatchError: a row's first token is in the loss, with nothing before it to predict it from; a token
+            that trains has no finite log-probability; a row is longer than `max_tokens`; the actor speaks of
+            other tokens.
+
+    Example:
+        >>> from headrace.pipeline.reverse import DigitPolicy
+        >>> tokens = torch.tensor([[1, 2, 3]])
+        >>> masks = {"all_attention_mask": tokens > 0, "all_assistant_mask": tokens > 1}
+        >>> batch = TensorDict({"tokens": {"full": tokens}, "masks": masks}, batch_size=[1])
+        >>> ScoreRows(actor=DigitPolicy())(batch)["log_probs", "full"].isfinite().tolist()
+        [[False, True, True]]
+    """
+
+    keeps_rows = True
+    own_of_rank = ("actor",)
+
+    def __init__(
+        self,
+        *,
+        actor: Any = None,
+        max_rows: int | None = None,
+        max_tokens: int | None = None,
+        tokens_key: NestedKey = ("tokens", "full"),
+        attention_key: NestedKey = ATTENTION,
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        log_prob_key: NestedKey = ("log_probs", "full"),
+        rollout_key: NestedKey | None = "rollout_id",
+    ):
+        self.tokens_key, self.attention_key = nested_key(tokens_key), nested_key(attention_key)
+        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
+        self.rollout_key = nested_key(rollout_key)
+        super().__init__([self.tokens_key, self.attention_key, self.loss_mask_key], [self.log_prob_key])
+        self.actor = actor
+        self.max_rows, self.max_tokens = (
+            at_least("max_rows", max_rows, 1),
+            at_least("max_tokens", max_tokens, 1),
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "actor":  # the policy is somebody else's: its weights are no state of this stage
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        options = describe_options(self, leave_out=("actor",))
+        actor = f"actor={type(self.actor).__name__}"
+        return f"{type(self).__name__}({actor}{', ' if options else ''}{options})"
+
+    def apply(self, batch: TensorDictBase) -> Outcome:
+        """Score the rows that train, a pass after another."""
+        if self.actor is None:
+            raise ValueError(
+                "ScoreRows needs the policy that sampled the rows, an actor with get_dist: "
+                'pipeline.stages["score"].actor = actor'
+            )
+        tokens, attention, loss_mask = (
+            self._dense(batch, option) for option in ("tokens_key", "attention_key", "loss_mask_key")
+        )
+        begins = attention & (attention.cumsum(1) == 1)
+        trains = loss_mask if not has_key(batch, IN_LOSS) else loss_mask & batch.get(IN_LOSS)[:, None]
+        log_probs, scored = self._score(batch, tokens, attention, trains)
+        describe = describe_row(batch, self.rollout_key)
+        rules = [
+            Rule(
+                (trains & (begins | ~attention)).any(1),
+                describe,
+                "a row's first token has nothing before it to predict it from, and padding is no token; they "
+                "are in the loss in {found}: take them out of the loss mask",
+            ),
+            Rule(
+                (trains & ~log_probs.isfinite()).any(1),
+                describe,
+                "a token that was sampled has a finite log-probability; found others in {found}. Is the "
+                "actor the policy that sampled them?",
+            ),
+        ]
+        return Outcome(self._write(batch, log_probs, attention), None, {"scored": float(scored)}, rules)
+
+    def _dense(self, batch: TensorDictBase, option: str) -> Tensor:
+        """A per-token column, (N, T); ragged rows padded on the left."""
+        key = getattr(self, option)
+        if isinstance(batch, LazyStackedTensorDict) and has_key(batch, key):
+            if option != "tokens_key":
+                check_mask(batch, key)
+            return pad_left(batch.get(key, as_list=True))
+        column = require(batch, key, reader=type(self).__name__, option=option)
+        if option != "tokens_key":
+            check_mask(batch, key)
+        return column
+
+    def _score(
+        self, batch: TensorDictBase, tokens: Tensor, attention: Tensor, trains: Tensor
+    ) -> tuple[Tensor, int]:
+        """(N, T) log-probabilities, NaN where nothing trains; and the number of rows that went through."""
+        rows = trains.any(1).nonzero().flatten()
+        width = tokens.shape[1]
+        # An argmax of bools is their first True: from there on a row has tokens.
+        lengths = (width - attention.int().argmax(1)).index_select(0, rows)
+        numbers, sizes = torch.stack([rows, lengths]).tolist()
+        seen = self._seen(batch, tokens, attention, trains)
+        found = torch.full(tokens.shape, torch.nan, device=tokens.device)
+        with evaluating(self.actor):
+            for places in passes_of(sizes, max_rows=self.max_rows, max_tokens=self.max_tokens):
+                some = torch.tensor([numbers[place] for place in places], device=tokens.device)
+                first = width - max(sizes[place] for place in places)
+                chunk = take_rows(seen, some)
+                for key in [key for key in self._per_token() if has_key(chunk, key)]:
+                    chunk.set(key, chunk.get(key)[:, first:])
+                keys = {"tokens_key": self.tokens_key, "loss_mask_key": self.loss_mask_key}
+                log_probs = log_probs_of(self.actor, chunk, **keys)
+                inside = chunk.get(self.loss_mask_key)
+                if found.dtype != log_probs.dtype:
+                    found = found.to(log_probs.dtype)
+                found[some, first:] = torch.where(inside, log_probs, torch.nan)
+        return found, len(numbers)
+
+    def _seen(
+        self, batch: TensorDictBase, tokens: Tensor, attention: Tensor, trains: Tensor
+    ) -> TensorDictBase:
+        """What the actor sees: the tensors of dense rows; of ragged ones tokens and masks."""
+        seen = TensorDict({}, batch_size=[len(batch)], device=batch.device)
+        if not isinstance(batch, LazyStackedTensorDict):
+            for key in batch.keys(include_nested=True, leaves_only=True):
+                seen.set(key, batch.get(key))
+        seen.set(self.tokens_key, tokens)
+        seen.set(self.attention_key, attention)
+        return seen.set(self.loss_mask_key, trains)
+
+    def _per_token(self) -> list[NestedKey]:
+        own = [self.tokens_key, self.attention_key, self.loss_mask_key]
+        return list(dict.fromkeys([*own, *TOKEN_KEYS]))
+
+    def _write(self, batch: TensorDictBase, log_probs: Tensor, attention: Tensor) -> TensorDictBase:
+        if not isinstance(batch, LazyStackedTensorDict):
+            return batch.set(self.log_prob_key, log_probs)
+        for row, own in zip(batch.tensordicts, log_probs, strict=True):
+            row.set(self.log_prob_key, own[len(own) - row.get(self.tokens_key).shape[0] :])
+        return batch
