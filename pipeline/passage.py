@@ -18,7 +18,13 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import device_of, flat_rows
 from headrace.transforms.schema import IN_LOSS, PROCESSED, ROW, has_key
 from headrace.transforms.split.steps import OptimiserSteps
-from headrace.transforms.tokens import check_mask, knows_loss_tokens, loss_tokens
+from headrace.transforms.tokens import (
+    check_mask,
+    knows_loss_tokens,
+    loss_tokens,
+    silence_gathered,
+    silencing_later,
+)
 
 from .ledger import Ledger
 from .row_table import RowTable, keys_of_stages, log_prob_key_of, weights_of_stages
@@ -78,6 +84,8 @@ class Passage:
         self, stages: Mapping[str, nn.Module], batch: TensorDictBase, keys: Keys, *, done: bool = True
     ):
         self.stages, self.keys, self.ranks, self.done = stages, keys, present_ranks(), done
+        # What the stage that cuts silences as it gathers; till then rows are only said to be out of the loss.
+        self.silenced_late = [key for stage in stages.values() for key in getattr(stage, "silences", ())]
         if has_key(batch, keys.loss_mask):
             check_mask(batch, keys.loss_mask)
         self.ledger = Ledger(batch, keys.units)
@@ -99,7 +107,10 @@ class Passage:
         """Run stages in order; their rules are not read yet."""
         for name in names:
             self._read_before_others(self.stages[name])
-            with self.naming(name):
+            late = {key for key in self.silenced_late if has_key(batch, key)}
+            if late and not getattr(self.stages[name], "asks_in_loss", False):
+                silence_gathered(batch, late, own_memory=False)
+            with self.naming(name), silencing_later(late or None):
                 spans = self.ranks is not None and getattr(self.stages[name], "spans_ranks", False)
                 batch = self._stage(name, batch) if len(batch) or spans else self._nothing(name, batch)
                 if self.ranks is not None and not spans:
@@ -230,9 +241,10 @@ class Passage:
 
     def _row_numbers(self, batch: TensorDictBase, with_carried: TensorDictBase) -> Tensor:
         """The numbers of a batch's rows, and of those carried from earlier batches behind them."""
-        rows, carried = batch.get(ROW), with_carried[len(batch) :]
-        if len(carried) == 0:
+        rows = batch.get(ROW)
+        if len(with_carried) == len(batch):
             return rows
+        carried = with_carried[len(batch) :]
         numbers = self.ledger.add_carried(carried)
         self.table.add_carried(carried, self.ledger.ids, numbers)
         return torch.cat([rows, numbers])

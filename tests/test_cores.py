@@ -36,7 +36,7 @@ def test_collapse_then_advantage_on_meta_reads_nothing():
     number, blocks = gather_blocks(first, Facts(False, 4, 4, True, 12, 0.0), reward, ids)
     assert number.shape == (12,)
     block, lengths = blocks
-    exact = [Blocks(block.double(), lengths), ById(reward.double(), groups, is_first(first), ids)]
+    exact = [Blocks(block.double(), lengths), ById(reward.double(), groups, 12, is_first(first), ids)]
     layouts = [*exact, ReshapeFormula(block, lengths)]
     for baseline, scale, eps_mode in product(BASELINES, SCALES, get_args(EpsMode)):
         if scale == "leave_one_out" and eps_mode != "skip":

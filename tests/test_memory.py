@@ -7,8 +7,17 @@ import torch
 from batches import batch_of
 from live_bytes import LiveBytes, bytes_of
 
-from headrace.pipeline import Pipeline
-from headrace.transforms import FanOutCollapse, GroupRelativeAdvantage, LossWeight, ShuffleSplit
+from headrace.pipeline import Pipeline, load_pipeline
+from headrace.transforms import (
+    FanOutCollapse,
+    Finite,
+    GroupRelativeAdvantage,
+    LossWeight,
+    RewardsVary,
+    SampleFilter,
+    ShuffleSplit,
+)
+from headrace.transforms.schema import MINIBATCH
 
 
 @pytest.mark.parametrize(("count", "shuffle"), [(4, True), (8, True), (8, False)])
@@ -42,3 +51,56 @@ def test_the_count_is_that_of_what_is_alive():
         again = torch.ones(1000)
     assert 4000 <= memory.peak <= 8000
     assert memory.live == again.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_silenced_groups_cost_no_copy_of_the_batch_and_the_callers_rows_stay_as_they_were(shuffle):
+    rewards = [1.0 if i // 8 % 10 == 0 else float(i % 5) for i in range(640)]
+    batch = batch_of(rewards, [i // 8 for i in range(640)], tokens=512).exclude("prompt_text")
+    batch["expected_rollouts"] = torch.full((640,), 8)
+    before = batch.clone()
+    words = ["pipeline=grpo", "pipeline.stages.split.minibatches=8"]
+    pipeline = load_pipeline(*words, f"pipeline.stages.split.shuffle={shuffle}")
+    with LiveBytes() as memory:
+        for minibatch in pipeline.minibatches(batch):
+            del minibatch
+    silenced = trained = 0
+    for minibatch in pipeline.minibatches(batch):
+        silent = ~minibatch["headrace", "in_loss"]
+        silenced += int(silent.sum())
+        trained += int(minibatch["masks", "all_assistant_mask"].any(1).sum())
+        assert not minibatch["masks", "all_assistant_mask"][silent].any()
+        assert minibatch["log_probs", "full"][silent].isnan().all()
+        assert minibatch["log_probs", "full"][~silent].isfinite().all()
+    assert (silenced, trained) == (64, 576)
+    assert memory.peak / bytes_of(batch) <= 0.2
+    assert (batch == before).all()
+
+
+class Looks(torch.nn.Module):
+    """A stage of somebody else's, which counts the tokens that the mask says are trained."""
+
+    def forward(self, batch):
+        self.tokens = int(batch["masks", "all_assistant_mask"].sum())
+        self.finite = int(batch["log_probs", "full"].isfinite().sum())
+        return batch
+
+
+@pytest.mark.parametrize("place", ["before the cut", "after it", "as a hook"])
+def test_who_does_not_ask_sees_rows_that_left_the_loss_as_silent(place):
+    batch = batch_of([1.0, 1.0, 0.0, 1.0], [0, 0, 1, 1], tokens=4).exclude("prompt_text")
+    looks, vary = Looks(), SampleFilter(criterion=RewardsVary())
+    stages = {"collapse": FanOutCollapse(), "filter": vary, "split": ShuffleSplit(minibatches=2)}
+    if place == "as a hook":
+        hook = SampleFilter(criterion=Finite(), on_batch=lambda rows, _: looks(rows))
+        stages = {"collapse": stages["collapse"], "filter": vary, "second": hook, "split": stages["split"]}
+    elif place == "before the cut":
+        stages = {"collapse": stages["collapse"], "filter": vary, "looks": looks, "split": stages["split"]}
+    else:
+        stages["looks"] = looks
+    looks.keeps_rows, looks.in_keys = True, [MINIBATCH] if place == "after it" else []
+    before = batch.clone()
+    list(Pipeline(stages).minibatches(batch))
+    trains = batch["masks", "all_assistant_mask"][2:]
+    assert (looks.tokens, looks.finite) == (int(trains.sum()), trains.numel())
+    assert (batch == before).all()

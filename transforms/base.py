@@ -75,6 +75,8 @@ class BatchTransform(Transform):
         spans_ranks: what it measures over rows is of a :class:`Population`. Where ranks share a batch it runs
             on all of them, also on one that has no rows.
         own_of_rank: options that may differ on ranks that share a batch.
+        asks_in_loss: it takes no row for trained that ``("headrace", "in_loss")`` says is not. In front of
+            other stages a pipeline silences rows at once, else in the memory into which it gathers them.
     """
 
     reasons: tuple[str, ...] = ()
@@ -87,6 +89,7 @@ class BatchTransform(Transform):
     stateful: ClassVar[bool] = False
     spans_ranks: ClassVar[bool] = False
     own_of_rank: ClassVar[tuple[str, ...]] = ()
+    asks_in_loss: bool = False
     _home: int | None = None  # the process in which a replay buffer took it
 
     def __init__(self, in_keys: Sequence[NestedKey | None] = (), out_keys: Sequence[NestedKey] = ()):

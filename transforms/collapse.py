@@ -152,6 +152,7 @@ class FanOutCollapse(BatchTransform):
     """
 
     keeps_rows = True
+    asks_in_loss = True
     spans_ranks = True
 
     def __init__(

@@ -95,6 +95,8 @@ def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
         return batch
     if len(rows) == 0:  # lazy stacks of nothing have no columns, and stacks of no strings no shape
         return without_rows(describe_columns(batch), device_of(batch))
+    if isinstance(batch, NonTensorStack) and batch.stack_dim == 0:
+        return _stack_of_texts(*(batch.tensordicts[row] for row in rows.tolist()))
     if isinstance(batch, LazyStackedTensorDict):
         return batch[rows].clone(recurse=False)  # indexing alone hands out the rows themselves
     return TensorDict(
@@ -102,6 +104,11 @@ def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
         batch_size=[len(rows), *batch.batch_size[1:]],
         device=batch.device,
     )
+
+
+# Indexing a stack of texts costs a hundred times a list index, since every text is looked at, and its checked
+# constructor ten times. The unchecked one is not public.
+_stack_of_texts = getattr(NonTensorStack, "_new_lazy_unsafe", NonTensorStack)
 
 
 def _take(value: Any, rows: Tensor) -> Any:

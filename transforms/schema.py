@@ -33,11 +33,18 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Literal, get_args
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    NonTensorStack,
+    TensorDictBase,
+    is_tensor_collection,
+)
 from torch import Tensor
 
 from .errors import BatchError, MissingKeyError, listing, who_stamps
@@ -93,7 +100,7 @@ def has_key(batch: TensorDictBase, key: NestedKey | None) -> bool:
     if key is None:
         return False
     if not isinstance(batch, LazyStackedTensorDict):
-        return key in batch.keys(include_nested=isinstance(key, tuple))
+        return _has_path(batch, key if isinstance(key, tuple) else (key,))
     rows = [i for i, row in enumerate(batch.tensordicts) if has_key(row, key)]
     if rows and len(rows) < len(batch.tensordicts):
         raise BatchError(
@@ -101,6 +108,17 @@ def has_key(batch: TensorDictBase, key: NestedKey | None) -> bool:
             f"{listing(map(str, rows))}"
         )
     return bool(rows)
+
+
+def _has_path(batch: TensorDictBase, path: Sequence[str]) -> bool:
+    """Level by level: ``keys(include_nested=True)`` looks at every single text."""
+    name, *below = path
+    if not below or name not in batch.keys():
+        return name in batch.keys()
+    inner = batch.get(name)
+    if isinstance(inner, NonTensorStack) or not is_tensor_collection(inner):
+        return False
+    return has_key(inner, tuple(below))
 
 
 def key_names(batch: TensorDictBase) -> list[NestedKey]:

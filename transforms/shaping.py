@@ -68,6 +68,7 @@ class RewardShaping(BatchTransform):
     """
 
     keeps_rows = True
+    asks_in_loss = True
     spans_ranks = True
 
     def __init__(self, in_keys: Sequence[NestedKey] = ()):

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
@@ -10,9 +16,9 @@ from .errors import BatchError, MissingKeyError
 from .rows import silence_rows
 from .schema import IN_LOSS, LENGTH, has_key, key_names, require
 
-ONES = 0x0101010101010101  # a 1 in each of eight bytes
 PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")  # as TorchRL's wrappers write them
 ATTENTION = ("masks", "all_attention_mask")
+_later: ContextVar[set[NestedKey] | None] = ContextVar("headrace_silencing_later", default=None)
 MOST = 255  # bytes of 0 and 1 that can be added up before one of them overflows
 
 
@@ -34,7 +40,7 @@ def count_true(mask: Tensor) -> Tensor:
     if whole.storage_offset() % 8:  # a row of a larger batch begins anywhere
         whole = whole.clone()
     words = whole.view(torch.uint8).view(torch.int64).view(len(rows), -1)
-    if bool((words & ~ONES).any()):  # a True that is another byte than 1, as a view of other data may have
+    if int(whole.view(torch.uint8).amax()) > 1:  # a True that is another byte than 1, of a view of other data
         return (rows != 0).sum(-1)
     total = rows[:, width:].sum(-1)
     for part in words.split(MOST, dim=1):
@@ -67,7 +73,7 @@ def masked_tokens(batch: TensorDictBase, key: NestedKey, *, reader: str, option:
         return torch.stack([mask.sum() for mask in batch.get(key, as_list=True)])
     mask = require(batch, key, reader=reader, option=option)
     check_mask(batch, key)
-    return count_true(mask)
+    return counted_once(count_true, len(batch), mask)
 
 
 def lengths(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:
@@ -115,16 +121,62 @@ def silence(
         check_mask(batch, loss_mask_key)
         remember_lengths(batch, loss_mask_key, silent)
     columns = [key for key in (loss_mask_key, log_prob_key) if key and has_key(batch, key)]
+    batch.set(IN_LOSS, keep & batch.get(IN_LOSS, keep))
     if not columns and bool(silent.any()):
         raise BatchError(
             f"{int(silent.sum())} rows are to leave the loss, but the batch has neither "
             f"{loss_mask_key!r} (loss_mask_key) nor {log_prob_key!r} (log_prob_key): they "
             f"would train all the same. It has {key_names(batch)}; set the keys, or drop the rows"
         )
+    if set(columns) == _later.get():
+        return
     if silent.device.type != "cpu" or bool(silent.any()):  # a copy saved where looking costs nothing
         for key in columns:
             silence_rows(batch, key, silent)
-    batch.set(IN_LOSS, keep & batch.get(IN_LOSS, keep))
+
+
+@contextmanager
+def silencing_later(columns: set[NestedKey] | None) -> Iterator[None]:
+    """Inside, rows that leave the loss are only said to, where these are the columns to silence.
+
+    Whoever gathers rows into memory of their own silences them there (:func:`silence_gathered`): to do it
+    before is to copy columns that are about to be copied. Till then the columns say what they did.
+
+    Args:
+        columns: the loss mask and the log-probabilities, as far as the batch has them. None: rows are
+            silenced at once.
+    """
+    token = _later.set(columns)
+    try:
+        yield
+    finally:
+        _later.reset(token)
+
+
+def silence_gathered(batch: TensorDictBase, columns: Collection[NestedKey], *, own_memory: bool) -> None:
+    """Silence the rows that are out of the loss (``("headrace", "in_loss")``); those that are silent stay so.
+
+    Args:
+        batch: TensorDict ``[N]``, which may get new columns in place of the old.
+        columns: of it, a loss mask or log-probabilities.
+        own_memory: nobody else has the memory of dense columns, which are written to.
+    """
+    if not columns or not has_key(batch, IN_LOSS):
+        return
+    silent = ~batch.get(IN_LOSS)
+    on_cpu = silent.device.type == "cpu"
+    if on_cpu and not bool(silent.any()):
+        return
+    for key in columns:
+        if isinstance(batch, LazyStackedTensorDict) or not own_memory:
+            silence_rows(batch, key, silent)
+            continue
+        column = batch.get(key)
+        value = False if column.dtype is torch.bool else float("nan")
+        if on_cpu:
+            column.index_fill_(0, silent.nonzero().flatten(), value)
+        else:  # without a read
+            column.masked_fill_(silent.view(-1, *[1] * (column.ndim - 1)), value)
 
 
 def loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: NestedKey | None) -> Tensor:
@@ -189,14 +241,42 @@ def _count(
         if mask.numel() != log_prob.numel():
             shapes = [tuple(mask.shape), tuple(log_prob.shape)]
             raise BatchError(f"a token has one mask and one log-probability; found {shapes}")
-        if not _all_finite(log_prob):
-            mask = mask & torch.isfinite(log_prob).view_as(mask)
-    return count_true(mask.reshape(rows, mask.numel() // max(rows, 1)))
+        return counted_once(_count_finite, rows, mask, log_prob)
+    return counted_once(count_true, rows, mask)
 
 
-def _all_finite(column: Tensor) -> bool:
-    """Whether all numbers are, where looking costs nothing more: a twentieth of what isfinite takes."""
-    if column.device.type != "cpu" or column.numel() == 0:
-        return False
-    low, high = torch.aminmax(column)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+_last = threading.local()
+
+
+def counted_once(count: Callable[..., Tensor], rows: int, *columns: Tensor) -> Tensor:
+    """What a function counts in columns as (rows, …); the last answer, if they are the same and unchanged.
+
+    The stages of a pipeline ask for the tokens of the same columns several times, and to count them costs a
+    good part of what it costs to gather them. Columns are not kept alive.
+    """
+    known = rows > 1 and not any(column.is_inference() for column in columns)  # which keep no versions
+    versions = [column._version for column in columns] if known else []
+    last = getattr(_last, count.__name__, None)
+    if known and last is not None and last[1] == versions:
+        same = all(there() is column for there, column in zip(last[0], columns, strict=True))
+        if same:
+            return last[2].clone()
+    found = count(*(column.reshape(rows, column.numel() // max(rows, 1)) for column in columns))
+    if known:
+        setattr(_last, count.__name__, ([weakref.ref(column) for column in columns], versions, found.clone()))
+    return found
+
+
+def _count_finite(mask: Tensor, log_prob: Tensor) -> Tensor:
+    """(N,) int64: the True entries of each row whose number, at the same place, is finite.
+
+    On the CPU rows are added up, a sixth of the cost of looking at every number: a sum is finite only where
+    all of it are, and the few other rows that have a True are looked at.
+    """
+    if log_prob.device.type != "cpu" or log_prob.numel() == 0:
+        return count_true(mask & torch.isfinite(log_prob))
+    tokens = count_true(mask)
+    odd = ((~torch.isfinite(log_prob.sum(-1))) & (tokens > 0)).nonzero().flatten()
+    if len(odd):
+        tokens[odd] = count_true(mask[odd] & torch.isfinite(log_prob[odd]))
+    return tokens

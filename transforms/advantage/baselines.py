@@ -22,15 +22,17 @@ Clip = Sequence[float | None]
 # The reward less its baseline. In a group whose rewards are all equal, the first four give 0.
 BASELINES: dict[str, Callable[[Grouping], Tensor]] = {
     "mean": lambda g: g.deviation,
-    "leave_one_out": lambda g: g.deviation * (g.count / (g.count - 1).clamp_min(1)),
-    "length_weighted": lambda g: g.reward - g.sum(g.length * g.reward) / g.add(g.length).clamp_min(1),
-    "best_other": lambda g: g.reward - other_best(g.reward, g),
+    "leave_one_out": lambda g: g.deviation * g.spread(g.count / (g.count - 1).clamp_min(1)),
+    "length_weighted": lambda g: (
+        g.deviation - g.spread(g.sum(g.length * g.deviation) / g.add(g.length).clamp_min(1))
+    ),
+    "best_other": lambda g: (g.reward - other_best(g.reward, g)).masked_fill(g.spread(g.count == 1), 0.0),
     "batch": lambda g: g.batch_deviation,
     "none": lambda g: g.reward,
 }
 ABSOLUTE = ("batch", "none")  # the baselines that need no group
 
-# What the difference is divided by, before ε.
+# What the difference is divided by, before ε: of the group, of the batch, or of each rollout.
 SCALES: dict[str, Callable[[Grouping, int], Tensor] | None] = {
     "group": lambda g, ddof: g.std(ddof),
     "leave_one_out": lambda g, ddof: leave_one_out_std(g, ddof),
@@ -80,17 +82,19 @@ class Formula:
 
 def advantage_in_groups(grouping: Grouping, formula: Formula) -> Tensor:
     """The formula, in whatever layout; no device read."""
-    credit = BASELINES[formula.baseline](grouping)
-    nothing = grouping.equal() if formula.is_relative else torch.zeros_like(credit, dtype=torch.bool)
+    g, credit = grouping, BASELINES[formula.baseline](grouping)
     if (spread := SCALES[formula.scale]) is not None:
-        divisor = with_eps(spread(grouping, formula.ddof), formula.eps, formula.eps_mode)
-        nothing = nothing | (divisor == 0)
-        credit = credit / divisor
-        credit.masked_fill_(nothing, 0.0)  # in place: at a million rows an allocation costs as much
-    else:
-        credit = credit.masked_fill(nothing, 0.0)
+        divisor = spread(g, formula.ddof)
+        softened = with_eps(divisor, formula.eps, formula.eps_mode)
+        nothing = softened == 0
+        if formula.scale == "group":
+            nothing = nothing | (divisor == 0)
+        softened = softened.masked_fill_(nothing, float("inf"))  # by which all is divided to 0
+        credit = credit / (softened if formula.scale == "leave_one_out" else g.spread(softened))
+    if formula.scale == "leave_one_out" and formula.baseline in ABSOLUTE:
+        credit = credit.masked_fill(g.spread(g.std(0) == 0), 0.0)
     if formula.is_relative and formula.singleton == "raw":
-        credit = torch.where(grouping.count == 1, grouping.reward, credit)
+        credit = torch.where(g.spread(g.count == 1), g.reward, credit)
     return credit if formula.clip is None else credit.clamp(*formula.clip)
 
 
@@ -106,10 +110,10 @@ def with_eps(spread: Tensor, eps: float, eps_mode: str) -> Tensor:
 def other_best(values: Tensor, g: Grouping) -> Tensor:
     """For each rollout, the largest of the others' `values` in its group; −∞ where there is none."""
     best = g.max(values)
-    is_best = values == best
+    is_best = values == g.spread(best)
     runner_up = g.max(values.masked_fill(is_best, float("-inf")))
-    alone_at_top = g.add(is_best.double()) == 1
-    return torch.where(is_best & alone_at_top, runner_up, best)
+    of_best = torch.where(g.add(is_best.double()) == 1, runner_up, best)
+    return torch.where(is_best, g.spread(of_best), g.spread(best))
 
 
 def leave_one_out_std(g: Grouping, ddof: int) -> Tensor:
@@ -120,15 +124,15 @@ def leave_one_out_std(g: Grouping, ddof: int) -> Tensor:
     of which a group has one at most: for the rollout furthest from the mean they are added up anew. Where
     the others are all equal the std is exactly 0, from which rounding would keep it.
     """
-    squares = g.deviation.square()
-    share = g.count / (g.count - 1).clamp_min(1)
-    others = g.sum(squares) - squares * share
-    furthest = squares == g.max(squares)
-    alone = furthest & (g.add(furthest.double()) == 1)
-    rest = g.reward.masked_fill(alone, 0.0)
-    rest = g.reward - g.sum(rest) / (g.count - 1).clamp_min(1)
-    anew = g.sum(rest.square().masked_fill(alone, 0.0))
-    std = (torch.where(alone, anew, others).clamp_min(0) / (g.count - 1 - ddof).clamp_min(1)).sqrt()
+    squares, others = g.deviation.square(), (g.count - 1).clamp_min(1)
+    rest = g.spread(g.sum(squares)) - squares * g.spread(g.count / others)
+    furthest = squares == g.spread(g.max(squares))
+    alone = furthest & g.spread(g.add(furthest.double()) == 1)
+    without = g.reward.masked_fill(alone, 0.0)
+    without = g.reward - g.spread(g.sum(without) / others)
+    anew = g.spread(g.sum(without.square().masked_fill(alone, 0.0)))
+    divisor = g.spread((g.count - 1 - ddof).clamp_min(1))
+    std = (torch.where(alone, anew, rest).clamp_min(0) / divisor).sqrt()
     return std.masked_fill(other_best(g.reward, g) == -other_best(-g.reward, g), 0.0)
 
 

@@ -17,10 +17,11 @@ from headrace.transforms.checks import (
     same_length,
 )
 from headrace.transforms.ids import as_ids, first_row, is_first, sum_by
+from headrace.transforms.sums import largest
 
 from .baselines import Baseline, Clip, EpsMode, Formula, Scale, Singleton, advantage_in_groups
-from .grouping import Blocks, ById, ReshapeFormula, squares_fit
-from .layout import Facts, ascending_blocks, fit_rule, gather_blocks, read_facts, rewards_fit
+from .grouping import Blocks, ById, Grouping, ReshapeFormula, squares_fit
+from .layout import Facts, Found, find_groups, fit_rule, gather_blocks, read_facts, rewards_fit
 
 
 def group_relative_advantage(
@@ -128,13 +129,12 @@ def compare_in_groups(
     if len(reward) == 0:
         return reward, []
     low = None if dtype is torch.float64 else dtype  # asks for the bits of the reshape formula
-    if reward.device.type == "cpu" and length is None and formula.scale != "mean":
-        seen = ascending_blocks(reward, groups, rollouts, low)
-        if seen is not None:
-            block, segments = seen
-            credit = advantage_in_groups(_blocks(low, block), formula).to(reward.dtype).reshape(-1)
-            if len(segments):
-                credit = credit.repeat_interleave(segments, output_size=len(reward))
+    if reward.device.type == "cpu" and (formula.scale != "mean" or float(reward.amin()) >= 0):
+        found = find_groups(reward, groups, rollouts, in_order=low is not None)
+        if (
+            found is not None
+            and (credit := _in_found_groups(reward, found, formula, low, length)) is not None
+        ):
             return credit, _range_rules(credit, formula)
     if rollouts is None:
         rollouts = torch.arange(len(reward), device=reward.device)
@@ -152,9 +152,29 @@ def compare_in_groups(
         credit = advantage_in_groups(_blocks(low, *blocks), formula).to(reward.dtype)
         credit = credit.reshape(-1).index_select(0, number)
     else:
-        by_id = ById(reward.double(), group_first, is_first(first), tokens)
+        by_id = ById(reward.double(), group_first, len(reward), is_first(first), tokens)
         credit = advantage_in_groups(by_id, formula).to(reward.dtype)
     return credit, _range_rules(credit, formula)
+
+
+def _in_found_groups(
+    reward: Tensor, found: Found, formula: Formula, low: torch.dtype | None, length: Tensor | None
+) -> Tensor | None:
+    """The advantage of rows whose groups were found; None where a lone rollout is to be named."""
+    dtype = reward.dtype
+    if found.heads is not None:
+        reward = reward.index_select(0, found.heads)
+        if length is not None:
+            length = torch.zeros_like(found.heads).scatter_add_(0, found.number, length)
+    if found.size and (low is None or squares_fit(largest(reward), len(reward), low)):
+        columns = [reward] if length is None else [reward, length]
+        grouping: Grouping = _blocks(low, *(column.view(-1, found.size) for column in columns))
+    else:
+        grouping = ById(reward.double(), found.label, found.labels, length=length)
+        if formula.singleton == "raise" and formula.is_relative and bool((grouping.count == 1).any()):
+            return None
+    credit = advantage_in_groups(grouping, formula).to(dtype).reshape(-1)
+    return credit if found.number is None else credit.index_select(0, found.number)
 
 
 def _blocks(low: torch.dtype | None, reward: Tensor, length: Tensor | None = None) -> Blocks:

@@ -12,14 +12,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from headrace.transforms.ids import reduce_by, sum_by
-from headrace.transforms.sums import sum_in_any_order
+from headrace.transforms.sums import ExactSum, divide, exact_sum
 
 ROOM = 16.0  # what sums in slices need above the largest square
 
 
 class Grouping(ABC):
-    """What a baseline or a scale may ask. Shapes broadcast against :attr:`reward`.
+    """What a baseline or a scale may ask. What is known of each group is a table, until it is :meth:`spread`.
 
     Attributes:
         reward: the rewards, float64.
@@ -45,53 +44,49 @@ class Grouping(ABC):
     def max(self, values: Tensor) -> Tensor:
         """Maximum of `values` per group."""
 
-    def sum(self, values: Tensor, peak: Tensor | None = None) -> Tensor:
-        """Sum of `values` per group, each rollout once, whatever their order; none is above `peak`."""
-        peak = self.max(values.abs()) if peak is None else peak
-        return sum_in_any_order(values, self.add, peak=peak, terms=self.count)
+    def spread(self, per_group: Tensor) -> Tensor:
+        """What is known of each group, for each of its rollouts."""
+        return per_group
 
-    def total(self, values: Tensor) -> Tensor:
-        """Sum of `values` over all rollouts of the batch, each once, whatever their order; a scalar."""
-        return sum_in_any_order(values, self.add_all, peak=values.abs().amax(), terms=self.rollouts)
+    def sums(self, values: Tensor) -> ExactSum:
+        """Sum of `values` per group, each rollout once, of which nothing is lost."""
+        on_cpu = values.device.type == "cpu"  # where one bound will do for all
+        peak = self.count if on_cpu else self.spread(self.max(values.abs()))
+        return exact_sum(values, self.add, peak=peak, terms=self.count if on_cpu else self.spread(self.count))
 
-    @cached_property
-    def high(self) -> Tensor:
-        """Largest reward per group."""
-        return self.max(self.reward)
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of `values` per group, each rollout once, whatever their order."""
+        return self.sums(values).high
 
-    @cached_property
-    def low(self) -> Tensor:
-        """Smallest reward per group."""
-        return -self.max(-self.reward)
+    def total(self, values: Tensor) -> ExactSum:
+        """Sum of `values` over all rollouts of the batch, each once, of which nothing is lost; a scalar."""
+        return exact_sum(values, self.add_all, peak=values.abs().amax(), terms=self.rollouts)
 
     @cached_property
     def deviation(self) -> Tensor:
-        """Each reward less the mean of its group, in which each rollout has one vote."""
-        above = self.reward - self.low  # exact where rewards are near one another
-        return above - self.sum(above, self.high - self.low) / self.count
+        """Each reward less the mean of its group, in which a rollout has one vote; equal ones are 0."""
+        mean = divide(self.sums(self.reward), self.count)
+        deviation = self.reward - self.spread(mean.high)
+        short = mean.low.device.type == "cpu" and not bool(mean.low.any())  # as it is for most rewards
+        return deviation if short else deviation.sub_(self.spread(mean.low))
 
     @cached_property
     def batch_deviation(self) -> Tensor:
         """Each reward less the mean over all rollouts of the batch."""
-        above = self.reward - self.reward.amin()
-        return above - self.total(above) / self.rollouts
+        mean = divide(self.total(self.reward), self.rollouts)
+        return (self.reward - mean.high).sub_(mean.low)
 
     def std(self, ddof: int) -> Tensor:
         """Standard deviation of the rewards per group, with the divisor ``max(count - ddof, 1)``.
 
         Two passes, since a sum of squares loses everything to a large mean.
         """
-        squares = self.sum(self.deviation.square(), (self.high - self.low).square())
-        return (squares / (self.count - ddof).clamp_min(1)).sqrt()
+        return (self.sum(self.deviation.square()) / (self.count - ddof).clamp_min(1)).sqrt()
 
     def batch_std(self, ddof: int) -> Tensor:
         """Standard deviation of the rewards over all rollouts of the batch."""
-        squares = self.total(self.batch_deviation.square())
+        squares = self.total(self.batch_deviation.square()).high
         return (squares / (self.rollouts - ddof).clamp_min(1)).sqrt()
-
-    def equal(self) -> Tensor:
-        """True where all rewards of the group are one number."""
-        return self.high == self.low
 
 
 class Blocks(Grouping):
@@ -99,7 +94,6 @@ class Blocks(Grouping):
 
     def __init__(self, reward: Tensor, length: Tensor | None = None):
         self.reward = reward
-        self.low, self.high = torch.aminmax(reward, dim=-1, keepdim=True)
         self.count = reward.new_full((), reward.shape[1], dtype=torch.float64)
         self.rollouts = reward.new_full((), reward.numel(), dtype=torch.float64)
         if length is not None:
@@ -125,18 +119,21 @@ class ReshapeFormula(Blocks):
     the uncentred rewards differs in the last one. Counts stay float64: float16 ends at 65,504.
     """
 
-    def sum(self, values: Tensor, peak: Tensor | None = None) -> Tensor:
+    def sums(self, values: Tensor) -> ExactSum:
         """(P, 1)."""
-        return self.add(values)
+        total = self.add(values)
+        return ExactSum(total, torch.zeros_like(total))
 
-    def total(self, values: Tensor) -> Tensor:
+    def total(self, values: Tensor) -> ExactSum:
         """Scalar."""
-        return self.add_all(values)
+        total = self.add_all(values)
+        return ExactSum(total, torch.zeros_like(total))
 
     @cached_property
     def deviation(self) -> Tensor:
-        """(P, G)."""
-        return self.reward - self.reward.mean(-1, keepdim=True)
+        """(P, G); equal rewards, of which rounding leaves up to 0.9 after the division, are 0."""
+        low, high = torch.aminmax(self.reward, dim=-1, keepdim=True)
+        return (self.reward - self.reward.mean(-1, keepdim=True)).masked_fill_(low == high, 0.0)
 
     def std(self, ddof: int) -> Tensor:
         """(P, 1)."""
@@ -153,34 +150,51 @@ class ReshapeFormula(Blocks):
 
 
 class ById(Grouping):
-    """Any other layout: one entry a row, sums in buffers at the first row of each group.
+    """Any other layout: rollouts anywhere, with the label of their group, and tables by label.
 
     Args:
-        reward: (N,) float64; every row of a rollout carries the rollout's reward.
-        first: (N,) int64, the first row of each row's group.
-        is_first_segment: (N,) bool, True on one row of each rollout.
-        length: (N,) tokens of each row's rollout.
+        reward: (M,) float64, one a rollout; or of several rows of a rollout, of which one counts.
+        label: (M,) int64, that of the rollout's group.
+        labels: P, more than any label; tables have as many entries, whether or not all are used.
+        counts: (M,) bool, True on one row of each rollout; None: everywhere.
+        length: (M,) tokens of each rollout.
     """
 
-    def __init__(self, reward: Tensor, first: Tensor, is_first_segment: Tensor, length: Tensor | None = None):
-        self.reward, self.first = reward, first
-        self.votes = is_first_segment.to(reward.dtype)
-        self.rollouts = self.votes.sum()
-        self.count = sum_by(first, self.votes)
+    def __init__(
+        self,
+        reward: Tensor,
+        label: Tensor,
+        labels: int,
+        counts: Tensor | None = None,
+        length: Tensor | None = None,
+    ):
+        self.reward, self.label, self.labels = reward, label, labels
+        self.votes = None if counts is None else counts.to(reward.dtype)
+        votes = torch.ones_like(reward) if self.votes is None else self.votes
+        self.rollouts = votes.sum()
+        self.count = self._table(votes)
         if length is not None:
             self.length = length
 
+    def _table(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self.labels).scatter_add_(0, self.label, values)
+
     def add(self, values: Tensor) -> Tensor:
-        """(N,)."""
-        return sum_by(self.first, values * self.votes)
+        """(P,)."""
+        return self._table(values if self.votes is None else values * self.votes)
 
     def add_all(self, values: Tensor) -> Tensor:
         """Scalar."""
-        return (values * self.votes).sum()
+        return (values if self.votes is None else values * self.votes).sum()
 
     def max(self, values: Tensor) -> Tensor:
-        """(N,)."""
-        return reduce_by(self.first, values, "amax")
+        """(P,); of labels that are not used, −∞."""
+        table = values.new_full((self.labels,), float("-inf"))
+        return table.scatter_reduce_(0, self.label, values, "amax")
+
+    def spread(self, per_group: Tensor) -> Tensor:
+        """(P,) → (M,); a scalar stays one."""
+        return per_group.index_select(0, self.label) if per_group.ndim else per_group
 
 
 def squares_fit(peak: float, terms: int, dtype: torch.dtype) -> bool:

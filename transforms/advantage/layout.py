@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.transforms.checks import Rule, broken
 from headrace.transforms.ids import is_first, number_of, sum_by
+from headrace.transforms.sums import largest
 
 from .grouping import squares_fit
 
@@ -85,40 +86,91 @@ def fit_rule(credit: Tensor, dtype: torch.dtype) -> Rule:
     return Rule(wrong, lambda row: f"{float(credit[row]):g} at row {row}", message)
 
 
-def ascending_blocks(
-    reward: Tensor, groups: Tensor, rollouts: Tensor | None, low: torch.dtype | None = None
-) -> tuple[Tensor, Tensor] | None:
-    """The layout that collectors write, found by looking: CPU only, a few passes over the ids.
+class Found(NamedTuple):
+    """A sound batch on the CPU: M rollouts in P groups."""
 
-    Rollout ids ascend from run to run, groups of one size follow one another, and all data are sound; their
-    squares fit the dtype `low` too, where one is given. Anything else, wrong data included, is None: the
-    general route finds out what it is.
+    heads: Tensor | None
+    """(M,) int64, one row of each rollout; None: each row is one."""
+    number: Tensor | None
+    """(N,) int64, which of the M the row's rollout is; None: each row is one."""
+    label: Tensor
+    """(M,) int64, that of the rollout's group."""
+    labels: int
+    """More than any label."""
+    size: int
+    """Rollouts of every group, where they are contiguous and that is one number above 1; else 0."""
+
+
+def find_groups(reward: Tensor, groups: Tensor, rollouts: Tensor | None, *, in_order: bool) -> Found | None:
+    """Who is compared with whom, found by looking: CPU only, a few passes over the ids.
+
+    Args:
+        reward: (N,) float, N ≥ 1.
+        groups: (N,) int64.
+        rollouts: (N,) int64; None: each row is one.
+        in_order: whether rollouts must stand in the order of their rows, and their rows together.
 
     Returns:
-        The (P, G) rewards and the segments of each rollout, (P·G,) int64 (empty: one each).
+        None where a rule is broken, or the order is another: the general route finds out what it is.
     """
-    least, most = torch.aminmax(reward)
-    segments = groups.new_empty(0)
-    if rollouts is not None:
-        if int(rollouts[0]) < 0:
+    peak = largest(reward)
+    if not rewards_fit(peak, len(reward), reward.dtype) or int(groups.amin()) < 0:
+        return None
+    heads = number = None
+    if rollouts is not None and not bool((ascends := rollouts[1:] > rollouts[:-1]).all()):
+        together = bool((ascends | (rollouts[1:] == rollouts[:-1])).all())
+        if in_order and not together:
             return None
-        ascends = rollouts[1:] > rollouts[:-1]
-        if not bool(ascends.all()):
-            inside = rollouts[1:] == rollouts[:-1]
-            torn = inside & ((reward[1:] != reward[:-1]) | (groups[1:] != groups[:-1]))
-            if not bool((ascends | inside).all()) or bool(torn.any()):
-                return None
-            segments = torch.unique_consecutive(rollouts, return_counts=True)[1]
-            heads = segments.cumsum(0) - segments
-            reward, groups = reward.index_select(0, heads), groups.index_select(0, heads)
-    run_ids, sizes = torch.unique_consecutive(groups, return_counts=True)
+        heads, number = _runs(rollouts) if together else _speakers(rollouts)
+    if heads is not None and number is not None:
+        row = heads.index_select(0, number)
+        if not all(torch.equal(column.index_select(0, row), column) for column in (reward, groups)):
+            return None
+        groups = groups.index_select(0, heads)
+    if rollouts is not None and int(rollouts.amin()) < 0:
+        return None
+    return Found(heads, number, *_label(groups, in_order=in_order))
+
+
+def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The first row of each run of equal ids, and for each row the number of its run."""
+    _, number, counts = torch.unique_consecutive(ids, return_inverse=True, return_counts=True)
+    return counts.cumsum(0) - counts, number
+
+
+def _speakers(ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Some row of each id, and for each row the number of that; None twice where each row has its own."""
+    rows = torch.arange(len(ids), dtype=torch.int32)
+    slot, slots = _slots(ids, most=8 * len(ids))
+    speaker = rows.new_empty(slots).scatter_(0, slot, rows).index_select(0, slot)  # of many writes one stays
+    if torch.equal(speaker, rows):
+        return None, None
+    heads = (speaker == rows).nonzero().flatten()
+    number = torch.empty_like(ids).index_copy_(0, heads, torch.arange(len(heads)))
+    return heads, number.index_select(0, speaker)
+
+
+def _slots(ids: Tensor, *, most: int) -> tuple[Tensor, int]:
+    """A number for each id, less than the second that is returned."""
+    low, high = (int(end) for end in torch.aminmax(ids))
+    if high - low < most:
+        return ids - low if low else ids, high - low + 1
+    found, slot = torch.unique(ids, return_inverse=True)
+    return slot, len(found)
+
+
+def _label(groups: Tensor, *, in_order: bool) -> tuple[Tensor, int, int]:
+    """Labels of groups, how many, and the size of all if they are contiguous and of one, if somebody asks."""
+    if not in_order and not bool((groups[1:] >= groups[:-1]).all()):
+        return *_slots(groups, most=2 * len(groups) + 64), 0
+    runs, label, sizes = torch.unique_consecutive(groups, return_inverse=True, return_counts=True)
+    apart = bool((runs[1:] > runs[:-1]).all())
+    if not apart and len(runs) <= len(groups) // 2:
+        slot, slots = _slots(runs, most=2 * len(runs))
+        apart = len(runs) == int((torch.bincount(slot, minlength=slots) > 0).sum())
+        if not apart:
+            return slot.index_select(0, label), slots, 0
+    if not apart:
+        return *_slots(groups, most=2 * len(groups) + 64), 0
     size = int(sizes[0])
-    peak = max(abs(float(least)), abs(float(most)))
-    sound = rewards_fit(peak, len(reward), reward.dtype)
-    sound = sound and (low is None or squares_fit(peak, len(reward), low))
-    uniform = size > 1 and size * len(sizes) == len(groups) and bool((sizes == size).all())
-    if not (sound and uniform and int(run_ids.amin()) >= 0):
-        return None
-    if not bool((run_ids[1:] > run_ids[:-1]).all()) and len(run_ids.unique()) < len(run_ids):
-        return None
-    return reward.view(-1, size), segments
+    return label, len(runs), size if size > 1 and bool((sizes == size).all()) else 0

@@ -82,6 +82,7 @@ class GroupRelativeAdvantage(BatchTransform):
     """
 
     keeps_rows = True
+    asks_in_loss = True
     spans_ranks = True
     compares = True
 

@@ -68,6 +68,7 @@ class StateAdvantage(BatchTransform):
     """
 
     keeps_rows = True
+    asks_in_loss = True
     spans_ranks = True
 
     def __init__(

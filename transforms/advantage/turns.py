@@ -108,6 +108,7 @@ class RewardsToGo(BatchTransform):
     """
 
     keeps_rows = True
+    asks_in_loss = True
     spans_ranks = True
 
     def __init__(
@@ -164,6 +165,7 @@ class TurnDiscount(BatchTransform):
     """
 
     keeps_rows = True
+    asks_in_loss = True
     spans_ranks = True
 
     def __init__(

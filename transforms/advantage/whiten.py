@@ -100,6 +100,7 @@ class BatchWhitening(BatchTransform):
     """
 
     keeps_rows = True
+    asks_in_loss = True
     spans_ranks = True
 
     def __init__(

@@ -39,6 +39,7 @@ class Criterion:
     reason: str
     unit: str = "sample"
     in_keys: tuple[NestedKey, ...] = ()
+    asks_in_loss: bool = False  # it looks at no token of rows that are out of the loss
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool, True where the row stays."""
@@ -75,6 +76,7 @@ class RewardsVary(Criterion):
     """
 
     reason = "zero_variance"
+    asks_in_loss = True
     unit = "group"
 
     def __init__(
@@ -115,6 +117,7 @@ class RewardWithin(Criterion):
     """
 
     reason = "reward_bounds"
+    asks_in_loss = True
 
     def __init__(
         self,
@@ -170,6 +173,7 @@ class NotTruncated(Criterion):
     """
 
     reason = "truncated"
+    asks_in_loss = True
 
     def __init__(self, *, status_key: NestedKey | None = None, truncated_key: NestedKey | None = None):
         self.status_key, self.truncated_key = nested_key(status_key), nested_key(truncated_key)
@@ -230,6 +234,7 @@ class Fresh(Criterion):
     """
 
     reason = "stale"
+    asks_in_loss = True
 
     def __init__(
         self,

@@ -100,6 +100,11 @@ class SampleFilter(BatchTransform):
         self._unit = own
         self.reasons, self.effects = (_name_of(criterion),), (EFFECTS[action],)
 
+    @property
+    def asks_in_loss(self) -> bool:  # type: ignore[override]
+        """Unless its criterion or its hook looks at tokens."""
+        return self.on_batch is None and getattr(self.criterion, "asks_in_loss", False)
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Judge all rows, call the hook, and act."""
         keep, rules = self._judge_units(batch, self._judge(batch))

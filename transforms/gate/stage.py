@@ -99,6 +99,7 @@ class CompletenessGate(BatchTransform):
     reasons = ("incomplete", "failed", "unfinished")
     gates = True
     spans_ranks = True
+    asks_in_loss = True
     own_of_rank = ("expected_groups",)
 
     def __init__(

@@ -143,6 +143,7 @@ class ScoreRows(BatchTransform):
     """
 
     keeps_rows = True
+    asks_in_loss = True
     own_of_rank = ("actor",)
 
     def __init__(

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import device_of, shallow_copy, silence_rows, take_rows
 from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, PADDING, RANK, ROW, has_key, key_names
-from headrace.transforms.tokens import check_mask
+from headrace.transforms.tokens import check_mask, silence_gathered
 
 from .plan import Plan
 
@@ -62,10 +62,12 @@ def take_span(
     """
     rows, padding = plan.order[span], plan.padding[span]
     device = device_of(batch)
-    if len(rows) and torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + len(rows))):
+    in_order = len(rows) > 0 and torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + len(rows)))
+    if in_order:
         taken = shallow_copy(batch[int(rows[0]) : int(rows[0]) + len(rows)])
     else:
         taken = take_rows(batch, rows.to(device))
+    silence_gathered(taken, loss_columns(taken, columns), own_memory=not in_order)
     if not bool(plan.padding.any()) or not len(rows):
         return taken
     places = plan.numbers[:, span].to(device)

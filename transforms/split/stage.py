@@ -94,6 +94,7 @@ class ShuffleSplit(SplitMemory, BatchTransform):
     effects = ("dropped", "carried")
     cuts = True
     spans_ranks = True
+    asks_in_loss = True
     stateful = True
 
     def __init__(
@@ -132,13 +133,12 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         self.length_key, self.weight_key = nested_key(length_key), nested_key(weight_key)
         self.reward_key = nested_key(reward_key)
         self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
-        lengths = self.length_key if self.cut.measures else None
+        # Where it silences rows that are out of the loss, as it gathers them; but for what it measures.
+        self.silences = {self.loss_mask_key, self.log_prob_key} - {None, self.length_key}
+        reads = [*unit_keys(unit, self.rollout_key, self.group_key), self.length_key]
         SplitMemory.__init__(self)
-        BatchTransform.__init__(
-            self,
-            [*unit_keys(unit, self.rollout_key, self.group_key), lengths],
-            [MINIBATCH, MICROBATCH, *([RANK] if ranks > 1 else [])],
-        )
+        reads = reads if self.cut.measures else reads[:-1]
+        BatchTransform.__init__(self, reads, [MINIBATCH, MICROBATCH, *([RANK] if ranks > 1 else [])])
 
     @property
     def cut(self) -> CutOptions:

@@ -80,6 +80,7 @@ class LossWeight(BatchTransform):
     """
 
     keeps_rows = True
+    asks_in_loss = True
     spans_ranks = True
 
     def __init__(
