@@ -104,7 +104,7 @@ def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """a + b rounded, and what that lacks, exactly (Knuth, The Art of Computer Programming, 4.2.2).
 
     Example:
-        >>> [float(x) for x in two_sum(torch.tensor(1.0).double(), torch.tensor(1e-20).double())]
+        >>> [float(x) for x in two_sum(*torch.tensor([1.0, 1e-20], dtype=torch.float64))]
         [1.0, 1e-20]
     """
     total = a + b

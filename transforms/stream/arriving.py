@@ -164,9 +164,20 @@ def begin_rule(rows: HeldRows) -> Rule:
     )
 
 
-def sibling_rules(
-    rows: HeldRows, homes: OpenGroups, came: Dispatch, over: Tensor, *, has_segments: bool
-) -> list[Rule]:
+def end_rule(rows: HeldRows) -> Rule:
+    """No segment is behind the one with which its rollout ends."""
+    last = last_segment(rows.first, rows.done, rows.segment)
+    return Rule(
+        (rows.ends == 1) & (last >= 0) & (rows.segment > last),
+        lambda row: (
+            f"segment {int(rows.segment[row])} of rollout {int(rows.rollout[row])}, "
+            f"which ends with {int(last[row])}"
+        ),
+        f"a rollout ends with its last segment; found {{found}}. Are ids reused? {NUMBER_WORKERS}",
+    )
+
+
+def sibling_rules(rows: HeldRows, homes: OpenGroups, came: Dispatch, over: Tensor) -> list[Rule]:
     """A rollout belongs to one group, also of those that wait, and its rows agree on where it ends.
 
     Args:
@@ -174,7 +185,6 @@ def sibling_rules(
         homes: groups of those that wait.
         came: groups of those that come.
         over: (N,) bool, the new row's rollout ended in a group that is closed, and this is another.
-        has_segments: whether rows have numbers.
     """
     first, waiting = rows.first, len(rows.slot) - len(over)
     torn = rows.slot[first] != rows.slot
@@ -192,7 +202,7 @@ def sibling_rules(
         of = first == first[row]
         return f"rollout {int(rows.rollout[row])} ({rows.ends[of].tolist()[:8]})"
 
-    rules = [
+    return [
         Rule(
             torn,
             groups_of,
@@ -204,16 +214,3 @@ def sibling_rules(
             "expected_segments must be one number ≥ 1 per rollout; found {found}",
         ),
     ]
-    if has_segments:
-        last = last_segment(first, rows.done, rows.segment)
-        rules.append(
-            Rule(
-                (rows.ends == 1) & (last >= 0) & (rows.segment > last),
-                lambda row: (
-                    f"segment {int(rows.segment[row])} of rollout {int(rows.rollout[row])}, "
-                    f"which ends with {int(last[row])}"
-                ),
-                "a rollout ends with its last segment; found {found}. Are ids reused by two workers?",
-            )
-        )
-    return rules

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.transforms.checks import Rule
 
-from .arriving import Arriving, begin_rule, dispatch_rules, row_rules, sibling_rules
+from .arriving import Arriving, begin_rule, dispatch_rules, end_rule, row_rules, sibling_rules
 from .closed import Closed, close_ids, is_closed
 from .ended import comes_again
 from .held import HeldRows
@@ -98,7 +98,8 @@ def admit(state: Stream, new: Arriving, now: float, group_size: int | None, has_
         leaves = torch.where(which, code, leaves)
     rules = dispatch_rules(state.groups, came, group_size) + row_rules(new.rows)
     elsewhere = over_rollout & ~over_group
-    rules += sibling_rules(every, state.groups, came, elsewhere, has_segments=has_segments)
+    rules += sibling_rules(every, state.groups, came, elsewhere)
+    rules += [end_rule(every)] if has_segments else []
     fresh = (came.begins(known) & ~over_group).nonzero().flatten()
     groups = state.groups.with_new(came.take(fresh), state.puts + 1, now)
     line = torch.arange(known + len(label))
