@@ -169,6 +169,11 @@ class Pipeline(LastRun, BatchTransform):
         """
         return cut_in_two(self)
 
+    @property
+    def is_second_half(self) -> bool:
+        """Whether it is the second of :meth:`halves`."""
+        return self._half == "second"
+
     def enter(self, batch: TensorDictBase) -> TensorDictBase:
         """As every transform; of the second half, rows that the first has been over."""
         return super().enter(check_half(batch, self._half))

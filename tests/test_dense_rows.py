@@ -264,3 +264,19 @@ def test_counts_of_tokens_are_the_same_before_and_after():
         LossWeight()(each)["num_tokens"].tolist() for each in (rows, DenseRows(pad_id=PAD)(rows))
     )
     assert before == after == [3, 3]
+
+
+def test_ragged_rows_of_two_dtypes_are_refused_not_cast():
+    rows = ragged(ROWS)
+    rows.tensordicts[1][FULL] = rows.tensordicts[1][FULL].to(torch.int32)
+    with pytest.raises(BatchError, match=r"has one dtype; found torch.int32, torch.int64"):
+        DenseRows(pad_id=PAD)(rows)
+
+
+def test_a_column_as_wide_as_tokens_that_move_is_refused():
+    batch = as_written_padded([([5], [6, 7, 8]), ([5], [6])])
+    batch["token_reward"] = batch[FULL].float()
+    with pytest.raises(
+        BatchError, match="moved to their ends, and 'token_reward' as wide as they would stay"
+    ):
+        DenseRows(pad_id=PAD)(batch)

@@ -366,3 +366,14 @@ def test_an_attempt_that_began_anew_and_rows_behind_the_last_end_are_refused(mak
         batch["expected_segments"] = torch.full((number,), 2)
     with pytest.raises(BatchError, match=message):
         CompletenessGate(group_size=1, on_incomplete="drop")(batch)
+
+
+def test_what_a_collector_padded_with_is_said_by_one_bool_a_row():
+    columns = {"group_id": [0] * 4, "rollout_id": [0, 1, 2, 3], ("next", "reward"): [1.0] * 4}
+    batch = TensorDict(columns, batch_size=[4])
+    batch["collector", "mask"] = torch.tensor([True, True, False, True])
+    assert FanOutCollapse()(batch)["rollout_id"].tolist() == [0, 1, 3]
+    for mask in (torch.ones(4, 3, dtype=torch.bool), torch.ones(4)):
+        batch["collector", "mask"] = mask
+        with pytest.raises(BatchError, match=r"a bool a row|one number a row"):
+            FanOutCollapse()(batch)

@@ -241,3 +241,17 @@ def test_options_that_make_no_sense_raise(options, message):
 def test_stamping_what_is_not_in_groups_names_the_row(prompts, first, row):
     with pytest.raises(ValueError, match=f"break that at row {row}"):
         stamp_ids(prompts, group_size=2, first_rollout=first)
+
+
+def test_whoever_draws_in_between_each_prompt_is_drawn_once():
+    sampler = RepeatSampler(6, group_size=2, prompts_per_batch=2, shuffle=False)
+    indices = iter(sampler)
+    drawn = [next(indices), next(indices)]
+    drawn += next(sampler.draws())["prompt"].tolist()
+    drawn += [next(indices), next(indices)]
+    drawn += next(sampler.draws())["prompt"].tolist() + list(indices)
+    assert drawn == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    indices = iter(sampler)
+    assert [next(indices) for _ in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    sampler.load_state_dict({**sampler.state_dict(), "position": 4})
+    assert [next(indices), next(indices)] == [2, 2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from composed import composed
 from rollouts import OVERRIDES, make_collector, make_env, make_policy
-from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm import GRPOLoss
 from torchrl.trainers import Trainer
 from torchrl.trainers.algorithms import GRPOTrainer
@@ -85,9 +85,41 @@ def test_rows_wait_in_the_assembler_and_what_is_unfinished_is_counted(kind):
     )
     trainer.train()
     assert assembler.emitted == 8
-    assert sum(trainer._log_dict["rows/in"]) < BATCHES * 18  # of the last run of each batch
+    assert sum(trainer._log_dict["rows/in"]) == BATCHES * 18 - 6  # all but what is unfinished
     assert (assembler.held, assembler.ready) == (0, 0)
     assert assembler.counts["unfinished"] == 6
+
+
+def train_from_a_buffer(*overrides: str) -> tuple[list[torch.Tensor], list[float]]:
+    """The weights, and optimiser steps by sample, of what the first half let into the buffer."""
+    policy = make_policy()
+    first, second = composed("pipeline=grpo", *OVERRIDES, *overrides).halves()
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(500),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=make_env().frames_per_batch,
+    )
+    buffer.append_transform(first, invert=True)
+    options = {"replay_buffer": buffer, "optim_steps_per_batch": 1, "num_epochs": 1}
+    torch.manual_seed(1)
+    hook = PipelineHook(second)
+    trainer = make_trainer(
+        GRPOTrainer, hook, policy=policy, empty_replay_buffer_on_weight_update=True, **options
+    )
+    trainer.train()
+    assert all(rows > 0 for rows in trainer._log_dict["rows/trained"])
+    return weights_of(policy), trainer._log_dict["steps"]
+
+
+def test_a_trainer_with_a_buffer_takes_the_steps_and_weights_of_the_second_half():
+    weights, steps = train_from_a_buffer()
+    again, _ = train_from_a_buffer()
+    by_rollout, _ = train_from_a_buffer("pipeline.stages.weight.unit=rollout")
+    in_three, more_steps = train_from_a_buffer("pipeline.stages.split.minibatches=3")
+    assert all(map(torch.equal, weights, again))
+    assert not all(map(torch.equal, weights, by_rollout))
+    assert not all(map(torch.equal, weights, in_three))
+    assert sum(more_steps) == 3 * sum(steps) > 0
 
 
 def test_a_trainers_own_stepper_takes_what_is_folded_in():
@@ -107,7 +139,7 @@ def test_a_trainers_own_stepper_takes_what_is_folded_in():
         (
             {},
             {"replay_buffer": ReplayBuffer(storage=LazyTensorStorage(9), batch_size=3)},
-            r"With one, append the first of pipeline.halves\(\)",
+            r"With one, take first, second = pipeline.halves\(\)",
         ),
         ({"stepper": "trainer"}, {}, "ignores the weights that the pipeline writes"),
         ({}, {"optimizer": None, "optimization_stepper": DefaultOptimizationStepper()}, "pass optimizer="),

@@ -9,7 +9,7 @@ from tensordict import NestedKey, TensorDictBase
 from .errors import BatchError, ProcessedTwiceError, listing
 from .labels import number_ids
 from .rows import jagged_keys, take_rows
-from .schema import COLLECTED, PROCESSED, has_key
+from .schema import COLLECTED, PROCESSED, has_key, read_flags
 
 
 def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: str) -> TensorDictBase:
@@ -45,5 +45,6 @@ def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: s
         )
     flat = batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
     if rows and has_key(flat, COLLECTED):
-        flat = take_rows(flat, flat[COLLECTED].flatten().nonzero().flatten()).exclude(COLLECTED)
+        real = read_flags(flat, COLLECTED, reader=reader, option="False: a collector's padding")
+        flat = take_rows(flat, real.nonzero().flatten()).exclude(COLLECTED)
     return number_ids(flat, id_keys) if flat.shape.numel() else flat

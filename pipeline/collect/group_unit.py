@@ -14,7 +14,7 @@ from headrace.transforms.checks import few, set_rule
 from headrace.transforms.door import enter_rows
 from headrace.transforms.ids import as_ids, first_row, is_first, reduce_by
 from headrace.transforms.options import at_least, describe_options, one_of
-from headrace.transforms.schema import STATUS_KEYS, read_column
+from headrace.transforms.schema import STATUS_KEYS, has_key, read_column
 
 Anchors = Literal["any", "first"]
 
@@ -82,13 +82,15 @@ class GroupUnit(SampleUnit):
             )
         stored = storage[: len(storage)]
         columns = stored.select(*self.gate.in_keys, *STATUS_KEYS, strict=False)
-        columns = enter_rows(columns, [self.gate.group_key], reader=type(self).__name__)
+        ids = [key for key in (self.gate.group_key, self.gate.rollout_key) if key is not None]
+        columns = enter_rows(columns, ids, reader=type(self).__name__)
         group = as_ids(self.gate.column(columns, "group_key"), "group_id")
         enforce([set_rule(group, "group_id", "rows without an id would be one group")])
         first = first_row(group)
         heads, places = groups_drawn(first, index.reshape(-1).to(first.device), self.anchors)
         usable = self._unused(group)[heads] & fresh_groups(stored, first, sampler)[heads]
         rows, turn = rows_of_groups(first, heads[usable])
+        rows, turn = self._as_written(rows, turn, columns, storage)
         if len(heads) and not len(rows):
             raise BatchError(
                 f"of the groups that were drawn, {few(group[heads])}, none is left: each has been used "
@@ -108,6 +110,25 @@ class GroupUnit(SampleUnit):
                 f"another sampler, and {type(self).__name__}(max_uses={sampler.max_sample_count})"
             )
         return sampler
+
+    def _as_written(
+        self, rows: Tensor, turn: Tensor, columns: TensorDictBase, storage: Storage
+    ) -> tuple[Tensor, Tensor]:
+        """The rows of each group in the order of writing: a full buffer's oldest row is at its cursor."""
+        size = len(storage)
+        if not len(rows) or size < storage.max_size or self.gate.rollout_key is None:
+            return rows, turn
+        rollouts = as_ids(self.gate.column(columns, "rollout_key"), "rollout_id")
+        there = all(has_key(columns, key) for key in (self.gate.done_key, self.gate.init_key))
+        if not there and len(rollouts.unique()) < size:
+            raise BatchError(
+                "rollouts of several rows, and a full buffer, which overwrites some of them: without "
+                f"{self.gate.done_key!r} and {self.gate.init_key!r} nothing says which have lost their "
+                "first rows. Append InitTracker to the environment, or make the buffer larger"
+            )
+        cursor = next(b._writer._cursor for b in storage._attached_entities_iter() if hasattr(b, "_writer"))
+        order = ((rows - cursor) % size + turn * size).argsort()
+        return rows[order], turn[order]
 
     def _unused(self, group: Tensor) -> Tensor:
         """(N,) bool, whether the row's group may be handed out once more."""

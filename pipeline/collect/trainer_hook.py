@@ -13,10 +13,12 @@ from torchrl.trainers.trainers import OptimizationStepper, TrainerHookBase
 
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.train.optimise import optimise, total_loss
-from headrace.transforms import GroupAssembler, weighted_loss
+from headrace.transforms import GroupAssembler, split_minibatches, weighted_loss
 from headrace.transforms.options import one_of
+from headrace.transforms.schema import MINIBATCH, has_key
 
 Stepper = Literal["weighted", "trainer"]
+COUNTED = ("rows", "rollouts", "groups", "out")  # the metrics that are counts
 
 
 class PipelineHook(TrainerHookBase):
@@ -27,8 +29,9 @@ class PipelineHook(TrainerHookBase):
     how many steps a batch has, and the trainer's `num_epochs` are its epochs, each with its own order. The
     trainer counts frames as they are collected, logs the pipeline's metrics, and saves its state.
 
-    With a replay buffer there is nothing to hook: append the first of ``pipeline.halves()`` to it, by
-    ``append_transform(…, invert=True)``, and register the second as an op ``process_optim_batch``.
+    With a replay buffer the trainer says how many batches it samples: append the first of
+    ``pipeline.halves()`` to it, by ``append_transform(…, invert=True)``, and register
+    ``PipelineHook(second)``, which cuts and weighs what is sampled, and trains all its minibatches.
 
     Args:
         pipeline: what runs over each batch.
@@ -40,8 +43,9 @@ class PipelineHook(TrainerHookBase):
             weights.
 
     Raises:
-        ValueError: at registration: the trainer has a replay buffer or counts its own steps; its stepper
-            would ignore the pipeline's weights, or computes in mixed precision, which `weighted` does not.
+        ValueError: at registration: the trainer has a replay buffer and this is not a second half, or has
+            none and counts its own steps; its stepper would ignore the pipeline's weights, or computes in
+            mixed precision, which `weighted` does not.
 
     Example:
         >>> PipelineHook(Pipeline({}), stepper="trainer")
@@ -70,21 +74,25 @@ class PipelineHook(TrainerHookBase):
         self._epochs = trainer.num_epochs
         if self.stepper == "weighted":
             trainer.optimization_stepper = WeightedStepper(self.pipeline, trainer)
-        trainer.register_op("batch_process", self._collect)
-        trainer.register_op("pre_optim_steps", self._begin)
-        trainer.register_op("process_optim_batch", self._next)
+        if trainer.replay_buffer is None:
+            trainer.register_op("batch_process", self._collect)
+            trainer.register_op("pre_optim_steps", self._begin)
+            trainer.register_op("process_optim_batch", self._next)
+        else:
+            trainer.register_op("process_optim_batch", self._sampled)
         trainer.register_op("post_steps_log", self._log)
         trainer.register_op("shutdown", self._end)
         trainer.register_module(name, self)
 
     def _check(self, trainer: Trainer) -> None:
-        if trainer.replay_buffer is not None or trainer.async_collection:
+        fits = self.pipeline.is_second_half and self.assembler is None
+        if trainer.async_collection or (trainer.replay_buffer is not None and not fits):
             raise ValueError(
-                "PipelineHook is for trainers without a replay buffer. With one, append the first of "
-                "pipeline.halves() to it, append_transform(first, invert=True), and "
-                "register_op('process_optim_batch', second)"
+                "PipelineHook(pipeline) is for trainers without a replay buffer. With one, take first, "
+                "second = pipeline.halves(), append_transform(first, invert=True) to the buffer, behind "
+                "AssembleOnWrite(assembler) where there is one, and register PipelineHook(second)"
             )
-        if trainer.optim_steps_per_batch is not None:
+        if trainer.replay_buffer is None and trainer.optim_steps_per_batch is not None:
             raise ValueError(
                 "the pipeline says how many optimiser steps a batch has: set optim_steps_per_batch=None on "
                 f"the trainer; got {trainer.optim_steps_per_batch}"
@@ -126,10 +134,22 @@ class PipelineHook(TrainerHookBase):
         while self._whole:
             run = self.pipeline.run(self._whole.pop(0), epochs=self._epochs)
             yield from run.minibatches()
-            self._measured = run.metrics
+            self._measure(run.metrics)
 
     def _next(self, batch: TensorDictBase | None) -> TensorDictBase:
         return next(self._minibatches)  # StopIteration ends the trainer's epoch
+
+    def _sampled(self, batch: TensorDictBase) -> TensorDictBase:
+        out = self.pipeline(batch)
+        self._measured = {}
+        self._measure(self.pipeline.metrics)
+        return out
+
+    def _measure(self, numbers: dict[str, float]) -> None:
+        """Add up what is counted over the batches of the assembler; of the rest the last is what is known."""
+        for key, value in numbers.items():
+            counts = key.partition("/")[0] in COUNTED
+            self._measured[key] = value + (self._measured.get(key, 0.0) if counts else 0.0)
 
     def _log(self, batch: TensorDictBase | None) -> dict[str, float]:
         return self._measured
@@ -176,5 +196,7 @@ class WeightedStepper(OptimizationStepper):
             return loss
 
         options = {"reduce": reduce, "max_grad_norm": self.max_grad_norm, **self.keys}
-        steps = optimise([sub_batch], trainer.compute_loss, trainer.optimizer, **options)
+        cut = has_key(sub_batch, MINIBATCH)  # a half's output holds all its steps
+        minibatches = split_minibatches(sub_batch) if cut else [sub_batch]
+        steps = optimise(minibatches, trainer.compute_loss, trainer.optimizer, **options)
         return TensorDict({"loss": sum(losses), "steps": torch.tensor(float(steps))})

@@ -118,8 +118,9 @@ class RepeatSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """The rest of the epoch."""
-        indices = self._indices()
-        for place in range(self.position, len(indices)):
+        epoch = self.epoch
+        while self.epoch == epoch:  # the position is the sampler's: others draw from it, too
+            indices, place = self._indices(), self.position
             # Before the yield: an index that was yielded counts as drawn, even if no other is asked for.
             self.position += 1
             if self.position == len(indices):

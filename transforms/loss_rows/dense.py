@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule
-from headrace.transforms.errors import MissingKeyError
+from headrace.transforms.errors import BatchError, MissingKeyError, listing
 from headrace.transforms.options import at_least, nested_key
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import IN_LOSS, has_key, key_names, require
@@ -141,6 +141,7 @@ class DenseRows(BatchTransform):
         if has_key(batch, RESPONSE):
             rules.append(self._whole(batch, tokens, describe))
             if bool((behind := entries_behind(attention)).any()):
+                self._stay(rest.exclude(*columns), tokens.shape[1])
                 columns = {key: turn_right(column, behind) for key, column in columns.items()}
         masks = columns[self.attention_key], columns[self.loss_mask_key]
         rules += layout_rules(columns[self.tokens_key], *masks, self.pad_id, describe)
@@ -205,6 +206,15 @@ class DenseRows(BatchTransform):
             "or is `full` of another turn?"
         )
         return Rule((joined != whole).any(1), describe, message)
+
+    def _stay(self, rest: TensorDictBase, width: int) -> None:
+        """Refuse columns that may be per token and would stay where they are while the tokens move."""
+        items = rest.items(include_nested=True, leaves_only=True)
+        if width > 1 and (odd := [key for key, column in items if column.shape[1:2] == (width,)]):
+            raise BatchError(
+                f"the tokens of these rows are moved to their ends, and {listing(map(repr, odd))} as wide as "
+                "they would stay: pad on the left, or leave them out (batch.exclude)"
+            )
 
     def _fits(self, attention: Tensor, width: int, describe: Callable[[int], str]) -> Rule:
         over = attention[:, : max(attention.shape[1] - width, 0)].any(1)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from headrace.transforms.errors import BatchError, listing
+
 
 def pad_left(rows: Sequence[Tensor], value: float | None = None) -> Tensor:
     """(N, T, ...) of N tensors (T_i, ...): each at the end of its row, behind its padding.
@@ -20,6 +22,8 @@ def pad_left(rows: Sequence[Tensor], value: float | None = None) -> Tensor:
         >>> pad_left([torch.tensor([7]), torch.tensor([8, 9])]).tolist()
         [[0, 7], [8, 9]]
     """
+    if len(dtypes := {row.dtype for row in rows}) > 1:  # pad_sequence would cast to the first row's
+        raise BatchError(f"a per-token column has one dtype; found {listing(sorted(map(str, dtypes)))}")
     value = no_token(rows[0]) if value is None else value
     return pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side="left")
 

@@ -257,6 +257,7 @@ class ScoreRows(BatchTransform):
                 seen.set(key, batch.get(key))
         seen.set(self.tokens_key, tokens)
         seen.set(self.attention_key, attention)
+        seen.set(ATTENTION, attention)  # where wrappers of TorchRL look
         return seen.set(self.loss_mask_key, trains)
 
     def _per_token(self) -> list[NestedKey]:
