@@ -222,14 +222,14 @@ def test_rows_of_a_language_model_go_with_every_recipe_or_say_which_stage_has_no
 
 
 def test_an_actor_finds_the_attention_mask_where_torchrls_wrappers_look():
-    """They take what is not the padding token for a token where it is not there: ragged rows have any padding."""
+    """Where there is none, they take all but the padding token for tokens, and ragged rows have any padding."""
 
     class Attends(Bigram):
         def get_dist(self, batch, logits_key, mask_key=None):
             assert torch.equal(batch["masks", "all_attention_mask"], batch["masks", "mine"])
             return super().get_dist(batch, logits_key, mask_key)
 
-    rows = ragged([([1, 2], [3]), ([4], [5, 6, 7])])
+    rows = ragged([([1, 2], [3]), ([4], [5, 6])])
     for row in rows.tensordicts:
         row["masks", "mine"] = row["masks"].pop("all_attention_mask")
     out = ScoreRows(actor=Attends(), attention_key=("masks", "mine"))(rows)
