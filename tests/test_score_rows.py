@@ -222,7 +222,7 @@ def test_rows_of_a_language_model_go_with_every_recipe_or_say_which_stage_has_no
 
 
 def test_an_actor_finds_the_attention_mask_where_torchrls_wrappers_look():
-    """Where there is none, they take all but the padding token for tokens, and ragged rows have any padding."""
+    """Where there is none, they take all but the padding token for tokens; ragged rows have any padding."""
 
     class Attends(Bigram):
         def get_dist(self, batch, logits_key, mask_key=None):
