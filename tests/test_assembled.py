@@ -188,3 +188,21 @@ def test_the_state_of_both_goes_on_where_it_was(at):
     assert begun + numbers(again) == expected
     with pytest.raises(ValueError, match="has that of a source"):
         assembled([], GroupAssembler(groups=2)).load_state_dict(stream.state_dict())
+
+
+def test_what_was_only_late_is_not_lost_with_the_error_that_says_so():
+    may_go_on = Event()
+
+    def source():
+        for number, row in enumerate(rows(2)):
+            if number == 5:
+                may_go_on.wait()
+            yield row
+
+    stream, got = assembled(source(), GroupAssembler(), patience=0.2), []
+    with pytest.raises(StalledError, match=r"silent for 0.2 s"):
+        got += list(stream)
+    may_go_on.set()
+    got += list(stream)
+    assert sorted(number for batch in got for number in batch["number"].tolist()) == list(range(4, 8))
+    assert sum(stream.assembler.counts.values()) == 0

@@ -12,7 +12,7 @@ import torch
 from assembly import Line, SlowAssembler, batch_of_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from headrace.pipeline import RepeatSampler, load_pipeline
 from headrace.transforms import (
@@ -745,3 +745,74 @@ def test_who_writes_into_what_was_handed_out_changes_nothing_that_waits(lazy):
     put([Line(1, 3, 0, True)])
     (group,) = assembler.take()["group_id"].unique().tolist()
     assert (group, assembler.held) == (1, 1)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_texts_numbers_and_what_else_is_no_tensor_come_out_as_they_came(lazy, resumed):
+    values = ["a", 1, 2.5, {"k": [1]}]
+    assembler = GroupAssembler()
+    for number, value in enumerate(values):
+        batch = batch_of_lines([Line(0, number, 0, True, expected=4)])
+        batch["answer"] = NonTensorStack(NonTensorData(value))
+        if not lazy:  # one text for all rows
+            batch["task"], batch["next", "source"] = "gsm8k", "web"
+        assembler.put(lazy_stack(list(batch.unbind(0))) if lazy else batch)
+        if resumed:
+            assembler = saved_plain(assembler)
+    out = assembler.take()
+    found = [row["answer"] for row in out.unbind(0)]
+    assert found == values
+    assert [type(value) for value in found] == [str, int, float, dict]
+    if not lazy:
+        assert [row["task"] for row in out.unbind(0)] == ["gsm8k"] * 4
+        assert [row["next", "source"] for row in out.unbind(0)] == ["web"] * 4
+
+
+@pytest.mark.parametrize(
+    ("columns", "trains"),
+    [
+        ({"done": [0, 0, 1], "is_init": [1, 0, 0]}, True),
+        ({"done": [0, 0, 1], "is_init": [0, 1, 0]}, False),  # a row before the beginning
+        (
+            {"done": [0, 1, 1], "is_init": [1, 0, 0], "expected_segments": [2] * 3},
+            False,
+        ),  # a part lacks its head
+        ({"done": [0, 1, 1], "is_init": [1, 0, 1], "expected_segments": [2] * 3}, True),
+    ],
+)
+def test_what_is_handed_out_begins_and_ends_as_a_strict_gate_asks(columns, trains):
+    batch = batch_of_lines([Line(0, 0, s, bool(done), expected=1) for s, done in enumerate(columns["done"])])
+    batch["is_init"] = torch.tensor(columns["is_init"]).bool()
+    if "expected_segments" in columns:
+        batch["expected_segments"] = torch.tensor(columns["expected_segments"])
+    assembler = GroupAssembler()
+    assembler.put(batch)
+    out = assembler.take()
+    assert (out is not None) == trains
+    assert out is None or len(CompletenessGate()(out)) == 3
+
+
+def test_columns_that_could_not_be_joined_when_they_go_out_are_refused_when_they_come():
+    assembler = GroupAssembler()
+    for rollout, size in ((0, [1]), (1, [1, 1])):
+        batch = batch_of_lines([Line(0, rollout, 0, True)])
+        batch["extra"] = TensorDict({"x": torch.zeros(1, 1)}, batch_size=size)
+        if rollout == 0:
+            assembler.put(batch)
+            continue
+        with pytest.raises(BatchError, match="columns of one kind and batch size; only some have"):
+            assembler.put(batch)
+    assert (assembler.held, assembler.ready) == (1, 0)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_state_is_nobody_elses(lazy):
+    batch = batch_of_lines([Line(0, rollout, 0, True) for rollout in (0, 1)])
+    assembler = GroupAssembler()
+    assembler.put(lazy_stack(list(batch.unbind(0))) if lazy else batch)
+    state = assembler.state_dict()
+    for row in assembler.take().unbind(0):
+        row["tokens", "full"].zero_()
+    assembler.load_state_dict(state)
+    assert assembler.take()["tokens", "full"].tolist() == [[0] * 3, [1] * 3]

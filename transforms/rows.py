@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tensordict import (
     LazyStackedTensorDict,
+    MetaData,
     NestedKey,
     NonTensorData,
     NonTensorStack,
@@ -15,6 +16,7 @@ from tensordict import (
     TensorDictBase,
     is_leaf_nontensor,
     is_tensor_collection,
+    is_tensorclass,
     lazy_stack,
 )
 from torch import Tensor
@@ -262,10 +264,14 @@ def to_plain(batch: TensorDictBase | None) -> dict[str, Any] | None:
     if isinstance(batch, LazyStackedTensorDict):
         return {"rows": [to_plain(row) for row in batch.unbind(0)]}
     columns: dict[str, Any] = {}
+    if is_tensorclass(batch):  # whose own get() takes data out of what holds it
+        batch = batch.to_tensordict()
     for key in batch.keys():
         value = batch.get(key)
-        if isinstance(value, NonTensorData | NonTensorStack):
-            columns[key] = value.tolist()
+        if isinstance(value, MetaData | NonTensorData | NonTensorStack):
+            is_one = isinstance(value, MetaData)  # for all rows
+            plain = {"meta": value.data} if is_one else {"data": _data_of(value, value.batch_dims)}
+            columns[key] = plain | {"batch_size": list(value.batch_size)}
         else:
             columns[key] = to_plain(value) if is_tensor_collection(value) else value
     return {"columns": columns, "batch_size": list(batch.batch_size), "device": str(batch.device or "")}
@@ -279,5 +285,19 @@ def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
         return lazy_stack([from_plain(row) for row in plain["rows"]])
     batch = TensorDict({}, batch_size=plain["batch_size"], device=plain["device"] or None)
     for key, value in plain["columns"].items():
+        if isinstance(value, dict) and "data" in value:
+            value = _stack_data(value["data"], len(value["batch_size"]))
+        elif isinstance(value, dict) and "meta" in value:
+            value = MetaData(value["meta"], batch_size=value["batch_size"])
         batch[key] = from_plain(value) if isinstance(value, dict) else value
     return batch
+
+
+def _data_of(value: Any, dims: int) -> Any:
+    """What is not a tensor, in lists as deep as its batch dimensions."""
+    return [_data_of(each, dims - 1) for each in value.unbind(0)] if dims else value.data
+
+
+def _stack_data(data: Any, dims: int) -> Any:
+    """A list alone would become a tensor where it has numbers in it."""
+    return NonTensorStack(*(_stack_data(each, dims - 1) for each in data)) if dims else NonTensorData(data)

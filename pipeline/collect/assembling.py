@@ -97,6 +97,7 @@ class Assembled(OverSource):
         super().__init__(source)
         self.assembler = assembler
         self.patience, self.leftovers = patience, leftovers
+        self._late: SimpleQueue[Callable[[], Any]] | None = None  # what was asked for, and not there in time
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         rows = iter(self.source) if self.patience is None else self._patiently(self.patience)
@@ -131,16 +132,21 @@ class Assembled(OverSource):
         """
         wanted: SimpleQueue[bool] = SimpleQueue()
         found: SimpleQueue[Callable[[], Any]] = SimpleQueue()
-        Thread(target=_read_when_wanted, args=(self.source, wanted, found), daemon=True).start()
+        reader = Thread(target=_read_when_wanted, args=(self.source, wanted, found), daemon=True)
         left = patience
         try:
             while left > 0:
                 asked = time.monotonic()
-                wanted.put(True)
+                if self._late is None:
+                    if not reader.ident:
+                        reader.start()
+                    wanted.put(True)
+                    self._late = found
                 try:
-                    answer = found.get(timeout=left)
+                    answer = self._late.get(timeout=left)
                 except Empty:
                     break
+                self._late = None
                 batch = answer()
                 if batch is _END:
                     return

@@ -100,7 +100,7 @@ class DrainWriter(RoundRobinWriter):
         """Write rows.
 
         Raises:
-            BatchError: a column is missing.
+            BatchError: columns are not those of the storage.
         """
         with self._remembered(data):
             return super().extend(data)
@@ -109,18 +109,40 @@ class DrainWriter(RoundRobinWriter):
     def _remembered(self, data: TensorDictBase) -> Iterator[None]:
         try:
             there = getattr(self._storage, "_storage", None)
-            tables = isinstance(there, TensorDictBase) and isinstance(data, TensorDictBase)
-            if tables and (missing := _leaves(there) - _leaves(data)):
-                names = ", ".join(sorted(map(str, missing)))
-                raise BatchError(f"rows must have all columns of the storage; these lack {names}")
+            if isinstance(there, TensorDictBase) and isinstance(data, TensorDictBase):
+                _check_columns(_widths(there), _widths(data))
             yield
         except BaseException:
             self._failed += 1  # under the lock of the buffer
             raise
 
 
-def _leaves(rows: TensorDictBase) -> set[NestedKey]:
-    return set(rows.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
+def _widths(rows: TensorDictBase) -> dict[NestedKey, torch.Size | None]:
+    """The shape of each column in a row; None where it holds no tensors."""
+    leaves = rows.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
+    return {key: leaf.shape[rows.batch_dims :] if isinstance(leaf, Tensor) else None for key, leaf in leaves}
+
+
+def _check_columns(
+    stored: dict[NestedKey, torch.Size | None], came: dict[NestedKey, torch.Size | None]
+) -> None:
+    """Refuse columns that are not those of the storage: what one process adds to it is there in no other.
+
+    Raises:
+        BatchError: some are missing, more than it has, or of another width, which would be repeated.
+    """
+    both = stored.keys() & came.keys()
+    odd = {
+        "lack": stored.keys() - both,
+        "have also": came.keys() - both,
+        "are of another width in": {key for key in both if stored[key] != came[key]},
+    }
+    for how, keys in odd.items():
+        if keys:
+            names = ", ".join(sorted(map(str, keys)))
+            raise BatchError(
+                f"rows must have all columns of the storage, as wide as there; these {how} {names}"
+            )
 
 
 class Drained:
@@ -185,7 +207,7 @@ class Drained:
         rows = self.buffer.storage[index]
         if not self.buffer.shared:
             return lazy_stack(rows) if isinstance(rows, list) else rows
-        if odd := [str(key) for key in _leaves(rows) if not isinstance(rows.get(key), Tensor)]:
+        if odd := [str(key) for key, width in _widths(rows).items() if width is None]:
             raise BatchError(
                 f"a shared buffer has columns that are no tensors, {', '.join(sorted(odd))}: what a worker "
                 "writes there stays in its process. Number them, or leave them out"

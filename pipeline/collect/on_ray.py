@@ -55,7 +55,9 @@ class RayAssembler:
         ray = import_extra("ray", "ray", type(self).__name__)
         groups = GroupAssembler(**options).groups  # a wrong option is refused here, and not in the actor
         self.max_ready = at_least("max_ready", max_ready, 1) or (None if groups is None else 2 * groups)
-        remote = ray.remote(**{"num_cpus": 0, **(actor or {})})(AssemblerActor)
+        # Writers that wait must not keep the trainer out: Ray's own limit is 1,000 calls.
+        own = {"num_cpus": 0, "max_concurrency": 1_000_000}
+        remote = ray.remote(**{**own, **(actor or {})})(AssemblerActor)
         self._actor = remote.remote(self.max_ready, options)
 
     def _ask(self, method: str, *args: Any) -> Any:

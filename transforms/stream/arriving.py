@@ -66,8 +66,6 @@ class Arriving(NamedTuple):
     dispatch: Dispatch
     rows: HeldRows
     """Their `slot` is the label of their group."""
-    say_beginnings: bool
-    """Whether they say where rollouts begin, which then is once."""
 
 
 def read_dispatch(batch: TensorDictBase, reads: Reads, groups: OpenGroups) -> Dispatch:
@@ -89,13 +87,12 @@ def read_arriving(batch: TensorDictBase, reads: Reads, groups: OpenGroups, recei
     """Read what rows say of themselves, as :func:`read_dispatch`; `received` rows came before."""
     dispatch = read_dispatch(batch, reads, groups)
     status = read_status(batch, reads.status_key, reader=READER)
-    done = begins = torch.ones(len(batch), dtype=torch.bool)
-    say_beginnings = reads.done_key is not None and reads.segment_key is None and has_key(batch, INIT)
-    ends = torch.ones(len(batch), dtype=torch.int64)
+    done, ends = torch.ones(len(batch), dtype=torch.bool), torch.ones(len(batch), dtype=torch.int64)
+    begins = -ends
     if reads.done_key is not None:
         done = read_flags(batch, reads.done_key, reader=READER, option="done_key").cpu()
         if has_key(batch, INIT):
-            begins = read_flags(batch, INIT, reader=READER, option="where rollouts begin").cpu()
+            begins = read_flags(batch, INIT, reader=READER, option="where rollouts begin").cpu().long()
         if has_key(batch, EXPECTED_SEGMENTS):
             ends = reads.numbers(batch, EXPECTED_SEGMENTS)
     rows = HeldRows(
@@ -111,7 +108,7 @@ def read_arriving(batch: TensorDictBase, reads: Reads, groups: OpenGroups, recei
         version=reads.numbers(batch, "version_key"),
         arrival=received + torch.arange(len(batch)),
     )
-    return Arriving(dispatch, rows, say_beginnings)
+    return Arriving(dispatch, rows)
 
 
 def dispatch_rules(groups: OpenGroups, came: Dispatch, group_size: int | None) -> list[Rule]:
@@ -155,9 +152,8 @@ def row_rules(rows: HeldRows) -> list[Rule]:
 
 def begin_rule(rows: HeldRows) -> Rule:
     """A rollout that waits has begun once, or where its segments end each by themselves as often as they."""
-    more = rows.begins & (sum_by(rows.first, rows.begins.long()) > rows.ends)
     return Rule(
-        more,
+        sum_by(rows.first, (rows.begins == 1).long()) > rows.ends,
         lambda row: f"rollout {int(rows.rollout[row])}",
         "a rollout begins once (is_init); begun again before it ended: {found}. Its rewards would be added "
         f"up. {NUMBER_WORKERS}",

@@ -376,8 +376,8 @@ class GroupAssembler:
                 f"it is of one with {state['options']}"
             )
         with self._turn:
-            self._state = Stream.from_plain(state["state"], time.monotonic())
-            self._chunks, self.version = Chunks.from_plain(state["chunks"]), state["version"]
+            stream, chunks = Stream.from_plain(state["state"], time.monotonic()), state["chunks"]
+            self._chunks, self._state, self.version = Chunks.from_plain(chunks), stream, state["version"]
 
     def _identity(self) -> dict[str, Any]:
         """The options by which rows that are held were read."""

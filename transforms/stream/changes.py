@@ -107,8 +107,7 @@ def admit(state: Stream, new: Arriving, now: float, group_size: int | None, has_
     every = every._replace(slot=torch.cat([state.rows.slot, line[label]]))
     if bool(leaves.any()):
         every = every.take(torch.cat([torch.ones(held, dtype=torch.bool), leaves == 0]))
-    if new.say_beginnings:
-        rules.append(begin_rule(every))
+    rules.append(begin_rule(every))
     after = state._replace(rows=every, groups=groups, received=state.received + len(label))
     return Admission(count_out(after, leaves), leaves, rules)
 

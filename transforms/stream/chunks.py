@@ -75,6 +75,11 @@ class Chunks:
                     f"{found}: pad to one width, or keep ragged rows in a lazy stack"
                 )
         join_rows([held, batch[:1]], what)
+        if odd := self.chunks[0].columns.keys() ^ columns_of(batch).keys():
+            raise BatchError(
+                f"{what} must have columns of one kind and batch size; only some have "
+                f"{', '.join(sorted(map(str, odd)))}"
+            )
 
     def add(self, arrival: Tensor, batch: TensorDictBase, rows: Tensor) -> None:
         """Keep copies of some rows of a batch: collectors write into theirs again."""
@@ -114,8 +119,12 @@ class Chunks:
         return zip(self.chunks, arrival.tensor_split(starts[1:]), strict=False)  # no chunk: one part
 
     def to_plain(self) -> list[dict[str, Any]]:
-        """As dicts, tensors and lists."""
-        return [{"arrival": chunk.arrival, "rows": to_plain(chunk.as_batch())} for chunk in self.chunks]
+        """As dicts, tensors and lists, which share no memory with rows that are handed out."""
+        rows = [chunk.take(torch.arange(len(chunk.arrival))) for chunk in self.chunks]
+        own = [
+            chunk._replace(columns={p: _copy(value) for p, value in chunk.columns.items()}) for chunk in rows
+        ]
+        return [{"arrival": chunk.arrival, "rows": to_plain(chunk.as_batch())} for chunk in own]
 
     @classmethod
     def from_plain(cls, plain: Sequence[dict[str, Any]]) -> Chunks:
@@ -165,7 +174,9 @@ def _take(value: Any, rows: Tensor) -> Any:
         return value.index_select(0, rows.to(value.device))
     if isinstance(value, list):
         return [value[row] for row in rows.tolist()]
-    return take_rows(value, rows.to(device_of(value)))
+    if isinstance(value, TensorDictBase):
+        return take_rows(value, rows.to(device_of(value)))
+    return value[rows]  # what is no TensorDict has no columns to gather: one text for all rows
 
 
 def _copy(taken: Any) -> Any:

@@ -66,7 +66,8 @@ def has_ended(
         done: (N,) bool, the rollout ends with this row, or its segment does.
         ends: (N,) int64, how many rows of the rollout are done when it has ended.
         segment: (N,) int64, the number of the row's segment, from 0; None: rows have none.
-        begins: (N,) bool, the rollout begins with this row; None: nobody says.
+        begins: (N,) int64, 1 where the rollout begins with this row, or its segment does, −1 where nobody
+            says; None: nobody does.
 
     Example:
         >>> first, once = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
@@ -77,7 +78,12 @@ def has_ended(
     if segment is not None:
         last = last_segment(first, done, segment)
         ended &= (ends > 1) | (sum_by(first, torch.ones_like(first)) == last + 1)
-    return ended if begins is None else ended & any_by(first, begins)
+    if begins is None:
+        return ended
+    order = torch.arange(len(first)) if segment is None else segment
+    from_the_start = any_by(first, (begins == 1) & (order == reduce_by(first, order, "amin")))
+    begun = (sum_by(first, begins) == ends) & ((ends > 1) | from_the_start)
+    return ended & (begun | (begins < 0))
 
 
 def last_segment(first: Tensor, done: Tensor, segment: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class HeldRows(NamedTuple):
     done: Tensor
     """bool: the rollout ends with this row, or its segment does."""
     begins: Tensor
-    """bool: the rollout begins with this row; True where nobody says."""
+    """int64: 1 where the rollout begins with this row, or its segment does; -1 where nobody says."""
     ends: Tensor
     """int64: how many rows of the rollout are done when it has ended."""
     status: Tensor
@@ -49,7 +49,7 @@ class HeldRows(NamedTuple):
     @classmethod
     def nothing(cls) -> HeldRows:
         """No rows."""
-        types = {"done": torch.bool, "begins": torch.bool, "reward": torch.float64}
+        types = {"done": torch.bool, "reward": torch.float64}
         return cls(*(torch.empty(0, dtype=types.get(name, torch.int64)) for name in cls._fields))
 
 
