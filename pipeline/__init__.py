@@ -1,6 +1,6 @@
 """The pipeline, how it is composed, and the command that trains through it."""
 
-from .collect import AssembleOnWrite, DrainWriter, StampIds, assembled, drained, informative, stamp_ids
+from .collect import AssembleOnWrite, DrainWriter, StampIds, assembled, drained, informative, paced, stamp_ids
 from .collect.group_unit import GroupUnit
 from .collect.on_ray import RayAssembler
 from .collect.rollout_queue import RolloutQueue
@@ -38,6 +38,7 @@ __all__ = [
     "log_report",
     "make_report",
     "optimise",
+    "paced",
     "page_data",
     "register_configs",
     "stamp_ids",

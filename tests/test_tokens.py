@@ -27,6 +27,16 @@ def test_tokens_are_counted_whatever_the_width(width, rows, seed, odd):
     assert count_true(wide.t()).tolist() == [rows] * (8 * 300 + width)
 
 
+def test_the_next_batch_may_lie_in_the_memory_of_the_last_whoever_wrote_it():
+    """Another process, or NumPy, changes no version of a tensor."""
+    memory = torch.ones(4, 6, dtype=torch.bool)
+    batch = TensorDict({"mask": memory}, batch_size=[4])
+    pipeline = Pipeline({"weight": LossWeight(loss_mask_key="mask", log_prob_key=None)}, loss_mask_key="mask")
+    assert pipeline(batch)["num_tokens"].tolist() == [24] * 4
+    memory.numpy()[:, 2:] = False
+    assert pipeline(batch)["num_tokens"].tolist() == [8] * 4
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_token_whose_log_probability_is_not_finite_is_out_of_the_loss(value):
     """GRPOLoss leaves it out, so that no mean may count it."""

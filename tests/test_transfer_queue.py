@@ -179,11 +179,13 @@ def test_keys_with_dots_are_refused(name):
     assert keys_in(name) == []
 
 
+@pytest.mark.parametrize("groups", [1, 4])  # of a batch; with four the source has ended before the last
+@pytest.mark.parametrize("after", [0, 1])  # states that were called for after the one from which it goes on
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_reader_goes_on_from_its_last_state_or_the_one_before(at, name):
+def test_a_reader_goes_on_from_its_last_state_or_the_one_before(at, after, groups, name):
     def read(state: dict[str, Any] | None = None) -> Any:
-        source = RolloutQueue(name, producers=1, clear="saved", rows=5)
-        stream = assembled(source, GroupAssembler(groups=1))
+        source = RolloutQueue(name, producers=1, clear="saved", max_rows=5)
+        stream = assembled(source, GroupAssembler(groups=groups), patience=PATIENCE)
         if state is not None:
             stream.load_state_dict(state)
         return stream
@@ -192,21 +194,22 @@ def test_a_reader_goes_on_from_its_last_state_or_the_one_before(at, name):
         return [batch["number"].tolist() for batch in batches]
 
     rows = batch_of_lines(LINES)
-    expected = numbers(assembled(rows.split(5), GroupAssembler(groups=1)))
+    expected = numbers(assembled(rows.split(5), GroupAssembler(groups=groups)))
+    at = min(at, len(expected) - 1)
     send(RolloutQueue(name), rows.split(7))
     stream, states = read(), []
     batches, begun = iter(stream), []
-    for _ in range(3):  # a state after each of three batches, the last of which is never saved
+    for _ in range(at + 1):  # a state after each batch, but perhaps the last, which is lost with it
         begun += numbers([next(batches)])
-        file = io.BytesIO()
-        torch.save(stream.state_dict(), file)
-        states.append(file)
-        if len(states) == at + 1:
-            break
+        if len(states) < at + after:
+            states.append(io.BytesIO())
+            torch.save(stream.state_dict(), states[-1])
     assert begun == expected[: at + 1]
     states[at - 1].seek(0)
     again = read(torch.load(states[at - 1], weights_only=True))
     assert numbers(again) == expected[at:]
+    for _ in range(2):
+        again.state_dict()
     assert keys_in(name) == []
 
 

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
 
@@ -75,6 +75,7 @@ class BatchTransform(Transform):
         spans_ranks: what it measures over rows is of a :class:`Population`. Where ranks share a batch it runs
             on all of them, also on one that has no rows.
         own_of_rank: options that may differ on ranks that share a batch.
+        silences: the columns in which it silences rows that are out of the loss, as it gathers them.
         asks_in_loss: it takes no row for trained that ``("headrace", "in_loss")`` says is not. In front of
             other stages a pipeline silences rows at once, else in the memory into which it gathers them.
     """
@@ -89,6 +90,7 @@ class BatchTransform(Transform):
     stateful: ClassVar[bool] = False
     spans_ranks: ClassVar[bool] = False
     own_of_rank: ClassVar[tuple[str, ...]] = ()
+    silences: Collection[NestedKey] = ()
     asks_in_loss: bool = False
     _home: int | None = None  # the process in which a replay buffer took it
 

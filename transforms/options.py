@@ -20,13 +20,15 @@ def one_of(option: str, value: Any, allowed: Sequence[Any]) -> Any:
     return value
 
 
-def at_least(option: str, value: Any, low: int) -> Any:
-    """Check that a value is an integer ≥ `low`; None passes.
+def at_least(option: str, value: Any, low: int, *, required: bool = False) -> Any:
+    """Check that a value is an integer ≥ `low`; None passes, unless one is required.
 
     Raises:
         ValueError: it is not.
     """
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+    if value is None and not required:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ValueError(f"{option} must be an integer ≥ {low}; got {value!r}")
     return value
 

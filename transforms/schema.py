@@ -70,6 +70,7 @@ DISPATCHED = ("headrace", "dispatched")
 STATUS_KEYS = (("next", "status"), "status")  # where a status is, in the order of looking
 DONE = ("next", "done")  # True where a rollout ends, as TorchRL's collectors write it
 COLLECTED = ("collector", "mask")  # False where TorchRL's collectors filled up what they yield
+INIT = "is_init"  # True where a rollout begins, as TorchRL's InitTracker writes it
 EXPECTED_SEGMENTS = "expected_segments"  # how many segments of the row's rollout end, each by itself
 
 Unit = Literal["sample", "rollout", "group"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
@@ -19,6 +19,7 @@ from .schema import IN_LOSS, LENGTH, has_key, key_names, require
 PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")  # as TorchRL's wrappers write them
 ATTENTION = ("masks", "all_attention_mask")
 _later: ContextVar[set[NestedKey] | None] = ContextVar("headrace_silencing_later", default=None)
+_counted: ContextVar[dict[str, Any] | None] = ContextVar("headrace_counted", default=None)
 MOST = 255  # bytes of 0 and 1 that can be added up before one of them overflows
 
 
@@ -245,25 +246,36 @@ def _count(
     return counted_once(count_true, rows, mask)
 
 
-_last = threading.local()
+@contextmanager
+def counting_once() -> Iterator[None]:
+    """Inside, tokens of the same columns are counted once: while a pipeline runs, nobody else writes to them.
+
+    Between two batches somebody may, and no version tells: another process, or NumPy, in the same memory.
+    """
+    token = _counted.set({})
+    try:
+        yield
+    finally:
+        _counted.reset(token)
 
 
 def counted_once(count: Callable[..., Tensor], rows: int, *columns: Tensor) -> Tensor:
-    """What a function counts in columns as (rows, …); the last answer, if they are the same and unchanged.
+    """What a function counts in columns as (rows, …); in a run the last answer, if they are unchanged.
 
     The stages of a pipeline ask for the tokens of the same columns several times, and to count them costs a
     good part of what it costs to gather them. Columns are not kept alive.
     """
-    known = rows > 1 and not any(column.is_inference() for column in columns)  # which keep no versions
-    versions = [column._version for column in columns] if known else []
-    last = getattr(_last, count.__name__, None)
+    counted = _counted.get()
+    known = counted is not None and rows > 1 and not any(column.is_inference() for column in columns)
+    versions = [column._version for column in columns] if known else []  # inference keeps none
+    last = counted.get(count.__name__) if counted else None
     if known and last is not None and last[1] == versions:
         same = all(there() is column for there, column in zip(last[0], columns, strict=True))
         if same:
             return last[2].clone()
     found = count(*(column.reshape(rows, column.numel() // max(rows, 1)) for column in columns))
-    if known:
-        setattr(_last, count.__name__, ([weakref.ref(column) for column in columns], versions, found.clone()))
+    if counted is not None and known:
+        counted[count.__name__] = [weakref.ref(column) for column in columns], versions, found.clone()
     return found
 
 

@@ -4,6 +4,7 @@ from .assembling import assembled
 from .drain import DrainWriter, drained
 from .informing import informative
 from .on_write import AssembleOnWrite
+from .pacing import paced
 from .stamping import StampIds, stamp_ids
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "assembled",
     "drained",
     "informative",
+    "paced",
     "stamp_ids",
 ]

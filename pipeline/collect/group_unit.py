@@ -103,7 +103,7 @@ class GroupUnit(SampleUnit):
     def _sampler(self, storage: Storage) -> Sampler | None:
         """Who draws for the buffer that this is the unit of."""
         buffers = [buffer for buffer in storage._attached_entities_iter() if hasattr(buffer, "_sample_unit")]
-        sampler = next((buffer._sampler for buffer in buffers if buffer._sample_unit is self), None)
+        sampler = next((buffer.sampler for buffer in buffers if buffer._sample_unit is self), None)
         if isinstance(sampler, ConsumingSampler):
             raise TypeError(
                 "ConsumingSampler counts rows and frees their places one by one, which tears groups: take "

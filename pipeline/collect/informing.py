@@ -24,6 +24,7 @@ from headrace.transforms.options import at_least, nested_key, one_of
 from headrace.transforms.rows import device_of, shallow_copy
 from headrace.transforms.schema import IN_LOSS, ROW, has_key, read_column
 from headrace.transforms.stream.chunks import Chunks
+from headrace.transforms.stream.closed import Closed, close_ids, is_closed
 
 from .over_source import OverSource
 
@@ -75,8 +76,8 @@ def informative(
     if stages is None:
         varied = SampleFilter(criterion=RewardsVary(), action="drop")
         stages = [CompletenessGate(), FanOutCollapse(), varied]
-    if at_least("groups", groups, 1) is None or at_least("max_batches", max_batches, 1) is None:
-        raise ValueError(f"groups and max_batches must be integers ≥ 1; got {groups} and {max_batches}")
+    at_least("groups", groups, 1, required=True)
+    at_least("max_batches", max_batches, 1, required=True)
     one_of("on_short", on_short, get_args(OnShort))
     return Informative(
         source, stages, nested_key(group_key), groups=groups, max_batches=max_batches, on_short=on_short
@@ -107,6 +108,7 @@ class Informative(OverSource):
         self.counts = {"uninformative": 0}
         self.seen = self.found = 0
         self._rows, self._came = Chunks(), 0
+        self._closed: Closed = {}  # groups that came
         self._group = self._arrival = torch.empty(0, dtype=torch.int64)  # of the rows that wait
 
     @property
@@ -158,7 +160,8 @@ class Informative(OverSource):
         if len(flat) == 0:
             return
         group = as_ids(read_column(flat, self.group_key, reader=READER, option="group_key"), "group_id").cpu()
-        torn = group[torch.isin(group, self._group)]
+        nowhere = torch.zeros_like(group)  # groups have no partitions here
+        torn = group[is_closed(self._closed, nowhere, group)]
         if len(torn):
             raise BatchError(
                 f"{READER} takes batches of whole groups; in two batches came "
@@ -174,6 +177,7 @@ class Informative(OverSource):
             torch.cat([self._arrival, arrival]),
         )
         self._came += len(flat)
+        self._closed = close_ids(self._closed, nowhere, group)
         self.counts["uninformative"] += int((~stays).sum())
         self.seen += int(is_first(first).sum())
         self.found += int((is_first(first) & stays).sum())
@@ -202,6 +206,7 @@ class Informative(OverSource):
         """The groups that wait, and the counts."""
         rows = {"rows": self._rows.to_plain(), "group": self._group, "arrival": self._arrival}
         return rows | {
+            "closed": dict(self._closed),
             "came": self._came,
             "counts": dict(self.counts),
             "seen": self.seen,
@@ -211,7 +216,7 @@ class Informative(OverSource):
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`own_state`."""
         self._rows, self._group = Chunks.from_plain(state["rows"]), state["group"]
-        self._arrival, self._came = state["arrival"], state["came"]
+        self._arrival, self._came, self._closed = state["arrival"], state["came"], dict(state["closed"])
         self.counts, self.seen, self.found = dict(state["counts"]), state["seen"], state["found"]
 
 

@@ -53,7 +53,8 @@ class RayAssembler:
         self, *, max_ready: int | None = None, actor: Mapping[str, Any] | None = None, **options: Any
     ):
         ray = import_extra("ray", "ray", type(self).__name__)
-        groups = GroupAssembler(**options).groups  # a wrong option is refused here, and not in the actor
+        own_options = GroupAssembler(**options)  # a wrong one is refused here, and not in the actor
+        self.group_key, groups = own_options.group_key, own_options.groups
         self.max_ready = at_least("max_ready", max_ready, 1) or (None if groups is None else 2 * groups)
         # Writers that wait must not keep the trainer out: Ray's own limit is 1,000 calls.
         own = {"num_cpus": 0, "max_concurrency": 1_000_000}

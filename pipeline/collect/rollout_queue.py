@@ -36,8 +36,9 @@ class RolloutQueue:
         producers: how many end before the reader does. None: it reads without end.
         clear: when rows that were read leave the queue: ``read``, as soon as more are asked for; ``saved``,
             when :meth:`state_dict` is called the second time after, so that a reader that goes on from its
-            last state, or the one before, finds all that came later.
-        rows: at most so many are read at once.
+            last state, or the one before, finds all that came later, the end too: what was read after the
+            last two states stays.
+        max_rows: that are read at once, ≥ 1.
 
     Raises:
         ImportError: the extra `tq` is not installed.
@@ -50,11 +51,12 @@ class RolloutQueue:
         *,
         producers: int | None = None,
         clear: Literal["read", "saved"] = "read",
-        rows: int = 1024,
+        max_rows: int = 1024,
     ):
         self._queue()
         self.partition, self.producers = partition, at_least("producers", producers, 1)
-        self.clear, self.rows = one_of("clear", clear, ("read", "saved")), at_least("rows", rows, 1)
+        self.clear = one_of("clear", clear, ("read", "saved"))
+        self.max_rows = at_least("max_rows", max_rows, 1, required=True)
         self._name, self._sent = "", 0
         self._read: dict[str, int] = {}  # by producer, how many of its rows
         self._used: list[str] = []  # keys of rows that were read and are there still
@@ -118,22 +120,26 @@ class RolloutQueue:
             if not new:
                 time.sleep(POLL)
                 yield None
-        self._forget(len(self._used))
-        self._queue().kv_clear(ended, self.partition)
+        self._used += [key for key in ended if key not in self._used]
+        if self.clear == "read":
+            self._forget(len(self._used))
 
     def _look(self) -> tuple[list[str], list[tuple[Mapping[str, Any], list[str]]]]:
         """The keys that say an end, and those of new rows, in pieces of one tag."""
-        tags = self._queue().kv_list(self.partition).get(self.partition, {})
         new: list[tuple[Mapping[str, Any], str]] = []
         ended: list[str] = []
-        for key, tag in tags.items():
+        for key, tag in self._tags().items():
             name, _, number = key.partition("/")
             if number == END:
                 ended += [key] if END in tag else []
-            elif tag and int(number) >= self._read.get(name, 0) and len(new) < self.rows:
+            elif tag and int(number) >= self._read.get(name, 0) and len(new) < self.max_rows:
                 new.append((tag, key))
         pieces = groupby(new, key=lambda each: each[0])
         return ended, [(tag, [key for _, key in piece]) for tag, piece in pieces]
+
+    def _tags(self) -> Mapping[str, Mapping[str, Any]]:
+        """Those of all that the queue has, by key."""
+        return self._queue().kv_list(self.partition).get(self.partition, {})
 
     def _forget(self, count: int) -> None:
         if count:
@@ -148,5 +154,9 @@ class RolloutQueue:
         return {"read": dict(self._read)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after those rows."""
+        """Go on after those rows; they leave the queue as if they had been read here."""
         self._read = dict(state["read"])
+        rows = [key.partition("/") for key in self._tags()]
+        read = [row for row in rows if row[2] != END and int(row[2]) < self._read.get(row[0], 0)]
+        self._used = ["".join(row) for row in read]
+        self._saved = len(self._used)

@@ -45,7 +45,7 @@ class StepQueue:
 
     def __init__(self, partition: str, *, ranks: int, max_steps: int | None = None):
         self._queue()
-        self.partition, self.ranks = partition, at_least("ranks", ranks, 1)
+        self.partition, self.ranks = partition, at_least("ranks", ranks, 1, required=True)
         self.max_steps = at_least("max_steps", max_steps, 1)
         self.steps = 0
         """Steps that were put."""
@@ -105,21 +105,24 @@ class StepQueue:
         for rank in range(self.ranks):
             self._queue().kv_batch_put([END], f"{self.partition}/{rank}", tags=[{END: self.steps}])
 
-    def minibatches(self, rank: int, *, patience: float | None = None) -> Iterator[TensorDictBase]:
+    def minibatches(
+        self, rank: int, *, first: int = 0, patience: float | None = None
+    ) -> Iterator[TensorDictBase]:
         """Yield a rank's part of each step.
 
         Args:
             rank: which.
+            first: the step to begin with: a rank that goes on after a restart has trained those before.
             patience: seconds for which to wait for a step. None: without end.
 
         Raises:
             StalledError: none came in time.
             BatchError: the queue has lost rows of a step.
         """
-        return self._take_steps(rank, check_patience(patience))
+        return self._take_steps(rank, first, check_patience(patience))
 
-    def _take_steps(self, rank: int, patience: float | None) -> Iterator[TensorDictBase]:
-        step, name, asked = 0, f"{self.partition}/{rank}", time.monotonic()
+    def _take_steps(self, rank: int, step: int, patience: float | None) -> Iterator[TensorDictBase]:
+        name, asked = f"{self.partition}/{rank}", time.monotonic()
         while True:
             tags = self._tags(rank)
             if (tag := tags.get(f"{step}")) is not None:

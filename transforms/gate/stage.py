@@ -19,6 +19,7 @@ from headrace.transforms.schema import (
     DONE,
     EXPECTED_SEGMENTS,
     FINISHED,
+    INIT,
     has_key,
     key_names,
     read_flags,
@@ -115,7 +116,7 @@ class CompletenessGate(BatchTransform):
         expected_key: NestedKey = "expected_rollouts",
         status_key: NestedKey | None = None,
         done_key: NestedKey | None = DONE,
-        init_key: NestedKey | None = "is_init",
+        init_key: NestedKey | None = INIT,
         segment_key: NestedKey | None = None,
         expected_segments_key: NestedKey = EXPECTED_SEGMENTS,
     ):

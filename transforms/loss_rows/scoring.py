@@ -212,14 +212,11 @@ class ScoreRows(BatchTransform):
     def _dense(self, batch: TensorDictBase, option: str) -> Tensor:
         """A per-token column, (N, T); ragged rows padded on the left."""
         key = getattr(self, option)
-        if isinstance(batch, LazyStackedTensorDict) and has_key(batch, key):
-            if option != "tokens_key":
-                check_mask(batch, key)
-            return pad_left(batch.get(key, as_list=True))
-        column = require(batch, key, reader=type(self).__name__, option=option)
+        ragged = isinstance(batch, LazyStackedTensorDict) and has_key(batch, key)
+        column = None if ragged else require(batch, key, reader=type(self).__name__, option=option)
         if option != "tokens_key":
             check_mask(batch, key)
-        return column
+        return pad_left(batch.get(key, as_list=True)) if column is None else column
 
     def _score(
         self, batch: TensorDictBase, tokens: Tensor, attention: Tensor, trains: Tensor

@@ -13,6 +13,7 @@ from headrace.transforms.errors import NUMBER_WORKERS
 from headrace.transforms.ids import as_ids, sum_by
 from headrace.transforms.schema import (
     EXPECTED_SEGMENTS,
+    INIT,
     Status,
     has_key,
     read_column,
@@ -26,9 +27,6 @@ from .held import HeldRows
 from .open_groups import Dispatch, OpenGroups, number_groups
 
 READER = "GroupAssembler"
-
-
-INIT = "is_init"  # True where a rollout begins, by TorchRL's InitTracker
 
 
 class Reads(NamedTuple):

@@ -28,7 +28,7 @@ from .limits import Limits, check_limits, count_idle, describe_stall, repeat_rul
 from .settled import Selector
 from .stalled import StalledError
 
-OnShort = Literal["drop", "raise", "keep", "refill"]
+Remedy = Literal["drop", "raise", "keep", "refill"]
 OnRepeat = Literal["drop", "raise"]
 Refill = Callable[[int, int], Any]
 
@@ -119,10 +119,10 @@ class GroupAssembler:
         *,
         groups: int | None = None,
         group_size: int | None = None,
-        on_failure: OnShort = "drop",
+        on_failure: Remedy = "drop",
         timeout: int | None = None,
         timeout_seconds: float | None = None,
-        on_timeout: OnShort = "drop",
+        on_timeout: Remedy = "drop",
         min_rollouts: int | None = None,
         min_fraction: float | None = None,
         refill: Refill | None = None,
@@ -148,13 +148,13 @@ class GroupAssembler:
         reward_key: NestedKey = ("next", "reward"),
     ):
         self.groups, self.group_size = at_least("groups", groups, 1), at_least("group_size", group_size, 1)
-        self.on_failure = one_of("on_failure", on_failure, get_args(OnShort))
-        self.on_timeout = one_of("on_timeout", on_timeout, get_args(OnShort))
+        self.on_failure = one_of("on_failure", on_failure, get_args(Remedy))
+        self.on_timeout = one_of("on_timeout", on_timeout, get_args(Remedy))
         self.on_late = one_of("on_late", on_late, get_args(OnRepeat))
         self.on_duplicate = one_of("on_duplicate", on_duplicate, get_args(OnRepeat))
         self.timeout, self.timeout_seconds = at_least("timeout", timeout, 1), timeout_seconds
         self.min_rollouts, self.min_fraction = at_least("min_rollouts", min_rollouts, 1), min_fraction
-        self.refill, self.max_refills = refill, at_least("max_refills", max_refills, 1)
+        self.refill, self.max_refills = refill, at_least("max_refills", max_refills, 1, required=True)
         self.max_staleness = at_least("max_staleness", max_staleness, 0)
         self.max_pending_groups = at_least("max_pending_groups", max_pending_groups, 1)
         self.on_full = one_of("on_full", on_full, get_args(OnRepeat))

@@ -61,8 +61,6 @@ def check_limits(limits: Limits, refill: Any) -> None:
         raise ValueError(f"min_fraction must be in (0, 1]; got {limits.min_fraction}")
     if ("refill" in actions) != callable(refill):
         raise ValueError("on_failure='refill' or on_timeout='refill', and only they, need a callable refill")
-    if limits.max_refills is None:
-        raise ValueError("max_refills must be an integer ≥ 1; got None")
     if limits.on_surplus != "drop" and not callable(limits.on_surplus):
         raise ValueError(f"on_surplus must be 'drop' or a callable; got {limits.on_surplus!r}")
     if limits.timeout_seconds is not None and not 0 < limits.timeout_seconds < math.inf:

@@ -25,8 +25,10 @@ def stalled(why: str, waiting: Sequence[str], rows: Mapping[str, int]) -> Stalle
         '3 puts made no group whole. Waiting: group 7 has 1 of 2. Rows: 1 held, 4 late.'
     """
     counts = ", ".join(f"{number} {name}" for name, number in rows.items() if number) or "none came"
+    advice = (
+        " Do all rollouts of a group come here, with done on their last rows? Set timeout or "
+        "max_pending_groups to go on without those that do not"
+    )
     return StalledError(
-        f"{why}. Waiting: {listing(waiting) or 'no group'}. Rows: {counts}. Do all rollouts of a group come "
-        "here, with done on their last rows? Set timeout or max_pending_groups to go on without those that "
-        "do not"
+        f"{why}. Waiting: {listing(waiting) or 'no group'}. Rows: {counts}.{advice if waiting else ''}"
     )
