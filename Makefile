@@ -32,6 +32,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/replay.py
 	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/stream.py
+	$(BIN)/python benchmarks/pipeline.py
 
 # What follows from the code: the YAML nodes of the stages, and the page of recipes.
 generate: $(STAMP)
