@@ -1,18 +1,36 @@
-"""The pipeline, how it is composed, and the command that trains through it."""
+"""The pipeline, how it is composed, and the command that trains through it.
 
-from .collect import AssembleOnWrite, DrainWriter, StampIds, assembled, drained, informative, paced, stamp_ids
-from .collect.group_unit import GroupUnit
-from .collect.on_ray import RayAssembler
-from .collect.rollout_queue import RolloutQueue
-from .collect.step_queue import StepQueue
-from .collect.torchrl_configs import register_configs
-from .collect.trainer_hook import PipelineHook
-from .load import ConfigError, build_pipeline, load_pipeline
-from .pipeline import Pipeline
-from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
-from .run import Run
-from .stage import StageError
-from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
+Names are imported when they are asked for: ``headrace --help`` needs no torch, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .collect import (
+        AssembleOnWrite,
+        DrainWriter,
+        StampIds,
+        assembled,
+        drained,
+        informative,
+        paced,
+        stamp_ids,
+    )
+    from .collect.group_unit import GroupUnit
+    from .collect.on_ray import RayAssembler
+    from .collect.rollout_queue import RolloutQueue
+    from .collect.step_queue import StepQueue
+    from .collect.torchrl_configs import register_configs
+    from .collect.trainer_hook import PipelineHook
+    from .load import ConfigError, build_pipeline, load_pipeline
+    from .pipeline import Pipeline
+    from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
+    from .run import Run
+    from .stage import StageError
+    from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
     "AssembleOnWrite",
@@ -46,3 +64,56 @@ __all__ = [
     "write_dump",
     "write_page",
 ]
+
+_HOMES = {
+    "collect": (
+        "AssembleOnWrite",
+        "DrainWriter",
+        "StampIds",
+        "assembled",
+        "drained",
+        "informative",
+        "paced",
+        "stamp_ids",
+    ),
+    "collect.group_unit": ("GroupUnit",),
+    "collect.on_ray": ("RayAssembler",),
+    "collect.rollout_queue": ("RolloutQueue",),
+    "collect.step_queue": ("StepQueue",),
+    "collect.torchrl_configs": ("register_configs",),
+    "collect.trainer_hook": ("PipelineHook",),
+    "load": (
+        "ConfigError",
+        "build_pipeline",
+        "load_pipeline",
+    ),
+    "pipeline": ("Pipeline",),
+    "report": (
+        "StepReport",
+        "log_report",
+        "make_report",
+        "page_data",
+        "write_dump",
+        "write_page",
+    ),
+    "run": ("Run",),
+    "stage": ("StageError",),
+    "train": (
+        "RepeatSampler",
+        "TokenGRPOLoss",
+        "optimise",
+        "total_loss",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(f".{home}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

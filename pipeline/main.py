@@ -15,29 +15,21 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.text import Text
 
-from headrace.transforms import BatchError
-
-from .load import ConfigError, explain_composition, leave_out
+from .composing import ConfigError, explain_composition, leave_out
 from .printable import printable
-from .sources import SourceError
-from .tasks.compare import compare
-from .tasks.group_sizes import tabulate_group_sizes
-from .tasks.replay import replay
-from .train import TrainingInterrupted, train
-
-REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, FileExistsError)
-TASKS = {"train": train, "replay": replay, "plan": tabulate_group_sizes}
 
 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
 def run_task(config: DictConfig) -> float:
     """Run the task of the composed configuration, and return its number."""
+    from .tasks.by_name import REFUSALS, perform  # here: to compose and to print needs no torch
+    from .train import TrainingInterrupted
+
     hydra_config = HydraConfig.get()
-    output = Path(hydra_config.runtime.output_dir)
     try:
-        if config.task == "compare":
-            return compare(config, output, list(hydra_config.overrides.task))
-        return TASKS[config.task](config, output)
+        return perform(config, Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
+    except TrainingInterrupted:
+        sys.exit(130)
     except REFUSALS as err:  # before Hydra prints a line of its own about it
         refuse(err)
 
@@ -50,9 +42,7 @@ def main() -> None:
     sys.argv[1:] = map(leave_out, sys.argv[1:])
     try:
         run_task()
-    except TrainingInterrupted:
-        sys.exit(130)
-    except REFUSALS as err:
+    except (HydraException, OmegaConfBaseException, ConfigError) as err:  # before there was a task
         refuse(err)
 
 

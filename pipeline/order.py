@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from headrace.transforms.schema import MINIBATCH
+
+from .composing import suggest
 
 
 def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str, Any]:
@@ -90,9 +91,3 @@ def _silenced(stage: Callable) -> set:
     """The loss mask in which a stage silences rows."""
     silences = {"masked", "excluded"} & set(getattr(stage, "effects", ()))
     return {getattr(stage, "loss_mask_key", None)} if silences else set()
-
-
-def suggest(word: str, words: Iterable[str]) -> str:
-    """Close matches, as the end of a sentence; nothing if there are none."""
-    close = difflib.get_close_matches(word, list(words), n=2, cutoff=0.5)
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""

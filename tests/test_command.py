@@ -12,6 +12,8 @@ import pytest
 from command import QUICK, headrace, headrace_here
 from omegaconf import OmegaConf
 
+from headrace import pipeline
+
 pytestmark = pytest.mark.slow
 
 
@@ -154,3 +156,23 @@ def test_the_default_experiment_learns(tmp_path):
     for reason in ("gate: incomplete", "filter: zero variance"):
         assert reason in done.stdout
     assert all(float(step["rows/in"]) > float(step["rollouts/in"]) for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["--help", "--cfg=job"])
+def test_what_only_composes_and_prints_needs_no_torch(word):
+    code = (
+        "import sys; sys.argv = ['headrace', *sys.argv[1].split('=')]\n"
+        "from headrace.pipeline.main import main\n"
+        "try: main()\n"
+        "finally: print([name for name in ('torch', 'tensordict', 'pyarrow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, word], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_public_name_of_the_pipeline_is_there_and_none_besides():
+    assert {name: getattr(pipeline, name) for name in pipeline.__all__}
+    assert set(pipeline.__all__) <= set(dir(pipeline))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = pipeline.nothing

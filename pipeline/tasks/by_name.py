@@ -1,0 +1,35 @@
+"""The tasks of the command, and what it refuses in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from headrace.pipeline.composing import ConfigError
+from headrace.pipeline.sources import SourceError
+from headrace.pipeline.train import train
+from headrace.transforms import BatchError
+
+from .compare import compare
+from .group_sizes import tabulate_group_sizes
+from .replay import replay
+
+REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, FileExistsError)
+TASKS = {"train": train, "replay": replay, "plan": tabulate_group_sizes}
+
+
+def perform(config: DictConfig, output: Path, overrides: Sequence[str]) -> float:
+    """Perform the task of a composed configuration, and return its number.
+
+    Args:
+        config: as ``conf/config.yaml`` composes it.
+        output: folder for what it writes.
+        overrides: the words of the command line.
+    """
+    if config.task == "compare":
+        return compare(config, output, list(overrides))
+    return TASKS[config.task](config, output)
