@@ -9,19 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .collect import (
-        AssembleOnWrite,
-        DrainWriter,
-        StampIds,
-        assembled,
-        drained,
-        informative,
-        paced,
-        stamp_ids,
-    )
+    from .collect.assembling import assembled
+    from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
+    from .collect.informing import informative
     from .collect.on_ray import RayAssembler
+    from .collect.on_write import AssembleOnWrite
+    from .collect.pacing import paced
     from .collect.rollout_queue import RolloutQueue
+    from .collect.stamping import StampIds, stamp_ids
     from .collect.step_queue import StepQueue
     from .collect.torchrl_configs import register_configs
     from .collect.trainer_hook import PipelineHook
@@ -66,14 +62,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "collect": (
-        "AssembleOnWrite",
+    "collect.assembling": ("assembled",),
+    "collect.drain": (
         "DrainWriter",
-        "StampIds",
-        "assembled",
         "drained",
-        "informative",
-        "paced",
+    ),
+    "collect.informing": ("informative",),
+    "collect.on_write": ("AssembleOnWrite",),
+    "collect.pacing": ("paced",),
+    "collect.stamping": (
+        "StampIds",
         "stamp_ids",
     ),
     "collect.group_unit": ("GroupUnit",),
