@@ -105,8 +105,12 @@ def reduce_rewards(reward: Tensor, first: Tensor, how: Reduction, turn: Tensor |
     if how == "max":
         return reduce_by(first, reward, "amax")
     number = sum_by(first, torch.ones_like(first)).double()
-    peak = reduce_by(first, reward.abs().double(), "amax")
-    total = sum_in_any_order(reward.double(), partial(sum_by, first), peak=peak, terms=number)
+    total = sum_in_any_order(
+        reward.double(),
+        partial(sum_by, first),
+        peak=lambda: reduce_by(first, reward.abs().double(), "amax"),
+        terms=number,
+    )
     return (total / number if how == "mean" else total).to(reward.dtype)
 
 

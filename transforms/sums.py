@@ -27,7 +27,9 @@ class ExactSum(NamedTuple):
     """float64: the nearest to what that lacks."""
 
 
-def exact_sum(values: Tensor, add: Callable[[Tensor], Tensor], *, peak: Tensor, terms: Tensor) -> ExactSum:
+def exact_sum(
+    values: Tensor, add: Callable[[Tensor], Tensor], *, peak: Callable[[], Tensor], terms: Tensor
+) -> ExactSum:
     """Add up float64 numbers; the same numbers in another order, or among others, give the same bits.
 
     With m the power of two at or below the largest magnitude and n that below the number of terms, the first
@@ -39,12 +41,13 @@ def exact_sum(values: Tensor, add: Callable[[Tensor], Tensor], *, peak: Tensor, 
     Args:
         values: float64, finite, and so is twelve times their number times the largest.
         add: the plain sum of some of them, by group say.
-        peak: at least the magnitude of each term of a sum, ≥ 0; broadcasts against `values`.
+        peak: at least the magnitude of each term of a sum, ≥ 0; broadcasts against `values`. Only asked where
+            nobody may look.
         terms: how many terms of a sum are not 0, at least; broadcasts against `values`.
 
     Example:
         >>> values = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
-        >>> bounds = {"peak": values.amax(), "terms": torch.tensor(3.0)}
+        >>> bounds = {"peak": values.amax, "terms": torch.tensor(3.0)}
         >>> sums = [exact_sum(v, torch.sum, **bounds).high for v in (values, values.flip(0))]
         >>> bool(sums[0] == sums[1]), bool(values.sum() == values.flip(0).sum())
         (True, False)
@@ -52,12 +55,12 @@ def exact_sum(values: Tensor, add: Callable[[Tensor], Tensor], *, peak: Tensor, 
     if values.device.type == "cpu":  # one bound for all sums: the slices are others, and their sum is not
         cut = _slices_until_nothing_is_left(values, int(terms.amax()))
     else:
-        cut = _slices(values, peak, terms)
+        cut = _slices(values, peak(), terms)
     return _nearest([add(part) for part in cut])
 
 
 def sum_in_any_order(
-    values: Tensor, add: Callable[[Tensor], Tensor], *, peak: Tensor, terms: Tensor
+    values: Tensor, add: Callable[[Tensor], Tensor], *, peak: Callable[[], Tensor], terms: Tensor
 ) -> Tensor:
     """:func:`exact_sum`, rounded once."""
     return exact_sum(values, add, peak=peak, terms=terms).high
@@ -116,8 +119,8 @@ def divide(total: ExactSum, by: Tensor) -> ExactSum:
     """A sum divided by counts, nothing lost either: where all n terms are x, exactly x and 0.
 
     Example:
-        >>> x = torch.tensor(0.1).double()
-        >>> tenth = divide(exact_sum(x.expand(3), torch.sum, peak=x, terms=torch.tensor(3)), torch.tensor(3))
+        >>> x, three = torch.tensor(0.1).double(), torch.tensor(3)
+        >>> tenth = divide(exact_sum(x.expand(3), torch.sum, peak=lambda: x, terms=three), three)
         >>> bool(tenth.high == x), float(tenth.low)
         (True, 0.0)
     """

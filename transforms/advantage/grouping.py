@@ -50,9 +50,10 @@ class Grouping(ABC):
 
     def sums(self, values: Tensor) -> ExactSum:
         """Sum of `values` per group, each rollout once, of which nothing is lost."""
-        on_cpu = values.device.type == "cpu"  # where one bound will do for all
-        peak = self.count if on_cpu else self.spread(self.max(values.abs()))
-        return exact_sum(values, self.add, peak=peak, terms=self.count if on_cpu else self.spread(self.count))
+        terms = (
+            self.count if values.device.type == "cpu" else self.spread(self.count)
+        )  # there the most will do
+        return exact_sum(values, self.add, peak=lambda: self.spread(self.max(values.abs())), terms=terms)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum of `values` per group, each rollout once, whatever their order."""
@@ -60,7 +61,7 @@ class Grouping(ABC):
 
     def total(self, values: Tensor) -> ExactSum:
         """Sum of `values` over all rollouts of the batch, each once, of which nothing is lost; a scalar."""
-        return exact_sum(values, self.add_all, peak=values.abs().amax(), terms=self.rollouts)
+        return exact_sum(values, self.add_all, peak=lambda: values.abs().amax(), terms=self.rollouts)
 
     @cached_property
     def deviation(self) -> Tensor:

@@ -68,7 +68,7 @@ def whiten(
 
 def _sum(values: Tensor, weights: Tensor) -> Tensor:
     """Scalar: the sum over the rows that count, which follows from them alone."""
-    return sum_in_any_order(values, torch.sum, peak=values.abs().amax(), terms=(weights > 0).sum())
+    return sum_in_any_order(values, torch.sum, peak=lambda: values.abs().amax(), terms=(weights > 0).sum())
 
 
 class BatchWhitening(BatchTransform):
