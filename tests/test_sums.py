@@ -6,7 +6,7 @@ import sys
 from fractions import Fraction
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.transforms.sums import _nearest, _slices, divide, exact_sum, power_of_two, sum_in_any_order
@@ -14,6 +14,7 @@ from headrace.transforms.sums import _nearest, _slices, divide, exact_sum, power
 NUMBERS = st.one_of(
     st.floats(-1e6, 1e6),
     st.sampled_from([0.0, 1e-30, 1e300, -1e300, 5e-324, 0.1, 1 / 3]),
+    st.sampled_from([2.0**53, 1.0, -1.0, 2.0**-53, 2.0**-54, -(2.0**-106)]),  # halfway between two floats
     st.floats(allow_nan=False, allow_infinity=False, width=32),
 )
 
@@ -32,6 +33,7 @@ def test_another_order_has_the_same_bits(values, random):
     assert summed(values, largest) == before
 
 
+@example([8.016162683725481e-65, -48577.0, -999999.5090225445])  # between two floats but for the first
 @given(st.lists(NUMBERS, min_size=1, max_size=60))
 def test_it_is_the_float_nearest_to_the_true_sum_and_what_that_lacks(values):
     column = torch.tensor(values, dtype=torch.float64)

@@ -90,17 +90,27 @@ def _slices(values: Tensor, peak: Tensor, terms: Tensor) -> Iterator[Tensor]:
 
 def _nearest(parts: Sequence[Tensor]) -> ExactSum:
     """The sum of a few parts, each much smaller than the one before, as two numbers."""
-    high, *errors = parts[::-1]
-    low = torch.zeros_like(high)
-    if not errors:
-        return ExactSum(high, low)
-    lost = []
-    for part in errors:
-        high, error = two_sum(part, high)
-        lost.append(error)
-    for error in lost:  # the smallest first
-        low = low + error
-    return ExactSum(*two_sum(high, low))
+    if len(parts) == 1:
+        return ExactSum(parts[0], torch.zeros_like(parts[0]))
+    if len(parts) == 2:
+        return ExactSum(*two_sum(*parts))
+    for _ in parts:
+        parts = _moved_up(parts)
+    high, low, rest, *_ = parts
+    # Between two floats, what is left says to which: Python's `math.fsum` does the same.
+    next_one = high + 2 * low
+    beyond = (next_one - high == 2 * low) & (low * rest.sign() > 0)
+    return ExactSum(torch.where(beyond, next_one, high), torch.where(beyond, -low, low))
+
+
+def _moved_up(parts: Sequence[Tensor]) -> list[Tensor]:
+    """The same sum, each part taking from those below what it has bits for; repeated, none overlap."""
+    *above, last = parts
+    moved: list[Tensor] = []
+    for part in reversed(above):
+        last, error = two_sum(part, last)
+        moved.append(error)
+    return [last, *reversed(moved)]
 
 
 def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
