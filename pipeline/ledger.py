@@ -29,12 +29,23 @@ class Ledger:
 
     def __init__(self, batch: TensorDictBase, units: Mapping[str, NestedKey]):
         self.units = units
-        self.reason = torch.zeros(len(batch), dtype=torch.int64, device=device_of(batch))
+        self._rows, self._device = len(batch), device_of(batch)
+        self._judged: list[tuple[int, Tensor, Tensor]] = []  # added up when somebody asks
         self.names: list[str] = [TRAINED]
         self.actions: list[str] = [TRAINED]
         self.ids = {
             unit: batch.get(key).reshape(-1).clone() for unit, key in units.items() if has_key(batch, key)
         }
+
+    @property
+    def reason(self) -> Tensor:
+        """(N,) int64; of several verdicts on a row the first counts."""
+        reason = torch.zeros(self._rows, dtype=torch.int64, device=self._device)
+        for base, rows, verdict in self._judged:
+            before = reason.index_select(0, rows)
+            after = torch.where((before == 0) & (verdict > 0), verdict.long() + base, before)
+            reason.index_copy_(0, rows, after)
+        return reason
 
     def add_carried(self, batch: TensorDictBase) -> Tensor:
         """Give numbers to rows that an earlier batch left for this one.
@@ -45,12 +56,12 @@ class Ledger:
         Returns:
             (n,) int64, their row numbers.
         """
-        start = len(self.reason)
-        self.reason = torch.cat([self.reason, self.reason.new_zeros(len(batch))])
+        start = self._rows
+        self._rows += len(batch)
         for unit, ids in self.ids.items():
             more = batch.get(self.units[unit]).reshape(-1)
             self.ids[unit] = torch.cat([ids, more.to(ids.dtype)])
-        return torch.arange(start, len(self.reason), device=self.reason.device)
+        return torch.arange(start, self._rows, device=self._device)
 
     def judge(
         self,
@@ -65,11 +76,8 @@ class Ledger:
         A row that has left already keeps its first reason. `effects` are what becomes of rows, by reason;
         empty: they are dropped. No device read.
         """
-        base = len(self.names) - 1
+        self._judged.append((len(self.names) - 1, rows, verdict.clone()))
         self.add_reasons(stage, reasons, effects)
-        before = self.reason.index_select(0, rows)
-        after = torch.where((before == 0) & (verdict > 0), verdict.long() + base, before)
-        self.reason.index_copy_(0, rows, after)
 
     def add_reasons(self, stage: str, reasons: Sequence[str], effects: Sequence[Effect] = ()) -> None:
         """Enter the reasons of a stage, also where no row leaves for them."""
@@ -82,7 +90,7 @@ class Ledger:
         Raises:
             BatchError: a row is there twice. One device read.
         """
-        times = torch.zeros_like(self.reason).index_add_(0, remaining, torch.ones_like(remaining))
+        times = rows.new_zeros(self._rows).index_add_(0, remaining, torch.ones_like(remaining))
         if bool((times > 1).any()):
             twice = listing(map(str, (times > 1).nonzero().flatten().tolist()))
             raise BatchError(f"a stage may drop rows but not repeat them; found twice: rows {twice}")

@@ -10,11 +10,11 @@ from torch import nn
 
 from headrace.transforms.base import BatchTransform
 from headrace.transforms.distributed import SharedIds, sharing
-from headrace.transforms.labels import labels_in_errors
+from headrace.transforms.door import labels_in_errors
+from headrace.transforms.once import asking_once
 from headrace.transforms.options import nested_key
 from headrace.transforms.rows import shallow_copy
 from headrace.transforms.split.steps import OptimiserSteps
-from headrace.transforms.tokens import counting_once
 
 from .account import Account
 from .halves import Half, check_half, check_place, cut_in_two
@@ -187,7 +187,7 @@ class Pipeline(LastRun, BatchTransform):
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
         self._last.account = None  # a refused batch leaves no account
         stages, ranks = dict(self.stages.items()), self.rank_options.ranks()
-        with sharing(ranks), counting_once(), labels_in_errors(batch, self._id_keys()):
+        with sharing(ranks), asking_once(), labels_in_errors(batch, self._id_keys()):
             flat = self.enter(batch)
             admitted = (
                 flat if ranks is None else ranks.admit(flat, self.rank_options.same_on_all(stages, epochs))

@@ -100,7 +100,7 @@ class RowTable:
 
         Args:
             batch: TensorDict ``[n]``, after some stage.
-            credit: False leaves the advantage, into which weights may have been folded, as it was.
+            credit: False leaves rewards, and the advantage, into which weights may have been folded.
         """
         if len(batch) == 0:
             return
@@ -109,19 +109,23 @@ class RowTable:
         for name in ("advantage", "loss_weight") if credit else ("loss_weight",):
             if (values := self._per_row(batch, name)) is not None:
                 found[name] = values
-        if has_key(batch, REWARD):
-            found["reward"] = batch.get(REWARD).reshape(-1).double()
-            if has_key(batch, COUNTED):  # who is out of the statistics keeps what it had
-                before = self._column("reward")[rows]
-                found["reward"] = torch.where(batch.get(COUNTED), found["reward"], before)
-        elif (reward := self._found(batch, "reward", several=True)) is not None:
-            found["reward"] = self._one(reward)
+        if credit and (reward := self._reward_now(batch, rows)) is not None:
+            found["reward"] = reward
         for name, values in self._with_earlier_places(rows, found).items():
             self._column(name).index_copy_(0, rows, values.to(self._column(name).dtype))
 
+    def _reward_now(self, batch: TensorDictBase, rows: Tensor) -> Tensor | None:
+        """(n,) float64, the rollouts' rewards; who is out of the statistics keeps what it had."""
+        if not has_key(batch, REWARD):
+            reward = self._found(batch, "reward", several=True)
+            return None if reward is None else self._one(reward)
+        reward = batch.get(REWARD).reshape(-1).double()
+        counted = batch.get(COUNTED, None)
+        return reward if counted is None else torch.where(counted, reward, self._column("reward")[rows])
+
     def _with_earlier_places(self, rows: Tensor, found: dict[str, Tensor]) -> dict[str, Tensor]:
         """A row that a later pass leaves out keeps its place, and its weight, of the pass that trained it."""
-        if "minibatch" not in found:
+        if "minibatch" not in found or "minibatch" not in self.columns:  # the first pass
             return found
         keeps = (self._column("minibatch")[rows] >= 0) & (found["minibatch"] < 0)
         earlier = {name: self._column(name)[rows] for name in found if name in OF_A_PASS}
@@ -201,7 +205,8 @@ class RowTable:
         return None
 
     def _enter(self, name: str, values: Tensor) -> None:
-        self._column(name).copy_(values.reshape(-1))
+        dtype = torch.float64 if name in FLOATS else torch.int64
+        self.columns[name] = values.detach().reshape(-1).to(self.device, dtype, copy=True)
 
     def _column(self, name: str) -> Tensor:
         if name not in self.columns:

@@ -29,7 +29,7 @@ GROUND = (
     "door",
     "errors",
     "ids",
-    "labels",
+    "once",
     "options",
     "rewards",
     "rows",

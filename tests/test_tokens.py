@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,11 +12,16 @@ from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline, optimise, total_loss
 from headrace.transforms import LossWeight, MissingKeyError
-from headrace.transforms.tokens import count_true, loss_tokens
+from headrace.transforms.tokens import FEW, count_true, loss_tokens
 
 
-@given(st.integers(0, 40), st.integers(1, 4), st.integers(0, 9), st.booleans())
-def test_tokens_are_counted_whatever_the_width(width, rows, seed, odd):
+@given(st.integers(0, 40), st.integers(1, 4), st.integers(0, 9), st.booleans(), st.sampled_from([0, FEW]))
+def test_tokens_are_counted_whatever_the_width(width, rows, seed, odd, few):
+    with patch("headrace.transforms.tokens.FEW", few):
+        count_of_any_width(width, rows, seed, odd)
+
+
+def count_of_any_width(width, rows, seed, odd):
     mask = torch.rand(rows, width, generator=torch.Generator().manual_seed(seed)) < 0.6
     shown = (mask.view(torch.uint8) * 255).view(torch.bool) if odd else mask  # a True may be any byte but 0
     assert count_true(shown).tolist() == [sum(row) for row in mask.tolist()]

@@ -18,9 +18,8 @@ from torchrl.envs.transforms import Transform
 
 from .checks import Rule, enforce
 from .distributed import Ranks, present_ranks, resolve_group, sharing
-from .door import enter_rows
+from .door import enter_rows, labels_in_errors
 from .ids import as_ids
-from .labels import labels_in_errors
 from .options import describe_options, nested_key
 from .rows import device_of, shallow_copy
 from .schema import DONE, EXPECTED_SEGMENTS, FINISHED, has_key, read_column, read_flags

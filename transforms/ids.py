@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .errors import BatchError, listing, who_stamps
+from .once import once
 
 
 def number_labels(labels: Sequence[str]) -> Tensor:
@@ -88,7 +89,7 @@ def as_ids(
         raise BatchError(f"{name} must be integers, got {ids.dtype}")
     if ids.ndim == 0 or ids.numel() != ids.shape[0]:
         raise BatchError(f"{name} must be one id a row, (N,) or (N, 1); got shape {tuple(ids.shape)}")
-    return ids.reshape(-1).to(torch.int64)
+    return (ids if ids.ndim == 1 else ids.reshape(-1)).to(torch.int64)
 
 
 def first_row(ids: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ def first_row(ids: Tensor) -> Tensor:
     """
     if len(ids) == 0:
         return ids.new_empty(0)
-    return _first_row_by_looking(ids) if ids.device.type == "cpu" else first_row_by_sorting(ids)
+    return once(_first_row_by_looking if ids.device.type == "cpu" else first_row_by_sorting, ids)
 
 
 def first_row_of_pairs(first: Tensor, ids: Tensor) -> Tensor:

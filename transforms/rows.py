@@ -45,12 +45,19 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
     if type(batch) is not TensorDict or not len(batch):  # stacks of no strings know no shape
         return batch.clone(recurse=False)
     columns = {}
-    for key in batch.keys():
-        value = batch.get(key)
+    for key, value in batch.items():
         nested = isinstance(value, TensorDictBase) and not isinstance(value, NonTensorData | NonTensorStack)
         columns[key] = shallow_copy(value) if nested else value
     names = batch.names if batch._has_names() else None
-    return TensorDict(columns, batch_size=batch.batch_size, device=batch.device, names=names)
+    return of_columns(columns, batch.batch_size, batch.device, names)
+
+
+def of_columns(
+    columns: dict[str, Any], size: Sequence[int], device: torch.device | None, names: Any = None
+) -> TensorDict:
+    """A TensorDict of columns that are known to fit; to check each of them costs as much as to gather it."""
+    make = getattr(TensorDict, "_new_unsafe", TensorDict)  # a private name, so that it may be missing
+    return make(columns, batch_size=torch.Size(size), device=device, names=names)
 
 
 def jagged_keys(batch: TensorDictBase) -> list[NestedKey]:
@@ -64,8 +71,7 @@ def jagged_keys(batch: TensorDictBase) -> list[NestedKey]:
     if isinstance(batch, LazyStackedTensorDict):
         return []
     found: list[NestedKey] = []
-    for key in batch.keys():
-        value = batch.get(key)
+    for key, value in batch.items():
         if isinstance(value, Tensor):
             found += [key] if value.is_nested else []
         elif isinstance(value, TensorDictBase) and not isinstance(value, NonTensorData | NonTensorStack):
@@ -74,7 +80,7 @@ def jagged_keys(batch: TensorDictBase) -> list[NestedKey]:
     return found
 
 
-def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
+def take_rows(batch: TensorDictBase, rows: Tensor, *, on_cpu: Tensor | None = None) -> TensorDictBase:
     """Gather rows, in the order given.
 
     `index_select` per dense leaf is what costs least; ``td.apply`` and ``td.gather`` would lose strings.
@@ -82,6 +88,7 @@ def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
     Args:
         batch: TensorDict ``[N]``, dense or lazily stacked.
         rows: (M,) int64, row numbers.
+        on_cpu: the same where the host sees them, which texts and ragged rows else read from the device.
 
     Returns:
         TensorDict ``[M]``, dense leaves copied, everything else indexed; of no rows, the tensors alone.
@@ -97,15 +104,22 @@ def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
         return batch
     if len(rows) == 0:  # lazy stacks of nothing have no columns, and stacks of no strings no shape
         return without_rows(describe_columns(batch), device_of(batch))
+    seen = rows if on_cpu is None else on_cpu
     if isinstance(batch, NonTensorStack) and batch.stack_dim == 0:
-        return _stack_of_texts(*(batch.tensordicts[row] for row in rows.tolist()))
+        return _stack_of_texts(*(batch.tensordicts[row] for row in seen.tolist()))
     if isinstance(batch, LazyStackedTensorDict):
-        return batch[rows].clone(recurse=False)  # indexing alone hands out the rows themselves
-    return TensorDict(
-        {key: _take(batch.get(key), rows) for key in batch.keys()},
-        batch_size=[len(rows), *batch.batch_size[1:]],
-        device=batch.device,
-    )
+        return batch[seen].clone(recurse=False)  # indexing alone hands out the rows themselves
+    columns = {key: take_column(value, rows, on_cpu=on_cpu) for key, value in batch.items()}
+    return of_columns(columns, [len(rows), *batch.batch_size[1:]], batch.device)
+
+
+def take_column(value: Any, rows: Tensor, *, on_cpu: Tensor | None = None) -> Any:
+    """:func:`take_rows` of whatever a batch holds under a key."""
+    if isinstance(value, Tensor):
+        return value.index_select(0, rows)
+    if isinstance(value, TensorDictBase):
+        return take_rows(value, rows, on_cpu=on_cpu)
+    return value[rows if on_cpu is None else on_cpu]
 
 
 # Indexing a stack of texts costs a hundred times a list index, since every text is looked at, and its checked
@@ -113,17 +127,9 @@ def take_rows(batch: TensorDictBase, rows: Tensor) -> TensorDictBase:
 _stack_of_texts = getattr(NonTensorStack, "_new_lazy_unsafe", NonTensorStack)
 
 
-def _take(value: Any, rows: Tensor) -> Any:
-    if isinstance(value, Tensor):
-        return value.index_select(0, rows)
-    if isinstance(value, TensorDictBase):
-        return take_rows(value, rows)
-    return value[rows]
-
-
 def flat_rows(values: Tensor) -> Tensor:
     """(N, ...) → (N, K), also of no rows."""
-    return values.unsqueeze(1).flatten(1)
+    return values if values.ndim == 2 else values.unsqueeze(1).flatten(1)
 
 
 def describe_columns(batch: TensorDictBase) -> list[Column]:

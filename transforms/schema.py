@@ -158,7 +158,7 @@ def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: s
         raise BatchError(
             f"{reader} needs one number a row in {key!r} ({option}), for {len(batch)} rows; found {found}"
         )
-    return value.reshape(-1)
+    return value if value.ndim == 1 else value.reshape(-1)  # the same tensor is known again (`once`)
 
 
 def read_written(batch: TensorDictBase, key: NestedKey, *, reader: str, writer: str) -> Tensor:

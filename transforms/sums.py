@@ -158,7 +158,7 @@ def largest(values: Tensor) -> float:
     if values.numel() == 0:
         return 0.0
     low, high = torch.aminmax(values)
-    return float(torch.maximum(-low, high))
+    return max(-float(low), float(high))  # where one is NaN, both are
 
 
 def power_of_two(values: Tensor) -> Tensor:

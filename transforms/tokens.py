@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .errors import BatchError, MissingKeyError
-from .rows import silence_rows
+from .once import once
+from .rows import flat_rows, silence_rows
 from .schema import IN_LOSS, LENGTH, has_key, key_names, require
 
 PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")  # as TorchRL's wrappers write them
 ATTENTION = ("masks", "all_attention_mask")
 _later: ContextVar[set[NestedKey] | None] = ContextVar("headrace_silencing_later", default=None)
-_counted: ContextVar[dict[str, Any] | None] = ContextVar("headrace_counted", default=None)
+FEW = 4096  # entries that cost less than the calls by which they would be counted faster
 MOST = 255  # bytes of 0 and 1 that can be added up before one of them overflows
 
 
@@ -33,10 +32,12 @@ def count_true(mask: Tensor) -> Tensor:
         >>> count_true(torch.tensor([[True, False, True], [False, False, False]])).tolist()
         [2, 0]
     """
-    rows = mask.reshape(len(mask), mask.numel() // max(len(mask), 1))
-    width = rows.shape[1] // 8 * 8
-    if rows.device.type != "cpu" or width == 0:
+    rows = flat_rows(mask)
+    if rows.device.type != "cpu":
         return rows.sum(-1)
+    if rows.numel() <= FEW or rows.shape[1] < 8:
+        return rows.count_nonzero(-1)
+    width = rows.shape[1] // 8 * 8
     whole = rows[:, :width].reshape(-1)
     if whole.storage_offset() % 8:  # a row of a larger batch begins anywhere
         whole = whole.clone()
@@ -74,7 +75,7 @@ def masked_tokens(batch: TensorDictBase, key: NestedKey, *, reader: str, option:
         return torch.stack([mask.sum() for mask in batch.get(key, as_list=True)])
     mask = require(batch, key, reader=reader, option=option)
     check_mask(batch, key)
-    return counted_once(count_true, len(batch), mask)
+    return once(count_true, mask)
 
 
 def lengths(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:
@@ -165,8 +166,8 @@ def silence_gathered(batch: TensorDictBase, columns: Collection[NestedKey], *, o
     if not columns or not has_key(batch, IN_LOSS):
         return
     silent = ~batch.get(IN_LOSS)
-    on_cpu = silent.device.type == "cpu"
-    if on_cpu and not bool(silent.any()):
+    rows = silent.nonzero().flatten() if silent.device.type == "cpu" else None  # elsewhere nothing is read
+    if rows is not None and len(rows) == 0:
         return
     for key in columns:
         if isinstance(batch, LazyStackedTensorDict) or not own_memory:
@@ -174,9 +175,9 @@ def silence_gathered(batch: TensorDictBase, columns: Collection[NestedKey], *, o
             continue
         column = batch.get(key)
         value = False if column.dtype is torch.bool else float("nan")
-        if on_cpu:
-            column.index_fill_(0, silent.nonzero().flatten(), value)
-        else:  # without a read
+        if rows is not None:
+            column.index_fill_(0, rows, value)
+        else:
             column.masked_fill_(silent.view(-1, *[1] * (column.ndim - 1)), value)
 
 
@@ -206,8 +207,8 @@ def loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: N
     if log_prob_key is not None and not has_key(batch, log_prob_key):
         log_prob_key = None
     if isinstance(batch, LazyStackedTensorDict):
-        return torch.cat([_count(row, 1, loss_mask_key, log_prob_key) for row in batch.tensordicts])
-    return _count(batch, len(batch), loss_mask_key, log_prob_key)
+        return torch.cat([_count(row.unsqueeze(0), loss_mask_key, log_prob_key) for row in batch.tensordicts])
+    return _count(batch, loss_mask_key, log_prob_key)
 
 
 def knows_loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey) -> bool:
@@ -229,10 +230,8 @@ def knows_response(batch: TensorDictBase) -> bool:
     return True
 
 
-def _count(
-    part: TensorDictBase, rows: int, loss_mask_key: NestedKey, log_prob_key: NestedKey | None
-) -> Tensor:
-    """(rows,) tokens that train and have a finite log-probability, of a dense batch or one row."""
+def _count(part: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: NestedKey | None) -> Tensor:
+    """(N,) tokens that train and have a finite log-probability, of a dense batch."""
     mask = part.get(loss_mask_key, None)
     if mask is None:
         mask = part.get(ATTENTION).clone()
@@ -242,41 +241,8 @@ def _count(
         if mask.numel() != log_prob.numel():
             shapes = [tuple(mask.shape), tuple(log_prob.shape)]
             raise BatchError(f"a token has one mask and one log-probability; found {shapes}")
-        return counted_once(_count_finite, rows, mask, log_prob)
-    return counted_once(count_true, rows, mask)
-
-
-@contextmanager
-def counting_once() -> Iterator[None]:
-    """Inside, tokens of the same columns are counted once: while a pipeline runs, nobody else writes to them.
-
-    Between two batches somebody may, and no version tells: another process, or NumPy, in the same memory.
-    """
-    token = _counted.set({})
-    try:
-        yield
-    finally:
-        _counted.reset(token)
-
-
-def counted_once(count: Callable[..., Tensor], rows: int, *columns: Tensor) -> Tensor:
-    """What a function counts in columns as (rows, …); in a run the last answer, if they are unchanged.
-
-    The stages of a pipeline ask for the tokens of the same columns several times, and to count them costs a
-    good part of what it costs to gather them. Columns are not kept alive.
-    """
-    counted = _counted.get()
-    known = counted is not None and rows > 1 and not any(column.is_inference() for column in columns)
-    versions = [column._version for column in columns] if known else []  # inference keeps none
-    last = counted.get(count.__name__) if counted else None
-    if known and last is not None and last[1] == versions:
-        same = all(there() is column for there, column in zip(last[0], columns, strict=True))
-        if same:
-            return last[2].clone()
-    found = count(*(column.reshape(rows, column.numel() // max(rows, 1)) for column in columns))
-    if counted is not None and known:
-        counted[count.__name__] = [weakref.ref(column) for column in columns], versions, found.clone()
-    return found
+        return once(_count_finite, mask, log_prob)
+    return once(count_true, mask)
 
 
 def _count_finite(mask: Tensor, log_prob: Tensor) -> Tensor:
@@ -285,10 +251,11 @@ def _count_finite(mask: Tensor, log_prob: Tensor) -> Tensor:
     On the CPU rows are added up, a sixth of the cost of looking at every number: a sum is finite only where
     all of it are, and the few other rows that have a True are looked at.
     """
+    mask_rows, rows = flat_rows(mask), flat_rows(log_prob)
     if log_prob.device.type != "cpu" or log_prob.numel() == 0:
-        return count_true(mask & torch.isfinite(log_prob))
-    tokens = count_true(mask)
-    odd = ((~torch.isfinite(log_prob.sum(-1))) & (tokens > 0)).nonzero().flatten()
-    if len(odd):
-        tokens[odd] = count_true(mask[odd] & torch.isfinite(log_prob[odd]))
-    return tokens
+        return count_true(mask_rows & torch.isfinite(rows))
+    tokens = once(count_true, mask)
+    odd = (~torch.isfinite(rows.sum(-1)) & (tokens > 0)).nonzero().flatten()
+    if len(odd) == 0:
+        return tokens
+    return tokens.index_copy(0, odd, count_true(mask_rows[odd] & torch.isfinite(rows[odd])))

@@ -60,7 +60,7 @@ class Population:
 
     def put_back(self, values: Tensor) -> Tensor:
         """(M, ...) → (N, ...) on this rank, zeros for rows that do not count."""
-        return self.rows.put_back(values[self._own])
+        return self.rows.put_back(values if self.ranks is None else values[self._own])
 
     def rules(self, rules: Sequence[Rule]) -> list[Rule]:
         """Rules of the M rows, in the row numbers of this batch or, over ranks, in those of all."""

@@ -21,6 +21,7 @@ from .cut_options import CutOptions
 from .fit import fit_budget
 from .gather import mark
 from .minibatches import Cut, Remainder, shuffle_split
+from .placed import Placed, place
 from .plan import Dealt, Plan, deal_minibatches, make_plan, measure
 from .progress import Progress
 from .seeds import stream_seed
@@ -33,6 +34,8 @@ class Draw(NamedTuple):
     """TensorDict ``[N + C]``: the rows that came in, and behind them those carried from earlier batches."""
     plans: list[Plan]
     """One for each pass over the rows."""
+    placed: list[Placed]
+    """The same, where the batch lies."""
     verdict: Tensor
     """(N + C,) int8."""
     measured: dict[str, float]
@@ -42,7 +45,7 @@ class Draw(NamedTuple):
 
     def marked(self) -> list[TensorDictBase]:
         """For each plan the batch, with columns that say where its rows are trained (:func:`mark`)."""
-        return [mark(self.batch, plan) for plan in self.plans]
+        return [mark(self.batch, *each) for each in zip(self.plans, self.placed, strict=True)]
 
 
 def draw_plans(
@@ -157,14 +160,15 @@ def conclude(
     progress.minibatches = sum(len(plan.sizes) for plan in plans)
     before = progress.before
     verdict = judge_rows(plans, len(batch), cut.remainder)
-    carried = (verdict == 2).nonzero().flatten().to(device_of(batch))
-    kept = take_rows(batch, carried).exclude(ROW) if len(carried) else None
+    device, carried = device_of(batch), (verdict == 2).nonzero().flatten()
+    kept = take_rows(batch, carried.to(device), on_cpu=carried).exclude(ROW) if len(carried) else None
+    placed, verdict_there = place(plans, verdict, device)
     measured = measure(plans[-1], lengths if cut.measures else None, cut.max_tokens)
     measured["left"] = float((verdict > 0).sum())
     if cut.remainder == "carry":
         measured["carried_in"] = float(len(batch) - progress.known_by.rows)
     after = SplitState(before.calls + len(plans), kept)
-    return Draw(batch, plans, verdict.to(device_of(batch)), measured, after, progress)
+    return Draw(batch, plans, placed, verdict_there, measured, after, progress)
 
 
 def judge_rows(plans: Sequence[Plan], rows: int, remainder: Remainder) -> Tensor:
@@ -184,20 +188,23 @@ def judge_rows(plans: Sequence[Plan], rows: int, remainder: Remainder) -> Tensor
 
 
 def _draw_orders(ids: Tensor | None, rows: int, cut: CutOptions, calls: int, epochs: int) -> list[Cut]:
-    chosen, orders = torch.arange(rows), []
+    chosen: Tensor | None = None  # all
+    orders: list[Cut] = []
     for call in range(calls, calls + epochs):
         order = shuffle_split(
-            len(chosen),
-            None if ids is None else ids[chosen],
+            rows if chosen is None else len(chosen),
+            ids if ids is None or chosen is None else ids[chosen],
             minibatches=cut.minibatches,
             minibatch_size=cut.minibatch_size,
             remainder=cut.remainder,
             shuffle=cut.shuffle,
             generator=torch.Generator().manual_seed(stream_seed("split", cut.seed, call)),
         )
-        orders.append(order._replace(order=chosen[order.order], left=chosen[order.left]))
-        if cut.remainder == "carry" and call == calls:
-            chosen = orders[0].order.sort().values
+        if chosen is not None:
+            order = order._replace(order=chosen[order.order], left=chosen[order.left])
+        orders.append(order)
+        if cut.remainder == "carry" and call == calls and len(order.left):
+            chosen = order.order.sort().values
     return orders
 
 

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError
-from headrace.transforms.rows import device_of, shallow_copy, silence_rows, take_rows
+from headrace.transforms.rows import of_columns, shallow_copy, silence_rows, take_column, take_rows
 from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, PADDING, RANK, ROW, has_key, key_names
 from headrace.transforms.tokens import check_mask, silence_gathered
 
+from .placed import Placed
 from .plan import Plan
 
 
-def mark(batch: TensorDictBase, plan: Plan) -> TensorDictBase:
+def mark(batch: TensorDictBase, plan: Plan, placed: Placed) -> TensorDictBase:
     """Write, in row order, where each row is trained; -1 where it is not. Moves no row.
 
     Returns:
         A shallow copy with the columns ``("headrace", "minibatch")``, ``("headrace", "microbatch")`` and,
         for more than one rank, ``("headrace", "rank")``.
     """
-    table = torch.full((3, len(batch)), -1, dtype=torch.int64)
-    real = ~plan.padding
-    table[:, plan.order[real]] = plan.numbers[:, real]
-    table = table.to(device_of(batch))
     marked = shallow_copy(batch)
     for key in (RANK, PADDING):
         if has_key(marked, key):
             marked.pop(key)
-    marked.set(MINIBATCH, table[0]).set(MICROBATCH, table[2])
-    return marked.set(RANK, table[1]) if any(len(ranks) > 1 for ranks in plan.sizes) else marked
+    minibatch, rank, microbatch = placed.table.unbind(0)
+    marked.set(MINIBATCH, minibatch).set(MICROBATCH, microbatch)
+    return marked.set(RANK, rank) if any(len(ranks) > 1 for ranks in plan.sizes) else marked
 
 
 class LossColumns(NamedTuple):
@@ -46,35 +44,80 @@ class LossColumns(NamedTuple):
     """(N,) float, becomes 0."""
 
 
-def take_span(
-    batch: TensorDictBase, plan: Plan, span: slice | Tensor, columns: LossColumns
-) -> TensorDictBase:
-    """Gather some of the order; views where the rows are in order already.
+class Piece(NamedTuple):
+    """A piece of an order."""
+
+    number: int
+    rows: Tensor
+    """(n,) int64, row numbers, on the device of the batch."""
+    on_cpu: Tensor
+    """(n,) int64, the same on the CPU."""
+
+
+def gatherer(
+    batch: TensorDictBase, plan: Plan, placed: Placed, spans: Sequence[slice], columns: LossColumns
+) -> Callable[[int], TensorDictBase]:
+    """What gathers one piece of the order, by its number; views where all rows are in order already.
 
     Args:
         batch: TensorDict ``[N]``, marked.
         plan: of it.
-        span: places in the order.
-        columns: those that keep padding out of the loss.
-
-    Raises:
-        BatchError: there is padding, and no column to keep it out.
+        placed: the plan, where the batch lies.
+        spans: places in the order, piece by piece.
+        columns: those that keep rows out of the loss.
     """
-    rows, padding = plan.order[span], plan.padding[span]
-    device = device_of(batch)
-    in_order = len(rows) > 0 and torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + len(rows)))
-    if in_order:
-        taken = shallow_copy(batch[int(rows[0]) : int(rows[0]) + len(rows)])
-    else:
-        taken = take_rows(batch, rows.to(device))
-    silence_gathered(taken, loss_columns(taken, columns), own_memory=not in_order)
-    if not bool(plan.padding.any()) or not len(rows):
-        return taken
-    places = plan.numbers[:, span].to(device)
+    in_order = plan.is_in_order(spans)
+    take = _viewer(batch) if in_order else _taker(batch, placed.order, spans)
+
+    def gather(number: int) -> TensorDictBase:
+        span = spans[number]
+        rows = placed.order[span]
+        piece = Piece(number, rows, rows if placed.order is plan.order else plan.order[span])
+        if len(piece.rows) == 0:
+            return take_rows(batch, piece.rows)
+        taken = take(piece)
+        silence_gathered(taken, loss_columns(taken, columns), own_memory=not in_order)
+        return _pad(taken, placed, span, columns) if plan.is_padded else taken
+
+    return gather
+
+
+def _viewer(batch: TensorDictBase) -> Callable[[Piece], TensorDictBase]:
+    def view(piece: Piece) -> TensorDictBase:
+        start = int(piece.on_cpu[0])
+        return shallow_copy(batch[start : start + len(piece.rows)])
+
+    return view
+
+
+def _taker(value: Any, order: Tensor, spans: Sequence[slice]) -> Callable[[Piece], Any]:
+    """What gathers some of the rows of a column; one of a number a row is gathered now, for all pieces.
+
+    A call costs more than the few numbers that it would move. What is split here is no view to autograd, so
+    that whoever gets a piece may write to it.
+    """
+    if isinstance(value, Tensor) and value.numel() == len(value):
+        ordered = value.index_select(0, order)
+        sizes = [span.stop - span.start for span in spans]
+        if sum(sizes) != len(order):  # of one rank, or what an interruption left
+            return lambda piece: ordered[spans[piece.number]]
+        pieces = ordered.unsafe_split_with_sizes(sizes)
+        return lambda piece: pieces[piece.number]
+    if type(value) is TensorDict and len(order):
+        takers = {key: _taker(column, order, spans) for key, column in value.items()}
+        wide, device = value.batch_size[1:], value.device
+        return lambda piece: of_columns(
+            {key: take(piece) for key, take in takers.items()}, [len(piece.rows), *wide], device
+        )
+    return lambda piece: take_column(value, piece.rows, on_cpu=piece.on_cpu)
+
+
+def _pad(taken: TensorDictBase, placed: Placed, span: slice, columns: LossColumns) -> TensorDictBase:
+    """Keep copies out of the loss, and say where they are trained."""
+    places, silent = placed.numbers[:, span], placed.padding[span]
     taken.set(MINIBATCH, places[0]).set(MICROBATCH, places[2])
     if has_key(taken, RANK):
         taken.set(RANK, places[1])
-    silent = padding.to(device)
     for key, value in ((ROW, -1), (columns.weight, 0), (IN_LOSS, False)):
         if has_key(taken, key):
             taken.set(key, taken.get(key).masked_fill(silent, value))

@@ -77,7 +77,8 @@ def deal(
 
 
 def _in_order(rows: int, ranks: int, bins: int) -> list[list[Tensor]]:
-    microbatch_rows = torch.arange(rows).tensor_split(bins)
+    everyone = torch.arange(rows)
+    microbatch_rows = everyone.tensor_split(bins) if bins > 1 else [everyone]
     each = bins // ranks
     return [list(microbatch_rows[rank * each : (rank + 1) * each]) for rank in range(ranks)]
 

@@ -43,6 +43,18 @@ class Plan:
         table = torch.tensor(places, dtype=torch.int64).view(-1, 3)
         return table.repeat_interleave(torch.tensor(counts, dtype=torch.int64), dim=0).T
 
+    @cached_property
+    def is_padded(self) -> bool:
+        """Whether any row is padding."""
+        return bool(self.padding.any())
+
+    def is_in_order(self, spans: Sequence[slice]) -> bool:
+        """Whether the rows of each span follow one another in the batch."""
+        follows = self.order[1:] == self.order[:-1] + 1
+        return all(
+            bool(follows[span.start : span.stop - 1].all()) for span in spans if span.stop > span.start
+        )
+
     def spans(self, rank: int | None) -> list[slice]:
         """Where each minibatch lies in the order, or the part of one rank in it."""
         held = [[sum(passes) for passes in ranks] for ranks in self.sizes]
@@ -74,11 +86,12 @@ def deal_minibatches(
         how: further options of :func:`deal`.
     """
     dealt = []
-    for k, rows in enumerate(cut.order.split(cut.sizes) if cut.sizes else ()):
+    ordered = lengths.index_select(0, cut.order)
+    for k, own in enumerate(ordered.split(cut.sizes) if cut.sizes else ()):
         options = dict(how)
         if not pad and options.get("microbatches") is not None:  # none is empty
-            options["microbatches"] = max(min(options["microbatches"], len(rows) // ranks), 1)
-        dealt.append(deal(lengths[rows], ranks=ranks, multiple_of=multiples[k], **options))
+            options["microbatches"] = max(min(options["microbatches"], len(own) // ranks), 1)
+        dealt.append(deal(own, ranks=ranks, multiple_of=multiples[k], **options))
     return dealt
 
 
@@ -107,15 +120,18 @@ def make_plan(cut: Cut, dealt: Dealt, *, ranks: int, pad: bool, level: bool) -> 
                 f"minibatch {number} has {len(rows)} rows for {ranks} ranks × {len(each[0])} micro-batches, "
                 "and none may be empty: set remainder='pad', or make minibatches larger"
             )
+        some = rows[:1] if len(rows) else cut.order[:1]  # a rank may have no row for this minibatch
         for microbatch in microbatches:
-            some = torch.cat([rows[:1], cut.order[:1]])[:1]  # a rank may have no row for this minibatch
+            whole = len(microbatch) == len(rows)  # rows keep their order
             short = max(full - len(microbatch), 0) if pad and len(some) else 0
-            order.append(torch.cat([rows[microbatch], some.expand(short)]))
-            padding.append(torch.arange(len(microbatch) + short) >= len(microbatch))
+            order.append(rows if whole else rows.index_select(0, microbatch))
+            order += [some.expand(short)] if short else []
+            padding += [(False, len(microbatch)), (True, short)]
         filled = full if pad and len(cut.order) else 0
         sizes.append([[max(len(microbatch), filled) for microbatch in passes] for passes in each])
-    nothing = cut.order[:0]
-    return Plan(torch.cat([nothing, *order]), torch.cat([nothing.bool(), *padding]), sizes, cut.left)
+    is_padding, runs = (torch.tensor(column) for column in zip(*(padding or [(False, 0)]), strict=True))
+    padded = is_padding.repeat_interleave(runs)
+    return Plan(torch.cat([cut.order[:0], *order]), padded, sizes, cut.left)
 
 
 def measure(plan: Plan, lengths: Tensor | None, max_tokens: int | None) -> dict[str, float]:

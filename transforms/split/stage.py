@@ -184,7 +184,7 @@ class ShuffleSplit(SplitMemory, BatchTransform):
             whole: steps will be gathered at once, not one by one.
         """
         columns = LossColumns(self.loss_mask_key, self.log_prob_key, self.weight_key)
-        passes = zip(marked, draw.plans, strict=True)
+        passes = zip(marked, draw.plans, draw.placed, strict=True)
         steps = OptimiserSteps(list(passes), self.rank if self.ranks > 1 else None, columns, draw.progress)
         if whole:
             steps.refuse_to_resume()

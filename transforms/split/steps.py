@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from tensordict import TensorDictBase
 
 from headrace.transforms.errors import BatchError
 
-from .gather import LossColumns, check_padding, take_span
+from .gather import LossColumns, check_padding, gatherer
+from .placed import Placed, joined
 from .plan import Plan
 from .progress import Progress
 
@@ -18,7 +18,7 @@ class OptimiserSteps:
     """The minibatches of all passes over a batch.
 
     Args:
-        passes: by epoch, the marked batch ``[N]`` and the plan that it was marked by.
+        passes: by epoch, the marked batch ``[N]``, the plan that it was marked by, and that where it lies.
         rank: whose part of each step; None: those of all ranks.
         columns: those that keep padding out of the loss.
         progress: counts what was taken, by the iterator that took last.
@@ -29,15 +29,15 @@ class OptimiserSteps:
 
     def __init__(
         self,
-        passes: Sequence[tuple[TensorDictBase, Plan]],
+        passes: Sequence[tuple[TensorDictBase, Plan, Placed]],
         rank: int | None,
         columns: LossColumns,
         progress: Progress,
     ):
         self.passes, self.rank, self.columns = list(passes), rank, columns
         self.progress, self.resumed_after = progress, progress.taken
-        for batch, plan in self.passes:
-            if bool(plan.padding.any()):
+        for batch, plan, _ in self.passes:
+            if plan.is_padded:
                 check_padding(batch, columns)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -46,15 +46,18 @@ class OptimiserSteps:
         A minibatch counts as taken when it is handed out. A loop that is left by ``break`` or an exception
         leaves the batch in the middle: the two look the same from here.
         """
-        places = [(batch, plan, span) for batch, plan in self.passes for span in plan.spans(self.rank)]
-        taken = self.resumed_after
+        taken, before = self.resumed_after, 0
         self.progress.taken, self.progress.begun, self.progress.done = taken, True, False
         self.progress.open += 1
         try:
-            for batch, plan, span in places[taken:]:
-                taken += 1
-                self.progress.taken = taken
-                yield take_span(batch, plan, span, self.columns)
+            for batch, plan, placed in self.passes:
+                spans = plan.spans(self.rank)
+                gather = gatherer(batch, plan, placed, spans, self.columns)
+                for number in range(taken - before, len(spans)):
+                    taken += 1
+                    self.progress.taken = taken
+                    yield gather(number)
+                before += len(spans)
         finally:
             self.progress.open -= 1
 
@@ -80,8 +83,7 @@ class OptimiserSteps:
         self.refuse_to_resume()
         if len(self.passes) == 1 and not self.progress.begun:
             self.progress.done = True
-        batch, plan = self.passes[0]
-        if self.rank is None:
-            return take_span(batch, plan, slice(0, len(plan.order)), self.columns)
-        rows = [torch.arange(span.start, span.stop) for span in plan.spans(self.rank)]
-        return take_span(batch, plan, torch.cat(rows) if rows else plan.order[:0], self.columns)
+        batch, plan, placed = self.passes[0]
+        if self.rank is not None:
+            plan, placed = joined(plan, placed, plan.spans(self.rank))
+        return gatherer(batch, plan, placed, [slice(0, len(plan.order))], self.columns)(0)

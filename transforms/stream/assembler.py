@@ -11,9 +11,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 
 from headrace.transforms.checks import enforce
-from headrace.transforms.door import enter_rows
+from headrace.transforms.door import enter_rows, labels_in_errors
 from headrace.transforms.ids import is_first
-from headrace.transforms.labels import labels_in_errors
 from headrace.transforms.options import at_least, describe_options, nested_key, one_of
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import DISPATCHED, DONE
