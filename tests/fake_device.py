@@ -167,7 +167,7 @@ class FakeDevice(TorchDispatchMode):
         if packet in COPIES:
             sides = _sides_of_copy(packet, args, home)
             if sides[0] != sides[1]:
-                asked = kwargs.get("non_blocking") or packet is aten.copy_ and len(args) > 2 and args[2]
+                asked = kwargs.get("non_blocking") or (packet is aten.copy_ and args[2:3] == (True,))
                 to_host = self.reads if sides[1] == CPU else self.copies
                 self._enter(self.asynchronous if asked else to_host, operator)
             return
@@ -179,7 +179,7 @@ class FakeDevice(TorchDispatchMode):
             self._enter(self.reads, operator)
 
     def _count_index(self, operator: Any, args: Any) -> None:
-        """Indices are brought to the device, and masks are made numbers, but to write one number from here."""
+        """Indices are brought to the device, and masks are made numbers, but where one number is filled in."""
         indices = [each for each in args[1] if each is not None]
         if any(not isinstance(each, FakeTensor) for each in indices):
             self._enter(self.copies, operator)
