@@ -134,13 +134,15 @@ class FakeDevice(TorchDispatchMode):
         faked = any(isinstance(each, FakeTensor) for each in given)
         target = kwargs.get("device")
         home = torch.device(target) if target is not None else DEVICE if faked else CPU
+        kwargs |= {"pin_memory": False} if kwargs.get("pin_memory") else {}  # that takes a driver
+        if operator is aten._pin_memory.default:
+            return args[0].clone()
         if not faked and home != DEVICE:
             return operator(*args, **kwargs)
         if home not in (DEVICE, CPU):
             raise RuntimeError(f"{operator} from or to {home}: there are cpu and {DEVICE}")
         self._count(operator, args, kwargs, given, home)
         kwargs |= {"device": CPU} if target is not None else {}
-        kwargs |= {"pin_memory": False} if "pin_memory" in kwargs else {}
         known = {id(_held(each)): each for each in given}
         result = operator(*tree_map(_held, args), **tree_map(_held, kwargs))
         number = operator is aten.scalar_tensor.default
@@ -179,7 +181,7 @@ class FakeDevice(TorchDispatchMode):
             self._enter(self.reads, operator)
 
     def _count_index(self, operator: Any, args: Any) -> None:
-        """Indices are brought to the device, and masks are made numbers, but where one number is filled in."""
+        """Indices are brought to the device, and masks become numbers, but where one number is filled in."""
         indices = [each for each in args[1] if each is not None]
         if any(not isinstance(each, FakeTensor) for each in indices):
             self._enter(self.copies, operator)
