@@ -100,7 +100,7 @@ def test_the_cores_read_nothing(no_read):
     rules = identity_rules(ids, ids // 4, first) + reward_rules(reward, ids, first, siblings_agree=True)
     facts_of(rules, reward, first, groups)
     _, blocks = gather_blocks(first, Facts(False, 4, 4, True, 12, 1.0), reward)
-    for layout in (Blocks(blocks[0].double()), ById(reward.double(), groups, is_first(first))):
+    for layout in (Blocks(blocks[0].double()), ById(reward.double(), groups, 12, is_first(first))):
         credit = advantage_in_groups(layout, Formula("leave_one_out", singleton="raw"))
         assert credit.numel() == 12
 

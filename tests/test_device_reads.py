@@ -1,0 +1,543 @@
+"""What a batch on an accelerator waits for, and that it comes to the same numbers there."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from any_rank import RECIPES, collected
+from batches import batch_of
+from composed import composed
+from fake_device import CPU, DEVICE, FakeDevice
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from headrace.pipeline import Pipeline
+from headrace.pipeline.report import make_report
+from headrace.transforms import (
+    BatchError,
+    BatchWhitening,
+    CompletenessGate,
+    DenseRows,
+    FanOutCollapse,
+    Finite,
+    GroupRelativeAdvantage,
+    LengthPenalty,
+    LengthWithin,
+    LossWeight,
+    NotTruncated,
+    OverlongPunishment,
+    RewardScale,
+    RewardsToGo,
+    RewardsVary,
+    RewardWithin,
+    SampleFilter,
+    ShuffleSplit,
+    StateAdvantage,
+    TurnDiscount,
+    group_relative_advantage,
+    pack,
+    unpack,
+)
+from headrace.transforms.schema import RETURN, REWARD
+
+# -- the tables: by what runs, reads and copies a batch -----------------------------------------------------
+
+K = 8
+GRPO = {  # K minibatches, taken one by one where nothing else is said
+    "rewards vary": (4, 11),
+    "rewards vary, at once": (4, 4),
+    "silenced groups": (4, 11),
+    "silenced groups, at once": (4, 4),
+    "silenced groups, in order": (4, 3),
+    "status": (4, 11),
+    "status, one failed": (4, 11),
+    "ends": (4, 11),
+    "fan-out": (4, 11),
+    "dropped": (5, 11),
+    "excluded": (5, 11),
+    "no gate": (3, 11),
+    "token budget": (5, 11),
+    "padded": (4, 27),
+    "carried": (4, 11),
+    "two epochs": (4, 20),
+    "two texts": (20, 11),
+    "ragged rows": (28, 11),
+}
+RECIPE = (4, 6)  # each recipe, 3 minibatches, but for
+RECIPE_BY_NAME = {"as/trl": (5, 6), "dapo": (5, 6), "gdpo": (5, 6), "gigpo": (6, 6)}
+STAGE = {  # alone
+    "dense": (1, 0),
+    "gate": (2, 0),
+    "gate, drop": (2, 0),
+    "gate, expected groups": (5, 0),
+    "collapse": (1, 0),
+    "collapse, sum": (1, 0),
+    "filter, sample": (0, 0),
+    "filter, group": (1, 0),
+    "filter, finite": (1, 0),
+    "filter, length": (0, 0),
+    "filter, truncated": (0, 0),
+    "filter, exclude": (1, 0),
+    "filter, drop": (2, 0),
+    "advantage": (1, 0),
+    "advantage, rows": (1, 0),
+    "advantage, batch": (2, 0),
+    "advantage, best of others": (2, 0),
+    "advantage, reshape formula": (1, 0),
+    "split": (1, 4),
+    "split, samples": (0, 4),
+    "weight": (1, 0),
+    "weight, rollout": (1, 0),
+    "weight, fold": (1, 0),
+    "overlong": (1, 0),
+    "length": (1, 0),
+    "reward scale": (0, 0),
+    "whitening": (1, 0),
+    "turn discount": (1, 0),
+    "returns": (2, 0),
+    "states": (2, 0),
+}
+PACK = {  # a micro-batch of 8 rows
+    "pack": (13, 1),
+    "pack, ragged": (68, 1),
+    "unpack": (6, 0),
+    "unpack, ragged": (4, 0),
+}
+ASKED = {  # of a run of grpo
+    "metrics": (4, 0),
+    "counts of the ledger": (2, 0),
+    "rows of the ledger": (4, 0),
+    "report": (1, 0),
+}
+
+# -- batches on it ----------------------------------------------------------------------------------------
+
+
+def check(name: str, fake: FakeDevice, expected: tuple[int, int]) -> None:
+    """The counts of the table; what there was instead is listed with its places."""
+    found = (len(fake.reads), len(fake.copies))
+    listed = [
+        f"{count:4} {kind} {event!r}"
+        for kind, events in (("read", fake.reads), ("copy", fake.copies), ("asynchronous", fake.asynchronous))
+        for event, count in Counter(events).items()
+    ]
+    words = f"{name}: {found[0]} reads and {found[1]} copies; the table says {expected[0]} and {expected[1]}"
+    assert found == expected, "\n".join([words, *listed])
+
+
+def agree(fake: FakeDevice, found: TensorDictBase, expected: TensorDictBase) -> None:
+    """The same columns of the same bits, and all of them on the device."""
+    every = {"include_nested": True, "leaves_only": True}
+    assert set(map(str, found.keys(**every))) == set(map(str, expected.keys(**every)))
+    for key in expected.keys(**every):
+        column, here = found.get(key), expected.get(key)
+        if isinstance(here, torch.Tensor):
+            assert column.device == DEVICE, key
+            assert column.dtype == here.dtype, key
+            torch.testing.assert_close(fake.get(column), here, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert list(column) == list(here), key
+
+
+def run_on_both(make: Callable[[], Pipeline], run: Callable, batch: TensorDictBase) -> FakeDevice:
+    """What `run` makes of a pipeline and a batch, on the CPU and on the device, which has counted."""
+    pipeline = make()
+    expected, numbers = run(pipeline, batch), pipeline.metrics
+    with FakeDevice() as fake:
+        there = fake.put(batch)
+        pipeline = make()
+        fake.forget()
+        found = run(pipeline, there)
+        with fake.unseen():
+            assert len(found) == len(expected)
+            for pair in zip(found, expected, strict=True):
+                agree(fake, *pair)
+            assert pipeline.metrics == pytest.approx(numbers, nan_ok=True, rel=0)
+    return fake
+
+
+def one_by_one(pipeline: Pipeline, batch: TensorDictBase) -> list[TensorDictBase]:
+    return list(pipeline.minibatches(batch))
+
+
+def at_once(pipeline: Pipeline, batch: TensorDictBase) -> list[TensorDictBase]:
+    return [pipeline(batch)]
+
+
+def groups_of_eight(*, vary: bool, segments: int = 1) -> TensorDict:
+    """16 groups of 8 rollouts; two of the groups have equal rewards, unless all `vary`."""
+    rewards = [float(r % 3 == g % 3 and (vary or g % 8 > 0)) for g in range(16) for r in range(8)]
+    rows = [(rewards[r], r // 8, r) for r in range(128) for _ in range(1 + r % segments)]
+    batch = batch_of(*map(list, zip(*rows, strict=True)), tokens=6)
+    return batch.exclude("prompt_text")
+
+
+def batch_for(name: str) -> TensorDictBase:
+    batch = groups_of_eight(vary="vary" in name, segments=3 if name == "fan-out" else 1)
+    rows = torch.arange(len(batch))
+    if "status" in name:
+        batch["next", "status"] = torch.where(rows == 9, 3 if "failed" in name else 0, 0)
+    if name == "ends":
+        batch["next", "done"] = torch.ones(len(batch), 1, dtype=torch.bool)
+    if "texts" in name:
+        batch["prompt_text"] = [f"prompt {g}" for g in batch["group_id"].tolist()]
+        batch["answer"] = [f"answer {row}" for row in rows.tolist()]
+    return lazy_stack(list(batch.unbind(0))) if "ragged" in name else batch
+
+
+SPLIT, FILTER = "pipeline.stages.split", "pipeline.stages.filter"
+WORDS = {
+    "silenced groups, in order": [f"{SPLIT}.shuffle=false"],
+    "status, one failed": ["pipeline.stages.gate.on_incomplete=drop"],
+    "dropped": [f"{FILTER}.action=drop"],
+    "excluded": [f"{FILTER}.action=exclude"],
+    "no gate": ["~pipeline.stages.gate"],
+    "token budget": [f"{SPLIT}.max_tokens=30", f"{SPLIT}.balance=attention"],
+    "padded": [f"{SPLIT}.microbatches=3", f"{SPLIT}.remainder=pad"],
+    "carried": [f"{SPLIT}.minibatches=null", f"{SPLIT}.minibatch_size=15", f"{SPLIT}.remainder=carry"],
+}
+RUNS = {
+    "two epochs": lambda pipeline, batch: list(pipeline.minibatches(batch, epochs=2)),
+    "rewards vary, at once": at_once,
+    "silenced groups, at once": at_once,
+}
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_reads_and_copies_of_grpo(name):
+    size = [] if name == "no gate" else ["pipeline.stages.gate.group_size=8"]
+    cut = [f"{SPLIT}.minibatches={K}", f"{SPLIT}.remainder=uneven"]
+    words = [*size, *cut, *WORDS.get(name, [])]
+    fake = run_on_both(lambda: composed(*words), RUNS.get(name, one_by_one), batch_for(name))
+    check(name, fake, GRPO[name])
+
+
+@pytest.mark.parametrize("kind", ["uniform", "ragged"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_reads_and_copies_of_recipes(recipe, kind):
+    words = (f"pipeline={recipe}", f"{SPLIT}.minibatches=3", f"{SPLIT}.remainder=uneven")
+    batch = collected(kind, recipe).exclude("prompt_text")
+    fake = run_on_both(lambda: composed(*words), one_by_one, batch)
+    check(recipe, fake, RECIPE_BY_NAME.get(recipe, RECIPE))
+
+
+OPTIONS = {
+    "dense": lambda: DenseRows(pad_id=9),
+    "gate": lambda: CompletenessGate(),
+    "gate, drop": lambda: CompletenessGate(group_size=5, on_incomplete="drop"),
+    "gate, expected groups": lambda: CompletenessGate(expected_groups=[0, 7, 14, 21, 28]),
+    "collapse": lambda: FanOutCollapse(),
+    "collapse, sum": lambda: FanOutCollapse(reward="sum"),
+    "filter, sample": lambda: SampleFilter(criterion=RewardWithin(high=0.6), unit="sample"),
+    "filter, group": lambda: SampleFilter(criterion=RewardsVary()),
+    "filter, finite": lambda: SampleFilter(criterion=Finite(), unit="rollout"),
+    "filter, length": lambda: SampleFilter(criterion=LengthWithin(high=4)),
+    "filter, truncated": lambda: SampleFilter(criterion=NotTruncated(truncated_key=("next", "truncated"))),
+    "filter, exclude": lambda: SampleFilter(
+        criterion=RewardWithin(high=0.6), action="exclude", unit="rollout"
+    ),
+    "filter, drop": lambda: SampleFilter(criterion=RewardsVary(), action="drop"),
+    "advantage": lambda: GroupRelativeAdvantage(),
+    "advantage, rows": lambda: GroupRelativeAdvantage(rollout_key=None),
+    "advantage, batch": lambda: GroupRelativeAdvantage(scale="batch"),
+    "advantage, best of others": lambda: GroupRelativeAdvantage(baseline="best_other", clip=[0.0, None]),
+    "advantage, reshape formula": lambda: GroupRelativeAdvantage(dtype="float32"),
+    "split": lambda: ShuffleSplit(minibatches=2, remainder="uneven"),
+    "split, samples": lambda: ShuffleSplit(minibatches=2, remainder="uneven", unit="sample"),
+    "weight": lambda: LossWeight(),
+    "weight, rollout": lambda: LossWeight(unit="rollout"),
+    "weight, fold": lambda: LossWeight(unit="constant", length=9, fold="token_mean"),
+    "overlong": lambda: OverlongPunishment(max_length=4, cache=2),
+    "length": lambda: LengthPenalty(coefficient=0.1),
+    "reward scale": lambda: RewardScale(scale=2.0, high=9.0),
+    "whitening": lambda: BatchWhitening(),
+    "turn discount": lambda: TurnDiscount(discount=0.5),
+    "returns": lambda: RewardsToGo(discount=0.5),
+    "states": lambda: StateAdvantage(),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_reads_and_copies_of_stages(name):
+    """On rows with what earlier stages would have written."""
+    batch = collected("ragged", "grpo").exclude("prompt_text")
+    rewards = batch["next", "reward"].flatten()
+    batch[RETURN], batch[REWARD] = rewards.clone(), rewards.clone()
+    batch["advantage"] = torch.linspace(-1, 1, len(batch)).view(-1, 1, 1)
+    batch["next", "truncated"] = rewards > 0.7
+    expected = OPTIONS[name]()(batch)
+    with FakeDevice() as fake:
+        there, stage = fake.put(batch), OPTIONS[name]()
+        fake.forget()
+        found = stage(there)
+        with fake.unseen():
+            agree(fake, found, expected)
+    check(name, fake, STAGE[name])
+
+
+def to_pack(*, ragged: bool) -> TensorDictBase:
+    """A micro-batch of 8 rows of 4 to 6 tokens; dense ones are padded on the left."""
+    batch = groups_of_eight(vary=True)[:8].clone()
+    batch["advantage"], batch["loss_weight"] = torch.rand(8, 1, 1), torch.rand(8)
+    real = torch.arange(6) >= (torch.arange(8) % 3)[:, None]
+    batch["masks", "all_attention_mask"] = real
+    batch["masks", "all_assistant_mask"] &= real & (real.cumsum(1) > 1)
+    if not ragged:
+        return batch
+    rows = batch.select("tokens", "masks", "log_probs")
+    cut = [row.apply(lambda column, first=i % 3: column[first:]) for i, row in enumerate(rows.unbind(0))]
+    return lazy_stack(cut)
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_reads_and_copies_of_a_packed_microbatch(name):
+    batch = to_pack(ragged="ragged" in name)
+    expected = pack(batch)
+    with FakeDevice() as fake:
+        there = fake.put(batch)
+        with fake.unseen():
+            packed = pack(there)
+            agree(fake, packed, expected)
+        fake.forget()
+        if "unpack" in name:
+            expected, found = unpack(expected), unpack(packed)
+        else:
+            found = pack(there)
+        with fake.unseen():
+            agree(fake, found, expected)
+    check(name, fake, PACK[name])
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_reads_and_copies_of_what_is_asked_of_a_run(name):
+    ask = {
+        "metrics": lambda run: run.metrics,
+        "counts of the ledger": lambda run: run.ledger.counts(),
+        "rows of the ledger": lambda run: run.ledger.rows("trained"),
+        "report": lambda run: repr(make_report(run).numbers),
+    }[name]
+    words = ["pipeline.stages.gate.group_size=8", f"{SPLIT}.minibatches={K}"]
+    batch = groups_of_eight(vary=False)
+    expected = ask(composed(*words).run(batch))
+    with FakeDevice() as fake:
+        run = composed(*words).run(fake.put(batch))
+        fake.forget()
+        assert ask(run) == expected
+    check(name, fake, ASKED[name])
+
+
+def refused(name: str) -> TensorDict:
+    """A batch with one fault."""
+    batch = collected("ragged", "grpo").exclude("prompt_text")
+    mask = ("masks", "all_assistant_mask")
+    if name == "reward":
+        batch["next", "reward"][2] = torch.nan
+    elif name == "unset id":
+        batch["rollout_id"][2] = -1
+    elif name == "two groups":
+        batch["group_id"][0] = 28
+    elif name == "two rewards":
+        batch["rollout_id"][1] = batch["rollout_id"][0]
+        batch["next", "reward"][:2] = torch.tensor([[0.25], [0.5]])
+    elif name == "incomplete":
+        batch["expected_rollouts"] += 1
+    elif name == "two ends":
+        batch["next", "done"] = torch.ones(len(batch), 1, dtype=torch.bool)
+    elif name == "no mask":
+        del batch["masks"][mask[1]]
+    elif name == "float mask":
+        batch[mask] = batch[mask].float()
+    elif name == "no ids":
+        del batch["group_id"]
+    return batch
+
+
+FAULTS = ["reward", "unset id", "two groups", "two rewards", "incomplete", "two ends"]
+FAULTS += ["no mask", "float mask", "no ids"]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_refused_is_refused_in_the_same_words(name):
+    words = [f"{SPLIT}.minibatches=3", f"{SPLIT}.remainder=uneven"]
+    with pytest.raises(BatchError) as here:
+        composed(*words)(refused(name))
+    with FakeDevice() as fake, pytest.raises(BatchError) as there:
+        composed(*words)(fake.put(refused(name)))
+    assert (type(there.value), str(there.value)) == (type(here.value), str(here.value))
+
+
+# -- the device itself ------------------------------------------------------------------------------------
+
+MASK, IDS, HERE = "torch.tensor([True, False, True])", "torch.tensor([2, 0])", "torch.arange(3)"
+WHAT = {  # by operator: reads, copies, asynchronous; x, mask and ids are on the device
+    # the host asks for a value
+    "x.sum().item()": (1, 0, 0),
+    "bool(mask.any())": (1, 0, 0),
+    "int(x[0])": (1, 0, 0),
+    "float(x.double().sum())": (1, 0, 0),
+    "x.tolist()": (1, 0, 0),
+    "x[0].tolist()": (1, 0, 0),
+    "x.cpu()": (1, 0, 0),
+    "x.to('cpu')": (1, 0, 0),
+    "x.cpu().numpy()": (1, 0, 0),
+    "torch.zeros(3, dtype=torch.int64).copy_(x)": (1, 0, 0),
+    "torch.equal(x, x)": (1, 0, 0),
+    "torch.allclose(x.float(), x.float())": (1, 0, 0),
+    "[1 for each in x if each > 0]": (3, 0, 0),
+    "2 in x": (1, 0, 0),
+    # a shape depends on values
+    "mask.nonzero()": (1, 0, 0),
+    "torch.where(mask)": (1, 0, 0),
+    "torch.argwhere(mask)": (1, 0, 0),
+    "x.unique()": (1, 0, 0),
+    "torch.unique(x, return_inverse=True)": (1, 0, 0),
+    "x.unique_consecutive()": (1, 0, 0),
+    "x.view(3, 1).unique(dim=0)": (1, 0, 0),
+    "x.bincount()": (1, 0, 0),
+    "x.masked_select(mask)": (1, 0, 0),
+    "x[mask]": (1, 0, 0),
+    "x[mask] + x[mask]": (2, 0, 0),
+    "x.__setitem__(mask, x[:2].clone())": (1, 0, 0),
+    "x.repeat_interleave(x)": (1, 0, 0),
+    "torch.isin(x, torch.arange(99, device=device))": (1, 0, 0),
+    "x.masked_fill(mask, x[0])": (1, 0, 0),
+    "x.double().add(1).multinomial(1)": (1, 0, 0),
+    # no value, no shape
+    "x.repeat_interleave(x, output_size=3)": (0, 0, 0),
+    "x.repeat_interleave(2)": (0, 0, 0),
+    "x[ids]": (0, 0, 0),
+    "x.__setitem__(ids, 7)": (0, 0, 0),
+    "x.__setitem__(0, 7)": (0, 0, 0),
+    "x.__setitem__(mask, 7)": (0, 0, 0),
+    "x.masked_fill(mask, 7)": (0, 0, 0),
+    "x.masked_fill_(mask, torch.tensor(7))": (0, 0, 0),
+    "x * torch.tensor(2)": (0, 0, 0),
+    "x.add_(torch.tensor(2))": (0, 0, 0),
+    "torch.where(mask, x, 7)": (0, 0, 0),
+    "x[1:].view(torch.int32).clone()": (0, 0, 0),
+    "x.sort(stable=True).indices[0]": (0, 0, 0),
+    "torch.isin(x, ids)": (0, 0, 0),
+    "torch.zeros(3, device=device) + torch.full((3,), 2.0, device=device) + x.new_ones(3)": (0, 0, 0),
+    "torch.rand(3, device=device).cumsum(0)": (0, 0, 0),
+    "torch.stack([x, x]).amax()": (0, 0, 0),
+    "(len(x), x.shape, x.dtype, x.device, x.numel(), repr(x))": (0, 0, 0),
+    # numbers of the host go to the device
+    "here.to(device)": (0, 1, 0),
+    "here.to(x)": (0, 1, 0),
+    "torch.tensor([1, 2], device=device)": (0, 1, 0),
+    "torch.as_tensor([1, 2], device=device)": (0, 1, 0),
+    "x.new_tensor([1, 2])": (0, 1, 0),
+    "x.copy_(here)": (0, 1, 0),
+    "x[here]": (0, 1, 0),
+    "x[[2, 0]]": (0, 1, 0),
+    "x.__setitem__(here, x.clone())": (0, 1, 0),
+    "x[here > 0]": (1, 1, 0),
+    # and nobody waits, or so they say
+    "here.to(device, non_blocking=True)": (0, 0, 1),
+    "x.to('cpu', non_blocking=True)": (0, 0, 1),
+    "x.copy_(here, non_blocking=True)": (0, 0, 1),
+    "here.pin_memory().to(device, non_blocking=True)": (0, 0, 1),
+}
+
+
+@pytest.fixture
+def fake():
+    with FakeDevice() as device:
+        yield device
+
+
+def made(fake: FakeDevice, device: torch.device) -> dict[str, object]:
+    """The names in the table."""
+    here = torch.arange(3)
+    x, mask, ids = here.clone(), torch.tensor([True, False, True]), torch.tensor([2, 0])
+    on = [x, mask, ids] if device == CPU else [fake.put(each) for each in (x, mask, ids)]
+    return dict(zip(("x", "mask", "ids", "here", "device", "torch"), [*on, here, device, torch], strict=True))
+
+
+@pytest.mark.parametrize("words", WHAT)
+def test_what_cuda_would_wait_for_is_counted(fake, words):
+    there, here = made(fake, DEVICE), made(fake, CPU)
+    fake.forget()
+    torch.manual_seed(0)
+    found = eval(words, there)
+    assert (len(fake.reads), len(fake.copies), len(fake.asynchronous)) == WHAT[words], (
+        fake.reads + fake.copies
+    )
+    torch.manual_seed(0)
+    same(fake, found, eval(words, here))
+    same(fake, there["x"], here["x"])
+
+
+def same(fake: FakeDevice, found, expected) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(fake.get(found), expected)
+    elif isinstance(expected, tuple) and isinstance(expected[0], torch.Tensor):
+        for pair in zip(found, expected, strict=True):
+            same(fake, *pair)
+    elif isinstance(expected, list | bool | int | float):
+        assert found == expected
+
+
+def test_it_keeps_the_memory_of_views_and_the_versions_of_writes(fake):
+    base = torch.zeros(4, device=DEVICE)
+    view, bits, other = base[1:], base.view(torch.int32), base.clone()
+    view.add_(1)
+    assert fake.get(base).tolist() == [0, 1, 1, 1]
+    assert fake.get(bits).bool().tolist() == [False, True, True, True]
+    assert (base._version, view._version, bits._version, other._version) == (1, 1, 1, 0)
+    assert base.add_(1) is base
+    assert base.storage_offset() + 1 == view.storage_offset()
+    gone = weakref.ref(other)
+    del other
+    assert gone() is None
+
+
+def test_a_place_is_the_innermost_line_of_headrace_else_that_of_the_test(fake):
+    reward = torch.tensor([1.0, 2.0, 3.0, 5.0], device=DEVICE)
+    groups = torch.tensor([0, 0, 1, 1], device=DEVICE)
+    reward.tolist()
+    group_relative_advantage(reward, groups)
+    test, headrace = fake.reads
+    assert repr(test).startswith("_to_copy.default at tests/test_device_reads.py:")
+    assert headrace.place.startswith("transforms/advantage/")
+    with fake.unseen():
+        reward.tolist()
+    assert (len(fake.reads), len(fake.copies)) == (2, 2)
+    fake.forget()
+    assert fake.reads == fake.copies == fake.asynchronous == []
+
+
+MIXED = [
+    "x + here",
+    "torch.stack([x, here])",
+    "x.index_select(0, here)",
+    "here[ids]",
+    "here.masked_fill(mask, 1)",
+]
+MIXED += [
+    "torch.where(mask, x, here)",
+    "torch.equal(x, here)",
+    "x.to('meta')",
+    "torch.ones(2, device='meta') + x",
+]
+
+
+@pytest.mark.parametrize("words", MIXED)
+def test_devices_are_not_mixed(fake, words):
+    with pytest.raises(RuntimeError, match=r"of the cpu|from or to meta"):
+        eval(words, made(fake, DEVICE))
+
+
+def test_nothing_of_it_is_left_behind(fake):
+    x = fake.put(torch.ones(2))
+    with pytest.raises(NotImplementedError, match="changes the shape of a tensor in place"):
+        x.unsqueeze_(0)
+    fake.__exit__(None, None, None)
+    try:
+        with pytest.raises(RuntimeError, match="outside of `with FakeDevice"):
+            x.sum()
+    finally:
+        fake.__enter__()
