@@ -12,7 +12,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import Rule, enforce, explain
+from headrace.transforms.checks import Rule, enforce, explain, read_columns
 from headrace.transforms.distributed import OtherRankError, present_ranks
 from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import device_of, flat_rows
@@ -101,6 +101,8 @@ class Passage:
         self.weights_are_ours = not has_key(batch, keys.weight) or keys.weight_is_written(stages)
         self.numbers: dict[str, Tensor | float] = {}
         self.rules: list[tuple[str, Rule]] = []
+        self._asked: set[str] = set()
+        self._named: Exception | None = None
         self.numbered = batch.set(ROW, torch.arange(len(batch), device=device_of(batch)))
 
     def through(self, names: Sequence[str], batch: TensorDictBase) -> TensorDictBase:
@@ -143,11 +145,12 @@ class Passage:
             self.through([name, *later], batch)
             self.read_rules()
             return batch, None
-        split = self.stages[name]
+        split, rows = self.stages[name], batch.exclude(ROW)
         with split.turn:
             self._read_before_others(split)
+            self._ask(later, rows)
             with self.naming(name):
-                draw = split.draw(batch.exclude(ROW), split.state, epochs)
+                draw = split.draw(rows, split.state, epochs, read=self.read_columns)
                 draw = draw._replace(batch=draw.batch.set(ROW, self._row_numbers(batch, draw.batch)))
             self.ledger.judge(name, split.reasons, draw.batch.get(ROW), draw.verdict, split.effects)
             self._measure(name, draw.measured)
@@ -167,13 +170,26 @@ class Passage:
         """
         rules, self.rules = self.rules, []
         try:
-            for device in dict.fromkeys(rule.bad.device for _, rule in rules):
-                enforce([rule for _, rule in rules if rule.bad.device == device])
+            enforce([rule for _, rule in rules])
         except BatchError:
             for name, rule in rules:
                 with self.naming(name):
                     explain([rule])
             raise
+
+    def read_columns(self, columns: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Bring columns to the CPU, and read the rules on the way. One device read.
+
+        Raises:
+            BatchError: as :meth:`read_rules`.
+        """
+        try:
+            found = read_columns(columns, [rule for _, rule in self.rules])
+        except BatchError:
+            self.read_rules()
+            raise
+        self.rules = []
+        return found
 
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:
@@ -185,14 +201,20 @@ class Passage:
         except OtherRankError:
             raise
         except Exception as err:
+            if err is self._named:  # by the stage whose rule is broken, which was read here
+                raise
             self.read_rules()
-            raise with_stage(name, self.stages[name], err) from err
+            self._named = with_stage(name, self.stages[name], err)
+            raise self._named from err
 
     # -- one stage ------------------------------------------------------------------------------------
 
     def _stage(self, name: str, batch: TensorDictBase) -> TensorDictBase:
         stage, rows = self.stages[name], batch.get(ROW)
-        outcome = stage.run(batch) if isinstance(stage, BatchTransform) else Outcome(stage(batch))
+        asked = name in self._asked
+        outcome = (
+            stage.run(batch, asked=asked) if isinstance(stage, BatchTransform) else Outcome(stage(batch))
+        )
         remaining = _rows_of(outcome.batch)
         keeps_rows = getattr(stage, "keeps_rows", False)
         if keeps_rows and len(remaining) != len(rows):
@@ -230,6 +252,14 @@ class Passage:
                 f"{', '.join(map(repr, later))} moved or dropped some"
             )
         return out
+
+    def _ask(self, later: Sequence[str], batch: TensorDictBase) -> None:
+        """What the stage behind the cut requires is read with all the rest, in front of it."""
+        for name in later[:1]:  # another one may read what this one writes
+            if isinstance(stage := self.stages[name], BatchTransform):
+                with self.naming(name):
+                    self.rules += [(name, rule) for rule in stage.requires(batch)]
+                self._asked.add(name)
 
     def _read_before_others(self, stage: nn.Module) -> None:
         """Neither code that is not the library's own nor a hook sees a batch that is to be refused."""

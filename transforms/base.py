@@ -112,11 +112,23 @@ class BatchTransform(Transform):
             The batch that comes out, or where more is known an :class:`Outcome`.
         """
 
+    def requires(self, batch: TensorDictBase) -> Sequence[Rule]:
+        """What must hold of the rows that come in, whatever is made of them.
+
+        A pipeline asks a stage behind the one that cuts before it reads what it needs for the cut, so that a
+        batch is read once.
+        """
+        return ()
+
     def apply_to_nothing(self, batch: TensorDictBase) -> None:
         """What a batch without rows means: nothing, unless rows were to come."""
 
-    def run(self, batch: TensorDictBase) -> Outcome:
+    def run(self, batch: TensorDictBase, *, asked: bool = False) -> Outcome:
         """Run over a whole batch; the rules are for the caller to read (:func:`enforce`).
+
+        Args:
+            batch: TensorDict ``[N]``, or ``[envs, time]``.
+            asked: what it :meth:`requires` is known to the caller, and not among the rules.
 
         Raises:
             TypeError: the input is no TensorDict.
@@ -131,8 +143,10 @@ class BatchTransform(Transform):
             if flat is None or (present_ranks() is None and flat.shape.numel() == 0):
                 self.apply_to_nothing(batch)
                 return Outcome(batch)
+            required = () if asked else self.requires(flat)
             done = self.apply(shallow_copy(flat))
             outcome = done if isinstance(done, Outcome) else Outcome(done)
+            outcome = outcome._replace(rules=[*required, *outcome.rules])
             if ranks is not None:
                 enforce(outcome.rules)  # here, while the others can still raise with it
                 outcome = outcome._replace(rules=())

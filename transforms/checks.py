@@ -33,7 +33,7 @@ class Rule(NamedTuple):
 
 
 def broken(rules: Sequence[Rule]) -> Tensor:
-    """Scalar bool: whether any rule is broken. No device read."""
+    """Scalar bool: whether any of these rules, of rows on one device, is broken. No device read."""
     bad = torch.cat([rule.bad for rule in rules])
     return bad.view(torch.uint8).amax() > 0 if bad.numel() else bad.any()  # a tenth of what `any` costs
 
@@ -68,8 +68,41 @@ def enforce(rules: Sequence[Rule]) -> None:
         ...     print(err)
         1 row outside: row 1
     """
-    if rules and bool(broken(rules)):
+    for device in dict.fromkeys(rule.bad.device for rule in rules):  # mostly one
+        if bool(broken([rule for rule in rules if rule.bad.device == device])):
+            explain(rules)
+
+
+ReadsColumns = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
+"""From (N,) int64 columns on one device to the same on the CPU; None stays None."""
+
+
+def read_columns(columns: Sequence[Tensor | None], rules: Sequence[Rule] = ()) -> list[Tensor | None]:
+    """Bring (N,) int64 columns to the CPU, and enforce rules on the way. One device read.
+
+    Args:
+        columns: on one device; None stays None, and those on the CPU come back themselves.
+        rules: of rows there.
+
+    Raises:
+        BatchError: a rule is broken.
+
+    Example:
+        >>> read_columns([torch.tensor([4, 5]), None])
+        [tensor([4, 5]), None]
+    """
+    there = [column for column in columns if column is not None]
+    if not there or there[0].device.type == "cpu":
+        enforce(rules)
+        return list(columns)
+    beside = [rule for rule in rules if rule.bad.device == there[0].device]
+    enforce([rule for rule in rules if rule.bad.device != there[0].device])
+    flags = [broken(beside).long().reshape(1)] if beside else []
+    read = iter(torch.cat([*there, *flags]).cpu().split([len(part) for part in (*there, *flags)]))
+    found = [None if column is None else next(read) for column in columns]
+    if any(map(bool, read)):
         explain(rules)
+    return found
 
 
 def identity_rules(rollouts: Tensor, groups: Tensor | None, first: Tensor) -> list[Rule]:

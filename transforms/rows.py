@@ -113,6 +113,12 @@ def take_rows(batch: TensorDictBase, rows: Tensor, *, on_cpu: Tensor | None = No
     return of_columns(columns, [len(rows), *batch.batch_size[1:]], batch.device)
 
 
+def rows_that_stay(batch: TensorDictBase, stays: Tensor) -> TensorDictBase:
+    """The rows where (N,) bool `stays`; the batch itself where all do. One device read."""
+    rows = stays.nonzero().flatten()
+    return batch if len(rows) == len(batch) else take_rows(batch, rows)
+
+
 def take_column(value: Any, rows: Tensor, *, on_cpu: Tensor | None = None) -> Any:
     """:func:`take_rows` of whatever a batch holds under a key."""
     if isinstance(value, Tensor):

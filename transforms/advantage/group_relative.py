@@ -21,7 +21,7 @@ from headrace.transforms.sums import largest
 
 from .baselines import Baseline, Clip, EpsMode, Formula, Scale, Singleton, advantage_in_groups
 from .grouping import Blocks, ById, Grouping, ReshapeFormula, squares_fit
-from .layout import Facts, Found, find_groups, fit_rule, gather_blocks, read_facts, rewards_fit
+from .layout import Facts, Found, find_groups, fit_rule, gather_blocks, largest_that_fits, read_facts
 
 
 def group_relative_advantage(
@@ -66,7 +66,7 @@ def group_relative_advantage(
     of exactly 0, where rounding would leave a rest that a small ε blows up. Statistics are float64, by sums
     that do not depend on the order of their terms, and rounded once: to the last bit an advantage follows
     from the rewards of its group, however rows lie and whatever else is in the batch. One device read, for
-    the checks and the layout.
+    the checks; under a smaller `dtype` another, for the layout.
 
     Args:
         reward: (N,) floats, one a row; the segments of a rollout must agree.
@@ -140,21 +140,32 @@ def compare_in_groups(
         rollouts = torch.arange(len(reward), device=reward.device)
     first, group_first = first_row(rollouts), first_row(groups)
     rules = _rules(reward, groups, rollouts, first, group_first, formula)
-    facts = read_facts(rules, reward, first, group_first)
-    if facts.problem:
-        return torch.zeros_like(reward), rules
-    if not rewards_fit(facts.peak, len(reward), reward.dtype):
-        return torch.zeros_like(reward), [_size_rule(reward, rollouts, facts.peak)]
+    rules.append(_size_rule(reward, rollouts))
     tokens = None if length is None else sum_by(first, length)
-    if _is_uniform(facts, low):
-        columns = [reward] + ([] if tokens is None else [tokens])
-        number, blocks = gather_blocks(first, facts, *columns)
-        credit = advantage_in_groups(_blocks(low, *blocks), formula).to(reward.dtype)
-        credit = credit.reshape(-1).index_select(0, number)
-    else:
+    credit = None if low is None else _as_reshaped(reward, rules, first, group_first, formula, low, tokens)
+    if credit is None:
         by_id = ById(reward.double(), group_first, len(reward), is_first(first), tokens)
         credit = advantage_in_groups(by_id, formula).to(reward.dtype)
-    return credit, _range_rules(credit, formula)
+    return credit, [*rules, *_range_rules(credit, formula)]
+
+
+def _as_reshaped(
+    reward: Tensor,
+    rules: Sequence[Rule],
+    first: Tensor,
+    group_first: Tensor,
+    formula: Formula,
+    low: torch.dtype,
+    tokens: Tensor | None,
+) -> Tensor | None:
+    """The bits of the reshape formula, where rows lie as it needs them. One device read."""
+    facts = read_facts(rules, reward, first, group_first)
+    if facts.problem or not _is_uniform(facts, low):
+        return None
+    columns = [reward] + ([] if tokens is None else [tokens])
+    number, blocks = gather_blocks(first, facts, *columns)
+    credit = advantage_in_groups(_blocks(low, *blocks), formula).to(reward.dtype)
+    return credit.reshape(-1).index_select(0, number)
 
 
 def _in_found_groups(
@@ -183,11 +194,11 @@ def _blocks(low: torch.dtype | None, reward: Tensor, length: Tensor | None = Non
     return ReshapeFormula(reward.to(low), length)
 
 
-def _is_uniform(facts: Facts, low: torch.dtype | None) -> bool:
+def _is_uniform(facts: Facts, low: torch.dtype) -> bool:
     """Whether groups of one size lie in contiguous rows, with squares that a low dtype can hold."""
     size = facts.largest_group
     uniform = facts.contiguous and facts.smallest_group == size > 1
-    return uniform and (low is None or squares_fit(facts.peak, facts.rollouts, low))
+    return uniform and squares_fit(facts.peak, facts.rollouts, low)
 
 
 def _range_rules(credit: Tensor, formula: Formula) -> list[Rule]:
@@ -231,9 +242,9 @@ def _negative_rule(reward: Tensor, rollouts: Tensor) -> Rule:
     )
 
 
-def _size_rule(reward: Tensor, rollouts: Tensor, peak: float) -> Rule:
+def _size_rule(reward: Tensor, rollouts: Tensor) -> Rule:
     return Rule(
-        reward.abs() == peak,
+        ~(reward.abs() <= largest_that_fits(len(reward), reward.dtype)),
         lambda row: f"{float(reward[row]):.3g} at row {row} (rollout {int(rollouts[row])})",
         f"rewards must leave room for differences in {reward.dtype}, and for squares in float64; found "
         "{found}",

@@ -198,6 +198,11 @@ class ById(Grouping):
         return per_group.index_select(0, self.label) if per_group.ndim else per_group
 
 
+def largest_to_square(terms: int, dtype: torch.dtype) -> float:
+    """Below it, `terms` squares of differences of numbers can be summed without overflow."""
+    return float((torch.finfo(dtype).max / max(terms, 1)) ** 0.5 / ROOM)
+
+
 def squares_fit(peak: float, terms: int, dtype: torch.dtype) -> bool:
     """Whether `terms` squares of differences of numbers up to `peak` can be summed without overflow."""
-    return peak < (torch.finfo(dtype).max / max(terms, 1)) ** 0.5 / ROOM
+    return peak < largest_to_square(terms, dtype)

@@ -12,7 +12,7 @@ from headrace.transforms.checks import Rule, broken
 from headrace.transforms.ids import is_first, number_of, sum_by
 from headrace.transforms.sums import largest
 
-from .grouping import squares_fit
+from .grouping import largest_to_square
 
 
 class Facts(NamedTuple):
@@ -71,9 +71,9 @@ def gather_blocks(first: Tensor, facts: Facts, *columns: Tensor) -> tuple[Tensor
     return number, blocks
 
 
-def rewards_fit(peak: float, rollouts: int, dtype: torch.dtype) -> bool:
-    """Whether rewards leave room for differences in their dtype, and for squares in float64; NaN does not."""
-    return peak <= torch.finfo(dtype).max / 2 and squares_fit(peak, rollouts, torch.float64)
+def largest_that_fits(rollouts: int, dtype: torch.dtype) -> float:
+    """The largest reward that leaves room for differences in its dtype, and for squares in float64."""
+    return min(torch.finfo(dtype).max / 2, largest_to_square(rollouts, torch.float64))
 
 
 def fit_rule(credit: Tensor, dtype: torch.dtype) -> Rule:
@@ -113,8 +113,8 @@ def find_groups(reward: Tensor, groups: Tensor, rollouts: Tensor | None, *, in_o
     Returns:
         None where a rule is broken, or the order is another: the general route finds out what it is.
     """
-    peak = largest(reward)
-    if not rewards_fit(peak, len(reward), reward.dtype) or int(groups.amin()) < 0:
+    fits = largest(reward) <= largest_that_fits(len(reward), reward.dtype)  # NaN does not
+    if not fits or int(groups.amin()) < 0:
         return None
     heads = number = None
     if rollouts is not None and not bool((ascends := rollouts[1:] > rollouts[:-1]).all()):

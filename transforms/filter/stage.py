@@ -15,7 +15,7 @@ from headrace.transforms.distributed import population_of
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import any_by, first_row
 from headrace.transforms.options import nested_key, one_of
-from headrace.transforms.rows import device_of, take_rows
+from headrace.transforms.rows import device_of, rows_that_stay
 from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, unit_keys
 from headrace.transforms.tokens import silence
 
@@ -112,7 +112,7 @@ class SampleFilter(BatchTransform):
         if self.on_batch is not None:
             enforce(rules)
             self.on_batch(batch, keep)
-        out = self._drop(batch, keep) if self.action == "drop" else self._silence(batch, keep)
+        out = rows_that_stay(batch, keep) if self.action == "drop" else self._silence(batch, keep)
         measured = {"kept": keep.sum(), "fraction_kept": keep.double().mean()}
         return Outcome(out, (~keep).to(torch.int8), measured, rules)
 
@@ -140,11 +140,6 @@ class SampleFilter(BatchTransform):
         rule = set_rule(ids, f"{self._unit}_id", "rows without an id would be judged as one")
         keep = people.put_back(~any_by(first_row(ids), ~everyone["keep"]))
         return keep, people.rules([rule])
-
-    @staticmethod
-    def _drop(batch: TensorDictBase, keep: Tensor) -> TensorDictBase:
-        rows = keep.nonzero().flatten()
-        return batch if len(rows) == len(keep) else take_rows(batch, rows)
 
     def _silence(self, batch: TensorDictBase, keep: Tensor) -> TensorDictBase:
         silence(batch, keep, self.loss_mask_key, self.log_prob_key)

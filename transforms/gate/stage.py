@@ -14,7 +14,7 @@ from headrace.transforms.checks import Rule, enforce
 from headrace.transforms.distributed import population_of, present_ranks
 from headrace.transforms.errors import IncompleteGroupsError, MissingKeyError, listing
 from headrace.transforms.options import at_least, nested_key, one_of
-from headrace.transforms.rows import take_rows
+from headrace.transforms.rows import rows_that_stay
 from headrace.transforms.schema import (
     DONE,
     EXPECTED_SEGMENTS,
@@ -49,7 +49,8 @@ class CompletenessGate(BatchTransform):
 
     Unique rollouts are counted, never rows; those that failed, were aborted or are not finished do not count
     and never pass, not even with a group that is kept. It knows no earlier batch: a group that is spread over
-    two is incomplete in both. One device read, for who stays; two more with `expected_groups`.
+    two is incomplete in both. One device read, for who stays, where rows say how their rollouts ended or
+    incomplete groups are no error; two more with `expected_groups`.
 
     A rollout is finished where its last row is done; one that ends twice is an error. Segments may end each
     by themselves, as sub-agents do, where `expected_segments_key` says how many there are, or where their
@@ -171,9 +172,9 @@ class CompletenessGate(BatchTransform):
         verdict, present, short = (people.put_back(column) for column in (verdict, presence.present, short))
         if has_key(batch, DONE):  # whether it was read here, or is not to be read: nobody looks again
             batch.set(FINISHED, present)
-        rows = (verdict == 0).nonzero().flatten()
+        surely_whole = self.on_incomplete == "raise" and ends is None and "status" not in everyone
         return Outcome(
-            batch if len(rows) == len(batch) else take_rows(batch, rows),
+            batch if surely_whole else rows_that_stay(batch, verdict == 0),
             verdict,
             {"missing_groups": float(len(missing)), "incomplete_rows": short.sum()},
             people.rules([*presence.rules, *([incomplete] if self.on_incomplete == "raise" else [])]),

@@ -8,9 +8,9 @@ from dataclasses import fields
 import torch
 import torch.distributed as dist
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Outcome
+from headrace.transforms.checks import ReadsColumns, read_columns
 from headrace.transforms.distributed import present_ranks
 from headrace.transforms.options import nested_key
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
@@ -48,7 +48,7 @@ class ShuffleSplit(SplitMemory, BatchTransform):
     It refuses another batch, known by its ids and rewards, and another cut; each rank saves its own state.
 
     Reads `rollout_key` or `group_key` by `unit`, and `length_key` to balance or keep a budget. Its verdicts
-    are 1 ``remainder`` and 2 ``carried``. Device reads: the unit ids, and the lengths.
+    are 1 ``remainder`` and 2 ``carried``. One device read, of unit ids and lengths, and one copy of the plan.
 
     Args:
         minibatches: K ≥ 1; give this or `minibatch_size`.
@@ -152,13 +152,16 @@ class ShuffleSplit(SplitMemory, BatchTransform):
             steps = self.accept(draw, draw.marked(), whole=True)
         return Outcome(steps.whole(), draw.verdict, draw.measured)
 
-    def draw(self, batch: TensorDictBase, state: SplitState, epochs: int = 1) -> Draw:
+    def draw(
+        self, batch: TensorDictBase, state: SplitState, epochs: int = 1, read: ReadsColumns = read_columns
+    ) -> Draw:
         """Draw an order for each pass over a batch ``[N]``. No row is moved, and nothing remembered.
 
         Args:
             batch: TensorDict ``[N]``.
             state: before the batch: ``split.state``, which is used within ``with split.turn``.
             epochs: passes, ≥ 1.
+            read: brings the unit ids and the lengths, (N,) int64 or None, to the CPU.
         """
         cut, columns = self.cut, identifying_columns(batch, self.reward_key)
         cut_by = cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
@@ -171,7 +174,9 @@ class ShuffleSplit(SplitMemory, BatchTransform):
             batch = with_carried(batch, state.carried, key, came, unit)
         ids = None if self.unit == "sample" else self.ids(batch, self.unit)
         meet_to_draw(ids, self.unit, cut, state, progress.taken)
-        ids, lengths = None if ids is None else ids.cpu(), self._lengths(batch)
+        lengths = self.tokens(batch, "length_key") if cut.measures else None
+        ids, lengths = read([ids, lengths])
+        lengths = torch.zeros(len(batch), dtype=torch.int64) if lengths is None else lengths
         plans = draw_plans(ids, lengths, cut, calls=state.calls, epochs=epochs)
         return conclude(batch, plans, lengths, cut, progress)
 
@@ -192,9 +197,3 @@ class ShuffleSplit(SplitMemory, BatchTransform):
             ranks.meet("to accept the draw")  # none remembers a batch that another refuses
         self.remember(draw.state, draw.progress)
         return steps
-
-    def _lengths(self, batch: TensorDictBase) -> Tensor:
-        """(N,) int64 on the CPU, tokens a row; 0 where nobody asks."""
-        if not self.cut.measures:
-            return torch.zeros(len(batch), dtype=torch.int64)
-        return self.tokens(batch, "length_key").cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -126,7 +127,6 @@ class LossWeight(BatchTransform):
         self._check_gradients(batch)
         tokens = self._loss_tokens(batch)
         rollouts, groups = (self._ids_if_any(batch, unit) for unit in ("rollout", "group"))
-        rules = [*_set_in_loss(rollouts, "rollout_id", tokens), *_set_in_loss(groups, "group_id", tokens)]
         weighed = self._weigh(batch, tokens, rollouts, groups)
         averaged = self._number_of_ranks() if self.gradients == "mean" else 1
         weight = weighed.weight * averaged
@@ -138,7 +138,13 @@ class LossWeight(BatchTransform):
         for name in ("tokens", "samples", "rollouts", "groups"):
             if (count := getattr(weighed, name)) is not None:
                 batch.set(f"num_{name}", count)
-        return Outcome(batch, measured={"tokens": tokens.sum(), "samples": (tokens > 0).sum()}, rules=rules)
+        return Outcome(batch, measured={"tokens": tokens.sum(), "samples": (tokens > 0).sum()})
+
+    def requires(self, batch: TensorDictBase) -> Sequence[Rule]:
+        """Ids are set on rows in the loss."""
+        tokens = self._loss_tokens(batch)
+        ids = {f"{unit}_id": self._ids_if_any(batch, unit) for unit in ("rollout", "group")}
+        return [_set_in_loss(column, name, tokens) for name, column in ids.items() if column is not None]
 
     def _check_gradients(self, batch: TensorDictBase) -> None:
         if has_key(batch, RANK) and self.ranks == 1 and self.gradients == "mean":
@@ -217,14 +223,11 @@ def _scaled(advantage: Tensor, factor: Tensor) -> Tensor:
     return advantage * factor.to(torch.promote_types(advantage.dtype, torch.float32))
 
 
-def _set_in_loss(ids: Tensor | None, name: str, tokens: Tensor) -> list[Rule]:
-    """No row in the loss has a negative id; no rule where there are no ids."""
-    if ids is None:
-        return []
-    rule = Rule(
+def _set_in_loss(ids: Tensor, name: str, tokens: Tensor) -> Rule:
+    """No row in the loss has a negative id."""
+    return Rule(
         (ids < 0) & (tokens > 0),
         lambda row: f"{int(ids[row])} at row {row}",
         f"every row in the loss needs a {name} ≥ 0; found {{found}}: rows without an id would weigh as one"
         + who_stamps(name),
     )
-    return [rule]
