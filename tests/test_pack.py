@@ -165,8 +165,13 @@ def test_what_cannot_be_packed_says_why():
     batch = batch_of([2, 3])
     with pytest.raises(MissingKeyError, match="attention_key"):
         pack(batch.exclude(ATTENTION))
+    for rows in (batch, ragged(batch, [3, 3])):
+        with pytest.raises(MissingKeyError, match="set tokens_key"):
+            pack(rows.exclude(FULL))
     with pytest.raises(BatchError, match=r"every row needs a token; rows \[0\] have none"):
         pack(batch_of([0, 3]))
+    with pytest.raises(BatchError, match=r"rows \[1\] have none"):  # behind the last token of all
+        pack(batch_of([3, 0]))
     first = batch.clone()
     first[LOSS] = first[ATTENTION].clone()
     with pytest.raises(BatchError, match=r"first token has nothing before it.*rows \[0, 1\]"):

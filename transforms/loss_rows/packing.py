@@ -188,7 +188,7 @@ def _lay(
     batch: TensorDictBase, key: NestedKey, sizes: list[int], at: Tensor, segment: Tensor | None = None
 ) -> Tensor:
     """(1, L, ...) of what is per token or, where a segment is given, one number a row."""
-    column, shapes = _end_to_end(batch, key, "token_keys")
+    column, shapes = _end_to_end(batch, key, "tokens_key")
     if segment is not None and all(shape.numel() == 1 for shape in shapes):
         return column.reshape(-1).index_select(0, segment).view(1, -1, *[1] * (len(shapes[0]) - 1))
     for row, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
