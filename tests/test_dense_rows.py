@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from device_reads import waits_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
@@ -280,3 +281,14 @@ def test_a_column_as_wide_as_tokens_that_move_is_refused():
         BatchError, match="moved to their ends, and 'token_reward' as wide as they would stay"
     ):
         DenseRows(pad_id=PAD)(batch)
+
+
+@pytest.mark.parametrize("make", [ragged, as_written_padded])
+def test_making_rows_dense_reads_as_promised_however_many_there_are(make):
+    """Once, whether tokens move; rows that lie where they belong are not asked."""
+    for number in (1, 4, 64):
+        rows = [([5] * (1 + row % 3), [6] * (1 + row % 5)) for row in range(number)]
+        batch, stage = make(rows), DenseRows(pad_id=PAD)
+        assert waits_of(lambda batch=batch, stage=stage: stage.run(batch)) == {"_local_scalar_dense": 1}
+        alone = stage(batch)
+        assert waits_of(lambda batch=alone, stage=stage: stage.run(batch)) == {}

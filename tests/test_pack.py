@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from device_reads import waits_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
@@ -62,21 +63,67 @@ def test_a_packed_batch_by_hand():
     assert packed["rows", "rollout_id"].tolist() == [[0, 1, 2]]
 
 
-def test_ragged_rows_pack_as_padded_ones():
-    dense = batch_of([2, 1, 3], side="right")
-    ragged = []
-    for row, length in zip(dense.unbind(0), [2, 1, 3], strict=True):
+def ragged(dense, lengths) -> TensorDict:
+    """The same rows without what lies behind their first entries."""
+    rows = []
+    for row, length in zip(dense.unbind(0), lengths, strict=True):
         row = row.clone()
         for key in (FULL, ATTENTION, LOSS, ("log_probs", "full")):
             row[key] = row[key][:length]
-        ragged.append(row)
-    found, expected = pack(lazy_stack(ragged)), pack(dense)
+        rows.append(row)
+    return lazy_stack(rows)
+
+
+def test_ragged_rows_pack_as_padded_ones():
+    dense = batch_of([2, 1, 3], side="right")
+    rows = ragged(dense, [2, 1, 3])
+    found, expected = pack(rows), pack(dense)
     for key in (FULL, LOSS, ("log_probs", "full"), "advantage", "loss_weight", "position_ids", "cu_seqlens"):
         assert torch.equal(found[key], expected[key]), key
     assert torch.equal(unpack(found)[FULL], dense[FULL])
-    for row in ragged:
+    for row in rows.tensordicts:
         row["advantage"] = row[FULL].float().unsqueeze(-1)
-    assert torch.equal(pack(lazy_stack(ragged))["advantage"].flatten(), found[FULL].flatten().float())
+    assert torch.equal(pack(rows)["advantage"].flatten(), found[FULL].flatten().float())
+
+
+def packed_by_hand(rows, width) -> dict[str, list]:
+    """Token by token."""
+    found = {"input_ids": [], "position_ids": [], "segment_ids": [], "packed_at": [], "loss_weight": []}
+    for number, row in enumerate(rows):
+        places = [place for place, there in enumerate(row[ATTENTION].tolist()) if there]
+        found["input_ids"] += [int(row[FULL][place]) for place in places]
+        found["position_ids"] += range(len(places))
+        found["segment_ids"] += [number] * len(places)
+        found["packed_at"] += [number * width + place for place in places]
+        found["loss_weight"] += [float(row["loss_weight"])] * len(places)
+    return found
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=6), st.booleans())
+def test_rows_of_any_padding_pack_as_a_loop_packs_them(lengths, stacked):
+    """Also rows that are ragged and padded, as those of a collector that padded each step by itself."""
+    batch = batch_of([length for length, _ in lengths], width=9, side="right")
+    batch = ragged(batch, [length + more for length, more in lengths]) if stacked else batch
+    packed, rows = pack(batch), batch.unbind(0)
+    width = max(len(row[FULL]) for row in rows)
+    for key, values in packed_by_hand(rows, width).items():
+        assert packed[key][0].tolist() == values, key
+    assert packed["packed_from"] == (len(rows), width)
+    back = unpack(packed)
+    for number, row in enumerate(rows):
+        for key in (FULL, ATTENTION, LOSS, ("log_probs", "full")):
+            assert back[key][number].tolist() == row[key].tolist() + [0] * (width - len(row[key])), key
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_packing_reads_twice_and_unpacking_never_however_many_rows_there_are(stacked):
+    for rows in (1, 4, 64):
+        lengths = [1 + row % 5 for row in range(rows)]
+        batch = batch_of(lengths, side="right")
+        batch = ragged(batch, lengths) if stacked else batch
+        assert waits_of(lambda batch=batch: pack(batch)) == {"nonzero": 1, "_local_scalar_dense": 1}
+        packed = pack(batch)
+        assert waits_of(lambda packed=packed: unpack(packed)) == {}
 
 
 def test_a_per_token_advantage_is_packed_per_token():
@@ -118,8 +165,13 @@ def test_what_cannot_be_packed_says_why():
     batch = batch_of([2, 3])
     with pytest.raises(MissingKeyError, match="attention_key"):
         pack(batch.exclude(ATTENTION))
+    for rows in (batch, ragged(batch, [3, 3])):
+        with pytest.raises(MissingKeyError, match="set tokens_key"):
+            pack(rows.exclude(FULL))
     with pytest.raises(BatchError, match=r"every row needs a token; rows \[0\] have none"):
         pack(batch_of([0, 3]))
+    with pytest.raises(BatchError, match=r"rows \[1\] have none"):  # behind the last token of all
+        pack(batch_of([3, 0]))
     first = batch.clone()
     first[LOSS] = first[ATTENTION].clone()
     with pytest.raises(BatchError, match=r"first token has nothing before it.*rows \[0, 1\]"):
@@ -132,7 +184,32 @@ def test_what_cannot_be_packed_says_why():
     outside[LOSS][0, 0] = True
     with pytest.raises(BatchError, match=r"a token in the loss is a real one; in rows \[0\]"):
         pack(outside)
+    with pytest.raises(BatchError, match="a loss mask is bool"):
+        pack(batch.clone().set(LOSS, batch[LOSS].float()))
     with pytest.raises(BatchError, match="at least one row"):
         pack(batch[:0])
     with pytest.raises(MissingKeyError, match="written by pack"):
         unpack(batch)
+
+
+def with_row(number, key, value) -> TensorDict:
+    """Ragged rows, one of them wrong."""
+    rows = ragged(batch_of([2, 3, 2], side="right"), [2, 3, 2])
+    rows.tensordicts[number][key] = value
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (with_row(2, ATTENTION, torch.zeros(2, dtype=torch.bool)), r"rows \[2\] have none"),
+        (with_row(1, LOSS, torch.tensor([True, False, False])), r"in the loss in rows \[1\]: take it out"),
+        (with_row(1, ATTENTION, torch.tensor([True, False, False])), r"a real one; in rows \[1\]"),
+        (with_row(0, LOSS, torch.zeros(3, dtype=torch.bool)), r"in rows \[0\] the loss mask has another"),
+        (with_row(1, FULL, torch.zeros(2, dtype=torch.int64)), r"\(3, 3, ...\).*is \(3, 2\) at row 1"),
+        (with_row(1, FULL, torch.zeros(3, dtype=torch.int32)), "one dtype; found torch.int32, torch.int64"),
+    ],
+)
+def test_ragged_rows_that_cannot_be_packed_are_named(rows, message):
+    with pytest.raises(BatchError, match=message):
+        pack(rows)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from device_reads import waits_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
@@ -234,3 +235,33 @@ def test_an_actor_finds_the_attention_mask_where_torchrls_wrappers_look():
         row["masks", "mine"] = row["masks"].pop("all_attention_mask")
     out = ScoreRows(actor=Attends(), attention_key=("masks", "mine"))(rows)
     assert ("masks", "all_attention_mask") not in out.tensordicts[0].keys(True)
+
+
+class Even:
+    """All tokens are as likely, without a look at them."""
+
+    def get_dist(self, batch, logits_key):
+        return self
+
+    def log_prob(self, tokens):
+        return -torch.ones(tokens.shape)
+
+
+@pytest.mark.parametrize("make", [dense, ragged])
+def test_scoring_reads_once_and_copies_once_however_many_rows_and_passes_there_are(make):
+    stage = ScoreRows(actor=Even(), max_rows=2)
+    for number in (1, 4, 64):
+        batch = make([([1] * (1 + row % 3), [2] * (1 + row % 5)) for row in range(number)])
+        assert waits_of(lambda batch=batch: stage.run(batch)) == {"tolist": 1, "copy": 1}
+
+
+def test_a_row_that_is_too_long_is_named_by_its_own_number_behind_rows_that_train_nothing():
+    with pytest.raises(BatchError, match=r"max_tokens=2; found 3 in row 2"):
+        ScoreRows(actor=Bigram(), max_tokens=2)(dense([([1], []), ([1, 2, 3], []), ([1], [2, 3])]))
+
+
+def test_where_no_row_trains_there_is_no_pass():
+    actor = Bigram()
+    outcome = ScoreRows(actor=actor).run(dense([([1], []), ([2, 3], [])]))
+    assert (actor.shapes, outcome.metrics["scored"]) == ([], 0.0)
+    assert outcome.batch[LOG_PROB].isnan().all()

@@ -12,7 +12,6 @@ from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule
 from headrace.transforms.errors import BatchError, MissingKeyError, listing
 from headrace.transforms.options import at_least, nested_key
-from headrace.transforms.rows import device_of
 from headrace.transforms.schema import IN_LOSS, has_key, key_names, require
 from headrace.transforms.tokens import ATTENTION, PROMPT, RESPONSE, check_mask
 
@@ -164,7 +163,7 @@ class DenseRows(BatchTransform):
         if not isinstance(batch, LazyStackedTensorDict):
             require(batch, self.attention_key, reader=type(self).__name__, option="attention_key")
             return batch.exclude(*PARTS), {key: batch.get(key) for key in keys}
-        lengths = [len(tokens) for tokens in batch.get(self.tokens_key, as_list=True)]
+        lengths = _lengths(batch, self.tokens_key)
         rest, columns = stack_rows(batch, lengths, {key: self._padding(key) for key in keys}, PARTS)
         if self.attention_key not in columns:
             columns[self.attention_key] = last_entries(lengths, columns[self.tokens_key])
@@ -224,10 +223,8 @@ class DenseRows(BatchTransform):
         return self.pad_id if key == self.tokens_key else None
 
 
-def _lengths(batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """(N,) int64: entries of a column in each row, padding included."""
+def _lengths(batch: TensorDictBase, key: NestedKey) -> list[int]:
+    """Entries of a column in each row, padding included."""
     if isinstance(batch, LazyStackedTensorDict):
-        lengths = [len(row) for row in batch.get(key, as_list=True)]
-    else:
-        lengths = [batch.get(key).shape[1]] * len(batch)
-    return torch.tensor(lengths, device=device_of(batch))
+        return [len(row) for row in batch.get(key, as_list=True)]
+    return [batch.get(key).shape[1]] * len(batch)

@@ -13,6 +13,8 @@ from headrace.transforms.options import nested_key
 from headrace.transforms.schema import has_key, require
 from headrace.transforms.tokens import check_mask
 
+from .padding import check_dtype
+
 TOKEN_KEYS: tuple[NestedKey, ...] = (
     ("tokens", "full"),
     ("masks", "all_attention_mask"),
@@ -52,16 +54,17 @@ def pack(
         ``segment_ids``  (1, L) int64   which row, from 0: a token sees those of its own row
         ``cu_seqlens``   (1, n+1) int32 where rows begin, and the end; variable-length attention takes [0]
         ``packed_at``    (1, L) int64   row · T + column, for :func:`unpack`
-        ``packed_from``  (1, 2) int64   n and T
+        ``packed_from``  no tensor      n and T, of which :func:`unpack` makes shapes without a read
         ``rows``         [1, n]         all other columns
         ================ ============== ==========================================================
 
-        A few device reads.
+        Two device reads, of any number of rows, dense or ragged: the number of real tokens, and whether all
+        is well.
 
     Raises:
         MissingKeyError: tokens or attention mask are not there.
         BatchError: no rows; a row without a token, with a first token in the loss, or with one in the loss
-            that is no real token.
+            that is no real token; a mask that is not bool; a per-token column of another width.
 
     Example:
         >>> tokens = torch.tensor([[0, 5, 6], [7, 8, 9]])
@@ -73,43 +76,43 @@ def pack(
     """
     if len(batch) == 0:
         raise BatchError("a batch to pack has at least one row; got none")
-    there = _columns(batch, attention_key, "attention_key")
+    real, shapes = _end_to_end(batch, attention_key, "attention_key")
     check_mask(batch, attention_key)
-    width = max(len(mask) for mask in there)
-    if isinstance(batch, LazyStackedTensorDict):
-        at = torch.cat([mask.nonzero().flatten() + row * width for row, mask in enumerate(there)])
-    else:
-        at = batch.get(attention_key).reshape(-1).nonzero().flatten()
-    segment = at // width
-    counts = torch.bincount(segment, minlength=len(batch))
-    ends = counts.cumsum(0)
-    begins = ends - counts
-    if bool((counts == 0).any()):
-        empty = (counts == 0).nonzero().flatten().tolist()
-        raise BatchError(f"every row needs a token; rows {empty[:10]} have none")
-    if has_key(batch, loss_mask_key):
-        _check_inside(_columns(batch, loss_mask_key, "loss_mask_key"), there)
-        _check_first(_lay(batch, loss_mask_key, there, at, width)[0], begins)
+    real, sizes = real.reshape(-1), [shape.numel() for shape in shapes]
+    at = real.nonzero().flatten()  # the first read: how many
+    packed_at = _places(at, sizes)
+    segment = packed_at // max(sizes)
+    begins = torch.searchsorted(segment, torch.arange(len(batch) + 1, device=at.device))
+    position = torch.arange(len(at), device=at.device) - begins.index_select(0, segment)
 
-    keys = [nested_key(key) for key in token_keys]
+    wrong = [begins.diff() == 0]
+    if has_key(batch, loss_mask_key):
+        loss, found = _end_to_end(batch, loss_mask_key, "loss_mask_key")
+        check_mask(batch, loss_mask_key)
+        if odd := [row for row, shape in enumerate(found) if shape != shapes[row]]:
+            raise _outside(odd)
+        loss = loss.reshape(-1)
+        wrong += [loss & ~real, loss.index_select(0, at) & (position == 0)]
+    if bool(torch.stack([each.any() for each in wrong]).any()):  # the second
+        _explain(sizes, segment, *wrong)
+
+    keys, spread = ([nested_key(key) for key in each] for each in (token_keys, row_keys))
     packed = TensorDict({}, batch_size=[1], device=batch.device)
     for key in [key for key in keys if has_key(batch, key)]:
-        packed.set(key, _lay(batch, key, there, at, width))
-    spread = [nested_key(key) for key in row_keys]
+        packed.set(key, _lay(batch, key, sizes, at))
     for key in [key for key in spread if has_key(batch, key)]:
-        packed.set(key, _spread(batch, key, there, at, segment, width))
-    rest = batch.exclude(*keys, *spread)
-    packed.set("rows", rest.unsqueeze(0))
-    packed.set("input_ids", _lay(batch, tokens_key, there, at, width))
-    packed.set("position_ids", (torch.arange(len(at), device=at.device) - begins[segment]).unsqueeze(0))
+        packed.set(key, _lay(batch, key, sizes, at, segment))
+    packed.set("rows", batch.exclude(*keys, *spread).unsqueeze(0))
+    packed.set("input_ids", _lay(batch, tokens_key, sizes, at))
+    packed.set("position_ids", position.unsqueeze(0))
     packed.set("segment_ids", segment.unsqueeze(0))
-    packed.set("cu_seqlens", torch.cat([ends.new_zeros(1), ends]).to(torch.int32).unsqueeze(0))
-    packed.set("packed_at", at.unsqueeze(0))
-    return packed.set("packed_from", torch.tensor([[len(batch), width]], device=at.device))
+    packed.set("cu_seqlens", begins.to(torch.int32).unsqueeze(0))
+    packed.set("packed_at", packed_at.unsqueeze(0))
+    return packed.set_non_tensor("packed_from", (len(batch), max(sizes)))
 
 
 def unpack(packed: TensorDictBase) -> TensorDict:
-    """The rows that were packed, (n, T); what was padding is 0 or False. One device read.
+    """The rows that were packed, (n, T); what was padding is 0 or False. No device read.
 
     Ragged rows come back as dense ones, padded on the right.
 
@@ -139,7 +142,7 @@ def unpack(packed: TensorDictBase) -> TensorDict:
 
 
 def unpack_tokens(values: Tensor, packed: TensorDictBase) -> Tensor:
-    """Per-token values of packed rows, such as a model's log-probabilities, back in rows.
+    """Per-token values of packed rows, such as a model's log-probabilities, back in rows. No device read.
 
     Args:
         values: (1, L, ...).
@@ -149,67 +152,71 @@ def unpack_tokens(values: Tensor, packed: TensorDictBase) -> Tensor:
         (n, T, ...), 0 or False where there was padding.
 
     Example:
-        >>> at, size = torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3]])
-        >>> packed = TensorDict({"packed_at": at, "packed_from": size}, batch_size=[1])
+        >>> tokens = torch.tensor([[0, 5, 6], [7, 0, 0]])
+        >>> masks = {"all_attention_mask": tokens > 0}
+        >>> packed = pack(TensorDict({"tokens": {"full": tokens}, "masks": masks}, batch_size=[2]))
         >>> unpack_tokens(torch.tensor([[0.5, 0.25, 1.0]]), packed).tolist()
         [[0.0, 0.5, 0.25], [1.0, 0.0, 0.0]]
     """
     at = require(packed, "packed_at", reader="unpack_tokens", option="written by pack")[0]
-    rows, width = packed.get("packed_from")[0].tolist()
+    rows, width = packed["packed_from"]
     flat = values.new_zeros(rows * width, *values.shape[2:])
     return flat.index_copy(0, at, values[0]).view(rows, width, *values.shape[2:])
 
 
-def _columns(batch: TensorDictBase, key: NestedKey, option: str) -> list[Tensor]:
-    """A per-token column, row by row."""
+def _end_to_end(batch: TensorDictBase, key: NestedKey, option: str) -> tuple[Tensor, list[torch.Size]]:
+    """A column with one row behind the other, padding included, and the shapes of its rows."""
     if isinstance(batch, LazyStackedTensorDict) and has_key(batch, key):
-        return list(batch.get(key, as_list=True))
-    return list(require(batch, key, reader="pack", option=option).unbind(0))
+        rows = batch.get(key, as_list=True)
+        check_dtype(rows)
+        return torch.cat(torch.atleast_1d(rows)), [row.shape for row in rows]
+    column = require(batch, key, reader="pack", option=option)
+    return column.reshape(-1, *column.shape[2:]), [column.shape[1:]] * len(batch)
 
 
-def _lay(batch: TensorDictBase, key: NestedKey, there: list[Tensor], at: Tensor, width: int) -> Tensor:
-    if isinstance(batch, LazyStackedTensorDict):
-        rows = zip(batch.get(key, as_list=True), there, strict=True)
-        return torch.cat([row[mask] for row, mask in rows]).unsqueeze(0)
-    value = require(batch, key, reader="pack", option="token_keys")
-    if value.ndim < 2 or value.shape[1] != width:
-        raise BatchError(
-            f"a per-token column is ({len(batch)}, {width}, ...), as wide as the attention mask; {key!r} is "
-            f"{tuple(value.shape)}: leave it out of token_keys to keep it per row"
-        )
-    return value.flatten(0, 1).index_select(0, at).unsqueeze(0)
+def _places(at: Tensor, sizes: list[int]) -> Tensor:
+    """Entries of rows end to end, numbered as if all rows were as wide as the widest."""
+    width = max(sizes)
+    if min(sizes) == width:
+        return at
+    # A kernel a row, and no wait: a list of sizes would have to be copied to the device.
+    rows = [torch.arange(row * width, row * width + size, device=at.device) for row, size in enumerate(sizes)]
+    return torch.cat(rows).index_select(0, at)
 
 
-def _spread(
-    batch: TensorDictBase, key: NestedKey, there: list[Tensor], at: Tensor, segment: Tensor, width: int
+def _lay(
+    batch: TensorDictBase, key: NestedKey, sizes: list[int], at: Tensor, segment: Tensor | None = None
 ) -> Tensor:
-    if isinstance(batch, LazyStackedTensorDict):
-        values = batch.get(key, as_list=True)
-        if any(value.numel() > 1 for value in values):
-            return _lay(batch, key, there, at, width)
-        column = torch.stack(list(values))
-    else:
-        column = batch.get(key)
-        if column.numel() != len(batch):
-            return _lay(batch, key, there, at, width)
-    per_token = column.reshape(-1).index_select(0, segment)
-    return per_token.view(1, -1, *[1] * max(column.ndim - 2, 0))
+    """(1, L, ...) of what is per token or, where a segment is given, one number a row."""
+    column, shapes = _end_to_end(batch, key, "tokens_key")
+    if segment is not None and all(shape.numel() == 1 for shape in shapes):
+        return column.reshape(-1).index_select(0, segment).view(1, -1, *[1] * (len(shapes[0]) - 1))
+    for row, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
+        if shape[:1] != (size,):
+            raise BatchError(
+                f"a per-token column is ({len(batch)}, {size}, ...), as wide as the attention mask; {key!r} "
+                f"is {(len(batch), *shape)} at row {row}: leave it out of token_keys to keep it per row"
+            )
+    return column.index_select(0, at).unsqueeze(0)
 
 
-def _check_first(loss_mask: Tensor, begins: Tensor) -> None:
-    rows = loss_mask.index_select(0, begins).nonzero().flatten().tolist()
+def _outside(rows: list[int]) -> BatchError:
+    return BatchError(
+        f"a token in the loss is a real one; in rows {rows[:10]} the loss mask has another shape than "
+        "the attention mask, or is True where that is False, and packing would drop those tokens"
+    )
+
+
+def _explain(sizes: list[int], segment: Tensor, empty: Tensor, *in_loss: Tensor) -> None:
+    """Raise for the first fault, with the rows. Reads as often as it takes."""
+    rows = empty.nonzero().flatten().tolist()
     if rows:
-        raise BatchError(
-            "a row's first token has nothing before it to predict it from; it is in the loss in rows "
-            f"{rows[:10]}: take it out of the loss mask"
-        )
-
-
-def _check_inside(loss_mask: list[Tensor], there: list[Tensor]) -> None:
-    pairs = enumerate(zip(loss_mask, there, strict=True))
-    rows = [row for row, (loss, real) in pairs if loss.shape != real.shape or bool((loss & ~real).any())]
+        raise BatchError(f"every row needs a token; rows {rows[:10]} have none")
+    outside, first = in_loss
+    rows = [row for row, entries in enumerate(outside.split(sizes)) if bool(entries.any())]
     if rows:
-        raise BatchError(
-            f"a token in the loss is a real one; in rows {rows[:10]} the loss mask has another shape than "
-            "the attention mask, or is True where that is False, and packing would drop those tokens"
-        )
+        raise _outside(rows)
+    raise BatchError(
+        "a row's first token has nothing before it to predict it from; it is in the loss in rows "
+        f"{segment[first].tolist()[:10]}: take it out of the loss mask"
+    )

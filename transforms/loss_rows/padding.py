@@ -22,10 +22,15 @@ def pad_left(rows: Sequence[Tensor], value: float | None = None) -> Tensor:
         >>> pad_left([torch.tensor([7]), torch.tensor([8, 9])]).tolist()
         [[0, 7], [8, 9]]
     """
-    if len(dtypes := {row.dtype for row in rows}) > 1:  # pad_sequence would cast to the first row's
-        raise BatchError(f"a per-token column has one dtype; found {listing(sorted(map(str, dtypes)))}")
+    check_dtype(rows)
     value = no_token(rows[0]) if value is None else value
     return pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side="left")
+
+
+def check_dtype(rows: Sequence[Tensor]) -> None:
+    """Refuse ragged rows of several dtypes, some of which torch would cast when it joins them."""
+    if len(dtypes := {row.dtype for row in rows}) > 1:
+        raise BatchError(f"a per-token column has one dtype; found {listing(sorted(map(str, dtypes)))}")
 
 
 def no_token(column: Tensor) -> float:
@@ -33,19 +38,20 @@ def no_token(column: Tensor) -> float:
     return float("nan") if column.is_floating_point() else 0
 
 
-def last_entries(lengths: Sequence[int] | Tensor, like: Tensor) -> Tensor:
-    """(N, T) bool: the last entries of each row, as many as `lengths` says.
+def last_entries(lengths: Sequence[int], like: Tensor) -> Tensor:
+    """(N, T) bool: the last entries of each row, as many as `lengths` says, which are not copied to a device.
 
     Args:
-        lengths: (N,).
+        lengths: N numbers.
         like: (N, T, ...), whose rows they are.
 
     Example:
         >>> last_entries([1, 2], torch.zeros(2, 3)).int().tolist()
         [[0, 0, 1], [0, 1, 1]]
     """
-    number = torch.as_tensor(lengths, device=like.device)
-    return torch.arange(like.shape[1], 0, -1, device=like.device) <= number[:, None]
+    places = torch.arange(like.shape[1], 0, -1, device=like.device)
+    rows = {length: places <= length for length in set(lengths)}
+    return torch.stack([rows[length] for length in lengths])
 
 
 def entries_behind(attention: Tensor) -> Tensor:

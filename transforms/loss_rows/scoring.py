@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,25 +31,25 @@ def passes_of(
     """Which rows go through a model together: short ones with short ones, so that little is padding.
 
     Args:
-        lengths: (N,) tokens of the rows.
+        lengths: (N,) tokens of the rows; 0 where a row is not to go through.
         max_rows: of a pass. None: any number.
         max_tokens: of a pass, padding included. None: any number.
 
     Returns:
-        Row numbers by pass, each row once.
+        Row numbers by pass, each row that has tokens once.
 
     Raises:
         BatchError: a row alone has more than `max_tokens`.
 
     Example:
-        >>> passes_of([9, 2, 3], max_tokens=9)
-        [[1, 2], [0]]
+        >>> passes_of([9, 2, 0, 3], max_tokens=9)
+        [[1, 3], [0]]
     """
     if max_tokens is not None and (long := [row for row, size in enumerate(lengths) if size > max_tokens]):
         found = f"{lengths[long[0]]} in row {long[0]}, and {len(long) - 1} rows more"
         raise BatchError(f"no row has more tokens than a pass, max_tokens={max_tokens}; found {found}")
     passes: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+    for row in sorted((row for row, size in enumerate(lengths) if size), key=lengths.__getitem__):
         fits = bool(passes) and (max_rows is None or len(passes[-1]) < max_rows)
         if fits and (max_tokens is None or (len(passes[-1]) + 1) * lengths[row] <= max_tokens):
             passes[-1].append(row)
@@ -113,7 +114,8 @@ class ScoreRows(BatchTransform):
     take different numbers of passes.
 
     Reads `tokens_key`, `attention_key`, `loss_mask_key`; writes `log_prob_key`. The actor sees the rows'
-    tensors, and no texts. Two device reads: which rows train, and their lengths.
+    tensors, and no texts. One device read: the lengths of the rows that train. One copy to the device: which
+    rows go through together.
 
     Args:
         actor: with ``get_dist``, as GRPOLoss takes it; where YAML makes the stage it is set afterwards,
@@ -222,17 +224,16 @@ class ScoreRows(BatchTransform):
         self, batch: TensorDictBase, tokens: Tensor, attention: Tensor, trains: Tensor
     ) -> tuple[Tensor, int]:
         """(N, T) log-probabilities, NaN where nothing trains; and the number of rows that went through."""
-        rows = trains.any(1).nonzero().flatten()
         width = tokens.shape[1]
         # An argmax of bools is their first True: from there on a row has tokens.
-        lengths = (width - attention.int().argmax(1)).index_select(0, rows)
-        numbers, sizes = torch.stack([rows, lengths]).tolist()
+        lengths = torch.where(trains.any(1), width - attention.int().argmax(1), 0).tolist()
+        passes = passes_of(lengths, max_rows=self.max_rows, max_tokens=self.max_tokens)
+        order = torch.tensor(list(chain(*passes)), dtype=torch.int64, device=tokens.device)
         seen = self._seen(batch, tokens, attention, trains)
         found = torch.full(tokens.shape, torch.nan, device=tokens.device)
         with evaluating(self.actor):
-            for places in passes_of(sizes, max_rows=self.max_rows, max_tokens=self.max_tokens):
-                some = torch.tensor([numbers[place] for place in places], device=tokens.device)
-                first = width - max(sizes[place] for place in places)
+            for rows, some in zip(passes, order.split([len(rows) for rows in passes]), strict=True):
+                first = width - lengths[rows[-1]]  # the longest is the last
                 chunk = take_rows(seen, some)
                 for key in [key for key in self._per_token() if has_key(chunk, key)]:
                     chunk.set(key, chunk.get(key)[:, first:])
@@ -242,7 +243,7 @@ class ScoreRows(BatchTransform):
                 if found.dtype != log_probs.dtype:
                     found = found.to(log_probs.dtype)
                 found[some, first:] = torch.where(inside, log_probs, torch.nan)
-        return found, len(numbers)
+        return found, len(order)
 
     def _seen(
         self, batch: TensorDictBase, tokens: Tensor, attention: Tensor, trains: Tensor
