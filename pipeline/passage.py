@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import Rule, enforce, explain, read_columns
-from headrace.transforms.distributed import OtherRankError, present_ranks
+from headrace.transforms.checks import read_columns
+from headrace.transforms.distributed import present_ranks
 from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import device_of, flat_rows
 from headrace.transforms.schema import IN_LOSS, PROCESSED, ROW, has_key
@@ -27,7 +26,9 @@ from headrace.transforms.tokens import (
 )
 
 from .ledger import Ledger
+from .order import place_of_cut
 from .row_table import RowTable, keys_of_stages, log_prob_key_of, weights_of_stages
+from .rules import Rules
 from .stage import with_stage
 
 
@@ -78,12 +79,21 @@ class Passage:
         batch: TensorDict ``[N]``, N ≥ 1, that may be written to; `numbered` is it with row numbers.
         keys: where to find what is accounted for.
         done: these are all the stages there are for these rows.
+        deferred: the rules are left to the caller, but for foreign stages and hooks, which see no batch
+            that breaks one.
     """
 
     def __init__(
-        self, stages: Mapping[str, nn.Module], batch: TensorDictBase, keys: Keys, *, done: bool = True
+        self,
+        stages: Mapping[str, nn.Module],
+        batch: TensorDictBase,
+        keys: Keys,
+        *,
+        done: bool = True,
+        deferred: bool = False,
     ):
         self.stages, self.keys, self.ranks, self.done = stages, keys, present_ranks(), done
+        self._deferred = deferred
         # What the stage that cuts silences as it gathers; till then rows are only said to be out of the loss.
         self.silenced_late = [key for stage in stages.values() for key in getattr(stage, "silences", ())]
         if has_key(batch, keys.loss_mask):
@@ -100,10 +110,17 @@ class Passage:
         # Weights that came with the batch weigh nothing here, unless a stage says that it writes them anew.
         self.weights_are_ours = not has_key(batch, keys.weight) or keys.weight_is_written(stages)
         self.numbers: dict[str, Tensor | float] = {}
-        self.rules: list[tuple[str, Rule]] = []
+        self.rules = Rules(stages, self.ranks)
         self._asked: set[str] = set()
-        self._named: Exception | None = None
         self.numbered = batch.set(ROW, torch.arange(len(batch), device=device_of(batch)))
+
+    def run(self, epochs: int, *, whole: bool) -> tuple[TensorDictBase, OptimiserSteps | None]:
+        """Run the stages: in one go, or up to the one that cuts, and from there for each epoch."""
+        names, at = list(self.stages), place_of_cut(self.stages)
+        if at is None:
+            return self.finish(self.through(names, self.numbered)), None
+        arrived = self.through(names[:at], self.numbered)
+        return self.cut(names[at], names[at + 1 :], arrived, epochs, whole=whole)
 
     def through(self, names: Sequence[str], batch: TensorDictBase) -> TensorDictBase:
         """Run stages in order; their rules are not read yet."""
@@ -112,7 +129,7 @@ class Passage:
             late = {key for key in self.silenced_late if has_key(batch, key)}
             if late and not getattr(self.stages[name], "asks_in_loss", False):
                 silence_gathered(batch, late, own_memory=False)
-            with self.naming(name), silencing_later(late or None):
+            with self.rules.naming(name), silencing_later(late or None):
                 spans = self.ranks is not None and getattr(self.stages[name], "spans_ranks", False)
                 batch = self._stage(name, batch) if len(batch) or spans else self._nothing(name, batch)
                 if self.ranks is not None and not spans:
@@ -122,7 +139,7 @@ class Passage:
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
         """Read all rules, record who trains nothing, and stamp the batch as processed."""
         self._record_silent(batch, [batch])
-        self.read_rules()
+        self._read_rules()
         return self._stamp(batch)
 
     def cut(
@@ -143,69 +160,25 @@ class Passage:
         """
         if len(batch) == 0 and self.ranks is None:
             self.through([name, *later], batch)
-            self.read_rules()
+            self._read_rules()
             return batch, None
         split, rows = self.stages[name], batch.exclude(ROW)
         with split.turn:
             self._read_before_others(split)
             self._ask(later, rows)
-            with self.naming(name):
-                draw = split.draw(rows, split.state, epochs, read=self.read_columns)
+            with self.rules.naming(name):
+                read = read_columns if self._deferred else self.rules.read_with
+                draw = split.draw(rows, split.state, epochs, read=read)
                 draw = draw._replace(batch=draw.batch.set(ROW, self._row_numbers(batch, draw.batch)))
             self.ledger.judge(name, split.reasons, draw.batch.get(ROW), draw.verdict, split.effects)
             self._measure(name, draw.measured)
             self.table.update(draw.batch)
             passes = [self._after_cut(name, later, marked) for marked in draw.marked()]
             self._record_silent(draw.batch, passes)
-            self.read_rules()
-            with self.naming(name):
+            self._read_rules()
+            with self.rules.naming(name):
                 stamped = [self._stamp(each, credit=False) for each in passes]
                 return draw.batch, split.accept(draw, stamped, whole=whole)
-
-    def read_rules(self) -> None:
-        """Read what stages require of their rows, all at once. One device read.
-
-        Raises:
-            BatchError: a rule is broken; the first stage that has one is named.
-        """
-        rules, self.rules = self.rules, []
-        try:
-            enforce([rule for _, rule in rules])
-        except BatchError:
-            for name, rule in rules:
-                with self.naming(name):
-                    explain([rule])
-            raise
-
-    def read_columns(self, columns: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Bring columns to the CPU, and read the rules on the way. One device read.
-
-        Raises:
-            BatchError: as :meth:`read_rules`.
-        """
-        try:
-            found = read_columns(columns, [rule for _, rule in self.rules])
-        except BatchError:
-            self.read_rules()
-            raise
-        self.rules = []
-        return found
-
-    @contextmanager
-    def naming(self, name: str) -> Iterator[None]:
-        """Name the stage in an error raised inside; what earlier stages refuse comes first, as the cause."""
-        if self.ranks is not None:
-            self.ranks.place = f"stage {name!r}"
-        try:
-            yield
-        except OtherRankError:
-            raise
-        except Exception as err:
-            if err is self._named:  # by the stage whose rule is broken, which was read here
-                raise
-            self.read_rules()
-            self._named = with_stage(name, self.stages[name], err)
-            raise self._named from err
 
     # -- one stage ------------------------------------------------------------------------------------
 
@@ -229,7 +202,7 @@ class Passage:
         elif not keeps_rows:
             self.ledger.miss(name, rows, remaining.to(rows.device))
         self._measure(name, outcome.measured)
-        self.rules += [(name, rule) for rule in outcome.rules]
+        self.rules.add(name, outcome.rules)
         if len(remaining) < len(rows):
             self.table.update(batch)  # rows that leave here are recorded as they are now
         return outcome.batch
@@ -257,14 +230,18 @@ class Passage:
         """What the stage behind the cut requires is read with all the rest, in front of it."""
         for name in later[:1]:  # another one may read what this one writes
             if isinstance(stage := self.stages[name], BatchTransform):
-                with self.naming(name):
-                    self.rules += [(name, rule) for rule in stage.requires(batch)]
+                with self.rules.naming(name):
+                    self.rules.add(name, stage.requires(batch))
                 self._asked.add(name)
 
     def _read_before_others(self, stage: nn.Module) -> None:
         """Neither code that is not the library's own nor a hook sees a batch that is to be refused."""
         if not isinstance(stage, BatchTransform) or stage.shows_batch:
-            self.read_rules()
+            self.rules.read()
+
+    def _read_rules(self) -> None:
+        if not self._deferred:
+            self.rules.read()
 
     def _measure(self, name: str, measured: Mapping[str, Tensor | float]) -> None:
         self.numbers |= {f"{name}/{key}": value for key, value in measured.items()}

@@ -14,15 +14,15 @@ from headrace.transforms.door import labels_in_errors
 from headrace.transforms.once import asking_once
 from headrace.transforms.options import nested_key
 from headrace.transforms.rows import shallow_copy
-from headrace.transforms.split.steps import OptimiserSteps
 
 from .account import Account
 from .halves import Half, check_half, check_place, cut_in_two
 from .last_run import LastRun
-from .order import arrange, check_order, place_of_cut
+from .order import arrange, check_order
 from .passage import Keys, Passage, run_empty
 from .rank_options import RankOptions
 from .row_table import KEYS
+from .rules import Deferred, Validate
 from .run import Run
 from .stage import as_module
 
@@ -56,6 +56,8 @@ class Pipeline(LastRun, BatchTransform):
         shared_ids: an id that several ranks have is the ``same`` rollout or group there, or ``different``
             ones, or must not be: ``raise``. None: as LossWeight says, else ``raise``.
         patience: seconds that ranks wait for one another; an error on one is raised on all.
+        validate: ``at_once``: no row of a batch that breaks a rule is handed out; ``deferred``: rules are
+            read when the next batch comes, or by :meth:`check`, after somebody may have trained on it.
 
     Raises:
         ValueError: at construction, an order that cannot work, with the two stages' names.
@@ -87,6 +89,7 @@ class Pipeline(LastRun, BatchTransform):
         process_group: dist.ProcessGroup | str | None = None,
         shared_ids: SharedIds | None = None,
         patience: float = 600.0,
+        validate: Validate = "at_once",
     ):
         BatchTransform.__init__(self)
         arranged = arrange(stages, order)
@@ -97,6 +100,7 @@ class Pipeline(LastRun, BatchTransform):
                 raise ValueError(f"stage {name!r} is a pipeline: put its stages into this one instead")
         check_order(arranged)
         self.rank_options = RankOptions.of(arranged.values(), process_group, shared_ids, patience)
+        self.validate = check_validate(validate, self.rank_options.process_group)
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
         self.order = list(arranged)
         self.loss_mask_key = nested_key(loss_mask_key)
@@ -107,6 +111,7 @@ class Pipeline(LastRun, BatchTransform):
         ids = {"rollouts": self.rollout_key, "groups": self.group_key}
         self._keys = Keys.of(arranged.values(), self.loss_mask_key, ids, self.report_keys)
         self._half: Half | None = None  # the whole
+        self._unread = Deferred()
         LastRun.__init__(self)
 
     def run(  # type: ignore[override]  # a Run has more to tell than an Outcome
@@ -144,6 +149,14 @@ class Pipeline(LastRun, BatchTransform):
         none. See :meth:`run` and :meth:`Run.minibatches`.
         """
         return self.run(batch, epochs=epochs).minibatches()
+
+    def check(self) -> None:
+        """Under ``validate="deferred"``, read what batches until now had to keep to. One device read each.
+
+        Raises:
+            BatchError: one did not; as :meth:`run`, but late: its rows are handed out.
+        """
+        self._unread.read(self._id_keys())
 
     @property
     def log_prob_key(self) -> NestedKey | None:
@@ -185,6 +198,7 @@ class Pipeline(LastRun, BatchTransform):
     def _run(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
         if epochs < 1:
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
+        self.check()
         self._last.account = None  # a refused batch leaves no account
         stages, ranks = dict(self.stages.items()), self.rank_options.ranks()
         with sharing(ranks), asking_once(), labels_in_errors(batch, self._id_keys()):
@@ -196,18 +210,12 @@ class Pipeline(LastRun, BatchTransform):
                 run_empty(stages, flat)
                 run = Run(Account.of(stages), batch, None, epochs)
             else:
-                passage = Passage(stages, shallow_copy(admitted), self._keys, done=self._half != "first")
-                done, steps = self._pass(passage, epochs, whole)
+                late = self.validate == "deferred"
+                passage = Passage(
+                    stages, shallow_copy(admitted), self._keys, done=self._half != "first", deferred=late
+                )
+                done, steps = passage.run(epochs, whole=whole)
+                self._unread.put(passage.rules, batch, self._id_keys())
                 run = Run(Account.of(stages, passage), done, steps, epochs)
         self._last.account = run.account
         return run
-
-    def _pass(
-        self, passage: Passage, epochs: int, whole: bool
-    ) -> tuple[TensorDictBase, OptimiserSteps | None]:
-        """Run the stages: in one go, or up to a cut, and from there for each epoch."""
-        at = place_of_cut(self.stages)
-        if at is None:
-            return passage.finish(passage.through(self.order, passage.numbered)), None
-        before, name, later = self.order[:at], self.order[at], self.order[at + 1 :]
-        return passage.cut(name, later, passage.through(before, passage.numbered), epochs, whole=whole)
