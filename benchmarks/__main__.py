@@ -16,17 +16,8 @@ from pathlib import Path
 from page import page, read_results
 
 ROOT = Path(__file__).parent.parent
-NAMES = [
-    "advantage",
-    "peers",
-    "pipeline",
-    "stages",
-    "replay",
-    "balance",
-    "stream",
-    "ranks",
-    "gpu",
-]  # on the page
+# In the order of the page.
+NAMES = ["advantage", "peers", "pipeline", "stages", "replay", "balance", "stream", "ranks", "gpu"]
 
 
 def main() -> None:
