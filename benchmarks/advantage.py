@@ -88,7 +88,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
                     for size, target in zip(sizes, targets, strict=True)
                 ]
             growth = ratio(times, (name, sizes[-1]), (name, sizes[-2]))
-            cells.append(Cell(growth, ".1f", None if name == "formula" else GROWTH))
+            cells.append(Cell(growth, ".2f", None if name == "formula" else GROWTH))
             rows.append(Row("formula, ms" if name == "formula" else name, cells))
         head = ["rows", *(f"{size:,}" for size in sizes), "growth"]
         note = NOTE if group_size == min(UNIFORM) else f"The same with groups of {group_size}."
