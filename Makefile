@@ -26,13 +26,9 @@ types: $(STAMP)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/site .
 	MYPYPATH=build/site $(BIN)/mypy -p headrace
 
+# Writes benchmarks/results/ and docs/benchmarks.md; ARGS="--only pipeline" measures one of them again.
 bench: $(STAMP)
-	$(BIN)/python benchmarks/advantage.py
-	$(BIN)/python benchmarks/balance.py
-	$(BIN)/python benchmarks/replay.py
-	$(BIN)/python benchmarks/ranks.py
-	$(BIN)/python benchmarks/stream.py
-	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks $(ARGS)
 
 # What follows from the code: the YAML nodes of the stages, and the page of recipes.
 generate: $(STAMP)

@@ -1,81 +1,99 @@
-"""The validated advantage against the plain reshape formula, as CPU time in one run.
+"""The validated advantage against the plain reshape formula.
 
-    python benchmarks/advantage.py [--rounds 30]
+    python benchmarks/advantage.py [--rounds 20]
 
-The formula has no ids and no checks, and computes in float32: it is the limit. Candidates take turns in
-random order, and the ratio is the median over the rounds. Targets are for one row a rollout, and all others.
+The formula has no ids and no checks, and computes in float32: it is the limit. `group_relative_advantage` has
+the ids of rollouts and groups, all checks, and float64 statistics, as by default.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from timing import measure, without_page_faults
+from results import main
+from tables import Cell, Row, Table
+from timing import measure, median_ms, ratio
 from torch import Tensor
 
 from headrace.transforms import group_relative_advantage
 
-GROUP_SIZE = 8
-SIZES = {8_192: (2.6, 3.5), 131_072: (1.7, 2.2), 1_048_576: (1.6, 2.2)}  # rows; targets, the other layouts'
+SIZES = (512, 8_192, 131_072, 1_048_576)  # rows; the growth is that of the last two
+QUICK = (64, 128, 256, 512)
+# Targets, one for each of SIZES: of the uniform layout by group size, and of all others.
+UNIFORM = {8: (None, 2.6, 1.7, 1.6), 16: (None, 3.2, 1.9, 1.8)}
+OTHERS = (None, 3.5, 2.2, 2.2)
+GROWTH = 9.0
+NOTE = """The first line is the time of the formula, in milliseconds; the others are
+`group_relative_advantage` over it, by how rows lie: uniform (one row a rollout, groups one after the
+other), fan-out (four rows a rollout), the same where the last group lacks a rollout, ragged (groups of
+random size), interleaved (group ids 0 to P − 1, again and again), and shuffled. The last column is how many
+times longer the largest batch takes than the one before, which has an eighth of its rows."""
 
 
-def reshape_formula(reward: Tensor) -> Tensor:
+def reshape_formula(reward: Tensor, group_size: int) -> Tensor:
     """The advantage where every group is a row of a matrix."""
-    x = reward.view(-1, GROUP_SIZE)
+    x = reward.view(-1, group_size)
     x = x - x.mean(-1, keepdim=True)
     return (x / (x.std(-1, keepdim=True) + 1e-6)).view(-1)
 
 
-def candidates(rows: int) -> dict[str, Callable[[], Tensor]]:
-    """The formula, and the validated advantage on each layout of a batch, all of `rows` rows."""
+def layouts(rows: int, group_size: int) -> dict[str, Sequence[Tensor]]:
+    """Rewards, group ids and rollout ids, by how rows lie."""
     generator = torch.Generator().manual_seed(0)
-    reward = torch.randn(rows, generator=generator)
-    ids = torch.arange(rows)
-    fanned = ids // 4
+    reward, ids = torch.randn(rows, generator=generator), torch.arange(rows)
+    fanned, groups = ids // 4, rows // group_size
     order = torch.randperm(rows, generator=generator)
-    ragged = torch.randint(0, rows // GROUP_SIZE, (rows,), generator=generator).sort().values
-    layouts = {
-        "one row a rollout": (reward, ids // GROUP_SIZE, ids),
-        "fan-out of 4": (reward[fanned], fanned // GROUP_SIZE, fanned),
-        "ragged groups": (reward, ragged, ids),
-        "rows shuffled": (reward[order], order // GROUP_SIZE, order),
-    }
-    formula = {"reshape formula": lambda: reshape_formula(reward)}
-    return formula | {
-        name: lambda columns=columns: group_relative_advantage(*columns) for name, columns in layouts.items()
+    ragged = torch.randint(0, groups, (rows,), generator=generator).sort().values
+    fan_out = reward[fanned], fanned // group_size, fanned
+    return {
+        "uniform": (reward, ids // group_size, ids),
+        "fan-out of 4": fan_out,
+        "fan-out of 4, one short": [column[:-4].clone() for column in fan_out],
+        "ragged": (reward, ragged, ids),
+        "interleaved": (reward, ids % groups, ids),
+        "shuffled": (reward[order], order // group_size, order),
     }
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=30)
-    rounds = parser.parse_args().rounds
-    without_page_faults()
-    torch.set_num_threads(1)
-    table = Table(title=f"Validated advantage over the reshape formula, groups of {GROUP_SIZE}, one thread")
-    table.add_column("rows", justify="right")
-    table.add_column("formula, ms", justify="right")
-    for name in list(candidates(64))[1:]:
-        table.add_column(name, justify="right")
-    table.add_column("target", justify="right")
-    for rows, targets in SIZES.items():
-        times = measure(candidates(rows), rounds)
-        base = times.pop("reshape formula")
-        ratios = [
-            statistics.median(t / b for t, b in zip(seconds, base, strict=True)) for seconds in times.values()
-        ]
-        cells = [f"{rows:,}", f"{1e3 * statistics.median(base):.2f}", *(f"{ratio:.2f}" for ratio in ratios)]
-        table.add_row(*cells, f"≤ {targets[0]}; {targets[1]}")
-    Console().print(table)
+def candidates(rows: int, group_size: int) -> dict[tuple[str, int], Callable[[], Tensor]]:
+    """The formula, and the validated advantage on each layout, by name and number of rows."""
+    columns = layouts(rows, group_size)
+    reward = columns["uniform"][0]
+    functions = {("formula", rows): lambda: reshape_formula(reward, group_size)}
+    return functions | {
+        (name, rows): lambda each=each: group_relative_advantage(*each) for name, each in columns.items()
+    }
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """A table for each group size."""
+    sizes = QUICK if options.quick else SIZES
+    for group_size, uniform in UNIFORM.items():
+        times = {}
+        for size in sizes[:2]:  # which take so little time that more rounds are needed, and can be had
+            times |= measure(candidates(size, group_size), 10 * options.rounds)
+        # Together, for the growth from one to the other.
+        large, largest = (candidates(size, group_size) for size in sizes[2:])
+        times |= measure(large | largest, options.rounds)
+        rows = []
+        for name in dict.fromkeys(name for name, _ in times):
+            if name == "formula":
+                cells = [Cell(median_ms(times, (name, size)), ".3f") for size in sizes]
+            else:
+                targets = uniform if name == "uniform" else OTHERS
+                cells = [
+                    Cell(ratio(times, (name, size), ("formula", size)), target=target)
+                    for size, target in zip(sizes, targets, strict=True)
+                ]
+            growth = ratio(times, (name, sizes[-1]), (name, sizes[-2]))
+            cells.append(Cell(growth, ".2f", None if name == "formula" else GROWTH))
+            rows.append(Row("formula, ms" if name == "formula" else name, cells))
+        head = ["rows", *(f"{size:,}" for size in sizes), "growth"]
+        note = NOTE if group_size == min(UNIFORM) else f"The same with groups of {group_size}."
+        yield Table(f"Advantage over the reshape formula, groups of {group_size}", note, head, rows)
 
 
 if __name__ == "__main__":
-    main()
+    main(tables, __doc__, rounds=(20, 1))

@@ -1,96 +1,92 @@
-"""The grpo recipe over a plain gather of the batch, as CPU time in one run.
+"""The grpo recipe against a plain gather of the batch.
 
     python benchmarks/pipeline.py [--rounds 9]
 
-Rows of 2,048 tokens with masks and log-probabilities, and a tenth of the groups without variance, which the
-filter silences. A gather takes all rows in random order, column by column: who shuffles does no less.
+Rows have tokens, masks and log-probabilities, and a tenth of the groups is without variance, which the filter
+silences. A gather takes all rows in random order, column by column: who shuffles does no less.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from batches import MINIBATCHES, collected, in_pieces
+from results import main
+from tables import Cell, Row, Table
 from tensordict import TensorDict
-from timing import measure, without_page_faults
+from timing import measure, median_ms, ratio
 
 from headrace.pipeline import load_pipeline
 from headrace.transforms import take_rows
 
-GROUP_SIZE, MINIBATCHES = 8, 8
+# Rows, and tokens of each: 15, 115 and 235 MB, then few long rows, and many short ones.
+SHAPES = ((512, 2048), (4000, 2048), (8192, 2048), (512, 16_384), (65_536, 128))
+TARGETED, TARGETS = SHAPES[1], {"pipeline": 1.9, "minibatches": 2.0}
+WITH_TEXTS = 3.5
+NOTE = f"""The first column is the time in which `take_rows` gathers the batch in random order, in
+milliseconds; the others are over that. In pieces: the same in {MINIBATCHES} gathers. `td[perm]` is
+TensorDict's own. The pipeline is the grpo recipe in one piece, `pipeline(batch)`, and the last column the
+loop over its {MINIBATCHES} minibatches, which lets go of each. Targets are for 4,000 rows of 2,048
+tokens."""
+TEXTS = (
+    """Rows of 16 tokens, with a prompt and a text each, over `pipeline(batch)` of the same rows without."""
+)
 
 
-def collected(rows: int, tokens: int, *, texts: bool = False) -> TensorDict:
-    """Rollouts of one row each, every tenth group with equal rewards."""
-    generator = torch.Generator().manual_seed(0)
-    number = torch.arange(rows)
-    reward = torch.rand(rows, generator=generator)
-    reward.view(-1, GROUP_SIZE)[::10] = 1.0
-    length = torch.randint(tokens // 4, tokens, (rows, 1), generator=generator)
-    mask = torch.arange(tokens, 0, -1) <= length
-    columns = {
-        "group_id": number // GROUP_SIZE,
-        "rollout_id": number,
-        "expected_rollouts": torch.full((rows,), GROUP_SIZE),
-        ("next", "reward"): reward.unsqueeze(-1),
-        ("tokens", "full"): torch.randint(0, 30_000, (rows, tokens), generator=generator),
-        ("masks", "all_assistant_mask"): mask,
-        ("masks", "all_attention_mask"): mask.clone(),
-        ("log_probs", "full"): -torch.rand(rows, tokens, generator=generator),
-    }
-    for name in ("prompt", "text") if texts else ():
-        columns[name] = [f"{name} {row}" for row in range(rows)]
-    return TensorDict(columns, batch_size=[rows])
-
-
-def in_pieces(batch: TensorDict) -> Callable[[], None]:
-    """All minibatches, one in memory at a time."""
-    pipeline = load_pipeline("pipeline=grpo", f"pipeline.stages.split.minibatches={MINIBATCHES}")
+def gather_pieces(batch: TensorDict, order: torch.Tensor) -> Callable[[], None]:
+    """All rows in random order, a piece in memory at a time."""
 
     def run() -> None:
-        for minibatch in pipeline.minibatches(batch):
-            del minibatch
+        for rows in order.chunk(MINIBATCHES):
+            take_rows(batch, rows)
 
     return run
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
-    without_page_faults()
-    torch.set_num_threads(1)
-    long, short, spoken = collected(4000, 2048), collected(8192, 16), collected(8192, 16, texts=True)
-    pipeline, order = load_pipeline("pipeline=grpo"), torch.randperm(4000)
-    times = measure(
-        {
-            "gather": lambda: take_rows(long, order),
-            "pipeline": lambda: pipeline(long),
-            "minibatches": in_pieces(long),
-            "without texts": lambda: pipeline(short),
-            "with texts": lambda: pipeline(spoken),
-        },
-        rounds,
-    )
-    table = Table(title="The grpo recipe, one thread")
-    for name in ("what", "over", "ratio", "target"):
-        table.add_column(name)
-    for what, over, target in (
-        ("pipeline", "gather", 1.9),
-        ("minibatches", "gather", 2.0),
-        ("with texts", "without texts", 3.5),
-    ):
-        ratio = statistics.median(a / b for a, b in zip(times[what], times[over], strict=True))
-        table.add_row(what, over, f"{ratio:.2f}", f"≤ {target}")
-    Console().print(table)
+def candidates(batch: TensorDict) -> dict[str, Callable[[], object]]:
+    """By the names of the columns."""
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
+    pipeline = load_pipeline("pipeline=grpo")
+    return {
+        "gather": lambda: take_rows(batch, order),
+        "in pieces": gather_pieces(batch, order),
+        "td[perm]": lambda: batch[order],
+        "pipeline": lambda: pipeline(batch),
+        "minibatches": in_pieces(batch),
+    }
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """Rows of tensors, and rows with texts."""
+    rows, head = [], []
+    for shape in SHAPES:
+        count, tokens = (64, 16) if options.quick else shape
+        batch = collected(count, tokens)
+        times = measure(candidates(batch), options.rounds)
+        head = ["rows", "gather, ms", *list(times)[1:]]
+        targets = TARGETS if shape == TARGETED else {}
+        cells = [Cell(ratio(times, each, "gather"), target=targets.get(each)) for each in head[2:]]
+        label = f"{count:,} × {tokens:,} tokens, {batch.bytes() / 1e6:.0f} MB"
+        rows.append(Row(label, [Cell(median_ms(times, "gather")), *cells]))
+    yield Table("The grpo recipe over a gather", NOTE, head, rows)
+
+    count, pipeline = 64 if options.quick else 8192, load_pipeline("pipeline=grpo")
+    short, spoken = collected(count, 16), collected(count, 16, texts=True)
+    functions = {
+        "without, ms": lambda: pipeline(short),
+        "pipeline": lambda: pipeline(spoken),
+        "minibatches": in_pieces(spoken),
+    }
+    times = measure(functions, options.rounds)
+    cells = [
+        Cell(median_ms(times, "without, ms")),
+        Cell(ratio(times, "pipeline", "without, ms"), target=WITH_TEXTS),
+        Cell(ratio(times, "minibatches", "without, ms")),
+    ]
+    yield Table("Two columns of texts", TEXTS, ["rows", *functions], [Row(f"{count:,}", cells)])
 
 
 if __name__ == "__main__":
-    main()
+    main(tables, __doc__, rounds=(9, 1))

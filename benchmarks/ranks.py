@@ -1,8 +1,9 @@
-"""What sharing a batch costs: the default recipe on ranks with rows of their own, over one process.
+"""What sharing a batch costs, over one process.
 
     python benchmarks/ranks.py [--ranks 2] [--rollouts 8192] [--rounds 10]
 
-Wall time, since ranks wait for one another; more ranks than cores wait for a core.
+The default recipe on ranks with rows of their own. Wall time, since ranks wait for one another; more ranks
+than cores wait for a core.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ import argparse
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
+from results import main
+from tables import Cell, Row, Table
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms.distributed import Ranks
 
 GROUP_SIZE = 8
+NOTE = """Wall time. One batch, of rollouts of one row and one token, each rank with its share of it, over
+the same batch in one process. A meeting is one round of messages between the ranks, before which they wait
+for one another; a batch has several."""
 
 
 def collected(rollouts: int, rank: int = 0) -> TensorDict:
@@ -51,8 +57,8 @@ def seconds(function: Callable[[], object], rounds: int) -> float:
     return statistics.median(taken[1:])
 
 
-def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
-    """What each process does; the first prints."""
+def run_rank(rank: int, arguments: argparse.Namespace, port: int, results: Any) -> None:
+    """What each process does; the first puts the seconds into `results`: shared, alone, of a meeting."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, arguments.ranks, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.ranks)
@@ -64,27 +70,24 @@ def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
     if rank == 0:
         alone, every = recipe(), collected(arguments.rollouts)
         single = seconds(lambda: alone(every), arguments.rounds)
-        Console(soft_wrap=True).print(
-            f"{arguments.rollouts:,} rollouts on {arguments.ranks} ranks: {1e3 * shared:.1f} ms, "
-            f"{shared / single:.2f} of one process ({1e3 * single:.1f} ms); a meeting {1e3 * meeting:.2f} ms"
-        )
+        results.put((shared, single, meeting))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Print the line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for option, default in (("ranks", 2), ("rollouts", 8192), ("rounds", 10)):
-        parser.add_argument(f"--{option}", type=int, default=default)
-    arguments = parser.parse_args()
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """The one table."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(run_rank, (arguments, port), arguments.ranks, start_method="spawn")
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    start = torch.multiprocessing.start_processes
+    start(run_rank, (options, port, results), options.ranks, start_method="spawn")
+    shared, single, meeting = results.get()
+    cells = [Cell(1e3 * shared, ".1f"), Cell(1e3 * single, ".1f"), Cell(shared / single), Cell(1e3 * meeting)]
+    head = ["rollouts", f"{options.ranks} ranks, ms", "one process, ms", "ratio", "a meeting, ms"]
+    yield Table("Ranks that share a batch", NOTE, head, [Row(f"{options.rollouts:,}", cells)])
 
 
 if __name__ == "__main__":
-    main()
+    main(tables, __doc__, warm=False, ranks=(2, 2), rollouts=(8192, 64), rounds=(10, 1))

@@ -1,24 +1,31 @@
-"""A million rows through `task=replay`: its time, and how much memory it takes beyond the imports.
+"""A dump through `task=replay`: its time, and how much memory it takes beyond the imports.
 
-python benchmarks/replay.py [ROWS]
+python benchmarks/replay.py [--rows 1000000]
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import resource
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from results import main
 from rich.console import Console
-from rich.table import Table
+from tables import Cell, Row, Table
 
 PER_STEP, GROUP_SIZE = 8192, 8
+TARGET = 40_000  # rows a second
+NOTE = f"""A Parquet dump with a prompt and a response each row, {PER_STEP:,} rows a step, through the task:
+read, checked, run through the default recipe, with report, page and dump written. Wall time, in a process
+of its own; over reading: how many times as long as Arrow takes to read the files. Peak memory is that of
+the process, of which the last column is what it had before it began, with all imports."""
 
 
 def write(folder: Path, rows: int) -> int:
@@ -67,10 +74,11 @@ def replay(source: Path, output: Path, results: multiprocessing.SimpleQueue) -> 
     results.put((seconds, before / 1024, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, trained))
 
 
-def main(rows: int) -> None:
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """The one table."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        size = write(Path(folder) / "dump", rows)
+        size = write(Path(folder) / "dump", options.rows)
         start = time.perf_counter()
         for path in sorted((Path(folder) / "dump").iterdir()):
             pq.read_table(path)
@@ -81,14 +89,19 @@ def main(rows: int) -> None:
         process.start()
         process.join()
         seconds, before, peak, trained = results.get()
-    table = Table(title=f"{rows:,} rows through task=replay: report, page and Parquet", show_header=False)
-    table.add_row("dump, uncompressed", f"{size / 2**20:,.0f} MiB")
-    table.add_row("time", f"{seconds:.1f} s")
-    table.add_row("over reading the files alone", f"{seconds / reading:.0f} ×")
-    table.add_row("peak memory", f"{peak:,.0f} MiB, of which {before:,.0f} MiB before it began")
-    table.add_row("rows trained", f"{trained:,.0f}")
-    Console().print(table)
+    cells = [
+        Cell(options.rows / seconds, ",.0f", TARGET, at_least=True),
+        Cell(seconds, ".1f"),
+        Cell(seconds / reading, ".0f"),
+        Cell(trained, ",.0f"),
+        Cell(peak, ",.0f"),
+        Cell(before, ",.0f"),
+    ]
+    head = ["rows", "rows a second", "s", "over reading", "rows trained", "peak, MiB", "before, MiB"]
+    yield Table(
+        "Replay of a dump with texts", NOTE, head, [Row(f"{options.rows:,}, {size / 2**20:,.0f} MiB", cells)]
+    )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000)
+    main(tables, __doc__, warm=False, rows=(1_000_000, 512))

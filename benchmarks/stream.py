@@ -1,6 +1,6 @@
-"""Assembling groups out of a stream against TorchRL's MCAdvantage on the same rows, as CPU time in one run.
+"""Groups out of a stream, against TorchRL's MCAdvantage.
 
-    python benchmarks/stream.py [--rounds 3] [--rows 100000]
+    python benchmarks/stream.py [--rounds 1] [--rows 100000]
 
 Rows come in pieces of 1,000, each within 4,000 rows of its place, and groups of 8 go out: as dense batches,
 and as the lazy stacks of ragged rows that LLMCollector yields, a tenth as many. MCAdvantage also computes an
@@ -10,20 +10,23 @@ advantage, which costs little; it knows no failed, late, repeated or missing rol
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from results import main
+from tables import Cell, Row, Table
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from timing import measure
+from timing import measure, median_ms, ratio
 from torchrl.objectives.llm import MCAdvantage
 
 from headrace.transforms import GroupAssembler
 
 GROUP_SIZE, PIECE, NEAR = 8, 1000, 4000
-TARGETS = {"dense": "≥ 50", "ragged": ""}  # a ragged row is a TensorDict of its own: its copy costs most
+TARGET = 50  # of dense rows; a ragged row is a TensorDict of its own, whose copy costs most
+NOTE = f"""How many times as long MCAdvantage takes as `GroupAssembler`, of rows that come in pieces of
+{PIECE:,}, each within {NEAR:,} rows of its place: dense batches, and lazy stacks of ragged rows.
+MCAdvantage also computes an advantage, which costs little; it knows no failed, late, repeated or missing
+rollouts, and no state."""
 
 
 def dense_rows(count: int) -> TensorDict:
@@ -70,8 +73,8 @@ def queue(pieces: Sequence[TensorDictBase]) -> int:
     return out
 
 
-def compare(rows: TensorDictBase, rounds: int) -> tuple[float, float]:
-    """CPU seconds of MCAdvantage, and how many times those of the assembler they are."""
+def compare(rows: TensorDictBase, rounds: int, target: float | None) -> list[Cell]:
+    """A line of the table."""
     pieces, found = rows.split(PIECE), set()
 
     def counted(function: Callable[[Sequence[TensorDictBase]], int]) -> Callable[[], None]:
@@ -80,30 +83,23 @@ def compare(rows: TensorDictBase, rounds: int) -> tuple[float, float]:
     times = measure({"MCAdvantage": counted(queue), "assembler": counted(assemble)}, rounds)
     if found != {len(rows)}:
         raise RuntimeError(f"{len(rows)} rows went in, and {found} came out")
-    ratios = [slow / fast for slow, fast in zip(times["MCAdvantage"], times["assembler"], strict=True)]
-    return statistics.median(times["MCAdvantage"]), statistics.median(ratios)
+    cell = Cell(ratio(times, "MCAdvantage", "assembler"), ".1f", target, at_least=True)
+    return [Cell(median_ms(times, "MCAdvantage"), ",.0f"), Cell(median_ms(times, "assembler"), ",.0f"), cell]
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=100_000)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    table = Table(title=f"Groups of {GROUP_SIZE} out of rows within {NEAR:,} of their place, one thread")
-    for name in ("rows", "number", "MCAdvantage, s", "over the assembler", "target"):
-        table.add_column(name, justify="right")
-    for name, rows in (
-        ("dense", dense_rows(options.rows)),
-        ("ragged", ragged(dense_rows(options.rows // 10))),
-    ):
-        seconds, ratio = compare(rows, options.rounds)
-        table.add_row(name, f"{len(rows):,}", f"{seconds:.1f}", f"{ratio:.0f}", TARGETS[name])
-    Console().print(table)
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """The one table."""
+    kinds = {
+        "dense": (dense_rows(options.rows), TARGET),
+        "ragged": (ragged(dense_rows(options.rows // 10)), None),
+    }
+    rows = [
+        Row(f"{len(each):,} {kind}", compare(each, options.rounds, target))
+        for kind, (each, target) in kinds.items()
+    ]
+    head = ["rows", "MCAdvantage, ms", "assembler, ms", "ratio"]
+    yield Table(f"Groups of {GROUP_SIZE} out of a stream", NOTE, head, rows)
 
 
 if __name__ == "__main__":
-    main()
+    main(tables, __doc__, rounds=(1, 1), rows=(100_000, 640))

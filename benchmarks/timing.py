@@ -1,24 +1,44 @@
-"""CPU time of functions that take turns, without page faults."""
+"""Time of functions that take turns, without page faults."""
 
 from __future__ import annotations
 
 import os
 import random
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Times = Mapping[Any, Sequence[float]]  # seconds by round, by the name of a function
 
 
-def measure(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each function, by round, in random order; the first round is thrown away."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
+def measure(
+    functions: Mapping[Any, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.process_time,
+) -> Times:
+    """Seconds of each function, by round, in random order, of CPU unless `clock` is another; one round more
+    comes first, to warm up.
+    """
+    times: dict[Any, list[float]] = {name: [] for name in functions}
     shuffler = random.Random(0)
     for _ in range(rounds + 1):
         for name in shuffler.sample(list(functions), len(functions)):
-            start = time.process_time()
+            start = clock()
             functions[name]()
-            times[name].append(time.process_time() - start)
+            times[name].append(clock() - start)
     return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def median_ms(times: Times, what: Any) -> float:
+    """The median of a function's rounds, in milliseconds."""
+    return 1e3 * statistics.median(times[what])
+
+
+def ratio(times: Times, what: Any, over: Any) -> float:
+    """The median over the rounds of one function's time over another's."""
+    return statistics.median(a / b for a, b in zip(times[what], times[over], strict=True))
 
 
 def without_page_faults() -> None:

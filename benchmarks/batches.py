@@ -1,0 +1,46 @@
+"""The batch that benchmarks of rows have in common, and the loop over its minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDict
+
+from headrace.pipeline import load_pipeline
+
+GROUP_SIZE, MINIBATCHES = 8, 8
+
+
+def collected(rows: int, tokens: int, *, texts: bool = False) -> TensorDict:
+    """Rollouts of one row each, every tenth group with equal rewards."""
+    generator = torch.Generator().manual_seed(0)
+    number = torch.arange(rows)
+    reward = torch.rand(rows, generator=generator)
+    reward.view(-1, GROUP_SIZE)[::10] = 1.0
+    length = torch.randint(tokens // 4, tokens, (rows, 1), generator=generator)
+    mask = torch.arange(tokens, 0, -1) <= length
+    columns = {
+        "group_id": number // GROUP_SIZE,
+        "rollout_id": number,
+        "expected_rollouts": torch.full((rows,), GROUP_SIZE),
+        ("next", "reward"): reward.unsqueeze(-1),
+        ("tokens", "full"): torch.randint(0, 30_000, (rows, tokens), generator=generator),
+        ("masks", "all_assistant_mask"): mask,
+        ("masks", "all_attention_mask"): mask.clone(),
+        ("log_probs", "full"): -torch.rand(rows, tokens, generator=generator),
+    }
+    for name in ("prompt", "text") if texts else ():
+        columns[name] = [f"{name} {row}" for row in range(rows)]
+    return TensorDict(columns, batch_size=[rows])
+
+
+def in_pieces(batch: TensorDict) -> Callable[[], None]:
+    """All minibatches, one in memory at a time."""
+    pipeline = load_pipeline("pipeline=grpo", f"pipeline.stages.split.minibatches={MINIBATCHES}")
+
+    def run() -> None:
+        for minibatch in pipeline.minibatches(batch):
+            del minibatch
+
+    return run

@@ -1,0 +1,62 @@
+"""The pipeline on a GPU, where there is one.
+
+python benchmarks/gpu.py [--rounds 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+
+import torch
+from batches import MINIBATCHES, collected
+from results import main
+from tables import Cell, Row, Table
+from tensordict import TensorDict
+from timing import measure, median_ms, ratio
+
+from headrace.pipeline import load_pipeline
+
+NOTE = f"""Wall time, with the device waited for. A copy is of the whole batch, from the device to the
+device. Columns that differ: between two runs of pipelines alike, bit for bit, in all {MINIBATCHES}
+minibatches."""
+NO_GPU = "Not measured: no GPU was at hand."
+
+
+def seconds() -> float:
+    """Wall time, once the device has done what it was told."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def gathered(batch: TensorDict) -> TensorDict:
+    """What a new pipeline makes of a batch, all minibatches in one."""
+    return load_pipeline("pipeline=grpo", f"pipeline.stages.split.minibatches={MINIBATCHES}")(batch)
+
+
+def differing(first: TensorDict, second: TensorDict) -> int:
+    """Columns that are not bit-equal; a NaN is itself."""
+    keys = first.keys(include_nested=True, leaves_only=True)
+    pairs = [[td[key].flatten().view(torch.uint8) for td in (first, second)] for key in keys]
+    return sum(not torch.equal(a, b) for a, b in pairs)
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """The one table, empty of numbers where there is no GPU."""
+    head = ["rows", "copy, ms", "pipeline / copy", "columns that differ"]
+    rows, tokens = (64, 16) if options.quick else (4000, 2048)
+    cells = [Cell(None)] * 3
+    if torch.cuda.is_available():
+        batch = collected(rows, tokens).to("cuda")
+        pipeline = load_pipeline("pipeline=grpo")
+        times = measure({"copy": batch.clone, "pipeline": lambda: pipeline(batch)}, options.rounds, seconds)
+        odd = differing(gathered(batch), gathered(batch))
+        cells = [Cell(median_ms(times, "copy")), Cell(ratio(times, "pipeline", "copy")), Cell(odd, "d", 0)]
+    note = NOTE if torch.cuda.is_available() else f"{NO_GPU} {NOTE}"
+    line = Row(f"{rows:,} × {tokens:,} tokens", cells)
+    yield Table("The grpo recipe over a copy on the device", note, head, [line])
+
+
+if __name__ == "__main__":
+    main(tables, __doc__, warm=False, rounds=(20, 1))

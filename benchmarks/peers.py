@@ -1,0 +1,149 @@
+"""The validated advantage against the loops of other frameworks.
+
+    python benchmarks/peers.py [--rounds 3]
+
+What verl, miles and rllm do is stated here in our own words, from how they describe and document it, with
+the containers they use: dicts of lists by group, walked in Python. Nothing is copied from them, and their
+other work (tokens, masks, metrics, moving to devices) is left out, in their favour. MCAdvantage is
+TorchRL's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from results import main
+from tables import Cell, Row, Table
+from tensordict import TensorDict
+from timing import measure, median_ms, ratio
+from torch import Tensor
+from torchrl.objectives.llm import MCAdvantage
+
+from headrace.transforms import group_relative_advantage
+
+GROUP_SIZE, EPS = 8, 1e-6
+NOTE = """Rows shuffled, one a rollout, groups of 8. The first line is `group_relative_advantage` with ids
+and all checks, in milliseconds; the others say how many times as long a loop takes that computes the same
+numbers. The loops are statements of our own of what each framework documents, without the rest of its work:
+verl gathers rewards into lists by a string, and takes mean and std of a tensor for each; miles keeps a
+rollout's reward by group and rollout, and centres group by group; rllm makes a group an object with its
+trajectories, and takes mean and std by NumPy. TorchRL's MCAdvantage collects rows by prompt until a group
+is whole, and does more than the others do; it was not waited for where there are many rows."""
+
+
+def verl(scores: Tensor, uids: list[str]) -> Tensor:
+    """Rewards by the string of their prompt; then row by row, less its prompt's mean, over its std."""
+    by_uid: dict[str, list[Tensor]] = defaultdict(list)
+    for row, uid in enumerate(uids):
+        by_uid[uid].append(scores[row])
+    mean, std = {}, {}
+    for uid, members in by_uid.items():
+        together = torch.stack(members)
+        mean[uid], std[uid] = together.mean(), together.std()
+    out = torch.empty_like(scores)
+    for row, uid in enumerate(uids):
+        out[row] = (scores[row] - mean[uid]) / (std[uid] + EPS)
+    return out
+
+
+def miles(rewards: list[float], groups: list[int], rollouts: list[int]) -> list[float]:
+    """One reward a rollout, by group; a tensor for each group, less its mean, over its std."""
+    by_group: dict[int, dict[int, float]] = defaultdict(dict)
+    for reward, group, rollout in zip(rewards, groups, rollouts, strict=True):
+        by_group[group].setdefault(rollout, reward)
+    credit: dict[int, float] = {}
+    for members in by_group.values():
+        centred = torch.tensor(list(members.values()))
+        centred = centred - centred.mean()
+        credit |= dict(zip(members, (centred / (centred.std() + EPS)).tolist(), strict=True))
+    return [credit[rollout] for rollout in rollouts]
+
+
+class Trajectory:
+    """A rollout, as an object."""
+
+    def __init__(self, reward: float):
+        self.reward, self.advantage = reward, 0.0
+
+
+def rllm(trajectories: list[Trajectory], tasks: list[str]) -> list[float]:
+    """Trajectories by task; a NumPy array for each group, less its mean, over its std with divisor n."""
+    by_task: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory, task in zip(trajectories, tasks, strict=True):
+        by_task[task].append(trajectory)
+    for members in by_task.values():
+        rewards = np.array([member.reward for member in members])
+        for member, advantage in zip(
+            members, (rewards - rewards.mean()) / (rewards.std() + EPS), strict=True
+        ):
+            member.advantage = float(advantage)
+    return [trajectory.advantage for trajectory in trajectories]
+
+
+def candidates(rows: int) -> dict[str, Callable[[], object]]:
+    """Each with its own containers, which are filled before."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(rows, generator=generator)
+    group, reward = order // GROUP_SIZE, torch.rand(rows, generator=generator)
+    uids, groups, rollouts = [f"prompt {g}" for g in group.tolist()], group.tolist(), order.tolist()
+    rewards = reward.tolist()
+    trajectories = [Trajectory(each) for each in rewards]
+    return {
+        "headrace": lambda: group_relative_advantage(reward, group, order),
+        "verl": lambda: verl(reward, uids),
+        "miles": lambda: miles(rewards, groups, rollouts),
+        "rllm": lambda: rllm(trajectories, uids),
+    }
+
+
+def check(functions: dict[str, Callable[[], object]]) -> None:
+    """All give the same numbers, but for rllm's divisor: else times mean nothing."""
+    ours = functions["headrace"]()
+    divisor = {"rllm": ((GROUP_SIZE - 1) / GROUP_SIZE) ** 0.5}
+    for name, function in functions.items():
+        theirs = torch.as_tensor(function(), dtype=torch.float32) * divisor.get(name, 1.0)
+        torch.testing.assert_close(
+            theirs, ours, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def torchrl(rows: int) -> Callable[[], None]:
+    """MCAdvantage, of rows as collectors yield them, by group."""
+    number = torch.arange(rows).unsqueeze(-1)
+    columns = {
+        "group_id": number // GROUP_SIZE,
+        ("next", "reward"): torch.rand(rows, 1),
+        ("next", "done"): torch.ones(rows, 1, dtype=torch.bool),
+        ("tokens", "full"): torch.zeros(rows, 16, dtype=torch.int64),
+    }
+    batch = TensorDict(columns, batch_size=[rows])
+
+    def run() -> None:
+        out = MCAdvantage(grpo_size=GROUP_SIZE, prompt_key="group_id").inv(batch.clone(recurse=False))
+        if len(out) != rows:
+            raise RuntimeError(f"{rows} rows went in, and {len(out)} came out")
+
+    return run
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """The one table."""
+    sizes, times = (64, 128) if options.quick else (8_192, 131_072), []
+    for size in sizes:
+        functions = candidates(size)
+        check(functions)
+        waited = {"MCAdvantage": torchrl(size)} if size == sizes[0] else {}
+        times.append(measure(functions | waited, options.rounds))
+    rows = [Row("headrace, ms", [Cell(median_ms(each, "headrace")) for each in times])]
+    for name in list(times[0])[1:]:
+        ratios = [ratio(each, name, "headrace") if name in each else None for each in times]
+        rows.append(Row(name, [Cell(each, ",.0f") for each in ratios]))
+    yield Table("Loops over the validated advantage", NOTE, ["rows", *(f"{size:,}" for size in sizes)], rows)
+
+
+if __name__ == "__main__":
+    main(tables, __doc__, rounds=(3, 1))

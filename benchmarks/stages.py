@@ -1,0 +1,105 @@
+"""Every stage alone, and the fixed cost of a small batch.
+
+    python benchmarks/stages.py [--rounds 9]
+
+Each stage gets what the stage before it made. Operator calls are those that reach a TorchDispatchMode.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from batches import MINIBATCHES, collected, in_pieces
+from results import main
+from tables import Cell, Row, Table
+from timing import measure, median_ms, ratio
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.pipeline import load_pipeline
+from headrace.transforms import BatchWhitening, LengthPenalty, OverlongPunishment, RewardScale, take_rows
+
+LARGE, SMALL = (4000, 2048), (64, 16)  # rows, tokens of each
+OPERATORS, MILLISECONDS = 400, 3.0
+NOTE = """The stages of the grpo recipe in order, then others that recipes have, each called alone on a
+batch that it finds in a pipeline. Over a gather: of that batch, as in the tables of rows. A stage that is
+called alone pays for what a pipeline does once for all, the look at its rules and a new TensorDict; and the
+filter alone silences rows in copies, where in a pipeline the split writes into what it gathers. The last
+two columns are what it costs where there is next to nothing to do."""
+FIXED = f"""The grpo recipe over 64 rows of 16 tokens, cut into {MINIBATCHES}: the loop over all
+minibatches, and the same in one piece. On a GPU each call of an operator is a launch."""
+
+
+class Calls(TorchDispatchMode):
+    """Count operator calls."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operator_calls(function: Callable[[], object]) -> int:
+    """Operator calls of a function that has run before."""
+    function()
+    with Calls() as calls:
+        function()
+    return calls.count
+
+
+def stage_calls(rows: int, tokens: int) -> dict[str, Callable[[], object]]:
+    """Each stage on what the one before it made; a gather of that batch first."""
+    batch = collected(rows, tokens)
+    order = torch.randperm(rows)
+    calls: dict[str, Callable[[], object]] = {"gather": lambda batch=batch: take_rows(batch, order)}
+    others = {
+        "advantage": {"whitening": BatchWhitening()},
+        "collapse": {
+            "overlong": OverlongPunishment(max_length=tokens, cache=tokens // 4),
+            "length_penalty": LengthPenalty(coefficient=1e-4),
+            "reward_scale": RewardScale(scale=2.0),
+        },
+    }
+    later: dict[str, Callable[[], object]] = {}
+    pipeline = load_pipeline("pipeline=grpo")
+    for name in pipeline.order:
+        calls[name] = _call(pipeline.stages[name], batch)
+        batch = pipeline.stages[name](batch)
+        later |= {other: _call(stage, batch) for other, stage in others.get(name, {}).items()}
+    return calls | later
+
+
+def _call(stage: Callable[[Any], Any], batch: Any) -> Callable[[], object]:
+    return lambda: stage(batch)
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """Stages, and the whole of a small batch."""
+    shape = SMALL if options.quick else LARGE
+    large, small = stage_calls(*shape), stage_calls(*SMALL)
+    times, fixed = measure(large, options.rounds), measure(small, 20 * options.rounds)
+    lines = []
+    for name in large:
+        on_large = Cell(median_ms(times, name)), Cell(ratio(times, name, "gather"))
+        on_small = Cell(median_ms(fixed, name), ".3f"), Cell(operator_calls(small[name]), "d")
+        lines.append(Row(name, [*on_large, *on_small]))
+    sizes = [f"{rows:,} × {tokens:,} tokens, ms" for rows, tokens in (shape, SMALL)]
+    head = ["stage", sizes[0], "over a gather", sizes[1], "operator calls"]
+    yield Table("Each stage alone", NOTE, head, lines)
+
+    batch = collected(*SMALL)
+    pipeline = load_pipeline("pipeline=grpo", f"pipeline.stages.split.minibatches={MINIBATCHES}")
+    whole = {"minibatches": in_pieces(batch), "one piece": lambda: pipeline(batch)}
+    times = measure(whole, 20 * options.rounds)
+    lines = []
+    for name, function in whole.items():
+        calls = Cell(operator_calls(function), ",d", OPERATORS)
+        lines.append(Row(name, [calls, Cell(median_ms(times, name), target=MILLISECONDS)]))
+    yield Table("Fixed cost of a batch", FIXED, ["rows", "operator calls", "ms"], lines)
+
+
+if __name__ == "__main__":
+    main(tables, __doc__, rounds=(9, 1))

@@ -1,0 +1,100 @@
+"""What benchmarks find: tables of numbers, some with a target, for the terminal, JSON and Markdown."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group
+from rich.table import Table as ConsoleTable
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number; None where it could not be measured here.
+
+    Args:
+        value: of one run.
+        form: how it is written, as in an f-string.
+        target: the most that it should be.
+        at_least: the target is the least instead.
+    """
+
+    value: float | None
+    form: str = ".2f"
+    target: float | None = None
+    at_least: bool = False
+
+    @property
+    def missed(self) -> bool:
+        """Whether it has a target and is on its wrong side."""
+        if self.value is None or self.target is None:
+            return False
+        return self.value < self.target if self.at_least else self.value > self.target
+
+    @property
+    def goal(self) -> str:
+        """The target in words."""
+        return f"{'≥' if self.at_least else '≤'} {self.target:,g}"
+
+    def __str__(self) -> str:
+        number = "not measured" if self.value is None else format(self.value, self.form)
+        if self.target is None:
+            return number
+        return f"{number} ({self.goal}{': missed' if self.missed else ''})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table."""
+
+    name: str
+    cells: Sequence[Cell]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers of one run.
+
+    Args:
+        title: what was measured.
+        note: what the rows and columns mean.
+        head: of the column of names, and of each other one.
+        rows: with a cell for each of those.
+    """
+
+    title: str
+    note: str
+    head: Sequence[str]
+    rows: Sequence[Row]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row.cells) != len(self.head) - 1:
+                raise ValueError(f"{self.title}, {row.name}: {len(row.cells)} cells under {self.head}")
+
+    @classmethod
+    def of(cls, plain: dict) -> Table:
+        """A table that was JSON."""
+        rows = [Row(row["name"], [Cell(**cell) for cell in row["cells"]]) for row in plain["rows"]]
+        return cls(**plain | {"rows": rows})
+
+    def console(self) -> Group:
+        """For the terminal."""
+        table = ConsoleTable(title=self.title)
+        for number, name in enumerate(self.head):
+            table.add_column(Text(name), justify="right" if number else "left")
+        for row in self.rows:
+            table.add_row(Text(row.name), *map(str, row.cells))
+        return Group(table, Text(" ".join(self.note.split())), "")
+
+    def markdown(self) -> str:
+        """For a page; what was missed is bold."""
+        lines = [self.head, ["---", *["---:"] * (len(self.head) - 1)]]
+        for row in self.rows:
+            lines.append([row.name, *(f"**{cell}**" if cell.missed else str(cell) for cell in row.cells)])
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        note = textwrap.fill(" ".join(self.note.split()), 118, break_on_hyphens=False, break_long_words=False)
+        return f"### {self.title}\n\n{note}\n\n{table}\n"

@@ -1,0 +1,106 @@
+"""Benchmarks run, say all that they promise, and the page says what they found. No timing is a test."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS, PAGE = ROOT / "benchmarks", ROOT / "docs" / "benchmarks.md"
+RESULTS = {path.stem: json.loads(path.read_text()) for path in (BENCHMARKS / "results").glob("*.json")}
+
+
+def run(*words: object) -> None:
+    subprocess.run([sys.executable, BENCHMARKS, *map(str, words)], check=True, capture_output=True, cwd=ROOT)
+
+
+def cells(result: dict) -> dict[tuple[str, str, str], dict]:
+    """By table, row and column."""
+    return {
+        (table["title"], row["name"], column): cell
+        for table in result["tables"]
+        for row in table["rows"]
+        for column, cell in zip(table["head"][1:], row["cells"], strict=True)
+    }
+
+
+def shape(result: dict) -> list[tuple[int, int]]:
+    return [(len(table["rows"]), len(table["head"])) for table in result["tables"]]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> tuple[dict[str, dict], str]:
+    folder = tmp_path_factory.mktemp("benchmarks")
+    run("--quick", "--results", folder, "--page", folder / "page.md")
+    results = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    return results, (folder / "page.md").read_text()
+
+
+@pytest.mark.slow
+def test_every_benchmark_runs_and_measures_every_cell(quick):
+    results, page = quick
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "main(tables" in path.read_text()}
+    assert results.keys() == scripts, "what __main__.py runs is all there is"
+    assert "these numbers mean nothing" in page
+    for name, result in results.items():
+        for place, cell in cells(result).items():
+            waited = name != "gpu" or torch.cuda.is_available()
+            given_up = place[1] == "MCAdvantage" and place[2] == result["tables"][0]["head"][-1]
+            assert (cell["value"] is not None) == (waited and not given_up), (name, place)
+            assert place[0] in page
+            assert place[1] in page
+
+
+@pytest.mark.slow
+def test_the_results_that_are_kept_are_those_of_the_benchmarks_that_there_are(quick):
+    results, _ = quick
+    assert results.keys() == RESULTS.keys()
+    for name, result in results.items():
+        kept = RESULTS[name]
+        assert not kept["quick"], name
+        assert shape(result) == shape(kept), f"{name} has changed: run `make bench`"
+        assert [table["note"] for table in result["tables"] if name != "gpu"] == [
+            table["note"] for table in kept["tables"] if name != "gpu"
+        ], name
+        assert {key for key, value in kept["machine"].items() if value == ""} <= {"gpu"}, name
+
+
+def test_the_page_is_what_the_results_say(tmp_path):
+    run("--render", "--page", tmp_path / "page.md")
+    assert PAGE.read_text() == (tmp_path / "page.md").read_text(), "make bench ARGS=--render"
+
+
+def test_a_target_that_is_missed_is_said_to_be_missed(tmp_path):
+    kept = RESULTS["advantage"]
+    table = {"title": "T", "note": "N", "head": ["rows", "x"]}
+    # value, target, and whether more is better
+    numbers = {"a": (1.9, 1.9, False), "b": (1.91, 1.9, False), "c": (50, 50, True), "d": (49, 50, True)}
+    table["rows"] = [
+        {"name": name, "cells": [{"value": value, "target": target, "at_least": at_least, "form": ".2f"}]}
+        for name, (value, target, at_least) in numbers.items()
+    ]
+    (tmp_path / "advantage.json").write_text(json.dumps(kept | {"tables": [table]}))
+    run("--render", "--results", tmp_path, "--page", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "2 of 4 targets are met; not these:\n\n- T: b, x: 1.91 (≤ 1.9: missed)\n- T: d, x: 49.00" in page
+    assert re.findall(r"^\| (\w) \| (\*\*)?[\d.]+", page, re.MULTILINE) == [
+        ("a", ""),
+        ("b", "**"),
+        ("c", ""),
+        ("d", "**"),
+    ]
+
+
+def test_the_machine_is_named():
+    page = PAGE.read_text()
+    for result in RESULTS.values():
+        machine = result["machine"]
+        for key in ("cpu", "cores", "threads", "os", "torch", "tensordict", "torchrl", "date"):
+            assert machine[key], key
+            assert str(machine[key]) in page, key
