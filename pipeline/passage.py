@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -129,7 +131,7 @@ class Passage:
             late = {key for key in self.silenced_late if has_key(batch, key)}
             if late and not getattr(self.stages[name], "asks_in_loss", False):
                 silence_gathered(batch, late, own_memory=False)
-            with self.rules.naming(name), silencing_later(late or None):
+            with self.rules.naming(name), silencing_later(late or None), self._timing(name):
                 spans = self.ranks is not None and getattr(self.stages[name], "spans_ranks", False)
                 batch = self._stage(name, batch) if len(batch) or spans else self._nothing(name, batch)
                 if self.ranks is not None and not spans:
@@ -166,7 +168,7 @@ class Passage:
         with split.turn:
             self._read_before_others(split)
             self._ask(later, rows)
-            with self.rules.naming(name):
+            with self.rules.naming(name), self._timing(name):
                 read = read_columns if self._deferred else self.rules.read_with
                 draw = split.draw(rows, split.state, epochs, read=read)
                 draw = draw._replace(batch=draw.batch.set(ROW, self._row_numbers(batch, draw.batch)))
@@ -242,6 +244,14 @@ class Passage:
     def _read_rules(self) -> None:
         if not self._deferred:
             self.rules.read()
+
+    @contextmanager
+    def _timing(self, name: str) -> Iterator[None]:
+        """Add to the seconds of a stage; on a device those until it is asked, not until it has done."""
+        start = perf_counter()
+        yield
+        key = f"time/{name}"
+        self.numbers[key] = float(self.numbers.get(key, 0.0)) + perf_counter() - start
 
     def _measure(self, name: str, measured: Mapping[str, Tensor | float]) -> None:
         self.numbers |= {f"{name}/{key}": value for key, value in measured.items()}

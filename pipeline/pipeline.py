@@ -22,7 +22,7 @@ from .order import arrange, check_order
 from .passage import Keys, Passage, run_empty
 from .rank_options import RankOptions
 from .row_table import KEYS
-from .rules import Deferred, Validate
+from .rules import Deferred, Validate, check_validate
 from .run import Run
 from .stage import as_module
 
@@ -210,10 +210,8 @@ class Pipeline(LastRun, BatchTransform):
                 run_empty(stages, flat)
                 run = Run(Account.of(stages), batch, None, epochs)
             else:
-                late = self.validate == "deferred"
-                passage = Passage(
-                    stages, shallow_copy(admitted), self._keys, done=self._half != "first", deferred=late
-                )
+                how = {"done": self._half != "first", "deferred": self.validate == "deferred"}
+                passage = Passage(stages, shallow_copy(admitted), self._keys, **how)
                 done, steps = passage.run(epochs, whole=whole)
                 self._unread.put(passage.rules, batch, self._id_keys())
                 run = Run(Account.of(stages, passage), done, steps, epochs)

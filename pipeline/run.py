@@ -65,8 +65,8 @@ class Run:
     def metrics(self) -> dict[str, float]:
         """What came in, what is trained, what left where and why, and what stages measured.
 
-        ``rows/in``, ``rows/trained``, ``rollouts/…``, ``groups/…``, ``out/<stage>/<reason>`` and
-        ``<stage>/<name>``. A few device reads.
+        ``rows/in``, ``rows/trained``, ``rollouts/…``, ``groups/…``, ``out/<stage>/<reason>``,
+        ``<stage>/<name>``, and ``time/<stage>`` in seconds. A few device reads.
         """
         return self.account.metrics
 
