@@ -92,6 +92,7 @@ class FakeDevice(TorchDispatchMode):
         self.copies: list[Event] = []
         self.asynchronous: list[Event] = []
         self._seen = True
+        self._pinned: dict[int, Tensor] = {}
 
     def __enter__(self) -> FakeDevice:
         # Else `torch.tensor(list, device=...)` asks the device for memory before anybody is told.
@@ -134,9 +135,10 @@ class FakeDevice(TorchDispatchMode):
         faked = any(isinstance(each, FakeTensor) for each in given)
         target = kwargs.get("device")
         home = torch.device(target) if target is not None else DEVICE if faked else CPU
-        kwargs |= {"pin_memory": False} if kwargs.get("pin_memory") else {}  # that takes a driver
-        if operator is aten._pin_memory.default:
-            return args[0].clone()
+        if operator is aten._pin_memory.default or kwargs.get("pin_memory"):  # which takes a driver
+            made = operator(*args, **kwargs | {"pin_memory": False}) if kwargs else args[0].clone()
+            self._pinned[made.untyped_storage().data_ptr()] = made
+            return made
         if not faked and home != DEVICE:
             return operator(*args, **kwargs)
         if home not in (DEVICE, CPU):
@@ -167,11 +169,7 @@ class FakeDevice(TorchDispatchMode):
         packet = operator.overloadpacket
         here = [each for each in given if not isinstance(each, FakeTensor)]
         if packet in COPIES:
-            sides = _sides_of_copy(packet, args, home)
-            if sides[0] != sides[1]:
-                asked = kwargs.get("non_blocking") or (packet is aten.copy_ and args[2:3] == (True,))
-                to_host = self.reads if sides[1] == CPU else self.copies
-                self._enter(self.asynchronous if asked else to_host, operator)
+            self._count_copy(operator, args, kwargs, home)
             return
         if here:
             self._check_mixed(operator, args, here)
@@ -179,6 +177,22 @@ class FakeDevice(TorchDispatchMode):
             self._count_index(operator, args)
         elif _waits(operator, args, kwargs):
             self._enter(self.reads, operator)
+
+    def _count_copy(self, operator: Any, args: Any, kwargs: Any, home: torch.device) -> None:
+        """Of nothing there is nothing to wait for, and what is copied to pageable memory is waited for."""
+        new = operator.overloadpacket is aten._to_copy
+        source, target = (args[0], home) if new else (args[1], args[0].device)
+        if source.device == target or source.numel() == 0:
+            return
+        if target == CPU:
+            asked = kwargs.get("non_blocking") if new else args[2:3] == (True,) and self._is_pinned(args[0])
+            self._enter(self.asynchronous if asked else self.reads, operator)
+        else:
+            asked = kwargs.get("non_blocking") or (not new and args[2:3] == (True,))
+            self._enter(self.asynchronous if asked else self.copies, operator)
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._pinned
 
     def _count_index(self, operator: Any, args: Any) -> None:
         """Indices are brought to the device, and masks become numbers, but where one number is filled in."""
@@ -208,12 +222,6 @@ class FakeDevice(TorchDispatchMode):
 
 def _held(each: Any) -> Any:
     return each.held if isinstance(each, FakeTensor) else each
-
-
-def _sides_of_copy(packet: Any, args: Any, home: torch.device) -> tuple[torch.device, torch.device]:
-    """From which device, to which."""
-    source, target = (args[0], home) if packet is aten._to_copy else (args[1], args[0].device)
-    return source.device, target
 
 
 def _waits(operator: Any, args: Any, kwargs: Any) -> bool:
