@@ -32,6 +32,9 @@ INDEX = {aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._
 BY_ITEM = {aten.masked_fill, aten.masked_fill_, aten.index_fill, aten.index_fill_}
 NUMBERS = BY_ITEM | {aten.fill, aten.fill_, aten.index_put, aten.index_put_}
 COPIES = {aten._to_copy, aten.copy_, aten.copy}
+ADDED = {aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_}
+SCATTERED = {aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_}
+SCATTERED |= {aten.scatter_reduce, aten.scatter_reduce_}
 
 
 class Event(NamedTuple):
@@ -78,7 +81,8 @@ class FakeTensor(Tensor):
 class FakeDevice(TorchDispatchMode):
     """Inside, ``lazy:0`` is a device, and what CUDA would wait for is counted, but under :meth:`unseen`.
 
-    A copy that is asked for by ``non_blocking=True`` is counted as asynchronous and nowhere else.
+    A copy that is asked for by ``non_blocking=True`` is counted as asynchronous and nowhere else. Where CUDA
+    adds and writes in no order, it does so backwards: what depends on an order is not what it is on the CPU.
 
     Attributes:
         reads: values that come to the host, and shapes that depend on them.
@@ -146,7 +150,7 @@ class FakeDevice(TorchDispatchMode):
         self._count(operator, args, kwargs, given, home)
         kwargs |= {"device": CPU} if target is not None else {}
         known = {id(_held(each)): each for each in given}
-        result = operator(*tree_map(_held, args), **tree_map(_held, kwargs))
+        result = operator(*_backwards(operator, tree_map(_held, args)), **tree_map(_held, kwargs))
         number = operator is aten.scalar_tensor.default
 
         def wrap(each: Any) -> Any:
@@ -222,6 +226,19 @@ class FakeDevice(TorchDispatchMode):
 
 def _held(each: Any) -> Any:
     return each.held if isinstance(each, FakeTensor) else each
+
+
+def _backwards(operator: Any, args: Any) -> Any:
+    """The arguments of the same operator, which goes over its rows from behind."""
+    packet = operator.overloadpacket
+    if packet in ADDED and args[2].ndim == 1:
+        to, dim, index, source, *more = args
+        return (to, dim, index.flip(0), source.flip(dim), *more)
+    if packet in SCATTERED and isinstance(args[3], Tensor) and args[2].ndim > 0:
+        to, dim, index, source, *more = args
+        source = source[tuple(slice(size) for size in index.shape)]
+        return (to, dim, index.flip(dim), source.flip(dim), *more)
+    return args
 
 
 def _waits(operator: Any, args: Any, kwargs: Any) -> bool:
