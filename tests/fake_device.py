@@ -32,6 +32,9 @@ INDEX = {aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._
 BY_ITEM = {aten.masked_fill, aten.masked_fill_, aten.index_fill, aten.index_fill_}
 NUMBERS = BY_ITEM | {aten.fill, aten.fill_, aten.index_put, aten.index_put_}
 COPIES = {aten._to_copy, aten.copy_, aten.copy}
+ADDED = {aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_}
+SCATTERED = {aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_}
+SCATTERED |= {aten.scatter_reduce, aten.scatter_reduce_}
 
 
 class Event(NamedTuple):
@@ -78,7 +81,8 @@ class FakeTensor(Tensor):
 class FakeDevice(TorchDispatchMode):
     """Inside, ``lazy:0`` is a device, and what CUDA would wait for is counted, but under :meth:`unseen`.
 
-    A copy that is asked for by ``non_blocking=True`` is counted as asynchronous and nowhere else.
+    A copy that is asked for by ``non_blocking=True`` is counted as asynchronous and nowhere else. Where CUDA
+    adds and writes in no order, it does so backwards: what depends on an order is not what it is on the CPU.
 
     Attributes:
         reads: values that come to the host, and shapes that depend on them.
@@ -92,6 +96,7 @@ class FakeDevice(TorchDispatchMode):
         self.copies: list[Event] = []
         self.asynchronous: list[Event] = []
         self._seen = True
+        self._pinned: dict[int, Tensor] = {}
 
     def __enter__(self) -> FakeDevice:
         # Else `torch.tensor(list, device=...)` asks the device for memory before anybody is told.
@@ -134,9 +139,10 @@ class FakeDevice(TorchDispatchMode):
         faked = any(isinstance(each, FakeTensor) for each in given)
         target = kwargs.get("device")
         home = torch.device(target) if target is not None else DEVICE if faked else CPU
-        kwargs |= {"pin_memory": False} if kwargs.get("pin_memory") else {}  # that takes a driver
-        if operator is aten._pin_memory.default:
-            return args[0].clone()
+        if operator is aten._pin_memory.default or kwargs.get("pin_memory"):  # which takes a driver
+            made = operator(*args, **kwargs | {"pin_memory": False}) if kwargs else args[0].clone()
+            self._pinned[made.untyped_storage().data_ptr()] = made
+            return made
         if not faked and home != DEVICE:
             return operator(*args, **kwargs)
         if home not in (DEVICE, CPU):
@@ -144,7 +150,7 @@ class FakeDevice(TorchDispatchMode):
         self._count(operator, args, kwargs, given, home)
         kwargs |= {"device": CPU} if target is not None else {}
         known = {id(_held(each)): each for each in given}
-        result = operator(*tree_map(_held, args), **tree_map(_held, kwargs))
+        result = operator(*_backwards(operator, tree_map(_held, args)), **tree_map(_held, kwargs))
         number = operator is aten.scalar_tensor.default
 
         def wrap(each: Any) -> Any:
@@ -167,11 +173,7 @@ class FakeDevice(TorchDispatchMode):
         packet = operator.overloadpacket
         here = [each for each in given if not isinstance(each, FakeTensor)]
         if packet in COPIES:
-            sides = _sides_of_copy(packet, args, home)
-            if sides[0] != sides[1]:
-                asked = kwargs.get("non_blocking") or (packet is aten.copy_ and args[2:3] == (True,))
-                to_host = self.reads if sides[1] == CPU else self.copies
-                self._enter(self.asynchronous if asked else to_host, operator)
+            self._count_copy(operator, args, kwargs, home)
             return
         if here:
             self._check_mixed(operator, args, here)
@@ -179,6 +181,22 @@ class FakeDevice(TorchDispatchMode):
             self._count_index(operator, args)
         elif _waits(operator, args, kwargs):
             self._enter(self.reads, operator)
+
+    def _count_copy(self, operator: Any, args: Any, kwargs: Any, home: torch.device) -> None:
+        """Of nothing there is nothing to wait for, and what is copied to pageable memory is waited for."""
+        new = operator.overloadpacket is aten._to_copy
+        source, target = (args[0], home) if new else (args[1], args[0].device)
+        if source.device == target or source.numel() == 0:
+            return
+        if target == CPU:
+            asked = kwargs.get("non_blocking") if new else args[2:3] == (True,) and self._is_pinned(args[0])
+            self._enter(self.asynchronous if asked else self.reads, operator)
+        else:
+            asked = kwargs.get("non_blocking") or (not new and args[2:3] == (True,))
+            self._enter(self.asynchronous if asked else self.copies, operator)
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._pinned
 
     def _count_index(self, operator: Any, args: Any) -> None:
         """Indices are brought to the device, and masks become numbers, but where one number is filled in."""
@@ -210,10 +228,17 @@ def _held(each: Any) -> Any:
     return each.held if isinstance(each, FakeTensor) else each
 
 
-def _sides_of_copy(packet: Any, args: Any, home: torch.device) -> tuple[torch.device, torch.device]:
-    """From which device, to which."""
-    source, target = (args[0], home) if packet is aten._to_copy else (args[1], args[0].device)
-    return source.device, target
+def _backwards(operator: Any, args: Any) -> Any:
+    """The arguments of the same operator, which goes over its rows from behind."""
+    packet = operator.overloadpacket
+    if packet in ADDED and args[2].ndim == 1:
+        to, dim, index, source, *more = args
+        return (to, dim, index.flip(0), source.flip(dim), *more)
+    if packet in SCATTERED and isinstance(args[3], Tensor) and args[2].ndim > 0:
+        to, dim, index, source, *more = args
+        source = source[tuple(slice(size) for size in index.shape)]
+        return (to, dim, index.flip(dim), source.flip(dim), *more)
+    return args
 
 
 def _waits(operator: Any, args: Any, kwargs: Any) -> bool:
