@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -26,6 +27,13 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def clocks_stand_still() -> Iterator[None]:
+    """Runs of the same batch have the same metrics, also `time/<stage>`."""
+    with patch("headrace.pipeline.passage.perf_counter", lambda: 0.0):
+        yield
 
 
 @pytest.fixture

@@ -5,7 +5,9 @@ from __future__ import annotations
 from itertools import product
 from typing import get_args
 
+import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from headrace.transforms.advantage.baselines import (
     BASELINES,
@@ -14,12 +16,14 @@ from headrace.transforms.advantage.baselines import (
     Formula,
     advantage_in_groups,
 )
+from headrace.transforms.advantage.group_relative import compare_in_groups
 from headrace.transforms.advantage.grouping import Blocks, ById, ReshapeFormula
 from headrace.transforms.advantage.layout import Facts, facts_of, gather_blocks
 from headrace.transforms.checks import broken, identity_rules, reward_rules
 from headrace.transforms.collapse import Reduction, reduce_rewards
 from headrace.transforms.gate.incomplete import count_present
-from headrace.transforms.ids import first_row, is_first
+from headrace.transforms.ids import first_row, is_first, places_by_turn
+from headrace.transforms.weight.loss_weight import loss_weight
 
 
 def test_collapse_then_advantage_on_meta_reads_nothing():
@@ -45,3 +49,36 @@ def test_collapse_then_advantage_on_meta_reads_nothing():
             formula = Formula(baseline, scale, 1, 1e-6, eps_mode, "raw", [0, None])
             credit = advantage_in_groups(layout, formula)
             assert credit.numel() == 12
+
+
+def flags(reward, ids):
+    first = first_row(ids)
+    return broken(identity_rules(ids, ids, first) + reward_rules(reward, ids, first, siblings_agree=True))
+
+
+def advantage(reward, ids):
+    credit, rules = compare_in_groups(reward, ids // 4, ids, formula=Formula())
+    return credit, broken(rules)
+
+
+CORES = {
+    "first rows": lambda reward, ids: first_row(ids),
+    "places": lambda reward, ids: places_by_turn(ids, ids).place,
+    "collapse": lambda reward, ids: reduce_rewards(reward, first_row(ids), "mean"),
+    "presence": lambda reward, ids: count_present(ids // 4, ids, ids, ids).have,
+    "flags": flags,
+    "advantage": advantage,
+    "weights": lambda reward, ids: loss_weight(ids, "rollout", rollout_id=ids, group_id=ids, minibatch=ids),
+}
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_a_core_is_traced_as_one_graph(name):
+    """On meta tensors, whose route is that of every device but the CPU."""
+    columns = torch.zeros(12, device="meta"), torch.arange(12, device="meta")
+    expected, found = (
+        CORES[name](*columns),
+        torch.compile(CORES[name], fullgraph=True, backend="eager")(*columns),
+    )
+    leaves = zip(tree_leaves(expected), tree_leaves(found), strict=True)
+    assert all(here.shape == there.shape and here.dtype == there.dtype for here, there in leaves)

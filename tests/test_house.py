@@ -50,12 +50,14 @@ INNER = {
     "test_sums.py": {"transforms.sums"},
     "test_cores.py": {
         "transforms.advantage.baselines",
+        "transforms.advantage.group_relative",
         "transforms.advantage.grouping",
         "transforms.advantage.layout",
         "transforms.checks",
         "transforms.collapse",
         "transforms.gate.incomplete",
         "transforms.ids",
+        "transforms.weight.loss_weight",
     },
     "test_gpu.py": {
         "transforms.advantage.baselines",

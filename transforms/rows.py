@@ -295,7 +295,9 @@ def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
         return None
     if "rows" in plain:
         return lazy_stack([from_plain(row) for row in plain["rows"]])
-    batch = TensorDict({}, batch_size=plain["batch_size"], device=plain["device"] or None)
+    # Who saved it on a GPU may be read without one: its device is where its tensors are now.
+    device = _device_in(plain) if plain["device"] else None
+    batch = TensorDict({}, batch_size=plain["batch_size"], device=device)
     for key, value in plain["columns"].items():
         if isinstance(value, dict) and "data" in value:
             value = _stack_data(value["data"], len(value["batch_size"]))
@@ -303,6 +305,16 @@ def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
             value = MetaData(value["meta"], batch_size=value["batch_size"])
         batch[key] = from_plain(value) if isinstance(value, dict) else value
     return batch
+
+
+def _device_in(plain: dict[str, Any]) -> torch.device | str:
+    """Of the first tensor; where there is none, as it was said."""
+    columns = list(plain["columns"].values())
+    for value in columns:
+        if isinstance(value, Tensor):
+            return value.device
+    nested = (value for value in columns if isinstance(value, dict) and "columns" in value)
+    return next(map(_device_in, nested), plain["device"])
 
 
 def _data_of(value: Any, dims: int) -> Any:

@@ -166,6 +166,8 @@ def silence_gathered(batch: TensorDictBase, columns: Collection[NestedKey], *, o
     if not columns or not has_key(batch, IN_LOSS):
         return
     silent = ~batch.get(IN_LOSS)
+    if isinstance(batch, LazyStackedTensorDict):
+        silent = silent.cpu()  # rows are silenced one by one
     rows = silent.nonzero().flatten() if silent.device.type == "cpu" else None  # elsewhere nothing is read
     if rows is not None and len(rows) == 0:
         return

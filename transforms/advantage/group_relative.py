@@ -11,7 +11,7 @@ from headrace.transforms.checks import (
     Rule,
     as_rewards,
     credit_dtype,
-    explain,
+    enforce,
     identity_rules,
     reward_rules,
     same_length,
@@ -107,7 +107,7 @@ def group_relative_advantage(
     tokens = None if length is None else as_ids(length, "length", device=reward.device)
     same_length(reward=reward, group_id=groups, rollout_id=rollouts, length=tokens)
     credit, rules = compare_in_groups(reward, groups, rollouts, formula=formula, dtype=dtype, length=tokens)
-    explain(rules)
+    enforce(rules)
     return credit.to(result_dtype)
 
 

@@ -7,7 +7,6 @@ every formula is written once; and, but for :class:`ReshapeFormula`, with the sa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,6 +30,8 @@ class Grouping(ABC):
     count: Tensor
     rollouts: Tensor
     length: Tensor
+    _deviation: Tensor | None = None
+    _batch_deviation: Tensor | None = None
 
     @abstractmethod
     def add(self, values: Tensor) -> Tensor:
@@ -63,17 +64,27 @@ class Grouping(ABC):
         """Sum of `values` over all rollouts of the batch, each once, of which nothing is lost; a scalar."""
         return exact_sum(values, self.add_all, peak=lambda: values.abs().amax(), terms=self.rollouts)
 
-    @cached_property
+    @property
     def deviation(self) -> Tensor:
         """Each reward less the mean of its group, in which a rollout has one vote; equal ones are 0."""
+        if self._deviation is None:  # `cached_property` has a lock, through which nothing is traced
+            self._deviation = self._deviate()
+        return self._deviation
+
+    def _deviate(self) -> Tensor:
         mean = divide(self.sums(self.reward), self.count)
         deviation = self.reward - self.spread(mean.high)
         short = mean.low.device.type == "cpu" and not bool(mean.low.any())  # as it is for most rewards
         return deviation if short else deviation.sub_(self.spread(mean.low))
 
-    @cached_property
+    @property
     def batch_deviation(self) -> Tensor:
         """Each reward less the mean over all rollouts of the batch."""
+        if self._batch_deviation is None:
+            self._batch_deviation = self._deviate_from_all()
+        return self._batch_deviation
+
+    def _deviate_from_all(self) -> Tensor:
         mean = divide(self.total(self.reward), self.rollouts)
         return (self.reward - mean.high).sub_(mean.low)
 
@@ -130,8 +141,7 @@ class ReshapeFormula(Blocks):
         total = self.add_all(values)
         return ExactSum(total, torch.zeros_like(total))
 
-    @cached_property
-    def deviation(self) -> Tensor:
+    def _deviate(self) -> Tensor:
         """(P, G); equal rewards, of which rounding leaves up to 0.9 after the division, are 0."""
         low, high = torch.aminmax(self.reward, dim=-1, keepdim=True)
         return (self.reward - self.reward.mean(-1, keepdim=True)).masked_fill_(low == high, 0.0)
@@ -140,8 +150,7 @@ class ReshapeFormula(Blocks):
         """(P, 1)."""
         return self.deviation.std(-1, keepdim=True, correction=ddof)
 
-    @cached_property
-    def batch_deviation(self) -> Tensor:
+    def _deviate_from_all(self) -> Tensor:
         """(P, G)."""
         return self.reward - self.reward.mean()
 

@@ -16,6 +16,10 @@ from headrace.transforms.schema import Status
 
 from .finished import Ends, as_ends, finish_rules, finished
 
+STATUSES = [status.value for status in Status]  # as numbers, since enums are not traced
+ABORTED, FAILED = Status.ABORTED.value, Status.FAILED.value
+NAMES = ", ".join(f"{status.value} {status.name}" for status in Status)
+
 
 class Presence(NamedTuple):
     """Who is there, per row. Not read yet."""
@@ -56,7 +60,7 @@ def count_present(
         ends: where rollouts end; None: all are finished.
     """
     first, group_first = first_row(rollouts), first_row(groups)
-    lost = any_by(first, (status == Status.FAILED) | (status == Status.ABORTED))
+    lost = any_by(first, (status == FAILED) | (status == ABORTED))
     present = ~lost if ends is None else ~lost & finished(ends, first)
     have = sum_by(group_first, (is_first(first) & present).long())
     sizes = expected.index_select(0, group_first)
@@ -64,9 +68,9 @@ def count_present(
         *identity_rules(rollouts, groups, first),
         *([] if ends is None else finish_rules(ends, rollouts, first)),
         Rule(
-            (status < min(Status)) | (status > max(Status)),
+            (status < STATUSES[0]) | (status > STATUSES[-1]),
             lambda row: f"{int(status[row])} at row {row}",
-            f"status must be one of {', '.join(f'{s.value} {s.name}' for s in Status)}; found {{found}}",
+            f"status must be one of {NAMES}; found {{found}}",
         ),
         Rule(
             (expected < 1) | (sizes != expected),

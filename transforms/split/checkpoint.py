@@ -10,7 +10,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError
-from headrace.transforms.rows import from_plain, join_rows, to_plain
+from headrace.transforms.rows import device_of, from_plain, join_rows, to_plain
 
 
 class InterruptedBatch(NamedTuple):
@@ -80,6 +80,7 @@ def with_carried(
     Raises:
         BatchError: an id is in both; the columns differ.
     """
+    carried = _beside(carried, batch)
     if came is not None:
         waiting = carried.get(key).reshape(-1)
         if again := waiting[torch.isin(waiting, came)].tolist():
@@ -89,7 +90,13 @@ def with_carried(
             )
     if len(batch) == 0:  # a rank may have no rows of its own, and none of their columns
         return carried
-    return join_rows([batch, carried.clone(recurse=False)], "carried rows")  # rows of a lazy stack are shared
+    return join_rows([batch, carried], "carried rows")
+
+
+def _beside(carried: TensorDictBase, batch: TensorDictBase) -> TensorDictBase:
+    """A copy where the batch lies, and that says so if the batch does: a checkpoint may be of elsewhere."""
+    moved = carried.to(device_of(batch)).clone(recurse=False)  # rows of a lazy stack are shared
+    return moved.clear_device_() if batch.device is None else moved
 
 
 class Turn:

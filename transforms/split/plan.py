@@ -55,6 +55,11 @@ class Plan:
             bool(follows[span.start : span.stop - 1].all()) for span in spans if span.stop > span.start
         )
 
+    def passes(self, rank: int | None) -> list[list[int]]:
+        """Rows of each micro-batch, by minibatch; of all ranks, or of one."""
+        chosen = slice(None) if rank is None else slice(rank, rank + 1)
+        return [[size for passes in ranks[chosen] for size in passes] for ranks in self.sizes]
+
     def spans(self, rank: int | None) -> list[slice]:
         """Where each minibatch lies in the order, or the part of one rank in it."""
         held = [[sum(passes) for passes in ranks] for ranks in self.sizes]

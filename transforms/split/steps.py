@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from tensordict import TensorDictBase
 
 from headrace.transforms.errors import BatchError
+from headrace.transforms.schema import MICROBATCH, MINIBATCH
 
 from .gather import LossColumns, check_padding, gatherer
 from .placed import Placed, joined
 from .plan import Plan
 from .progress import Progress
+from .views import know_runs
 
 
 class OptimiserSteps:
@@ -51,13 +53,13 @@ class OptimiserSteps:
         self.progress.open += 1
         try:
             for batch, plan, placed in self.passes:
-                spans = plan.spans(self.rank)
-                gather = gatherer(batch, plan, placed, spans, self.columns)
-                for number in range(taken - before, len(spans)):
+                passes = plan.passes(self.rank)
+                gather = gatherer(batch, plan, placed, plan.spans(self.rank), self.columns)
+                for number in range(taken - before, len(passes)):
                     taken += 1
                     self.progress.taken = taken
-                    yield gather(number)
-                before += len(spans)
+                    yield _knowing(gather(number), MICROBATCH, passes[number])
+                before += len(passes)
         finally:
             self.progress.open -= 1
 
@@ -84,6 +86,13 @@ class OptimiserSteps:
         if len(self.passes) == 1 and not self.progress.begun:
             self.progress.done = True
         batch, plan, placed = self.passes[0]
+        passes = plan.passes(self.rank)
         if self.rank is not None:
             plan, placed = joined(plan, placed, plan.spans(self.rank))
-        return gatherer(batch, plan, placed, [slice(0, len(plan.order))], self.columns)(0)
+        rows = gatherer(batch, plan, placed, [slice(0, len(plan.order))], self.columns)(0)
+        return _knowing(rows, MINIBATCH, list(map(sum, passes)))
+
+
+def _knowing(rows: TensorDictBase, key: tuple[str, str], sizes: list[int]) -> TensorDictBase:
+    know_runs(rows, key, sizes)
+    return rows

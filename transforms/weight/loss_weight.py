@@ -98,7 +98,8 @@ def loss_weight(
     floating = dtype or torch.get_default_dtype()
     # In float64 first: past 2^24 a float32 cannot hold the denominator.
     weight = torch.where(in_loss, share.double().reciprocal(), 0.0)
-    return Weighed(weight.to(floating), total, samples, rollouts, groups, sum_by(steps, weight * tokens))
+    whole = (total > 0).double() if length is None else total / share.double().clamp_min(1)
+    return Weighed(weight.to(floating), total, samples, rollouts, groups, whole)
 
 
 def check_mean(unit: str, length: int | None) -> None:
