@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.transforms.options import nested_key
 from headrace.transforms.rewards import weighted_reward
-from headrace.transforms.rows import device_of, flat_rows
+from headrace.transforms.rows import device_of, flat_rows, listed
 from headrace.transforms.schema import COUNTED, MICROBATCH, MINIBATCH, RANK, REWARD, ROW, has_key
 from headrace.transforms.tokens import knows_loss_tokens, loss_tokens
 
@@ -278,6 +278,6 @@ def _unknown(dtype: torch.dtype) -> float:
 
 def strings(texts: Any, rows: int) -> Sequence[str] | None:
     """A column of texts as strings, or None where it is none, as in a batch of ragged conversations."""
-    values = texts.tolist() if hasattr(texts, "tolist") else list(texts)
+    values = listed(texts)
     flat = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in values]
     return flat if len(flat) == rows and all(isinstance(value, str) for value in flat) else None

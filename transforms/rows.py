@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -128,9 +129,38 @@ def take_column(value: Any, rows: Tensor, *, on_cpu: Tensor | None = None) -> An
     return value[rows if on_cpu is None else on_cpu]
 
 
-# Indexing a stack of texts costs a hundred times a list index, since every text is looked at, and its checked
-# constructor ten times. The unchecked one is not public.
+# TensorDict looks at every text whenever one is made, stacked, indexed or listed: 1 to 40 microseconds each.
+# The names by which it does without are not public; where one is missing, the public way is taken.
 _stack_of_texts = getattr(NonTensorStack, "_new_lazy_unsafe", NonTensorStack)
+_text_of = getattr(NonTensorData, "_from_tensordict", lambda _, data: NonTensorData(data["data"]))
+
+
+def as_texts(values: Sequence[str]) -> NonTensorStack:
+    """A column of one text a row.
+
+    Example:
+        >>> as_texts(["a", "b"]).tolist()
+        ['a', 'b']
+    """
+    nothing = torch.Size([])
+    texts = {
+        value: _text_of(of_columns({}, nothing, None), {"data": value, "_is_non_tensor": True})
+        for value in dict.fromkeys(values)  # the prompt of a group is one text
+    }
+    return _stack_of_texts(*(texts[value] for value in values))
+
+
+def listed(column: Any) -> list[Any]:
+    """What is no tensor, as a list of N.
+
+    Example:
+        >>> listed(as_texts(["a", "b"]))
+        ['a', 'b']
+    """
+    if type(column) is NonTensorStack and column.stack_dim == 0 and column.batch_dims == 1:
+        with suppress(AttributeError, KeyError):
+            return [row._non_tensordict["data"] for row in column.tensordicts]
+    return column.tolist() if hasattr(column, "tolist") else list(column)
 
 
 def flat_rows(values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
 from headrace.transforms.errors import listing
+from headrace.transforms.rows import as_texts
 
 from .malformed import SourceError, quote
 from .sample import MAX_CELLS, Label, Sample
@@ -209,7 +210,7 @@ def _add_texts(batch: TensorDict, rows: Sequence[Sample]) -> None:
     """Labels and texts, last: they take longer than all else, and a row that is refused need not wait."""
     texts = {name: column(rows, name, default="") for name in ("prompt", "response")}
     for name in ("group", "rollout"):
-        batch[f"{name}_label"] = [label_text(getattr(row, name)) for row in rows]
+        batch[f"{name}_label"] = as_texts([label_text(getattr(row, name)) for row in rows])
     for name, text in texts.items():
         if text is not None:
-            batch[f"{name}_text"] = text
+            batch[f"{name}_text"] = as_texts(text)

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from headrace.transforms import Status
+from headrace.transforms.rows import as_texts
 
 from .malformed import SourceError, first_line, quote_some
 from .parquet import read_table
@@ -102,7 +103,7 @@ def _batch(table: pa.Table, path: Path) -> TensorDict:
         if name in table.column_names and table[name].null_count == 0:
             if not pa.types.is_string(table.schema.field(name).type):
                 raise SourceError(f"{path}: {name!r} must be text; found {table.schema.field(name).type}")
-            batch[f"{name}_text"] = table[name].to_pylist()
+            batch[f"{name}_text"] = as_texts(table[name].to_pylist())
     return batch
 
 
