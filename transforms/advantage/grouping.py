@@ -180,9 +180,12 @@ class ById(Grouping):
     ):
         self.reward, self.label, self.labels = reward, label, labels
         self.votes = None if counts is None else counts.to(reward.dtype)
-        votes = torch.ones_like(reward) if self.votes is None else self.votes
-        self.rollouts = votes.sum()
-        self.count = self._table(votes)
+        if self.votes is None and label.device.type == "cpu":
+            self.rollouts = reward.new_full((), len(reward))
+            self.count = torch.bincount(label, minlength=labels).to(reward.dtype)
+        else:
+            votes = torch.ones_like(reward) if self.votes is None else self.votes
+            self.rollouts, self.count = votes.sum(), self._table(votes)
         if length is not None:
             self.length = length
 

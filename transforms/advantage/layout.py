@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.transforms.checks import Rule, broken
-from headrace.transforms.ids import is_first, number_of, sum_by
+from headrace.transforms.ids import everywhere, is_first, lowest, number_of, sum_by
 from headrace.transforms.sums import largest
 
 from .grouping import largest_to_square
@@ -114,11 +114,11 @@ def find_groups(reward: Tensor, groups: Tensor, rollouts: Tensor | None, *, in_o
         None where a rule is broken, or the order is another: the general route finds out what it is.
     """
     fits = largest(reward) <= largest_that_fits(len(reward), reward.dtype)  # NaN does not
-    if not fits or int(groups.amin()) < 0:
+    if not fits or lowest(groups) < 0:
         return None
     heads = number = None
-    if rollouts is not None and not bool((ascends := rollouts[1:] > rollouts[:-1]).all()):
-        together = bool((ascends | (rollouts[1:] == rollouts[:-1])).all())
+    if rollouts is not None and not everywhere(ascends := rollouts[1:] > rollouts[:-1]):
+        together = everywhere(ascends | (rollouts[1:] == rollouts[:-1]))
         if in_order and not together:
             return None
         heads, number = _runs(rollouts) if together else _speakers(rollouts)
@@ -127,7 +127,7 @@ def find_groups(reward: Tensor, groups: Tensor, rollouts: Tensor | None, *, in_o
         if not all(torch.equal(column.index_select(0, row), column) for column in (reward, groups)):
             return None
         groups = groups.index_select(0, heads)
-    if rollouts is not None and int(rollouts.amin()) < 0:
+    if rollouts is not None and lowest(rollouts) < 0:
         return None
     return Found(heads, number, *_label(groups, in_order=in_order))
 
@@ -161,10 +161,10 @@ def _slots(ids: Tensor, *, most: int) -> tuple[Tensor, int]:
 
 def _label(groups: Tensor, *, in_order: bool) -> tuple[Tensor, int, int]:
     """Labels of groups, how many, and the size of all if they are contiguous and of one, if somebody asks."""
-    if not in_order and not bool((groups[1:] >= groups[:-1]).all()):
+    if not in_order and not everywhere(groups[1:] >= groups[:-1]):
         return *_slots(groups, most=2 * len(groups) + 64), 0
     runs, label, sizes = torch.unique_consecutive(groups, return_inverse=True, return_counts=True)
-    apart = bool((runs[1:] > runs[:-1]).all())
+    apart = everywhere(runs[1:] > runs[:-1])
     if not apart and len(runs) <= len(groups) // 2:
         slot, slots = _slots(runs, most=2 * len(runs))
         apart = len(runs) == int((torch.bincount(slot, minlength=slots) > 0).sum())
