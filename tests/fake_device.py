@@ -12,7 +12,7 @@ without a driver. So code takes its route for accelerators, ``device.type != "cp
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -276,3 +276,12 @@ def _place() -> str:
             outside = where
         frame = frame.f_back  # type: ignore[assignment]
     return outside
+
+
+def waits_of(call: Callable[[Any], Any], batch: Any) -> tuple[int, int]:
+    """Reads and copies of a call with a batch on the fake device."""
+    with FakeDevice() as fake:
+        there = fake.put(batch)
+        fake.forget()
+        call(there)
+        return len(fake.reads), len(fake.copies) + len(fake.asynchronous)
