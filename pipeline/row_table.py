@@ -206,7 +206,9 @@ class RowTable:
 
     def _enter(self, name: str, values: Tensor) -> None:
         dtype = torch.float64 if name in FLOATS else torch.int64
-        self.columns[name] = values.detach().reshape(-1).to(self.device, dtype, copy=True)
+        values = values.detach() if values.requires_grad else values
+        flat = values if values.ndim == 1 else values.reshape(-1)
+        self.columns[name] = flat.to(self.device, dtype, copy=True)
 
     def _column(self, name: str) -> Tensor:
         if name not in self.columns:

@@ -191,18 +191,20 @@ class FanOutCollapse(BatchTransform):
         reward, turn = everyone["reward"], everyone.get("turn")
         rollouts, groups = everyone["rollouts"], everyone.get("groups")
         first = first_row(rollouts)
-        missing = reward.isnan() if self.missing == "skip" else torch.zeros_like(reward, dtype=torch.bool)
-        known = reward.masked_fill(missing, 0.0)
+        missing = reward.isnan() if self.missing == "skip" else None
+        known = reward if missing is None else reward.masked_fill(missing, 0.0)
         rules = identity_rules(rollouts, groups, first) + turn_rules(rollouts, first, turn)
         rules += end_rules(rollouts, first, **{name: everyone[name] for name in ends})
-        if self.missing == "skip":
+        if missing is not None:
             rules.append(_same_missing(reward, missing, rollouts, first))
         for column in known.unbind(1):
             rules += reward_rules(column, rollouts, first, siblings_agree=self.reward == "shared")
         reduced = [reduce_rewards(column, first, self.reward, turn) for column in known.unbind(1)]
         rewards = torch.stack(reduced, 1)
-        rules.append(_fits(rewards, rollouts))
-        rewards = rewards.masked_fill(missing, float("nan"))
+        if self.reward in ("sum", "mean"):  # else it is one of those that were looked at
+            rules.append(_fits(rewards, rollouts))
+        if missing is not None:
+            rewards = rewards.masked_fill(missing, float("nan"))
         one = people.put_back(weighted_reward(rewards, self.weights))
         is_first_segment = people.put_back(is_first(first))
         batch.set(REWARD, one)

@@ -33,6 +33,9 @@ def mark(batch: TensorDictBase, plan: Plan, placed: Placed) -> TensorDictBase:
     return marked.set(RANK, rank) if any(len(ranks) > 1 for ranks in plan.sizes) else marked
 
 
+SMALL = 2**18  # bytes
+
+
 class LossColumns(NamedTuple):
     """The columns by which a row is kept out of the loss."""
 
@@ -67,7 +70,11 @@ def gatherer(
         columns: those that keep rows out of the loss.
     """
     in_order = plan.is_in_order(spans)
-    take = _viewer(batch) if in_order else _taker(batch, placed.order, spans)
+    small = not in_order and _bytes_of(batch) < SMALL
+    if small:  # calls cost more than rows: gathered and silenced at once, and then split
+        batch = take_rows(batch, placed.order)
+        silence_gathered(batch, loss_columns(batch, columns), own_memory=True)
+    take = _viewer(batch) if in_order else _taker(batch, None if small else placed.order, spans)
 
     def gather(number: int) -> TensorDictBase:
         span = spans[number]
@@ -76,10 +83,18 @@ def gatherer(
         if len(piece.rows) == 0:
             return take_rows(batch, piece.rows)
         taken = take(piece)
-        silence_gathered(taken, loss_columns(taken, columns), own_memory=not in_order)
+        if not small:
+            silence_gathered(taken, loss_columns(taken, columns), own_memory=not in_order)
         return _pad(taken, placed, span, columns) if plan.is_padded else taken
 
     return gather
+
+
+def _bytes_of(value: Any) -> int:
+    """Bytes of a batch of plain tensors; where there is anything else, no few."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(_bytes_of, value.values())) if type(value) is TensorDict else SMALL
 
 
 def _viewer(batch: TensorDictBase) -> Callable[[Piece], TensorDictBase]:
@@ -90,20 +105,20 @@ def _viewer(batch: TensorDictBase) -> Callable[[Piece], TensorDictBase]:
     return view
 
 
-def _taker(value: Any, order: Tensor, spans: Sequence[slice]) -> Callable[[Piece], Any]:
+def _taker(value: Any, order: Tensor | None, spans: Sequence[slice]) -> Callable[[Piece], Any]:
     """What gathers some of the rows of a column; one of a number a row is gathered now, for all pieces.
 
     A call costs more than the few numbers that it would move. What is split here is no view to autograd, so
-    that whoever gets a piece may write to it.
+    that whoever gets a piece may write to it. Without an `order` the rows are in theirs already.
     """
-    if isinstance(value, Tensor) and value.numel() == len(value):
-        ordered = value.index_select(0, order)
+    if isinstance(value, Tensor) and (order is None or value.numel() == len(value)):
+        ordered = value if order is None else value.index_select(0, order)
         sizes = [span.stop - span.start for span in spans]
-        if sum(sizes) != len(order):  # of one rank, or what an interruption left
+        if sum(sizes) != len(ordered):  # of one rank, or what an interruption left
             return lambda piece: ordered[spans[piece.number]]
         pieces = ordered.unsafe_split_with_sizes(sizes)
         return lambda piece: pieces[piece.number]
-    if type(value) is TensorDict and len(order):
+    if type(value) is TensorDict and len(value):
         takers = {key: _taker(column, order, spans) for key, column in value.items()}
         wide, device = value.batch_size[1:], value.device
         return lambda piece: of_columns(

@@ -49,7 +49,7 @@ def identifying_columns(batch: TensorDictBase, reward_key: NestedKey) -> dict[st
             continue
         dtype = torch.float64 if key == reward_key else torch.int64
         # Copies: collectors use their memory again.
-        found[str(key)] = column.detach().to(dtype, copy=True)
+        found[str(key)] = (column.detach() if column.requires_grad else column).to(dtype, copy=True)
     return found
 
 
@@ -122,7 +122,9 @@ def _numbers_by_row(batch: TensorDictBase, key: NestedKey, *, wide: bool) -> Ten
         value = batch.get(key)
     if not isinstance(value, Tensor):
         return None
-    return value.reshape(-1) if value.numel() == len(batch) else value if wide else None
+    if value.numel() == len(batch):
+        return value if value.ndim == 1 else value.reshape(-1)
+    return value if wide else None
 
 
 def _differences(batch: InterruptedBatch, known_by: KnownBy) -> Iterator[str]:
