@@ -550,3 +550,21 @@ def test_padding_needs_a_mask_that_is_one():
 def test_options_that_make_no_sense_raise(options, message):
     with pytest.raises(ValueError, match=message):
         ShuffleSplit(minibatches=1, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("inference", [False, True])
+def test_microbatches_are_those_that_a_copy_says_whoever_knows_their_sizes(ranks, inference):
+    batch = batch_of([1 + i % 5 for i in range(24)])
+    split = ShuffleSplit(minibatches=3, microbatches=3, ranks=ranks, remainder="pad")
+    with torch.inference_mode(inference):
+        for minibatch in Pipeline({"split": split}).minibatches(batch):
+            known, read = (
+                [part["rollout_id"].tolist() for part in split_microbatches(rows)]
+                for rows in (minibatch, minibatch.clone())
+            )
+            assert known == read
+            assert len(known) == 3 * ranks
+            minibatch[MICROBATCH].copy_(minibatch[MICROBATCH].flip(0))  # by somebody, since
+            with pytest.raises(BatchError, match="moved since"):
+                split_microbatches(minibatch)

@@ -46,8 +46,8 @@ def once(answer: Callable[..., Tensor], *columns: Tensor) -> Tensor:
         (2, [4.0, 4.0])
     """
     answers = None if torch.compiler.is_compiling() else _answers.get()
-    if answers is None or any(column.is_inference() for column in columns):  # inference keeps no versions
-        return answer(*columns)
+    if answers is None or torch.is_inference_mode_enabled() or any(c.is_inference() for c in columns):
+        return answer(*columns)  # inference keeps no versions
     question = (answer.__name__, *map(id, columns))
     versions = [column._version for column in columns]
     if (known := answers.get(question)) is not None:

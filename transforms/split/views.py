@@ -15,7 +15,8 @@ from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, has_key, rea
 def know_runs(batch: TensorDictBase, key: NestedKey, sizes: Sequence[int]) -> None:
     """Let a column say how many rows each of its numbers is on, one after the other, as the plan knows."""
     column = batch.get(key)
-    column.headrace_runs = (column._version, [size for size in sizes if size])
+    if not column.is_inference():  # which would not say whether somebody has written to it since
+        column.headrace_runs = (column._version, [size for size in sizes if size])
 
 
 def split_minibatches(batch: TensorDictBase) -> Iterator[TensorDictBase]:
@@ -64,7 +65,7 @@ def _runs(batch: TensorDictBase, keys: Sequence[tuple[str, str]], reader: str) -
         return iter(())
     columns = [read_written(batch, key, reader=reader, writer="ShuffleSplit") for key in keys]
     version, known = getattr(columns[-1], "headrace_runs", (None, []))
-    if version == columns[-1]._version and sum(known) == len(batch):
+    if known and version == columns[-1]._version and sum(known) == len(batch):
         return _cut(batch, known)
     places, counts = torch.unique_consecutive(torch.stack(columns).cpu(), dim=1, return_counts=True)
     numbers, sizes = places.T.tolist(), counts.tolist()
