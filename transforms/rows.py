@@ -47,18 +47,25 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
         return batch.clone(recurse=False)
     columns = {}
     for key, value in batch.items():
-        nested = isinstance(value, TensorDictBase) and not isinstance(value, NonTensorData | NonTensorStack)
-        columns[key] = shallow_copy(value) if nested else value
+        columns[key] = shallow_copy(value) if _is_nested(value) else value
     names = batch.names if batch._has_names() else None
     return of_columns(columns, batch.batch_size, batch.device, names)
+
+
+def _is_nested(value: Any) -> bool:
+    if type(value) is Tensor:  # asked first: abstract classes take long to say whose they are
+        return False
+    return isinstance(value, TensorDictBase) and not isinstance(value, NonTensorData | NonTensorStack)
+
+
+_unchecked = getattr(TensorDict, "_new_unsafe", TensorDict)  # a private name, so that it may be missing
 
 
 def of_columns(
     columns: dict[str, Any], size: Sequence[int], device: torch.device | None, names: Any = None
 ) -> TensorDict:
     """A TensorDict of columns that are known to fit; to check each of them costs as much as to gather it."""
-    make = getattr(TensorDict, "_new_unsafe", TensorDict)  # a private name, so that it may be missing
-    return make(columns, batch_size=torch.Size(size), device=device, names=names)
+    return _unchecked(columns, batch_size=torch.Size(size), device=device, names=names)
 
 
 def jagged_keys(batch: TensorDictBase) -> list[NestedKey]:
@@ -73,9 +80,9 @@ def jagged_keys(batch: TensorDictBase) -> list[NestedKey]:
         return []
     found: list[NestedKey] = []
     for key, value in batch.items():
-        if isinstance(value, Tensor):
+        if type(value) is Tensor or isinstance(value, Tensor):
             found += [key] if value.is_nested else []
-        elif isinstance(value, TensorDictBase) and not isinstance(value, NonTensorData | NonTensorStack):
+        elif _is_nested(value):
             inner = jagged_keys(value)
             found += [(key, *((deep,) if isinstance(deep, str) else deep)) for deep in inner]
     return found
