@@ -76,7 +76,7 @@ class Ledger:
         A row that has left already keeps its first reason. `effects` are what becomes of rows, by reason;
         empty: they are dropped. No device read.
         """
-        self._judged.append((len(self.names) - 1, rows, verdict.clone()))
+        self._judged.append((len(self.names) - 1, rows.clone(), verdict.clone()))
         self.add_reasons(stage, reasons, effects)
 
     def add_reasons(self, stage: str, reasons: Sequence[str], effects: Sequence[Effect] = ()) -> None:

@@ -16,6 +16,7 @@ from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import read_columns
 from headrace.transforms.distributed import present_ranks
 from headrace.transforms.errors import BatchError
+from headrace.transforms.once import forget
 from headrace.transforms.rows import device_of, flat_rows
 from headrace.transforms.schema import IN_LOSS, PROCESSED, ROW, has_key
 from headrace.transforms.split.steps import OptimiserSteps
@@ -30,7 +31,7 @@ from headrace.transforms.tokens import (
 from .ledger import Ledger
 from .order import place_of_cut
 from .row_table import RowTable, keys_of_stages, log_prob_key_of, weights_of_stages
-from .rules import Rules
+from .rules import Rules, own_numbers
 from .stage import with_stage
 
 
@@ -96,6 +97,8 @@ class Passage:
     ):
         self.stages, self.keys, self.ranks, self.done = stages, keys, present_ranks(), done
         self._deferred = deferred
+        if deferred:
+            own_numbers(batch)
         # What the stage that cuts silences as it gathers; till then rows are only said to be out of the loss.
         self.silenced_late = [key for stage in stages.values() for key in getattr(stage, "silences", ())]
         if has_key(batch, keys.loss_mask):
@@ -134,6 +137,8 @@ class Passage:
             with self.rules.naming(name), silencing_later(late or None), self._timing(name):
                 spans = self.ranks is not None and getattr(self.stages[name], "spans_ranks", False)
                 batch = self._stage(name, batch) if len(batch) or spans else self._nothing(name, batch)
+                if _runs_others(self.stages[name]):
+                    forget()
                 if self.ranks is not None and not spans:
                     batch = self.ranks.share_columns(batch)
         return batch
@@ -285,6 +290,13 @@ class Passage:
             return batch
         self.table.update(batch, credit=credit)
         return batch.set(PROCESSED, torch.full((len(batch),), self.done, device=device_of(batch)))
+
+
+def _runs_others(stage: nn.Module) -> bool:
+    """Whether code that is not the library's own has the batch there: a stage, its criterion or its hook."""
+    parts = stage, getattr(stage, "criterion", stage)
+    ours = isinstance(stage, BatchTransform) and not stage.shows_batch
+    return not ours or any(not type(part).__module__.startswith("headrace.") for part in parts)
 
 
 def run_empty(stages: Mapping[str, nn.Module], batch: TensorDictBase) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
-from tensordict import NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from headrace.transforms.checks import Rule, explain, read_columns
@@ -107,8 +107,8 @@ class Deferred:
         Raises:
             BatchError: a rule is broken.
         """
-        waiting, self._waiting = self._waiting, []
-        for rules, ids in waiting:
+        while self._waiting:  # what one raises for is not lost for the others
+            rules, ids = self._waiting.pop(0)
             with labels_in_errors(ids, id_keys):
                 try:
                     rules.read()
@@ -117,3 +117,17 @@ class Deferred:
 
     def __reduce__(self) -> tuple[Callable[[], Deferred], tuple[()]]:
         return Deferred, ()
+
+
+def own_numbers(batch: TensorDictBase) -> None:
+    """Copy what errors may say of rows: collectors use their memory again before deferred rules are read.
+
+    Args:
+        batch: TensorDict ``[N]``, whose columns of one number a row are replaced. Those of a lazy stack are
+            stacked anew by who reads them.
+    """
+    if isinstance(batch, LazyStackedTensorDict):
+        return
+    for key, value in list(batch.items(include_nested=True, leaves_only=True)):
+        if isinstance(value, Tensor) and value.numel() == len(batch):
+            batch.set(key, value.clone())

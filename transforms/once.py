@@ -16,7 +16,7 @@ _answers: ContextVar[dict[Any, Any] | None] = ContextVar("headrace_answers", def
 
 @contextmanager
 def asking_once() -> Iterator[None]:
-    """Inside, :func:`once` remembers: while a pipeline runs, nobody else writes to the columns of its batch.
+    """Inside, :func:`once` remembers: while the library's own stages run, nobody else writes to columns.
 
     Between two batches somebody may, and no version tells: another process, or NumPy, in the same memory.
     """
@@ -58,3 +58,9 @@ def once(answer: Callable[..., Tensor], *columns: Tensor) -> Tensor:
     result = answer(*columns)
     answers[question] = [weakref.ref(column) for column in columns], [*versions, result._version], result
     return result
+
+
+def forget() -> None:
+    """Answer anew: somebody had the columns who may write past their versions, by NumPy or ``.data``."""
+    if (answers := _answers.get()) is not None:
+        answers.clear()

@@ -149,12 +149,8 @@ def as_texts(values: Sequence[str]) -> NonTensorStack:
         >>> as_texts(["a", "b"]).tolist()
         ['a', 'b']
     """
-    nothing = torch.Size([])
-    texts = {
-        value: _text_of(of_columns({}, nothing, None), {"data": value, "_is_non_tensor": True})
-        for value in dict.fromkeys(values)  # the prompt of a group is one text
-    }
-    return _stack_of_texts(*(texts[value] for value in values))
+    nothing = of_columns({}, [], None)
+    return _stack_of_texts(*(_text_of(nothing, {"data": value, "_is_non_tensor": True}) for value in values))
 
 
 def listed(column: Any) -> list[Any]:

@@ -24,7 +24,7 @@ class ExactSum(NamedTuple):
     high: Tensor
     """float64: the nearest to it."""
     low: Tensor
-    """float64: the nearest to what that lacks."""
+    """float64: what that lacks, to a part in 2^50."""
 
 
 def exact_sum(

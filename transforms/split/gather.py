@@ -129,7 +129,7 @@ def _taker(value: Any, order: Tensor | None, spans: Sequence[slice]) -> Callable
 
 def _pad(taken: TensorDictBase, placed: Placed, span: slice, columns: LossColumns) -> TensorDictBase:
     """Keep copies out of the loss, and say where they are trained."""
-    places, silent = placed.numbers[:, span], placed.padding[span]
+    places, silent = placed.numbers[:, span].clone(), placed.padding[span].clone()  # the caller's to write to
     taken.set(MINIBATCH, places[0]).set(MICROBATCH, places[2])
     if has_key(taken, RANK):
         taken.set(RANK, places[1])

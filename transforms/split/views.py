@@ -7,16 +7,20 @@ from itertools import accumulate
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.transforms.errors import BatchError
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, has_key, read_written
 
+# By the tensor itself: as an attribute it would go with pickles and copies, which begin at another version.
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
 
 def know_runs(batch: TensorDictBase, key: NestedKey, sizes: Sequence[int]) -> None:
-    """Let a column say how many rows each of its numbers is on, one after the other, as the plan knows."""
+    """Remember how many rows each number of a column is on, one after the other, as the plan knows."""
     column = batch.get(key)
     if not column.is_inference():  # which would not say whether somebody has written to it since
-        column.headrace_runs = (column._version, [size for size in sizes if size])
+        _known[column] = (column._version, [size for size in sizes if size])
 
 
 def split_minibatches(batch: TensorDictBase) -> Iterator[TensorDictBase]:
@@ -64,7 +68,7 @@ def _runs(batch: TensorDictBase, keys: Sequence[tuple[str, str]], reader: str) -
     if len(batch) == 0:
         return iter(())
     columns = [read_written(batch, key, reader=reader, writer="ShuffleSplit") for key in keys]
-    version, known = getattr(columns[-1], "headrace_runs", (None, []))
+    version, known = _known.get(columns[-1], (None, []))
     if known and version == columns[-1]._version and sum(known) == len(batch):
         return _cut(batch, known)
     places, counts = torch.unique_consecutive(torch.stack(columns).cpu(), dim=1, return_counts=True)

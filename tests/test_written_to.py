@@ -1,0 +1,190 @@
+"""Who writes into columns that he was given changes those, and nothing that is known of others."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+import torch
+from batches import batch_of
+from tensordict import TensorDict
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import (
+    BatchError,
+    CompletenessGate,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    LengthWithin,
+    LossWeight,
+    RewardsVary,
+    SampleFilter,
+    ShuffleSplit,
+    split_microbatches,
+)
+from headrace.transforms.rows import as_texts
+
+MASK, REWARD = ("masks", "all_assistant_mask"), ("next", "reward")
+
+
+def sixteen() -> TensorDict:
+    rewards = [float(row % 5) for row in range(16)]
+    return batch_of(rewards, [row // 4 for row in range(16)], tokens=6).exclude("prompt_text")
+
+
+def pair_up(batch, write):
+    write(batch, "rollout_id", torch.arange(16) // 2)
+    return batch
+
+
+def cut_short(batch, write):
+    mask = batch[MASK].clone()
+    mask[:, 3:] = False
+    write(batch, MASK, mask)
+    return batch
+
+
+def by_set(batch, key, value):
+    batch.set(key, value)
+
+
+def past_versions(batch, key, value):
+    batch.get(key).numpy()[:] = value.numpy()
+
+
+def as_stage(change, write):
+    return lambda batch: change(batch, write)
+
+
+def as_criterion(change, write):
+    def judge(batch):
+        change(batch, write)
+        return torch.ones(len(batch), dtype=torch.bool)
+
+    return SampleFilter(criterion=judge, unit="sample")
+
+
+@pytest.mark.parametrize("change", [pair_up, cut_short])
+@pytest.mark.parametrize("wrap", [as_stage, as_criterion])
+def test_what_somebodys_own_code_writes_is_seen_however_it_writes(change, wrap):
+    def trained(write):
+        stages = {
+            "gate": CompletenessGate(group_size=4),
+            "length": SampleFilter(criterion=LengthWithin(low=1)),
+            "theirs": wrap(change, write),
+            "collapse": FanOutCollapse(reward="sum"),
+            "advantage": GroupRelativeAdvantage(scale="none"),
+            "split": ShuffleSplit(minibatches=1, shuffle=False),
+            "weight": LossWeight(unit="rollout"),
+        }
+        return Pipeline(stages)(sixteen())
+
+    expected, found = trained(by_set), trained(past_versions)
+    for key in (("headrace", "reward"), "advantage", "loss_weight", "num_tokens"):
+        assert torch.equal(found[key], expected[key]), key
+
+
+def test_a_ledger_stays_what_it_was_whatever_is_written_into_minibatches():
+    batch = sixteen()
+    batch[REWARD][4:8] = 1.0
+    stages = {
+        "collapse": FanOutCollapse(),
+        "filter": SampleFilter(criterion=RewardsVary()),
+        "split": ShuffleSplit(minibatches=2, shuffle=False),
+    }
+    run = Pipeline(stages).run(batch)
+    for minibatch in run.minibatches():
+        minibatch.zero_()
+    assert run.ledger.counts()["filter/zero_variance"] == 4
+    whole = Pipeline({"collapse": stages["collapse"], "filter": stages["filter"]}).run(
+        batch_with_equal_group()
+    )
+    whole.batch.zero_()
+    assert whole.ledger.counts()["filter/zero_variance"] == 4
+
+
+def batch_with_equal_group() -> TensorDict:
+    batch = sixteen()
+    batch[REWARD][4:8] = 1.0
+    return batch
+
+
+def test_minibatches_begin_anew_whatever_was_written_into_those_before():
+    stages = {
+        "split": ShuffleSplit(minibatches=3, microbatches=2, unit="sample", remainder="pad", seed=3),
+        "weight": LossWeight(),
+    }
+    run = Pipeline(stages).run(sixteen()[:4])
+
+    def content():
+        return [part.to_dict() for part in (each.clone() for each in run.minibatches())]
+
+    before = content()
+    for minibatch in run.minibatches():
+        minibatch.zero_()
+    assert str(content()) == str(before)
+
+
+def test_the_text_of_one_row_is_not_that_of_another():
+    rows = TensorDict({"text": as_texts(["a", "a", "b"])}, batch_size=[3])
+    rows.set_at_("text", "z", 0)
+    assert list(rows["text"]) == ["z", "a", "b"]
+
+
+def test_microbatches_that_were_moved_are_refused_also_in_another_process():
+    stages = {"split": ShuffleSplit(minibatches=2, microbatches=2, shuffle=False, unit="sample")}
+    minibatch = next(iter(Pipeline(stages).minibatches(sixteen())))
+    minibatch[:] = minibatch[torch.tensor([7, 0, 6, 1, 5, 2, 4, 3])].clone()
+    for rows in (minibatch, pickle.loads(pickle.dumps(minibatch))):
+        with pytest.raises(BatchError, match="moved since"):
+            split_microbatches(rows)
+
+
+def test_what_is_said_late_is_said_of_the_rows_that_there_were():
+    pipeline = Pipeline({"collapse": FanOutCollapse()}, validate="deferred")
+    memory = sixteen()
+    memory[REWARD][2] = torch.nan
+    pipeline(memory)
+    memory.copy_(sixteen())  # a collector's, used again
+    memory["rollout_id"] += 1000
+    with pytest.raises(BatchError, match=r"nan at row 2 \(rollout 2\)"):
+        pipeline.check()
+
+
+def test_of_two_batches_that_are_wrong_both_are_said():
+    barrier, wrong = threading.Barrier(2, timeout=60), []
+
+    def both_are_here(batch):
+        barrier.wait()
+        return batch
+
+    pipeline = Pipeline({"meet": both_are_here, "collapse": FanOutCollapse()}, validate="deferred")
+    for number in (1, 2):
+        batch = sixteen()
+        batch["rollout_id"] += 100 * number
+        batch[REWARD][0] = torch.nan
+        wrong.append(batch)
+
+    threads = [threading.Thread(target=pipeline, args=(batch,)) for batch in wrong]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    for _ in wrong:
+        with pytest.raises(BatchError, match=r"rollout \d00\)"):
+            pipeline.check()
+    pipeline.check()
+
+
+def test_a_recipe_runs_in_inference_mode():
+    stages = {
+        "gate": CompletenessGate(group_size=4),
+        "collapse": FanOutCollapse(),
+        "advantage": GroupRelativeAdvantage(),
+        "split": ShuffleSplit(minibatches=2),
+        "weight": LossWeight(),
+    }
+    expected = Pipeline(stages)(sixteen())
+    stages["split"] = ShuffleSplit(minibatches=2)
+    with torch.inference_mode():
+        found = Pipeline(stages)(sixteen())
+    assert torch.equal(found["advantage"], expected["advantage"])
