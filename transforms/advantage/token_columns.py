@@ -1,4 +1,4 @@
-"""Columns with a number per token, of dense rows or of ragged ones, as one table and back."""
+"""Columns with a number per token, of dense rows or of ragged ones, as one table and back; whose they are."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from headrace.transforms.distributed import present_ranks
+from headrace.transforms.distributed import Population, population_of, present_ranks
 from headrace.transforms.errors import BatchError
-from headrace.transforms.schema import has_key, require
+from headrace.transforms.rewards import Missing
+from headrace.transforms.schema import COUNTED, has_key, require
 
 
 def read_tokens(batch: TensorDictBase, key: NestedKey, *, fill: float, reader: str, option: str) -> Tensor:
@@ -78,3 +79,11 @@ def widest(width: int) -> int:
 def widened(table: Tensor, width: int, fill: float) -> Tensor:
     """(N, K) → (N, `width`), filled up at the end."""
     return torch.nn.functional.pad(table, (0, width - table.shape[1]), value=fill)
+
+
+def population_with_reward(batch: TensorDictBase, reward: Tensor | None, missing: Missing) -> Population:
+    """The rows that are in the statistics, under ``skip`` without those whose (N,) reward is NaN."""
+    if missing == "raise" or reward is None:
+        return population_of(batch)
+    known = ~reward.isnan()
+    return Population(known & batch.get(COUNTED, known), present_ranks())

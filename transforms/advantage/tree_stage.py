@@ -10,14 +10,23 @@ from torch import Tensor
 
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule, as_rewards, at_least_float32, credit_dtype, turn_rules
-from headrace.transforms.distributed import population_of, present_ranks
+from headrace.transforms.distributed import present_ranks
 from headrace.transforms.ids import as_ids, first_row, first_row_of_pairs, places_by_turn, sum_by
 from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.rewards import Missing
 from headrace.transforms.schema import COUNTED, REWARD, has_key
 
 from .by_prefix import END, TreeBaseline, TreeFormula, at_places, left_aligned, origin_of, tree_rules
 from .by_turn import Alone, fits_rule
-from .token_columns import read_tokens, same_width, whole_numbers, widened, widest, write_tokens
+from .token_columns import (
+    population_with_reward,
+    read_tokens,
+    same_width,
+    whole_numbers,
+    widened,
+    widest,
+    write_tokens,
+)
 
 Forks = Literal["prefix", "parent"]
 
@@ -40,6 +49,7 @@ class TreeAdvantage(BatchTransform):
             a bias where they were drawn once and then forked; or their mean reward, its ``return``.
         forks: rollouts share tokens where they have the same ``prefix``; or only with their ``parent``, so
             that equal tokens of rollouts that were drawn separately are two nodes.
+        missing: what a reward of NaN does: ``raise``, or ``skip``: its rollout is no part of the tree.
         tokens_key: (N, T) int, or any labels of the nodes that tokens are of.
         attention_key: (N, T) bool, tokens that are not padding; None: all are not.
         parent_key: (N,) or (N, 1) int, the rollout that the row's went on from; negative: none.
@@ -72,6 +82,7 @@ class TreeAdvantage(BatchTransform):
         baseline: TreeBaseline = "mean",
         alone: Alone = "zero",
         forks: Forks = "prefix",
+        missing: Missing = "raise",
         tokens_key: NestedKey = ("tokens", "full"),
         attention_key: NestedKey | None = ("masks", "all_attention_mask"),
         parent_key: NestedKey = "parent_id",
@@ -86,6 +97,7 @@ class TreeAdvantage(BatchTransform):
         self.reward_key, self.advantage_key = nested_key(reward_key), nested_key(advantage_key)
         self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
         self.forks = one_of("forks", forks, get_args(Forks))
+        self.missing = one_of("missing", missing, get_args(Missing))
         parents = self.parent_key if forks == "parent" else None
         reads = [self.reward_key, REWARD, self.tokens_key, self.attention_key, parents, self.turn_key]
         super().__init__([*reads, self.group_key, self.rollout_key, COUNTED], [self.advantage_key])
@@ -97,9 +109,9 @@ class TreeAdvantage(BatchTransform):
         """Add the advantage."""
         labels, present = self._tokens(batch)
         paid = self.column(batch, "reward_key") if not has_key(batch, REWARD) else batch.get(REWARD)
-        dtype, people = credit_dtype(batch.get(self.reward_key, paid)), population_of(batch)
-        width = widest(labels.shape[1])
-        columns = {"reward": at_least_float32(as_rewards(paid)), "labels": widened(labels, width, END)}
+        reward, dtype = at_least_float32(as_rewards(paid)), credit_dtype(batch.get(self.reward_key, paid))
+        people = population_with_reward(batch, reward, self.missing)
+        columns = {"reward": reward, "labels": widened(labels, widest(labels.shape[1]), END)}
         columns |= self._order(batch)
         ids = {"rollouts": self.ids(batch, "rollout"), "groups": self.ids(batch, "group")}
         everyone = people.take(columns, ids)

@@ -13,11 +13,19 @@ from headrace.transforms.checks import Rule, as_rewards, at_least_float32, credi
 from headrace.transforms.distributed import population_of
 from headrace.transforms.ids import as_ids, first_row, places_by_turn
 from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.rewards import Missing
 from headrace.transforms.schema import COUNTED, REWARD, has_key
 from headrace.transforms.sums import sum_in_any_order
 
 from .by_turn import Alone, TurnBaseline, TurnFormula, fits_rule
-from .token_columns import read_tokens, same_width, whole_numbers, widest, write_tokens
+from .token_columns import (
+    population_with_reward,
+    read_tokens,
+    same_width,
+    whole_numbers,
+    widest,
+    write_tokens,
+)
 
 TurnRewards = Literal["none", "turn", "token"]
 Outcomes = Literal["last", "none"]
@@ -43,6 +51,7 @@ class TurnAdvantage(BatchTransform):
         turn_rewards: where turns have rewards of their own: ``none``; in `turn_reward_key` one a ``turn``,
             (N, K); or one a ``token``, (N, T), which are added up over the tokens of a turn.
         outcome: whether the rollout's reward is paid at its ``last`` turn, besides; or ``none`` is.
+        missing: what an outcome of NaN does: ``raise``, or ``skip``: its rollout is out of the statistics.
         turn_index_key: (N, T) int, from 0; -1 where a token is of no turn, as prompt, padding and repeated
             context; None: each row is a turn.
         turn_reward_key: float, as `turn_rewards` says.
@@ -78,6 +87,7 @@ class TurnAdvantage(BatchTransform):
         alone: Alone = "return",
         turn_rewards: TurnRewards = "none",
         outcome: Outcomes = "last",
+        missing: Missing = "raise",
         turn_index_key: NestedKey | None = "turn_index",
         turn_reward_key: NestedKey = "turn_reward",
         turn_key: NestedKey | None = None,
@@ -93,9 +103,10 @@ class TurnAdvantage(BatchTransform):
         self.loss_mask_key, self.advantage_key = nested_key(loss_mask_key), nested_key(advantage_key)
         self.turn_rewards = one_of("turn_rewards", turn_rewards, get_args(TurnRewards))
         self.outcome = one_of("outcome", outcome, get_args(Outcomes))
+        self.missing = one_of("missing", missing, get_args(Missing))
         rows_are_turns = turn_index_key is None
-        if rows_are_turns and (turn_rewards, outcome) != ("none", "last"):
-            raise ValueError("turn_rewards and outcome are for turns inside rows: set turn_index_key")
+        if rows_are_turns and (turn_rewards, outcome, missing) != ("none", "last", "raise"):
+            raise ValueError("turn_rewards, outcome, missing are for turns inside rows: set turn_index_key")
         if not rows_are_turns and turn_key is not None:
             raise ValueError("turn_key is for rows that are turns: set turn_index_key=None")
         if (turn_rewards, outcome) == ("none", "none"):
@@ -121,7 +132,7 @@ class TurnAdvantage(BatchTransform):
             paid = self.column(batch, "reward_key") if not has_key(batch, REWARD) else batch.get(REWARD)
             tables["outcome"] = at_least_float32(as_rewards(paid))
             dtypes.append(credit_dtype(batch.get(self.reward_key, paid)))
-        people = population_of(batch)
+        people = population_with_reward(batch, tables.get("outcome"), self.missing)
         everyone = people.take(tables, self._ids(batch))
         unplaced, misplaced = everyone.pop("unplaced"), everyone.pop("misplaced")
         credit, rules = self.formula(
