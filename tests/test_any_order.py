@@ -90,7 +90,7 @@ def bound_of(pipeline, batch, largest_group):
         # No member of n is further from their mean than (n - 1)/√n of their std, nor from another member
         # than √(2 (n - 1)).
         "group": 2 * (2 * largest_group) ** 0.5,
-        "leave_one_out": 2 * max(spread, spread / max(stage.eps, 1e-9)),
+        "leave_one_out": 2 * max(spread, spread / max(getattr(stage, "eps", 1.0), 1e-9)),
         "batch": (2 * rows) ** 0.5,
         "mean": float(largest_group),
         "nonzero": spread * rows,
