@@ -166,7 +166,9 @@ class _Tree(NamedTuple):
         member = table.index_select(0, number)
         there, other = member >= 0, (member >= 0) & (member != rows[:, None])
         member = member.clamp_min(0)
-        fork = torch.stack([_shared(labels, labels[column]) for column in member.unbind(1)], 1)
+        fork = torch.stack(
+            [_shared(labels, labels.index_select(0, column)) for column in member.unbind(1)], 1
+        )
         return cls(member, there, other, fork.masked_fill(there & ~other, labels.shape[1] + 1))
 
 
@@ -228,7 +230,10 @@ def origin_of(labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         [[0, 0, 0], [0, 0, 1], [2, 2, 2]]
     """
     row = torch.arange(len(labels), device=labels.device)
-    inherited = torch.arange(labels.shape[1], device=labels.device) < _shared(labels, labels[rows])[:, None]
+    inherited = (
+        torch.arange(labels.shape[1], device=labels.device)
+        < _shared(labels, labels.index_select(0, rows))[:, None]
+    )
     origin, oldest = torch.where(inherited, rows[:, None], row[:, None]), rows
     for _ in range(len(labels).bit_length()):  # each time twice as far back
         origin, oldest = origin.gather(0, origin), oldest[oldest]
