@@ -51,8 +51,8 @@ def collected(kind: str, recipe: str) -> TensorDict:
             if recipe == "maxrl" or torch.rand((), generator=generator) < 0.3:
                 reward = [round(reward[0]), round(reward[1])]
             segments = 1 if kind == "uniform" else int(torch.randint(1, 4, (), generator=generator))
-            rows += [(group * 7, group * 100 + number, reward)] * segments
-    groups, rollouts, rewards = (list(column) for column in zip(*rows, strict=True))
+            rows += [(group * 7, group * 100 + number, reward, k) for k in range(segments)]
+    groups, rollouts, rewards, places = (list(column) for column in zip(*rows, strict=True))
     batch = batch_of([r[0] for r in rewards], groups, rollouts, tokens=6)
     batch["masks", "all_assistant_mask"] &= torch.rand(len(rows), 6, generator=generator) < 0.8
     batch["masks", "all_assistant_mask"][:, 0] = True
@@ -60,6 +60,9 @@ def collected(kind: str, recipe: str) -> TensorDict:
         batch["next", "reward"] = torch.tensor(rewards)
     batch["expected_rollouts"] = torch.tensor([sizes[g // 7] for g in groups])
     batch["state_id"] = torch.arange(len(rows)) % 3
+    batch["turn_index"] = torch.tensor([[2 * k] * 3 + [2 * k + 1] * 3 for k in places])
+    batch["turn_reward"] = torch.rand(len(rows), 6, generator=generator)
+    batch["turn_reward"] *= torch.tensor([[float(t // 2 == k) for t in range(6)] for k in places])
     return batch
 
 
@@ -91,7 +94,7 @@ def by_row(rows: torch.Tensor, out: TensorDict) -> dict:
         numbers = rows[out["headrace", "row"]].tolist()
         for key in COLUMNS:
             if key in out.keys(True):
-                found[str(key)] = dict(zip(numbers, out[key].reshape(len(out)).tolist(), strict=True))
+                found[str(key)] = dict(zip(numbers, out[key].reshape(len(out), -1).tolist(), strict=True))
     return found
 
 

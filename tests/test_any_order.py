@@ -31,29 +31,35 @@ def collected(draw, make_batch, recipe):
     for group, size in enumerate(sizes):
         for number in range(size):
             reward = [draw(REWARDS) for _ in range(several)]
-            rows += [(group, 10 * group + number, reward)] * draw(st.integers(1, 2))
-    groups, rollouts, rewards = (list(column) for column in zip(*rows, strict=True))
+            rows += [(group, 10 * group + number, reward, k) for k in range(draw(st.integers(1, 2)))]
+    groups, rollouts, rewards, segments = (list(column) for column in zip(*rows, strict=True))
     batch = make_batch([r[0] for r in rewards], groups, rollouts, tokens=4)
     if several > 1:
         batch["next", "reward"] = torch.tensor(rewards)
     batch["expected_rollouts"] = torch.tensor([sizes[g] for g in groups])
     batch["state_id"] = torch.arange(len(rows)) % 2
     batch["turn"] = torch.arange(len(rows))
+    batch["turn_index"] = torch.tensor([[2 * k, 2 * k, -1, 2 * k + 1] for k in segments])
+    batch["masks", "all_assistant_mask"][:, 2] = False
+    batch["turn_reward"] = torch.zeros(len(rows), 4).scatter_(1, batch["turn_index"][:, [0, 3]], 0.3)
+    batch["turn_reward"] *= batch["next", "reward"].sum(-1, keepdim=True)
+    batch["tokens", "full"] %= 2  # so that rollouts share some
     return batch, torch.tensor(draw(st.permutations(range(len(rows)))))
 
 
 def credit_of(recipe, batch):
-    """(N,) the advantage of each row in the order in which it came in, or None where the batch is refused."""
-    words = ["pipeline.stages.returns.turn_key=turn"] if recipe == "gigpo" else []
+    """(N, T) the advantage of each row in the order in which it came in, or None where it is refused."""
+    by_turn = {"gigpo": "returns", "tree_grpo": "tree"}
+    words = [f"pipeline.stages.{by_turn[recipe]}.turn_key=turn"] if recipe in by_turn else []
     try:
         out = composed(f"pipeline={recipe}", *words)(batch)
     except BatchError as err:
         if "at least two rollouts" in str(err):
             return None
         raise
-    credit = torch.full((len(batch),), float("nan"))
+    credit = torch.full((len(batch), 4), float("nan"))
     if len(out):
-        credit[out["headrace", "row"]] = out["advantage"].flatten()
+        credit[out["headrace", "row"]] = out["advantage"].squeeze(-1).expand(-1, 4)
     return credit
 
 
@@ -74,19 +80,22 @@ def test_permuting_rows_permutes_the_bits(make_batch, recipe):
 
 def bound_of(pipeline, batch, largest_group):
     """What no advantage exceeds, from the options of the recipe's stages."""
-    stage, rows = pipeline.stages["advantage"], len(batch)
+    rows = len(batch)
+    if "turns" in pipeline.order:  # twice a return, of up to four turns and an outcome
+        return 2 * float(4 * batch["turn_reward"].abs().max() + batch["next", "reward"].abs().max())
+    stage = pipeline.stages["tree" if "tree" in pipeline.order else "advantage"]
     reward = batch["next", "reward"].reshape(rows, -1)
     spread = float(reward.max() - reward.min())
     found = {
         # No member of n is further from their mean than (n - 1)/√n of their std, nor from another member
         # than √(2 (n - 1)).
         "group": 2 * (2 * largest_group) ** 0.5,
-        "leave_one_out": 2 * max(spread, spread / max(stage.eps, 1e-9)),
+        "leave_one_out": 2 * max(spread, spread / max(getattr(stage, "eps", 1.0), 1e-9)),
         "batch": (2 * rows) ** 0.5,
         "mean": float(largest_group),
         "nonzero": spread * rows,
         "none": spread * largest_group / (largest_group - 1),
-    }[stage.scale]
+    }[getattr(stage, "scale", "none")]
     if "whitening" in pipeline.order:
         return 2 * float(batch["masks", "all_assistant_mask"].sum()) ** 0.5
     # A rollout there is worth the sum of its two segments, and each step is compared once more.

@@ -36,9 +36,13 @@ from headrace.transforms import (
     ScoreRows,
     ShuffleSplit,
     StateAdvantage,
+    TreeAdvantage,
+    TurnAdvantage,
     TurnDiscount,
 )
 from headrace.transforms.schema import IN_LOSS, PADDING, RETURN, REWARD
+
+REAL = ("masks", "all_attention_mask")
 
 
 class Uniform:
@@ -75,6 +79,11 @@ def make_stages() -> dict[str, BatchTransform]:
         "turn-discount": TurnDiscount(discount=0.5),
         "to-go": RewardsToGo(discount=0.5),
         "states": StateAdvantage(state_key="rollout_id"),
+        "states-others": StateAdvantage(state_key="rollout_id", baseline="leave_one_out", alone="return"),
+        "turns": TurnAdvantage(turn_rewards="token", discount=0.5),
+        "turns-rows": TurnAdvantage(turn_index_key=None, baseline="mean"),
+        "tree": TreeAdvantage(),
+        "tree-parents": TreeAdvantage(forks="parent", baseline="leave_one_out"),
         "pipeline": Pipeline(
             {
                 "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
@@ -105,6 +114,9 @@ def rows(make_batch, **options) -> TensorDict:
     batch[RETURN] = torch.tensor(rewards)
     batch[REWARD] = torch.tensor(rewards)
     batch["advantage"] = torch.linspace(-1, 1, 8).view(8, 1, 1)
+    batch["turn_index"] = torch.tensor([0, 0, 1, 0, 0, 0, 0, 0])[:, None].expand(8, 4).contiguous()
+    batch["turn_reward"] = torch.linspace(0, 1, 32).view(8, 4)
+    batch["parent_id"] = torch.tensor([-1, 0, 0, 1, -1, 3, 4, -1])
     return batch
 
 
@@ -163,6 +175,8 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name, make_batch):
         mask = torch.ones(number + 2, dtype=torch.bool)
         row["masks"] = TensorDict({"all_assistant_mask": mask.cumsum(0) > 1, "all_attention_mask": mask})
         row["log_probs", "full"] = torch.zeros(number + 2)
+        row["turn_index"] = row["turn_index"][:1].expand(number + 2)
+        row["turn_reward"] = torch.zeros(number + 2)
         ragged.append(row)
     out = make_stages()[name](lazy_stack(ragged))
     dense = make_stages()[name](rows(make_batch))
@@ -175,7 +189,9 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name, make_batch):
         assert sorted(lengths) == sorted(expected)
         return
     assert lengths == expected
-    if "advantage" in dense.keys():
+    if name in ("turns", "tree", "tree-parents"):  # per token
+        assert [len(credit) for credit in out.get("advantage", as_list=True)] == expected
+    elif "advantage" in dense.keys():
         assert torch.equal(torch.stack(list(out.get("advantage", as_list=True))), dense["advantage"])
 
 
@@ -209,7 +225,7 @@ def test_it_survives_pickling_and_copying_of_its_state(name, make_batch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dtype_and_device_are_kept(name, dtype, make_batch):
     batch = rows(make_batch)
-    for key in (("next", "reward"), REWARD, RETURN, "advantage"):
+    for key in (("next", "reward"), REWARD, RETURN, "advantage", "turn_reward"):
         batch[key] = batch[key].to(dtype)
     out = make_stages()[name](batch)
     for key in batch.keys(True, True):
@@ -302,6 +318,11 @@ NEEDED = {
     "turn-discount": ["advantage", "rollout_id"],
     "to-go": [("next", "reward"), "rollout_id"],
     "states": ["advantage", "group_id", "rollout_id", RETURN],
+    "states-others": ["advantage", "group_id", "rollout_id", RETURN],
+    "turns": ["turn_index", "turn_reward", "group_id", "rollout_id", ("next", "reward")],
+    "turns-rows": ["group_id", "rollout_id", ("next", "reward")],
+    "tree": [("tokens", "full"), REAL, "group_id", "rollout_id", ("next", "reward")],
+    "tree-parents": ["parent_id", ("tokens", "full"), REAL, "group_id", "rollout_id", ("next", "reward")],
     "pipeline": ["group_id", "rollout_id", ("next", "reward")],
 }
 

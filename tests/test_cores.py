@@ -16,6 +16,7 @@ from headrace.transforms.advantage.baselines import (
     Formula,
     advantage_in_groups,
 )
+from headrace.transforms.advantage.by_turn import TurnFormula
 from headrace.transforms.advantage.group_relative import compare_in_groups
 from headrace.transforms.advantage.grouping import Blocks, ById, ReshapeFormula
 from headrace.transforms.advantage.layout import Facts, facts_of, gather_blocks
@@ -61,6 +62,14 @@ def advantage(reward, ids):
     return credit, broken(rules)
 
 
+def turns(reward, ids):
+    has_turn = ids[:, None] >= torch.arange(3, device=ids.device)
+    credit, rules = TurnFormula(0.9, "leave_one_out", "return")(
+        reward[:, None].expand(-1, 3), has_turn, ids // 4, ids, reward
+    )
+    return credit, broken(rules)
+
+
 CORES = {
     "first rows": lambda reward, ids: first_row(ids),
     "places": lambda reward, ids: places_by_turn(ids, ids).place,
@@ -68,6 +77,7 @@ CORES = {
     "presence": lambda reward, ids: count_present(ids // 4, ids, ids, ids).have,
     "flags": flags,
     "advantage": advantage,
+    "turns": turns,
     "weights": lambda reward, ids: loss_weight(ids, "rollout", rollout_id=ids, group_id=ids, minibatch=ids),
 }
 

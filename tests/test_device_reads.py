@@ -39,6 +39,8 @@ from headrace.transforms import (
     ScoreRows,
     ShuffleSplit,
     StateAdvantage,
+    TreeAdvantage,
+    TurnAdvantage,
     TurnDiscount,
     group_relative_advantage,
     pack,
@@ -74,7 +76,14 @@ GRPO = {  # K minibatches, taken one by one where nothing else is said
     "ragged rows": (9, 1),
 }
 RECIPE = (1, 1)  # each recipe, 3 minibatches, but for
-RECIPE_BY_NAME = {"as/miles": (2, 1), "as/slime": (2, 1), "as/trl": (2, 1), "dapo": (2, 1), "gigpo": (2, 1)}
+RECIPE_BY_NAME = {
+    "as/miles": (2, 1),
+    "as/slime": (2, 1),
+    "as/trl": (2, 1),
+    "dapo": (2, 1),
+    "gigpo": (2, 1),
+    "tree_grpo": (2, 1),
+}
 STAGE = {  # alone
     "dense": (1, 0),
     "score": (2, 1),
@@ -107,6 +116,12 @@ STAGE = {  # alone
     "turn discount": (1, 0),
     "returns": (2, 0),
     "states": (1, 0),
+    "states, others": (1, 0),
+    "turns": (2, 0),
+    "turns, rewards of turns": (1, 0),
+    "turns, rows": (2, 0),
+    "tree": (2, 0),
+    "tree, parents": (2, 0),
 }
 PACK = {  # a micro-batch of 8 rows
     "pack": (2, 0),
@@ -283,6 +298,12 @@ OPTIONS = {
     "turn discount": lambda: TurnDiscount(discount=0.5),
     "returns": lambda: RewardsToGo(discount=0.5),
     "states": lambda: StateAdvantage(),
+    "states, others": lambda: StateAdvantage(baseline="leave_one_out", alone="return"),
+    "turns": lambda: TurnAdvantage(turn_rewards="token"),
+    "turns, rewards of turns": lambda: TurnAdvantage(turn_rewards="turn", discount=0.5),
+    "turns, rows": lambda: TurnAdvantage(turn_index_key=None),
+    "tree": lambda: TreeAdvantage(),
+    "tree, parents": lambda: TreeAdvantage(forks="parent", baseline="leave_one_out", alone="return"),
 }
 
 
@@ -294,6 +315,11 @@ def test_reads_and_copies_of_stages(name):
     batch[RETURN], batch[REWARD] = rewards.clone(), rewards.clone()
     batch["advantage"] = torch.linspace(-1, 1, len(batch)).view(-1, 1, 1)
     batch["next", "truncated"] = rewards > 0.7
+    batch["tokens", "full"] %= 2  # so that rollouts share some
+    batch["parent_id"] = torch.where(torch.arange(len(batch)) % 3 == 1, batch["rollout_id"].roll(1), -1)
+    batch["parent_id"] = torch.where(batch["group_id"] == batch["group_id"].roll(1), batch["parent_id"], -1)
+    same = batch["rollout_id"] == batch["rollout_id"].roll(1)
+    batch["parent_id"] = batch["parent_id"].masked_fill(same, -1)
     batch["masks", "all_assistant_mask"][:, 0] = name != "score"  # nothing predicts a first token
     expected = OPTIONS[name]()(batch)
     with FakeDevice() as fake:

@@ -50,6 +50,7 @@ INNER = {
     "test_sums.py": {"transforms.sums"},
     "test_cores.py": {
         "transforms.advantage.baselines",
+        "transforms.advantage.by_turn",
         "transforms.advantage.group_relative",
         "transforms.advantage.grouping",
         "transforms.advantage.layout",

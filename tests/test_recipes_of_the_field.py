@@ -57,14 +57,22 @@ def ragged_batch(make_batch, kind: str, seed: int, *, lone: bool = True):
     batch = make_batch(rewards.tolist(), groups.tolist(), tokens=5)
     batch["expected_rollouts"] = torch.tensor([int((groups == g).sum()) for g in groups])
     batch["state_id"] = torch.arange(len(groups))
+    return with_turns(batch, torch.from_numpy(rewards_of(kind, rng, len(groups) * 2)).view(-1, 2))
+
+
+def with_turns(batch, rewards: torch.Tensor):
+    """Two turns a row, of all tokens between them."""
+    batch["turn_index"] = (torch.arange(batch[MASK].shape[1]) > 1).long().repeat(len(batch), 1)
+    batch["turn_reward"] = rewards
     return batch
 
 
 def run(name: str, batch, *overrides: str) -> torch.Tensor:
-    """Advantage by row, in the order in which the rows came in."""
+    """Advantage by row, or row and token, in the order in which the rows came in."""
     out = composed(f"pipeline={name}", *overrides)(batch)
-    credit = torch.full((len(batch),), float("nan"))
-    credit[out["headrace", "row"]] = out["advantage"].flatten().float()
+    found = out["advantage"].reshape(len(out), *([] if out["advantage"].shape[1] == 1 else [-1])).float()
+    credit = found.new_full((len(batch), *found.shape[1:]), float("nan"))
+    credit[out["headrace", "row"]] = found
     return credit
 
 
@@ -343,6 +351,8 @@ def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, name):
     if name == "gigpo":  # rows are steps: one more, after the end, in a state of its own
         more["next", "reward"] = torch.zeros_like(more["next", "reward"])
         more["state_id"] += 1000
+    more["turn_index"] = torch.full_like(more["turn_index"], -1)
+    more["turn_reward"] = torch.zeros_like(more["turn_reward"])
     before, after = run(name, batch), run(name, torch.cat([batch, more]))
     torch.testing.assert_close(after[:-1], before, rtol=1e-5, atol=1e-6, equal_nan=True)
 
@@ -369,11 +379,13 @@ def test_a_masked_rollout_weighs_in_the_baseline_of_opo_as_long_as_it_was(make_b
 @pytest.mark.parametrize("name", NAMES)
 def test_eight_equal_rewards_have_exactly_none(make_batch, name):
     batch = make_batch([0.7] * 8, [0] * 8, expected_rollouts=[8] * 8, state_id=[0] * 8)
+    batch = with_turns(batch, torch.full((8, 2), 0.3))
     out = composed(f"pipeline={name}")(columns_for(name, batch))
     if name == "dapo":  # which drops the group
         assert len(out) == 0
     else:
-        assert out["advantage"].flatten().tolist() == [0.0] * 8
+        assert len(out) == 8
+        assert not out["advantage"].any()
 
 
 @pytest.mark.parametrize("name", NAMES)

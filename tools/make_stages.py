@@ -33,6 +33,8 @@ STAGES = {
     "turn_discount": transforms.TurnDiscount,
     "returns": transforms.RewardsToGo,
     "states": transforms.StateAdvantage,
+    "turns": transforms.TurnAdvantage,
+    "tree": transforms.TreeAdvantage,
 }
 CRITERIA = {
     "finite": transforms.Finite,

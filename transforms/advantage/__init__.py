@@ -1,8 +1,12 @@
 """What a rollout's reward is worth, measured against those of its group."""
 
+from .by_prefix import tree_advantage
+from .by_turn import turn_advantage
 from .group_relative import group_relative_advantage
 from .stage import GroupRelativeAdvantage
 from .states import StateAdvantage, state_groups
+from .tree_stage import TreeAdvantage
+from .turn_stage import TurnAdvantage
 from .turns import RewardsToGo, TurnDiscount, rewards_to_go, turns_to_go
 from .whiten import BatchWhitening, whiten
 
@@ -11,10 +15,14 @@ __all__ = [
     "GroupRelativeAdvantage",
     "RewardsToGo",
     "StateAdvantage",
+    "TreeAdvantage",
+    "TurnAdvantage",
     "TurnDiscount",
     "group_relative_advantage",
     "rewards_to_go",
     "state_groups",
+    "tree_advantage",
+    "turn_advantage",
     "turns_to_go",
     "whiten",
 ]

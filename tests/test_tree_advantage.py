@@ -1,0 +1,334 @@
+"""Trees: each branch against its fork, against a loop and against the exact gradient of a small task."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+
+from headrace.transforms import BatchError, GroupRelativeAdvantage, TreeAdvantage, tree_advantage
+from headrace.transforms.schema import COUNTED
+
+REAL = ("masks", "all_attention_mask")
+WORDS = ("tokens", "full")
+
+# -- against a loop ---------------------------------------------------------------------------------------
+
+
+def stated(paths, groups, rewards, *, baseline, alone):
+    """Per rollout and token: V of the token's node less V of the node that it forks from.
+
+    A node is a prefix; a token's own node is the longest that as many rollouts go through, and the one that
+    it forks from is the prefix before its first token.
+    """
+
+    def through(i, depth):
+        """The rollouts of the group that share the first tokens, all of which they have."""
+        return [
+            j
+            for j in range(len(paths))
+            if groups[j] == groups[i] and len(paths[j]) >= depth and paths[j][:depth] == paths[i][:depth]
+        ]
+
+    def mean(rows):
+        return math.fsum(rewards[j] for j in rows) / len(rows)
+
+    found = []
+    for i, path in enumerate(paths):
+        credit = []
+        for t in range(len(path)):
+            node = through(i, t + 1)
+            begin = next(
+                (d for d in range(t, -1, -1) if len(through(i, d)) > len(node)), None
+            )  # the fork before it
+            if begin is None:
+                credit.append(mean(node) if alone == "return" else 0.0)
+                continue
+            parent = through(i, begin)
+            if baseline == "leave_one_out":
+                parent = [j for j in parent if j not in node]
+            credit.append(mean(node) - mean(parent))
+        found.append(credit)
+    return found
+
+
+@st.composite
+def trees(draw):
+    """Up to 8 rollouts of up to 3 groups, of up to 5 tokens of which there are two."""
+    leaves = draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, 2),
+                st.lists(st.integers(0, 1), min_size=1, max_size=5),
+                st.floats(-4, 4, width=32),
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    return [list(column) for column in zip(*leaves, strict=True)]
+
+
+OPTIONS = st.fixed_dictionaries(
+    {"baseline": st.sampled_from(["mean", "leave_one_out"]), "alone": st.sampled_from(["return", "zero"])}
+)
+
+
+def dense(paths, width, side):
+    """(N, T) tokens and which they are, with padding on one side or anywhere."""
+    tokens = torch.full((len(paths), width), 9)
+    real = torch.zeros(len(paths), width, dtype=torch.bool)
+    for row, path in enumerate(paths):
+        start = 0 if side == "right" else width - len(path)
+        places = torch.arange(start, start + len(path))
+        if side == "anywhere":
+            places = torch.linspace(0, width - 1, len(path)).long()
+        tokens[row, places], real[row, places] = torch.tensor(path), True
+    return tokens, real
+
+
+@given(trees(), OPTIONS, st.sampled_from(["left", "right", "anywhere"]))
+def test_it_is_what_a_loop_says_wherever_padding_is(tree, options, side):
+    groups, paths, rewards = tree
+    tokens, real = dense(paths, 9, side)
+    reward = torch.tensor(rewards, dtype=torch.float64)
+    found = tree_advantage(reward, tokens, torch.tensor(groups), real, **options)
+    expected = stated(paths, groups, rewards, **options)
+    for row in range(len(paths)):
+        assert found[row][real[row]].tolist() == pytest.approx(expected[row], rel=1e-12, abs=1e-12)
+        assert not found[row][~real[row]].any()
+
+
+def leaves(paths, groups, rewards, **columns):
+    """Rollouts as ragged rows."""
+    rows = []
+    for row, path in enumerate(paths):
+        one = {
+            "group_id": torch.tensor(groups[row]),
+            "rollout_id": torch.tensor(10 + row),
+            ("next", "reward"): torch.tensor([rewards[row]], dtype=torch.float64),
+            WORDS: torch.tensor(path),
+            REAL: torch.ones(len(path), dtype=torch.bool),
+        }
+        one |= {name: torch.tensor(values[row]) for name, values in columns.items()}
+        rows.append(TensorDict(one, batch_size=[]))
+    return lazy_stack(rows)
+
+
+@given(trees(), OPTIONS, st.data())
+def test_ragged_rows_in_any_order_have_the_same_bits(tree, options, data):
+    groups, paths, rewards = tree
+    order = data.draw(st.permutations(range(len(paths))))
+    batch = leaves(paths, groups, rewards)
+    found = TreeAdvantage(**options)(batch).get("advantage", as_list=True)
+    moved = TreeAdvantage(**options)(lazy_stack([batch[i] for i in order])).get("advantage", as_list=True)
+    expected = stated(paths, groups, rewards, **options)
+    for row in range(len(paths)):
+        assert found[row].flatten().tolist() == pytest.approx(expected[row], rel=1e-12, abs=1e-12)
+        assert torch.equal(moved[order.index(row)], found[row])
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(-4, 4, width=32)), min_size=1, max_size=8))
+def test_without_branching_it_is_dr_grpo_and_rloo(rows):
+    groups, rewards = (list(column) for column in zip(*rows, strict=True))
+    paths = [[7, row, row + 1] for row in range(len(rows))]
+    batch = torch.stack(list(leaves(paths, groups, rewards).unbind(0)))
+    for baseline in ("mean", "leave_one_out"):
+        expected = GroupRelativeAdvantage(baseline=baseline, scale="none")(batch)["advantage"]
+        found = TreeAdvantage(baseline=baseline)(batch)["advantage"]
+        assert torch.allclose(found[:, 1:], expected.expand(-1, 2, 1), rtol=1e-12, atol=1e-12)
+        alone = torch.tensor([groups.count(g) == 1 for g in groups])
+        assert not found[alone].any()
+
+
+def test_equal_rewards_have_exactly_none():
+    paths = [[1, 2, 3], [1, 2, 4], [1, 5, 3], [6, 2, 3], [6, 2, 3], [7, 0, 0], [7, 0, 1]]
+    for baseline in ("mean", "leave_one_out"):
+        out = TreeAdvantage(baseline=baseline)(leaves(paths, [0] * 7, [0.7] * 7))
+        assert not torch.cat(out.get("advantage", as_list=True)).any()
+
+
+# -- parents ------------------------------------------------------------------------------------------------
+
+
+def test_by_parent_equal_tokens_of_separate_rollouts_are_two_nodes():
+    """11 goes on from 10 behind two tokens, 12 from 11 behind three; 13 begins anew with the same tokens."""
+    paths = [[1, 2, 3, 4], [1, 2, 5, 4], [1, 2, 5, 6], [1, 2, 3, 4]]
+    batch = leaves(paths, [0] * 4, [1.0, 2.0, 6.0, 7.0], parent_id=[-1, 10, 11, -1])
+    out = TreeAdvantage(forks="parent")(batch).get("advantage", as_list=True)
+    # V of all 4, of the first three 3, of 11 and 12 together 4
+    assert out[0].flatten().tolist() == [-1, -1, -2, -2]
+    assert out[1].flatten().tolist() == [-1, -1, 1, -2]
+    assert out[2].flatten().tolist() == [-1, -1, 1, 2]
+    assert out[3].flatten().tolist() == [3, 3, 3, 3]
+    by_prefix = TreeAdvantage()(batch).get("advantage", as_list=True)
+    assert by_prefix[0].flatten().tolist() == [0, 0, 0, 0]  # of 10 and 13 the mean is that of all
+
+
+@given(trees(), OPTIONS, st.data())
+def test_parents_of_parents_are_what_labels_of_the_nodes_say(tree, options, data):
+    """Each rollout goes on from an earlier one of its group behind some of its tokens, or begins anew."""
+    groups, paths, rewards = tree
+    parents, labels = [], []
+    for row, group in enumerate(groups):
+        earlier = [j for j in range(row) if groups[j] == group]
+        parent = data.draw(st.sampled_from([-1, *earlier]))
+        parents.append(parent + 10 if parent >= 0 else -1)
+        kept = data.draw(st.integers(0, len(paths[parent]))) if parent >= 0 else 0
+        new = [100 * row + t for t in range(len(paths[row]))]  # no token of which is there by chance
+        paths[row] = (paths[parent][:kept] if parent >= 0 else []) + new
+        labels.append((labels[parent][:kept] if parent >= 0 else []) + [row] * len(new))
+    batch = leaves(paths, groups, rewards, parent_id=parents)
+    order = data.draw(st.permutations(range(len(paths))))
+    found = TreeAdvantage(forks="parent", **options)(lazy_stack([batch[i] for i in order]))
+    expected = stated(paths, groups, rewards, **options)
+    by_label = TreeAdvantage(tokens_key="node", attention_key=None, **options)(
+        lazy_stack([row.set("node", torch.tensor(labels[i])) for i, row in enumerate(batch.unbind(0))])
+    ).get("advantage", as_list=True)
+    for place, credit in zip(order, found.get("advantage", as_list=True), strict=True):
+        assert credit.flatten().tolist() == pytest.approx(expected[place], rel=1e-12, abs=1e-12)
+        assert torch.allclose(credit, by_label[place], rtol=1e-12, atol=1e-12)
+
+
+# -- exact bias -------------------------------------------------------------------------------------------
+
+CHANCE = (0.6, {0: 0.3, 1: 0.8})  # of action 1 at the first step, and at the second behind each first
+PAYS = {(0, 0): 0.2, (0, 1): 1.0, (1, 0): 0.5, (1, 1): -0.4}
+
+
+def slope(action, chance):
+    """d log π / dθ, θ the logit of action 1."""
+    return 1 - chance if action else -chance
+
+
+def trees_of_two_by_two():
+    """All 64 outcomes: two branches of the root, each of which forks into two leaves."""
+    for first in itertools.product((0, 1), repeat=2):
+        for second in itertools.product((0, 1), repeat=4):
+            paths = [(branch, first[branch], leaf, second[leaf]) for leaf, branch in enumerate((0, 0, 1, 1))]
+            chance = math.prod(CHANCE[0] if a else 1 - CHANCE[0] for a in first)
+            for _, a, _, b in paths:
+                chance *= CHANCE[1][a] if b else 1 - CHANCE[1][a]
+            yield chance, paths
+
+
+def ratios(node_of, **options):
+    """E[A ∇ log π] over the true gradient, of the first step and of the second behind either action."""
+    chances, paths = zip(*trees_of_two_by_two(), strict=True)
+    rows = [leaf for tree in paths for leaf in tree]
+    reward = torch.tensor([PAYS[a, b] for _, a, _, b in rows], dtype=torch.float64)
+    labels = torch.tensor([node_of(*leaf) for leaf in rows])
+    groups = torch.arange(len(rows)) // 4
+    credit = tree_advantage(reward, labels, groups, **options)
+    found, true = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for row, (_, a, _, b) in enumerate(rows):
+        weight = chances[row // 4] / 4
+        for t, parameter, step in ((0, 0, slope(a, CHANCE[0])), (1, 1 + a, slope(b, CHANCE[1][a]))):
+            found[parameter] += weight * step * credit[row, t]
+            true[parameter] += weight * step * reward[row]
+    return (found / true).tolist()
+
+
+def test_the_expected_gradient_is_the_true_one_where_the_node_is_left_out():
+    """Nodes by what was drawn, whatever it came out as: the sum over all outcomes, no sampling."""
+
+    def drawn(branch, _a, leaf, _b):
+        return [branch, 10 + leaf]
+
+    assert ratios(drawn, baseline="leave_one_out") == pytest.approx([1, 1, 1], rel=1e-12)
+    assert ratios(drawn, baseline="mean") == pytest.approx([0.5, 0.5, 0.5], rel=1e-12)
+
+
+def test_branches_that_are_equal_by_chance_are_one_node_by_prefix_which_is_a_bias():
+    """Three rollouts of one action each, drawn one by one: by their tokens, and each by itself."""
+
+    def ratio(label):
+        found = true = 0.0
+        for actions in itertools.product((0, 1), repeat=3):
+            chance = math.prod(CHANCE[0] if a else 1 - CHANCE[0] for a in actions)
+            reward = torch.tensor([0.2, 1.0], dtype=torch.float64)[list(actions)]
+            labels = torch.tensor([[label(row, a)] for row, a in enumerate(actions)])
+            credit = tree_advantage(
+                reward, labels, torch.zeros(3, dtype=torch.int64), baseline="leave_one_out"
+            )
+            for row, a in enumerate(actions):
+                found += chance * slope(a, CHANCE[0]) * float(credit[row, 0])
+                true += chance * slope(a, CHANCE[0]) * float(reward[row])
+        return found / true
+
+    assert ratio(lambda row, a: row) == pytest.approx(1, rel=1e-12)
+    assert ratio(lambda row, a: a) == pytest.approx(2 - 0.6**2 - 0.4**2, rel=1e-12)
+
+
+# -- rows ---------------------------------------------------------------------------------------------------
+
+
+def test_later_rows_of_a_rollout_are_a_branch_of_its_own():
+    """10 has a second row; its first is also the whole of 11, from which it departs behind it."""
+    batch = leaves([[1, 2], [1, 2], [1, 3], [8, 8]], [0] * 4, [1.0, 5.0, 3.0, 1.0])
+    rows = list(batch.unbind(0))
+    rows[3]["rollout_id"] = torch.tensor(10)
+    for order in ([0, 1, 2, 3], [1, 0, 3, 2]):
+        out = TreeAdvantage()(lazy_stack([rows[i] for i in order])).get("advantage", as_list=True)
+        found = {i: credit.flatten().tolist() for i, credit in zip(order, out, strict=True)}
+        # all 3; of 10 and 11 together 3, against which 10 alone is −2
+        assert found == {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [-2, -2]}
+
+
+def test_repeating_a_rollouts_row_changes_nobodys_advantage():
+    batch = leaves([[1, 2], [1, 3], [4, 3]], [0] * 3, [1.0, 5.0, 9.0])
+    more = batch[2].clone()
+    before = TreeAdvantage()(batch).get("advantage", as_list=True)
+    after = TreeAdvantage()(lazy_stack([*batch.unbind(0), more])).get("advantage", as_list=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, after[:3], strict=True))
+
+
+def test_an_excluded_rollout_is_no_part_of_the_tree():
+    batch = leaves([[1, 2], [1, 3], [1, 2]], [0] * 3, [1.0, 5.0, float("nan")])
+    for row, counts in zip(batch.unbind(0), (True, True, False), strict=True):
+        row[COUNTED] = torch.tensor(counts)
+    out = TreeAdvantage()(batch).get("advantage", as_list=True)
+    assert [credit.flatten().tolist() for credit in out] == [[0, -2], [0, 2], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"reward": float("nan")}, {}, r"every reward must be finite; found nan at row 1 \(rollout 11\)"),
+        ({"group_id": -1}, {}, "group_id ≥ 0; found -1 at row 1"),
+        ({"rollout_id": -3}, {}, "rollout_id ≥ 0; found -3 at row 1"),
+        ({"rollout_id": 10}, {}, "the segments of a rollout share its reward; found rollout 10"),
+        ({"parent_id": 77}, {"forks": "parent"}, r"found parent 77 of rollout 11 \(row 1\)"),
+        ({"parent_id": 12}, {"forks": "parent"}, r"one of its group.*parent 12 of rollout 11"),
+        ({"parent_id": 10}, {"forks": "parent"}, "in a circle are parent 11 of rollout 10.*of rollout 11"),
+        ({WORDS: [0.5, 1.0]}, {}, r"holds integers; found torch.float32"),
+        ({REAL: [True]}, {}, "tokens_key and attention_key must have one number for each token"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_the_ids(change, options, message):
+    batch = leaves([[1, 2], [1, 3], [1, 4]], [0, 0, 1], [1.0, 5.0, 2.0], parent_id=[11, -1, -1])
+    (key, value), row = *change.items(), batch[1]
+    if key == "reward":
+        row["next", "reward"] = torch.tensor([value], dtype=torch.float64)
+    else:
+        row[key] = torch.tensor(value)
+    rows = [batch[0], row, batch[2]]
+    if isinstance(value, list):
+        for other in rows:
+            other[key] = torch.tensor(value)
+    with pytest.raises(BatchError, match=message):
+        TreeAdvantage(**options)(lazy_stack(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_it_is_rounded_once_into_the_rewards_dtype(dtype):
+    tokens = torch.tensor([[1, 2, 3], [1, 2, 4], [1, 5, 3]])
+    reward, groups = torch.tensor([0.1, 0.7, 0.4]).to(dtype), torch.zeros(3, dtype=torch.int64)
+    found = tree_advantage(reward, tokens, groups)
+    assert found.dtype == dtype
+    assert torch.equal(found, tree_advantage(reward.double(), tokens, groups).to(dtype))

@@ -1,0 +1,375 @@
+"""Turns: return-to-go against the others, against a loop and against the exact gradient of a small task."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+
+from headrace.transforms import BatchError, RewardsToGo, StateAdvantage, TurnAdvantage, turn_advantage
+from headrace.transforms.schema import COUNTED, RETURN, REWARD
+
+MASK = ("masks", "all_assistant_mask")
+
+# -- against a loop ---------------------------------------------------------------------------------------
+
+
+def stated(rollouts, *, discount, baseline, alone):
+    """Per rollout, by turn: the advantage. Rollouts are (group, {turn: reward})."""
+    returns = [
+        {k: sum(discount ** (u - k) * r for u, r in turns.items() if u >= k) for k in turns}
+        for _, turns in rollouts
+    ]
+    found = []
+    for i, (group, turns) in enumerate(rollouts):
+        mine = {}
+        for k in turns:
+            there = [j for j, (g, other) in enumerate(rollouts) if g == group and k in other]
+            others = [returns[j][k] for j in there if j != i]
+            if not others:
+                mine[k] = returns[i][k] if alone == "return" else 0.0
+                continue
+            counted = others if baseline == "leave_one_out" else [*others, returns[i][k]]
+            mine[k] = returns[i][k] - math.fsum(counted) / len(counted)
+        found.append(mine)
+    return found
+
+
+@st.composite
+def drawn_rollouts(draw):
+    """Rollouts of 1 to 3 groups with any of 4 turns each."""
+    number = st.floats(-4, 4, width=32)
+    rollout = st.tuples(st.integers(0, 2), st.dictionaries(st.integers(0, 3), number, max_size=4))
+    return draw(st.lists(rollout, min_size=1, max_size=8))
+
+
+OPTIONS = {
+    "discount": st.sampled_from([0.0, 0.5, 1.0]),
+    "baseline": st.sampled_from(["mean", "leave_one_out"]),
+    "alone": st.sampled_from(["return", "zero"]),
+}
+
+
+@given(drawn_rollouts(), st.fixed_dictionaries(OPTIONS), st.data())
+def test_it_is_what_a_loop_says_in_whatever_rows_the_turns_are(rollouts, options, data):
+    """Each turn on a row of its own, all on one, or anything between; rows in any order."""
+    rows = []
+    for number, (group, turns) in enumerate(rollouts):
+        pieces = defaultdict(dict)
+        for k, reward in turns.items():
+            pieces[data.draw(st.integers(0, 2))][k] = reward
+        rows += [(group, number, piece) for piece in pieces.values()] or [(group, number, {})]
+    rows = data.draw(st.permutations(rows))
+    reward = torch.full((len(rows), 4), float("nan"), dtype=torch.float64)
+    has_turn = torch.zeros(len(rows), 4, dtype=torch.bool)
+    for row, (_, _, turns) in enumerate(rows):
+        for k, r in turns.items():
+            reward[row, k], has_turn[row, k] = r, True
+    groups, numbers = (torch.tensor([row[at] for row in rows]) for at in (0, 1))
+    found = turn_advantage(reward, has_turn, groups, numbers, **options)
+    expected = stated(rollouts, **options)
+    for row, (_, number, turns) in enumerate(rows):
+        for k in range(4):
+            value = expected[number][k] if k in turns else 0.0
+            assert float(found[row, k]) == pytest.approx(value, rel=1e-12, abs=1e-12)
+
+
+@given(drawn_rollouts(), st.sampled_from(["turn", "token"]), st.booleans(), st.data())
+def test_the_stage_writes_it_on_the_tokens_of_each_turn(rollouts, where, ragged, data):
+    """With an outcome at the last turn, per-token rewards on any token of a turn, dense or ragged rows."""
+    outcomes = [data.draw(st.sampled_from([0.0, 1.0, 2.5])) for _ in rollouts]
+    rows = []
+    for number, (group, turns) in enumerate(rollouts):
+        index, reward = [-1], [0.0]
+        for k, r in turns.items():
+            tokens = data.draw(st.integers(1, 3))
+            index += [k] * tokens + [-1]
+            reward += [r / 2, *[0.0] * (tokens - 2), r / 2][-tokens:] if tokens > 1 else [r]
+            reward += [0.0]
+        table = [turns.get(k, 0.0) for k in range(4)]
+        row = {"group_id": group, "rollout_id": number, ("next", "reward"): [outcomes[number]]}
+        paid = table if where == "turn" else reward
+        rows.append(row | {"turn_index": index, "turn_reward": paid})
+    width = max(len(row["turn_index"]) for row in rows)
+    tds = []
+    for row in rows:
+        if not ragged:
+            row["turn_index"] = row["turn_index"] + [-1] * (width - len(row["turn_index"]))
+            if where == "token":
+                row["turn_reward"] = row["turn_reward"] + [0.0] * (width - len(row["turn_reward"]))
+        td = TensorDict({key: torch.tensor(value) for key, value in row.items()}, batch_size=[])
+        td["turn_reward"] = td["turn_reward"].float()
+        tds.append(td)
+    batch = lazy_stack(tds) if ragged else torch.stack(tds)
+    out = TurnAdvantage(turn_rewards=where)(batch)
+    with_outcome = []
+    for (group, turns), outcome in zip(rollouts, outcomes, strict=True):
+        last = max(turns, default=None)
+        with_outcome.append((group, {k: r + outcome * (k == last) for k, r in turns.items()}))
+    expected = stated(with_outcome, discount=1.0, baseline="leave_one_out", alone="return")
+    for row, credit in enumerate(out.get("advantage", as_list=True) if ragged else out["advantage"]):
+        index = tds[row]["turn_index"].tolist()
+        assert credit.shape == (len(index), 1)
+        values = [expected[row].get(k, 0.0) for k in index]
+        assert credit.flatten().tolist() == pytest.approx(values, rel=1e-5, abs=1e-5)
+
+
+def turns_as_rows(rewards, groups, rollouts, **columns):
+    batch = TensorDict(
+        {
+            "group_id": torch.tensor(groups),
+            "rollout_id": torch.tensor(rollouts),
+            ("next", "reward"): torch.tensor(rewards, dtype=torch.float64),
+        },
+        batch_size=[len(rewards)],
+    )
+    for name, values in columns.items():
+        batch[name] = torch.tensor(values)
+    return batch
+
+
+@given(drawn_rollouts(), st.fixed_dictionaries(OPTIONS), st.data())
+def test_rows_that_are_turns_have_what_turns_inside_rows_have(rollouts, options, data):
+    """A rollout's k-th row is its turn k; gaps between turn numbers are none here."""
+    rollouts = [(group, dict(enumerate(turns.values()))) for group, turns in rollouts if turns]
+    rows = [(group, number, k, r) for number, (group, turns) in enumerate(rollouts) for k, r in turns.items()]
+    if not rows:
+        return
+    rows = data.draw(st.permutations(rows))
+    groups, numbers, turns, rewards = (list(column) for column in zip(*rows, strict=True))
+    batch = turns_as_rows(rewards, groups, numbers, turn=[10 * k for k in turns])
+    out = TurnAdvantage(turn_index_key=None, turn_key="turn", **options)(batch)["advantage"]
+    expected = stated(rollouts, **options)
+    assert out.shape == (len(rows), 1, 1)
+    assert out.flatten().tolist() == pytest.approx(
+        [expected[number][k] for _, number, k, _ in rows], rel=1e-12, abs=1e-12
+    )
+
+
+# -- exact bias -------------------------------------------------------------------------------------------
+
+THETA = torch.tensor([0.3, -0.2, 0.4], dtype=torch.float64)
+ENDS = [0.0, 0.3, 1.0, 0.2]  # what ending after so many turns pays
+PER_TURN, GROUP = 0.5, 4
+
+
+def kinds():
+    """By turns taken: the probability, and d log π / dθ of each decision, of which one with 3 turns has 3."""
+    go = torch.sigmoid(THETA)
+    found = []
+    for taken in range(4):
+        decisions = [(k, True) for k in range(taken)] + ([(taken, False)] if taken < 3 else [])
+        chance = math.prod(float(go[k] if goes else 1 - go[k]) for k, goes in decisions)
+        found.append((chance, [(k, float((1 - go[k]) if goes else -go[k])) for k, goes in decisions]))
+    return found
+
+
+def all_groups():
+    """Every outcome of a group as a group of one batch: rows are decisions, and ids of them."""
+    rows = []
+    for group, outcome in enumerate(itertools.product(range(4), repeat=GROUP)):
+        for place, taken in enumerate(outcome):
+            decisions = range(min(taken + 1, 3))
+            for k in decisions:
+                reward = PER_TURN * (k < taken) + ENDS[taken] * (k == decisions[-1])
+                rows.append((group, group * GROUP + place, k, reward, taken))
+    return rows
+
+
+def ratios(credit_by_row, rows):
+    """E[A ∇ log π] over the true gradient, by parameter: the expectation over all outcomes, no sampling."""
+    found, true = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    of = kinds()
+    for chance, decisions in of:
+        taken = of.index((chance, decisions))
+        for k, slope in decisions:
+            true[k] += chance * slope * (PER_TURN * taken + ENDS[taken])
+    chances = [math.prod(of[t][0] for t in outcome) for outcome in itertools.product(range(4), repeat=GROUP)]
+    for (group, _, k, _, taken), credit in zip(rows, credit_by_row, strict=True):
+        found[k] += chances[group] * dict(of[taken][1])[k] * float(credit) / GROUP
+    return (found / true).tolist()
+
+
+def decisions_batch(rows):
+    groups, rollouts, turns, rewards, _ = (list(column) for column in zip(*rows, strict=True))
+    return turns_as_rows(rewards, groups, rollouts, turn=turns)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1, 1, 1]),
+        ({"alone": "zero"}, [1, 0.923, 0.592]),
+        ({"baseline": "mean", "alone": "zero"}, [0.75, 0.58, 0.33]),
+    ],
+)
+def test_the_expected_gradient_is_the_true_one_only_against_the_others(options, expected):
+    """The stop-or-continue task: all 4⁴ outcomes of a group, weighed by their probability."""
+    rows = all_groups()
+    batch = decisions_batch(rows)
+    out = TurnAdvantage(turn_index_key=None, turn_key="turn", **options)(batch)["advantage"].flatten()
+    assert ratios(out, rows) == pytest.approx(expected, abs=5e-3 if 1 not in expected[1:] else 1e-12)
+    state = StateAdvantage(state_key="turn", **{"baseline": "leave_one_out", "alone": "return"} | options)
+    batch = RewardsToGo(turn_key="turn")(batch).set("advantage", torch.zeros(len(batch), 1, 1).double())
+    assert torch.allclose(state(batch)["advantage"].flatten(), out, rtol=1e-12, atol=1e-12)
+
+
+def test_inside_rows_the_expected_gradient_is_the_true_one_too():
+    """One row a rollout: a prompt token, and a token an action."""
+    rows = all_groups()
+    by_rollout = defaultdict(list)
+    for group, rollout, k, reward, _ in rows:
+        by_rollout[rollout].append((group, k, reward))
+    index, paid = torch.full((len(by_rollout), 4), -1), torch.zeros(len(by_rollout), 3).double()
+    for row, decisions in by_rollout.items():
+        for _, k, reward in decisions:
+            index[row, k + 1], paid[row, k] = k, reward
+    groups = torch.arange(len(by_rollout)) // GROUP
+    batch = TensorDict({"turn_index": index, "turn_reward": paid, "group_id": groups}, [len(groups)])
+    stage = TurnAdvantage(turn_rewards="turn", outcome="none", rollout_key=None)
+    credit = stage(batch)["advantage"].squeeze(-1)
+    found = ratios([credit[rollout, k + 1] for _, rollout, k, _, _ in rows], rows)
+    assert found == pytest.approx([1, 1, 1], rel=1e-12)
+
+
+# -- states -----------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 2)] * 3, st.floats(-4, 4, width=32)), min_size=1, max_size=9),
+    st.sampled_from(["return", "zero"]),
+)
+def test_a_step_is_measured_against_the_steps_of_other_rollouts_in_its_state(steps, alone):
+    groups, rollouts, states, returns = (list(column) for column in zip(*steps, strict=True))
+    rollouts = [3 * g + r for g, r in zip(groups, rollouts, strict=True)]
+    batch = turns_as_rows(returns, groups, rollouts, state_id=states)
+    batch[RETURN] = batch["next", "reward"]
+    batch["advantage"] = torch.full((len(steps), 1, 1), 0.5, dtype=torch.float64)
+    out = StateAdvantage(baseline="leave_one_out", alone=alone, weight=2.0)(batch)["advantage"].flatten()
+    for row in range(len(steps)):
+        same = [j for j in range(len(steps)) if (groups[j], states[j]) == (groups[row], states[row])]
+        others = [returns[j] for j in same if rollouts[j] != rollouts[row]]
+        own = returns[row] if alone == "return" else 0.0
+        expected = returns[row] - math.fsum(others) / len(others) if others else own
+        assert float(out[row]) == pytest.approx(0.5 + 2 * expected, rel=1e-12, abs=1e-12)
+
+
+def test_equal_returns_in_a_state_add_exactly_nothing():
+    batch = turns_as_rows([0.7] * 5, [0] * 5, [0, 0, 1, 2, 3], state_id=[1] * 5)
+    batch[RETURN], batch["advantage"] = batch["next", "reward"], torch.zeros(5, 1, 1).double()
+    out = StateAdvantage(baseline="leave_one_out")(batch)
+    assert out["advantage"].flatten().tolist() == [0.0] * 5
+
+
+# -- what is refused, and what is left out ------------------------------------------------------------------
+
+
+def inside(**columns):
+    batch = TensorDict(
+        {
+            "group_id": torch.tensor([0, 0, 1]),
+            "rollout_id": torch.tensor([4, 5, 6]),
+            ("next", "reward"): torch.tensor([1.0, 3.0, 7.0]),
+            "turn_index": torch.tensor([[-1, 0, 1], [-1, 0, -1], [-1, 0, 1]]),
+            "turn_reward": torch.zeros(3, 3),
+            MASK: torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 1]]).bool(),
+        },
+        batch_size=[3],
+    )
+    for name, values in columns.items():
+        batch[{"mask": MASK}.get(name, name)] = torch.tensor(values)
+    return batch
+
+
+def test_a_rollout_that_is_alone_at_a_turn_keeps_its_return_and_the_option_says_so():
+    # turn 0: 1 and 3 against one another; turn 1 of rollout 4, and all of 6, are alone
+    kept = TurnAdvantage()(inside())["advantage"].squeeze(-1)
+    assert kept.tolist() == [[0, -2, 1], [0, 2, 0], [0, 7, 7]]
+    zero = TurnAdvantage(alone="zero")(inside())["advantage"].squeeze(-1)
+    assert zero.tolist() == [[0, -2, 0], [0, 2, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ({"mask": [[True, True, True]] * 3}, {}, r"in the loss needs a turn.*row 0 \(rollout 4\)"),
+        (
+            {"turn_reward": [[0.0, 0, 0], [2.0, 0, 0], [0, 0, 0]]},
+            {"turn_rewards": "token"},
+            r"a reward belongs to a turn of its row.*in row 1 \(rollout 5\)",
+        ),
+        (
+            {"turn_reward": [[0.0, 0, 0], [0, 2.0, 0], [0, 0, 0]]},
+            {"turn_rewards": "turn"},
+            r"a reward belongs to a turn of its row.*in row 1 \(rollout 5\)",
+        ),
+        ({"turn_reward": [[0.0]] * 3}, {"turn_rewards": "turn"}, "below the number of rewards.*row 0"),
+        (
+            {"turn_reward": [[0.0, float("nan"), 0], [0, 0, 0], [0, 0, 0]]},
+            {"turn_rewards": "token"},
+            r"every turn's reward must be finite; found \[nan, 0.0\] at row 0 \(rollout 4\)",
+        ),
+        ({"rollout_id": [4, 4, 6]}, {"outcome": "none", "turn_rewards": "token"},
+         "turn 0 of rollout 4 also on a row other than 0"),
+        ({"rollout_id": [4, -5, 6]}, {}, "rollout_id ≥ 0; found -5"),
+        ({"group_id": [0, -1, 1]}, {}, "group_id ≥ 0; found -1"),
+        ({"turn_index": [[0.0, 1.0, 2.0]] * 3}, {}, "holds integers; found torch.float32"),
+        ({"turn_index": [0, 1, 2]}, {}, r"needs one number a token, \(N, T\), in 'turn_index'"),
+        ({"turn_index": [[0, 1]] * 3}, {}, "one number for each token of a row; found 2 and 3"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_with_the_ids(columns, options, message):
+    with pytest.raises(BatchError, match=message):
+        TurnAdvantage(**options)(inside(**columns))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"outcome": "none"}, "without turn_rewards and outcome there is no reward"),
+        ({"turn_key": "turn"}, "turn_key is for rows that are turns"),
+        ({"turn_index_key": None, "turn_rewards": "turn"}, "are for turns inside rows"),
+        ({"baseline": "median"}, "baseline must be one of 'leave_one_out', 'mean'"),
+        ({"alone": "keep"}, "alone must be one of"),
+        ({"discount": 2.0}, "discount must be in"),
+    ],
+)
+def test_options_that_make_no_sense_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        TurnAdvantage(**options)
+
+
+def test_an_excluded_rollout_moves_nobodys_turn_and_has_none():
+    batch = inside(group_id=[0, 0, 0])
+    batch[COUNTED] = torch.tensor([True, True, False])
+    batch["next", "reward"][2] = float("nan")
+    out = TurnAdvantage()(batch)["advantage"].squeeze(-1)
+    assert out.tolist() == [[0, -2, 1], [0, 2, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_it_is_rounded_once_into_the_rewards_dtype(dtype):
+    batch = inside(turn_reward=[[0.0, 0.1, 0.2], [0, 0.7, 0], [0, 0.3, 0.4]])
+    batch["turn_reward"] = batch["turn_reward"].to(dtype)
+    batch["next", "reward"] = batch["next", "reward"].to(dtype)
+    batch[REWARD] = batch["next", "reward"].to(torch.promote_types(dtype, torch.float32))
+    out = TurnAdvantage(turn_rewards="token")(batch)["advantage"]
+    exact = batch.clone()
+    for key in ("turn_reward", ("next", "reward"), REWARD):
+        exact[key] = batch[key].double()
+    expected = TurnAdvantage(turn_rewards="token")(exact)["advantage"]
+    assert out.dtype == dtype
+    assert torch.equal(out, expected.to(dtype))
+
+
+def test_half_precision_that_cannot_hold_an_advantage_is_refused():
+    batch = inside(turn_reward=[[0.0, 6e4, 6e4], [0, 0, 0], [0, 0, 0]])
+    batch["next", "reward"] = batch["next", "reward"].half()
+    with pytest.raises(BatchError, match="must fit into torch"):
+        TurnAdvantage(turn_rewards="token")(batch)
