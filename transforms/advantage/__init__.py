@@ -1,6 +1,9 @@
 """What a rollout's reward is worth, measured against those of its group."""
 
+from .factors import DifficultyWeight, SignFactors, difficulty_weight
 from .group_relative import group_relative_advantage
+from .peers import CombineIds, combine_ids
+from .running import RunningBaseline
 from .stage import GroupRelativeAdvantage
 from .states import StateAdvantage, state_groups
 from .turns import RewardsToGo, TurnDiscount, rewards_to_go, turns_to_go
@@ -8,10 +11,16 @@ from .whiten import BatchWhitening, whiten
 
 __all__ = [
     "BatchWhitening",
+    "CombineIds",
+    "DifficultyWeight",
     "GroupRelativeAdvantage",
     "RewardsToGo",
+    "RunningBaseline",
+    "SignFactors",
     "StateAdvantage",
     "TurnDiscount",
+    "combine_ids",
+    "difficulty_weight",
     "group_relative_advantage",
     "rewards_to_go",
     "state_groups",
