@@ -129,7 +129,7 @@ def advantage_in_groups(grouping: Grouping, formula: Formula) -> Tensor:
             nothing = nothing | (divisor == 0)
         softened = softened.masked_fill_(nothing, float("inf"))  # by which all is divided to 0
         credit = credit / (softened if formula.scale == "leave_one_out" else g.spread(softened))
-    if formula.scale == "leave_one_out" and formula.baseline in ABSOLUTE:
+    if formula.scale in MAY_BE_0 and (formula.baseline in ABSOLUTE or formula.shift):
         credit = credit.masked_fill(g.spread(g.std(0) == 0), 0.0)
     if formula.is_relative and formula.singleton == "raw":
         credit = torch.where(g.spread(g.count == 1), g.reward, credit)

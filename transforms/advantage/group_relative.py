@@ -69,7 +69,7 @@ def group_relative_advantage(
                   clamp            max(s, ε)
                   skip             s + ε where s > 0, else undivided        (NeMo RL)
         std has the divisor n − ddof, at least 1
-        δ is `shift`, τ `temperature`. A lone rollout, and where the group's std is 0 any, is not shifted.
+        δ is `shift`, τ `temperature`; equal rewards are 0 under a scale of the group's own all the same
 
     With ``best_of_k`` the mean of A_i ∇ log π over the group is 1/k of an unbiased estimate of the gradient
     of what the best of k is expected to get, for any k ≤ n. With k = n it is ``best_other`` clipped at 0.
