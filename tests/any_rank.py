@@ -106,12 +106,12 @@ def compare_with_one_process(rank: int, world: int, folder: str) -> None:
     join(rank, world, folder)
     differs, compared = [], 0
     for recipe in RECIPES:
-        pipeline = composed(f"pipeline={recipe}", *SHARED)
+        pipeline, of_one = composed(f"pipeline={recipe}", *SHARED), composed(f"pipeline={recipe}")
         for kind, how in CASES:
             batch = collected(kind, recipe)
             parts = spread(batch, how, world)
             order, mine = torch.cat(parts), parts[rank]
-            alone = by_row(order, composed(f"pipeline={recipe}")(take_rows(batch, order)))
+            alone = by_row(order, of_one(take_rows(batch, order)))
             rows = take_rows(batch, mine) if len(mine) else TensorDict({}, batch_size=[0])
             if kind == "ragged" and len(mine):
                 rows = lazy_stack(list(rows.unbind(0)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 
 import pytest
@@ -22,14 +24,20 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.fl
 
 
 def go_together(options):
-    """A std of others that are equal is 0, which only ``skip`` does not divide by."""
-    return options | ({"eps_mode": "skip"} if options["scale"] == "leave_one_out" else {})
+    """A spread of others that are equal is 0, which only ``skip`` does not divide by."""
+    own = {"temperature": options.pop("temperature")} if options["baseline"] == "log_mean_exp" else {}
+    options.pop("temperature", None)
+    return options | own | ({"eps_mode": "skip"} if options["scale"] in ("leave_one_out", "mad") else {})
 
 
 OPTIONS = st.fixed_dictionaries(
     {
-        "baseline": st.sampled_from(["mean", "leave_one_out", "best_other", "batch", "none"]),
-        "scale": st.sampled_from(["group", "leave_one_out", "batch", "nonzero", "none"]),
+        "baseline": st.sampled_from(
+            ["mean", "leave_one_out", "median", "best_other", "log_mean_exp", "batch", "none"]
+        ),
+        "scale": st.sampled_from(["group", "leave_one_out", "mad", "batch", "nonzero", "none"]),
+        "shift": st.sampled_from([0.0, 0.0, -0.1, 0.5]),
+        "temperature": st.sampled_from([0.1, 1.0, 100.0]),
         "eps_mode": st.sampled_from(["add", "clamp", "skip"]),
         "ddof": st.sampled_from([0, 1]),
         "eps": st.sampled_from([0.0, 1e-6, 1e-4]),
@@ -66,7 +74,17 @@ def batches(draw, *, least_segments=1):
     return reward, torch.tensor(groups), torch.tensor(ids)
 
 
-def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, eps_mode, singleton):
+def log_mean_exp(values, temperature):
+    best = max(values)
+    return best + temperature * math.log(statistics.fmean(math.exp((x - best) / temperature) for x in values))
+
+
+def mad(values):
+    middle = statistics.median(values)
+    return statistics.median(abs(x - middle) for x in values)
+
+
+def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, eps_mode, singleton, shift, temperature=1.0):
     """The definition, one rollout after another, in float64 by the standard library."""
     rollouts = {r: (g, x) for x, g, r in zip(reward.tolist(), groups.tolist(), ids.tolist(), strict=True)}
     everyone = [x for _, x in rollouts.values()]
@@ -81,23 +99,26 @@ def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, eps_mode, singl
         group, x = rollouts[rollout]
         others = [y for r, (g, y) in rollouts.items() if g == group and r != rollout]
         members = [x, *others]
-        if baseline not in ("batch", "none") or scale in ("group", "leave_one_out"):
+        if baseline not in ("batch", "none") or scale in ("group", "leave_one_out", "mad"):
             if not others:
                 return x if singleton == "raw" else 0.0
-            if len(set(members)) == 1:
+            if len(set(members)) == 1 and (not shift or scale in ("group", "leave_one_out", "mad")):
                 return 0.0
         base = {
             "mean": lambda: statistics.fmean(members),
             "leave_one_out": lambda: statistics.fmean(others),
+            "median": lambda: statistics.median(members),
+            "log_mean_exp": lambda: log_mean_exp(members, temperature),
             "best_other": lambda: max(others),
             "batch": lambda: statistics.fmean(everyone),
             "none": lambda: 0.0,
-        }[baseline]()
+        }[baseline]() + shift
         if scale == "none":
             return x - base
         spread = {
             "group": lambda: std(members),
             "leave_one_out": lambda: std(others),
+            "mad": lambda: mad(members),
             "batch": lambda: std(everyone),
             "nonzero": lambda: sum(y != 0 for y in everyone) / len(everyone),
         }[scale]()
@@ -209,7 +230,8 @@ def test_segments_share_their_rollouts_advantage(batch, options):
 def test_a_group_of_equal_rewards_has_exactly_none(rewards, options, groups):
     reward = torch.tensor(rewards).repeat_interleave(5)
     group_id = torch.arange(len(rewards)).repeat_interleave(5)
-    if options["baseline"] not in ("batch", "none") or options["scale"] in ("group", "leave_one_out"):
+    of_the_group = options["scale"] in ("group", "leave_one_out", "mad")
+    if of_the_group or (options["baseline"] not in ("batch", "none") and not options["shift"]):
         assert (group_relative_advantage(reward, group_id, **options) == 0).all()
 
 
@@ -332,7 +354,7 @@ def test_rewards_too_large_for_their_own_dtype_take_float64():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"baseline": "median"}, "baseline must be one of 'mean', 'leave_one_out', .*; got 'median'"),
+        ({"baseline": "middle"}, "baseline must be one of 'mean', 'leave_one_out', .*; got 'middle'"),
         ({"scale": "std"}, "scale must be one of"),
         ({"ddof": 2}, "ddof must be one of 0, 1"),
         ({"eps": -1e-6}, "eps must be finite and ≥ 0"),
@@ -384,3 +406,107 @@ def test_an_advantage_that_leaves_the_range_of_its_dtype_is_refused():
             scale="leave_one_out",
             eps_mode="skip",
         )
+
+
+@st.composite
+def groups_of_at_least(draw, k):
+    sizes = draw(st.lists(st.integers(k, 6), min_size=1, max_size=3))
+    rewards = [draw(REWARDS) for _ in range(sum(sizes))]
+    groups = [group for group, size in enumerate(sizes) for _ in range(size)]
+    return torch.tensor(rewards, dtype=torch.float64), groups
+
+
+@given(st.integers(2, 5).flatmap(lambda k: st.tuples(st.just(k), groups_of_at_least(k))), st.randoms())
+def test_the_best_of_k_is_the_mean_over_all_sets_of_others(drawn, random):
+    """PKPO, arXiv:2505.15201: what a rollout adds to the best of k, over all sets of k − 1 others."""
+    k, (reward, groups) = drawn
+    order = list(range(len(groups)))
+    random.shuffle(order)
+    options = {"baseline": "best_of_k", "k": k, "scale": "none"}
+    found = group_relative_advantage(reward, groups, **options)
+    for row, group in enumerate(groups):
+        others = [float(reward[i]) for i, g in enumerate(groups) if g == group and i != row]
+        sets = list(itertools.combinations(others, k - 1))
+        expected = math.fsum(max(float(reward[row]) - max(some), 0.0) for some in sets) / len(sets)
+        assert float(found[row]) == pytest.approx(expected, rel=1e-12, abs=1e-9)
+    shuffled = group_relative_advantage(reward[order], [groups[i] for i in order], **options)
+    assert torch.equal(shuffled, found[order])
+    twice = group_relative_advantage(
+        torch.cat([reward, reward]), groups * 2, list(range(len(groups))) * 2, **options
+    )
+    assert torch.equal(twice, torch.cat([found, found]))
+
+
+def test_the_best_of_all_is_the_gap_to_the_best_other():
+    rewards = torch.rand(12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    groups = [0] * 6 + [1] * 6
+    found = group_relative_advantage(rewards, groups, baseline="best_of_k", k=6, scale="none")
+    gap = group_relative_advantage(rewards, groups, baseline="best_other", scale="none", clip=[0, None])
+    torch.testing.assert_close(found, gap, rtol=1e-14, atol=1e-15)
+
+
+def test_the_best_of_k_estimates_its_gradient_without_bias():
+    """A coin with P(1) = p, n = 4: all 16 outcomes, against d/dp of 1 − (1 − p)^k, over k."""
+    p, n = 0.3, 4
+    for k in (2, 3, 4):
+        total = 0.0
+        for outcome in itertools.product([0.0, 1.0], repeat=n):
+            credit = group_relative_advantage(
+                torch.tensor(outcome, dtype=torch.float64), [0] * n, baseline="best_of_k", k=k, scale="none"
+            ).tolist()
+            chance = math.prod(p if x else 1 - p for x in outcome)
+            score = [1 / p if x else -1 / (1 - p) for x in outcome]
+            total += chance * sum(a * s for a, s in zip(credit, score, strict=True)) / n
+        assert total == pytest.approx((1 - p) ** (k - 1), rel=1e-12)
+
+
+def test_a_group_smaller_than_k_is_refused_with_its_ids():
+    for rollouts in (None, [5, 6, 7, 9]):
+        with pytest.raises(BatchError, match=r"at least k=3 rollouts.*found less in group 7 \(rollout \d\)"):
+            group_relative_advantage(
+                [1.0, 2, 3, 4], [0, 0, 0, 7], rollouts, baseline="best_of_k", k=3, scale="none"
+            )
+
+
+def test_a_temperature_goes_from_the_best_to_the_mean():
+    rewards, options = [1.0, 2, 6], {"baseline": "log_mean_exp", "scale": "none"}
+    for temperature, baseline in (
+        (1e-4, 6.0),
+        (1.0, math.log((math.e + math.e**2 + math.e**6) / 3)),
+        (1e9, 3),
+    ):
+        found = group_relative_advantage(
+            torch.tensor(rewards, dtype=torch.float64), [0] * 3, temperature=temperature, **options
+        )
+        assert found.tolist() == pytest.approx([x - baseline for x in rewards], abs=2e-4)
+
+
+def test_a_shift_is_the_same_for_all_and_a_lone_rollout_has_none():
+    # AsymRE, arXiv:2506.20520: the mean 2 less 0.5; equal rewards have +0.5
+    found = group_relative_advantage([1.0, 3, 4, 4, 9], [0, 0, 1, 1, 2], shift=-0.5, scale="none")
+    assert found.tolist() == [-0.5, 1.5, 0.5, 0.5, 0.0]
+
+
+def test_medians():
+    # MC-GRPO, arXiv:2601.22582: of 0, 1, 2, 9 about 1.5: −1.5, −0.5, 0.5, 7.5, of which the median size is 1
+    found = group_relative_advantage(
+        [0.0, 1, 2, 9], [0] * 4, baseline="median", scale="mad", eps=0.0, eps_mode="skip"
+    )
+    assert found.tolist() == [-1.5, -0.5, 0.5, 7.5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 2}, "k is for baseline='best_of_k'"),
+        ({"baseline": "best_of_k"}, "k is for baseline='best_of_k', and needed there"),
+        ({"baseline": "best_of_k", "k": 1}, "k must be an integer ≥ 2; got 1"),
+        ({"temperature": 2.0}, "temperature is for baseline='log_mean_exp'"),
+        ({"baseline": "log_mean_exp", "temperature": 0.0}, "temperature must be finite and ≥"),
+        ({"shift": math.nan}, "shift must be"),
+        ({"scale": "mad"}, "scale='mad' needs eps_mode='skip'"),
+    ],
+)
+def test_options_of_a_formula_that_do_not_go_together_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        group_relative_advantage([1.0, 2], [0, 0], **options)

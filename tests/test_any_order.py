@@ -30,7 +30,8 @@ def collected(draw, make_batch, recipe):
     rows = []
     for group, size in enumerate(sizes):
         for number in range(size):
-            reward = [draw(REWARDS) for _ in range(several)]
+            likely = st.floats(0, 1, width=32) if recipe == "mgpo" else REWARDS
+            reward = [draw(likely) for _ in range(several)]
             rows += [(group, 10 * group + number, reward, k) for k in range(draw(st.integers(1, 2)))]
     groups, rollouts, rewards, segments = (list(column) for column in zip(*rows, strict=True))
     batch = make_batch([r[0] for r in rewards], groups, rollouts, tokens=4)
@@ -86,15 +87,19 @@ def bound_of(pipeline, batch, largest_group):
     stage = pipeline.stages["tree" if "tree" in pipeline.order else "advantage"]
     reward = batch["next", "reward"].reshape(rows, -1)
     spread = float(reward.max() - reward.min())
+    if "relative_length" in pipeline.order:  # which may double a reward
+        spread += float(reward.abs().max())
+    absolute = float(reward.abs().max()) if stage.baseline == "none" else 0.0
     found = {
         # No member of n is further from their mean than (n - 1)/√n of their std, nor from another member
         # than √(2 (n - 1)).
         "group": 2 * (2 * largest_group) ** 0.5,
         "leave_one_out": 2 * max(spread, spread / max(getattr(stage, "eps", 1.0), 1e-9)),
+        "mad": spread + spread / max(getattr(stage, "eps", 1.0), 1e-9),
         "batch": (2 * rows) ** 0.5,
         "mean": float(largest_group),
         "nonzero": spread * rows,
-        "none": spread * largest_group / (largest_group - 1),
+        "none": spread * largest_group / (largest_group - 1) + absolute + abs(getattr(stage, "shift", 0.0)),
     }[getattr(stage, "scale", "none")]
     if "whitening" in pipeline.order:
         return 2 * float(batch["masks", "all_assistant_mask"].sum()) ** 0.5

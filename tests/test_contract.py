@@ -19,8 +19,11 @@ from headrace.transforms import (
     BatchError,
     BatchTransform,
     BatchWhitening,
+    BestOf,
+    CombineIds,
     CompletenessGate,
     DenseRows,
+    DifficultyWeight,
     FanOutCollapse,
     GroupRelativeAdvantage,
     LengthPenalty,
@@ -28,13 +31,16 @@ from headrace.transforms import (
     MissingKeyError,
     OverlongPunishment,
     ProcessedTwiceError,
+    RelativeLength,
     RewardScale,
     RewardsToGo,
     RewardsVary,
     RewardWithin,
+    RunningBaseline,
     SampleFilter,
     ScoreRows,
     ShuffleSplit,
+    SignFactors,
     StateAdvantage,
     TreeAdvantage,
     TurnAdvantage,
@@ -59,8 +65,8 @@ def make_stages() -> dict[str, BatchTransform]:
         "dense": DenseRows(pad_id=9),
         "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
         "collapse": FanOutCollapse(),
-        "filter-mask": SampleFilter(criterion=RewardWithin(high=5.0)),
-        "filter-exclude": SampleFilter(criterion=RewardWithin(high=5.0), action="exclude", unit="rollout"),
+        "filter-mask": SampleFilter(criterion=RewardWithin(high=5 / 16)),
+        "filter-exclude": SampleFilter(criterion=RewardWithin(high=5 / 16), action="exclude", unit="rollout"),
         "filter-drop": SampleFilter(criterion=RewardsVary(), action="drop", unit="group"),
         "advantage": GroupRelativeAdvantage(rollout_key=None),
         "score": ScoreRows(actor=Uniform(), max_rows=3),
@@ -70,10 +76,13 @@ def make_stages() -> dict[str, BatchTransform]:
         ),
         "split-budget": ShuffleSplit(minibatches=1, max_tokens=9, rank=0, unit="group", remainder="pad"),
         "split-carry": ShuffleSplit(minibatch_size=8, unit="sample", remainder="carry"),
+        "filter-best": SampleFilter(criterion=BestOf(k=2, by="efficiency"), action="exclude"),
         "weight": LossWeight(unit="rollout"),
+        "weight-turn": LossWeight(unit="turn", turn_key="group_id"),
         "weight-fold": LossWeight(unit="constant", length=9, fold="token_mean"),
         "overlong": OverlongPunishment(max_length=4, cache=2),
         "length": LengthPenalty(coefficient=0.1),
+        "relative-length": RelativeLength(),
         "reward-scale": RewardScale(scale=2.0, high=9.0),
         "whitening": BatchWhitening(per="sample"),
         "turn-discount": TurnDiscount(discount=0.5),
@@ -84,11 +93,15 @@ def make_stages() -> dict[str, BatchTransform]:
         "turns-rows": TurnAdvantage(turn_index_key=None, baseline="mean"),
         "tree": TreeAdvantage(),
         "tree-parents": TreeAdvantage(forks="parent", baseline="leave_one_out"),
+        "peers": CombineIds(keys=["group_id", "rollout_id"]),
+        "running": RunningBaseline(baseline_key="group_id"),
+        "signs": SignFactors(positive=0.5),
+        "difficulty": DifficultyWeight(strength=2.0),
         "pipeline": Pipeline(
             {
                 "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
                 "collapse": FanOutCollapse(),
-                "filter": SampleFilter(criterion=RewardWithin(high=5.0), action="drop"),
+                "filter": SampleFilter(criterion=RewardWithin(high=5 / 16), action="drop"),
                 "advantage": GroupRelativeAdvantage(),
                 "split": ShuffleSplit(minibatches=2, remainder="uneven", seed=5),
                 "weight": LossWeight(),
@@ -102,11 +115,11 @@ every = pytest.mark.parametrize("name", NAMES)
 
 
 def rows(make_batch, **options) -> TensorDict:
-    """Two complete groups with a fan-out and a group that lacks a rollout; one reward above 5.
+    """Two complete groups with a fan-out and a group that lacks a rollout; one reward above 5/16.
 
     With what earlier stages would have written, for those that stand in the middle.
     """
-    rewards = [1.0, 2, 2, 9, 3, 3, 3, 4]
+    rewards = [reward / 16 for reward in (1, 2, 2, 9, 3, 3, 3, 4)]
     batch = make_batch(rewards, [0, 0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 2, 3, 4, 5, 6], **options)
     batch["masks", "all_assistant_mask"][:, :2] = torch.tensor(
         [False, True]
@@ -309,10 +322,13 @@ NEEDED = {
     "split-microbatches": [("masks", "all_attention_mask")],
     "split-budget": ["group_id", ("masks", "all_attention_mask")],
     "split-carry": [],
+    "filter-best": [REWARD, "group_id", "rollout_id", ("masks", "all_assistant_mask")],
     "weight": ["rollout_id", ("masks", "all_assistant_mask")],
+    "weight-turn": ["rollout_id", "group_id", ("masks", "all_assistant_mask")],
     "weight-fold": ["rollout_id", "advantage", ("masks", "all_assistant_mask")],
     "overlong": [("masks", "all_assistant_mask"), "rollout_id", REWARD],
     "length": [("masks", "all_assistant_mask"), "rollout_id", REWARD],
+    "relative-length": [("masks", "all_assistant_mask"), "rollout_id", "group_id", REWARD],
     "reward-scale": [REWARD],
     "whitening": ["advantage"],
     "turn-discount": ["advantage", "rollout_id"],
@@ -323,6 +339,10 @@ NEEDED = {
     "turns-rows": ["group_id", "rollout_id", ("next", "reward")],
     "tree": [("tokens", "full"), REAL, "group_id", "rollout_id", ("next", "reward")],
     "tree-parents": ["parent_id", ("tokens", "full"), REAL, "group_id", "rollout_id", ("next", "reward")],
+    "peers": ["group_id", "rollout_id"],
+    "running": [REWARD, "advantage", "group_id", "rollout_id"],
+    "signs": ["advantage"],
+    "difficulty": [REWARD, "advantage", "group_id", "rollout_id"],
     "pipeline": ["group_id", "rollout_id", ("next", "reward")],
 }
 
@@ -333,12 +353,12 @@ NEEDED = {
 def test_a_missing_column_is_named_with_what_to_do(name, key, make_batch):
     assert set(NEEDED) == set(NAMES)
     batch = rows(make_batch)
-    if key != REWARD and name not in ("overlong", "length", "reward-scale"):
+    if REWARD not in NEEDED[name]:
         batch = batch.exclude(REWARD)  # where it is not there, the reward as collected is what is read
     if name.startswith("weight"):
         batch = batch.exclude(("log_probs", "full"))
     make_stages()[name](batch)  # with the column all is well
-    with pytest.raises(MissingKeyError, match=r"_key\)|put \w+ before it") as info:
+    with pytest.raises(MissingKeyError, match=r"keys?\)|put \w+ before it") as info:
         make_stages()[name](batch.exclude(key))
     assert repr(key) in str(info.value)
 
@@ -401,7 +421,7 @@ def test_a_verdict_says_who_leaves_and_why(name, make_batch):
     else:
         assert here == set(range(8))
         assert outcome.batch[IN_LOSS].tolist() == [row not in leaves for row in range(8)]
-    if name in ("gate", "filter-mask", "filter-exclude", "filter-drop"):
+    if name in ("gate", "filter-best", "filter-mask", "filter-exclude", "filter-drop"):
         assert leaves, "the batch of this test has somebody to take out"
 
 
@@ -436,7 +456,7 @@ def test_a_run_reads_no_rule_and_a_call_reads_them(name, make_batch):
 @pytest.mark.parametrize("action", ["mask", "exclude"])
 def test_masking_on_meta_reads_nothing(action, make_batch):
     batch = rows(make_batch).exclude("prompt_text").to("meta")
-    for criterion in (RewardWithin(high=5.0), RewardsVary()):
+    for criterion in (RewardWithin(high=5 / 16), RewardsVary()):
         out = SampleFilter(criterion=criterion, action=action, unit="group").run(batch).batch
         assert out["masks", "all_assistant_mask"].device.type == "meta"
 

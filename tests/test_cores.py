@@ -44,10 +44,11 @@ def test_collapse_then_advantage_on_meta_reads_nothing():
     exact = [Blocks(block.double(), lengths), ById(reward.double(), groups, 12, is_first(first), ids)]
     layouts = [*exact, ReshapeFormula(block, lengths)]
     for baseline, scale, eps_mode in product(BASELINES, SCALES, get_args(EpsMode)):
-        if scale == "leave_one_out" and eps_mode != "skip":
+        if scale in ("leave_one_out", "mad") and eps_mode != "skip":
             continue
+        k = 3 if baseline == "best_of_k" else None
         for layout in layouts:
-            formula = Formula(baseline, scale, 1, 1e-6, eps_mode, "raw", [0, None])
+            formula = Formula(baseline, scale, 1, 1e-6, eps_mode, "raw", [0, None], 0.5, k=k)
             credit = advantage_in_groups(layout, formula)
             assert credit.numel() == 12
 

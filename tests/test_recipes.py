@@ -12,7 +12,16 @@ from composed import configure
 from omegaconf import OmegaConf
 
 from headrace.pipeline import ConfigError, Pipeline, build_pipeline, load_pipeline
-from headrace.transforms import Finite, Fresh, LengthWithin, NotTruncated, RewardsVary, RewardWithin
+from headrace.transforms import (
+    BestOf,
+    Finite,
+    Fresh,
+    GroupMeanWithin,
+    LengthWithin,
+    NotTruncated,
+    RewardsVary,
+    RewardWithin,
+)
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "conf" / "pipeline"
@@ -74,7 +83,10 @@ def test_a_recipe_says_only_what_differs(name):
     base = builds_on if isinstance(builds_on, str) else next(iter(builds_on))
     base = base.removeprefix("/pipeline/").removesuffix("@_here_")
     added = [
-        f"+{key[1:].replace('@', '@pipeline.')}={value}" for entry in stages for key, value in entry.items()
+        ("" if key.startswith("override ") else "+")
+        + f"{key.removeprefix('override ')[1:].replace('@', '@pipeline.')}={value}"
+        for entry in stages
+        for key, value in entry.items()
     ]
     below, composed = nodes_of(f"pipeline={base}", *added), nodes_of(f"pipeline={name}")
     for stage, options in written["stages"].items():
@@ -82,9 +94,16 @@ def test_a_recipe_says_only_what_differs(name):
             assert below[stage] is not None
             assert composed[stage] is None
             continue
+        before, after = below[stage], composed[stage]
+        if isinstance(inner := options.get("criterion"), dict):
+            options = {
+                **{option: value for option, value in options.items() if option != "criterion"},
+                **inner,
+            }
+            before, after = before | before["criterion"], after | after["criterion"]
         for option, value in options.items():
-            assert below[stage][option] != value, f"{stage}.{option} is {value!r} already"
-            assert composed[stage][option] == value
+            assert before[option] != value, f"{stage}.{option} is {value!r} already"
+            assert after[option] == value
 
 
 def test_the_nodes_of_stages_and_criteria_are_those_of_the_signatures():
@@ -142,10 +161,12 @@ def test_add_in_the_middle_with_a_nested_key():
         ("not_truncated", NotTruncated),
         ("length_within", LengthWithin),
         ("fresh", Fresh),
+        ("best_of", BestOf),
+        ("group_mean_within", GroupMeanWithin),
     ],
 )
 def test_another_criterion_is_one_word(word, cls):
-    needed = {"current": 4} if cls is Fresh else {}
+    needed = {Fresh: {"current": 4}, BestOf: {"k": 2}}.get(cls, {})
     words = [f"pipeline.stages.filter.criterion.{option}={value}" for option, value in needed.items()]
     pipeline = load_pipeline(f"criterion@pipeline.stages.filter.criterion={word}", *words)
     criterion = pipeline.stages["filter"].criterion

@@ -121,7 +121,7 @@ FORMULAS = {
     "tinker": centred,
     "torchrl": divided(1e-6, enters="clamp"),
 }
-NO_LONE = ("openrlhf", "torchrl")
+NO_LONE = ("as/openrlhf", "as/torchrl", "pkpo")
 
 
 def stated(formula, batch) -> torch.Tensor:
@@ -150,7 +150,7 @@ def test_every_convention_is_stated():
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_convention_is_its_frameworks_formula(make_batch, name, kind, seed):
-    batch = ragged_batch(make_batch, kind, seed, lone=name not in NO_LONE)
+    batch = ragged_batch(make_batch, kind, seed, lone=f"as/{name}" not in NO_LONE)
     expected = stated(FORMULAS[name], batch)
     if name == "areal":
         expected = whitened_over_tokens(expected, batch[MASK].sum(-1), 1e-5)
@@ -332,19 +332,21 @@ def test_clip(ends):
 
 
 def columns_for(name, batch):
+    if name == "mgpo":  # a share
+        batch["next", "reward"] = batch["next", "reward"].abs().clamp(0, 1)
     if name == "gdpo":
         reward = batch["next", "reward"].view(-1)
         batch["next", "reward"] = torch.stack([reward, reward.flip(0)], -1)
     return batch
 
 
-BY_ROW = ("as/torchrl",)  # compares rows, and says so
+BY_ROW = ("as/torchrl", "spo")  # compare rows, and say so
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in BY_ROW])
 def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, name):
     """The repeated row is a segment without tokens of its own, since OPO and whitening count those."""
-    batch = columns_for(name, ragged_batch(make_batch, "grid", 1, lone=name[3:] not in NO_LONE))
+    batch = columns_for(name, ragged_batch(make_batch, "grid", 1, lone=name not in NO_LONE))
     batch["next", "reward"] = batch["next", "reward"].abs()
     more = batch[2:3].clone()
     more[MASK] = torch.zeros_like(more[MASK])
@@ -360,7 +362,7 @@ def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_masking_rows_changes_nobodys_advantage(make_batch, name):
     """They leave the loss and not the statistics, of lengths no more than of rewards."""
-    batch = columns_for(name, ragged_batch(make_batch, "grid", 2, lone=name[3:] not in NO_LONE))
+    batch = columns_for(name, ragged_batch(make_batch, "grid", 2, lone=name not in NO_LONE))
     batch["next", "reward"] = batch["next", "reward"].abs()
     words = ["pipeline.stages.overlong.max_length=5", "pipeline.stages.overlong.cache=4"]
     words = words if name == "dapo" else []
@@ -379,19 +381,22 @@ def test_a_masked_rollout_weighs_in_the_baseline_of_opo_as_long_as_it_was(make_b
 @pytest.mark.parametrize("name", NAMES)
 def test_eight_equal_rewards_have_exactly_none(make_batch, name):
     batch = make_batch([0.7] * 8, [0] * 8, expected_rollouts=[8] * 8, state_id=[0] * 8)
+    batch[MASK] = torch.ones_like(batch[MASK])
     batch = with_turns(batch, torch.full((8, 2), 0.3))
     out = composed(f"pipeline={name}")(columns_for(name, batch))
     if name == "dapo":  # which drops the group
         assert len(out) == 0
     else:
-        assert len(out) == 8
-        assert not out["advantage"].any()
+        expected = {"asymre": 0.1, "w_reinforce": 0.1 * 0.7, "rae": 0.7}.get(name, 0.0)  # not of the group
+        advantage = out["advantage"].flatten().tolist()
+        assert advantage == pytest.approx([expected] * len(advantage), rel=1e-6, abs=0)
+        assert len(out) == (4 if name == "pods" else 8)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_recipe_gives_nan(make_batch, name, kind):
-    batch = columns_for(name, ragged_batch(make_batch, kind, 7, lone=name[3:] not in NO_LONE))
+    batch = columns_for(name, ragged_batch(make_batch, kind, 7, lone=name not in NO_LONE))
     batch["next", "reward"] = batch["next", "reward"].abs()
     out = composed(f"pipeline={name}")(batch)
     assert len(out) > 0

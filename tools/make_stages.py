@@ -26,6 +26,11 @@ STAGES = {
     "score": transforms.ScoreRows,
     "split": transforms.ShuffleSplit,
     "weight": transforms.LossWeight,
+    "peers": transforms.CombineIds,
+    "running": transforms.RunningBaseline,
+    "signs": transforms.SignFactors,
+    "difficulty": transforms.DifficultyWeight,
+    "relative_length": transforms.RelativeLength,
     "overlong": transforms.OverlongPunishment,
     "length_penalty": transforms.LengthPenalty,
     "reward_scale": transforms.RewardScale,
@@ -37,8 +42,10 @@ STAGES = {
     "tree": transforms.TreeAdvantage,
 }
 CRITERIA = {
+    "best_of": transforms.BestOf,
     "finite": transforms.Finite,
     "fresh": transforms.Fresh,
+    "group_mean_within": transforms.GroupMeanWithin,
     "length_within": transforms.LengthWithin,
     "not_truncated": transforms.NotTruncated,
     "reward_within": transforms.RewardWithin,

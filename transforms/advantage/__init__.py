@@ -2,7 +2,10 @@
 
 from .by_prefix import tree_advantage
 from .by_turn import turn_advantage
+from .factors import DifficultyWeight, SignFactors, difficulty_weight
 from .group_relative import group_relative_advantage
+from .peers import CombineIds, combine_ids
+from .running import RunningBaseline
 from .stage import GroupRelativeAdvantage
 from .states import StateAdvantage, state_groups
 from .tree_stage import TreeAdvantage
@@ -12,12 +15,18 @@ from .whiten import BatchWhitening, whiten
 
 __all__ = [
     "BatchWhitening",
+    "CombineIds",
+    "DifficultyWeight",
     "GroupRelativeAdvantage",
     "RewardsToGo",
+    "RunningBaseline",
+    "SignFactors",
     "StateAdvantage",
     "TreeAdvantage",
     "TurnAdvantage",
     "TurnDiscount",
+    "combine_ids",
+    "difficulty_weight",
     "group_relative_advantage",
     "rewards_to_go",
     "state_groups",

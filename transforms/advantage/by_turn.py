@@ -19,7 +19,7 @@ from headrace.transforms.checks import (
 from headrace.transforms.ids import as_ids, first_row
 from headrace.transforms.options import one_of, within
 
-from .baselines import BASELINES
+from .baselines import BASELINES, Formula
 from .grouping import ById
 from .layout import fit_rule
 
@@ -117,7 +117,7 @@ class TurnFormula:
         turns = returns.shape[1]
         label = group_first[:, None] * turns + torch.arange(turns, device=returns.device)
         grouping = ById(returns.flatten(), label.flatten(), label.numel(), has_turn.flatten())
-        credit = BASELINES[self.baseline](grouping).view_as(returns)
+        credit = BASELINES[self.baseline](grouping, Formula(self.baseline, scale="none")).view_as(returns)
         lone = grouping.spread(grouping.count == 1).view_as(returns)
         return torch.where(lone, returns, credit) if self.alone == "return" else credit.masked_fill(lone, 0.0)
 

@@ -36,6 +36,9 @@ def group_relative_advantage(
     singleton: Singleton = "zero",
     eps_mode: EpsMode = "add",
     clip: Clip | None = None,
+    shift: float = 0.0,
+    temperature: float = 1.0,
+    k: int | None = None,
     dtype: torch.dtype | None = None,
     length: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
@@ -43,16 +46,21 @@ def group_relative_advantage(
 
     For rollout i of a group g with n rollouts (DeepSeekMath, arXiv:2402.03300, section 4.1.2)::
 
-        A_i = (R_i − b_i) / s_i
+        A_i = (R_i − b_i − δ) / s_i
 
         baseline  mean             b_i = Σ_{j∈g} R_j / n
                   leave_one_out    b_i = Σ_{j∈g, j≠i} R_j / (n − 1)         (RLOO, arXiv:2402.14740)
+                  median           b_i = median(R_j, j ∈ g)                 (MC-GRPO, arXiv:2601.22582)
                   length_weighted  b_i = Σ_{j∈g} L_j R_j / Σ_{j∈g} L_j      (OPO, arXiv:2505.23585)
                   best_other       b_i = max_{j∈g, j≠i} R_j                 (pass@k, arXiv:2503.19595)
+                  best_of_k        b_i = R_i − mean_K max(R_i − max_{j∈K} R_j, 0), K the sets of k − 1
+                                   others                                   (PKPO, arXiv:2505.15201)
+                  log_mean_exp     b_i = τ log(Σ_{j∈g} exp(R_j/τ) / n)      (OPMD of Trinity-RFT)
                   batch            b_i = Σ_j R_j / N over all rollouts
                   none             b_i = 0
         scale     group            s = std(R_j, j ∈ g)
                   leave_one_out    s_i = std(R_j, j ∈ g, j ≠ i)
+                  mad              s = median(|R_j − median(R_j)|)          (MC-GRPO, arXiv:2601.22582)
                   batch            s = std(R_j, all rollouts)               (Lite PPO, arXiv:2508.08221)
                   mean             s = Σ_{j∈g} R_j / n, for rewards ≥ 0     (MaxRL)
                   nonzero          s = the share of rewards that are not 0  (GPG, arXiv:2504.02546)
@@ -61,6 +69,10 @@ def group_relative_advantage(
                   clamp            max(s, ε)
                   skip             s + ε where s > 0, else undivided        (NeMo RL)
         std has the divisor n − ddof, at least 1
+        δ is `shift`, τ `temperature`; equal rewards are 0 under a scale of the group's own all the same
+
+    With ``best_of_k`` the mean of A_i ∇ log π over the group is 1/k of an unbiased estimate of the gradient
+    of what the best of k is expected to get, for any k ≤ n. With k = n it is ``best_other`` clipped at 0.
 
     Where the baseline or the scale is the group's own, a group whose rewards are all equal has an advantage
     of exactly 0, where rounding would leave a rest that a small ε blows up. Statistics are float64, by sums
@@ -80,6 +92,12 @@ def group_relative_advantage(
             is (``raw``), or an error.
         eps_mode: how ε enters.
         clip: [low, high] for the result, one of which may be None.
+        shift: δ, in units of the reward: below 0 it makes more of successes, above of failures, which is no
+            matter of variance where samples are off-policy (AsymRE, arXiv:2506.20520). A group of equal
+            rewards then has −δ under ``scale="none"``.
+        temperature: τ > 0, in units of the reward, for ``log_mean_exp``: near 0 it is the best of the group,
+            from above the mean.
+        k: for ``best_of_k``, from 2 up to the size of the smallest group.
         dtype: None or float64: as said above. A smaller one, where groups of one size lie in contiguous
             rows, fan-out or not: the bits of ``x = r.view(P, G); x -= x.mean(-1); x / (x.std(-1) + eps)`` in
             that dtype; other layouts are float64 all the same.
@@ -90,15 +108,15 @@ def group_relative_advantage(
 
     Raises:
         BatchError: a negative or missing id, a rollout in two groups, a reward that is not finite or too
-            large to square, siblings that disagree, a group of one under ``raise``, a negative reward under
-            ``scale="mean"``. Each names the ids.
+            large to square, siblings that disagree, a group of one under ``raise`` or of less than k, a
+            negative reward under ``scale="mean"``. Each names the ids.
         ValueError: an option that is none, or two that do not go together.
 
     Example:
         >>> group_relative_advantage([1., 3., 3., 5., 11.], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3], scale="none")
         tensor([-1.,  1.,  1., -3.,  3.])
     """
-    formula = Formula(baseline, scale, ddof, eps, eps_mode, singleton, clip)
+    formula = Formula(baseline, scale, ddof, eps, eps_mode, singleton, clip, shift, temperature, k)
     if (length is None) == (baseline == "length_weighted"):
         raise ValueError("length is for baseline='length_weighted', and needed there")
     result_dtype, reward = credit_dtype(reward), as_rewards(reward)
@@ -171,7 +189,7 @@ def _as_reshaped(
 def _in_found_groups(
     reward: Tensor, found: Found, formula: Formula, low: torch.dtype | None, length: Tensor | None
 ) -> Tensor | None:
-    """The advantage of rows whose groups were found; None where a lone rollout is to be named."""
+    """The advantage of rows whose groups were found; None where one that is too small is to be named."""
     dtype = reward.dtype
     if found.heads is not None:
         reward = reward.index_select(0, found.heads)
@@ -182,8 +200,9 @@ def _in_found_groups(
         grouping: Grouping = _blocks(low, *(column.view(-1, found.size) for column in columns))
     else:
         grouping = ById(reward.double(), found.label, found.labels, length=length)
-        if formula.singleton == "raise" and formula.is_relative and bool((grouping.count == 1).any()):
-            return None
+    size = grouping.count
+    if formula.least_group > 1 and bool(((size > 0) & (size < formula.least_group)).any()):
+        return None
     credit = advantage_in_groups(grouping, formula).to(dtype).reshape(-1)
     return credit if found.number is None else credit.index_select(0, found.number)
 
@@ -204,7 +223,7 @@ def _is_uniform(facts: Facts, low: torch.dtype) -> bool:
 def _range_rules(credit: Tensor, formula: Formula) -> list[Rule]:
     """A quotient may leave the range of a small dtype, and any where the scale is not the group's own std."""
     relative = formula.baseline in ("mean", "leave_one_out") and formula.scale in ("group", "none")
-    bounded = relative and credit.dtype is not torch.float16
+    bounded = relative and not formula.shift and credit.dtype is not torch.float16
     return [] if bounded else [fit_rule(credit, credit.dtype)]
 
 
@@ -218,19 +237,26 @@ def _rules(
 ) -> list[Rule]:
     rules = identity_rules(rollouts, groups, first)
     rules += reward_rules(reward, rollouts, first, siblings_agree=True)
-    if formula.singleton == "raise" and formula.is_relative:
-        rules.append(_lone_rule(groups, rollouts, first, group_first))
+    if formula.least_group > 1:
+        rules.append(_small_rule(groups, rollouts, first, group_first, formula))
     if formula.scale == "mean":
         rules.append(_negative_rule(reward, rollouts))
     return rules
 
 
-def _lone_rule(groups: Tensor, rollouts: Tensor, first: Tensor, group_first: Tensor) -> Rule:
+def _small_rule(
+    groups: Tensor, rollouts: Tensor, first: Tensor, group_first: Tensor, formula: Formula
+) -> Rule:
+    size = sum_by(group_first, is_first(first).long())
+    needs = "at least two rollouts to compare; found one in {found}. Gate incomplete groups before, or set "
+    needs += "singleton='zero' or 'raw'"
+    if formula.k is not None:
+        needs = f"at least k={formula.k} rollouts, of which the best is taken; found less in {{found}}. Gate "
+        needs += "incomplete groups before, or set a smaller k"
     return Rule(
-        sum_by(group_first, is_first(first).long()) == 1,
+        size < formula.least_group,
         lambda row: f"group {int(groups[row])} (rollout {int(rollouts[row])})",
-        "a group needs at least two rollouts to compare; found one in {found}. Gate incomplete groups "
-        "before, or set singleton='zero' or 'raw'",
+        f"a group needs {needs}",
     )
 
 

@@ -33,6 +33,16 @@ class Grouping(ABC):
     _deviation: Tensor | None = None
     _batch_deviation: Tensor | None = None
 
+    @property
+    @abstractmethod
+    def labels(self) -> Tensor:
+        """(M,) int64, by which the groups of the rewards, flattened, are told apart."""
+
+    @property
+    def voices(self) -> Tensor:
+        """(M,) bool, True on one reward, flattened, of each rollout."""
+        return torch.ones_like(self.labels, dtype=torch.bool)
+
     @abstractmethod
     def add(self, values: Tensor) -> Tensor:
         """Sum of `values` per group, each rollout once, of numbers that need no rounding, such as counts."""
@@ -111,6 +121,12 @@ class Blocks(Grouping):
         if length is not None:
             self.length = length
 
+    @property
+    def labels(self) -> Tensor:
+        """(P · G,)."""
+        groups, size = self.reward.shape
+        return torch.arange(groups, device=self.reward.device)[:, None].expand(groups, size).flatten()
+
     def add(self, values: Tensor) -> Tensor:
         """(P, 1)."""
         return values.sum(-1, keepdim=True)
@@ -178,7 +194,7 @@ class ById(Grouping):
         counts: Tensor | None = None,
         length: Tensor | None = None,
     ):
-        self.reward, self.label, self.labels = reward, label, labels
+        self.reward, self.label, self.tables = reward, label, labels
         self.votes = None if counts is None else counts.to(reward.dtype)
         if self.votes is None and label.device.type == "cpu":
             self.rollouts = reward.new_full((), len(reward))
@@ -189,8 +205,18 @@ class ById(Grouping):
         if length is not None:
             self.length = length
 
+    @property
+    def labels(self) -> Tensor:
+        """(M,)."""
+        return self.label
+
+    @property
+    def voices(self) -> Tensor:
+        """(M,)."""
+        return super().voices if self.votes is None else self.votes.bool()
+
     def _table(self, values: Tensor) -> Tensor:
-        return values.new_zeros(self.labels).scatter_add_(0, self.label, values)
+        return values.new_zeros(self.tables).scatter_add_(0, self.label, values)
 
     def add(self, values: Tensor) -> Tensor:
         """(P,)."""
@@ -202,7 +228,7 @@ class ById(Grouping):
 
     def max(self, values: Tensor) -> Tensor:
         """(P,); of labels that are not used, −∞."""
-        table = values.new_full((self.labels,), float("-inf"))
+        table = values.new_full((self.tables,), float("-inf"))
         return table.scatter_reduce_(0, self.label, values, "amax")
 
     def spread(self, per_group: Tensor) -> Tensor:

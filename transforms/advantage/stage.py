@@ -41,13 +41,17 @@ class GroupRelativeAdvantage(BatchTransform):
     trailing ones as `ndim` asks for, and `group_key` where it made the groups.
 
     Args:
-        baseline: ``mean``, ``leave_one_out``, ``length_weighted``, ``best_other``, ``batch``, ``none``.
-        scale: ``group``, ``leave_one_out``, ``batch``, ``mean``, ``nonzero``, ``none``.
+        baseline: ``mean``, ``leave_one_out``, ``median``, ``length_weighted``, ``best_other``, ``best_of_k``,
+            ``log_mean_exp``, ``batch``, ``none``.
+        scale: ``group``, ``leave_one_out``, ``mad``, ``batch``, ``mean``, ``nonzero``, ``none``.
         ddof: 1 or 0.
         eps: ε ≥ 0.
         eps_mode: ``add``, ``clamp``, ``skip``.
         singleton: ``zero``, ``raw``, ``raise``.
         clip: [low, high] for the result, one of which may be null.
+        shift: δ, added to the baseline, in units of the reward.
+        temperature: τ > 0 of ``log_mean_exp``, in units of the reward.
+        k: how many the best is of, for ``best_of_k``, ≥ 2.
         dtype: of the statistics; None: float64. ``float32`` asks for the bits of the reshape formula where
             groups of one size are contiguous, as the function says.
         several: how the rewards of ``FanOutCollapse(columns=K)`` become one advantage: the rollout's reward
@@ -96,6 +100,9 @@ class GroupRelativeAdvantage(BatchTransform):
         eps_mode: EpsMode = "add",
         singleton: Singleton = "zero",
         clip: Clip | None = None,
+        shift: float = 0.0,
+        temperature: float = 1.0,
+        k: int | None = None,
         dtype: torch.dtype | str | None = None,
         several: Several = "sum",
         weights: Sequence[float] | None = None,
@@ -119,6 +126,7 @@ class GroupRelativeAdvantage(BatchTransform):
         self.final_keys = tuple(self.in_keys)
         self.baseline, self.scale, self.ddof, self.eps = baseline, scale, ddof, eps
         self.eps_mode, self.singleton, self.clip = eps_mode, singleton, clip
+        self.shift, self.temperature, self.k = shift, temperature, k
         _ = self.formula  # checks its options
         self.dtype = as_dtype(dtype)
         self.several, self.weights = one_of("several", several, get_args(Several)), weights

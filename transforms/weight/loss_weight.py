@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.transforms.ids import any_by, first_row, first_row_of_pairs, is_first, sum_by
 from headrace.transforms.options import at_least, one_of
 
-Mean = Literal["token", "sample", "rollout", "group", "constant"]
+Mean = Literal["token", "sample", "turn", "rollout", "group", "constant"]
 
 
 class Weighed(NamedTuple):
@@ -36,17 +36,19 @@ def loss_weight(
     *,
     rollout_id: Tensor | None = None,
     group_id: Tensor | None = None,
+    turn: Tensor | None = None,
     minibatch: Tensor | None = None,
     length: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Weighed:
     """Weigh rows so that Σ_i w_i Σ_t m_it ℓ_it, over any cut of a step, is a mean of the whole step.
 
-    With t_i tokens in the loss of row i, T_u those of its rollout or group u in the step, and only rows,
-    rollouts and groups counted that have a token in the loss::
+    With t_i tokens in the loss of row i, T_u those of its turn, rollout or group u in the step, and only
+    rows, turns, rollouts and groups counted that have a token in the loss::
 
         token     w_i = 1 / Σ_j t_j              all tokens weigh the same (DAPO, arXiv:2503.14476)
         sample    w_i = 1 / (samples · t_i)      mean of samples' token means (GRPO, arXiv:2402.03300)
+        turn      w_i = 1 / (turns · T_u)        each turn of a rollout weighs one
         rollout   w_i = 1 / (rollouts · T_u)     each rollout weighs one, whatever its number of samples
         group     w_i = 1 / (groups · T_u)       each group weighs one
         constant  w_i = 1 / (rollouts · length)  no length bias (Dr. GRPO, arXiv:2503.20783)
@@ -56,8 +58,9 @@ def loss_weight(
     Args:
         tokens: (N,) int64, t.
         unit: which mean.
-        rollout_id: (N,) int64, for ``rollout`` and ``constant``.
+        rollout_id: (N,) int64, for ``turn``, ``rollout`` and ``constant``.
         group_id: (N,) int64, for ``group``.
+        turn: (N,) int64, for ``turn``: rows of one rollout and one number are one.
         minibatch: (N,) int64, which optimiser step a row is in; below 0 it is in none and weighs 0. None:
             all are in one.
         length: tokens, > 0, for ``constant``: the longest response that is sampled, say.
@@ -91,9 +94,13 @@ def loss_weight(
     elif unit == "sample":
         share = samples * tokens
     else:
-        of, units = (group_of, groups) if unit == "group" else (rollout_of, rollouts)
-        if of is None or units is None:
-            raise ValueError(f"unit={unit!r} needs {'group_id' if unit == 'group' else 'rollout_id'}")
+        turn_of = None if rollout_of is None or turn is None else first_row_of_pairs(rollout_of, turn)
+        of = {"group": group_of, "turn": turn_of}.get(unit, rollout_of)
+        if of is None:
+            needed = {"group": "group_id", "turn": "rollout_id and turn"}.get(unit, "rollout_id")
+            raise ValueError(f"unit={unit!r} needs {needed}")
+        units = {"group": groups, "rollout": rollouts, "constant": rollouts}.get(unit)
+        units = count(of) if units is None else units
         share = units * (sum_by(of, tokens) if length is None else length)
     floating = dtype or torch.get_default_dtype()
     # In float64 first: past 2^24 a float32 cannot hold the denominator.

@@ -14,7 +14,7 @@ from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule
 from headrace.transforms.distributed import SharedIds, check_one_way, population_of, present_ranks
 from headrace.transforms.errors import BatchError, who_stamps
-from headrace.transforms.ids import first_row_of_pairs, sum_by
+from headrace.transforms.ids import as_ids, first_row_of_pairs, sum_by
 from headrace.transforms.options import as_dtype, nested_key, one_of
 from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT, has_key, require
 from headrace.transforms.tokens import loss_tokens
@@ -42,14 +42,14 @@ class LossWeight(BatchTransform):
 
     Reads `loss_mask_key`, or where it is not there TorchRL's tokens of prompt and response; `log_prob_key` if
     there (a token whose log-probability is not finite is out of GRPOLoss); `rollout_key` and `group_key` if
-    there or where `unit` needs them.
+    there or where `unit` needs them; `turn_key` for ``turn``.
     Writes `weight_key` (N,) and ``("headrace", "step_weight")``, or under `fold` `advantage_key` in their
     place; and the counts of the row's step,
     (N,) int64: ``num_tokens``, ``num_samples``, and where there are ids ``num_rollouts`` and ``num_groups``.
     No device read; with a process group a few, and collectives by every rank, also for an empty batch.
 
     Args:
-        unit: ``token``, ``sample``, ``rollout``, ``group``, ``constant``.
+        unit: ``token``, ``sample``, ``turn``, ``rollout``, ``group``, ``constant``.
         length: tokens, for ``constant``.
         fold: ``none``, ``sum``, ``token_mean``.
         gradients: how those of several ranks meet: ``sum``, or ``mean`` as in DDP and FSDP, for which the
@@ -64,6 +64,7 @@ class LossWeight(BatchTransform):
         log_prob_key: (N, T) float; None: not looked at.
         group_key: (N,) or (N, 1) int.
         rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
+        turn_key: (N,) or (N, 1) int, for ``turn``: rows of one rollout and one number are one turn.
         advantage_key: (N, 1, 1) or (N, T, 1) float.
         weight_key: (N,) float, written.
 
@@ -99,26 +100,30 @@ class LossWeight(BatchTransform):
         log_prob_key: NestedKey | None = ("log_probs", "full"),
         group_key: NestedKey = "group_id",
         rollout_key: NestedKey | None = "rollout_id",
+        turn_key: NestedKey | None = None,
         advantage_key: NestedKey = "advantage",
         weight_key: NestedKey = "loss_weight",
     ):
         check_mean(unit, length)
+        if (unit == "turn") != (turn_key is not None):
+            raise ValueError(f"unit='turn' needs turn_key, and only it does; got {unit=} and {turn_key=}")
         one_of("fold", fold, get_args(Fold))
         one_of("gradients", gradients, get_args(Gradients))
         one_of("shared_ids", shared_ids, get_args(SharedIds))
         check_one_way(ranks, process_group)
         self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
         self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
+        self.turn_key = nested_key(turn_key)
         self.advantage_key, self.weight_key = nested_key(advantage_key), nested_key(weight_key)
         self.unit, self.length, self.fold, self.gradients = unit, length, fold, gradients
         self.ranks, self.process_group, self.shared_ids = ranks, process_group, shared_ids
         self.dtype = as_dtype(dtype)
-        self._needs = {"constant": "rollout"}.get(unit, unit)  # whose ids must be there
+        self._needs = {"constant": "rollout", "turn": "rollout"}.get(unit, unit)  # whose ids must be there
         ids = {"rollout": self.rollout_key, "group": self.group_key}.get(self._needs)
         written = self.weight_key if fold == "none" else self.advantage_key
         steps = [STEP_WEIGHT] if fold == "none" else []
         super().__init__(
-            [MINIBATCH, ids, None if fold == "none" else written],
+            [MINIBATCH, ids, self.turn_key, None if fold == "none" else written],
             [written, *steps, "num_tokens", "num_samples", "num_rollouts", "num_groups"],
         )
 
@@ -179,7 +184,8 @@ class LossWeight(BatchTransform):
     ) -> Weighed:
         """Weigh the rows, of all ranks together where several share the batch, and keep this rank's."""
         population = population_of(batch, every=True)
-        columns = {"tokens": tokens, "minibatch": batch.get(MINIBATCH, None)}
+        turn = None if self.turn_key is None else as_ids(self.column(batch, "turn_key"), "turn")
+        columns = {"tokens": tokens, "minibatch": batch.get(MINIBATCH, None), "turn": turn}
         ids = {"rollouts": rollouts, "groups": groups}
         every = population.take(_there(columns), _there(ids))
         weighed = loss_weight(
@@ -187,6 +193,7 @@ class LossWeight(BatchTransform):
             self.unit,
             rollout_id=every.get("rollouts"),
             group_id=every.get("groups"),
+            turn=every.get("turn"),
             minibatch=every.get("minibatch"),
             length=self.length,
             dtype=self._dtype_in(batch),

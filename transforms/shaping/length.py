@@ -1,20 +1,19 @@
-"""Rewards shaped before anything is measured against them."""
+"""Rewards shaped by how long a rollout is."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .base import BatchTransform, Outcome
-from .checks import Rule, set_rule
-from .distributed import population_of
-from .ids import first_row, sum_by
-from .options import nested_key
-from .schema import REWARD, read_written
+from headrace.transforms.checks import Rule, set_rule
+from headrace.transforms.distributed import population_of
+from headrace.transforms.ids import first_row, sum_by
+from headrace.transforms.options import nested_key
+
+from .reward_shaping import RewardShaping
 
 
 def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tensor:
@@ -60,47 +59,12 @@ def length_penalty(length: Tensor, *, coefficient: float, free: int = 0) -> Tens
     return -coefficient * (length - free).clamp_min(0).to(torch.get_default_dtype())
 
 
-class RewardShaping(BatchTransform):
-    """What shaping stages have in common: after FanOutCollapse, they rewrite the rollout's reward.
-
-    Reads and writes ``("headrace", "reward")`` (N,), so that every segment keeps its rollout's one reward. A
-    pipeline refuses one after the advantage.
-    """
-
-    keeps_rows = True
-    asks_in_loss = True
-    spans_ranks = True
-
-    def __init__(self, in_keys: Sequence[NestedKey] = ()):
-        super().__init__([REWARD, *in_keys], [REWARD])
-
-    @abstractmethod
-    def shape(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
-        """(N,) shaped rewards."""
-
-    def apply(self, batch: TensorDictBase) -> Outcome:
-        """Rewrite the reward."""
-        reward = read_written(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
-        shaped = self.shape(batch, reward).to(reward.dtype)
-        known = ~reward.isnan()  # a reward that is missing stays so
-        rewarded = known.sum().clamp_min(1)
-        measured = {
-            "changed": (known & (shaped != reward)).double().sum() / rewarded,
-            "mean": torch.where(known, shaped - reward, 0.0).double().sum() / rewarded,
-        }
-        return Outcome(batch.set(REWARD, shaped), measured=measured, rules=self.rules(batch))
-
-    def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
-        """What must hold of the rows."""
-        return ()
-
-
-class _LengthShaping(RewardShaping):
+class LengthShaping(RewardShaping):
     """Shaping by a rollout's tokens, over all its segments, those that a filter silenced included."""
 
-    def __init__(self, loss_mask_key: NestedKey, rollout_key: NestedKey | None):
+    def __init__(self, loss_mask_key: NestedKey, rollout_key: NestedKey | None, *others: NestedKey):
         self.loss_mask_key, self.rollout_key = nested_key(loss_mask_key), nested_key(rollout_key)
-        super().__init__([self.loss_mask_key, self.rollout_key])
+        super().__init__([self.loss_mask_key, self.rollout_key, *others])
 
     def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
         """Every row has a rollout."""
@@ -115,7 +79,7 @@ class _LengthShaping(RewardShaping):
         return people.put_back(sum_by(first_row(everyone["rollouts"]), everyone["lengths"]))
 
 
-class OverlongPunishment(_LengthShaping):
+class OverlongPunishment(LengthShaping):
     """Add :func:`overlong_punishment` of the rollout's tokens to its reward.
 
     Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
@@ -158,7 +122,7 @@ class OverlongPunishment(_LengthShaping):
         )
 
 
-class LengthPenalty(_LengthShaping):
+class LengthPenalty(LengthShaping):
     """Add :func:`length_penalty` of the rollout's tokens to its reward.
 
     Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
@@ -196,40 +160,3 @@ class LengthPenalty(_LengthShaping):
         return reward + length_penalty(
             self.rollout_lengths(batch), coefficient=self.coefficient, free=self.free
         )
-
-
-class RewardScale(RewardShaping):
-    """Scale and shift the rollout's reward, then clip it: ``min(max(scale · R + bias, low), high)``.
-
-    Reads and writes ``("headrace", "reward")``.
-
-    Args:
-        scale: factor.
-        bias: added after scaling.
-        low: least result.
-        high: greatest result.
-
-    Raises:
-        MissingKeyError: FanOutCollapse is not before it.
-
-    Example:
-        >>> RewardScale(scale=2.0, bias=-1.0)
-        RewardScale(scale=2.0, bias=-1.0)
-    """
-
-    def __init__(
-        self,
-        *,
-        scale: float = 1.0,
-        bias: float = 0.0,
-        low: float = float("-inf"),
-        high: float = float("inf"),
-    ):
-        super().__init__()
-        if not low <= high:
-            raise ValueError(f"low must be ≤ high; got {low} and {high}")
-        self.scale, self.bias, self.low, self.high = scale, bias, low, high
-
-    def shape(self, batch: TensorDictBase, reward: Tensor) -> Tensor:
-        """(N,)."""
-        return (self.scale * reward + self.bias).clamp(self.low, self.high)

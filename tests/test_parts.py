@@ -1,0 +1,501 @@
+"""Parts of recipes against slow statements of them, and the laws that they keep."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+from batches import batch_of
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import NonTensorData, NonTensorStack, lazy_stack
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import (
+    BatchError,
+    BestOf,
+    CombineIds,
+    DifficultyWeight,
+    FanOutCollapse,
+    GroupMeanWithin,
+    GroupRelativeAdvantage,
+    LossWeight,
+    MissingKeyError,
+    RelativeLength,
+    RewardsVary,
+    RunningBaseline,
+    SampleFilter,
+    SignFactors,
+    combine_ids,
+    difficulty_weight,
+    relative_length,
+)
+from headrace.transforms.schema import COUNTED, REWARD
+
+MASK = ("masks", "all_assistant_mask")
+NAN = float("nan")
+REWARDS = st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 1000).map(lambda x: x / 1000))
+
+
+@st.composite
+def rollouts(draw):
+    """(group, id, reward, length of each segment) of some rollouts, and an order of the rows."""
+    number = draw(st.integers(1, 10))
+    labels = draw(st.lists(st.integers(0, 2**40), min_size=number, max_size=number, unique=True))
+    found = [
+        (
+            draw(st.integers(0, 2)) * 7,
+            label,
+            draw(REWARDS),
+            draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)),
+        )
+        for label in labels
+    ]
+    rows = sum(len(lengths) for *_, lengths in found)
+    return found, draw(st.permutations(range(rows)))
+
+
+def batch_of_rollouts(found, order, **extra):
+    """A row a segment, collapsed."""
+    rows = [(group, label, reward, length) for group, label, reward, lengths in found for length in lengths]
+    groups, ids, rewards, lengths = (list(column) for column in zip(*(rows[i] for i in order), strict=True))
+    batch = batch_of(rewards, groups, ids, tokens=4)
+    batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
+    batch[MASK] = torch.arange(4) < torch.tensor(lengths)[:, None]
+    return FanOutCollapse()(batch)
+
+
+def per_rollout(batch, column):
+    return dict(zip(batch["rollout_id"].tolist(), column.flatten().tolist(), strict=True))
+
+
+# -- lengths among those of the group -------------------------------------------------------------------
+
+
+@given(rollouts(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([None, 0.5]))
+def test_a_length_counts_against_those_that_succeed(drawn, coefficient, success):
+    """prime-rl's shaping, orchestrator/algo/advantage.py, one rollout after another."""
+    found, order = drawn
+    batch = batch_of_rollouts(found, order)
+    shaped = RelativeLength(coefficient=coefficient, success=success)(batch)
+    for label, reward in per_rollout(shaped, shaped[REWARD]).items():
+        group, _, own, lengths = next(each for each in found if each[1] == label)
+        members = [each for each in found if each[0] == group]
+        best = max(each[2] for each in members)
+        good = [each for each in members if (each[2] == best > 0 if success is None else each[2] >= success)]
+        expected = own
+        if any(each[1] == label for each in good):
+            mean = statistics.fmean(sum(each[3]) for each in good)
+            expected = own * (1 + coefficient * min(max(1 - sum(lengths) / mean, 0), 1))
+        assert reward == pytest.approx(expected, rel=1e-12)
+
+
+@given(rollouts())
+def test_a_rescaled_reward_is_that_over_the_length_in_means(drawn):
+    """GR³, arXiv:2603.10535."""
+    found, order = drawn
+    shaped = RelativeLength(form="rescale", coefficient=0.5)(batch_of_rollouts(found, order))
+    for label, reward in per_rollout(shaped, shaped[REWARD]).items():
+        group, _, own, lengths = next(each for each in found if each[1] == label)
+        mean = statistics.fmean(sum(each[3]) for each in found if each[0] == group)
+        assert reward == pytest.approx(own / (1 + 0.5 * sum(lengths) / mean), rel=1e-12)
+
+
+def test_lengths_by_hand():
+    # successes of 2 and 6 tokens, 4 in the mean: the first is half as long as that; the failure is short
+    reward, length, group = (
+        torch.tensor([1.0, 1, 0]),
+        torch.tensor([2, 6, 1]),
+        torch.zeros(3, dtype=torch.int64),
+    )
+    assert relative_length(reward, length, group).tolist() == [1.5, 1.0, 1.0]
+    # 3 in the mean: 1/(1 + 2/3), 1/3, 1/(1 + 1/3)
+    assert relative_length(reward, length, group, form="rescale").tolist() == pytest.approx(
+        [0.6, 1 / 3, 0.75]
+    )
+
+
+def test_a_negative_reward_is_not_rescaled():
+    batch = FanOutCollapse()(batch_of([1.0, -0.5], [0, 0]))
+    with pytest.raises(BatchError, match=r"needs rewards ≥ 0.*found -0.5 at row 1"):
+        RelativeLength(form="rescale")(batch)
+    assert RelativeLength()(batch)[REWARD][1] == -0.5
+    with pytest.raises(ValueError, match="success is for form='bonus'"):
+        RelativeLength(form="rescale", success=1.0)
+
+
+def test_who_is_out_of_the_statistics_shortens_nobody():
+    batch = batch_of([1.0, 1, 1], [0, 0, 0])
+    batch[MASK] = torch.arange(4) < torch.tensor([2, 4, 1])[:, None]
+    out = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 2, action="exclude")
+    shaped = RelativeLength()(FanOutCollapse()(out(batch)))[REWARD].tolist()
+    assert shaped[:2] == pytest.approx([1 + 1 / 3, 1.0])
+
+
+# -- the best of a group --------------------------------------------------------------------------------
+
+
+def kept_by_loops(members, k, by):
+    """Labels of those kept of (label, reward, length)."""
+    keys = {
+        "reward": lambda each: (-each[1], each[0]),
+        "length": lambda each: (each[2], each[0]),
+        "efficiency": lambda each: (-each[1] / each[2], each[0]),
+    }
+    return {each[0] for each in sorted(members, key=keys[by])[:k]}
+
+
+@given(rollouts(), st.integers(1, 5), st.sampled_from(["reward", "length", "efficiency"]))
+def test_the_best_k_of_each_group_stay(drawn, k, by):
+    found, order = drawn
+    batch = batch_of_rollouts(found, order)
+    keep = BestOf(k=k, by=by)(batch)
+    stay = {label for label, flag in zip(batch["rollout_id"].tolist(), keep.tolist(), strict=True) if flag}
+    expected = set()
+    for group in {each[0] for each in found}:
+        members = [(each[1], each[2], sum(each[3])) for each in found if each[0] == group]
+        expected |= kept_by_loops(members, k, by)
+    assert stay == expected
+    assert keep.tolist() == [label in stay for label in batch["rollout_id"].tolist()]
+
+
+@given(rollouts(), st.integers(1, 5))
+def test_those_that_vary_most_stay(drawn, k):
+    """PODS, arXiv:2504.13818, against all sets of k; which of several is no matter, but not of the order."""
+    found, order = drawn
+    batch = batch_of_rollouts(found, order)
+    keep = per_rollout(batch, BestOf(k=k, by="variance")(batch))
+    again = batch_of_rollouts(found, range(len(order)))
+    assert per_rollout(again, BestOf(k=k, by="variance")(again)) == keep
+    for group in {each[0] for each in found}:
+        members = [each for each in found if each[0] == group]
+        chosen = [each[2] for each in members if keep[each[1]]]
+        assert len(chosen) == min(k, len(members))
+        sets = itertools.combinations([each[2] for each in members], len(chosen))
+        assert statistics.pvariance(chosen) == pytest.approx(max(map(statistics.pvariance, sets)), abs=1e-12)
+
+
+def test_the_statistics_are_those_of_the_kept():
+    batch = batch_of([0.0, 1, 5, 6], [0] * 4)
+    stages = {
+        "collapse": FanOutCollapse(),
+        "filter": SampleFilter(criterion=BestOf(k=2), action="exclude"),
+        "advantage": GroupRelativeAdvantage(scale="none"),
+    }
+    run = Pipeline(stages).run(batch)
+    assert run.batch["advantage"].flatten().tolist() == [0, 0, -0.5, 0.5]
+    assert run.ledger.counts()["filter/not_best"] == 2
+    stages["filter"] = SampleFilter(criterion=BestOf(k=2))
+    assert Pipeline(stages)(batch)["advantage"].flatten().tolist() == [-3, -2, 2, 3]
+
+
+def test_who_has_no_vote_takes_no_place():
+    """An excluded rollout and one without a reward; the segments of one are one."""
+    batch = FanOutCollapse(missing="skip")(
+        batch_of([9.0, 9.0, 9.0, NAN, 1.0, 2.0, 3.0], [0] * 7, [4, 5, 5, 6, 7, 8, 9])
+    )
+    batch[COUNTED] = torch.tensor([False, True, True, True, True, True, True])
+    assert BestOf(k=2)(batch).tolist()[1:] == [True, True, True, False, False, True]
+    assert SampleFilter(criterion=BestOf(k=2), action="drop")(batch)["rollout_id"].tolist() == [4, 5, 5, 6, 9]
+
+
+def test_criteria_of_groups_stand_behind_the_collapse():
+    for criterion in (BestOf(k=1), GroupMeanWithin(low=0.5)):
+        with pytest.raises(MissingKeyError, match="put FanOutCollapse before it"):
+            criterion(batch_of([1.0, 2], [0, 0]))
+        stage = SampleFilter(criterion=criterion)
+        with pytest.raises(BatchError, match="needs a group_id ≥ 0; found -1 at row 1"):
+            stage(FanOutCollapse(group_key=None)(batch_of([1.0, 2], [0, -1])))
+    for wrong in (0, True, None):
+        with pytest.raises(ValueError, match="k must be an integer ≥ 1"):
+            BestOf(k=wrong)
+
+
+@given(rollouts(), st.sampled_from([(0.25, 0.75), (0.5, 1.0), (-math.inf, 0.5)]))
+def test_a_groups_mean_decides_for_all_of_it(drawn, bounds):
+    found, order = drawn
+    batch = batch_of_rollouts(found, order)
+    low, high = bounds
+    keep = GroupMeanWithin(low=low, high=high)(batch)
+    for row, group in enumerate(batch["group_id"].tolist()):
+        mean = math.fsum(each[2] for each in found if each[0] == group) / sum(
+            each[0] == group for each in found
+        )
+        assert bool(keep[row]) == (low <= mean <= high)
+
+
+def test_too_easy_and_too_hard_groups_leave():
+    batch = FanOutCollapse()(batch_of([0.0, 0, 1, 0, 1, 1], [0, 0, 1, 1, 2, 2]))
+    out = SampleFilter(criterion=GroupMeanWithin(low=0.1, high=0.9), action="drop")(batch)
+    assert out["group_id"].tolist() == [1, 1]
+
+
+# -- factors --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_signs_have_factors(dtype):
+    batch = batch_of([0.0] * 3, [0] * 3)
+    batch["advantage"] = torch.tensor([-2.0, 0.0, 4.0], dtype=dtype).view(3, 1, 1)
+    out = SignFactors(positive=0.25, negative=2.0)(batch)["advantage"]
+    assert out.dtype == dtype
+    assert out.flatten().tolist() == [-4, 0, 1]
+
+
+def test_factors_take_an_advantage_by_token_and_ragged_rows():
+    batch = batch_of([1.0, 0], [0, 0])
+    batch[REWARD] = torch.tensor([1.0, 0])
+    rows = []
+    for row, length in zip(batch.unbind(0), (2, 3), strict=True):
+        row["advantage"] = torch.linspace(-1, 1, length)[:, None]
+        rows.append(row)
+    ragged = lazy_stack(rows)
+    signed = SignFactors(positive=0.5)(ragged).get("advantage", as_list=True)
+    assert [each.flatten().tolist() for each in signed] == [[-1, 0.5], [-1, 0, 0.5]]
+    weighed = DifficultyWeight(strength=9.0)(ragged).get("advantage", as_list=True)
+    assert [each.flatten().tolist() for each in weighed] == [[-1, 1], [-1, 0, 1]]  # half of them succeed
+
+
+@pytest.mark.parametrize("strength", [0.0, 1.0, 4.0])
+@pytest.mark.parametrize("successes", range(5))
+def test_a_group_weighs_by_how_difficult_it_is(strength, successes):
+    """MGPO, arXiv:2511.06221."""
+    batch = batch_of([1.0] * successes + [0.0] * (4 - successes), [0] * 4)
+    batch = GroupRelativeAdvantage(scale="none")(FanOutCollapse()(batch))
+    p = successes / 4
+    divergence = sum(x * math.log(2 * x) for x in (p, 1 - p) if x)
+    expected = batch["advantage"] * math.exp(-strength * divergence)
+    torch.testing.assert_close(DifficultyWeight(strength=strength)(batch)["advantage"], expected)
+    found = float(difficulty_weight(torch.tensor([p]), strength))
+    assert found == pytest.approx(math.exp(-strength * divergence))
+
+
+def test_no_difficulty_of_what_is_no_share():
+    batch = GroupRelativeAdvantage()(FanOutCollapse()(batch_of([0.0, 1.5], [0, 0])))
+    with pytest.raises(BatchError, match=r"must be in \[0, 1\]; found 1.5 at row 1 \(rollout 1\)"):
+        DifficultyWeight()(batch)
+
+
+# -- a baseline that goes on ----------------------------------------------------------------------------
+
+
+def groups_of_one(rewards, keys, start, **columns):
+    ids = list(range(start, start + len(rewards)))
+    batch = FanOutCollapse(missing="skip")(batch_of(rewards, ids, ids, task=keys, **columns))
+    return GroupRelativeAdvantage(baseline="none", scale="none", missing="skip")(batch)
+
+
+def test_an_exponential_moving_average_by_hand():
+    """RAE's order: measured first, then counted; 0.5 · 0 + 0.5 · 4 = 2, 0.5 · 2 + 0.5 · 8 = 5."""
+    stage = RunningBaseline(decay=0.5, baseline_key="task")
+    found = [
+        stage(groups_of_one([reward, 1.0], [7, 9], 10 * step))["advantage"].flatten().tolist()
+        for step, reward in enumerate([4.0, 8.0, 6.0])
+    ]
+    assert found == [[4, 1], [6, 0.5], [1, 0.25]]
+
+
+@given(
+    st.lists(st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=6), min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    st.randoms(),
+)
+def test_a_running_mean_is_what_a_loop_says(steps, decay, random):
+    """And neither the order of the rows nor their segments, nor a state between two batches, change a bit."""
+    options = {"decay": decay, "start": 0.5, "start_weight": 2.0, "baseline_key": "task"}
+    stage, other = RunningBaseline(**options), RunningBaseline(**options)
+    known: dict[int, tuple[float, float]] = {}
+    for step, rows in enumerate(steps):
+        batch = groups_of_one([r for r, _ in rows], [k for _, k in rows], 100 * step)
+        batch["advantage"] = batch["advantage"].double()
+        found = stage(batch)["advantage"].flatten()
+        rewards = batch[REWARD].tolist()
+        expected = [
+            reward - known.get(key, (0.5, 2.0))[0] for reward, (_, key) in zip(rewards, rows, strict=True)
+        ]
+        assert found.tolist() == pytest.approx(expected, abs=1e-9)
+        for key in {key for _, key in rows}:
+            own = [reward for reward, (_, k) in zip(rewards, rows, strict=True) if k == key]
+            mean, weight = known.get(key, (0.5, 2.0))
+            for _ in own:
+                weight = decay * weight + 1
+                mean += (statistics.fmean(own) - mean) / weight
+            known[key] = mean, weight
+        order = [*range(len(rows)), random.randrange(len(rows))]
+        random.shuffle(order)
+        shuffled = other(batch[order])["advantage"].flatten()
+        assert torch.equal(shuffled, found[order])
+        state, other = other.state_dict(), RunningBaseline(**options)
+        other.load_state_dict(state)
+
+
+def test_a_batch_that_comes_again_counts_once():
+    """As one that was interrupted does after its state was loaded."""
+    stage = RunningBaseline(decay=0.5)
+    first, second = (groups_of_one(rewards, [0, 0], 10 * i) for i, rewards in enumerate([[1.0, 3], [5.0, 7]]))
+    stage(first)
+    before = stage(second)["advantage"]
+    restored = RunningBaseline(decay=0.5)
+    restored.load_state_dict(stage.state_dict())
+    assert torch.equal(restored(second)["advantage"], before)
+    third = groups_of_one([2.0], [0], 50)
+    assert torch.equal(restored(third)["advantage"], stage(third)["advantage"])
+
+
+def test_what_an_earlier_stage_refuses_does_not_count():
+    running = RunningBaseline(decay=0.5)
+    stages = {
+        "collapse": FanOutCollapse(),
+        "advantage": GroupRelativeAdvantage(baseline="none", scale="none"),
+        "running": running,
+    }
+    pipeline = Pipeline(stages)
+    with pytest.raises(BatchError, match="finite"):
+        pipeline(batch_of([1.0, NAN], [0, 1]))
+    assert len(running.memory.after.keys) == 0
+    wrong = batch_of([1.0, 1.0], [0, 0], [3, 3], task=[1, 2])
+    with pytest.raises(BatchError, match=r"have one baseline_key; found 2 at row 1 \(rollout 3\)"):
+        Pipeline(stages | {"running": RunningBaseline(baseline_key="task")})(wrong)
+
+
+def test_who_has_no_reward_or_is_excluded_neither_counts_nor_changes():
+    stage = RunningBaseline(decay=0.0, start=1.0)
+    batch = groups_of_one([5.0, NAN, 9.0], [0, 0, 0], 0)
+    batch[COUNTED] = torch.tensor([True, True, False])
+    assert stage(batch)["advantage"].flatten().tolist() == [4, 0, 9]
+    assert stage(groups_of_one([6.0], [0], 10))["advantage"].flatten().tolist() == [1]
+
+
+def test_a_key_may_be_text():
+    stage, found = RunningBaseline(decay=0.5, baseline_key="role"), []
+    for step in range(2):
+        batch = groups_of_one([4.0, 8.0], [0, 0], 10 * step)
+        batch["role"] = ["solver", "judge"]
+        found.append(stage(batch)["advantage"].flatten().tolist())
+    assert found == [[4, 8], [2, 4]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": 1.5}, "decay must be in"),
+        ({"decay": 1.0}, "give start_weight"),
+        ({"start_weight": 0.0}, "start_weight must be finite and > 0"),
+    ],
+)
+def test_a_running_baseline_needs_something_to_begin_with(options, message):
+    with pytest.raises(ValueError, match=message):
+        RunningBaseline(**options)
+
+
+# -- roles ----------------------------------------------------------------------------------------------
+
+# Two episodes of a prompt, each of a proposer and two solvers: a rollout is what one role did.
+PROMPT, EPISODE = [3] * 6, [0, 0, 0, 1, 1, 1]
+ROLES = ["proposer", "solver", "solver"] * 2
+SCORES = [1.0, 4, 6, 3, 0, 8]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["group_id", "role"], [-1, -0.5, 1.5, 1, -4.5, 3.5]),  # across episodes: means 2 and 4.5
+        (["episode_id", "role"], [0, -1, 1, 0, -4, 4]),  # within one: means 5 and 4; a proposer is alone
+        (
+            ["peer", "role"],
+            [-1, -1, 1, 1, -4, 4],
+        ),  # proposers across, solvers within, as prime-rl's hierarchy
+    ],
+)
+def test_roles_are_compared_within_or_across_episodes(keys, expected):
+    batch = batch_of(SCORES, PROMPT, episode_id=EPISODE, peer=[9, 0, 0, 9, 1, 1])
+    batch["role"] = ROLES
+    stages = {
+        "collapse": FanOutCollapse(),
+        "peers": CombineIds(keys=keys),
+        "filter": SampleFilter(criterion=RewardsVary(group_key="peer_id"), group_key="peer_id"),
+        "advantage": GroupRelativeAdvantage(scale="none", group_key="peer_id"),
+    }
+    assert Pipeline(stages)(batch)["advantage"].flatten().tolist() == expected
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**62), st.integers(0, 2)), min_size=1, max_size=20)
+)
+def test_equal_tuples_have_one_id_whatever_else_is_there(tuples):
+    columns = [torch.tensor(column) for column in zip(*tuples, strict=True)]
+    ids = combine_ids(*columns)
+    assert bool((ids >= 0).all())
+    assert len(set(ids.tolist())) == len(set(tuples))
+    assert torch.equal(combine_ids(*(column[:1] for column in columns)), ids[:1])
+
+
+def test_an_id_that_is_not_set_is_refused():
+    batch = batch_of([1.0, 2], [0, 0], role=[1, -1])
+    with pytest.raises(BatchError, match="needs a role ≥ 0; found -1 at row 1"):
+        CombineIds(keys=["group_id", "role"])(batch)
+    with pytest.raises(ValueError, match="at least two columns; got 'role'"):
+        CombineIds(keys="role")
+
+
+# -- a turn as what weighs one --------------------------------------------------------------------------
+
+
+def test_a_turn_weighs_one_however_many_rows_and_tokens_it_has():
+    """Rollout 5: turn 0 of 1 + 2 tokens, turn 1 of 4; rollout 6: turn 0 of 1. Three turns."""
+    batch = batch_of([0.0] * 4, [0] * 4, [5, 5, 5, 6], turn=[0, 0, 1, 0])
+    batch[MASK] = torch.arange(4) < torch.tensor([1, 2, 4, 1])[:, None]
+    weight = LossWeight(unit="turn", turn_key="turn", dtype="float64")(batch)["loss_weight"]
+    assert (1 / weight).tolist() == pytest.approx([9, 9, 12, 3])
+    with pytest.raises(ValueError, match="unit='turn' needs turn_key, and only it does"):
+        LossWeight(unit="turn")
+
+
+# -- images ---------------------------------------------------------------------------------------------
+
+
+def pictured():
+    batch = batch_of([1.0, 3, 5, 11], [0, 0, 1, 1], expected_rollouts=[2] * 4)
+    batch["pixels"] = torch.arange(4 * 3 * 2 * 2).view(4, 3, 2, 2).to(torch.uint8)
+    return batch
+
+
+def test_images_stay_with_their_rows(dr_grpo):
+    """A column of one size, and lists of some images each, which are no tensors."""
+    batch = pictured()
+    batch["images"] = NonTensorStack(
+        *(NonTensorData([f"{row}-{i}.png" for i in range(row)]) for row in range(4))
+    )
+    out = dr_grpo(batch)
+    rows = out["headrace", "row"].tolist()
+    assert sorted(rows) == [0, 1, 2, 3]
+    assert torch.equal(out["pixels"], batch["pixels"][rows])
+    assert [list(each) for each in out["images"]] == [[f"{r}-{i}.png" for i in range(r)] for r in rows]
+
+
+def test_images_of_several_sizes_are_a_lazy_stack(dr_grpo):
+    rows = []
+    for number, row in enumerate(pictured().unbind(0)):
+        row["pixels"] = torch.full((3, number + 1, 2), number, dtype=torch.uint8)
+        rows.append(row)
+    out = dr_grpo(lazy_stack(rows))
+    sizes = [tuple(each.shape) for each in out.get("pixels", as_list=True)]
+    assert sizes == [(3, row + 1, 2) for row in out["headrace", "row"].tolist()]
+
+
+def test_images_in_nested_tensors_are_refused(dr_grpo):
+    batch = pictured()
+    images = [torch.zeros(n + 1, 3) for n in range(4)]
+    batch["pixels"] = torch.nested.nested_tensor(images, layout=torch.jagged)
+    with pytest.raises(BatchError, match=r"found nested tensors in pixels: pass batch.to_lazystack\(\)"):
+        dr_grpo(batch)
+
+
+@pytest.fixture
+def dr_grpo():
+    from composed import composed
+
+    return composed("pipeline=dr_grpo", "pipeline.stages.split.minibatches=2")

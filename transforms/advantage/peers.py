@@ -1,0 +1,110 @@
+"""Who is compared with whom, where more than one column says: role and group, role and episode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.base import BatchTransform, Outcome
+from headrace.transforms.checks import Rule, set_rule
+from headrace.transforms.ids import as_ids, first_row
+from headrace.transforms.options import nested_key
+from headrace.transforms.schema import read_column
+
+BITS = 62  # of an id, as `number_labels` makes them
+
+
+def combine_ids(*ids: Tensor) -> Tensor:
+    """A number for each tuple of ids: equal ones for equal tuples, in every batch, process and run.
+
+    A hash, the finaliser of SplitMix64 (doi:10.1145/2714064.2660195) over one id after another, in the order
+    given. No device read.
+
+    Args:
+        ids: (N,) int64 each.
+
+    Returns:
+        (N,) int64 ≥ 0; −1 where an id is negative, and so not set.
+
+    Example:
+        >>> group, role = torch.tensor([7, 7, 7, 8]), torch.tensor([0, 1, 0, 0])
+        >>> first_row(combine_ids(group, role)).tolist()
+        [0, 1, 0, 3]
+    """
+    mixed = torch.zeros_like(ids[0])
+    for column in ids:
+        mixed = _mix(mixed + column + -7046029254386353131)  # 2^64 over the golden ratio, odd
+    unset = torch.stack(ids).amin(0) < 0
+    return ((mixed >> 1) & ((1 << BITS) - 1)).masked_fill(unset, -1)
+
+
+def _mix(z: Tensor) -> Tensor:
+    """Each bit of an int64 depends on all; its arithmetic wraps around, and shifts keep no sign."""
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+class CombineIds(BatchTransform):
+    """Write one id for each tuple of ids in a row (:func:`combine_ids`), by which later stages compare.
+
+    With ``keys=["group_id", "role"]`` and ``advantage.group_key="peer_id"`` a solver is compared with the
+    solvers of its group, and a proposer with the proposers; with ``["episode_id", "role"]`` with those of its
+    episode alone.
+
+    Reads `keys`, which may be text; writes `into`.
+
+    Args:
+        keys: columns, (N,) or (N, 1) int ≥ 0 or N strings each, two at least.
+        into: where the id goes, (N,) int64.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: an id that is not set; two tuples with one number.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict({"group_id": [3, 3, 3], "role": ["solver", "judge", "solver"]}, batch_size=[3])
+        >>> first_row(CombineIds(keys=["group_id", "role"])(td)["peer_id"]).tolist()
+        [0, 1, 0]
+    """
+
+    keeps_rows = True
+    asks_in_loss = True
+
+    def __init__(self, *, keys: Sequence[NestedKey], into: NestedKey = "peer_id"):
+        self.keys, self.into = [nested_key(key) for key in keys], nested_key(into)
+        if isinstance(keys, str) or len(self.keys) < 2:
+            raise ValueError(f"keys must be at least two columns; got {keys!r}")
+        super().__init__(self.keys, [self.into])
+
+    def _id_keys(self) -> list[NestedKey]:
+        return self.keys
+
+    def apply(self, batch: TensorDictBase) -> Outcome:
+        """Add the id."""
+        name = type(self).__name__
+        columns = [
+            as_ids(read_column(batch, key, reader=name, option="one of its keys"), str(key))
+            for key in self.keys
+        ]
+        combined = combine_ids(*columns)
+        first = first_row(combined)
+
+        def describe(row: int) -> str:
+            return f"{tuple(int(column[row]) for column in columns)} at row {row}"
+
+        why = "rows without an id would be compared with one another"
+        rules = [set_rule(ids, last_of(key), why) for key, ids in zip(self.keys, columns, strict=True)]
+        differ = torch.stack([column.index_select(0, first) != column for column in columns]).any(0)
+        twice = "two tuples of ids have one number, which is a matter of 2^-62; rename an id of {found}"
+        rules.append(Rule(differ & (combined >= 0), describe, twice))
+        return Outcome(batch.set(self.into, combined), rules=rules)
+
+
+def last_of(key: NestedKey) -> str:
+    """What messages call a column."""
+    return key if isinstance(key, str) else str(key[-1])

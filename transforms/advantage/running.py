@@ -1,0 +1,240 @@
+"""A baseline that goes on from batch to batch, for groups of one rollout."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.base import BatchTransform, Outcome
+from headrace.transforms.checks import (
+    Rule,
+    as_rewards,
+    broken,
+    identity_rules,
+    read_columns,
+    reward_rules,
+    set_rule,
+)
+from headrace.transforms.distributed import population_of
+from headrace.transforms.ids import as_ids, first_row, is_first
+from headrace.transforms.options import nested_key, within
+from headrace.transforms.schema import COUNTED, REWARD, read_written
+from headrace.transforms.sums import sum_in_any_order
+
+from .peers import last_of
+
+COUNTING = threading.Lock()  # several threads may share a stage; of a lock of its own there is no copy
+
+
+class Tracked(NamedTuple):
+    """What is known of the rewards of each key, on the CPU."""
+
+    keys: Tensor
+    """(K,) int64, ascending."""
+    mean: Tensor
+    """(K,) float64."""
+    weight: Tensor
+    """(K,) float64: how many rollouts that mean is worth."""
+
+    @classmethod
+    def nothing(cls) -> Tracked:
+        """Before the first batch."""
+        return cls(torch.zeros(0, dtype=torch.int64), *torch.zeros(2, 0, dtype=torch.float64))
+
+    def look_up(self, keys: Tensor, start: float, start_weight: float) -> tuple[Tensor, Tensor]:
+        """Mean and weight of (M,) keys; of those not seen yet what they start with."""
+        if len(self.keys) == 0:
+            return torch.full(keys.shape, start).double(), torch.full(keys.shape, start_weight).double()
+        at = torch.searchsorted(self.keys, keys).clamp_max(len(self.keys) - 1)
+        known = self.keys[at] == keys
+        return torch.where(known, self.mean[at], start), torch.where(known, self.weight[at], start_weight)
+
+    def after(
+        self, keys: Tensor, reward: Tensor, *, decay: float, start: float, start_weight: float
+    ) -> Tracked:
+        """With the rewards of a batch, in whatever order.
+
+        m rewards of a key count as m times their mean r, one after the other. With ρ the decay::
+
+            w' = ρ^m w + (1 − ρ^m)/(1 − ρ)      b' = (ρ^m w b + (1 − ρ^m)/(1 − ρ) r) / w'
+
+        Args:
+            keys: (M,) int64.
+            reward: (M,) float64.
+            decay: ρ in [0, 1].
+            start: b of a key that was not seen.
+            start_weight: w of it.
+        """
+        found, number, count = torch.unique(keys, return_inverse=True, return_counts=True)
+        if len(found) == 0:
+            return self
+        total = sum_in_any_order(
+            reward,
+            lambda values: values.new_zeros(len(found)).index_add_(0, number, values),
+            peak=lambda: reward.abs().amax(),
+            terms=count.amax(),
+        )
+        mean, weight = self.look_up(found, start, start_weight)
+        kept = torch.full((), decay, dtype=torch.float64).pow(count)
+        old, new = weight * kept, count.double() if decay == 1 else (1 - kept) / (1 - decay)
+        mean = (old * mean + new * (total / count)) / (old + new)
+        others = ~torch.isin(self.keys, found)
+        keys = torch.cat([self.keys[others], found])
+        order = keys.argsort()
+        every = ((self.mean, mean), (self.weight, old + new))
+        return Tracked(keys[order], *(torch.cat([was[others], now])[order] for was, now in every))
+
+
+class Memory(NamedTuple):
+    """What a running baseline remembers."""
+
+    before: Tracked
+    """Before the last batch."""
+    after: Tracked
+    """After it."""
+    last: Tensor
+    """(3, M) int64: keys, rollouts and the bits of the rewards of the last batch, by which it is known."""
+
+
+class RunningBaseline(BatchTransform):
+    """Subtract from the advantage what the rewards of earlier batches were, by a key: ``A ← A − b(key)``.
+
+    Behind ``GroupRelativeAdvantage(baseline="none", scale="none")`` that is R − b, for groups of one rollout.
+    A batch is measured against what was known before it, and then it counts: with ρ the `decay`, each reward
+    of a key makes of its mean b, which is worth w rollouts, ::
+
+        w ← ρ w + 1      b ← b + (R − b)/w
+
+    so that neither order nor cut of a batch changes a bit. Of several rewards of one key in a batch each
+    counts as their mean. With `start_weight` 1/(1 − ρ), w stays what it is, and b is the exponential moving
+    average of RAE (SPIRAL, arXiv:2506.24119), with a role as the key. With a prompt as the key it is the
+    value tracker of SPO (arXiv:2509.13232), but for its ρ, which follows the KL divergence between policies.
+
+    A batch that is given again, with the same keys, rollouts and rewards as the last, is measured as it was
+    and counts once, also after ``load_state_dict``. A pipeline reads what the stages before this one require
+    before it counts; what a later one refuses has been counted. Rollouts that are out of the statistics or
+    have no reward neither count nor change.
+
+    Reads ``("headrace", "reward")``, `baseline_key`, `rollout_key`; reads and writes `advantage_key`. One
+    device read and one copy; a second read where rows are out of the statistics.
+
+    Args:
+        decay: ρ in [0, 1].
+        start: b of a key that was not seen.
+        start_weight: how many rollouts `start` is worth, > 0; None: 1/(1 − ρ).
+        baseline_key: (N,) or (N, 1) int ≥ 0, or N strings, whose rewards have one baseline; None: all have.
+        advantage_key: (N,) with any trailing ones, float.
+        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: a negative key; the rows of a rollout have several.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> stage = RunningBaseline(decay=0.5)
+        >>> def batch(rollout):
+        ...     columns = {"rollout_id": [rollout], "advantage": [8.0], ("headrace", "reward"): [8.0]}
+        ...     return TensorDict(columns, batch_size=[1])
+        >>> [float(stage(batch(rollout))["advantage"]) for rollout in range(3)]
+        [8.0, 4.0, 2.0]
+    """
+
+    keeps_rows = True
+    asks_in_loss = True
+    spans_ranks = True
+    stateful = True
+    shows_batch = True  # rules of earlier stages are read before it counts
+
+    def __init__(
+        self,
+        *,
+        decay: float = 0.95,
+        start: float = 0.0,
+        start_weight: float | None = None,
+        baseline_key: NestedKey | None = None,
+        advantage_key: NestedKey = "advantage",
+        rollout_key: NestedKey | None = "rollout_id",
+    ):
+        self.baseline_key, self.rollout_key = nested_key(baseline_key), nested_key(rollout_key)
+        self.advantage_key = nested_key(advantage_key)
+        built_on = [key for key in (REWARD, COUNTED, self.baseline_key, self.rollout_key) if key is not None]
+        super().__init__([self.advantage_key, *built_on], [self.advantage_key])
+        self.final_keys = tuple(built_on)
+        self.decay, self.start = within("decay", decay, 0, 1), within("start", start, -1e300, 1e300)
+        self.start_weight = start_weight
+        if start_weight is None and decay == 1:
+            raise ValueError("decay=1 forgets nothing, and a start is never outweighed: give start_weight")
+        if start_weight is not None and not 0 < start_weight < float("inf"):
+            raise ValueError(f"start_weight must be finite and > 0; got {start_weight!r}")
+        self.memory = Memory(Tracked.nothing(), Tracked.nothing(), torch.zeros(3, 0, dtype=torch.int64))
+
+    def _id_keys(self) -> list[NestedKey]:
+        return [*super()._id_keys(), *([] if self.baseline_key is None else [self.baseline_key])]
+
+    def apply(self, batch: TensorDictBase) -> Outcome:
+        """Rewrite the advantage, and count the batch."""
+        credit = as_rewards(self.column(batch, "advantage_key"))
+        reward = read_written(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
+        keys = torch.zeros(len(reward), dtype=torch.int64, device=reward.device)
+        if self.baseline_key is not None:
+            keys = as_ids(self.column(batch, "baseline_key"), str(self.baseline_key))
+        people = population_of(batch)
+        columns = {"reward": reward.double(), "keys": keys}
+        every = people.take(columns, {"rollouts": self.ids(batch, "rollout")})
+        first = first_row(every["rollouts"])
+        rules = self._rules(every["reward"], every["keys"], every["rollouts"], first)
+        votes = is_first(first) & ~every["reward"].isnan()
+        bits, flags = every["reward"].view(torch.int64), votes.long() + 2 * broken(rules).long()
+        read = read_columns([every["keys"], every["rollouts"], bits, flags])
+        keys, rollouts, bits, flags = (column for column in read if column is not None)
+        if bool((flags > 1).any()):  # it does not count, and whoever reads the rules raises
+            return Outcome(batch, rules=people.rules(rules))
+        baseline = self._measure_and_count(torch.stack([keys, rollouts, bits]), flags > 0)
+        baseline = people.put_back(baseline.to(reward.device)).masked_fill(reward.isnan(), 0.0)
+        less = (credit.double() - baseline).to(credit.dtype)
+        batch.set(self.advantage_key, less.view_as(batch.get(self.advantage_key)))
+        measured = {"mean": baseline.mean(), "keys": float(len(self.memory.after.keys))}
+        return Outcome(batch, measured=measured, rules=people.rules(rules))
+
+    def _measure_and_count(self, columns: Tensor, votes: Tensor) -> Tensor:
+        """(M,) float64: the baseline of each row; the memory goes on, unless the batch is the last again."""
+        weight = 1 / (1 - self.decay) if self.start_weight is None else self.start_weight
+        start = {"start": self.start, "start_weight": weight}
+        came = columns[:, votes]
+        came = came[:, came[1].argsort()]  # ranks and orders of rows are no matter
+        with COUNTING:
+            memory = self.memory
+            before = memory.before if torch.equal(came, memory.last) and came.shape[1] else memory.after
+            after = before.after(came[0], came[2].view(torch.float64), decay=self.decay, **start)
+            self.memory = Memory(before, after, came)
+        return before.look_up(columns[0], **start)[0]
+
+    def _rules(self, reward: Tensor, keys: Tensor, rollouts: Tensor, first: Tensor) -> list[Rule]:
+        def describe(row: int) -> str:
+            return f"{int(keys[row])} at row {row} (rollout {int(rollouts[row])})"
+
+        given = torch.where(reward.isnan(), 0.0, reward)
+        return [
+            *identity_rules(rollouts, None, first),
+            *reward_rules(given, rollouts, first, siblings_agree=True),
+            set_rule(keys, last_of(self.baseline_key or ""), "rows without a key would have one baseline"),
+            Rule(
+                keys.index_select(0, first) != keys,
+                describe,
+                "the rows of a rollout have one baseline_key; found {found}",
+            ),
+        ]
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What ``state_dict`` saves."""
+        before, after, last = self.memory
+        return {"before": before._asdict(), "after": after._asdict(), "last": last}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.memory = Memory(Tracked(**state["before"]), Tracked(**state["after"]), state["last"])
