@@ -47,7 +47,8 @@ def check_order(stages: Mapping[str, Callable]) -> None:
 
     Too late is a column that a stage reads and only a later one makes, one that a stage has built on
     (`final_keys`: the rewards and groups behind an advantage) and a later one changes, and a loss mask that
-    is made after rows were silenced in it. Stages that each change a column in turn are in order.
+    is made after rows were silenced in it. So are additions to a column that was weighed, and who rejects
+    rows whose rewards were compared. Stages that each change a column in turn are in order.
 
     Raises:
         ValueError: naming the two stages and the column.
@@ -65,6 +66,7 @@ def check_order(stages: Mapping[str, Callable]) -> None:
                     f"stage that reads how it was cut, {MINIBATCH!r} in its in_keys, and takes no rows out "
                     f"has a place there; put {later!r} before {name!r}"
                 )
+            _check_weights(name, stages[name], later, stages[later])
             in_turn = writes & later_reads
             silenced = _silenced(stages[name]) - later_reads
             if late := later_writes & ((reads - made - in_turn) | final | silenced):
@@ -74,6 +76,28 @@ def check_order(stages: Mapping[str, Callable]) -> None:
                     f"no effect on it. Put {later!r} before {name!r}, or take it out"
                 )
         made |= writes
+
+
+def _check_weights(name: str, stage: Callable, later: str, behind: Callable) -> None:
+    """Refuse what would run and be silently wrong: it adds to what was weighed, or rejects what was compared.
+
+    Raises:
+        ValueError: naming the two stages, and what would come of it.
+    """
+    reads, writes, _ = _keys(behind)
+    unweighed = set(getattr(stage, "weighed_keys", ())) & writes - set(getattr(behind, "weighed_keys", ()))
+    if unweighed and MINIBATCH not in reads:
+        columns = ", ".join(repr(key) for key in sorted(unweighed, key=str))
+        raise ValueError(
+            f"stage {name!r} multiplies {columns} by weights, and {later!r} writes it after that: what it "
+            f"adds would not be weighed. Put {later!r} before {name!r}"
+        )
+    if getattr(stage, "compares", False) and getattr(behind, "before_baseline", False):
+        raise ValueError(
+            f"stage {later!r} rejects rows after {name!r} has compared their rewards: a rejected reward "
+            f"would stay in the baseline of the others. Put {later!r} before {name!r}, with action='exclude' "
+            "or 'drop'; action='mask' there leaves the reward in the baseline on purpose"
+        )
 
 
 def place_of_cut(stages: Mapping[str, Any]) -> int | None:

@@ -33,8 +33,11 @@ STAGES = {
     "turn_discount": transforms.TurnDiscount,
     "returns": transforms.RewardsToGo,
     "states": transforms.StateAdvantage,
+    "correction": transforms.RolloutCorrection,
+    "token_filter": transforms.TokenFilter,
 }
 CRITERIA = {
+    "diverged": transforms.Diverged,
     "finite": transforms.Finite,
     "fresh": transforms.Fresh,
     "length_within": transforms.LengthWithin,

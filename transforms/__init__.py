@@ -16,6 +16,7 @@ from .advantage import (
 from .base import BatchTransform, Outcome, read_numbers
 from .checks import Rule, enforce
 from .collapse import Collapsed, FanOutCollapse, collapse_fan_out
+from .correction import Diverged, RolloutCorrection, TokenFilter, divergence, importance_weight
 from .distributed import Population, population_of
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, ProcessedTwiceError
 from .filter import (
@@ -55,6 +56,7 @@ __all__ = [
     "Criterion",
     "Cut",
     "DenseRows",
+    "Diverged",
     "FanOutCollapse",
     "Finite",
     "Fresh",
@@ -76,6 +78,7 @@ __all__ = [
     "RewardWithin",
     "RewardsToGo",
     "RewardsVary",
+    "RolloutCorrection",
     "Rule",
     "SampleFilter",
     "ScoreRows",
@@ -83,12 +86,15 @@ __all__ = [
     "StalledError",
     "StateAdvantage",
     "Status",
+    "TokenFilter",
     "TurnDiscount",
     "Weighed",
     "collapse_fan_out",
     "deal",
+    "divergence",
     "enforce",
     "group_relative_advantage",
+    "importance_weight",
     "incomplete_groups",
     "length_penalty",
     "loss_weight",

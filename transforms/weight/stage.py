@@ -121,6 +121,7 @@ class LossWeight(BatchTransform):
             [MINIBATCH, ids, None if fold == "none" else written],
             [written, *steps, "num_tokens", "num_samples", "num_rollouts", "num_groups"],
         )
+        self.weighed_keys = () if fold == "none" else (written,)
 
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Weigh the rows of each step."""
