@@ -66,7 +66,6 @@ def check_order(stages: Mapping[str, Callable]) -> None:
                     f"stage that reads how it was cut, {MINIBATCH!r} in its in_keys, and takes no rows out "
                     f"has a place there; put {later!r} before {name!r}"
                 )
-            _check_weights(name, stages[name], later, stages[later])
             in_turn = writes & later_reads
             silenced = _silenced(stages[name]) - later_reads
             if late := later_writes & ((reads - made - in_turn) | final | silenced):
@@ -75,6 +74,7 @@ def check_order(stages: Mapping[str, Callable]) -> None:
                     f"stage {name!r} reads {columns}, which {later!r} writes after it: {later!r} would have "
                     f"no effect on it. Put {later!r} before {name!r}, or take it out"
                 )
+            _check_weights(name, stages[name], later, stages[later])
         made |= writes
 
 

@@ -17,7 +17,7 @@ from headrace.transforms.schema import read_column
 
 from .divergence import Estimator, Over, check_divergence, of_tokens, over_rollout, over_row, row_part
 from .importance import check_bounds, outside
-from .ratios import LogRatio, Span, log_ratio
+from .ratios import LogRatio, Span, log_ratio, over_units
 from .token_columns import Policies, read_advantage, read_policies
 
 Judged = Literal["all", "negative"]
@@ -126,7 +126,7 @@ class Diverged:
         if self.level == "token":
             there, found = ratio.mask, values
         else:
-            there, found = (ratio.tokens > 0).unsqueeze(-1), self._of_rows(batch, values, ratio).unsqueeze(-1)
+            there, found = (column.unsqueeze(-1) for column in self._of_rows(batch, values, ratio))
         out = there & outside(found.to(ratio.dtype), self._low, self._high)
         if self.judges == "negative":
             width = ratio.mask.shape[-1]
@@ -134,15 +134,17 @@ class Diverged:
             out = out & (credit < 0)
         return ~(out if self.level == "token" or out.shape[-1] > 1 else out[:, 0])
 
-    def _of_rows(self, batch: TensorDictBase, values: Tensor, ratio: LogRatio) -> Tensor:
-        """(N,) float64: over the tokens of each row, or of its rollout on all ranks."""
+    def _of_rows(self, batch: TensorDictBase, values: Tensor, ratio: LogRatio) -> tuple[Tensor, Tensor]:
+        """(N,) bool, whether the row, or its rollout on all ranks, has tokens; (N,) float64, over them."""
         if self.unit == "sample":
-            return over_row(values, ratio, self.level)
+            return ratio.tokens > 0, over_row(values, ratio, self.level)
         people = population_of(batch, every=True)
         columns = {"part": row_part(values, ratio, self.level), "tokens": ratio.tokens}
         everyone = people.take(columns, {"rollouts": self._rollouts(batch)})
         first = first_row(everyone["rollouts"])
-        return people.put_back(over_rollout(everyone["part"], everyone["tokens"], first, self.level))
+        tokens = over_units(everyone["tokens"], first)
+        found = over_rollout(everyone["part"], tokens, first, self.level)
+        return people.put_back(tokens > 0), people.put_back(found)
 
     def _rollouts(self, batch: TensorDictBase) -> Tensor:
         column = read_column(batch, self.rollout_key, reader=type(self).__name__, option="rollout_key")

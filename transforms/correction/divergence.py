@@ -98,14 +98,14 @@ def over_rollout(values: Tensor, tokens: Tensor, first: Tensor, level: str) -> T
 
     Args:
         values: (N,) float64, of rows: sums, or for ``max`` the largest (:func:`row_part`).
-        tokens: (N,) int64.
+        tokens: (N,) int64, of the rollout.
         first: (N,) int64, the first row of each row's rollout.
         level: sum, mean, max.
     """
     if level == "max":
         return largest_of(reduce_by(first, values, "amax"))
     total = over_units(values, first)
-    return total if level == "sum" else total / over_units(tokens, first).clamp_min(1)
+    return total if level == "sum" else total / tokens.clamp_min(1)
 
 
 def row_part(values: Tensor, ratio: LogRatio, level: str) -> Tensor:
