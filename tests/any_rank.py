@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from batches import batch_of
 from composed import composed
+from policies import with_old
 from processes import run_processes
 from tensordict import TensorDict, lazy_stack
 
@@ -60,7 +61,7 @@ def collected(kind: str, recipe: str) -> TensorDict:
         batch["next", "reward"] = torch.tensor(rewards)
     batch["expected_rollouts"] = torch.tensor([sizes[g // 7] for g in groups])
     batch["state_id"] = torch.arange(len(rows)) % 3
-    return batch
+    return with_old(batch, 0.0005)
 
 
 def spread(batch: TensorDict, how: str, world: int) -> list[torch.Tensor]:
@@ -81,7 +82,15 @@ def _around(rows: torch.Tensor, world: int) -> list[torch.Tensor]:
     return [parts[0], rows[:0], *parts[1:]]
 
 
-COLUMNS = ("advantage", "loss_weight", ("headrace", "reward"), "num_tokens", "num_rollouts", "num_groups")
+COLUMNS = (
+    "advantage",
+    "importance_weight",
+    "loss_weight",
+    ("headrace", "reward"),
+    "num_tokens",
+    "num_rollouts",
+    "num_groups",
+)
 
 
 def by_row(rows: torch.Tensor, out: TensorDict) -> dict:
@@ -91,7 +100,7 @@ def by_row(rows: torch.Tensor, out: TensorDict) -> dict:
         numbers = rows[out["headrace", "row"]].tolist()
         for key in COLUMNS:
             if key in out.keys(True):
-                found[str(key)] = dict(zip(numbers, out[key].reshape(len(out)).tolist(), strict=True))
+                found[str(key)] = dict(zip(numbers, out[key].reshape(len(out), -1).tolist(), strict=True))
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policies import with_old
 
 from headrace.transforms import BatchError
 
@@ -39,11 +40,12 @@ def collected(draw, make_batch, recipe):
     batch["expected_rollouts"] = torch.tensor([sizes[g] for g in groups])
     batch["state_id"] = torch.arange(len(rows)) % 2
     batch["turn"] = torch.arange(len(rows))
+    with_old(batch, 0.0005)
     return batch, torch.tensor(draw(st.permutations(range(len(rows)))))
 
 
 def credit_of(recipe, batch):
-    """(N,) the advantage of each row in the order in which it came in, or None where the batch is refused."""
+    """(N, K) the advantage of each row, or of its tokens, in the order in which it came in, or None where the batch is refused."""
     words = ["pipeline.stages.returns.turn_key=turn"] if recipe == "gigpo" else []
     try:
         out = composed(f"pipeline={recipe}", *words)(batch)
@@ -51,9 +53,10 @@ def credit_of(recipe, batch):
         if "at least two rollouts" in str(err):
             return None
         raise
-    credit = torch.full((len(batch),), float("nan"))
+    width = out["advantage"].shape[1] if len(out) else 1
+    credit = torch.full((len(batch), width), float("nan"))
     if len(out):
-        credit[out["headrace", "row"]] = out["advantage"].flatten()
+        credit[out["headrace", "row"]] = out["advantage"].flatten(1)
     return credit
 
 
@@ -89,6 +92,7 @@ def bound_of(pipeline, batch, largest_group):
     }[stage.scale]
     if "whitening" in pipeline.order:
         return 2 * float(batch["masks", "all_assistant_mask"].sum()) ** 0.5
+    found *= 1.01 if "correction" in pipeline.order else 1.0  # no token is further from the sampler
     # A rollout there is worth the sum of its two segments, and each step is compared once more.
     return found + (spread * 6 if "states" in pipeline.order else 0.0)
 

@@ -61,6 +61,7 @@ class Diverged:
         BatchError: a log-probability in the mask is not finite; shapes differ.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
         >>> td = TensorDict({("old_log_probs", "full"): torch.tensor([[-1.0], [-1.0]])}, batch_size=[2])
         >>> td["log_probs", "full"] = torch.tensor([[-1.1], [-3.0]])
