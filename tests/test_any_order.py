@@ -45,7 +45,7 @@ def collected(draw, make_batch, recipe):
 
 
 def credit_of(recipe, batch):
-    """(N, K) the advantage of each row, or of its tokens, in the order in which it came in, or None where the batch is refused."""
+    """(N, K) the advantage of each row, or its tokens', as it came in, or None where the batch is refused."""
     words = ["pipeline.stages.returns.turn_key=turn"] if recipe == "gigpo" else []
     try:
         out = composed(f"pipeline={recipe}", *words)(batch)

@@ -23,6 +23,7 @@ from headrace.transforms import (
     BatchWhitening,
     CompletenessGate,
     DenseRows,
+    Diverged,
     FanOutCollapse,
     Finite,
     GroupRelativeAdvantage,
@@ -35,10 +36,12 @@ from headrace.transforms import (
     RewardsToGo,
     RewardsVary,
     RewardWithin,
+    RolloutCorrection,
     SampleFilter,
     ScoreRows,
     ShuffleSplit,
     StateAdvantage,
+    TokenFilter,
     TurnDiscount,
     group_relative_advantage,
     pack,
@@ -74,7 +77,14 @@ GRPO = {  # K minibatches, taken one by one where nothing else is said
     "ragged rows": (9, 1),
 }
 RECIPE = (1, 1)  # each recipe, 3 minibatches, but for
-RECIPE_BY_NAME = {"as/miles": (2, 1), "as/slime": (2, 1), "as/trl": (2, 1), "dapo": (2, 1), "gigpo": (2, 1)}
+RECIPE_BY_NAME = {
+    "as/miles": (2, 1),
+    "as/slime": (2, 1),
+    "as/trl": (2, 1),
+    "dapo": (2, 1),
+    "gigpo": (2, 1),
+    "mis": (3, 1),
+}
 STAGE = {  # alone
     "dense": (1, 0),
     "score": (2, 1),
@@ -107,6 +117,12 @@ STAGE = {  # alone
     "turn discount": (1, 0),
     "returns": (2, 0),
     "states": (1, 0),
+    "filter, diverged": (1, 0),
+    "filter, diverged rollouts": (1, 0),
+    "correction": (1, 0),
+    "correction, normalised rollouts": (1, 0),
+    "token filter": (1, 0),
+    "token filter, all": (1, 0),
 }
 PACK = {  # a micro-batch of 8 rows
     "pack": (2, 0),
@@ -283,6 +299,18 @@ OPTIONS = {
     "turn discount": lambda: TurnDiscount(discount=0.5),
     "returns": lambda: RewardsToGo(discount=0.5),
     "states": lambda: StateAdvantage(),
+    "filter, diverged": lambda: SampleFilter(criterion=Diverged(high=1e-7)),
+    "filter, diverged rollouts": lambda: SampleFilter(
+        criterion=Diverged(estimator="k1", level="max", high=1.0005, unit="rollout")
+    ),
+    "correction": lambda: RolloutCorrection(bound="zero", low=0.9995),
+    "correction, normalised rollouts": lambda: RolloutCorrection(
+        level="mean", unit="rollout", normalise="batch"
+    ),
+    "token filter": lambda: TokenFilter(criterion=Diverged(estimator="k1", level="token", high=1.0005)),
+    "token filter, all": lambda: TokenFilter(
+        criterion=Diverged(estimator="k1", high=1.0005, judges="negative"), denominator="all"
+    ),
 }
 
 
