@@ -104,6 +104,12 @@ def by_row(rows: torch.Tensor, out: TensorDict) -> dict:
     return found
 
 
+CORRECTION, REJECT = "pipeline.stages.correction", "pipeline.stages.reject.criterion"
+VARIED = (  # by words that no recipe has
+    ("tis", f"{CORRECTION}.normalise=batch"),
+    ("tis", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=sequence", f"{CORRECTION}.unit=rollout"),
+    ("mis", f"{REJECT}.unit=rollout", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=mean"),
+)
 CASES = (("uniform", "in turn"), ("ragged", "at random"), ("ragged", "in pieces"), ("uniform", "one without"))
 
 
@@ -111,13 +117,13 @@ def compare_with_one_process(rank: int, world: int, folder: str) -> None:
     """Every recipe, kind of batch and way to spread it: what differs from one process that has all rows."""
     join(rank, world, folder)
     differs, compared = [], 0
-    for recipe in RECIPES:
-        pipeline = composed(f"pipeline={recipe}", *SHARED)
+    for recipe, *words in [*((name,) for name in RECIPES), *VARIED]:
+        pipeline = composed(f"pipeline={recipe}", *words, *SHARED)
         for kind, how in CASES:
             batch = collected(kind, recipe)
             parts = spread(batch, how, world)
             order, mine = torch.cat(parts), parts[rank]
-            alone = by_row(order, composed(f"pipeline={recipe}")(take_rows(batch, order)))
+            alone = by_row(order, composed(f"pipeline={recipe}", *words)(take_rows(batch, order)))
             rows = take_rows(batch, mine) if len(mine) else TensorDict({}, batch_size=[0])
             if kind == "ragged" and len(mine):
                 rows = lazy_stack(list(rows.unbind(0)))
