@@ -37,7 +37,7 @@ def sums_of_rows(
         "outside": out,
         "k1": of_tokens(ratio, "k1").sum(-1),
         "k3": of_tokens(ratio, "k3").sum(-1),
-        "square_ratio": torch.where(mask, (2 * clamped(ratio.token)).exp(), 0.0).sum(-1),
+        "chi2": (ratio.excess * (ratio.excess + 2)).sum(-1),
     }
 
 
@@ -67,7 +67,7 @@ def diagnose(rows: Mapping[str, Tensor], first: Tensor | None) -> dict[str, Tens
         "out_of_bounds": _share(rows["outside"].sum(), size),
         "kl_k1": _share(rows["k1"].sum(), size),
         "kl_k3": _share(rows["k3"].sum(), size),
-        "chi2": _share(rows["square_ratio"].sum() - size, size),
+        "chi2": _share(rows["chi2"].sum(), size),
     }
     tokens = over_units(rows["tokens"], first)
     there = (tokens > 0) & (True if first is None else is_first(first))

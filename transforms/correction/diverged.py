@@ -17,7 +17,7 @@ from headrace.transforms.schema import read_column
 
 from .divergence import Estimator, Over, check_divergence, of_tokens, over_rollout, over_row, row_part
 from .importance import check_bounds, outside
-from .ratios import LogRatio, Span, log_ratio, over_units
+from .ratios import LogRatio, Span, over_units
 from .token_columns import Policies, read_advantage, read_policies
 
 Judged = Literal["all", "negative"]
@@ -122,7 +122,7 @@ class Diverged:
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool, True where the row stays; (N, T), of its tokens, where they are judged one by one."""
-        ratio = log_ratio(*self._read(batch)[:3])
+        ratio = self._read(batch).ratio
         values = of_tokens(ratio, self.estimator)
         if self.level == "token":
             there, found = ratio.mask, values

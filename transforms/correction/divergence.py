@@ -11,7 +11,7 @@ from headrace.transforms.checks import enforce
 from headrace.transforms.ids import reduce_by
 from headrace.transforms.options import one_of
 
-from .ratios import LogRatio, clamped, finite_rule, log_ratio, over_units, sum_of_rows
+from .ratios import LogRatio, finite_rule, over_units, sum_of_rows
 
 Estimator = Literal["k1", "k2", "k3"]
 Over = Literal["token", "sum", "mean", "max"]
@@ -60,8 +60,8 @@ def divergence(
         [0.5]
     """
     check_divergence(estimator, level)
-    ratio = log_ratio(log_prob, sampler_log_prob, mask)
-    enforce([finite_rule(log_prob, sampler_log_prob, mask)])
+    ratio = LogRatio(log_prob, sampler_log_prob, mask)
+    enforce([finite_rule(ratio, log_prob, sampler_log_prob)])
     values = of_tokens(ratio, estimator)
     found = values if level == "token" else over_row(values, ratio, level)
     return found.to(ratio.dtype)
@@ -79,10 +79,9 @@ def check_divergence(estimator: str, level: str) -> None:
 
 def of_tokens(ratio: LogRatio, estimator: str) -> Tensor:
     """(N, T) float64, 0 out of the mask."""
-    d = -clamped(ratio.token)
     if estimator == "k1":
-        return d
-    return d.square() / 2 if estimator == "k2" else (-d).expm1() + d
+        return -ratio.clamped
+    return ratio.clamped.square() / 2 if estimator == "k2" else ratio.excess - ratio.clamped
 
 
 def over_row(values: Tensor, ratio: LogRatio, level: str) -> Tensor:

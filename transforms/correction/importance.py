@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.transforms.checks import enforce
 from headrace.transforms.options import one_of
 
-from .ratios import LogRatio, clamped, finite_rule, log_ratio, sum_of_rows, total_of
+from .ratios import LogRatio, clamped, finite_rule, sum_of_rows, total_of
 
 Level = Literal["token", "sequence", "mean"]
 Bound = Literal["truncate", "zero", "none"]
@@ -73,9 +73,9 @@ def importance_weight(
         tensor([[12.1825, 12.1825,  0.0000]])
     """
     check_weights(level, bound, low, high, normalise)
-    ratio = log_ratio(log_prob, sampler_log_prob, mask)
-    enforce([finite_rule(log_prob, sampler_log_prob, mask)])
-    weight = bounded(ratio_of(ratio, level, ratio.total, ratio.tokens), bound, low, high)
+    ratio = LogRatio(log_prob, sampler_log_prob, mask)
+    enforce([finite_rule(ratio, log_prob, sampler_log_prob)])
+    weight = bounded(ratio_of(ratio, level), bound, low, high)
     if normalise == "batch":
         weight = (weight.double() / mean_of(share_of_mean(weight, ratio, level))).to(weight.dtype)
     return torch.where(mask, weight, 0.0)
@@ -107,18 +107,22 @@ def check_bounds(low: float | None, high: float | None) -> None:
         raise ValueError(f"low must be ≤ high; got {low!r} and {high!r}")
 
 
-def ratio_of(ratio: LogRatio, level: str, total: Tensor, tokens: Tensor) -> Tensor:
+def ratio_of(
+    ratio: LogRatio, level: str, total: Tensor | None = None, tokens: Tensor | None = None
+) -> Tensor:
     """The ratios at a level, before any bound: (N, T) of tokens, (N, 1) of rows; no mask is applied.
 
     Args:
         ratio: of tokens.
         level: token, sequence, mean.
-        total: (N,) float64, log ρ added up over the row, or over its rollout.
-        tokens: (N,) int64, of the row, or of its rollout.
+        total: (N,) float64, log ρ added up over the row's rollout; None: over the row.
+        tokens: (N,) int64, of the row's rollout; None: of the row.
     """
     if level == "token":
-        return clamped(ratio.token).exp().to(ratio.dtype)
-    log = total if level == "sequence" else total / tokens.clamp_min(1)
+        return ratio.clamped.exp().to(ratio.dtype)  # `excess + 1` would lose a small one
+    log = ratio.total if total is None else total
+    if level == "mean":
+        log = log / (ratio.tokens if tokens is None else tokens).clamp_min(1)
     return clamped(log).exp().to(ratio.dtype).unsqueeze(-1)
 
 

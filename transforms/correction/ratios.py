@@ -8,7 +8,8 @@ mask is never read and counts as a log-ratio of 0. Computed in float64, rounded 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,37 +23,53 @@ LARGEST = 20.0  # a log-ratio beyond it says no more: e^20 is 485 million
 Span = Literal["sample", "rollout"]
 
 
-class LogRatio(NamedTuple):
-    """log ρ of tokens, and what their rows add up to."""
-
-    token: Tensor
-    """(N, T) float64: log π_old − log μ, 0 out of the mask."""
-    mask: Tensor
-    """(N, T) bool: tokens in the loss."""
-    total: Tensor
-    """(N,) float64: its sum over the row's tokens, the same bits in whatever order, with whatever padding."""
-    tokens: Tensor
-    """(N,) int64."""
-    dtype: torch.dtype
-    """What results are rounded to: that of the log-probabilities, at least float32."""
-
-
-def log_ratio(log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> LogRatio:
-    """log ρ of recorded log-probabilities. No device read.
+class LogRatio:
+    """log ρ of recorded log-probabilities, and what follows from it, computed where it is asked for.
 
     Args:
         log_prob: (N, T) float, log π_old.
         sampler_log_prob: (N, T) float, log μ.
-        mask: (N, T) bool. What is not finite inside it counts as 0 here: :func:`finite_rule` refuses it.
+        mask: (N, T) bool, tokens in the loss. What is not finite there counts as 0 (:func:`finite_rule`
+            refuses it).
+
+    Attributes:
+        token: (N, T) float64: log π_old − log μ, 0 out of the mask.
+        mask: (N, T) bool.
+        wrong: (N, T) bool, tokens in the loss of which it is not known.
+        dtype: what results are rounded to: that of the log-probabilities, at least float32.
 
     Raises:
         BatchError: the shapes differ, or the mask is not bool.
     """
-    check_columns(log_prob, sampler_log_prob, mask)
-    dtype = torch.promote_types(torch.promote_types(log_prob.dtype, sampler_log_prob.dtype), torch.float32)
-    ratio = log_prob.detach().double() - sampler_log_prob.detach().double()
-    ratio = torch.where(mask & ratio.isfinite(), ratio, 0.0)
-    return LogRatio(ratio, mask, sum_of_rows(ratio), mask.sum(-1), dtype)
+
+    def __init__(self, log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor):
+        check_columns(log_prob, sampler_log_prob, mask)
+        dtype = torch.promote_types(log_prob.dtype, sampler_log_prob.dtype)
+        self.dtype, self.mask = torch.promote_types(dtype, torch.float32), mask
+        ratio = log_prob.detach().double() - sampler_log_prob.detach().double()
+        finite = ratio.isfinite()
+        self.wrong = mask & ~finite
+        self.token = ratio.masked_fill_(~(mask & finite), 0.0)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """(N,) int64: how many of a row are in the mask."""
+        return self.mask.sum(-1)
+
+    @cached_property
+    def total(self) -> Tensor:
+        """(N,) float64: log ρ added up over a row, the same bits in whatever order, with whatever padding."""
+        return sum_of_rows(self.token)
+
+    @cached_property
+    def clamped(self) -> Tensor:
+        """(N, T) float64: log ρ within ±20."""
+        return clamped(self.token)
+
+    @cached_property
+    def excess(self) -> Tensor:
+        """(N, T) float64: ρ − 1, of the clamped log-ratio."""
+        return self.clamped.expm1()
 
 
 def check_columns(log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> None:
@@ -72,26 +89,25 @@ def check_columns(log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> N
 
 
 def finite_rule(
-    log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor, name_row: Callable[[int], str] | None = None
+    ratio: LogRatio, log_prob: Tensor, sampler_log_prob: Tensor, name_row: Callable[[int], str] | None = None
 ) -> Rule:
     """Every token in the loss has finite log-probabilities.
 
     Args:
+        ratio: of them.
         log_prob: (N, T) float.
         sampler_log_prob: (N, T) float.
-        mask: (N, T) bool.
         name_row: a row in words; None: its number.
     """
-    wrong = mask & ~(log_prob.isfinite() & sampler_log_prob.isfinite())
 
     def describe(row: int) -> str:
-        token = int(wrong[row].nonzero()[0])
+        token = int(ratio.wrong[row].nonzero()[0])
         pair = float(log_prob[row, token]), float(sampler_log_prob[row, token])
         where = f"row {row}" if name_row is None else name_row(row)
         return f"{pair[0]:g} (trainer) and {pair[1]:g} (sampler) at {where}, token {token}"
 
     return Rule(
-        wrong.any(-1),
+        ratio.wrong.any(-1),
         describe,
         "tokens in the loss have a finite log-probability under both policies; found {found}. Record both "
         "for every token that trains, or take those rows out before: SampleFilter(criterion=Finite(key=...))",

@@ -28,7 +28,7 @@ from .importance import (
     ratio_of,
     share_of_mean,
 )
-from .ratios import LogRatio, Span, log_ratio, over_units
+from .ratios import LogRatio, Span, over_units
 from .token_columns import change_advantage, read_policies, write_tokens
 
 
@@ -126,7 +126,7 @@ class RolloutCorrection(BatchTransform):
         read = read_policies(
             batch, self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key, reader=name
         )
-        ratio, people = log_ratio(*read[:3]), population_of(batch, every=True)
+        ratio, people = read.ratio, population_of(batch, every=True)
         level_ratio, rules = self._at_level(batch, ratio, people)
         weight = bounded(level_ratio, self.bound, self.low, self.high)
         if self.normalise == "batch":
@@ -147,7 +147,7 @@ class RolloutCorrection(BatchTransform):
     ) -> tuple[Tensor, list[Rule]]:
         """The ratios before bounds, (N, T) or (N, 1); of rollouts over all ranks that have rows of them."""
         if self.level == "token" or self.unit == "sample":
-            return ratio_of(ratio, self.level, ratio.total, ratio.tokens), []
+            return ratio_of(ratio, self.level), []
         rollouts = self.ids(batch, "rollout")
         everyone = people.take({"total": ratio.total, "tokens": ratio.tokens}, {"rollouts": rollouts})
         first = first_row(everyone["rollouts"])

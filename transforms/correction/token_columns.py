@@ -16,18 +16,14 @@ from headrace.transforms.rows import flat_rows
 from headrace.transforms.schema import IN_LOSS, has_key, require
 from headrace.transforms.tokens import check_mask
 
-from .ratios import finite_rule
+from .ratios import LogRatio, finite_rule
 
 
 class Policies(NamedTuple):
     """What two policies say of the tokens in the loss."""
 
-    log_prob: Tensor
-    """(N, T) float, log π_old."""
-    sampler_log_prob: Tensor
-    """(N, T) float, log μ."""
-    mask: Tensor
-    """(N, T) bool, of rows in the loss."""
+    ratio: LogRatio
+    """Of the trainer's and the sampler's."""
     rule: Rule
     """Both are finite in the mask."""
 
@@ -63,7 +59,8 @@ def read_policies(
         raise BatchError(
             f"a token has a log-probability under both policies and one mask; {reader} found {shapes}"
         )
-    return Policies(old, sampler, mask, finite_rule(old, sampler, mask, _names(batch)))
+    ratio = LogRatio(old, sampler, mask)
+    return Policies(ratio, finite_rule(ratio, old, sampler, _names(batch)))
 
 
 def read_loss_mask(batch: TensorDictBase, key: NestedKey, *, reader: str) -> Tensor:
