@@ -47,7 +47,8 @@ def check_order(stages: Mapping[str, Callable]) -> None:
 
     Too late is a column that a stage reads and only a later one makes, one that a stage has built on
     (`final_keys`: the rewards and groups behind an advantage) and a later one changes, and a loss mask that
-    is made after rows were silenced in it. Stages that each change a column in turn are in order.
+    is made after rows were silenced in it. So are additions to a column that was weighed, and who rejects
+    rows whose rewards were compared. Stages that each change a column in turn are in order.
 
     Raises:
         ValueError: naming the two stages and the column.
@@ -73,7 +74,30 @@ def check_order(stages: Mapping[str, Callable]) -> None:
                     f"stage {name!r} reads {columns}, which {later!r} writes after it: {later!r} would have "
                     f"no effect on it. Put {later!r} before {name!r}, or take it out"
                 )
+            _check_weights(name, stages[name], later, stages[later])
         made |= writes
+
+
+def _check_weights(name: str, stage: Callable, later: str, behind: Callable) -> None:
+    """Refuse what would run and be silently wrong: it adds to what was weighed, or rejects what was compared.
+
+    Raises:
+        ValueError: naming the two stages, and what would come of it.
+    """
+    reads, writes, _ = _keys(behind)
+    unweighed = set(getattr(stage, "weighed_keys", ())) & writes - set(getattr(behind, "weighed_keys", ()))
+    if unweighed and MINIBATCH not in reads:
+        columns = ", ".join(repr(key) for key in sorted(unweighed, key=str))
+        raise ValueError(
+            f"stage {name!r} multiplies {columns} by weights, and {later!r} writes it after that: what it "
+            f"adds would not be weighed. Put {later!r} before {name!r}"
+        )
+    if getattr(stage, "compares", False) and getattr(behind, "before_baseline", False):
+        raise ValueError(
+            f"stage {later!r} rejects rows after {name!r} has compared their rewards: a rejected reward "
+            f"would stay in the baseline of the others. Put {later!r} before {name!r}, with action='exclude' "
+            "or 'drop'; action='mask' there leaves the reward in the baseline on purpose"
+        )
 
 
 def place_of_cut(stages: Mapping[str, Any]) -> int | None:

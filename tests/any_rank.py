@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from batches import batch_of
 from composed import composed
+from policies import with_old
 from processes import run_processes
 from tensordict import TensorDict, lazy_stack
 
@@ -63,7 +64,7 @@ def collected(kind: str, recipe: str) -> TensorDict:
     batch["turn_index"] = torch.tensor([[2 * k] * 3 + [2 * k + 1] * 3 for k in places])
     batch["turn_reward"] = torch.rand(len(rows), 6, generator=generator)
     batch["turn_reward"] *= torch.tensor([[float(t // 2 == k) for t in range(6)] for k in places])
-    return batch
+    return with_old(batch, 0.0005)
 
 
 def spread(batch: TensorDict, how: str, world: int) -> list[torch.Tensor]:
@@ -84,7 +85,15 @@ def _around(rows: torch.Tensor, world: int) -> list[torch.Tensor]:
     return [parts[0], rows[:0], *parts[1:]]
 
 
-COLUMNS = ("advantage", "loss_weight", ("headrace", "reward"), "num_tokens", "num_rollouts", "num_groups")
+COLUMNS = (
+    "advantage",
+    "importance_weight",
+    "loss_weight",
+    ("headrace", "reward"),
+    "num_tokens",
+    "num_rollouts",
+    "num_groups",
+)
 
 
 def by_row(rows: torch.Tensor, out: TensorDict) -> dict:
@@ -98,6 +107,12 @@ def by_row(rows: torch.Tensor, out: TensorDict) -> dict:
     return found
 
 
+CORRECTION, REJECT = "pipeline.stages.correction", "pipeline.stages.reject.criterion"
+VARIED = (  # by words that no recipe has
+    ("tis", f"{CORRECTION}.normalise=batch"),
+    ("tis", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=sequence", f"{CORRECTION}.unit=rollout"),
+    ("mis", f"{REJECT}.unit=rollout", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=mean"),
+)
 CASES = (("uniform", "in turn"), ("ragged", "at random"), ("ragged", "in pieces"), ("uniform", "one without"))
 
 
@@ -105,8 +120,9 @@ def compare_with_one_process(rank: int, world: int, folder: str) -> None:
     """Every recipe, kind of batch and way to spread it: what differs from one process that has all rows."""
     join(rank, world, folder)
     differs, compared = [], 0
-    for recipe in RECIPES:
-        pipeline, of_one = composed(f"pipeline={recipe}", *SHARED), composed(f"pipeline={recipe}")
+    for recipe, *words in [*((name,) for name in RECIPES), *VARIED]:
+        pipeline = composed(f"pipeline={recipe}", *words, *SHARED)
+        of_one = composed(f"pipeline={recipe}", *words)
         for kind, how in CASES:
             batch = collected(kind, recipe)
             parts = spread(batch, how, world)

@@ -9,6 +9,7 @@ import torch
 from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policies import with_old
 
 from headrace.transforms import BatchError
 
@@ -45,6 +46,7 @@ def collected(draw, make_batch, recipe):
     batch["turn_reward"] = torch.zeros(len(rows), 4).scatter_(1, batch["turn_index"][:, [0, 3]], 0.3)
     batch["turn_reward"] *= batch["next", "reward"].sum(-1, keepdim=True)
     batch["tokens", "full"] %= 2  # so that rollouts share some
+    with_old(batch, 0.0005)
     return batch, torch.tensor(draw(st.permutations(range(len(rows)))))
 
 
@@ -103,6 +105,7 @@ def bound_of(pipeline, batch, largest_group):
     }[getattr(stage, "scale", "none")]
     if "whitening" in pipeline.order:
         return 2 * float(batch["masks", "all_assistant_mask"].sum()) ** 0.5
+    found *= 1.01 if "correction" in pipeline.order else 1.0  # no token is further from the sampler
     # A rollout there is worth the sum of its two segments, and each step is compared once more.
     return found + (spread * 6 if "states" in pipeline.order else 0.0)
 

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from policies import OLD, with_old
 from tensordict import TensorDict, lazy_stack
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
@@ -24,6 +25,7 @@ from headrace.transforms import (
     CompletenessGate,
     DenseRows,
     DifficultyWeight,
+    Diverged,
     FanOutCollapse,
     GroupRelativeAdvantage,
     LengthPenalty,
@@ -36,12 +38,14 @@ from headrace.transforms import (
     RewardsToGo,
     RewardsVary,
     RewardWithin,
+    RolloutCorrection,
     RunningBaseline,
     SampleFilter,
     ScoreRows,
     ShuffleSplit,
     SignFactors,
     StateAdvantage,
+    TokenFilter,
     TreeAdvantage,
     TurnAdvantage,
     TurnDiscount,
@@ -97,6 +101,15 @@ def make_stages() -> dict[str, BatchTransform]:
         "running": RunningBaseline(baseline_key="group_id"),
         "signs": SignFactors(positive=0.5),
         "difficulty": DifficultyWeight(strength=2.0),
+        "filter-diverged": SampleFilter(
+            criterion=Diverged(estimator="k1", level="sum", high=1.002, unit="rollout"), action="exclude"
+        ),
+        "correction": RolloutCorrection(),
+        "correction-rollout": RolloutCorrection(level="sequence", unit="rollout", normalise="batch"),
+        "token-filter": TokenFilter(criterion=Diverged(estimator="k1", level="token", high=1.001)),
+        "token-filter-all": TokenFilter(
+            criterion=Diverged(estimator="k1", high=1.001, judges="negative"), denominator="all"
+        ),
         "pipeline": Pipeline(
             {
                 "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
@@ -130,7 +143,7 @@ def rows(make_batch, **options) -> TensorDict:
     batch["turn_index"] = torch.tensor([0, 0, 1, 0, 0, 0, 0, 0])[:, None].expand(8, 4).contiguous()
     batch["turn_reward"] = torch.linspace(0, 1, 32).view(8, 4)
     batch["parent_id"] = torch.tensor([-1, 0, 0, 1, -1, 3, 4, -1])
-    return batch
+    return with_old(batch)
 
 
 def same(a: TensorDict, b: TensorDict) -> bool:
@@ -190,6 +203,7 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name, make_batch):
         row["log_probs", "full"] = torch.zeros(number + 2)
         row["turn_index"] = row["turn_index"][:1].expand(number + 2)
         row["turn_reward"] = torch.zeros(number + 2)
+        row[OLD] = torch.zeros(number + 2)
         ragged.append(row)
     out = make_stages()[name](lazy_stack(ragged))
     dense = make_stages()[name](rows(make_batch))
@@ -204,7 +218,7 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name, make_batch):
     assert lengths == expected
     if name in ("turns", "tree", "tree-parents"):  # per token
         assert [len(credit) for credit in out.get("advantage", as_list=True)] == expected
-    elif "advantage" in dense.keys():
+    elif "advantage" in dense.keys() and dense["advantage"].shape[1] == 1:
         assert torch.equal(torch.stack(list(out.get("advantage", as_list=True))), dense["advantage"])
 
 
@@ -309,6 +323,7 @@ def options_of(stage: BatchTransform) -> list[str]:
 
 
 # The columns that each stage cannot do without: every one missing is an error that says what to do.
+POLICIES = [OLD, ("log_probs", "full"), ("masks", "all_assistant_mask")]
 NEEDED = {
     "dense": [("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")],
     "gate": ["group_id", "rollout_id"],
@@ -343,6 +358,11 @@ NEEDED = {
     "running": [REWARD, "advantage", "group_id", "rollout_id"],
     "signs": ["advantage"],
     "difficulty": [REWARD, "advantage", "group_id", "rollout_id"],
+    "filter-diverged": [*POLICIES, "rollout_id"],
+    "correction": [*POLICIES, "advantage"],
+    "correction-rollout": [*POLICIES, "advantage", "rollout_id"],
+    "token-filter": POLICIES,
+    "token-filter-all": [*POLICIES, "advantage"],
     "pipeline": ["group_id", "rollout_id", ("next", "reward")],
 }
 
@@ -421,7 +441,7 @@ def test_a_verdict_says_who_leaves_and_why(name, make_batch):
     else:
         assert here == set(range(8))
         assert outcome.batch[IN_LOSS].tolist() == [row not in leaves for row in range(8)]
-    if name in ("gate", "filter-best", "filter-mask", "filter-exclude", "filter-drop"):
+    if name in ("gate", "filter-best", "filter-mask", "filter-exclude", "filter-drop", "filter-diverged"):
         assert leaves, "the batch of this test has somebody to take out"
 
 

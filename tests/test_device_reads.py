@@ -26,6 +26,7 @@ from headrace.transforms import (
     CompletenessGate,
     DenseRows,
     DifficultyWeight,
+    Diverged,
     FanOutCollapse,
     Finite,
     GroupMeanWithin,
@@ -40,12 +41,14 @@ from headrace.transforms import (
     RewardsToGo,
     RewardsVary,
     RewardWithin,
+    RolloutCorrection,
     RunningBaseline,
     SampleFilter,
     ScoreRows,
     ShuffleSplit,
     SignFactors,
     StateAdvantage,
+    TokenFilter,
     TreeAdvantage,
     TurnAdvantage,
     TurnDiscount,
@@ -91,7 +94,7 @@ RECIPE_BY_NAME = {
     "gigpo": (2, 1),
     "tree_grpo": (2, 1),
 }
-RECIPE_BY_NAME |= {"gfpo": (2, 1), "pods": (2, 1), "rae": (3, 2), "spo": (3, 2)}
+RECIPE_BY_NAME |= {"gfpo": (2, 1), "pods": (2, 1), "mis": (3, 1), "rae": (3, 2), "spo": (3, 2)}
 STAGE = {  # alone
     "dense": (1, 0),
     "score": (2, 1),
@@ -142,6 +145,12 @@ STAGE = {  # alone
     "turns, rows": (2, 0),
     "tree": (2, 0),
     "tree, parents": (2, 0),
+    "filter, diverged": (1, 0),
+    "filter, diverged rollouts": (1, 0),
+    "correction": (1, 0),
+    "correction, normalised rollouts": (1, 0),
+    "token filter": (1, 0),
+    "token filter, all": (1, 0),
 }
 PACK = {  # a micro-batch of 8 rows
     "pack": (2, 0),
@@ -336,6 +345,18 @@ OPTIONS = {
     "turns, rows": lambda: TurnAdvantage(turn_index_key=None),
     "tree": lambda: TreeAdvantage(),
     "tree, parents": lambda: TreeAdvantage(forks="parent", baseline="leave_one_out", alone="return"),
+    "filter, diverged": lambda: SampleFilter(criterion=Diverged(high=1e-7)),
+    "filter, diverged rollouts": lambda: SampleFilter(
+        criterion=Diverged(estimator="k1", level="max", high=1.0005, unit="rollout")
+    ),
+    "correction": lambda: RolloutCorrection(bound="zero", low=0.9995),
+    "correction, normalised rollouts": lambda: RolloutCorrection(
+        level="mean", unit="rollout", normalise="batch"
+    ),
+    "token filter": lambda: TokenFilter(criterion=Diverged(estimator="k1", level="token", high=1.0005)),
+    "token filter, all": lambda: TokenFilter(
+        criterion=Diverged(estimator="k1", high=1.0005, judges="negative"), denominator="all"
+    ),
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from batches import batch_of
 from composed import composed
+from policies import OLD, with_old
 
 from headrace.pipeline import Pipeline
 from headrace.pipeline.report import make_report
@@ -37,6 +38,9 @@ def batch_for(recipe: str, start: int = 0):
     batch[MASK][[2, 11]] = False
     batch[LOG_PROBS][[5, 20]] = float("nan")
     batch[LOG_PROBS][7, 0] = float("nan")
+    if any(OLD in getattr(stage, "in_keys", ()) for stage in stages_of(recipe).values()):
+        batch[MASK] &= batch[LOG_PROBS].isfinite()  # which these stages ask of every token in the loss
+        with_old(batch, 0.0005)
     if recipe.endswith("gdpo"):
         batch["next", "reward"] = torch.stack(
             [batch["next", "reward"].flatten(), torch.tensor(rewards) ** 2], 1

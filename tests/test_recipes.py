@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -94,16 +95,12 @@ def test_a_recipe_says_only_what_differs(name):
             assert below[stage] is not None
             assert composed[stage] is None
             continue
-        before, after = below[stage], composed[stage]
-        if isinstance(inner := options.get("criterion"), dict):
-            options = {
-                **{option: value for option, value in options.items() if option != "criterion"},
-                **inner,
-            }
-            before, after = before | before["criterion"], after | after["criterion"]
-        for option, value in options.items():
-            assert before[option] != value, f"{stage}.{option} is {value!r} already"
-            assert after[option] == value
+        inner = options.pop("criterion", {})
+        for place, own in (((), options), *([(("criterion",), inner)] if inner else [])):
+            under, found = (reduce(getitem, place, nodes[stage]) for nodes in (below, composed))
+            for option, value in own.items():
+                assert under[option] != value, f"{stage}.{option} is {value!r} already"
+                assert found[option] == value
 
 
 def test_the_nodes_of_stages_and_criteria_are_those_of_the_signatures():

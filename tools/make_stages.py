@@ -40,9 +40,12 @@ STAGES = {
     "states": transforms.StateAdvantage,
     "turns": transforms.TurnAdvantage,
     "tree": transforms.TreeAdvantage,
+    "correction": transforms.RolloutCorrection,
+    "token_filter": transforms.TokenFilter,
 }
 CRITERIA = {
     "best_of": transforms.BestOf,
+    "diverged": transforms.Diverged,
     "finite": transforms.Finite,
     "fresh": transforms.Fresh,
     "group_mean_within": transforms.GroupMeanWithin,

@@ -26,6 +26,7 @@ from .advantage import (
 from .base import BatchTransform, Outcome, read_numbers
 from .checks import Rule, enforce
 from .collapse import Collapsed, FanOutCollapse, collapse_fan_out
+from .correction import Diverged, RolloutCorrection, TokenFilter, divergence, importance_weight
 from .distributed import Population, population_of
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, ProcessedTwiceError
 from .filter import (
@@ -78,6 +79,7 @@ __all__ = [
     "Cut",
     "DenseRows",
     "DifficultyWeight",
+    "Diverged",
     "FanOutCollapse",
     "Finite",
     "Fresh",
@@ -101,6 +103,7 @@ __all__ = [
     "RewardWithin",
     "RewardsToGo",
     "RewardsVary",
+    "RolloutCorrection",
     "Rule",
     "RunningBaseline",
     "SampleFilter",
@@ -110,6 +113,7 @@ __all__ = [
     "StalledError",
     "StateAdvantage",
     "Status",
+    "TokenFilter",
     "TreeAdvantage",
     "TurnAdvantage",
     "TurnDiscount",
@@ -118,8 +122,10 @@ __all__ = [
     "combine_ids",
     "deal",
     "difficulty_weight",
+    "divergence",
     "enforce",
     "group_relative_advantage",
+    "importance_weight",
     "incomplete_groups",
     "length_penalty",
     "loss_weight",

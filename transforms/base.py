@@ -65,6 +65,10 @@ class BatchTransform(Transform):
         reasons: why rows leave the training here; the verdict ``k`` of a row means ``reasons[k - 1]``.
         effects: what becomes of those rows, by reason; empty: they are dropped.
         final_keys: columns that no later stage may write: it would have no effect on what was made here.
+        weighed_keys: columns that it multiplies by weights: what a later stage added to one would not be
+            weighed, so only those may write it that multiply it themselves, or stand behind the cut.
+        before_baseline: it takes out rows whose reward would be left in the baselines of a stage in front of
+            it that `compares`.
         keeps_rows: the rows that come out are those that came in, in their order.
         cuts: it cuts the batch into optimiser steps (``draw``), and what comes after it reads the cut.
         compares: it measures rewards against those of their group (``advantage_by_row``).
@@ -82,6 +86,8 @@ class BatchTransform(Transform):
     reasons: tuple[str, ...] = ()
     effects: tuple[Effect, ...] = ()
     final_keys: tuple[NestedKey, ...] = ()
+    weighed_keys: tuple[NestedKey, ...] = ()
+    before_baseline: bool = False
     keeps_rows: ClassVar[bool] = False
     cuts: ClassVar[bool] = False
     compares: ClassVar[bool] = False

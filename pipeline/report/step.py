@@ -18,6 +18,7 @@ from headrace.transforms import Status
 from .funnel import Level, funnel
 from .groups import groups_of, rollouts_of, staleness_of
 from .numbers import numbers_of
+from .warnings import warnings_of
 
 
 class HasAccount(Protocol):
@@ -95,6 +96,11 @@ class StepReport:
             return None
         names = {int(status): status.name.lower() for status in Status}
         return [names.get(value, str(value)) for value in self.columns["status"].tolist()]
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """A line for each number that is below what its stage was told to warn of (:func:`warnings_of`)."""
+        return warnings_of(self.metrics)
 
     @cached_property
     def numbers(self) -> dict[str, float]:

@@ -42,6 +42,7 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
         blocks += [Text(), _groups(report, groups)]
         if (more := len(report.groups["id"]) - groups) > 0:
             blocks.append(Text(f"and {more:,} groups more", style="dim"))
+    blocks += [Text(f"warning: {printable(line)}", style="yellow") for line in report.warnings]
     return Group(*blocks)
 
 

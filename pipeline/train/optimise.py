@@ -14,6 +14,7 @@ from headrace.transforms import BatchError, split_microbatches, weighted_loss
 from headrace.transforms.distributed import resolve_group
 from headrace.transforms.schema import MICROBATCH, has_key
 
+from .behaviour import check_behaviour
 from .whole_step import count_step
 
 
@@ -61,7 +62,8 @@ def optimise(
         TypeError: `minibatches` is one TensorDict.
         ValueError: `max_grad_norm` is not above 0.
         BatchError: a gradient that is not finite, before the step is taken; a batch of several minibatches
-            in place of a minibatch; rows that were not weighed together, such as a sample of a replay buffer.
+            in place of a minibatch; rows that were not weighed together, such as a sample of a replay buffer;
+            importance weights, and a loss whose ratio has them too (:func:`check_behaviour`).
         MissingKeyError: there are no weights (see `reduce`), or nothing says which tokens train.
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -81,6 +83,7 @@ def optimise(
         # A rank without rows takes part in the step with no forward pass.
         microbatches = list(split_microbatches(minibatch)) if cut else [minibatch][: len(minibatch)]
         tokens = count_step(minibatch, group=group, **keys)
+        check_behaviour(loss, minibatch)
         del minibatch  # else two of them would be in memory when the next one is gathered
         if not tokens:
             continue

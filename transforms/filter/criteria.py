@@ -1,9 +1,10 @@
 """Criteria for :class:`SampleFilter`: a batch in, (N,) bool out, True where the row stays.
 
-Any callable of that form is one. Four optional attributes help: `reason`, the word under which rows that go
-are counted; `unit`, what stays or goes as one; `in_keys`, the columns it reads, by which a pipeline refuses
-an order that cannot work; and `rules`, from a batch to what must hold of its rows. None of those here reads
-from the device, but RewardsVary where rows are out of the statistics.
+Any callable of that form is one. Optional attributes help: `reason`, the word under which rows that go are
+counted; `unit`, what stays or goes as one; `in_keys`, the columns it reads, by which a pipeline refuses an
+order that cannot work; `before_baseline`, by which it refuses a place behind the advantage; and `rules`, from
+a batch to what must hold of its rows. None of those here reads from the device, but RewardsVary
+where rows are out of the statistics.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Criterion:
     reason: str
     unit: str = "sample"
     in_keys: tuple[NestedKey, ...] = ()
+    before_baseline: bool = False  # a row that fails is to be judged before rewards are compared
+    spans_ranks: bool = True  # asked on every rank, also of no rows
     asks_in_loss: bool = False  # it looks at no token of rows that are out of the loss
 
     def __call__(self, batch: TensorDictBase) -> Tensor:

@@ -19,8 +19,6 @@ from headrace.transforms.rows import device_of, rows_that_stay
 from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, unit_keys
 from headrace.transforms.tokens import silence
 
-from .criteria import Criterion
-
 Action = Literal["mask", "exclude", "drop"]
 EFFECTS: dict[str, Effect] = {"mask": "masked", "exclude": "excluded", "drop": "dropped"}
 
@@ -105,6 +103,11 @@ class SampleFilter(BatchTransform):
         """Unless its criterion or its hook looks at tokens."""
         return self.on_batch is None and getattr(self.criterion, "asks_in_loss", False)
 
+    @property
+    def before_baseline(self) -> bool:  # type: ignore[override]
+        """Where its criterion says so."""
+        return getattr(self.criterion, "before_baseline", False)
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Judge all rows, call the hook, and act."""
         keep, rules = self._judge_units(batch, self._judge(batch))
@@ -117,7 +120,7 @@ class SampleFilter(BatchTransform):
         return Outcome(out, (~keep).to(torch.int8), measured, rules)
 
     def _judge(self, batch: TensorDictBase) -> Tensor:
-        if len(batch) == 0 and not isinstance(self.criterion, Criterion):  # other ranks have all rows
+        if len(batch) == 0 and not getattr(self.criterion, "spans_ranks", False):  # other ranks have all rows
             return torch.ones(0, dtype=torch.bool, device=device_of(batch))
         keep = self.criterion(batch)
         if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(batch):

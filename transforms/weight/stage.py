@@ -126,6 +126,7 @@ class LossWeight(BatchTransform):
             [MINIBATCH, ids, self.turn_key, None if fold == "none" else written],
             [written, *steps, "num_tokens", "num_samples", "num_rollouts", "num_groups"],
         )
+        self.weighed_keys = () if fold == "none" else (written,)
 
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Weigh the rows of each step."""

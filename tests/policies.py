@@ -1,0 +1,106 @@
+"""Rows with the log-probabilities of two policies, and what loops over them say."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from tensordict import TensorDict, lazy_stack
+
+OLD, SAMPLER, MASK = ("old_log_probs", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask")
+
+
+def with_old(batch: TensorDict, spread: float = 0.002) -> TensorDict:
+    """Add the trainer's log-probabilities: those of the sampler, and a little that depends on the token."""
+    steps = batch["tokens", "full"] * 7 % 5 - 2
+    batch[OLD] = batch[SAMPLER] + spread * steps
+    return batch
+
+
+def two_policies(rows: int, tokens: int, seed: int = 0, spread: float = 0.7) -> TensorDict:
+    """Random rows in float64, one of which has no token in the loss; NaN and infinity out of the mask."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, tokens, generator=generator) < 0.7
+    mask[1] = False
+    sampler = -torch.rand(rows, tokens, generator=generator, dtype=torch.float64)
+    old = sampler + spread * torch.randn(rows, tokens, generator=generator, dtype=torch.float64)
+    old[3, 0], mask[3, 0] = sampler[3, 0] + 30.0, True  # beyond what is clamped
+    sampler[~mask], old[~mask] = math.nan, math.inf
+    batch = TensorDict({"rollout_id": torch.arange(rows) // 2, "group_id": torch.arange(rows) // 4}, [rows])
+    batch[OLD], batch[SAMPLER], batch[MASK] = old, sampler, mask
+    batch["advantage"] = torch.randn(rows, 1, 1, generator=generator, dtype=torch.float64)
+    return batch
+
+
+def ragged(batch: TensorDict) -> TensorDict:
+    """The same rows, each as long as it is to its last token in the loss."""
+    short = []
+    for row in batch.unbind(0):
+        inside = row[MASK].nonzero().flatten().tolist()
+        length = inside[-1] + 1 if inside else 1
+        row = row.clone()
+        for key in (OLD, SAMPLER, MASK):
+            row[key] = row[key][:length].clone()
+        short.append(row)
+    return lazy_stack(short)
+
+
+# -- one row after another, one token after another ------------------------------------------------------
+
+
+def clamp(log: float) -> float:
+    return min(max(log, -20.0), 20.0)
+
+
+def log_ratios(batch: TensorDict) -> list[list[float]]:
+    """log π_old − log μ of each row's tokens in the loss."""
+    return [
+        [float(o) - float(s) for o, s, inside in zip(old, sampler, mask, strict=True) if inside]
+        for old, sampler, mask in zip(batch[OLD], batch[SAMPLER], batch[MASK], strict=True)
+    ]
+
+
+def stated_weights(rows: list[list[float]], level, bound, low, high, normalise) -> list[list[float]]:
+    """The weights of each row's tokens in the loss."""
+    weights = []
+    for logs in rows:
+        if level == "token":
+            found = [math.exp(clamp(log)) for log in logs]
+        elif logs:
+            log = math.fsum(logs) / (len(logs) if level == "mean" else 1)
+            found = [math.exp(clamp(log))] * len(logs)
+        else:
+            found = []
+        weights.append([stated_bound(w, bound, low, high) for w in found])
+    if normalise == "batch":
+        each = [w for row in weights for w in row] if level == "token" else [row[0] for row in weights if row]
+        mean = math.fsum(each) / len(each)
+        if mean > 1e-8:
+            weights = [[w / mean for w in row] for row in weights]
+    return weights
+
+
+def stated_bound(w: float, bound: str, low: float | None, high: float | None) -> float:
+    below, above = low is not None and w < low, high is not None and w > high
+    if bound == "truncate":
+        return low if below else high if above else w
+    return 0.0 if bound == "zero" and (below or above) else w
+
+
+def stated_divergence(rows: list[list[float]], estimator: str, level: str) -> list:
+    """Of each token in the loss, by row; or of each row."""
+    found = []
+    for logs in rows:
+        each = []
+        for log in logs:
+            d = -clamp(log)
+            each.append({"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator])
+        if level == "token":
+            found.append(each)
+        elif not each:
+            found.append(0.0)
+        else:
+            found.append(
+                {"sum": math.fsum(each), "mean": math.fsum(each) / len(each), "max": max(each)}[level]
+            )
+    return found

@@ -1,0 +1,386 @@
+"""Importance weights, divergences and rejection equal loops over rows and tokens."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from policies import (
+    MASK,
+    OLD,
+    SAMPLER,
+    log_ratios,
+    ragged,
+    stated_divergence,
+    stated_weights,
+    two_policies,
+)
+from tensordict import TensorDict
+
+from headrace.transforms import (
+    BatchError,
+    Diverged,
+    RolloutCorrection,
+    SampleFilter,
+    TokenFilter,
+    divergence,
+    importance_weight,
+)
+
+LEVELS, BOUNDS = ("token", "sequence", "mean"), ("truncate", "zero", "none")
+LIMITS = [(None, 2.0), (0.5, 5.0), (0.8, None), (None, None), (0.0, 1.0)]
+ESTIMATORS, OVER = ("k1", "k2", "k3"), ("token", "sum", "mean", "max")
+
+
+def spread_out(rows: list[list[float]], mask: torch.Tensor) -> torch.Tensor:
+    """(N, T) the numbers of tokens in the loss at their places, 0 elsewhere."""
+    out = torch.zeros(mask.shape, dtype=torch.float64)
+    out[mask] = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+    return out
+
+
+def close(found: torch.Tensor, expected) -> None:
+    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("normalise", ["none", "batch"])
+@pytest.mark.parametrize(("low", "high"), LIMITS)
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_are_those_of_a_loop(level, bound, low, high, normalise):
+    options = {"level": level, "bound": bound, "low": low, "high": high, "normalise": normalise}
+    for seed in range(3):
+        batch = two_policies(9, 7, seed)
+        expected = spread_out(stated_weights(log_ratios(batch), **options), batch[MASK])
+        close(importance_weight(batch[OLD], batch[SAMPLER], batch[MASK], **options), expected)
+        out = RolloutCorrection(**options)(batch)
+        close(out["importance_weight"], expected)
+        close(out["advantage"][..., 0], batch["advantage"][..., 0] * expected)
+        assert out["advantage"].shape == (9, 7, 1)
+
+
+@pytest.mark.parametrize("level", OVER)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_divergences_are_those_of_a_loop(estimator, level):
+    batch = two_policies(9, 7, 5)
+    found = divergence(batch[OLD], batch[SAMPLER], batch[MASK], estimator=estimator, level=level)
+    expected = stated_divergence(log_ratios(batch), estimator, level)
+    close(found, spread_out(expected, batch[MASK]) if level == "token" else expected)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 2.0), (None, 1.5), (0.9, None), (0.0, 1.01)])
+@pytest.mark.parametrize("level", OVER)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_rejection_is_that_of_a_loop(estimator, level, low, high):
+    if estimator != "k1" and (low is not None or high is None):
+        with pytest.raises(ValueError, match=f"{estimator} is bounded above alone"):
+            Diverged(estimator=estimator, level=level, low=low, high=high)
+        return
+    batch = two_policies(12, 6, 2)
+    least = 1 / high if low is None and estimator == "k1" else low
+
+    def stays(d: float) -> bool:
+        if estimator != "k1":
+            return d <= high
+        return (not least or d >= math.log(least)) and (high is None or d <= math.log(high))
+
+    values = stated_divergence(log_ratios(batch), estimator, level)
+    criterion = Diverged(estimator=estimator, level=level, low=low, high=high)
+    if level == "token":
+        expected = ~batch[MASK] | (
+            spread_out([[float(stays(d)) for d in row] for row in values], batch[MASK]) > 0
+        )
+        assert torch.equal(criterion(batch), expected)
+        assert torch.equal(TokenFilter(criterion=criterion)(batch)[MASK], batch[MASK] & expected)
+    else:
+        there = batch[MASK].any(1).tolist()
+        expected = [not token or stays(d) for token, d in zip(there, values, strict=True)]
+        assert criterion(batch).tolist() == expected
+        assert SampleFilter(criterion=criterion)(batch)["headrace", "in_loss"].tolist() == expected
+
+
+@pytest.mark.parametrize(("old", "low", "high"), [(math.log(2.0), None, 2.0), (math.log(0.5), 0.5, 5.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bounds_are_inclusive(old, low, high, dtype):
+    """In the precision of the numbers: the float32 next to log 2 is above it."""
+    ratio, zero, mask = (
+        torch.tensor([[old]], dtype=dtype),
+        torch.zeros(1, 1, dtype=dtype),
+        torch.ones(1, 1) > 0,
+    )
+    weight = importance_weight(ratio, zero, mask, bound="zero", low=low, high=high)
+    assert float(weight) == pytest.approx(math.exp(old))
+    batch = TensorDict({OLD: zero, SAMPLER: ratio, MASK: mask}, [1])
+    assert Diverged(estimator="k1", low=low or 0.0, high=high)(batch).item()
+
+
+def test_a_mean_of_next_to_nothing_changes_nothing():
+    batch = two_policies(4, 3)
+    weight = importance_weight(
+        batch[OLD], batch[SAMPLER], batch[MASK], bound="zero", low=1e12, high=None, normalise="batch"
+    )
+    assert torch.equal(weight, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ragged_rows_have_the_bits_of_dense_ones(level):
+    batch = two_policies(9, 7, 4)
+    stage = RolloutCorrection(level=level, bound="truncate", normalise="batch")
+    dense, rows = stage.run(batch), stage.run(ragged(batch))
+    for row, own in enumerate(rows.batch.tensordicts):
+        length = own[MASK].numel()
+        for key in ("importance_weight", "advantage"):
+            assert torch.equal(own[key], dense.batch[key][row, :length])
+            assert not dense.batch[key][row, length:].any()
+    assert rows.metrics == pytest.approx(dense.metrics, rel=1e-14)
+    for criterion in (
+        Diverged(high=0.3),
+        Diverged(high=0.3, judges="negative"),
+        Diverged(high=0.3, level="max"),
+    ):
+        assert torch.equal(criterion(ragged(batch)), criterion(batch))
+    tokens = TokenFilter(criterion=Diverged(high=0.3, level="token"))
+    for row, own in enumerate(tokens(ragged(batch)).tensordicts):
+        length = own[MASK].numel()
+        assert torch.equal(own[MASK], tokens(batch)[MASK][row, :length])
+
+
+@given(
+    order=st.permutations(range(8)),
+    level=st.sampled_from(LEVELS),
+    unit=st.sampled_from(["sample", "rollout"]),
+)
+def test_permuting_rows_permutes_the_bits(order, level, unit):
+    batch, order = two_policies(8, 6, 1, spread=3.0), torch.tensor(order)
+    stage = RolloutCorrection(level=level, unit=unit, bound="truncate", high=1e6, normalise="batch")
+    before, after = stage.run(batch), stage.run(batch[order])
+    for key in ("importance_weight", "advantage"):
+        assert torch.equal(after.batch[key], before.batch[key][order])
+    for over in ("sum", "mean", "max"):
+        criterion = Diverged(estimator="k1", level=over, high=2.0, unit=unit)
+        assert torch.equal(criterion(batch[order]), criterion(batch)[order])
+
+
+@pytest.mark.parametrize("level", ["sequence", "mean"])
+def test_a_rollout_is_one_sequence_however_it_is_cut_into_rows(level):
+    """Rows of one rollout have one weight, that of the rollout as one row, and count once."""
+    batch = two_policies(8, 6, 3)
+    whole = TensorDict({"rollout_id": torch.arange(4), "advantage": torch.ones(4, 1, 1).double()}, [4])
+    for key in (OLD, SAMPLER, MASK):
+        whole[key] = batch[key].reshape(4, 12)
+    options = {"level": level, "unit": "rollout", "normalise": "batch"}
+    cut, one = RolloutCorrection(**options).run(batch), RolloutCorrection(**options).run(whole)
+    assert torch.equal(cut.batch["importance_weight"].reshape(4, 12), one.batch["importance_weight"])
+    assert cut.metrics == pytest.approx(one.metrics, rel=1e-14)
+    for estimator, over in itertools.product(ESTIMATORS, ("sum", "mean", "max")):
+        criterion = Diverged(estimator=estimator, level=over, high=1.4, unit="rollout")
+        assert criterion(batch).tolist() == criterion(whole).repeat_interleave(2).tolist()
+    with pytest.raises(ValueError, match="a token's divergence is its own"):
+        Diverged(level="token", high=1.0, unit="rollout")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_comes_in_and_goes_out(dtype):
+    """Arithmetic is on the numbers as they came, in no less than float32."""
+    batch = two_policies(6, 5, 1)
+    for key in (OLD, SAMPLER):
+        batch[key] = batch[key].nan_to_num(0.0, 0.0, 0.0).to(dtype)
+    batch["advantage"] = batch["advantage"].to(dtype)
+    out = RolloutCorrection(level="sequence", high=1e4)(batch)
+    assert out["importance_weight"].dtype is torch.float32
+    assert out["advantage"].dtype is dtype
+    exact = importance_weight(
+        batch[OLD].double(), batch[SAMPLER].double(), batch[MASK], level="sequence", high=1e4
+    )
+    assert torch.equal(out["importance_weight"], exact.float())
+    assert torch.equal(
+        out["advantage"][..., 0], (batch["advantage"][..., 0].float() * exact.float()).to(dtype)
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("key", [OLD, SAMPLER])
+def test_what_is_not_finite_in_the_mask_is_refused_with_its_rows(key, value):
+    batch = two_policies(6, 5)
+    row, token = 4, int(batch[MASK][4].nonzero()[0])
+    batch[key][row, token] = value
+    words = rf"row 4 \(group 1, rollout 2\), token {token}"
+    for stage in (RolloutCorrection(), SampleFilter(criterion=Diverged(high=1.0)),
+                  TokenFilter(criterion=Diverged(high=1.0, level="token"))):  # fmt: skip
+        with pytest.raises(BatchError, match=words):
+            stage(batch)
+    for function in (importance_weight, divergence):
+        with pytest.raises(BatchError, match=f"at row 4, token {token}"):
+            function(batch[OLD], batch[SAMPLER], batch[MASK])
+
+
+def test_nothing_out_of_the_mask_is_read_and_results_carry_no_gradient():
+    batch = two_policies(6, 5)
+    other = batch.clone()
+    for key in (OLD, SAMPLER):
+        other[key] = torch.where(batch[MASK], batch[key], -7.0).requires_grad_()
+    out, same = RolloutCorrection()(batch), RolloutCorrection()(other)
+    for key in ("importance_weight", "advantage"):
+        assert torch.equal(out[key], same[key])
+        assert not same[key].requires_grad
+    assert not out["importance_weight"][~batch[MASK]].any()
+    assert not importance_weight(other[OLD], other[SAMPLER], other[MASK]).requires_grad
+    assert not divergence(other[OLD], other[SAMPLER], other[MASK]).requires_grad
+
+
+def test_a_row_out_of_the_loss_is_in_no_weight_and_no_number():
+    batch = two_policies(6, 5)
+    batch["headrace", "in_loss"] = torch.tensor([True, True, False, True, True, True])
+    gone = batch.clone()
+    gone[MASK][2] = False
+    for key in (OLD, SAMPLER):
+        batch[key][2] = math.nan
+    with_row, without = (RolloutCorrection(normalise="batch").run(each) for each in (batch, gone))
+    assert torch.equal(with_row.batch["importance_weight"], without.batch["importance_weight"])
+    assert with_row.metrics == without.metrics
+    assert Diverged(high=1e-9)(batch)[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": "group"}, "level must be one of 'token', 'sequence', 'mean'"),
+        ({"bound": "clip"}, "bound must be one of"),
+        ({"normalise": "row"}, "normalise must be one of"),
+        ({"unit": "group"}, "unit must be one of 'sample', 'rollout'"),
+        ({"low": 3.0}, "low must be ≤ high; got 3.0 and 2.0"),
+        ({"low": -1.0}, "low ≥ 0 and high > 0"),
+        ({"high": 0.0}, "low ≥ 0 and high > 0"),
+        ({"high": math.nan}, "low ≥ 0 and high > 0"),
+        ({"least_ess": 2.0}, r"least_ess must be in \[0, 1\]"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrection(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"estimator": "k4", "high": 1.0}, "estimator must be one of 'k1', 'k2', 'k3'"),
+        ({"level": "sequence", "high": 1.0}, "level must be one of 'token', 'sum', 'mean', 'max'"),
+        ({"estimator": "k1", "high": None}, "k1 needs low or high"),
+        ({"high": None}, "k3 is bounded above alone"),
+        ({"high": 1.0, "judges": "positive"}, "judges must be one of"),
+    ],
+)
+def test_criteria_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Diverged(**options)
+
+
+def test_columns_of_other_tokens_are_refused():
+    batch = two_policies(4, 5)
+    batch[OLD] = batch[OLD][:, :3]
+    with pytest.raises(
+        BatchError, match=r"one mask; RolloutCorrection found \('old_log_probs', 'full'\) \(4, 3\)"
+    ):
+        RolloutCorrection()(batch)
+    with pytest.raises(BatchError, match=r"found shapes \(4, 3\), \(4, 5\)"):
+        importance_weight(batch[OLD], batch[SAMPLER], batch[MASK])
+    batch = two_policies(4, 5)
+    batch["advantage"] = torch.zeros(4, 3, 1)
+    with pytest.raises(BatchError, match=r"a token, \(N, 5, 1\); RolloutCorrection found 'advantage'"):
+        RolloutCorrection()(batch)
+
+
+def test_rows_that_were_corrected_are_not_corrected_again():
+    with pytest.raises(BatchError, match="correcting twice would weigh them twice"):
+        RolloutCorrection()(RolloutCorrection()(two_policies(4, 5)))
+
+
+# -- tokens, and what the loss is divided by ---------------------------------------------------------------
+
+
+def test_tokens_leave_the_mask_or_keep_their_place_in_the_denominator():
+    batch = two_policies(6, 5)
+    criterion = Diverged(estimator="k1", level="token", high=1.5)
+    out = batch[MASK] & ~criterion(batch)
+    assert out.any()
+    kept = TokenFilter(criterion=criterion).run(batch)
+    assert torch.equal(kept.batch[MASK], batch[MASK] & ~out)
+    assert kept.batch[SAMPLER][out].isnan().all()
+    assert torch.equal(kept.batch["advantage"], batch["advantage"])
+    lengths = torch.where(out.any(1), batch[MASK].sum(1), -1)
+    assert torch.equal(kept.batch["headrace", "length"], lengths)
+    every = TokenFilter(criterion=criterion, denominator="all").run(batch)
+    assert torch.equal(every.batch[MASK], batch[MASK])
+    assert torch.equal(every.batch["advantage"][..., 0], torch.where(out, 0.0, batch["advantage"][..., 0]))
+    tokens = int(batch[MASK].sum())
+    for run in (kept, every):
+        assert run.metrics == {"kept": tokens - int(out.sum()), "fraction_kept": 1 - int(out.sum()) / tokens}
+
+
+def test_of_the_off_policy_rows_only_those_with_a_negative_advantage_leave():
+    """DeepSeek-V3.2: A < 0 and mean(log μ − log π_old) > δ."""
+    batch, delta = two_policies(12, 6, 2), 0.05
+    criterion = Diverged(estimator="k1", low=0.0, high=math.exp(delta), judges="negative")
+    out = TokenFilter(criterion=criterion, denominator="all")(batch)["advantage"][..., 0]
+    for row, logs in enumerate(log_ratios(batch)):
+        credit = float(batch["advantage"][row])
+        gone = bool(logs) and credit < 0 and -math.fsum(map(float, logs)) / len(logs) > delta
+        expected = torch.full((6,), credit, dtype=torch.float64).masked_fill(
+            batch[MASK][row], 0.0 if gone else credit
+        )
+        assert torch.equal(out[row], expected)
+
+
+@pytest.mark.parametrize("returned", [torch.ones(6, 5), [True], torch.ones(6, 4) > 0])
+def test_a_criterion_that_judges_no_tokens_is_refused(returned):
+    with pytest.raises(
+        BatchError, match=r"a criterion of tokens returns one bool each, \(6, 5\), or one a row"
+    ):
+        TokenFilter(criterion=lambda _: returned)(two_policies(6, 5))
+    with pytest.raises(ValueError, match="criterion must be a callable"):
+        TokenFilter(criterion=3)
+
+
+# -- what is measured ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_numbers_are_those_of_a_loop(level, bound):
+    batch = two_policies(9, 6, 7)
+    logs = log_ratios(batch)
+    weights = stated_weights(logs, level, bound, 0.5, 2.0, "none")
+    ratios = stated_weights(logs, level, "none", None, None, "none")
+    found = RolloutCorrection(level=level, bound=bound, low=0.5, high=2.0, least_ess=None).run(batch).metrics
+    tokens = [w for row in weights for w in row]
+    rows = [math.fsum(row) / len(row) for row in weights if row]
+    out = [[not 0.5 <= r <= 2.0 for r in row] for row in ratios]
+    of_tokens = [-min(max(log, -20), 20) for row in logs for log in row]
+    of_rows = [-min(max(math.fsum(row), -20), 20) for row in logs if row]
+    expected = {}
+    for by, values, d in (("token", tokens, of_tokens), ("sequence", rows, of_rows)):
+        squares = math.fsum(v * v for v in values)
+        expected |= {
+            f"weight_mean_{by}": math.fsum(values) / len(values),
+            f"weight_max_{by}": max(values),
+            f"ess_{by}": math.fsum(values) ** 2 / (len(values) * squares) if squares else 0.0,
+            f"kl_k1_{by}": math.fsum(d) / len(d),
+            f"kl_k3_{by}": math.fsum(math.exp(-x) - 1 + x for x in d) / len(d),
+            f"chi2_{by}": math.fsum(math.exp(-2 * x) for x in d) / len(d) - 1,
+        }
+    expected["out_of_bounds_token"] = sum(map(sum, out)) / len(tokens)
+    expected["out_of_bounds_sequence"] = math.fsum(sum(row) / len(row) for row in out if row) / len(rows)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_where_nothing_is_kept_the_effective_sample_size_is_zero():
+    batch = two_policies(4, 3)
+    numbers = RolloutCorrection(bound="zero", low=1e12, high=None).run(batch).metrics
+    assert numbers["ess_token"] == numbers["ess_sequence"] == numbers["weight_max_token"] == 0
+    assert numbers["out_of_bounds_token"] == 1
+    batch[MASK] = torch.zeros_like(batch[MASK])
+    assert set(RolloutCorrection(least_ess=None).run(batch).metrics.values()) == {0.0}

@@ -1,0 +1,375 @@
+"""Correction between the other stages: its place, its recipes, the loss behind it, and its report."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from batches import batch_of
+from composed import composed
+from policies import MASK, OLD, SAMPLER, log_ratios, stated_divergence, stated_weights, with_old
+from rich.console import Console
+from rollouts import make_collector, make_env, make_pipeline, make_policy
+from tensordict import TensorDict, lazy_stack
+from torchrl.objectives.llm import GRPOLoss
+
+from headrace.pipeline import Pipeline, load_pipeline, optimise
+from headrace.pipeline.report import make_report, show_report
+from headrace.transforms import (
+    BatchError,
+    BatchWhitening,
+    Diverged,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    LossWeight,
+    RolloutCorrection,
+    SampleFilter,
+    ShuffleSplit,
+    TokenFilter,
+    TurnDiscount,
+    pack,
+    unpack,
+    weighted_loss,
+)
+
+RECIPES = ("tis", "icepop", "mis", "opsm", "mlperf")
+PAGE = (Path(__file__).parent.parent / "docs" / "correction.md").read_text()
+
+
+def rewarded(rewards, groups, *, spread: float = 0.002, tokens: int = 6) -> TensorDict:
+    batch = with_old(batch_of(rewards, groups, tokens=tokens), spread)
+    batch["expected_rollouts"] = torch.tensor([groups.count(g) for g in groups])
+    return batch
+
+
+# -- the loss --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scene():
+    """A policy in float64 that has moved, so that ratios are clipped; rows whose sampler was another."""
+    policy = make_policy().double()
+    batch = make_pipeline("~pipeline.stages.filter")(next(iter(make_collector(make_env(), policy=policy))))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    rows = batch.select(
+        "tokens", "masks", "rollout_id", "group_id", "advantage", ("log_probs", "full")
+    ).clone()
+    rows["advantage"] = torch.randn(len(rows), 1, 1, dtype=torch.float64)
+    rows[OLD] = rows[SAMPLER].double()
+    rows[SAMPLER] = rows[OLD] + 0.5 * torch.randn_like(rows[OLD])
+    return policy, rows
+
+
+def gradient(policy, total) -> torch.Tensor:
+    policy.zero_grad()
+    total.backward()
+    return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+
+@pytest.mark.parametrize("clip_epsilon", [0.2, 0.01, (0.1, 0.3)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"level": "sequence"}, {"level": "mean", "bound": "zero", "low": 0.5}, {"normalise": "batch"}],
+)
+def test_folding_weights_into_the_advantage_is_weighing_the_clipped_loss(scene, options, clip_epsilon):
+    policy, batch = scene
+    loss = GRPOLoss(
+        policy, masking_strategy="generic", entropy_bonus=False, aggregation="none", clip_epsilon=clip_epsilon
+    )
+    loss.set_keys(sample_log_prob=OLD)
+    corrected = RolloutCorrection(**options)(batch)
+    weight = corrected["importance_weight"]
+    inside = weight[batch[MASK]]
+    assert float(inside.std()) > 0.01
+    folded = gradient(policy, loss(corrected).loss_objective.sum())
+    weighed = gradient(policy, (weight.unsqueeze(-1) * loss(batch).loss_objective).sum())
+    assert float((folded - gradient(policy, loss(batch).loss_objective.sum())).abs().max()) > 1e-6
+    torch.testing.assert_close(folded, weighed, rtol=1e-12, atol=1e-14)
+
+
+def test_a_loss_that_measures_its_ratio_from_the_sampler_is_refused(scene):
+    policy, batch = scene
+    batch = LossWeight(dtype="float64")(RolloutCorrection()(batch))
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    with pytest.raises(BatchError, match=r"count twice.*set_keys\(sample_log_prob=\('old_log_probs'"):
+        optimise([batch], loss, optimizer)
+    loss.set_keys(sample_log_prob=OLD)
+    assert optimise([batch], loss, optimizer) == 1
+
+
+@pytest.mark.parametrize("denominator", ["kept", "all"])
+def test_the_denominator_of_rejected_tokens_is_what_was_declared(scene, denominator):
+    """The gradient of kept tokens alone, over as many tokens as the option says."""
+    policy, batch = scene
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
+    loss.set_keys(sample_log_prob=OLD)
+    criterion = Diverged(estimator="k1", level="token", high=1.3)
+    keep = batch[MASK] & criterion(batch)
+    stage = TokenFilter(criterion=criterion, denominator=denominator, log_prob_key=OLD)
+    rows = LossWeight(log_prob_key=OLD, dtype="float64")(stage(batch))
+    found = gradient(policy, weighted_loss(loss(rows), rows))
+    terms = loss(batch).loss_objective
+    over = keep if denominator == "kept" else batch[MASK]
+    expected = gradient(policy, terms[keep].sum() / over.sum())
+    assert 0 < int(keep.sum()) < int(batch[MASK].sum())
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_the_gradient_of_a_step_does_not_depend_on_micro_batches_or_packing(scene, microbatches):
+    policy, batch = scene
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
+    loss.set_keys(sample_log_prob=OLD)
+    stages = {
+        "correction": RolloutCorrection(),
+        "split": ShuffleSplit(minibatches=1, microbatches=microbatches, remainder="pad", unit="sample"),
+        "weight": LossWeight(dtype="float64", log_prob_key=OLD),
+    }
+    seen = []
+    parameters = list(policy.parameters())
+
+    class Look(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(torch.cat([p.grad.flatten() for p in parameters]))
+
+    optimise(Pipeline(stages).minibatches(batch), loss, Look(parameters, lr=0.0))
+    rows = RolloutCorrection()(batch)
+    expected = gradient(policy, loss(rows).loss_objective.sum() / rows[MASK].sum())
+    torch.testing.assert_close(seen[0], expected, rtol=1e-10, atol=1e-14)
+
+
+def test_packing_carries_weights_and_advantage_of_tokens():
+    batch = rewarded([1.0, 0, 1, 0], [0, 0, 1, 1])
+    batch[MASK][:, 0] = False
+    rows = RolloutCorrection()(GroupRelativeAdvantage()(batch))
+    packed = pack(rows)
+    real = rows["masks", "all_attention_mask"]
+    assert torch.equal(packed["advantage"][0, :, 0], rows["advantage"][..., 0][real])
+    assert torch.equal(unpack(packed)["advantage"], rows["advantage"])
+
+
+# -- orders ----------------------------------------------------------------------------------------------
+
+
+def order(*names: str) -> Pipeline:
+    possible = {
+        "collapse": FanOutCollapse(),
+        "advantage": GroupRelativeAdvantage(),
+        "correction": RolloutCorrection(),
+        "second": RolloutCorrection(importance_key="importance_weight"),
+        "whitening": BatchWhitening(),
+        "discount": TurnDiscount(discount=0.5),
+        "exclude": SampleFilter(criterion=Diverged(high=0.1), action="exclude"),
+        "mask": SampleFilter(criterion=Diverged(high=0.1)),
+        "drop": SampleFilter(criterion=Diverged(high=0.1), action="drop"),
+        "opsm": TokenFilter(criterion=Diverged(high=0.1, judges="negative")),
+        "rows": SampleFilter(criterion=Diverged(high=0.1, judges="negative")),
+        "tokens": TokenFilter(criterion=Diverged(high=0.1, level="token")),
+        "all": TokenFilter(criterion=Diverged(high=0.1, level="token"), denominator="all"),
+        "split": ShuffleSplit(minibatches=1),
+        "fold": LossWeight(fold="sum"),
+    }
+    return Pipeline({name: possible[name] for name in names})
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["correction", "advantage"], "'correction' reads 'advantage', which 'advantage' writes after it"),
+        (
+            ["advantage", "correction", "whitening"],
+            "'whitening' writes it after that.*not be weighed",
+        ),
+        (["advantage", "correction", "discount"], "Put 'discount' before 'correction'"),
+        (["advantage", "all", "whitening"], "Put 'whitening' before 'all'"),
+        (["advantage", "correction", "second"], "'importance_weight', which 'second' writes after it"),
+        (["advantage", "split", "correction"], "'correction' comes after 'split'"),
+        (
+            ["advantage", "mask"],
+            "would stay in the baseline.*Put 'mask' before 'advantage'",
+        ),
+        (["advantage", "drop"], "a rejected reward would stay in the baseline"),
+        (["advantage", "exclude"], "rejects rows after 'advantage'|which 'exclude' writes after it"),
+        (["opsm", "advantage"], "'opsm' reads 'advantage', which 'advantage' writes after it"),
+        (["rows", "advantage"], "'rows' reads 'advantage', which 'advantage' writes after it"),
+        (["all", "advantage"], "'all' reads 'advantage', which 'advantage' writes after it"),
+    ],
+)
+def test_orders_that_are_silently_wrong_are_refused_by_name(names, message):
+    with pytest.raises(ValueError, match=message):
+        order(*names)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["collapse", "exclude", "advantage", "whitening", "discount", "correction", "split", "fold"],
+        ["mask", "advantage", "opsm", "correction", "split"],
+        ["tokens", "advantage", "correction", "all"],
+        ["advantage", "rows", "correction"],
+    ],
+)
+def test_orders_that_mean_something_are_not_refused(names):
+    assert order(*names).order == names
+
+
+@pytest.mark.parametrize(
+    ("action", "credit"), [("exclude", [0.5, -0.5]), ("mask", None), ("drop", [0.5, -0.5])]
+)
+def test_a_rejected_siblings_reward_is_in_the_baseline_only_where_it_was_left_there(action, credit):
+    """verl issues 6375 and 6452: rewards 100 (rejected), 1 and 0, scale none."""
+    batch = rewarded([100.0, 1, 0], [0, 0, 0], spread=0.0)
+    batch[OLD][0] += 1.0
+    stages = {
+        "collapse": FanOutCollapse(),
+        "reject": SampleFilter(criterion=Diverged(estimator="k1", level="mean", high=1.5), action=action),
+        "advantage": GroupRelativeAdvantage(scale="none"),
+    }
+    run = Pipeline(stages).run(batch)
+    found = run.batch["advantage"].flatten()[-2:].tolist()
+    assert found == pytest.approx(credit or [1 - 101 / 3, -101 / 3])
+    assert run.ledger.rows("reject/diverged") == [{"row": 0, "rollout": 0, "group": 0}]
+
+
+# -- recipes ---------------------------------------------------------------------------------------------
+
+
+def credit_of(rewards: list[float], own: float) -> float:
+    spread = statistics.stdev(rewards)
+    return 0.0 if not spread else (own - statistics.fmean(rewards)) / (spread + 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["dense", "ragged"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_its_formula(name, kind):
+    """One row after another, in groups of four whose rewards differ."""
+    rewards = [1.0, 0, 2, 5, 3, 3, 4, 4, 0, 1, 1, 7]
+    groups = [row // 4 for row in range(12)]
+    batch = rewarded(rewards, groups, spread=0.002 if name in ("mis", "opsm", "mlperf") else 0.9)
+    logs = log_ratios(batch)
+    means = [math.fsum(row) / len(row) for row in logs]
+    stays = [0.999 <= math.exp(-m) <= 1.001 for m in means] if name == "mis" else [True] * 12
+    run = composed(f"pipeline={name}").run(lazy_stack(list(batch.unbind(0))) if kind == "ragged" else batch)
+    for place, row in enumerate(run.batch["headrace", "row"].tolist()):
+        others = [rewards[r] for r in range(12) if groups[r] == groups[row] and stays[r]]
+        credit = credit_of(others, rewards[row]) if stays[row] and len(others) > 1 else 0.0
+        weights = [1.0] * len(logs[row])
+        if name != "opsm":
+            bound, low, high = {"icepop": ("zero", 0.5, 5.0), "mlperf": ("none", None, None)}.get(
+                name, ("truncate", None, 2.0)
+            )
+            weights = stated_weights([logs[row]], "token", bound, low, high, "none")[0]
+        if name == "opsm" and credit < 0 and -means[row] > 1e-4:
+            credit = 0.0
+        if name == "mlperf" and not 0.999 <= math.exp(means[row]) <= 1.002:
+            credit = 0.0
+        found = run.batch["advantage"][place, :, 0][batch[MASK][row]]
+        assert found.tolist() == pytest.approx([credit * w for w in weights], rel=1e-4, abs=1e-6)
+    gone = [row["row"] for row in run.ledger.rows("reject/diverged")] if name == "mis" else []
+    assert gone == [row for row in range(12) if not stays[row]]
+    assert name != "mis" or 0 < len(gone) < 12
+
+
+def presets() -> dict[str, str]:
+    """verl's presets and the words that make them, from the table of the page."""
+    lines = [line for line in PAGE.splitlines() if line.startswith(("| `decoupled_", "| `disabled"))]
+    cells = [re.findall(r"`([^`]+)`", line) for line in lines]
+    return {name: " ".join(words) for name, *words in cells}
+
+
+# verl's factory methods: level of the weight and its bounds; statistic that rejects and its bounds.
+VERL = {
+    "decoupled_token_is": (("token", "truncate", None, 2.0), None),
+    "decoupled_seq_is": (("sequence", "truncate", None, 2.0), None),
+    "decoupled_token_icepop": (("token", "zero", 0.5, 5.0), None),
+    "decoupled_seq_is_rs": (("sequence", "truncate", None, 2.0), ("k1", "sum", 0.5, 2.0)),
+    "decoupled_geo_rs": (None, ("k1", "mean", 0.999, 1.001)),
+    "decoupled_geo_rs_seq_tis": (("sequence", "truncate", None, 2.0), ("k1", "mean", 0.999, 1.001)),
+    "decoupled_geo_rs_token_tis": (("token", "truncate", None, 2.0), ("k1", "mean", 0.999, 1.001)),
+    "decoupled_k3_rs": (None, ("k3", "mean", None, 0.01)),
+    "decoupled_k3_rs_seq_tis": (("sequence", "truncate", None, 2.0), ("k3", "mean", None, 0.01)),
+    "decoupled_k3_rs_token_tis": (("token", "truncate", None, 2.0), ("k3", "mean", None, 0.01)),
+    "disabled": (None, None),
+}
+
+
+def test_every_preset_of_verl_is_in_the_table():
+    assert set(presets()) == set(VERL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VERL)
+def test_a_preset_of_verl_is_its_documented_behaviour(name):
+    """The weight by the whole mask; a rejected row is out of the mask, and its reward in the baseline."""
+    weigh, reject = VERL[name]
+    rewards, groups = [1.0, 0, 2, 5, 3, 3, 4, 4], [0, 0, 0, 0, 1, 1, 1, 1]
+    spread = 0.3 if reject and (reject[0] == "k3" or reject[1] == "sum") else 0.002 if reject else 0.9
+    batch = rewarded(rewards, groups, spread=spread)
+    if reject and reject[0] == "k3":
+        batch[OLD][::2] = batch[SAMPLER][::2] + 0.001
+    logs = log_ratios(batch)
+    run = load_pipeline(
+        "pipeline=as/verl", *presets()[name].split(), "pipeline.stages.split.shuffle=false"
+    ).run(batch)
+    rejected = []
+    for row in range(8):
+        d = stated_divergence([logs[row]], *reject[:2])[0] if reject else 0.0
+        if reject:
+            low, high = reject[2:]
+            bounds = (math.log(low), math.log(high)) if reject[0] == "k1" else (-math.inf, high)
+            if not bounds[0] <= d <= bounds[1]:
+                rejected.append(row)
+        others = [rewards[r] for r in range(8) if groups[r] == groups[row]]
+        credit = credit_of(others, rewards[row])
+        weights = [1.0] * len(logs[row])
+        if weigh:
+            weights = stated_weights([logs[row]], *weigh, "none")[0]
+        inside = run.batch[MASK][row]
+        assert bool(inside.any()) == (row not in rejected)
+        if row not in rejected:
+            found = run.batch["advantage"][row].flatten().expand(6)[inside]
+            assert found.tolist() == pytest.approx([credit * w for w in weights], rel=1e-4, abs=1e-6)
+    assert not reject or 0 < len(rejected) < 8
+    assert int(run.batch["num_tokens"][0]) == sum(len(logs[row]) for row in range(8) if row not in rejected)
+
+
+def test_a_run_goes_on_where_it_was_interrupted():
+    words = ("pipeline=tis", "pipeline.stages.split.minibatches=4")
+    batch = rewarded([1.0, 0, 2, 5, 3, 3, 4, 4], [0, 0, 0, 0, 1, 1, 1, 1], spread=0.5)
+    whole = [m["advantage"] for m in composed(*words).minibatches(batch)]
+    before = load_pipeline(*words)
+    steps = before.minibatches(batch)
+    first = next(steps)["advantage"]
+    after = load_pipeline(*words)
+    after.load_state_dict(before.state_dict())
+    rest = [m["advantage"] for m in after.minibatches(batch)]
+    assert len(rest) == 3
+    assert all(torch.equal(a, b) for a, b in zip([first, *rest], whole, strict=True))
+
+
+# -- the report ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("least", "warns"), [(0.99, True), (0.0, False), (None, False)])
+def test_a_report_warns_of_an_effective_sample_size_below_its_bound(least, warns):
+    batch = rewarded([1.0, 0, 2, 5], [0, 0, 0, 0], spread=1.0)
+    run = Pipeline(
+        {"advantage": GroupRelativeAdvantage(), "correction": RolloutCorrection(least_ess=least)}
+    ).run(batch)
+    report, text = make_report(run), StringIO()
+    Console(file=text, width=100).print(show_report(report))
+    share = run.metrics["correction/ess_token"]
+    line = (
+        f"warning: correction: ess_token is {share:.3g}, below {least:g} (ess_least)" if warns else "warning"
+    )
+    assert (line in text.getvalue()) == warns
+    assert report.numbers["correction/ess_token"] == share
+    assert {"correction/kl_k3_sequence", "correction/chi2_token"} <= set(report.numbers)

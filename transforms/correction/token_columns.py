@@ -1,0 +1,154 @@
+"""Columns of tokens, (N, T), read from a batch and written to it, dense or ragged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from headrace.transforms.checks import Rule
+from headrace.transforms.errors import BatchError
+from headrace.transforms.rows import flat_rows
+from headrace.transforms.schema import IN_LOSS, has_key, require
+from headrace.transforms.tokens import check_mask
+
+from .ratios import LogRatio, finite_rule
+
+
+class Policies(NamedTuple):
+    """What two policies say of the tokens in the loss."""
+
+    ratio: LogRatio
+    """Of the trainer's and the sampler's."""
+    rule: Rule
+    """Both are finite in the mask."""
+
+
+def read_policies(
+    batch: TensorDictBase,
+    old_log_prob_key: NestedKey,
+    sampler_log_prob_key: NestedKey,
+    loss_mask_key: NestedKey,
+    *,
+    reader: str,
+) -> Policies:
+    """Read the log-probabilities of both policies, and which tokens are in the loss. No device read.
+
+    Rows that a filter has taken out of the loss have no token in it, whether or not they are silenced yet.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: they are not of the same tokens; the mask is not bool.
+    """
+    old = read_tokens(batch, old_log_prob_key, reader=reader, option="old_log_prob_key")
+    sampler = read_tokens(batch, sampler_log_prob_key, reader=reader, option="sampler_log_prob_key")
+    mask = read_loss_mask(batch, loss_mask_key, reader=reader)
+    if not old.shape == sampler.shape == mask.shape:
+        shapes = ", ".join(
+            f"{key!r} {tuple(column.shape)}"
+            for key, column in (
+                (old_log_prob_key, old),
+                (sampler_log_prob_key, sampler),
+                (loss_mask_key, mask),
+            )
+        )
+        raise BatchError(
+            f"a token has a log-probability under both policies and one mask; {reader} found {shapes}"
+        )
+    ratio = LogRatio(old, sampler, mask)
+    return Policies(ratio, finite_rule(ratio, old, sampler, _names(batch)))
+
+
+def read_loss_mask(batch: TensorDictBase, key: NestedKey, *, reader: str) -> Tensor:
+    """(N, T) bool: tokens in the loss, of rows that are in it.
+
+    Raises:
+        MissingKeyError: the mask is not there.
+        BatchError: it is not bool.
+    """
+    mask = read_tokens(batch, key, reader=reader, option="loss_mask_key")
+    check_mask(batch, key)
+    in_loss = batch.get(IN_LOSS, None)
+    return mask if in_loss is None else mask & in_loss.unsqueeze(-1)
+
+
+def read_tokens(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:
+    """(N, T): a column of tokens; ragged rows are padded behind, by 0, to the longest.
+
+    Raises:
+        MissingKeyError: it is not there.
+        BatchError: it is no tensor.
+    """
+    if isinstance(batch, LazyStackedTensorDict) and has_key(batch, key):
+        return pad_sequence([row.reshape(-1) for row in batch.get(key, as_list=True)], batch_first=True)
+    column = require(batch, key, reader=reader, option=option)
+    if not isinstance(column, Tensor):
+        raise BatchError(f"{reader} needs numbers in {key!r} ({option}); found {type(column).__name__}")
+    return flat_rows(column)
+
+
+def write_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor, like: NestedKey) -> None:
+    """Write (N, T, ...) values, to ragged rows as many as the row has of `like`."""
+    if not isinstance(batch, LazyStackedTensorDict):
+        batch.set(key, values)
+        return
+    for row, own in zip(batch.tensordicts, values, strict=True):
+        row.set(key, own[: row.get(like).numel()])
+
+
+def read_advantage(batch: TensorDictBase, key: NestedKey, tokens: int, *, reader: str) -> Tensor:
+    """(N, 1) of rows or (N, T) of tokens.
+
+    Raises:
+        MissingKeyError: it is not there.
+        BatchError: it is neither, or no float.
+    """
+    credit = read_tokens(batch, key, reader=reader, option="advantage_key")
+    if not credit.is_floating_point() or credit.shape[-1] not in (1, tokens):
+        raise BatchError(
+            f"an advantage is a floating-point number a row, (N, 1, 1), or a token, (N, {tokens}, 1); "
+            f"{reader} found {key!r} {credit.dtype} {tuple(credit.shape)}"
+        )
+    return credit
+
+
+def change_advantage(
+    batch: TensorDictBase,
+    key: NestedKey,
+    loss_mask_key: NestedKey,
+    change: Callable[[Tensor], Tensor],
+    *,
+    reader: str,
+) -> None:
+    """Rewrite the advantage as one of tokens, (N, T, 1), in its own dtype.
+
+    Args:
+        batch: TensorDict ``[N]``.
+        key: of the advantage.
+        loss_mask_key: by which ragged rows are as long as they are.
+        change: from (N, 1) or (N, T), at least float32, to (N, T).
+        reader: who it is, for messages.
+    """
+    mask = read_tokens(batch, loss_mask_key, reader=reader, option="loss_mask_key")
+    credit = read_advantage(batch, key, mask.shape[-1], reader=reader)
+    changed = change(credit.to(torch.promote_types(credit.dtype, torch.float32)))
+    write_tokens(batch, key, changed.to(credit.dtype).unsqueeze(-1), loss_mask_key)
+
+
+def _names(batch: TensorDictBase) -> Callable[[int], str]:
+    """What a row is called in messages: by its ids, where it has any."""
+    ids = {unit: batch.get(f"{unit}_id") for unit in ("group", "rollout") if has_key(batch, f"{unit}_id")}
+
+    def name(row: int) -> str:
+        found = [f"{unit} {int(column.reshape(-1)[row])}" for unit, column in ids.items() if _numbers(column)]
+        return f"row {row}" + (f" ({', '.join(found)})" if found else "")
+
+    return name
+
+
+def _numbers(column: object) -> bool:
+    return isinstance(column, Tensor) and column.numel() == len(column)
