@@ -35,6 +35,10 @@ def batch_for(recipe: str, start: int = 0):
     batch["rollout_id"] += 100 * start
     batch["expected_rollouts"] = torch.tensor([int((groups == g).sum()) for g in groups])
     batch["state_id"] = torch.arange(len(groups)) // 2
+    batch["turn_index"], batch["turn_reward"] = (
+        torch.zeros(len(groups), 5).long(),
+        torch.zeros(len(groups), 1),
+    )
     batch[MASK][[2, 11]] = False
     batch[LOG_PROBS][[5, 20]] = float("nan")
     batch[LOG_PROBS][7, 0] = float("nan")

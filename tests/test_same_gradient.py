@@ -56,6 +56,21 @@ def test_the_gradient_is_that_of_the_whole_batch(scene, unit):
     assert distance(gradient(policy, widen(batch), unit), whole) < TOLERANCE[dtype]
 
 
+def test_credit_per_token_has_the_gradient_of_the_whole_batch_too(scene):
+    """As turns and trees write it: (N, T, 1)."""
+    dtype, policy, batch = scene
+    one_each = gradient(policy, batch, "constant")
+    batch, width = batch.clone(), batch["masks", "all_assistant_mask"].shape[1]
+    batch["advantage"] = batch["advantage"].expand(-1, width, 1).contiguous()
+    assert distance(gradient(policy, batch, "constant"), one_each) < TOLERANCE[dtype]
+    credit = torch.randn(len(batch), width, 1, generator=torch.Generator().manual_seed(3))
+    batch["advantage"] = credit.to(dtype)
+    whole = gradient(policy, batch, "constant")
+    assert distance(whole, one_each) > 1e-3
+    for name, cut in CUTS.items():
+        assert distance(gradient(policy, batch, "constant", **cut), whole) < TOLERANCE[dtype], name
+
+
 @pytest.mark.parametrize("unit", MEANS)
 def test_units_differ(scene, unit):
     _, policy, batch = scene

@@ -170,6 +170,17 @@ def test_by_parent_equal_tokens_of_separate_rollouts_are_two_nodes():
     assert by_prefix[0].flatten().tolist() == [0, 0, 0, 0]  # of 10 and 13 the mean is that of all
 
 
+def test_a_long_line_of_parents_shares_its_first_token():
+    """Each of six goes on from the one before, behind its first token and one more; rewards 0, 6, 12, …"""
+    paths = [[1] + [2] * row + [9] for row in range(6)]
+    batch = leaves(paths, [0] * 6, [6.0 * row for row in range(6)], parent_id=[-1, 10, 11, 12, 13, 14])
+    out = TreeAdvantage(forks="parent")(batch).get("advantage", as_list=True)
+    assert [float(credit[0]) for credit in out] == [0] * 6
+    # behind the first token 0 parts from the others, 18 on average, about 15; then 6 from those, and so on
+    assert out[5].flatten().tolist() == [0, 3, 3, 3, 3, 3, 3]
+    assert [float(credit[-1]) for credit in out] == [-15, -12, -9, -6, -3, 3]
+
+
 @given(trees(), OPTIONS, st.data())
 def test_parents_of_parents_are_what_labels_of_the_nodes_say(tree, options, data):
     """Each rollout goes on from an earlier one of its group behind some of its tokens, or begins anew."""

@@ -120,6 +120,15 @@ def test_the_stage_writes_it_on_the_tokens_of_each_turn(rollouts, where, ragged,
         assert credit.flatten().tolist() == pytest.approx(values, rel=1e-5, abs=1e-5)
 
 
+def test_an_outcome_is_paid_once_at_the_last_turn_on_whichever_row_that_is():
+    """Rollout 0 has turn 0 on one row and turn 1 on another; 8 and 2 are paid at turn 1 of both."""
+    has_turn = torch.tensor([[False, True], [True, False], [True, True]])
+    reward, outcome = torch.zeros(3, 2), torch.tensor([8.0, 8.0, 2.0])
+    groups, rollouts = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1])
+    found = turn_advantage(reward, has_turn, groups, rollouts, outcome=outcome, discount=0.5)
+    assert found.tolist() == [[0, 6], [3, 0], [-3, -6]]
+
+
 def turns_as_rows(rewards, groups, rollouts, **columns):
     batch = TensorDict(
         {

@@ -166,17 +166,15 @@ class _Tree(NamedTuple):
         member = table.index_select(0, number)
         there, other = member >= 0, (member >= 0) & (member != rows[:, None])
         member = member.clamp_min(0)
-        fork = torch.stack(
-            [_shared(labels, labels.index_select(0, column)) for column in member.unbind(1)], 1
-        )
+        fork = torch.stack([_shared(labels, column) for column in member.unbind(1)], 1)
         return cls(member, there, other, fork.masked_fill(there & ~other, labels.shape[1] + 1))
 
 
-def _shared(labels: Tensor, others: Tensor) -> Tensor:
-    """(N,) int64: how many of the first labels are equal, row by row."""
+def _shared(labels: Tensor, rows: Tensor) -> Tensor:
+    """(N,) int64: how many of each row's first labels are those of another row, by its (N,) number."""
     if labels.shape[1] == 0:
         return labels.new_zeros(len(labels))
-    differs = labels != others
+    differs = labels != labels.index_select(0, rows)
     at = differs.view(torch.uint8).argmax(1)  # the first of the largest
     return torch.where(differs.any(1), at, labels.shape[1])
 
@@ -230,10 +228,7 @@ def origin_of(labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         [[0, 0, 0], [0, 0, 1], [2, 2, 2]]
     """
     row = torch.arange(len(labels), device=labels.device)
-    inherited = (
-        torch.arange(labels.shape[1], device=labels.device)
-        < _shared(labels, labels.index_select(0, rows))[:, None]
-    )
+    inherited = torch.arange(labels.shape[1], device=labels.device) < _shared(labels, rows)[:, None]
     origin, oldest = torch.where(inherited, rows[:, None], row[:, None]), rows
     for _ in range(len(labels).bit_length()):  # each time twice as far back
         origin, oldest = origin.gather(0, origin), oldest[oldest]
