@@ -84,7 +84,7 @@ def bound_of(pipeline, batch, largest_group):
         # than √(2 (n - 1)).
         "group": 2 * (2 * largest_group) ** 0.5,
         "leave_one_out": 2 * max(spread, spread / max(stage.eps, 1e-9)),
-        "mad": spread + spread / stage.eps,
+        "mad": spread + spread / max(stage.eps, 1e-9),
         "batch": (2 * rows) ** 0.5,
         "mean": float(largest_group),
         "nonzero": spread * rows,
