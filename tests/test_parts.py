@@ -127,6 +127,12 @@ def test_a_negative_reward_is_not_rescaled():
         RelativeLength(form="rescale", success=1.0)
 
 
+def test_where_nobody_succeeds_nobody_is_short():
+    batch = FanOutCollapse()(batch_of([-1.0, -1, -2], [0, 0, 0]))
+    batch[MASK] = torch.arange(4) < torch.tensor([1, 4, 1])[:, None]
+    assert RelativeLength()(batch)[REWARD].tolist() == [-1, -1, -2]
+
+
 def test_who_is_out_of_the_statistics_shortens_nobody():
     batch = batch_of([1.0, 1, 1], [0, 0, 0])
     batch[MASK] = torch.arange(4) < torch.tensor([2, 4, 1])[:, None]
@@ -273,6 +279,13 @@ def test_a_group_weighs_by_how_difficult_it_is(strength, successes):
     assert found == pytest.approx(math.exp(-strength * divergence))
 
 
+def test_a_rollout_of_three_rows_counts_once_in_the_difficulty():
+    batch = GroupRelativeAdvantage(scale="none")(
+        FanOutCollapse()(batch_of([1.0, 1, 1, 0], [0] * 4, [5, 5, 5, 6]))
+    )
+    assert torch.equal(DifficultyWeight(strength=9.0)(batch)["advantage"], batch["advantage"])
+
+
 def test_no_difficulty_of_what_is_no_share():
     batch = GroupRelativeAdvantage()(FanOutCollapse()(batch_of([0.0, 1.5], [0, 0])))
     with pytest.raises(BatchError, match=r"must be in \[0, 1\]; found 1.5 at row 1 \(rollout 1\)"):
@@ -341,6 +354,7 @@ def test_a_batch_that_comes_again_counts_once():
     restored = RunningBaseline(decay=0.5)
     restored.load_state_dict(stage.state_dict())
     assert torch.equal(restored(second)["advantage"], before)
+    assert torch.equal(restored(second[torch.tensor([1, 0])])["advantage"].flip(0), before)
     third = groups_of_one([2.0], [0], 50)
     assert torch.equal(restored(third)["advantage"], stage(third)["advantage"])
 
