@@ -10,7 +10,7 @@ from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.transforms import BatchError
+from headrace.transforms import BatchError, TokenAdvantage
 
 ROOT = Path(__file__).parent.parent / "conf" / "pipeline"
 RECIPES = sorted(str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.rglob("*.yaml"))
@@ -43,7 +43,7 @@ def collected(draw, make_batch, recipe):
 
 
 def credit_of(recipe, batch):
-    """(N,) the advantage of each row in the order in which it came in, or None where the batch is refused."""
+    """(N, K) the advantage of each row, or of its tokens, in the order of coming in; None: it is refused."""
     words = ["pipeline.stages.returns.turn_key=turn"] if recipe == "gigpo" else []
     try:
         out = composed(f"pipeline={recipe}", *words)(batch)
@@ -51,9 +51,10 @@ def credit_of(recipe, batch):
         if "at least two rollouts" in str(err):
             return None
         raise
-    credit = torch.full((len(batch),), float("nan"))
+    found = out["advantage"].flatten(1) if len(out) else torch.ones(0, 1)
+    credit = torch.full((len(batch), found.shape[1]), float("nan"))
     if len(out):
-        credit[out["headrace", "row"]] = out["advantage"].flatten()
+        credit[out["headrace", "row"]] = found
     return credit
 
 
@@ -89,6 +90,9 @@ def bound_of(pipeline, batch, largest_group):
     }[stage.scale]
     if "whitening" in pipeline.order:
         return 2 * float(batch["masks", "all_assistant_mask"].sum()) ** 0.5
+    for name in pipeline.order:  # what a term adds is at most as large as a log-probability, and its mean
+        if isinstance(term := pipeline.stages[name], TokenAdvantage):
+            found = found * 2 if term.how == "multiply" else found + 2 * abs(term.factor)
     # A rollout there is worth the sum of its two segments, and each step is compared once more.
     return found + (spread * 6 if "states" in pipeline.order else 0.0)
 

@@ -24,6 +24,7 @@ from headrace.transforms import (
     FanOutCollapse,
     GroupRelativeAdvantage,
     LengthPenalty,
+    LogRatio,
     LossWeight,
     MissingKeyError,
     OverlongPunishment,
@@ -36,6 +37,8 @@ from headrace.transforms import (
     ScoreRows,
     ShuffleSplit,
     StateAdvantage,
+    TokenAdvantage,
+    TopShare,
     TurnDiscount,
 )
 from headrace.transforms.schema import IN_LOSS, PADDING, RETURN, REWARD
@@ -75,6 +78,8 @@ def make_stages() -> dict[str, BatchTransform]:
         "turn-discount": TurnDiscount(discount=0.5),
         "to-go": RewardsToGo(discount=0.5),
         "states": StateAdvantage(state_key="rollout_id"),
+        "token-advantage": TokenAdvantage(term=LogRatio(centre="batch"), factor=0.5),
+        "token-advantage-multiply": TokenAdvantage(term=TopShare(share=0.5), how="multiply"),
         "pipeline": Pipeline(
             {
                 "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
@@ -162,7 +167,8 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name, make_batch):
         row["tokens", "full"] = torch.arange(number + 2)
         mask = torch.ones(number + 2, dtype=torch.bool)
         row["masks"] = TensorDict({"all_assistant_mask": mask.cumsum(0) > 1, "all_attention_mask": mask})
-        row["log_probs", "full"] = torch.zeros(number + 2)
+        for key in ("log_probs", "teacher_log_probs", "ref_log_probs", "entropy"):
+            row[key, "full"] = torch.zeros(number + 2)
         ragged.append(row)
     out = make_stages()[name](lazy_stack(ragged))
     dense = make_stages()[name](rows(make_batch))
@@ -175,6 +181,9 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name, make_batch):
         assert sorted(lengths) == sorted(expected)
         return
     assert lengths == expected
+    if name.startswith("token-advantage"):  # whose advantage is as long as its row
+        assert [credit.shape for credit in out.get("advantage", as_list=True)] == [(n, 1) for n in expected]
+        return
     if "advantage" in dense.keys():
         assert torch.equal(torch.stack(list(out.get("advantage", as_list=True))), dense["advantage"])
 
@@ -302,6 +311,13 @@ NEEDED = {
     "turn-discount": ["advantage", "rollout_id"],
     "to-go": [("next", "reward"), "rollout_id"],
     "states": ["advantage", "group_id", "rollout_id", RETURN],
+    "token-advantage": [
+        "advantage",
+        ("masks", "all_assistant_mask"),
+        ("teacher_log_probs", "full"),
+        ("log_probs", "full"),
+    ],
+    "token-advantage-multiply": ["advantage", ("masks", "all_assistant_mask"), ("entropy", "full")],
     "pipeline": ["group_id", "rollout_id", ("next", "reward")],
 }
 

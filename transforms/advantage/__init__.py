@@ -3,18 +3,39 @@
 from .group_relative import group_relative_advantage
 from .stage import GroupRelativeAdvantage
 from .states import StateAdvantage, state_groups
+from .token_advantage import TokenAdvantage, token_advantage
+from .token_terms import (
+    DirectedWeight,
+    LogRatio,
+    StalenessWeight,
+    TokenTerm,
+    TopShare,
+    directed_weight,
+    staleness_weight,
+    top_share,
+)
 from .turns import RewardsToGo, TurnDiscount, rewards_to_go, turns_to_go
 from .whiten import BatchWhitening, whiten
 
 __all__ = [
     "BatchWhitening",
+    "DirectedWeight",
     "GroupRelativeAdvantage",
+    "LogRatio",
     "RewardsToGo",
+    "StalenessWeight",
     "StateAdvantage",
+    "TokenAdvantage",
+    "TokenTerm",
+    "TopShare",
     "TurnDiscount",
+    "directed_weight",
     "group_relative_advantage",
     "rewards_to_go",
+    "staleness_weight",
     "state_groups",
+    "token_advantage",
+    "top_share",
     "turns_to_go",
     "whiten",
 ]
