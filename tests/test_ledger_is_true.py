@@ -24,7 +24,10 @@ NAMES = sorted(
 
 
 def batch_for(recipe: str, start: int = 0):
-    """Twelve groups of two to four rollouts, one without spread; rows without a token, or with NaN."""
+    """Twelve groups of two to four rollouts, one without spread; rows without a token, or with NaN.
+
+    The latter where no stage reads log-probabilities, which would refuse them.
+    """
     rng = np.random.default_rng(3)
     groups = np.repeat(np.arange(12), [3, 2, 4, 2, 3, 4, 2, 2, 3, 4, 2, 3])
     rewards = rng.integers(0, 3, len(groups)).astype(float)
@@ -34,8 +37,9 @@ def batch_for(recipe: str, start: int = 0):
     batch["expected_rollouts"] = torch.tensor([int((groups == g).sum()) for g in groups])
     batch["state_id"] = torch.arange(len(groups)) // 2
     batch[MASK][[2, 11]] = False
-    batch[LOG_PROBS][[5, 20]] = float("nan")
-    batch[LOG_PROBS][7, 0] = float("nan")
+    if not any(LOG_PROBS in stage.in_keys for stage in stages_of(recipe).values()):
+        batch[LOG_PROBS][[5, 20]] = float("nan")
+        batch[LOG_PROBS][7, 0] = float("nan")
     if recipe.endswith("gdpo"):
         batch["next", "reward"] = torch.stack(
             [batch["next", "reward"].flatten(), torch.tensor(rewards) ** 2], 1

@@ -83,6 +83,10 @@ def test_a_recipe_says_only_what_differs(name):
             assert composed[stage] is None
             continue
         for option, value in options.items():
+            if isinstance(value, dict):  # options of a criterion, or of a term
+                assert all(below[stage][option][inner] != value[inner] for inner in value)
+                assert composed[stage][option] == below[stage][option] | value
+                continue
             assert below[stage][option] != value, f"{stage}.{option} is {value!r} already"
             assert composed[stage][option] == value
 

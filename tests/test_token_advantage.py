@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from batches import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import lazy_stack
@@ -40,12 +41,12 @@ every = pytest.mark.parametrize("name", TERMS)
 
 
 @pytest.fixture
-def batch(make_batch):
-    return drawn_batch(make_batch)
+def batch():
+    return drawn_batch()
 
 
-def drawn_batch(make_batch, rows=6, tokens=7):
-    batch = make_batch([0.0] * rows, [0] * rows, tokens=tokens)
+def drawn_batch(rows=6, tokens=7):
+    batch = batch_of([0.0] * rows, [0] * rows, tokens=tokens)
     batch["advantage"] = torch.linspace(-2, 2, rows).view(rows, 1, 1)
     batch["version"] = torch.arange(rows * tokens).view(rows, tokens) % 5 + 5
     return batch
@@ -56,9 +57,7 @@ def stated(batch, name) -> list[dict[int, float]]:
     mask = batch[MASK].tolist()
     places = [(n, t) for n, row in enumerate(mask) for t, trains in enumerate(row) if trains]
     credit = {n: float(batch["advantage"].flatten()[n]) for n in range(len(batch))}
-    ratio = {
-        (n, t): float(batch[TEACHER][n, t].double() - batch[LOG_PROBS][n, t].double()) for n, t in places
-    }
+    ratio = {place: float(batch[TEACHER][place]) - float(batch[LOG_PROBS][place]) for place in places}
     mean = sum(ratio.values()) / max(len(ratio), 1)
     entropy = sorted((float(batch[ENTROPY][place]) for place in places), reverse=True)
     number = max(round(0.3 * len(places)), 1)
@@ -80,9 +79,9 @@ def stated(batch, name) -> list[dict[int, float]]:
 
 @every
 @given(data=st.data())
-def test_a_term_is_its_formula_token_by_token(make_batch, name, data):
+def test_a_term_is_its_formula_token_by_token(name, data):
     rows, tokens = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 8))
-    batch = drawn_batch(make_batch, rows, tokens)
+    batch = drawn_batch(rows, tokens)
     flat = data.draw(st.lists(st.booleans(), min_size=rows * tokens, max_size=rows * tokens))
     batch[MASK] = torch.tensor(flat).view(rows, tokens)
     out = TokenAdvantage(**TERMS[name]())(batch)["advantage"]
@@ -214,6 +213,14 @@ def test_rows_out_of_the_loss_are_in_no_statistic_and_keep_their_advantage(batch
     stage = TokenAdvantage(term=LogRatio(centre="batch"))
     assert torch.equal(stage(silent)["advantage"][rows], stage(batch[rows])["advantage"])
     assert torch.equal(stage(silent)["advantage"][1], batch["advantage"][1].expand(7, 1))
+
+
+def test_rows_without_a_reward_are_in_no_statistic_and_keep_their_advantage(batch):
+    batch["headrace", "reward"] = torch.tensor([0.0, float("nan"), 0, 0, float("nan"), 0])
+    rows = torch.tensor([0, 2, 3, 5])
+    stage = TokenAdvantage(term=LogRatio(centre="batch"))
+    assert torch.equal(stage(batch)["advantage"][rows], stage(batch[rows])["advantage"])
+    assert torch.equal(stage(batch)["advantage"][1], batch["advantage"][1].expand(7, 1))
 
 
 def test_equal_entropies_stay_together(batch):

@@ -15,7 +15,7 @@ from headrace.transforms.checks import Rule
 from headrace.transforms.errors import BatchError
 from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.rows import device_of
-from headrace.transforms.schema import IN_LOSS, has_key, require
+from headrace.transforms.schema import IN_LOSS, REWARD, has_key, require
 from headrace.transforms.tokens import check_mask
 
 How = Literal["add", "multiply"]
@@ -62,11 +62,11 @@ class TokenAdvantage(BatchTransform):
     """Add a term to the advantage of each token, or multiply it (:func:`token_advantage`).
 
     It stands after the advantage, and several may stand one after the other. What the term reads is recorded
-    data: its columns must be finite for every token in the loss. Of a row that is out of the loss no token
-    is read, and it keeps its advantage. No device read.
+    data: its columns must be finite for every token in the loss. Of a row that is out of the loss, or has no
+    reward, no token is read, and it keeps its advantage. No device read.
 
-    Reads `loss_mask_key`, ``("headrace", "in_loss")`` if there, and what the term reads; reads and writes
-    `advantage_key`, (N, T, 1) from then on.
+    Reads `loss_mask_key`, ``("headrace", "in_loss")`` and ``("headrace", "reward")`` if there, and what the
+    term reads; reads and writes `advantage_key`, (N, T, 1) from then on.
 
     Args:
         term: batch and (N, T) bool tokens in the loss → (N, T) float; see
@@ -109,7 +109,8 @@ class TokenAdvantage(BatchTransform):
             )
         self.advantage_key, self.loss_mask_key = nested_key(advantage_key), nested_key(loss_mask_key)
         self._term_keys = [nested_key(key) for key in getattr(term, "in_keys", ())]
-        super().__init__([self.advantage_key, self.loss_mask_key, *self._term_keys], [self.advantage_key])
+        reads = [self.advantage_key, self.loss_mask_key, REWARD, *self._term_keys]
+        super().__init__(reads, [self.advantage_key])
         self.final_keys = tuple(key for key in self._term_keys if key != self.advantage_key)
         self.term, self.factor, self.how = term, factor, one_of("how", how, get_args(How))
 
@@ -157,8 +158,11 @@ class TokenAdvantage(BatchTransform):
             seen = batch
         trains = require(seen, self.loss_mask_key, reader=type(self).__name__, option="loss_mask_key")
         check_mask(seen, self.loss_mask_key)
-        in_loss = batch.get(IN_LOSS, None)
-        return seen, trains if in_loss is None else trains & in_loss[:, None]
+        if has_key(batch, IN_LOSS):
+            trains = trains & batch.get(IN_LOSS)[:, None]
+        if has_key(batch, REWARD):  # who has none has no advantage, and is in no statistic
+            trains = trains & ~batch.get(REWARD).isnan()[:, None]
+        return seen, trains
 
     def _by_token(self, seen: TensorDictBase, trains: Tensor) -> Tensor:
         """(N, 1) or (N, T): the advantage as it is."""
