@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from pathlib import Path
 
@@ -108,6 +109,7 @@ FORMULAS = {
     "prime_rl": centred,
     "nemo_rl": against_the_others,
     "skyrl": divided(1e-6, lone="raw"),
+    "rllm": divided(1e-6, ddof=0, lone="raw"),
     "areal": divided(1e-5),  # and whitened over tokens, below
     "openrlhf": divided(1e-9),
     "open_instruct": divided(1e-8, ddof=0),
@@ -137,6 +139,23 @@ def whitened_over_tokens(credit, tokens, eps):
 
 def test_every_convention_is_stated():
     assert {f"as/{name}" for name in FORMULAS} == {name for name in NAMES if name.startswith("as/")}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_every_convention_says_where_it_was_read_and_when(name):
+    """Repository, file, what in it, and the commit with its date; then what differs."""
+    text = (ROOT / "conf" / "pipeline" / "as" / f"{name}.yaml").read_text()
+    head = " ".join(line.removeprefix("# ") for line in text.splitlines()[1:] if line.startswith("#"))
+    where = r"[\w.-]+/[\w.-]+, [\w/]+\.py, \w+,? .*\bat [0-9a-f]{10} \(2\d{3}-\d\d-\d\d\)"
+    assert re.match(where, head), head
+    assert " Ours: " in head
+
+
+def test_equal_others_are_not_divided_by_a_residue_of_rounding(make_batch):
+    """The case of NeMo RL #4158, where the first of them had -2075.39."""
+    found = golden("as/nemo_rl", make_batch, [0.0] + [0.95] * 7, [0] * 8)
+    spread = 0.95 / 7**0.5  # of one 0 and six of 0.95
+    assert found == pytest.approx([-0.95] + [0.95 / 7 / (spread + 1e-6)] * 7, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
