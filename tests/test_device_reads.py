@@ -23,11 +23,13 @@ from headrace.transforms import (
     BatchWhitening,
     CompletenessGate,
     DenseRows,
+    DirectedWeight,
     FanOutCollapse,
     Finite,
     GroupRelativeAdvantage,
     LengthPenalty,
     LengthWithin,
+    LogRatio,
     LossWeight,
     NotTruncated,
     OverlongPunishment,
@@ -38,7 +40,10 @@ from headrace.transforms import (
     SampleFilter,
     ScoreRows,
     ShuffleSplit,
+    StalenessWeight,
     StateAdvantage,
+    TokenAdvantage,
+    TopShare,
     TurnDiscount,
     group_relative_advantage,
     pack,
@@ -107,6 +112,11 @@ STAGE = {  # alone
     "turn discount": (1, 0),
     "returns": (2, 0),
     "states": (1, 0),
+    "token term": (1, 0),
+    "token term, centred": (1, 0),
+    "token term, largest": (1, 0),
+    "token term, directed": (1, 0),
+    "token term, stale": (1, 0),
 }
 PACK = {  # a micro-batch of 8 rows
     "pack": (2, 0),
@@ -283,6 +293,13 @@ OPTIONS = {
     "turn discount": lambda: TurnDiscount(discount=0.5),
     "returns": lambda: RewardsToGo(discount=0.5),
     "states": lambda: StateAdvantage(),
+    "token term": lambda: TokenAdvantage(term=LogRatio()),
+    "token term, centred": lambda: TokenAdvantage(term=LogRatio(centre="batch"), factor=-0.1),
+    "token term, largest": lambda: TokenAdvantage(term=TopShare(), how="multiply"),
+    "token term, directed": lambda: TokenAdvantage(term=DirectedWeight(), how="multiply"),
+    "token term, stale": lambda: TokenAdvantage(
+        term=StalenessWeight(current=9, decay=0.5, version_key="state_id"), how="multiply"
+    ),
 }
 
 
