@@ -24,6 +24,7 @@ from headrace.transforms import (
     CompletenessGate,
     DenseRows,
     DirectedWeight,
+    EntropyShare,
     FanOutCollapse,
     Finite,
     GroupRelativeAdvantage,
@@ -116,6 +117,7 @@ STAGE = {  # alone
     "token term, centred": (1, 0),
     "token term, largest": (1, 0),
     "token term, directed": (1, 0),
+    "token term, share": (1, 0),
     "token term, stale": (1, 0),
 }
 PACK = {  # a micro-batch of 8 rows
@@ -297,6 +299,7 @@ OPTIONS = {
     "token term, centred": lambda: TokenAdvantage(term=LogRatio(centre="batch"), factor=-0.1),
     "token term, largest": lambda: TokenAdvantage(term=TopShare(), how="multiply"),
     "token term, directed": lambda: TokenAdvantage(term=DirectedWeight(), how="multiply"),
+    "token term, share": lambda: TokenAdvantage(term=EntropyShare(), factor=0.1, how="multiply"),
     "token term, stale": lambda: TokenAdvantage(
         term=StalenessWeight(current=9, decay=0.5, version_key="state_id"), how="multiply"
     ),

@@ -367,7 +367,7 @@ def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, name):
     torch.testing.assert_close(after[:-1], before, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-OF_TOKENS = ("high_entropy", "kl_in_advantage")  # measure over the tokens in the loss
+OF_TOKENS = ("gtpo", "high_entropy", "kl_in_advantage")  # measure over the tokens in the loss
 BESIDE_REWARDS = ("kl_in_advantage", "opd")  # add to the advantage
 
 

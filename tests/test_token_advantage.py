@@ -7,13 +7,14 @@ import math
 import pytest
 import torch
 from batches import batch_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import lazy_stack
 
 from headrace.transforms import (
     BatchError,
     DirectedWeight,
+    EntropyShare,
     LogRatio,
     MissingKeyError,
     RewardWithin,
@@ -32,6 +33,7 @@ TERMS = {
     "centred": lambda: {"term": LogRatio(centre="batch"), "factor": -0.2},
     "directed": lambda: {"term": DirectedWeight(clip=0.1), "factor": 0.5, "how": "multiply"},
     "entropy": lambda: {"term": TopShare(share=0.3), "how": "multiply"},
+    "share": lambda: {"term": EntropyShare(), "factor": 0.4, "how": "multiply"},
     "stale": lambda: {
         "term": StalenessWeight(current=9, decay=0.5, max_staleness=2, version_key="version"),
         "how": "multiply",
@@ -46,7 +48,7 @@ def batch():
 
 
 def drawn_batch(rows=6, tokens=7):
-    batch = batch_of([0.0] * rows, [0] * rows, tokens=tokens)
+    batch = batch_of([0.0] * rows, [row % 2 for row in range(rows)], tokens=tokens)
     batch["advantage"] = torch.linspace(-2, 2, rows).view(rows, 1, 1)
     batch["version"] = torch.arange(rows * tokens).view(rows, tokens) % 5 + 5
     return batch
@@ -62,6 +64,17 @@ def stated(batch, name) -> list[dict[int, float]]:
     entropy = sorted((float(batch[ENTROPY][place]) for place in places), reverse=True)
     number = max(round(0.3 * len(places)), 1)
 
+    def share(place, sign):
+        row, group = place[0], batch["group_id"].tolist()
+        count = {p: sum(mask[p[0]][: p[1] + 1]) for p in places}
+        same = [
+            p
+            for p in places
+            if group[p[0]] == group[row] and count[p] == count[place] and credit[p[0]] * sign > 0
+        ]
+        known = {p: float(batch[ENTROPY][p]) ** sign for p in same}
+        return len(same) * known[place] / sum(known.values()) if same else 1.0
+
     def term(place):
         a, sign = credit[place[0]], (credit[place[0]] > 0) - (credit[place[0]] < 0)
         age = 9 - int(batch["version"][place]) if name == "stale" else 0
@@ -71,6 +84,7 @@ def stated(batch, name) -> list[dict[int, float]]:
             "centred": lambda: a + 0.2 * (mean - ratio[place]),
             "directed": lambda: a * (0.5 + 0.5 * weight),
             "entropy": lambda: a if float(batch[ENTROPY][place]) >= entropy[number - 1] else 0.0,
+            "share": lambda: a * (0.6 + 0.4 * share(place, sign)),
             "stale": lambda: a * 0.5**age if age <= 2 else 0.0,
         }[name]()
 
@@ -78,6 +92,7 @@ def stated(batch, name) -> list[dict[int, float]]:
 
 
 @every
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_term_is_its_formula_token_by_token(name, data):
     rows, tokens = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 8))
@@ -181,6 +196,19 @@ def test_a_token_that_is_newer_than_the_trainer_is_named(batch):
         TokenAdvantage(**TERMS["stale"]())(batch)
 
 
+def test_entropies_and_groups_that_mean_nothing_are_named(batch):
+    batch[MASK][3, 1], batch[ENTROPY][3, 1] = True, -0.5
+    with pytest.raises(BatchError, match="no entropy is negative; found negative ones in row 3"):
+        TokenAdvantage(**TERMS["share"]())(batch)
+    batch[ENTROPY][3, 1], batch["group_id"][2] = 0.0, -1
+    with pytest.raises(BatchError, match="group_id ≥ 0; found -1 at row 2"):
+        TokenAdvantage(**TERMS["share"]())(batch)
+    batch["group_id"] = [f"group {number}" for number in (0, 1, 0, 1, 0, 1)]
+    labelled = TokenAdvantage(**TERMS["share"]())(batch)["advantage"]
+    batch["group_id"] = torch.tensor([0, 1, 0, 1, 0, 1])
+    assert torch.equal(TokenAdvantage(**TERMS["share"]())(batch)["advantage"], labelled)
+
+
 def test_a_version_may_be_one_a_row_and_the_current_one_a_callable(batch):
     batch["version"] = torch.tensor([9, 8, 7, 6, 9, 8]).view(6, 1)
     term = StalenessWeight(current=lambda: 9, decay=0.5, max_staleness=2, version_key="version")
@@ -278,6 +306,7 @@ def test_a_mask_of_floats_and_a_missing_column_are_refused(batch):
         (lambda: LogRatio(centre="group"), "centre must be one of 'none', 'batch'"),
         (lambda: DirectedWeight(clip=1.5), r"clip must be in \[0, 1\]"),
         (lambda: TopShare(share=0), r"share must be in \(0, 1\]"),
+        (lambda: EntropyShare(floor=0.0), "floor must be finite and > 0"),
         (lambda: StalenessWeight(current=1, decay=0), r"decay must be in \(0, 1\]"),
         (lambda: StalenessWeight(current=None), "current must be an integer"),
     ],

@@ -45,6 +45,7 @@ CRITERIA = {
 }
 TERMS = {
     "directed_weight": transforms.DirectedWeight,
+    "entropy_share": transforms.EntropyShare,
     "log_ratio": transforms.LogRatio,
     "staleness_weight": transforms.StalenessWeight,
     "top_share": transforms.TopShare,

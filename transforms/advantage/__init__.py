@@ -1,5 +1,6 @@
 """What a rollout's reward is worth, measured against those of its group."""
 
+from .entropy_terms import EntropyShare, TopShare, share_at_place, top_share
 from .group_relative import group_relative_advantage
 from .stage import GroupRelativeAdvantage
 from .states import StateAdvantage, state_groups
@@ -9,10 +10,8 @@ from .token_terms import (
     LogRatio,
     StalenessWeight,
     TokenTerm,
-    TopShare,
     directed_weight,
     staleness_weight,
-    top_share,
 )
 from .turns import RewardsToGo, TurnDiscount, rewards_to_go, turns_to_go
 from .whiten import BatchWhitening, whiten
@@ -20,6 +19,7 @@ from .whiten import BatchWhitening, whiten
 __all__ = [
     "BatchWhitening",
     "DirectedWeight",
+    "EntropyShare",
     "GroupRelativeAdvantage",
     "LogRatio",
     "RewardsToGo",
@@ -32,6 +32,7 @@ __all__ = [
     "directed_weight",
     "group_relative_advantage",
     "rewards_to_go",
+    "share_at_place",
     "staleness_weight",
     "state_groups",
     "token_advantage",

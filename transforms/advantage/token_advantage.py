@@ -132,6 +132,11 @@ class TokenAdvantage(BatchTransform):
         measured = {"changed": (change != 0).sum() / tokens, "abs_mean": change.abs().sum() / tokens}
         return Outcome(batch, measured=measured, rules=self._rules(seen, trains, {"the term": term}))
 
+    def _id_keys(self) -> list[NestedKey]:
+        """The term's, too."""
+        own = getattr(self.term, "group_key", None)
+        return [*super()._id_keys(), *([] if own is None else [own])]
+
     def _rules(self, seen: TensorDictBase, trains: Tensor, made: dict[str, Tensor]) -> list[Rule]:
         """What is read of tokens in the loss is finite; then what the term says of its columns."""
         read = {repr(key): seen.get(key) for key in self._term_keys} | made

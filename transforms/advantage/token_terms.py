@@ -51,33 +51,6 @@ def _sum(values: Tensor, dim: int) -> Tensor:
     return sum_in_any_order(values, lambda part: part.sum(dim), peak=lambda: values.abs().amax(), terms=terms)
 
 
-def top_share(values: Tensor, trains: Tensor, share: float) -> Tensor:
-    """The tokens in the loss with the largest values, a share of them all.
-
-    Their number is the nearest whole one, at least 1; tokens that equal the last of them are taken too.
-
-    Args:
-        values: (N, T) float.
-        trains: (N, T) bool.
-        share: in (0, 1].
-
-    Returns:
-        (N, T) bool.
-
-    Example:
-        >>> values = torch.tensor([[0.1, 0.9, 0.5], [0.7, 0.2, 9.0]])
-        >>> top_share(values, torch.tensor([[1, 1, 1], [1, 1, 0]]).bool(), 0.4).int().tolist()
-        [[0, 1, 0], [1, 0, 0]]
-    """
-    known = torch.where(trains, values.double(), float("-inf")).reshape(-1)
-    everyone = Population(None, present_ranks()).take({"values": known})["values"]
-    if everyone.numel() == 0:
-        return trains
-    number = ((everyone > float("-inf")).sum().double() * share).round().long().clamp_min(1)
-    least = everyone.sort(descending=True).values.index_select(0, number.view(1) - 1)
-    return trains & (values.double() >= least)
-
-
 def directed_weight(log_ratio: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
     """How much more a teacher believes in a token that was right, or less in one that was wrong.
 
@@ -215,27 +188,6 @@ class DirectedWeight(TokenTerm):
         """(N, T) > 0."""
         credit = self._tokens(batch, trains, "advantage_key")
         return directed_weight(self._log_ratio(batch, trains), at_least_float32(credit), clip=self.clip)
-
-
-class TopShare(TokenTerm):
-    """1 for the tokens of the batch with the largest values, such as entropies, else 0 (:func:`top_share`).
-
-    Multiplied with the advantage, the others teach nothing and stay in the loss's denominator.
-
-    Args:
-        share: of the tokens in the loss, in (0, 1].
-        value_key: (N, T) float, such as the entropy of the policy that sampled.
-    """
-
-    def __init__(self, *, share: float = 0.2, value_key: NestedKey = ("entropy", "full")):
-        if not 0 < share <= 1:
-            raise ValueError(f"share must be in (0, 1]; got {share!r}")
-        self.share, self.value_key = share, nested_key(value_key)
-        self.in_keys = (self.value_key,)
-
-    def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
-        """(N, T), 0 or 1."""
-        return top_share(self._tokens(batch, trains, "value_key"), trains, self.share).float()
 
 
 class StalenessWeight(TokenTerm):
