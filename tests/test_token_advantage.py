@@ -243,6 +243,15 @@ def test_rows_out_of_the_loss_are_in_no_statistic_and_keep_their_advantage(batch
     assert torch.equal(stage(silent)["advantage"][1], batch["advantage"][1].expand(7, 1))
 
 
+def test_rows_that_are_to_be_silenced_later_have_no_term(batch):
+    """A pipeline silences them as it gathers: till then their mask says what it did."""
+    batch["headrace", "in_loss"] = torch.tensor([True, False, True, True, False, True])
+    rows = torch.tensor([0, 2, 3, 5])
+    stage = TokenAdvantage(term=LogRatio(centre="batch"))
+    assert torch.equal(stage(batch)["advantage"][rows], stage(batch[rows])["advantage"])
+    assert torch.equal(stage(batch)["advantage"][1], batch["advantage"][1].expand(7, 1))
+
+
 def test_rows_without_a_reward_are_in_no_statistic_and_keep_their_advantage(batch):
     batch["headrace", "reward"] = torch.tensor([0.0, float("nan"), 0, 0, float("nan"), 0])
     rows = torch.tensor([0, 2, 3, 5])
