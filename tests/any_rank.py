@@ -103,7 +103,8 @@ def by_row(rows: torch.Tensor, out: TensorDict) -> dict:
         numbers = rows[out["headrace", "row"]].tolist()
         for key in COLUMNS:
             if key in out.keys(True):
-                found[str(key)] = dict(zip(numbers, out[key].reshape(len(out), -1).tolist(), strict=True))
+                values = [row.flatten().tolist() for row in out.get(key, as_list=True)]
+                found[str(key)] = dict(zip(numbers, values, strict=True))
     return found
 
 

@@ -35,6 +35,9 @@ def batch_of(
     )
     if tokens:
         batch["masks", "all_assistant_mask"][:, 0] = True  # each row has something to train
+    for name in ("teacher_log_probs", "ref_log_probs", "entropy"):  # by token, for the terms of an advantage
+        sign = 1 if name == "entropy" else -1
+        batch[name, "full"] = sign * torch.rand(rows, tokens, generator=generator)
     for name, values in columns.items():
         batch[name] = torch.tensor(values, dtype=torch.int64)
     if device == "cpu":

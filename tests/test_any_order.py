@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies import with_old
 
-from headrace.transforms import BatchError
+from headrace.transforms import BatchError, TokenAdvantage
 
 ROOT = Path(__file__).parent.parent / "conf" / "pipeline"
 RECIPES = sorted(str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.rglob("*.yaml"))
@@ -106,6 +106,9 @@ def bound_of(pipeline, batch, largest_group):
     if "whitening" in pipeline.order:
         return 2 * float(batch["masks", "all_assistant_mask"].sum()) ** 0.5
     found *= 1.01 if "correction" in pipeline.order else 1.0  # no token is further from the sampler
+    for name in pipeline.order:  # what a term adds is at most as large as a log-probability, and its mean
+        if isinstance(term := pipeline.stages[name], TokenAdvantage):
+            found = found * 2 if term.how == "multiply" else found + 2 * abs(term.factor)
     # A rollout there is worth the sum of its two segments, and each step is compared once more.
     return found + (spread * 6 if "states" in pipeline.order else 0.0)
 

@@ -29,6 +29,7 @@ from headrace.transforms import (
     FanOutCollapse,
     GroupRelativeAdvantage,
     LengthPenalty,
+    LogRatio,
     LossWeight,
     MissingKeyError,
     OverlongPunishment,
@@ -45,7 +46,9 @@ from headrace.transforms import (
     ShuffleSplit,
     SignFactors,
     StateAdvantage,
+    TokenAdvantage,
     TokenFilter,
+    TopShare,
     TreeAdvantage,
     TurnAdvantage,
     TurnDiscount,
@@ -110,6 +113,8 @@ def make_stages() -> dict[str, BatchTransform]:
         "token-filter-all": TokenFilter(
             criterion=Diverged(estimator="k1", high=1.001, judges="negative"), denominator="all"
         ),
+        "token-advantage": TokenAdvantage(term=LogRatio(centre="batch"), factor=0.5),
+        "token-advantage-multiply": TokenAdvantage(term=TopShare(share=0.5), how="multiply"),
         "pipeline": Pipeline(
             {
                 "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
@@ -200,7 +205,8 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name, make_batch):
         row["tokens", "full"] = torch.arange(number + 2)
         mask = torch.ones(number + 2, dtype=torch.bool)
         row["masks"] = TensorDict({"all_assistant_mask": mask.cumsum(0) > 1, "all_attention_mask": mask})
-        row["log_probs", "full"] = torch.zeros(number + 2)
+        for key in ("log_probs", "teacher_log_probs", "ref_log_probs", "entropy"):
+            row[key, "full"] = torch.zeros(number + 2)
         row["turn_index"] = row["turn_index"][:1].expand(number + 2)
         row["turn_reward"] = torch.zeros(number + 2)
         row[OLD] = torch.zeros(number + 2)
@@ -216,6 +222,9 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name, make_batch):
         assert sorted(lengths) == sorted(expected)
         return
     assert lengths == expected
+    if name.startswith("token-advantage"):  # whose advantage is as long as its row
+        assert [credit.shape for credit in out.get("advantage", as_list=True)] == [(n, 1) for n in expected]
+        return
     if name in ("turns", "tree", "tree-parents"):  # per token
         assert [len(credit) for credit in out.get("advantage", as_list=True)] == expected
     elif "advantage" in dense.keys() and dense["advantage"].shape[1] == 1:
@@ -363,6 +372,13 @@ NEEDED = {
     "correction-rollout": [*POLICIES, "advantage", "rollout_id"],
     "token-filter": POLICIES,
     "token-filter-all": [*POLICIES, "advantage"],
+    "token-advantage": [
+        "advantage",
+        ("masks", "all_assistant_mask"),
+        ("teacher_log_probs", "full"),
+        ("log_probs", "full"),
+    ],
+    "token-advantage-multiply": ["advantage", ("masks", "all_assistant_mask"), ("entropy", "full")],
     "pipeline": ["group_id", "rollout_id", ("next", "reward")],
 }
 

@@ -26,13 +26,16 @@ from headrace.transforms import (
     CompletenessGate,
     DenseRows,
     DifficultyWeight,
+    DirectedWeight,
     Diverged,
+    EntropyShare,
     FanOutCollapse,
     Finite,
     GroupMeanWithin,
     GroupRelativeAdvantage,
     LengthPenalty,
     LengthWithin,
+    LogRatio,
     LossWeight,
     NotTruncated,
     OverlongPunishment,
@@ -47,8 +50,11 @@ from headrace.transforms import (
     ScoreRows,
     ShuffleSplit,
     SignFactors,
+    StalenessWeight,
     StateAdvantage,
+    TokenAdvantage,
     TokenFilter,
+    TopShare,
     TreeAdvantage,
     TurnAdvantage,
     TurnDiscount,
@@ -151,6 +157,12 @@ STAGE = {  # alone
     "correction, normalised rollouts": (1, 0),
     "token filter": (1, 0),
     "token filter, all": (1, 0),
+    "token term": (1, 0),
+    "token term, centred": (1, 0),
+    "token term, largest": (1, 0),
+    "token term, directed": (1, 0),
+    "token term, share": (1, 0),
+    "token term, stale": (1, 0),
 }
 PACK = {  # a micro-batch of 8 rows
     "pack": (2, 0),
@@ -356,6 +368,14 @@ OPTIONS = {
     "token filter": lambda: TokenFilter(criterion=Diverged(estimator="k1", level="token", high=1.0005)),
     "token filter, all": lambda: TokenFilter(
         criterion=Diverged(estimator="k1", high=1.0005, judges="negative"), denominator="all"
+    ),
+    "token term": lambda: TokenAdvantage(term=LogRatio()),
+    "token term, centred": lambda: TokenAdvantage(term=LogRatio(centre="batch"), factor=-0.1),
+    "token term, largest": lambda: TokenAdvantage(term=TopShare(), how="multiply"),
+    "token term, directed": lambda: TokenAdvantage(term=DirectedWeight(), how="multiply"),
+    "token term, share": lambda: TokenAdvantage(term=EntropyShare(), factor=0.1, how="multiply"),
+    "token term, stale": lambda: TokenAdvantage(
+        term=StalenessWeight(current=9, decay=0.5, version_key="state_id"), how="multiply"
     ),
 }
 

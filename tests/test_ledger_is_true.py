@@ -25,7 +25,10 @@ NAMES = sorted(
 
 
 def batch_for(recipe: str, start: int = 0):
-    """Twelve groups of two to four rollouts, one without spread; rows without a token, or with NaN."""
+    """Twelve groups of two to four rollouts, one without spread; rows without a token, or with NaN.
+
+    The latter where no stage reads log-probabilities, which would refuse them.
+    """
     rng = np.random.default_rng(3)
     groups = np.repeat(np.arange(12), [3, 2, 4, 2, 3, 4, 2, 2, 3, 4, 2, 3])
     rewards = rng.integers(0, 3, len(groups)).astype(float)
@@ -40,11 +43,15 @@ def batch_for(recipe: str, start: int = 0):
         torch.zeros(len(groups), 1),
     )
     batch[MASK][[2, 11]] = False
-    batch[LOG_PROBS][[5, 20]] = float("nan")
-    batch[LOG_PROBS][7, 0] = float("nan")
-    if any(OLD in getattr(stage, "in_keys", ()) for stage in stages_of(recipe).values()):
+    stages = stages_of(recipe).values()
+    if any(OLD in getattr(stage, "in_keys", ()) for stage in stages):
+        batch[LOG_PROBS][[5, 20]] = float("nan")
+        batch[LOG_PROBS][7, 0] = float("nan")
         batch[MASK] &= batch[LOG_PROBS].isfinite()  # which these stages ask of every token in the loss
         with_old(batch, 0.0005)
+    elif not any(LOG_PROBS in getattr(stage, "in_keys", ()) for stage in stages):
+        batch[LOG_PROBS][[5, 20]] = float("nan")
+        batch[LOG_PROBS][7, 0] = float("nan")
     if recipe.endswith("gdpo"):
         batch["next", "reward"] = torch.stack(
             [batch["next", "reward"].flatten(), torch.tensor(rewards) ** 2], 1

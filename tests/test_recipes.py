@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache, reduce
-from operator import getitem
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -95,12 +94,13 @@ def test_a_recipe_says_only_what_differs(name):
             assert below[stage] is not None
             assert composed[stage] is None
             continue
-        inner = options.pop("criterion", {})
-        for place, own in (((), options), *([(("criterion",), inner)] if inner else [])):
-            under, found = (reduce(getitem, place, nodes[stage]) for nodes in (below, composed))
-            for option, value in own.items():
-                assert under[option] != value, f"{stage}.{option} is {value!r} already"
-                assert found[option] == value
+        for option, value in options.items():
+            if isinstance(value, dict):  # options of a criterion, or of a term
+                assert all(below[stage][option].get(inner) != value[inner] for inner in value)
+                assert composed[stage][option].items() >= value.items()
+                continue
+            assert below[stage][option] != value, f"{stage}.{option} is {value!r} already"
+            assert composed[stage][option] == value
 
 
 def test_the_nodes_of_stages_and_criteria_are_those_of_the_signatures():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from pathlib import Path
 
@@ -116,6 +117,7 @@ FORMULAS = {
     "prime_rl": centred,
     "nemo_rl": against_the_others,
     "skyrl": divided(1e-6, lone="raw"),
+    "rllm": divided(1e-6, ddof=0, lone="raw"),
     "areal": divided(1e-5),  # and whitened over tokens, below
     "openrlhf": divided(1e-9),
     "open_instruct": divided(1e-8, ddof=0),
@@ -145,6 +147,23 @@ def whitened_over_tokens(credit, tokens, eps):
 
 def test_every_convention_is_stated():
     assert {f"as/{name}" for name in FORMULAS} == {name for name in NAMES if name.startswith("as/")}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_every_convention_says_where_it_was_read_and_when(name):
+    """Repository, file, what in it, and the commit with its date; then what differs."""
+    text = (ROOT / "conf" / "pipeline" / "as" / f"{name}.yaml").read_text()
+    head = " ".join(line.removeprefix("# ") for line in text.splitlines()[1:] if line.startswith("#"))
+    where = r"[\w.-]+/[\w.-]+, [\w/]+\.py, \w+,? .*\bat [0-9a-f]{10} \(2\d{3}-\d\d-\d\d\)"
+    assert re.match(where, head), head
+    assert " Ours: " in head
+
+
+def test_equal_others_are_not_divided_by_a_residue_of_rounding(make_batch):
+    """The case of NeMo RL #4158, where the first of them had -2075.39."""
+    found = golden("as/nemo_rl", make_batch, [0.0] + [0.95] * 7, [0] * 8)
+    spread = 0.95 / 7**0.5  # of one 0 and six of 0.95
+    assert found == pytest.approx([-0.95] + [0.95 / 7 / (spread + 1e-6)] * 7, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -360,7 +379,11 @@ def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, name):
     torch.testing.assert_close(after[:-1], before, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+OF_TOKENS = ("gtpo", "high_entropy", "kl_in_advantage")  # measure over the tokens in the loss
+BESIDE_REWARDS = ("kl_in_advantage", "opd")  # add to the advantage
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_TOKENS])
 def test_masking_rows_changes_nobodys_advantage(make_batch, name):
     """They leave the loss and not the statistics, of lengths no more than of rewards."""
     batch = columns_for(name, ragged_batch(make_batch, "grid", 2, lone=name not in NO_LONE))
@@ -371,6 +394,8 @@ def test_masking_rows_changes_nobodys_advantage(make_batch, name):
     found, expected = run(name, mask(batch), *words), run(name, batch, *words)
     if name in ("tis", "icepop", "mis", "mlperf"):  # which write an advantage of tokens in the loss
         expected[~mask(batch)["headrace", "in_loss"]] = 0.0
+    elif name in ("opd", "rlsd"):  # a token out of the loss has no term of its own
+        found, expected = (credit[batch["rollout_id"] % 3 > 0] for credit in (found, expected))
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 
@@ -382,7 +407,7 @@ def test_a_masked_rollout_weighs_in_the_baseline_of_opo_as_long_as_it_was(make_b
     assert run("opo", mask(batch)).tolist() == [0.5, -0.5, 0.5]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in BESIDE_REWARDS])
 def test_eight_equal_rewards_have_exactly_none(make_batch, name):
     batch = make_batch([0.7] * 8, [0] * 8, expected_rollouts=[8] * 8, state_id=[0] * 8)
     batch[MASK] = torch.ones_like(batch[MASK])

@@ -21,6 +21,7 @@ from headrace.transforms import CompletenessGate, RewardsVary
 CONF = Path(__file__).parent.parent / "conf"
 STAGES = sorted(path.stem for path in (CONF / "stage").glob("*.yaml"))
 CRITERIA = sorted(path.stem for path in (CONF / "criterion").glob("*.yaml"))
+TERMS = sorted(path.stem for path in (CONF / "term").glob("*.yaml"))
 STORE = ConfigStore.instance()
 
 
@@ -37,9 +38,10 @@ def composed_app(*overrides: str) -> DictConfig:
         return compose("torchrl_app", list(overrides))
 
 
-def test_every_stage_and_criterion_is_an_entry():
+def test_every_stage_criterion_and_term_is_an_entry():
     assert {f"{name}.yaml" for name in [*STAGES, "stamp_ids"]} <= set(STORE.list("transform"))
     assert {f"{name}.yaml" for name in CRITERIA} <= set(STORE.list("transform/criterion"))
+    assert {f"{name}.yaml" for name in TERMS} <= set(STORE.list("transform/term"))
 
 
 def test_no_entry_takes_the_name_of_one_of_torchrls():

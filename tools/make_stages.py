@@ -1,6 +1,6 @@
-"""Write the YAML nodes of stages and criteria from the signatures of their classes.
+"""Write the YAML nodes of stages, criteria and terms from the signatures of their classes.
 
-python tools/make_stages.py          # writes conf/stage/*.yaml and conf/criterion/*.yaml
+python tools/make_stages.py          # writes conf/stage/*.yaml, conf/criterion/*.yaml and conf/term/*.yaml
 python tools/make_stages.py --check  # exits with 1 if one is out of date
 """
 
@@ -42,6 +42,7 @@ STAGES = {
     "tree": transforms.TreeAdvantage,
     "correction": transforms.RolloutCorrection,
     "token_filter": transforms.TokenFilter,
+    "token_advantage": transforms.TokenAdvantage,
 }
 CRITERIA = {
     "best_of": transforms.BestOf,
@@ -54,6 +55,13 @@ CRITERIA = {
     "reward_within": transforms.RewardWithin,
     "rewards_vary": transforms.RewardsVary,
 }
+TERMS = {
+    "directed_weight": transforms.DirectedWeight,
+    "entropy_share": transforms.EntropyShare,
+    "log_ratio": transforms.LogRatio,
+    "staleness_weight": transforms.StalenessWeight,
+    "top_share": transforms.TopShare,
+}
 # Options that the pipeline has too: one word there renames a column for all stages.
 SHARED = ("loss_mask_key", "group_key", "rollout_key")
 WIDTH = 110
@@ -63,7 +71,7 @@ def node(cls: type, levels: int) -> str:
     """The YAML of a class: its options at their defaults, each with what it may be.
 
     Args:
-        cls: a stage or a criterion.
+        cls: a stage, a criterion or a term.
         levels: from an option up to the pipeline's node.
     """
     described = describe_arguments(cls)
@@ -133,7 +141,12 @@ def in_yaml(value: Any) -> str:
 def files() -> dict[Path, str]:
     """Each file and what it should hold."""
     stages = {CONF / "stage" / f"{name}.yaml": node(cls, 3) for name, cls in STAGES.items()}
-    return stages | {CONF / "criterion" / f"{name}.yaml": node(cls, 4) for name, cls in CRITERIA.items()}
+    inner = {"criterion": CRITERIA, "term": TERMS}
+    return stages | {
+        CONF / group / f"{name}.yaml": node(cls, 4)
+        for group, classes in inner.items()
+        for name, cls in classes.items()
+    }
 
 
 if __name__ == "__main__":

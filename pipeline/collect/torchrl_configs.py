@@ -1,4 +1,4 @@
-"""Stages, criteria and hooks as entries of TorchRL's Hydra configurations."""
+"""Stages, criteria, terms and hooks as entries of TorchRL's Hydra configurations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def register_configs() -> None:
     :class:`StampIds` for an environment.
 
     ``transform/criterion``: those of ``conf/criterion``, as in
-    ``+transform/criterion@transform.filter.criterion=rewards_vary``.
+    ``+transform/criterion@transform.filter.criterion=rewards_vary``; ``transform/term``: those of
+    ``conf/term``, for ``token_advantage``.
 
     ``hook``: a :class:`PipelineHook` for the `hooks` of a trainer, ``recipe`` with a recipe,
     ``hook.pipeline._args_=['pipeline=dapo']``, or ``stages`` with the stages that ``transform`` lists.
@@ -38,8 +39,9 @@ def register_configs() -> None:
         True
     """
     store = ConfigStore.instance().store
-    for name, target in _listed("criterion").items():  # ``criterion`` is that of our own files
-        store(group="transform/criterion", name=name, node=config_of(target), provider="headrace")
+    for group in ("criterion", "term"):  # without a path these are our own files
+        for name, target in _listed(group).items():
+            store(group=f"transform/{group}", name=name, node=config_of(target), provider="headrace")
     for name, target in {**_listed("stage"), "stamp_ids": "headrace.pipeline.StampIds"}.items():
         package = f"transform.{name}"  # else the entries of a list choice would be merged into one
         store(group="transform", name=name, node=config_of(target), package=package, provider="headrace")

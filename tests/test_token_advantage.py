@@ -1,0 +1,342 @@
+"""Terms by token, against statements of their formulas that take one token after another."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from batches import batch_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import lazy_stack
+
+from headrace.transforms import (
+    BatchError,
+    DirectedWeight,
+    EntropyShare,
+    LogRatio,
+    MissingKeyError,
+    RewardWithin,
+    SampleFilter,
+    StalenessWeight,
+    TokenAdvantage,
+    TopShare,
+    token_advantage,
+    top_share,
+)
+
+MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
+TEACHER, ENTROPY = ("teacher_log_probs", "full"), ("entropy", "full")
+TERMS = {
+    "teacher": lambda: {"term": LogRatio(), "factor": 0.3},
+    "centred": lambda: {"term": LogRatio(centre="batch"), "factor": -0.2},
+    "directed": lambda: {"term": DirectedWeight(clip=0.1), "factor": 0.5, "how": "multiply"},
+    "entropy": lambda: {"term": TopShare(share=0.3), "how": "multiply"},
+    "share": lambda: {"term": EntropyShare(), "factor": 0.4, "how": "multiply"},
+    "stale": lambda: {
+        "term": StalenessWeight(current=9, decay=0.5, max_staleness=2, version_key="version"),
+        "how": "multiply",
+    },
+}
+every = pytest.mark.parametrize("name", TERMS)
+
+
+@pytest.fixture
+def batch():
+    return drawn_batch()
+
+
+def drawn_batch(rows=6, tokens=7):
+    batch = batch_of([0.0] * rows, [row % 2 for row in range(rows)], tokens=tokens)
+    batch["advantage"] = torch.linspace(-2, 2, rows).view(rows, 1, 1)
+    batch["version"] = torch.arange(rows * tokens).view(rows, tokens) % 5 + 5
+    return batch
+
+
+def stated(batch, name) -> list[dict[int, float]]:
+    """By row and token in the loss: the advantage, by the sentence that the docstring has for it."""
+    mask = batch[MASK].tolist()
+    places = [(n, t) for n, row in enumerate(mask) for t, trains in enumerate(row) if trains]
+    credit = {n: float(batch["advantage"].flatten()[n]) for n in range(len(batch))}
+    ratio = {place: float(batch[TEACHER][place]) - float(batch[LOG_PROBS][place]) for place in places}
+    mean = sum(ratio.values()) / max(len(ratio), 1)
+    entropy = sorted((float(batch[ENTROPY][place]) for place in places), reverse=True)
+    number = max(round(0.3 * len(places)), 1)
+
+    def share(place, sign):
+        row, group = place[0], batch["group_id"].tolist()
+        count = {p: sum(mask[p[0]][: p[1] + 1]) for p in places}
+        same = [
+            p
+            for p in places
+            if group[p[0]] == group[row] and count[p] == count[place] and credit[p[0]] * sign > 0
+        ]
+        known = {p: float(batch[ENTROPY][p]) ** sign for p in same}
+        return len(same) * known[place] / sum(known.values()) if same else 1.0
+
+    def term(place):
+        a, sign = credit[place[0]], (credit[place[0]] > 0) - (credit[place[0]] < 0)
+        age = 9 - int(batch["version"][place]) if name == "stale" else 0
+        weight = min(max(math.exp(sign * ratio[place]), 0.9), 1.1)
+        return {
+            "teacher": lambda: a + 0.3 * ratio[place],
+            "centred": lambda: a + 0.2 * (mean - ratio[place]),
+            "directed": lambda: a * (0.5 + 0.5 * weight),
+            "entropy": lambda: a if float(batch[ENTROPY][place]) >= entropy[number - 1] else 0.0,
+            "share": lambda: a * (0.6 + 0.4 * share(place, sign)),
+            "stale": lambda: a * 0.5**age if age <= 2 else 0.0,
+        }[name]()
+
+    return {place: term(place) for place in places}
+
+
+@every
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_term_is_its_formula_token_by_token(name, data):
+    rows, tokens = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 8))
+    batch = drawn_batch(rows, tokens)
+    flat = data.draw(st.lists(st.booleans(), min_size=rows * tokens, max_size=rows * tokens))
+    batch[MASK] = torch.tensor(flat).view(rows, tokens)
+    out = TokenAdvantage(**TERMS[name]())(batch)["advantage"]
+    assert out.shape == (rows, tokens, 1)
+    for place, expected in stated(batch, name).items():
+        assert float(out[place]) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    same = batch["advantage"].expand(rows, tokens, 1)
+    assert torch.equal(out[~batch[MASK]], same[~batch[MASK]])
+
+
+@every
+def test_a_factor_of_0_changes_nothing(batch, name):
+    out = TokenAdvantage(**TERMS[name]() | {"factor": 0.0})(batch)["advantage"]
+    assert torch.equal(out, batch["advantage"].expand(6, 7, 1))
+
+
+@every
+def test_nothing_outside_the_loss_is_read(batch, name):
+    expected = TokenAdvantage(**TERMS[name]())(batch)["advantage"]
+    for key in (LOG_PROBS, TEACHER, ENTROPY):
+        batch[key] = batch[key].masked_fill(~batch[MASK], float("nan"))
+    assert torch.equal(TokenAdvantage(**TERMS[name]())(batch)["advantage"], expected)
+
+
+@every
+def test_permuting_rows_permutes_the_bits(batch, name):
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    stage = TokenAdvantage(**TERMS[name]())
+    assert torch.equal(stage(batch[order])["advantage"], stage(batch)["advantage"][order])
+
+
+@every
+def test_padding_changes_no_bit(batch, name):
+    more = batch.clone()
+    for key in (MASK, LOG_PROBS, TEACHER, ENTROPY, "version"):
+        column = batch[key]
+        padding = torch.zeros(6, 4, dtype=column.dtype)
+        more[key] = torch.cat([padding, column], 1)
+    stage = TokenAdvantage(**TERMS[name]())
+    assert torch.equal(stage(more)["advantage"][:, 4:], stage(batch)["advantage"])
+
+
+@every
+def test_ragged_rows_have_the_numbers_of_dense_ones(batch, name):
+    lengths = [1, 7, 3, 5, 2, 6]
+    rows = []
+    for row, length in zip(batch.clone().unbind(0), lengths, strict=True):
+        for key in (MASK, LOG_PROBS, TEACHER, ENTROPY, "version"):
+            row[key] = row[key][:length]
+        rows.append(row)
+    places = torch.arange(7)
+    batch[MASK] &= torch.stack([places < length for length in lengths])
+    dense = TokenAdvantage(**TERMS[name]())(batch)["advantage"]
+    ragged = TokenAdvantage(**TERMS[name]())(lazy_stack(rows)).get("advantage", as_list=True)
+    for row, length in enumerate(lengths):
+        assert torch.equal(ragged[row], dense[row, :length])
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32_and_rounded_once(batch, name, dtype):
+    for key in ("advantage", LOG_PROBS, TEACHER, ENTROPY):
+        batch[key] = batch[key].to(dtype)
+    out = TokenAdvantage(**TERMS[name]())(batch)["advantage"]
+    for key in ("advantage", LOG_PROBS, TEACHER, ENTROPY):
+        batch[key] = batch[key].float()
+    expected = TokenAdvantage(**TERMS[name]())(batch)["advantage"]
+    assert out.dtype == dtype
+    assert torch.equal(out, expected.to(dtype))
+
+
+@every
+def test_results_carry_no_gradient_and_inputs_are_left_alone(batch, name):
+    for key in ("advantage", LOG_PROBS, TEACHER, ENTROPY):
+        batch[key] = batch[key].clone().requires_grad_()
+    before = batch.clone()
+    assert not TokenAdvantage(**TERMS[name]())(batch)["advantage"].requires_grad
+    assert all(torch.equal(batch[key], before[key]) for key in ("advantage", LOG_PROBS, TEACHER, ENTROPY))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("teacher", TEACHER), ("centred", LOG_PROBS), ("directed", TEACHER), ("entropy", ENTROPY)],
+)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_named(batch, name, key, wrong):
+    batch[MASK][2, 4] = True
+    batch[key][2, 4] = wrong
+    found = f"must be finite for every token in the loss; found -?{wrong} at row 2, token 4"
+    with pytest.raises(BatchError, match=found):
+        TokenAdvantage(**TERMS[name]())(batch)
+
+
+def test_a_token_that_is_newer_than_the_trainer_is_named(batch):
+    batch[MASK][3, 1], batch["version"][3, 1] = True, 10
+    with pytest.raises(BatchError, match=r"newer than the version that trains.*found newer ones in row 3"):
+        TokenAdvantage(**TERMS["stale"]())(batch)
+
+
+def test_entropies_and_groups_that_mean_nothing_are_named(batch):
+    batch[MASK][3, 1], batch[ENTROPY][3, 1] = True, -0.5
+    with pytest.raises(BatchError, match="no entropy is negative; found negative ones in row 3"):
+        TokenAdvantage(**TERMS["share"]())(batch)
+    batch[ENTROPY][3, 1], batch["group_id"][2] = 0.0, -1
+    with pytest.raises(BatchError, match="group_id ≥ 0; found -1 at row 2"):
+        TokenAdvantage(**TERMS["share"]())(batch)
+    batch["group_id"] = [f"group {number}" for number in (0, 1, 0, 1, 0, 1)]
+    labelled = TokenAdvantage(**TERMS["share"]())(batch)["advantage"]
+    batch["group_id"] = torch.tensor([0, 1, 0, 1, 0, 1])
+    assert torch.equal(TokenAdvantage(**TERMS["share"]())(batch)["advantage"], labelled)
+
+
+def test_a_version_may_be_one_a_row_and_the_current_one_a_callable(batch):
+    batch["version"] = torch.tensor([9, 8, 7, 6, 9, 8]).view(6, 1)
+    term = StalenessWeight(current=lambda: 9, decay=0.5, max_staleness=2, version_key="version")
+    out = TokenAdvantage(term=term, how="multiply")(batch)["advantage"]
+    factors = torch.tensor([1, 0.5, 0.25, 0, 1, 0.5]).view(6, 1, 1)
+    expected = torch.where(batch[MASK][..., None], batch["advantage"] * factors, batch["advantage"])
+    assert torch.equal(out, expected)
+
+
+def test_terms_stand_one_after_another(batch):
+    first, second = TokenAdvantage(**TERMS["teacher"]()), TokenAdvantage(**TERMS["entropy"]())
+    both = second(first(batch))["advantage"]
+    chosen = top_share(batch[ENTROPY], batch[MASK], 0.3)[..., None]
+    once = first(batch)["advantage"]
+    assert torch.equal(both, torch.where(batch[MASK][..., None] & ~chosen, 0.0, once))
+
+
+def test_a_factor_that_is_a_callable_is_asked_for_each_batch(batch):
+    factors = iter([0.0, 0.3])
+    stage = TokenAdvantage(term=LogRatio(), factor=lambda: next(factors))
+    assert torch.equal(stage(batch)["advantage"], batch["advantage"].expand(6, 7, 1))
+    assert torch.equal(stage(batch)["advantage"], TokenAdvantage(**TERMS["teacher"]())(batch)["advantage"])
+
+
+@pytest.mark.parametrize("action", ["mask", "exclude"])
+def test_rows_out_of_the_loss_are_in_no_statistic_and_keep_their_advantage(batch, action):
+    batch["next", "reward"] = torch.tensor([0.0, 9, 0, 0, 9, 0]).view(6, 1)
+    silent = SampleFilter(criterion=RewardWithin(high=1.0), action=action)(batch)
+    rows = torch.tensor([0, 2, 3, 5])
+    stage = TokenAdvantage(term=LogRatio(centre="batch"))
+    assert torch.equal(stage(silent)["advantage"][rows], stage(batch[rows])["advantage"])
+    assert torch.equal(stage(silent)["advantage"][1], batch["advantage"][1].expand(7, 1))
+
+
+def test_rows_that_are_to_be_silenced_later_have_no_term(batch):
+    """A pipeline silences them as it gathers: till then their mask says what it did."""
+    batch["headrace", "in_loss"] = torch.tensor([True, False, True, True, False, True])
+    rows = torch.tensor([0, 2, 3, 5])
+    stage = TokenAdvantage(term=LogRatio(centre="batch"))
+    assert torch.equal(stage(batch)["advantage"][rows], stage(batch[rows])["advantage"])
+    assert torch.equal(stage(batch)["advantage"][1], batch["advantage"][1].expand(7, 1))
+
+
+def test_rows_without_a_reward_are_in_no_statistic_and_keep_their_advantage(batch):
+    batch["headrace", "reward"] = torch.tensor([0.0, float("nan"), 0, 0, float("nan"), 0])
+    rows = torch.tensor([0, 2, 3, 5])
+    stage = TokenAdvantage(term=LogRatio(centre="batch"))
+    assert torch.equal(stage(batch)["advantage"][rows], stage(batch[rows])["advantage"])
+    assert torch.equal(stage(batch)["advantage"][1], batch["advantage"][1].expand(7, 1))
+
+
+def test_equal_entropies_stay_together(batch):
+    batch[ENTROPY] = torch.ones(6, 7)
+    assert torch.equal(top_share(batch[ENTROPY], batch[MASK], 0.2), batch[MASK])
+
+
+def test_a_callable_of_ones_own_is_a_term(batch):
+    out = TokenAdvantage(term=lambda batch, trains: batch[ENTROPY], factor=2.0)(batch)["advantage"]
+    added = torch.where(batch[MASK], 2 * batch[ENTROPY], 0.0)[..., None]
+    torch.testing.assert_close(out, batch["advantage"] + added)
+
+
+@pytest.mark.parametrize(
+    ("term", "found"),
+    [
+        (lambda batch, trains: batch["advantage"], r"\(6, 7\); .* gave \(6, 1, 1\)"),
+        (lambda batch, trains: 1.0, "gave float"),
+    ],
+)
+def test_a_term_that_returns_something_else_is_refused(batch, term, found):
+    with pytest.raises(BatchError, match=found):
+        TokenAdvantage(term=term)(batch)
+
+
+def test_of_ragged_rows_a_term_says_what_it_reads(batch):
+    with pytest.raises(BatchError, match="columns of its in_keys"):
+        TokenAdvantage(term=lambda batch, trains: trains)(lazy_stack(list(batch.unbind(0))))
+
+
+def test_a_column_of_another_shape_is_refused(batch):
+    batch[TEACHER] = torch.zeros(6, 5)
+    with pytest.raises(
+        BatchError, match=r"number a token in .*\(numerator_key\), \(6, 7\), or one a row; found"
+    ):
+        TokenAdvantage(term=LogRatio())(batch)
+    batch["advantage"] = torch.zeros(6, 3, 1)
+    with pytest.raises(BatchError, match=r"'advantage' \(advantage_key\) is torch.float32 \(6, 3, 1\)"):
+        TokenAdvantage(term=TopShare())(batch)
+
+
+def test_a_mask_of_floats_and_a_missing_column_are_refused(batch):
+    with pytest.raises(MissingKeyError, match="set numerator_key"):
+        TokenAdvantage(term=LogRatio())(batch.exclude(TEACHER))
+    batch[MASK] = batch[MASK].float()
+    with pytest.raises(BatchError, match="a loss mask is bool"):
+        TokenAdvantage(term=LogRatio())(batch)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TokenAdvantage(term=3), "term must be a callable"),
+        (lambda: TokenAdvantage(term=LogRatio(), how="divide"), "how must be one of 'add', 'multiply'"),
+        (lambda: LogRatio(centre="group"), "centre must be one of 'none', 'batch'"),
+        (lambda: DirectedWeight(clip=1.5), r"clip must be in \[0, 1\]"),
+        (lambda: TopShare(share=0), r"share must be in \(0, 1\]"),
+        (lambda: EntropyShare(floor=0.0), "floor must be finite and > 0"),
+        (lambda: StalenessWeight(current=1, decay=0), r"decay must be in \(0, 1\]"),
+        (lambda: StalenessWeight(current=None), "current must be an integer"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_multiplied_term_weighs_the_clipped_loss_of_its_token():
+    """min(r w A, clip(r) w A) = w min(r A, clip(r) A): in float64, gradients too."""
+    torch.manual_seed(0)
+    now = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    then, credit = torch.randn(2, 3, 5, dtype=torch.float64)
+    weight = torch.rand(3, 5, dtype=torch.float64)
+    folded = token_advantage(credit, weight, torch.ones(3, 5, dtype=torch.bool), how="multiply")
+
+    def clipped(advantage):
+        ratio = (now - then).exp()
+        return torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+    (one,) = torch.autograd.grad(clipped(folded).sum(), now)
+    (other,) = torch.autograd.grad((weight * clipped(credit)).sum(), now)
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,207 @@
+"""The advantage by token: a term added to that of the row, or multiplied with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from headrace.transforms.base import BatchTransform, Outcome
+from headrace.transforms.checks import Rule
+from headrace.transforms.errors import BatchError
+from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.rows import device_of
+from headrace.transforms.schema import IN_LOSS, REWARD, has_key, require
+from headrace.transforms.tokens import check_mask
+
+How = Literal["add", "multiply"]
+
+
+def token_advantage(
+    advantage: Tensor, term: Tensor, trains: Tensor, *, factor: float = 1.0, how: How = "add"
+) -> Tensor:
+    """Give each token in the loss an advantage of its own.
+
+    With A the row's advantage or the token's, and x the token's term::
+
+        add       A + c x
+        multiply  A (1 + c (x − 1)),  which is A x for c = 1
+
+    A factor of 0 changes nothing. Tokens out of the loss keep A, and their terms are not read.
+
+    Args:
+        advantage: (N, 1) or (N, T) float.
+        term: (N, T) float.
+        trains: (N, T) bool, the tokens in the loss.
+        factor: c.
+        how: ``add``, ``multiply``.
+
+    Returns:
+        (N, T) in the dtype of `advantage`, computed in that of the more precise of the two, at least float32.
+
+    Example:
+        >>> credit, term = torch.tensor([[2.0]]), torch.tensor([[0.5, 3.0]])
+        >>> trains = torch.tensor([[True, False]])
+        >>> token_advantage(credit, term, trains, factor=0.1).tolist()
+        [[2.049999952316284, 2.0]]
+        >>> token_advantage(credit, term, trains, how="multiply").tolist()
+        [[1.0, 2.0]]
+    """
+    one_of("how", how, get_args(How))
+    precise = torch.promote_types(torch.promote_types(advantage.dtype, term.dtype), torch.float32)
+    credit, term = advantage.detach().to(precise), term.detach().to(precise)
+    changed = credit + factor * term if how == "add" else credit * (1 + factor * (term - 1))
+    return torch.where(trains, changed, credit).to(advantage.dtype)
+
+
+class TokenAdvantage(BatchTransform):
+    """Add a term to the advantage of each token, or multiply it (:func:`token_advantage`).
+
+    It stands after the advantage, and several may stand one after the other. What the term reads is recorded
+    data: its columns must be finite for every token in the loss. Of a row that is out of the loss, or has no
+    reward, no token is read, and it keeps its advantage. No device read.
+
+    Reads `loss_mask_key`, ``("headrace", "in_loss")`` and ``("headrace", "reward")`` if there, and what the
+    term reads; reads and writes `advantage_key`, (N, T, 1) from then on.
+
+    Args:
+        term: batch and (N, T) bool tokens in the loss → (N, T) float; see
+            :mod:`headrace.transforms.advantage.token_terms`.
+        factor: c, or a callable that returns it, for one that changes over the training.
+        how: ``add``, ``multiply``.
+        advantage_key: (N,) or (N, 1, 1), or (N, T, 1) float.
+        loss_mask_key: (N, T) bool, True trains.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: a number is not finite, or what the term says of its columns; a term of another shape;
+            rows are ragged and the term has no `in_keys`.
+
+    Example:
+        >>> from headrace.transforms import LogRatio
+        >>> log_probs = {"log_probs": {"full": [[-1.0, -2.0]]}, "teacher_log_probs": {"full": [[-0.5, -4.0]]}}
+        >>> masks = {"all_assistant_mask": torch.tensor([[True, True]])}
+        >>> batch = TensorDict({"advantage": [[[1.0]]], "masks": masks} | log_probs, batch_size=[1])
+        >>> TokenAdvantage(term=LogRatio(), factor=0.5)(batch)["advantage"].tolist()
+        [[[1.25], [0.0]]]
+    """
+
+    keeps_rows = True
+    asks_in_loss = True
+    spans_ranks = True
+
+    def __init__(
+        self,
+        *,
+        term: Callable[[TensorDictBase, Tensor], Tensor],
+        factor: float | Callable[[], float] = 1.0,
+        how: How = "add",
+        advantage_key: NestedKey = "advantage",
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+    ):
+        if not callable(term):
+            raise ValueError(
+                f"term must be a callable from a batch and (N, T) bool to (N, T) numbers; got {term!r}"
+            )
+        self.advantage_key, self.loss_mask_key = nested_key(advantage_key), nested_key(loss_mask_key)
+        self._term_keys = [nested_key(key) for key in getattr(term, "in_keys", ())]
+        reads = [self.advantage_key, self.loss_mask_key, REWARD, *self._term_keys]
+        super().__init__(reads, [self.advantage_key])
+        self.final_keys = tuple(key for key in self._term_keys if key != self.advantage_key)
+        self.term, self.factor, self.how = term, factor, one_of("how", how, get_args(How))
+
+    def apply(self, batch: TensorDictBase) -> Outcome:
+        """Rewrite the advantage."""
+        seen, trains = self._seen(batch)
+        before = self._by_token(seen, trains)
+        term = self.term(seen, trains)
+        if not isinstance(term, Tensor) or term.shape != trains.shape:
+            found = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
+            raise BatchError(
+                f"a term returns one number a token, {tuple(trains.shape)}; {self.term!r} gave {found}"
+            )
+        factor = float(self.factor() if callable(self.factor) else self.factor)
+        after = token_advantage(before, term, trains, factor=factor, how=self.how)
+        self._write(batch, after)
+        tokens = trains.sum().clamp_min(1)
+        change = torch.where(trains, after.double() - before.double(), 0.0)
+        measured = {"changed": (change != 0).sum() / tokens, "abs_mean": change.abs().sum() / tokens}
+        return Outcome(batch, measured=measured, rules=self._rules(seen, trains, {"the term": term}))
+
+    def _id_keys(self) -> list[NestedKey]:
+        """The term's, too."""
+        own = getattr(self.term, "group_key", None)
+        return [*super()._id_keys(), *([] if own is None else [own])]
+
+    def _rules(self, seen: TensorDictBase, trains: Tensor, made: dict[str, Tensor]) -> list[Rule]:
+        """What is read of tokens in the loss is finite; then what the term says of its columns."""
+        read = {repr(key): seen.get(key) for key in self._term_keys} | made
+        rules = [
+            _finite(name, column.reshape(trains.shape), trains)
+            for name, column in read.items()
+            if column.is_floating_point() and column.numel() == trains.numel()
+        ]
+        return [*rules, *getattr(self.term, "rules", lambda *_: ())(seen, trains)]
+
+    def _seen(self, batch: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
+        """The columns as the term sees them, dense, and (N, T) bool the tokens in the loss."""
+        if isinstance(batch, LazyStackedTensorDict):
+            if not hasattr(self.term, "in_keys"):
+                raise BatchError(
+                    f"of ragged rows a term sees the columns of its in_keys, padded; {self.term!r} has none"
+                )
+            keys = {self.advantage_key, self.loss_mask_key, *self._term_keys}
+            there = {key: _padded(batch, key) for key in keys if has_key(batch, key)}
+            seen = TensorDict({}, batch_size=batch.batch_size, device=device_of(batch))
+            for key, column in there.items():
+                seen.set(key, column)
+        else:
+            seen = batch
+        trains = require(seen, self.loss_mask_key, reader=type(self).__name__, option="loss_mask_key")
+        check_mask(seen, self.loss_mask_key)
+        if has_key(batch, IN_LOSS):
+            trains = trains & batch.get(IN_LOSS)[:, None]
+        if has_key(batch, REWARD):  # who has none has no advantage, and is in no statistic
+            trains = trains & ~batch.get(REWARD).isnan()[:, None]
+        return seen, trains
+
+    def _by_token(self, seen: TensorDictBase, trains: Tensor) -> Tensor:
+        """(N, 1) or (N, T): the advantage as it is."""
+        credit = require(seen, self.advantage_key, reader=type(self).__name__, option="advantage_key")
+        if credit.numel() not in (len(trains), trains.numel()) or not credit.is_floating_point():
+            raise BatchError(
+                f"an advantage is a floating-point number a row, or a token; {self.advantage_key!r} "
+                f"(advantage_key) is {credit.dtype} {tuple(credit.shape)} for tokens {tuple(trains.shape)}"
+            )
+        return credit.reshape(len(trains), -1) if len(trains) else credit.new_zeros(trains.shape)
+
+    def _write(self, batch: TensorDictBase, credit: Tensor) -> None:
+        if not isinstance(batch, LazyStackedTensorDict):
+            batch.set(self.advantage_key, credit.unsqueeze(-1))
+            return
+        for row, own in zip(batch.tensordicts, credit.unsqueeze(-1), strict=True):
+            row.set(self.advantage_key, own[: row.get(self.loss_mask_key).shape[-1]])
+
+
+def _padded(batch: LazyStackedTensorDict, key: NestedKey) -> Tensor:
+    """(N, T, ...): rows of one length each, padded on the right."""
+    rows: Sequence[Any] = batch.get(key, as_list=True)
+    if len({row.shape for row in rows}) == 1:
+        return torch.stack(list(rows))
+    return pad_sequence(list(rows), batch_first=True)
+
+
+def _finite(name: str, column: Tensor, trains: Tensor) -> Rule:
+    """What is read of tokens in the loss is a finite number."""
+    bad = trains & ~column.isfinite()
+
+    def describe(row: int) -> str:
+        place = int(bad[row].nonzero()[0])
+        return f"{float(column[row, place])} at row {row}, token {place}"
+
+    message = f"{name} must be finite for every token in the loss; found {{found}}"
+    return Rule(bad.any(1), describe, message)
