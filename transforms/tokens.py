@@ -9,6 +9,7 @@ from contextvars import ContextVar
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .errors import BatchError, MissingKeyError
 from .once import once
@@ -48,6 +49,41 @@ def count_true(mask: Tensor) -> Tensor:
     for part in words.split(MOST, dim=1):
         total = total + part.sum(-1).view(torch.uint8).view(-1, 8).sum(-1)
     return total
+
+
+def read_tokens(
+    batch: TensorDictBase, key: NestedKey, *, reader: str, option: str, fill: float = 0
+) -> Tensor:
+    """Read one number a token: (N, T) or (N, T, 1) comes back as (N, T), ragged rows filled up at their end.
+
+    Raises:
+        MissingKeyError: the column is not there.
+        BatchError: it has another shape.
+    """
+    if isinstance(batch, LazyStackedTensorDict) and has_key(batch, key):
+        rows = [row.unsqueeze(0) for row in batch.get(key, as_list=True)]
+        return pad_sequence(
+            [_one_a_token(row, key, reader, option)[0] for row in rows], batch_first=True, padding_value=fill
+        )
+    return _one_a_token(require(batch, key, reader=reader, option=option), key, reader, option)
+
+
+def _one_a_token(column: Tensor, key: NestedKey, reader: str, option: str) -> Tensor:
+    if isinstance(column, Tensor) and column.ndim == 3 and column.shape[-1] == 1:
+        column = column.squeeze(-1)
+    if not isinstance(column, Tensor) or column.ndim != 2:
+        found = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
+        raise BatchError(f"{reader} needs one number a token, (N, T), in {key!r} ({option}); found {found}")
+    return column.detach()
+
+
+def write_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor, like: NestedKey) -> None:
+    """Write (N, T, ...) values, to ragged rows as many as the row has of `like`."""
+    if not isinstance(batch, LazyStackedTensorDict):
+        batch.set(key, values)
+        return
+    for row, own in zip(batch.tensordicts, values, strict=True):
+        row.set(key, own[: len(row.get(like))])
 
 
 def check_mask(batch: TensorDictBase, key: NestedKey) -> None:

@@ -3,38 +3,13 @@
 from __future__ import annotations
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from headrace.transforms.distributed import Population, population_of, present_ranks
 from headrace.transforms.errors import BatchError
 from headrace.transforms.rewards import Missing
-from headrace.transforms.schema import COUNTED, has_key, require
-
-
-def read_tokens(batch: TensorDictBase, key: NestedKey, *, fill: float, reader: str, option: str) -> Tensor:
-    """Read one number a token: (N, T) or (N, T, 1) comes back as (N, T), ragged rows filled up at their end.
-
-    Raises:
-        MissingKeyError: the column is not there.
-        BatchError: it has another shape.
-    """
-    if isinstance(batch, LazyStackedTensorDict) and has_key(batch, key):
-        rows = [row.unsqueeze(0) for row in batch.get(key, as_list=True)]
-        return pad_sequence(
-            [_flat(row, key, reader, option)[0] for row in rows], batch_first=True, padding_value=fill
-        )
-    return _flat(require(batch, key, reader=reader, option=option), key, reader, option)
-
-
-def _flat(column: Tensor, key: NestedKey, reader: str, option: str) -> Tensor:
-    if isinstance(column, Tensor) and column.ndim == 3 and column.shape[-1] == 1:
-        column = column.squeeze(-1)
-    if not isinstance(column, Tensor) or column.ndim != 2:
-        found = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
-        raise BatchError(f"{reader} needs one number a token, (N, T), in {key!r} ({option}); found {found}")
-    return column.detach()
+from headrace.transforms.schema import COUNTED
 
 
 def whole_numbers(column: Tensor, key: NestedKey, option: str) -> Tensor:
@@ -59,15 +34,6 @@ def same_width(turn: Tensor, other: Tensor, names: str) -> None:
             f"{names} must have one number for each token of a row; found {turn.shape[1]} and "
             f"{other.shape[1]} tokens"
         )
-
-
-def write_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor, like: NestedKey) -> None:
-    """Write (N, T) as (N, T, 1), to ragged rows as many as they have tokens in the column `like`."""
-    if not isinstance(batch, LazyStackedTensorDict):
-        batch.set(key, values.unsqueeze(-1))
-        return
-    for row, own in zip(batch.tensordicts, values, strict=True):
-        row.set(key, own[: len(row.get(like))].unsqueeze(-1))
 
 
 def widest(width: int) -> int:

@@ -15,18 +15,11 @@ from headrace.transforms.ids import as_ids, first_row, first_row_of_pairs, place
 from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.rewards import Missing
 from headrace.transforms.schema import COUNTED, REWARD, has_key
+from headrace.transforms.tokens import read_tokens, write_tokens
 
 from .by_prefix import END, TreeBaseline, TreeFormula, at_places, left_aligned, origin_of, tree_rules
 from .by_turn import Alone, fits_rule
-from .token_columns import (
-    population_with_reward,
-    read_tokens,
-    same_width,
-    whole_numbers,
-    widened,
-    widest,
-    write_tokens,
-)
+from .token_columns import population_with_reward, same_width, whole_numbers, widened, widest
 
 Forks = Literal["prefix", "parent"]
 
@@ -118,7 +111,9 @@ class TreeAdvantage(BatchTransform):
         credit, rules = self._credit(everyone)
         rules.append(fits_rule(credit, dtype, everyone["rollouts"]))
         own = people.put_back(credit)[:, : labels.shape[1]]
-        write_tokens(batch, self.advantage_key, at_places(own, present).to(dtype), self.tokens_key)
+        write_tokens(
+            batch, self.advantage_key, at_places(own, present).to(dtype).unsqueeze(-1), self.tokens_key
+        )
         return Outcome(batch, rules=people.rules(rules))
 
     def _tokens(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:

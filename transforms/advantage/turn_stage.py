@@ -16,16 +16,10 @@ from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.rewards import Missing
 from headrace.transforms.schema import COUNTED, REWARD, has_key
 from headrace.transforms.sums import sum_in_any_order
+from headrace.transforms.tokens import read_tokens, write_tokens
 
 from .by_turn import Alone, TurnBaseline, TurnFormula, fits_rule
-from .token_columns import (
-    population_with_reward,
-    read_tokens,
-    same_width,
-    whole_numbers,
-    widest,
-    write_tokens,
-)
+from .token_columns import population_with_reward, same_width, whole_numbers, widest
 
 TurnRewards = Literal["none", "turn", "token"]
 Outcomes = Literal["last", "none"]
@@ -147,7 +141,7 @@ class TurnAdvantage(BatchTransform):
         own = people.put_back(credit).to(dtypes[-1])
         none = own.new_zeros(len(own), 1)  # what a token without a turn gets
         per_token = torch.cat([none, own], 1).gather(1, turn.clamp(-1, own.shape[1] - 1) + 1)
-        write_tokens(batch, self.advantage_key, per_token, self.turn_index_key)
+        write_tokens(batch, self.advantage_key, per_token.unsqueeze(-1), self.turn_index_key)
         return Outcome(batch, rules=people.rules(rules))
 
     def _of_rows(self, batch: TensorDictBase) -> Outcome:

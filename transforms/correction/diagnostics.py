@@ -11,11 +11,11 @@ from headrace.transforms.ids import is_first
 
 from .divergence import of_tokens
 from .importance import outside
-from .ratios import LogRatio, clamped, over_units
+from .ratios import Ratios, clamped, over_units
 
 
 def sums_of_rows(
-    weight: Tensor, level_ratio: Tensor, ratio: LogRatio, low: float | None, high: float | None
+    weight: Tensor, level_ratio: Tensor, ratio: Ratios, low: float | None, high: float | None
 ) -> dict[str, Tensor]:
     """What each row adds to the numbers of the batch; (N,) each, of its tokens in the loss.
 

@@ -17,8 +17,8 @@ from headrace.transforms.schema import read_column
 
 from .divergence import Estimator, Over, check_divergence, of_tokens, over_rollout, over_row, row_part
 from .importance import check_bounds, outside
-from .ratios import LogRatio, Span, over_units
-from .token_columns import Policies, read_advantage, read_policies
+from .policies import Policies, read_advantage, read_policies
+from .ratios import Ratios, Span, over_units
 
 Judged = Literal["all", "negative"]
 
@@ -135,7 +135,7 @@ class Diverged:
             out = out & (credit < 0)
         return ~(out if self.level == "token" or out.shape[-1] > 1 else out[:, 0])
 
-    def _of_rows(self, batch: TensorDictBase, values: Tensor, ratio: LogRatio) -> tuple[Tensor, Tensor]:
+    def _of_rows(self, batch: TensorDictBase, values: Tensor, ratio: Ratios) -> tuple[Tensor, Tensor]:
         """(N,) bool, whether the row, or its rollout on all ranks, has tokens; (N,) float64, over them."""
         if self.unit == "sample":
             return ratio.tokens > 0, over_row(values, ratio, self.level)

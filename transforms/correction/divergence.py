@@ -11,7 +11,7 @@ from headrace.transforms.checks import enforce
 from headrace.transforms.ids import reduce_by
 from headrace.transforms.options import one_of
 
-from .ratios import LogRatio, finite_rule, over_units, sum_of_rows
+from .ratios import Ratios, finite_rule, over_units, sum_of_rows
 
 Estimator = Literal["k1", "k2", "k3"]
 Over = Literal["token", "sum", "mean", "max"]
@@ -60,7 +60,7 @@ def divergence(
         [0.5]
     """
     check_divergence(estimator, level)
-    ratio = LogRatio(log_prob, sampler_log_prob, mask)
+    ratio = Ratios(log_prob, sampler_log_prob, mask)
     enforce([finite_rule(ratio, log_prob, sampler_log_prob)])
     values = of_tokens(ratio, estimator)
     found = values if level == "token" else over_row(values, ratio, level)
@@ -77,14 +77,14 @@ def check_divergence(estimator: str, level: str) -> None:
     one_of("level", level, get_args(Over))
 
 
-def of_tokens(ratio: LogRatio, estimator: str) -> Tensor:
+def of_tokens(ratio: Ratios, estimator: str) -> Tensor:
     """(N, T) float64, 0 out of the mask."""
     if estimator == "k1":
         return -ratio.clamped
     return ratio.clamped.square() / 2 if estimator == "k2" else ratio.excess - ratio.clamped
 
 
-def over_row(values: Tensor, ratio: LogRatio, level: str) -> Tensor:
+def over_row(values: Tensor, ratio: Ratios, level: str) -> Tensor:
     """(N,) float64: the sum, mean or largest over the tokens of each row; 0 of none."""
     if level == "max":
         return largest_of(_peaks(values, ratio.mask))
@@ -107,7 +107,7 @@ def over_rollout(values: Tensor, tokens: Tensor, first: Tensor, level: str) -> T
     return total if level == "sum" else total / tokens.clamp_min(1)
 
 
-def row_part(values: Tensor, ratio: LogRatio, level: str) -> Tensor:
+def row_part(values: Tensor, ratio: Ratios, level: str) -> Tensor:
     """(N,) float64: what a row brings into its rollout."""
     return _peaks(values, ratio.mask) if level == "max" else sum_of_rows(values)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.transforms.checks import enforce
 from headrace.transforms.options import one_of
 
-from .ratios import LogRatio, clamped, finite_rule, sum_of_rows, total_of
+from .ratios import Ratios, clamped, finite_rule, sum_of_rows, total_of
 
 Level = Literal["token", "sequence", "mean"]
 Bound = Literal["truncate", "zero", "none"]
@@ -73,7 +73,7 @@ def importance_weight(
         tensor([[12.1825, 12.1825,  0.0000]])
     """
     check_weights(level, bound, low, high, normalise)
-    ratio = LogRatio(log_prob, sampler_log_prob, mask)
+    ratio = Ratios(log_prob, sampler_log_prob, mask)
     enforce([finite_rule(ratio, log_prob, sampler_log_prob)])
     weight = bounded(ratio_of(ratio, level), bound, low, high)
     if normalise == "batch":
@@ -107,9 +107,7 @@ def check_bounds(low: float | None, high: float | None) -> None:
         raise ValueError(f"low must be ≤ high; got {low!r} and {high!r}")
 
 
-def ratio_of(
-    ratio: LogRatio, level: str, total: Tensor | None = None, tokens: Tensor | None = None
-) -> Tensor:
+def ratio_of(ratio: Ratios, level: str, total: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
     """The ratios at a level, before any bound: (N, T) of tokens, (N, 1) of rows; no mask is applied.
 
     Args:
@@ -148,7 +146,7 @@ class Share(NamedTuple):
     """(N,) int64."""
 
 
-def share_of_mean(weight: Tensor, ratio: LogRatio, level: str, once: Tensor | None = None) -> Share:
+def share_of_mean(weight: Tensor, ratio: Ratios, level: str, once: Tensor | None = None) -> Share:
     """Each token's weight once, or where rows have one weight, that of each row or rollout with a token once.
 
     Args:

@@ -23,7 +23,7 @@ LARGEST = 20.0  # a log-ratio beyond it says no more: e^20 is 485 million
 Span = Literal["sample", "rollout"]
 
 
-class LogRatio:
+class Ratios:
     """log ρ of recorded log-probabilities, and what follows from it, computed where it is asked for.
 
     Args:
@@ -89,7 +89,7 @@ def check_columns(log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> N
 
 
 def finite_rule(
-    ratio: LogRatio, log_prob: Tensor, sampler_log_prob: Tensor, name_row: Callable[[int], str] | None = None
+    ratio: Ratios, log_prob: Tensor, sampler_log_prob: Tensor, name_row: Callable[[int], str] | None = None
 ) -> Rule:
     """Every token in the loss has finite log-probabilities.
 

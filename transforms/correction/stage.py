@@ -15,6 +15,7 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import first_row, is_first
 from headrace.transforms.options import nested_key, one_of, within
 from headrace.transforms.schema import has_key
+from headrace.transforms.tokens import write_tokens
 
 from .diagnostics import diagnose, sums_of_rows
 from .importance import (
@@ -28,8 +29,8 @@ from .importance import (
     ratio_of,
     share_of_mean,
 )
-from .ratios import LogRatio, Span, over_units
-from .token_columns import change_advantage, read_policies, write_tokens
+from .policies import change_advantage, read_policies
+from .ratios import Ratios, Span, over_units
 
 
 class RolloutCorrection(BatchTransform):
@@ -143,7 +144,7 @@ class RolloutCorrection(BatchTransform):
         )
 
     def _at_level(
-        self, batch: TensorDictBase, ratio: LogRatio, people: Population
+        self, batch: TensorDictBase, ratio: Ratios, people: Population
     ) -> tuple[Tensor, list[Rule]]:
         """The ratios before bounds, (N, T) or (N, 1); of rollouts over all ranks that have rows of them."""
         if self.level == "token" or self.unit == "sample":
@@ -155,7 +156,7 @@ class RolloutCorrection(BatchTransform):
         rule = set_rule(everyone["rollouts"], "rollout_id", "rows without an id would be one sequence")
         return ratio_of(ratio, self.level, total, tokens), people.rules([rule])
 
-    def _normalised(self, batch: TensorDictBase, weight: Tensor, ratio: LogRatio) -> Tensor:
+    def _normalised(self, batch: TensorDictBase, weight: Tensor, ratio: Ratios) -> Tensor:
         """Weights over their mean, of all ranks that share the batch."""
         people = population_of(batch, every=True)
         if self.level == "token" or self.unit == "sample":
@@ -169,7 +170,7 @@ class RolloutCorrection(BatchTransform):
         return (weight.double() / mean_of(share)).to(weight.dtype)
 
     def _measure(
-        self, batch: TensorDictBase, weight: Tensor, level_ratio: Tensor, ratio: LogRatio
+        self, batch: TensorDictBase, weight: Tensor, level_ratio: Tensor, ratio: Ratios
     ) -> dict[str, Tensor | float]:
         people = population_of(batch, every=True)
         rows = sums_of_rows(weight, level_ratio, ratio, self.low, self.high)

@@ -14,9 +14,9 @@ from headrace.transforms.distributed import population_of
 from headrace.transforms.errors import BatchError
 from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.schema import LENGTH, has_key
-from headrace.transforms.tokens import remember_lengths
+from headrace.transforms.tokens import read_tokens, remember_lengths, write_tokens
 
-from .token_columns import change_advantage, read_loss_mask, read_tokens, write_tokens
+from .policies import change_advantage, read_loss_mask
 
 Denominator = Literal["kept", "all"]
 

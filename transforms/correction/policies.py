@@ -6,23 +6,21 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from headrace.transforms.checks import Rule
 from headrace.transforms.errors import BatchError
-from headrace.transforms.rows import flat_rows
-from headrace.transforms.schema import IN_LOSS, has_key, require
-from headrace.transforms.tokens import check_mask
+from headrace.transforms.schema import IN_LOSS, has_key
+from headrace.transforms.tokens import check_mask, read_tokens, write_tokens
 
-from .ratios import LogRatio, finite_rule
+from .ratios import Ratios, finite_rule
 
 
 class Policies(NamedTuple):
     """What two policies say of the tokens in the loss."""
 
-    ratio: LogRatio
+    ratio: Ratios
     """Of the trainer's and the sampler's."""
     rule: Rule
     """Both are finite in the mask."""
@@ -59,7 +57,7 @@ def read_policies(
         raise BatchError(
             f"a token has a log-probability under both policies and one mask; {reader} found {shapes}"
         )
-    ratio = LogRatio(old, sampler, mask)
+    ratio = Ratios(old, sampler, mask)
     return Policies(ratio, finite_rule(ratio, old, sampler, _names(batch)))
 
 
@@ -74,30 +72,6 @@ def read_loss_mask(batch: TensorDictBase, key: NestedKey, *, reader: str) -> Ten
     check_mask(batch, key)
     in_loss = batch.get(IN_LOSS, None)
     return mask if in_loss is None else mask & in_loss.unsqueeze(-1)
-
-
-def read_tokens(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:
-    """(N, T): a column of tokens; ragged rows are padded behind, by 0, to the longest.
-
-    Raises:
-        MissingKeyError: it is not there.
-        BatchError: it is no tensor.
-    """
-    if isinstance(batch, LazyStackedTensorDict) and has_key(batch, key):
-        return pad_sequence([row.reshape(-1) for row in batch.get(key, as_list=True)], batch_first=True)
-    column = require(batch, key, reader=reader, option=option)
-    if not isinstance(column, Tensor):
-        raise BatchError(f"{reader} needs numbers in {key!r} ({option}); found {type(column).__name__}")
-    return flat_rows(column)
-
-
-def write_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor, like: NestedKey) -> None:
-    """Write (N, T, ...) values, to ragged rows as many as the row has of `like`."""
-    if not isinstance(batch, LazyStackedTensorDict):
-        batch.set(key, values)
-        return
-    for row, own in zip(batch.tensordicts, values, strict=True):
-        row.set(key, own[: row.get(like).numel()])
 
 
 def read_advantage(batch: TensorDictBase, key: NestedKey, tokens: int, *, reader: str) -> Tensor:
