@@ -64,8 +64,8 @@ def test_the_reward_is_the_weighted_sum_of_those_that_are_there(rewards, weights
 @pytest.mark.parametrize("name", COMPARING)
 def test_several_rewards_train_as_their_weighted_sum_does(make_batch, name):
     """In every recipe: filtered, shaped and compared alike."""
-    batch = ragged_batch(make_batch, "grid", 3, lone=name[3:] not in NO_LONE)
-    reward = batch["next", "reward"].view(-1).abs()
+    batch = columns_for(name, ragged_batch(make_batch, "grid", 3, lone=name not in NO_LONE))
+    reward = batch["next", "reward"].view(-1).abs() / 2  # of which 1.5 times is a share, where one is asked
     batch["next", "reward"] = torch.stack([reward, reward.flip(0)], -1)
     stages = "pipeline.stages."
     found = run(name, batch, f"{stages}collapse.columns=2", f"{stages}collapse.weights=[1,0.5]")
@@ -197,7 +197,7 @@ def test_who_has_no_reward_takes_no_part_in_whitening(make_batch, seed):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gigpo"])
 def test_a_rollout_without_a_reward_changes_nobodys_advantage_and_has_none(make_batch, name):
     """In every recipe but that of steps, whose returns need each step's reward."""
-    batch = columns_for(name, ragged_batch(make_batch, "grid", 5, lone=name[3:] not in NO_LONE))
+    batch = columns_for(name, ragged_batch(make_batch, "grid", 5, lone=name not in NO_LONE))
     batch["next", "reward"] = batch["next", "reward"].abs()
     more = batch[::3].clone()
     more["rollout_id"] += 1000
