@@ -15,12 +15,31 @@ import torch
 from batches import MINIBATCHES, collected, in_pieces
 from results import main
 from tables import Cell, Row, Table
+from tensordict import TensorDictBase
 from timing import measure, median_ms, ratio
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.pipeline import load_pipeline
-from headrace.transforms import BatchWhitening, LengthPenalty, OverlongPunishment, RewardScale, take_rows
+from headrace.transforms import (
+    BatchWhitening,
+    Diverged,
+    LengthPenalty,
+    LogRatio,
+    OverlongPunishment,
+    RewardScale,
+    RolloutCorrection,
+    TokenAdvantage,
+    TokenFilter,
+    TurnAdvantage,
+    take_rows,
+)
 
+OF_TOKENS = {
+    "correction": RolloutCorrection(),
+    "token_filter": TokenFilter(criterion=Diverged(estimator="k1", level="token", high=1.005)),
+    "token_advantage": TokenAdvantage(term=LogRatio(numerator_key=("old_log_probs", "full")), factor=0.1),
+    "turns": TurnAdvantage(),
+}
 LARGE, SMALL = (4000, 2048), (64, 16)  # rows, tokens of each
 OPERATORS, MILLISECONDS = 400, 3.0
 NOTE = """The stages of the grpo recipe in order, then others that recipes have, each called alone on a
@@ -69,7 +88,21 @@ def stage_calls(rows: int, tokens: int) -> dict[str, Callable[[], object]]:
         calls[name] = _call(pipeline.stages[name], batch)
         batch = pipeline.stages[name](batch)
         later |= {other: _call(stage, batch) for other, stage in others.get(name, {}).items()}
+        if name == "advantage":
+            columns = with_token_columns(batch)
+            later |= {other: _call(stage, columns) for other, stage in OF_TOKENS.items()}
     return calls | later
+
+
+def with_token_columns(batch: TensorDictBase) -> TensorDictBase:
+    """What stages below the rollout read: a second policy, and four turns with a reward each."""
+    log_prob = batch["log_probs", "full"]
+    rows, tokens = log_prob.shape
+    turn = (4 * torch.arange(tokens) // tokens).expand(rows, tokens)
+    more = batch.clone(recurse=False)
+    more["old_log_probs", "full"] = log_prob + 0.01 * torch.rand_like(log_prob)
+    more["turn_index"], more["turn_reward"] = turn.contiguous(), torch.rand(rows, 4)
+    return more
 
 
 def _call(stage: Callable[[Any], Any], batch: Any) -> Callable[[], object]:

@@ -207,12 +207,14 @@ def test_the_order_knows_the_place_of_the_score():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rows_of_a_language_model_go_with_every_recipe_or_say_which_stage_has_no_place(recipe):
     words = (f"pipeline={recipe}", "rows=llm", "pipeline.stages.dense.pad_id=0")
-    own = load_pipeline(words[0]).order
+    pipeline = load_pipeline(words[0])
+    own = pipeline.order
     if added := [stage for stage in own if stage not in PLACED]:
         with pytest.raises(ConfigError, match=f"order must name each stage once; it lacks .*'{added[0]}'"):
             load_pipeline(*words)
         own = own[: own.index("split")]
-        reading = [at for at, stage in enumerate(own) if stage in ("reject", "mask", "correction")]
+        keys = [getattr(pipeline.stages[stage], "in_keys", ()) for stage in own]
+        reading = [at for at, reads in enumerate(keys) if ("log_probs", "full") in reads]
         own.insert(reading[0] if reading else len(own), "score")
         words += (f"pipeline.order=[dense,{','.join(own)},split,weight]",)
     else:
