@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -29,7 +28,7 @@ from .ids import as_ids, first_row, is_first, last_row, reduce_by, sum_by
 from .options import at_least, nested_key, one_of
 from .rewards import Missing, factors_of, weighted_reward
 from .schema import DONE, EXPECTED_SEGMENTS, IS_FIRST_SEGMENT, REWARD, REWARDS, require
-from .sums import sum_in_any_order
+from .sums import sum_by_in_any_order
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
 
@@ -105,12 +104,7 @@ def reduce_rewards(reward: Tensor, first: Tensor, how: Reduction, turn: Tensor |
     if how == "max":
         return reduce_by(first, reward, "amax")
     number = sum_by(first, torch.ones_like(first)).double()
-    total = sum_in_any_order(
-        reward.double(),
-        partial(sum_by, first),
-        peak=lambda: reduce_by(first, reward.abs().double(), "amax"),
-        terms=number,
-    )
+    total = sum_by_in_any_order(first, reward.double())
     return (total / number if how == "mean" else total).to(reward.dtype)
 
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .ids import reduce_by, sum_by
+
 EXPONENT = 0x7FF0000000000000  # the bits of a positive float64 that are its power of two
 SLICES = 3  # where nobody may look whether anything is left
 
@@ -64,6 +66,26 @@ def sum_in_any_order(
 ) -> Tensor:
     """:func:`exact_sum`, rounded once."""
     return exact_sum(values, add, peak=peak, terms=terms).high
+
+
+def sum_by_in_any_order(first: Tensor, values: Tensor) -> Tensor:
+    """(N,) per row, the exact sum of `values` (N,), float64, over the rows of its id, rounded once.
+
+    Args:
+        first: (N,) int64, the first row of each row's id.
+        values: finite, as for :func:`exact_sum`.
+
+    Example:
+        >>> first, values = torch.tensor([0, 1, 0]), torch.tensor([0.5, 8.0, 1.0], dtype=torch.float64)
+        >>> sum_by_in_any_order(first, values).tolist()
+        [1.5, 8.0, 1.5]
+    """
+    return sum_in_any_order(
+        values,
+        lambda part: sum_by(first, part),
+        peak=lambda: reduce_by(first, values.abs(), "amax"),
+        terms=sum_by(first, torch.ones_like(first)),
+    )
 
 
 def _slices_until_nothing_is_left(values: Tensor, terms: int) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from headrace.transforms.distributed import Population, present_ranks
 from headrace.transforms.ids import as_ids, first_row, first_row_of_pairs, sum_by
 from headrace.transforms.options import nested_key
 from headrace.transforms.schema import read_column
-from headrace.transforms.sums import sum_in_any_order
+from headrace.transforms.sums import sum_by_in_any_order
 
 from .token_terms import TokenTerm
 
@@ -89,12 +89,7 @@ def share_at_place(
     first = first_row_of_pairs(first_row(everyone["groups"]), everyone["place"])
     first = first_row_of_pairs(first, everyone["way"])
     rows = sum_by(first, torch.ones_like(first))
-    total = sum_in_any_order(
-        everyone["known"],
-        lambda part: sum_by(first, part),
-        peak=lambda: everyone["known"].amax(),
-        terms=rows,
-    )
+    total = sum_by_in_any_order(first, everyone["known"])
     return people.put_back(rows * everyone["known"] / total).view(trains.shape)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -12,10 +11,10 @@ from torch import Tensor
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import set_rule
 from headrace.transforms.distributed import population_of
-from headrace.transforms.ids import as_ids, first_row, first_row_of_pairs, reduce_by, sum_by
+from headrace.transforms.ids import as_ids, first_row, first_row_of_pairs, sum_by
 from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.schema import COUNTED, RETURN, read_written, require
-from headrace.transforms.sums import sum_in_any_order
+from headrace.transforms.sums import sum_by_in_any_order
 
 from .baselines import EpsMode, Formula, Scale
 from .by_turn import Alone
@@ -66,12 +65,7 @@ def leave_rollouts_out(centred: Tensor, state_first: Tensor, own: Tensor) -> Ten
     """
     mine = sum_by(own, torch.ones_like(own))
     others = sum_by(state_first, torch.ones_like(own)) - mine
-    total = sum_in_any_order(
-        centred,
-        partial(sum_by, own),
-        peak=lambda: reduce_by(own, centred.abs(), "amax"),
-        terms=mine.double(),
-    )
+    total = sum_by_in_any_order(own, centred)
     return (centred + total / others.clamp_min(1)).masked_fill(others == 0, 0.0)
 
 

@@ -16,7 +16,7 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import IN_LOSS, REWARD, has_key, require
-from headrace.transforms.tokens import check_mask
+from headrace.transforms.tokens import check_mask, write_tokens
 
 How = Literal["add", "multiply"]
 
@@ -126,7 +126,7 @@ class TokenAdvantage(BatchTransform):
             )
         factor = float(self.factor() if callable(self.factor) else self.factor)
         after = token_advantage(before, term, trains, factor=factor, how=self.how)
-        self._write(batch, after)
+        write_tokens(batch, self.advantage_key, after.unsqueeze(-1), self.loss_mask_key)
         tokens = trains.sum().clamp_min(1)
         change = torch.where(trains, after.double() - before.double(), 0.0)
         measured = {"changed": (change != 0).sum() / tokens, "abs_mean": change.abs().sum() / tokens}
@@ -178,13 +178,6 @@ class TokenAdvantage(BatchTransform):
                 f"(advantage_key) is {credit.dtype} {tuple(credit.shape)} for tokens {tuple(trains.shape)}"
             )
         return credit.reshape(len(trains), -1) if len(trains) else credit.new_zeros(trains.shape)
-
-    def _write(self, batch: TensorDictBase, credit: Tensor) -> None:
-        if not isinstance(batch, LazyStackedTensorDict):
-            batch.set(self.advantage_key, credit.unsqueeze(-1))
-            return
-        for row, own in zip(batch.tensordicts, credit.unsqueeze(-1), strict=True):
-            row.set(self.advantage_key, own[: row.get(self.loss_mask_key).shape[-1]])
 
 
 def _padded(batch: LazyStackedTensorDict, key: NestedKey) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from headrace.transforms.checks import Rule
 from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import reduce_by, sum_by
-from headrace.transforms.sums import sum_in_any_order
+from headrace.transforms.ids import sum_by
+from headrace.transforms.sums import sum_by_in_any_order, sum_in_any_order
 
 LARGEST = 20.0  # a log-ratio beyond it says no more: e^20 is 485 million
 Span = Literal["sample", "rollout"]
@@ -137,12 +137,7 @@ def over_units(values: Tensor, first: Tensor | None) -> Tensor:
         return values
     if not values.is_floating_point():
         return sum_by(first, values)
-    return sum_in_any_order(
-        values,
-        lambda part: sum_by(first, part),
-        peak=lambda: reduce_by(first, values.abs(), "amax"),
-        terms=sum_by(first, torch.ones_like(first)),
-    )
+    return sum_by_in_any_order(first, values)
 
 
 def total_of(values: Tensor) -> Tensor:

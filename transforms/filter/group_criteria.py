@@ -16,7 +16,7 @@ from headrace.transforms.options import at_least, nested_key, one_of
 from headrace.transforms.ranking import Ranking, rank_in_groups
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import COUNTED, REWARD, read_written
-from headrace.transforms.sums import sum_in_any_order
+from headrace.transforms.sums import sum_by_in_any_order
 from headrace.transforms.tokens import lengths
 
 from .criteria import Criterion
@@ -237,11 +237,4 @@ class GroupMeanWithin(_OfGroup):
 def group_mean(rollouts: Rollouts) -> Tensor:
     """(N,) float64: the mean reward of each row's group; NaN where nobody votes. No device read."""
     reward, groups = torch.where(rollouts.votes, rollouts.reward, 0.0), rollouts.groups
-    terms = torch.full((), len(reward), device=reward.device)
-    total = sum_in_any_order(
-        reward,
-        lambda values: torch.zeros_like(values).index_add_(0, groups, values),
-        peak=lambda: reward.abs().amax(),
-        terms=terms,
-    )
-    return total.index_select(0, groups) / sum_by(groups, rollouts.votes.long())
+    return sum_by_in_any_order(groups, reward) / sum_by(groups, rollouts.votes.long())
