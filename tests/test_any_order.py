@@ -88,7 +88,11 @@ def bound_of(pipeline, batch, largest_group):
         return 2 * float(4 * batch["turn_reward"].abs().max() + batch["next", "reward"].abs().max())
     stage = pipeline.stages["tree" if "tree" in pipeline.order else "advantage"]
     reward = batch["next", "reward"].reshape(rows, -1)
-    spread = float(reward.max() - reward.min())
+    worth = reward
+    if "states" in pipeline.order:  # where a rollout is worth what its segments are together
+        whose = batch["rollout_id"].flatten().unique(return_inverse=True)[1]
+        worth = torch.cat([reward, torch.zeros_like(reward).index_add_(0, whose, reward)[whose]])
+    spread = float(worth.max() - worth.min())
     if "relative_length" in pipeline.order:  # which may double a reward
         spread += float(reward.abs().max())
     absolute = float(reward.abs().max()) if stage.baseline == "none" else 0.0
@@ -109,8 +113,8 @@ def bound_of(pipeline, batch, largest_group):
     for name in pipeline.order:  # what a term adds is at most as large as a log-probability, and its mean
         if isinstance(term := pipeline.stages[name], TokenAdvantage):
             found = found * 2 if term.how == "multiply" else found + 2 * abs(term.factor)
-    # A rollout there is worth the sum of its two segments, and each step is compared once more.
-    return found + (spread * 6 if "states" in pipeline.order else 0.0)
+    # Each step is compared once more, by its return.
+    return found + (spread if "states" in pipeline.order else 0.0)
 
 
 @pytest.mark.slow
