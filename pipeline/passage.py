@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from headrace.transforms.base import BatchTransform, Outcome
@@ -28,50 +26,12 @@ from headrace.transforms.tokens import (
     silencing_later,
 )
 
+from .keys import Keys
 from .ledger import Ledger
 from .order import place_of_cut
-from .row_table import RowTable, keys_of_stages, log_prob_key_of, weights_of_stages
+from .row_table import RowTable
 from .rules import Rules, own_numbers
 from .stage import with_stage
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Where a pipeline finds what it accounts for."""
-
-    loss_mask: NestedKey
-    log_prob: NestedKey | None
-    weight: NestedKey
-    units: Mapping[str, NestedKey]
-    report: Mapping[str, NestedKey]
-    reward_weights: Sequence[float] | None
-
-    @classmethod
-    def of(
-        cls,
-        stages: Iterable[Any],
-        loss_mask: NestedKey,
-        ids: Mapping[str, NestedKey | None],
-        report: Mapping[str, NestedKey],
-    ) -> Keys:
-        """The keys of stages.
-
-        Args:
-            stages: in order.
-            loss_mask: where tokens in the loss are.
-            ids: of ``rollouts`` and ``groups``; None where they are not counted.
-            report: where a report finds what goes by other names than the stages'.
-        """
-        stages = list(stages)
-        reported = keys_of_stages(stages)
-        units = {unit: key for unit, key in ids.items() if key is not None}
-        weight = reported.get("loss_weight", "loss_weight")
-        log_prob, rewards = log_prob_key_of(stages), weights_of_stages(stages)
-        return cls(loss_mask, log_prob, weight, units, reported | dict(report), rewards)
-
-    def weight_is_written(self, stages: Mapping[str, nn.Module]) -> bool:
-        """Whether a stage declares that it writes the loss weights."""
-        return any(self.weight in getattr(stage, "out_keys", ()) for stage in stages.values())
 
 
 class Passage:
@@ -117,6 +77,7 @@ class Passage:
         self.numbers: dict[str, Tensor | float] = {}
         self.rules = Rules(stages, self.ranks)
         self._asked: set[str] = set()
+        self._to_remember: list[Callable[[], None]] = []
         self.numbered = batch.set(ROW, torch.arange(len(batch), device=device_of(batch)))
 
     def run(self, epochs: int, *, whole: bool) -> tuple[TensorDictBase, OptimiserSteps | None]:
@@ -147,7 +108,9 @@ class Passage:
         """Read all rules, record who trains nothing, and stamp the batch as processed."""
         self._record_silent(batch, [batch])
         self._read_rules()
-        return self._stamp(batch)
+        stamped = self._stamp(batch)
+        self._remember()
+        return stamped
 
     def cut(
         self, name: str, later: Sequence[str], batch: TensorDictBase, epochs: int, *, whole: bool
@@ -168,6 +131,7 @@ class Passage:
         if len(batch) == 0 and self.ranks is None:
             self.through([name, *later], batch)
             self._read_rules()
+            self._remember()
             return batch, None
         split, rows = self.stages[name], batch.exclude(ROW)
         with split.turn:
@@ -185,7 +149,9 @@ class Passage:
             self._read_rules()
             with self.rules.naming(name):
                 stamped = [self._stamp(each, credit=False) for each in passes]
-                return draw.batch, split.accept(draw, stamped, whole=whole)
+                steps = split.accept(draw, stamped, whole=whole)
+            self._remember()
+            return draw.batch, steps
 
     # -- one stage ------------------------------------------------------------------------------------
 
@@ -210,6 +176,8 @@ class Passage:
             self.ledger.miss(name, rows, remaining.to(rows.device))
         self._measure(name, outcome.measured)
         self.rules.add(name, outcome.rules)
+        if outcome.remember is not None:
+            self._to_remember.append(outcome.remember)
         if len(remaining) < len(rows):
             self.table.update(batch)  # rows that leave here are recorded as they are now
         return outcome.batch
@@ -249,6 +217,11 @@ class Passage:
     def _read_rules(self) -> None:
         if not self._deferred:
             self.rules.read()
+
+    def _remember(self) -> None:
+        """Nobody has refused the batch: stages with a state take it in."""
+        for remember in self._to_remember:
+            remember()
 
     @contextmanager
     def _timing(self, name: str) -> Iterator[None]:

@@ -17,9 +17,10 @@ from headrace.transforms.rows import shallow_copy
 
 from .account import Account
 from .halves import Half, check_half, check_place, cut_in_two
+from .keys import Keys
 from .last_run import LastRun
 from .order import arrange, check_order
-from .passage import Keys, Passage, run_empty
+from .passage import Passage, run_empty
 from .rank_options import RankOptions
 from .row_table import KEYS
 from .rules import Deferred, Validate, check_validate

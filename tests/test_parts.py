@@ -28,6 +28,7 @@ from headrace.transforms import (
     RewardsVary,
     RunningBaseline,
     SampleFilter,
+    ShuffleSplit,
     SignFactors,
     combine_ids,
     difficulty_weight,
@@ -373,6 +374,28 @@ def test_what_an_earlier_stage_refuses_does_not_count():
     wrong = batch_of([1.0, 1.0], [0, 0], [3, 3], task=[1, 2])
     with pytest.raises(BatchError, match=r"have one baseline_key; found 2 at row 1 \(rollout 3\)"):
         Pipeline(stages | {"running": RunningBaseline(baseline_key="task")})(wrong)
+
+
+def test_what_a_later_stage_refuses_does_not_count():
+    """Before and behind the cut; the batch that comes next is measured as if it had not been there."""
+    running = RunningBaseline(decay=0.5)
+    stages = {
+        "collapse": FanOutCollapse(),
+        "advantage": GroupRelativeAdvantage(baseline="none", scale="none"),
+        "running": running,
+    }
+
+    def refuse(_):
+        raise BatchError("not these")
+
+    without_tokens = {"split": ShuffleSplit(minibatch_size=2), "weight": LossWeight(loss_mask_key="none")}
+    for later in ({"filter": SampleFilter(criterion=refuse)}, without_tokens):
+        with pytest.raises(BatchError, match=r"not these|'none' \(loss_mask_key\)"):
+            Pipeline(stages | later)(batch_of([8.0, 8.0], [0, 1]))
+        assert len(running.memory.after.keys) == 0
+    found = Pipeline(stages)(batch_of([4.0, 2.0], [0, 1]))
+    assert found["advantage"].flatten().tolist() == [4, 2]
+    assert running.memory.after.mean.tolist() == [2.25]  # 0 + (3 - 0) · (1 + ½) / 2, worth two of them
 
 
 def test_who_has_no_reward_or_is_excluded_neither_counts_nor_changes():

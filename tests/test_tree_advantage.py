@@ -206,6 +206,20 @@ def test_parents_of_parents_are_what_labels_of_the_nodes_say(tree, options, data
         assert torch.allclose(credit, by_label[place], rtol=1e-12, atol=1e-12)
 
 
+def test_parents_may_be_text_as_rollouts_are():
+    """An empty text, or None, is no parent."""
+    names, parents = ["a", "b", "c", "d"], ["", "a", "a", None]
+    paths = [[1, 2, 3], [1, 2, 4], [1, 5, 6], [1, 2, 3]]
+    numbers = [names.index(parent) if parent else -1 for parent in parents]
+    batch = leaves(paths, [0] * 4, [1.0, 2.0, 4.0, 8.0], rollout_id=[0, 1, 2, 3], parent_id=numbers)
+    expected = TreeAdvantage(forks="parent")(batch)["advantage"]
+    batch["rollout_id"], batch["parent_id"] = names, parents
+    assert torch.equal(TreeAdvantage(forks="parent")(batch)["advantage"], expected)
+    batch["parent_id"] = ["", "a", "e", None]
+    with pytest.raises(BatchError, match=r"of rollout 'c' \(row 2\)"):
+        TreeAdvantage(forks="parent")(batch)
+
+
 # -- exact bias -------------------------------------------------------------------------------------------
 
 CHANCE = (0.6, {0: 0.3, 1: 0.8})  # of action 1 at the first step, and at the second behind each first

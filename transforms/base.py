@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
 
@@ -40,6 +40,8 @@ class Outcome(NamedTuple):
     """Numbers by name; tensors until somebody reads them (:func:`read_numbers`)."""
     rules: Sequence[Rule] = ()
     """What must hold of the rows that came in. Not read yet: where one is broken, `batch` means nothing."""
+    remember: Callable[[], None] | None = None
+    """Makes a stage remember the batch: to be called where nobody has refused it."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -55,8 +57,9 @@ class BatchTransform(Transform):
     keeps keys that it does not know, and flattens a collector's ``[envs, time]`` first. An empty batch
     comes back as it is. On the way into a replay buffer an empty result is None, which writes nothing.
 
-    A call is :meth:`run` and a look at the rules. Nothing of a batch stays on the object, so that one
-    transform may serve several pipelines and threads; those that have a state declare it (`stateful`).
+    A call is :meth:`run`, a look at the rules, and ``outcome.remember`` where there is one and nobody has
+    refused the batch. Nothing of a batch stays on the object, so that one transform may serve several
+    pipelines and threads; those that have a state declare it (`stateful`).
 
     Subclasses implement :meth:`apply`, take keyword-only options, keep each under its own name, and declare
     what they are for others:
@@ -130,7 +133,7 @@ class BatchTransform(Transform):
         """What a batch without rows means: nothing, unless rows were to come."""
 
     def run(self, batch: TensorDictBase, *, asked: bool = False) -> Outcome:
-        """Run over a whole batch; the rules are for the caller to read (:func:`enforce`).
+        """Run over a whole batch; what comes out is for the caller to :func:`enforce` and ``remember``.
 
         Args:
             batch: TensorDict ``[N]``, or ``[envs, time]``.
@@ -174,6 +177,8 @@ class BatchTransform(Transform):
         with labels_in_errors(batch, self._id_keys()):
             outcome = self.run(batch)
             enforce(outcome.rules)
+        if outcome.remember is not None:
+            outcome.remember()
         return outcome.batch
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase:

@@ -76,7 +76,7 @@ def number_ids(batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBa
         >>> batch["group_id"].unique().shape, list(batch["group_label"])
         (torch.Size([2]), ['a', 'b', 'a'])
     """
-    texts = {key: labels for key in keys if (labels := _labels(batch, key)) is not None}
+    texts = {key: labels for key in keys if (labels := labels_of(batch, key)) is not None}
     if not texts:
         return batch
     numbered = shallow_copy(batch)
@@ -101,7 +101,7 @@ def labels_in_errors(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Iterat
     except BatchError as err:
         names: dict[str, str] = {}
         with suppress(BatchError):  # what the ids themselves lack is what was raised
-            for labels in filter(None, (_labels(batch, key) for key in keys)):
+            for labels in filter(None, (labels_of(batch, key) for key in keys)):
                 numbers = as_ids(labels, "id").tolist()
                 names |= {str(n): repr(label) for n, label in zip(numbers, labels, strict=True)}
         if names:
@@ -109,7 +109,7 @@ def labels_in_errors(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Iterat
         raise
 
 
-def _labels(batch: TensorDictBase, key: NestedKey) -> list[Any] | None:
+def labels_of(batch: TensorDictBase, key: NestedKey) -> list[Any] | None:
     """What a column of ids holds, one a row, if it is no tensor; None if it is one, or not there."""
     if not isinstance(batch, TensorDictBase) or not batch.shape.numel() or not has_key(batch, key):
         return None

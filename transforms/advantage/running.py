@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,14 @@ class Memory(NamedTuple):
     last: Tensor
     """(3, M) int64: keys, rollouts and the bits of the rewards of the last batch, by which it is known."""
 
+    def knows(self, came: Tensor) -> bool:
+        """Whether these (3, M) are the last batch again."""
+        return bool(came.shape[1]) and torch.equal(came, self.last)
+
+    def with_batch(self, came: Tensor, **options: float) -> Memory:
+        """After one more batch."""
+        return Memory(self.after, self.after.after(came[0], came[2].view(torch.float64), **options), came)
+
 
 class RunningBaseline(BatchTransform):
     """Subtract from the advantage what the rewards of earlier batches were, by a key: ``A ← A − b(key)``.
@@ -115,9 +124,8 @@ class RunningBaseline(BatchTransform):
     value tracker of SPO (arXiv:2509.13232), but for its ρ, which follows the KL divergence between policies.
 
     A batch that is given again, with the same keys, rollouts and rewards as the last, is measured as it was
-    and counts once, also after ``load_state_dict``. A pipeline reads what the stages before this one require
-    before it counts; what a later one refuses has been counted. Rollouts that are out of the statistics or
-    have no reward neither count nor change.
+    and counts once, also after ``load_state_dict``. What a stage of the pipeline refuses does not count.
+    Rollouts that are out of the statistics or have no reward neither count nor change.
 
     Reads ``("headrace", "reward")``, `baseline_key`, `rollout_key`; reads and writes `advantage_key`. One
     device read and one copy; a second read where rows are out of the statistics.
@@ -177,7 +185,7 @@ class RunningBaseline(BatchTransform):
         return [*super()._id_keys(), *([] if self.baseline_key is None else [self.baseline_key])]
 
     def apply(self, batch: TensorDictBase) -> Outcome:
-        """Rewrite the advantage, and count the batch."""
+        """Rewrite the advantage; the batch counts when nobody has refused it."""
         credit = as_rewards(self.column(batch, "advantage_key"))
         reward = read_written(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
         keys = torch.zeros(len(reward), dtype=torch.int64, device=reward.device)
@@ -194,25 +202,31 @@ class RunningBaseline(BatchTransform):
         keys, rollouts, bits, flags = (column for column in read if column is not None)
         if bool((flags > 1).any()):  # it does not count, and whoever reads the rules raises
             return Outcome(batch, rules=people.rules(rules))
-        baseline = self._measure_and_count(torch.stack([keys, rollouts, bits]), flags > 0)
+        before, remember = self._measured_by(torch.stack([keys, rollouts, bits])[:, flags > 0])
+        baseline = before.look_up(keys, **self._start)[0]
         baseline = people.put_back(baseline.to(reward.device)).masked_fill(reward.isnan(), 0.0)
         less = (credit.double() - baseline).to(credit.dtype)
         batch.set(self.advantage_key, less.view_as(batch.get(self.advantage_key)))
-        measured = {"mean": baseline.mean(), "keys": float(len(self.memory.after.keys))}
-        return Outcome(batch, measured=measured, rules=people.rules(rules))
+        measured = {"mean": baseline.mean(), "keys": float(len(before.keys))}
+        return Outcome(batch, measured=measured, rules=people.rules(rules), remember=remember)
 
-    def _measure_and_count(self, columns: Tensor, votes: Tensor) -> Tensor:
-        """(M,) float64: the baseline of each row; the memory goes on, unless the batch is the last again."""
-        weight = 1 / (1 - self.decay) if self.start_weight is None else self.start_weight
-        start = {"start": self.start, "start_weight": weight}
-        came = columns[:, votes]
+    def _measured_by(self, came: Tensor) -> tuple[Tracked, Callable[[], None]]:
+        """What these (3, M) keys, rollouts and rewards are measured by; and what counts them."""
         came = came[:, came[1].argsort()]  # ranks and orders of rows are no matter
-        with COUNTING:
-            memory = self.memory
-            before = memory.before if torch.equal(came, memory.last) and came.shape[1] else memory.after
-            after = before.after(came[0], came[2].view(torch.float64), decay=self.decay, **start)
-            self.memory = Memory(before, after, came)
-        return before.look_up(columns[0], **start)[0]
+        known = self.memory
+        before = known.before if known.knows(came) else known.after
+
+        def count() -> None:
+            with COUNTING:
+                if not self.memory.knows(came):
+                    self.memory = self.memory.with_batch(came, decay=self.decay, **self._start)
+
+        return before, count
+
+    @property
+    def _start(self) -> dict[str, float]:
+        weight = 1 / (1 - self.decay) if self.start_weight is None else self.start_weight
+        return {"start": self.start, "start_weight": weight}
 
     def _rules(self, reward: Tensor, keys: Tensor, rollouts: Tensor, first: Tensor) -> list[Rule]:
         def describe(row: int) -> str:

@@ -11,9 +11,11 @@ from torch import Tensor
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule, as_rewards, at_least_float32, credit_dtype, turn_rules
 from headrace.transforms.distributed import present_ranks
+from headrace.transforms.door import labels_of
 from headrace.transforms.ids import as_ids, first_row, first_row_of_pairs, places_by_turn, sum_by
 from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.rewards import Missing
+from headrace.transforms.rows import device_of, shallow_copy
 from headrace.transforms.schema import COUNTED, REWARD, has_key
 from headrace.transforms.tokens import read_tokens, write_tokens
 
@@ -45,7 +47,8 @@ class TreeAdvantage(BatchTransform):
         missing: what a reward of NaN does: ``raise``, or ``skip``: its rollout is no part of the tree.
         tokens_key: (N, T) int, or any labels of the nodes that tokens are of.
         attention_key: (N, T) bool, tokens that are not padding; None: all are not.
-        parent_key: (N,) or (N, 1) int, the rollout that the row's went on from; negative: none.
+        parent_key: (N,) or (N, 1) int, the rollout that the row's went on from, negative: none; or N
+            strings, an empty one or None: none.
         turn_key: (N,) or (N, 1) int that orders a rollout's rows; None: the order of the rows.
         reward_key: (N,), (N, 1) or (N, 1, 1) float.
         group_key: (N,) or (N, 1) int ≥ 0.
@@ -97,6 +100,17 @@ class TreeAdvantage(BatchTransform):
         self.final_keys = tuple(self.in_keys)
         self.formula = TreeFormula(baseline, alone)
         self.baseline, self.alone = baseline, alone
+
+    def enter(self, batch: TensorDictBase) -> TensorDictBase:
+        """As every transform; parents that are text have the numbers of the rollouts that they name."""
+        flat = super().enter(batch)
+        parents = labels_of(flat, self.parent_key) if self.forks == "parent" else None
+        if parents is None:
+            return flat
+        there = [row for row, parent in enumerate(parents) if parent not in ("", None)]
+        numbers = torch.full((len(flat),), -1)
+        numbers[there] = as_ids([parents[row] for row in there], "parent_id")
+        return shallow_copy(flat).set(self.parent_key, numbers.to(device_of(flat)))
 
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add the advantage."""

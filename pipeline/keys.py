@@ -1,0 +1,51 @@
+"""Where a pipeline finds what it accounts for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import NestedKey
+from torch import nn
+
+from .row_table import keys_of_stages, log_prob_key_of, weights_of_stages
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where a pipeline finds what it accounts for."""
+
+    loss_mask: NestedKey
+    log_prob: NestedKey | None
+    weight: NestedKey
+    units: Mapping[str, NestedKey]
+    report: Mapping[str, NestedKey]
+    reward_weights: Sequence[float] | None
+
+    @classmethod
+    def of(
+        cls,
+        stages: Iterable[Any],
+        loss_mask: NestedKey,
+        ids: Mapping[str, NestedKey | None],
+        report: Mapping[str, NestedKey],
+    ) -> Keys:
+        """The keys of stages.
+
+        Args:
+            stages: in order.
+            loss_mask: where tokens in the loss are.
+            ids: of ``rollouts`` and ``groups``; None where they are not counted.
+            report: where a report finds what goes by other names than the stages'.
+        """
+        stages = list(stages)
+        reported = keys_of_stages(stages)
+        units = {unit: key for unit, key in ids.items() if key is not None}
+        weight = reported.get("loss_weight", "loss_weight")
+        log_prob, rewards = log_prob_key_of(stages), weights_of_stages(stages)
+        return cls(loss_mask, log_prob, weight, units, reported | dict(report), rewards)
+
+    def weight_is_written(self, stages: Mapping[str, nn.Module]) -> bool:
+        """Whether a stage declares that it writes the loss weights."""
+        return any(self.weight in getattr(stage, "out_keys", ()) for stage in stages.values())
