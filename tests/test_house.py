@@ -71,7 +71,7 @@ INNER = {
     },
     "test_distributed.py": {"transforms.distributed"},
     "test_ids.py": {"transforms.ids"},
-    "test_tokens.py": {"transforms.tokens"},
+    "test_tokens.py": {"transforms.tokens.counting"},
     "test_loggers.py": {"pipeline.report.loggers"},
     "test_page_bundle.py": {"pipeline.report.bundle", "pipeline.report.html"},
     "test_page_in_browser.py": {"pipeline.report.page_schema"},

@@ -295,7 +295,7 @@ def test_a_column_of_another_shape_is_refused(batch):
     ):
         TokenAdvantage(term=LogRatio())(batch)
     batch["advantage"] = torch.zeros(6, 3, 1)
-    with pytest.raises(BatchError, match=r"'advantage' \(advantage_key\) is torch.float32 \(6, 3, 1\)"):
+    with pytest.raises(BatchError, match=r"'advantage' \(advantage_key\) torch.float32 \(6, 3, 1\)"):
         TokenAdvantage(term=TopShare())(batch)
 
 

@@ -12,7 +12,7 @@ from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline, optimise, total_loss
 from headrace.transforms import LossWeight, MissingKeyError
-from headrace.transforms.tokens import FEW, count_true, loss_tokens
+from headrace.transforms.tokens.counting import FEW, count_true, loss_tokens
 
 
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(0, 9), st.booleans(), st.sampled_from([0, FEW]))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule
 from headrace.transforms.errors import BatchError
 from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.rows import device_of
-from headrace.transforms.schema import IN_LOSS, REWARD, has_key, require
-from headrace.transforms.tokens import check_mask, write_tokens
+from headrace.transforms.schema import REWARD, has_key
+from headrace.transforms.tokens import padded, read_advantage, read_loss_mask, write_tokens
 
 How = Literal["add", "multiply"]
 
@@ -116,8 +115,12 @@ class TokenAdvantage(BatchTransform):
 
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Rewrite the advantage."""
-        seen, trains = self._seen(batch)
-        before = self._by_token(seen, trains)
+        reader = type(self).__name__
+        trains = read_loss_mask(batch, self.loss_mask_key, reader=reader)
+        if has_key(batch, REWARD):  # who has none has no advantage, and is in no statistic
+            trains = trains & ~batch.get(REWARD).isnan()[:, None]
+        before = read_advantage(batch, self.advantage_key, trains.shape[1], reader=reader)
+        seen = self._seen(batch)
         term = self.term(seen, trains)
         if not isinstance(term, Tensor) or term.shape != trains.shape:
             found = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
@@ -131,6 +134,20 @@ class TokenAdvantage(BatchTransform):
         change = torch.where(trains, after.double() - before.double(), 0.0)
         measured = {"changed": (change != 0).sum() / tokens, "abs_mean": change.abs().sum() / tokens}
         return Outcome(batch, measured=measured, rules=self._rules(seen, trains, {"the term": term}))
+
+    def _seen(self, batch: TensorDictBase) -> TensorDictBase:
+        """The columns as the term sees them: of ragged rows those of its `in_keys`, padded."""
+        if not isinstance(batch, LazyStackedTensorDict):
+            return batch
+        if not hasattr(self.term, "in_keys"):
+            raise BatchError(
+                f"of ragged rows a term sees the columns of its in_keys, padded; {self.term!r} has none"
+            )
+        seen = TensorDict({}, batch_size=batch.batch_size, device=device_of(batch))
+        for key in dict.fromkeys([*self._term_keys, self.advantage_key, self.loss_mask_key]):
+            if has_key(batch, key):
+                seen.set(key, padded(batch, key))
+        return seen
 
     def _id_keys(self) -> list[NestedKey]:
         """The term's, too."""
@@ -146,46 +163,6 @@ class TokenAdvantage(BatchTransform):
             if column.is_floating_point() and column.numel() == trains.numel()
         ]
         return [*rules, *getattr(self.term, "rules", lambda *_: ())(seen, trains)]
-
-    def _seen(self, batch: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
-        """The columns as the term sees them, dense, and (N, T) bool the tokens in the loss."""
-        if isinstance(batch, LazyStackedTensorDict):
-            if not hasattr(self.term, "in_keys"):
-                raise BatchError(
-                    f"of ragged rows a term sees the columns of its in_keys, padded; {self.term!r} has none"
-                )
-            keys = {self.advantage_key, self.loss_mask_key, *self._term_keys}
-            there = {key: _padded(batch, key) for key in keys if has_key(batch, key)}
-            seen = TensorDict({}, batch_size=batch.batch_size, device=device_of(batch))
-            for key, column in there.items():
-                seen.set(key, column)
-        else:
-            seen = batch
-        trains = require(seen, self.loss_mask_key, reader=type(self).__name__, option="loss_mask_key")
-        check_mask(seen, self.loss_mask_key)
-        if has_key(batch, IN_LOSS):
-            trains = trains & batch.get(IN_LOSS)[:, None]
-        if has_key(batch, REWARD):  # who has none has no advantage, and is in no statistic
-            trains = trains & ~batch.get(REWARD).isnan()[:, None]
-        return seen, trains
-
-    def _by_token(self, seen: TensorDictBase, trains: Tensor) -> Tensor:
-        """(N, 1) or (N, T): the advantage as it is."""
-        credit = require(seen, self.advantage_key, reader=type(self).__name__, option="advantage_key")
-        if credit.numel() not in (len(trains), trains.numel()) or not credit.is_floating_point():
-            raise BatchError(
-                f"an advantage is a floating-point number a row, or a token; {self.advantage_key!r} "
-                f"(advantage_key) is {credit.dtype} {tuple(credit.shape)} for tokens {tuple(trains.shape)}"
-            )
-        return credit.reshape(len(trains), -1) if len(trains) else credit.new_zeros(trains.shape)
-
-
-def _padded(batch: LazyStackedTensorDict, key: NestedKey) -> Tensor:
-    """(N, T, ...): rows of one length each, padded on the right."""
-    rows: Sequence[Any] = batch.get(key, as_list=True)
-    if len({row.shape for row in rows}) == 1:
-        return torch.stack(list(rows))
-    return pad_sequence(list(rows), batch_first=True)
 
 
 def _finite(name: str, column: Tensor, trains: Tensor) -> Rule:

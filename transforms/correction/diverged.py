@@ -14,10 +14,11 @@ from headrace.transforms.distributed import population_of
 from headrace.transforms.ids import as_ids, first_row
 from headrace.transforms.options import describe_options, nested_key, one_of
 from headrace.transforms.schema import read_column
+from headrace.transforms.tokens import read_advantage
 
 from .divergence import Estimator, Over, check_divergence, of_tokens, over_rollout, over_row, row_part
 from .importance import check_bounds, outside
-from .policies import Policies, read_advantage, read_policies
+from .policies import Policies, read_policies
 from .ratios import Ratios, Span, over_units
 
 Judged = Literal["all", "negative"]

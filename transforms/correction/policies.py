@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headrace.transforms.checks import Rule
 from headrace.transforms.errors import BatchError
-from headrace.transforms.schema import IN_LOSS, has_key
-from headrace.transforms.tokens import check_mask, read_tokens, write_tokens
+from headrace.transforms.schema import has_key
+from headrace.transforms.tokens import read_advantage, read_loss_mask, read_tokens, write_tokens
 
 from .ratios import Ratios, finite_rule
 
@@ -59,35 +59,6 @@ def read_policies(
         )
     ratio = Ratios(old, sampler, mask)
     return Policies(ratio, finite_rule(ratio, old, sampler, _names(batch)))
-
-
-def read_loss_mask(batch: TensorDictBase, key: NestedKey, *, reader: str) -> Tensor:
-    """(N, T) bool: tokens in the loss, of rows that are in it.
-
-    Raises:
-        MissingKeyError: the mask is not there.
-        BatchError: it is not bool.
-    """
-    mask = read_tokens(batch, key, reader=reader, option="loss_mask_key")
-    check_mask(batch, key)
-    in_loss = batch.get(IN_LOSS, None)
-    return mask if in_loss is None else mask & in_loss.unsqueeze(-1)
-
-
-def read_advantage(batch: TensorDictBase, key: NestedKey, tokens: int, *, reader: str) -> Tensor:
-    """(N, 1) of rows or (N, T) of tokens.
-
-    Raises:
-        MissingKeyError: it is not there.
-        BatchError: it is neither, or no float.
-    """
-    credit = read_tokens(batch, key, reader=reader, option="advantage_key")
-    if not credit.is_floating_point() or credit.shape[-1] not in (1, tokens):
-        raise BatchError(
-            f"an advantage is a floating-point number a row, (N, 1, 1), or a token, (N, {tokens}, 1); "
-            f"{reader} found {key!r} {credit.dtype} {tuple(credit.shape)}"
-        )
-    return credit
 
 
 def change_advantage(

@@ -14,9 +14,9 @@ from headrace.transforms.distributed import population_of
 from headrace.transforms.errors import BatchError
 from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.schema import LENGTH, has_key
-from headrace.transforms.tokens import read_tokens, remember_lengths, write_tokens
+from headrace.transforms.tokens import read_loss_mask, read_tokens, remember_lengths, write_tokens
 
-from .policies import change_advantage, read_loss_mask
+from .policies import change_advantage
 
 Denominator = Literal["kept", "all"]
 
