@@ -19,7 +19,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.objectives.llm import GRPOLoss
 
 from headrace.pipeline import Pipeline, load_pipeline, optimise
-from headrace.pipeline.report import make_report, show_report
+from headrace.pipeline.report import make_report, page_data, show_report
 from headrace.transforms import (
     BatchError,
     BatchWhitening,
@@ -371,5 +371,8 @@ def test_a_report_warns_of_an_effective_sample_size_below_its_bound(least, warns
         f"warning: correction: ess_token is {share:.3g}, below {least:g} (ess_least)" if warns else "warning"
     )
     assert (line in text.getvalue()) == warns
+    shown = page_data([report], title="")["steps"][0]["warnings"]
+    assert (line.removeprefix("warning: ") in shown) == warns
+    assert warns == bool(shown)
     assert report.numbers["correction/ess_token"] == share
     assert {"correction/kl_k3_sequence", "correction/chi2_token"} <= set(report.numbers)

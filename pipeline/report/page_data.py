@@ -63,6 +63,7 @@ def _step(report: StepReport) -> Step:
         "groups": _groups(report, shown),
         "rows": _rows(report, rows),
         "numbers": report.numbers,
+        "warnings": [printable(line) for line in report.warnings],
     }
 
 

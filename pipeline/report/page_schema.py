@@ -89,6 +89,7 @@ class Step(TypedDict):
     groups: Groups  # those shown
     rows: Rows  # of the groups shown
     numbers: dict[str, float]  # the metrics of all its rows, by name
+    warnings: list[str]  # a line for each number that is below what was set for it
 
 
 class PageDataRequired(TypedDict):

@@ -3,7 +3,7 @@
 const FIELDS = {
   PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus"],
   RecipeStage: ["name", "text"],
-  Step: ["step", "funnel", "shown", "groups", "rows", "numbers"],
+  Step: ["step", "funnel", "shown", "groups", "rows", "numbers", "warnings"],
   PageLevel: ["name", "rows", "rollouts", "groups", "tokens", "out"],
   PageLeft: ["reason", "action", "rows", "rollouts", "groups", "tokens"],
   Shown: ["groups", "of"],

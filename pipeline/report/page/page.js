@@ -58,6 +58,8 @@ function show(index) {
   const step = page.steps[state.index];
   hideTip();
   byId("summary").textContent = summarise(step);
+  byId("warnings").hidden = !step.warnings.length;
+  byId("warnings").replaceChildren(...step.warnings.map((line) => h("li", {}, line)));
   const shown = step.shown;
   byId("sampled").hidden = !(shown.groups < shown.of);
   byId("sampled").textContent =
