@@ -15,7 +15,7 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import REWARD, has_key
-from headrace.transforms.tokens import padded, read_advantage, read_loss_mask, write_tokens
+from headrace.transforms.tokens import in_blocks, padded, read_advantage, read_loss_mask, write_tokens
 
 How = Literal["add", "multiply"]
 
@@ -128,11 +128,15 @@ class TokenAdvantage(BatchTransform):
                 f"a term returns one number a token, {tuple(trains.shape)}; {self.term!r} gave {found}"
             )
         factor = float(self.factor() if callable(self.factor) else self.factor)
-        after = token_advantage(before, term, trains, factor=factor, how=self.how)
-        write_tokens(batch, self.advantage_key, after.unsqueeze(-1), self.loss_mask_key)
-        tokens = trains.sum().clamp_min(1)
-        change = torch.where(trains, after.double() - before.double(), 0.0)
-        measured = {"changed": (change != 0).sum() / tokens, "abs_mean": change.abs().sum() / tokens}
+
+        def changed(term: Tensor, before: Tensor, trains: Tensor) -> dict[str, Tensor]:
+            after = token_advantage(before, term, trains, factor=factor, how=self.how)
+            change = torch.where(trains, after.double() - before.double(), 0.0).abs()
+            return {"after": after, "changed": (change != 0).sum(-1), "change": change.sum(-1)}
+
+        made, tokens = in_blocks(changed, term, before, trains), trains.sum().clamp_min(1)
+        write_tokens(batch, self.advantage_key, made["after"].unsqueeze(-1), self.loss_mask_key)
+        measured = {"changed": made["changed"].sum() / tokens, "abs_mean": made["change"].sum() / tokens}
         return Outcome(batch, measured=measured, rules=self._rules(seen, trains, {"the term": term}))
 
     def _seen(self, batch: TensorDictBase) -> TensorDictBase:

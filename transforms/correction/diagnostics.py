@@ -10,34 +10,27 @@ from torch import Tensor
 from headrace.transforms.ids import is_first
 
 from .divergence import of_tokens
-from .importance import outside
+from .importance import sums_of_ratios
 from .ratios import Ratios, clamped, over_units
 
 
-def sums_of_rows(
-    weight: Tensor, level_ratio: Tensor, ratio: Ratios, low: float | None, high: float | None
-) -> dict[str, Tensor]:
-    """What each row adds to the numbers of the batch; (N,) each, of its tokens in the loss.
-
-    Args:
-        weight: (N, T), 0 out of the mask.
-        level_ratio: (N, T) or (N, 1), before bounds.
-        ratio: of tokens.
-        low: of the bounds.
-        high: of the bounds.
-    """
-    w, mask = weight.double(), ratio.mask
-    out = (outside(level_ratio, low, high) & mask).sum(-1).double()
+def sums_of_rows(ratio: Ratios) -> dict[str, Tensor]:
+    """What each row adds to the numbers of the batch, of its ratios; (N,) each."""
     return {
-        "total": ratio.total,
-        "tokens": ratio.tokens,
-        "weight": w.sum(-1),
-        "squares": w.square().sum(-1),
-        "largest": w.amax(-1) if w.shape[-1] else w.sum(-1),
-        "outside": out,
+        **sums_of_ratios(ratio),
         "k1": of_tokens(ratio, "k1").sum(-1),
         "k3": of_tokens(ratio, "k3").sum(-1),
         "chi2": (ratio.excess * (ratio.excess + 2)).sum(-1),
+    }
+
+
+def sums_of_weights(weight: Tensor) -> dict[str, Tensor]:
+    """The same of its weights (N, T), 0 out of the mask; (N,) float64 each."""
+    w = weight.double()
+    return {
+        "weight": w.sum(-1),
+        "squares": w.square().sum(-1),
+        "largest": w.amax(-1) if w.shape[-1] else w.sum(-1),
     }
 
 
@@ -56,7 +49,8 @@ def diagnose(rows: Mapping[str, Tensor], first: Tensor | None) -> dict[str, Tens
     Sequences without a token in the loss are in none of them.
 
     Args:
-        rows: (M,) by name, of :func:`sums_of_rows`.
+        rows: (M,) by name, of :func:`sums_of_rows` and :func:`sums_of_weights`, and how many tokens are
+            `outside`.
         first: (M,) int64, the first row of each row's rollout; None: a sequence is a row.
     """
     size = rows["tokens"].sum()

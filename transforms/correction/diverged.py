@@ -115,7 +115,8 @@ class Diverged:
 
     def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
         """Both policies are known of every token in the loss, and every row has a rollout."""
-        rules = [self._read(batch).rule]
+        policies = self._read(batch)
+        rules = [policies.rule(policies.each_row(lambda ratio: {"wrong": ratio.wrong.any(-1)})["wrong"])]
         if self.unit == "rollout":
             why = "rows without an id would be one sequence"
             rules.append(set_rule(self._rollouts(batch), "rollout_id", why))
@@ -123,26 +124,35 @@ class Diverged:
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool, True where the row stays; (N, T), of its tokens, where they are judged one by one."""
-        ratio = self._read(batch).ratio
-        values = of_tokens(ratio, self.estimator)
+        policies = self._read(batch)
         if self.level == "token":
-            there, found = ratio.mask, values
+            out = policies.each_row(self._of_tokens)["out"]
         else:
-            there, found = (column.unsqueeze(-1) for column in self._of_rows(batch, values, ratio))
-        out = there & outside(found.to(ratio.dtype), self._low, self._high)
+            there, found = self._of_rows(batch, policies)
+            out = (there & outside(found.to(policies.dtype), self._low, self._high)).unsqueeze(-1)
         if self.judges == "negative":
-            width = ratio.mask.shape[-1]
+            width = policies.mask.shape[-1]
             credit = read_advantage(batch, self.advantage_key, width, reader=type(self).__name__)
             out = out & (credit < 0)
         return ~(out if self.level == "token" or out.shape[-1] > 1 else out[:, 0])
 
-    def _of_rows(self, batch: TensorDictBase, values: Tensor, ratio: Ratios) -> tuple[Tensor, Tensor]:
+    def _of_tokens(self, ratio: Ratios) -> dict[str, Tensor]:
+        """(N, T) bool, tokens that are out of bounds."""
+        found = of_tokens(ratio, self.estimator).to(ratio.dtype)
+        return {"out": ratio.mask & outside(found, self._low, self._high)}
+
+    def _of_rows(self, batch: TensorDictBase, policies: Policies) -> tuple[Tensor, Tensor]:
         """(N,) bool, whether the row, or its rollout on all ranks, has tokens; (N,) float64, over them."""
+
+        def of_some(ratio: Ratios) -> dict[str, Tensor]:
+            over = over_row if self.unit == "sample" else row_part
+            return {"part": over(of_tokens(ratio, self.estimator), ratio, self.level), "tokens": ratio.tokens}
+
+        rows = policies.each_row(of_some)
         if self.unit == "sample":
-            return ratio.tokens > 0, over_row(values, ratio, self.level)
+            return rows["tokens"] > 0, rows["part"]
         people = population_of(batch, every=True)
-        columns = {"part": row_part(values, ratio, self.level), "tokens": ratio.tokens}
-        everyone = people.take(columns, {"rollouts": self._rollouts(batch)})
+        everyone = people.take(rows, {"rollouts": self._rollouts(batch)})
         first = first_row(everyone["rollouts"])
         tokens = over_units(everyone["tokens"], first)
         found = over_rollout(everyone["part"], tokens, first, self.level)

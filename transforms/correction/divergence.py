@@ -11,7 +11,8 @@ from headrace.transforms.checks import enforce
 from headrace.transforms.ids import reduce_by
 from headrace.transforms.options import one_of
 
-from .ratios import Ratios, finite_rule, over_units, sum_of_rows
+from .policies import Policies
+from .ratios import Ratios, over_units, sum_of_rows
 
 Estimator = Literal["k1", "k2", "k3"]
 Over = Literal["token", "sum", "mean", "max"]
@@ -60,11 +61,16 @@ def divergence(
         [0.5]
     """
     check_divergence(estimator, level)
-    ratio = Ratios(log_prob, sampler_log_prob, mask)
-    enforce([finite_rule(ratio, log_prob, sampler_log_prob)])
-    values = of_tokens(ratio, estimator)
-    found = values if level == "token" else over_row(values, ratio, level)
-    return found.to(ratio.dtype)
+    policies = Policies(log_prob, sampler_log_prob, mask)
+
+    def of_some(ratio: Ratios) -> dict[str, Tensor]:
+        values = of_tokens(ratio, estimator)
+        found = values if level == "token" else over_row(values, ratio, level)
+        return {"found": found.to(ratio.dtype), "wrong": ratio.wrong.any(-1)}
+
+    made = policies.each_row(of_some)
+    enforce([policies.rule(made["wrong"])])
+    return made["found"]
 
 
 def check_divergence(estimator: str, level: str) -> None:

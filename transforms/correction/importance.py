@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from functools import partial
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from headrace.transforms.checks import enforce
 from headrace.transforms.options import one_of
+from headrace.transforms.tokens import in_blocks
 
-from .ratios import Ratios, clamped, finite_rule, sum_of_rows, total_of
+from .policies import Policies
+from .ratios import Ratios, clamped, sum_of_rows, total_of
 
 Level = Literal["token", "sequence", "mean"]
 Bound = Literal["truncate", "zero", "none"]
@@ -73,12 +76,14 @@ def importance_weight(
         tensor([[12.1825, 12.1825,  0.0000]])
     """
     check_weights(level, bound, low, high, normalise)
-    ratio = Ratios(log_prob, sampler_log_prob, mask)
-    enforce([finite_rule(ratio, log_prob, sampler_log_prob)])
-    weight = bounded(ratio_of(ratio, level), bound, low, high)
-    if normalise == "batch":
-        weight = (weight.double() / mean_of(share_of_mean(weight, ratio, level))).to(weight.dtype)
-    return torch.where(mask, weight, 0.0)
+    policies = Policies(log_prob, sampler_log_prob, mask)
+    rows = policies.each_row(sums_of_ratios)
+    enforce([policies.rule(rows["wrong"])])
+    of_rows = ratio_of_rows(level, rows["total"], rows["tokens"], policies.dtype)
+    made = policies.each_row(partial(weigh, bound=bound, low=low, high=high), of_rows)
+    if normalise == "none":
+        return made["weight"]
+    return normalised(made["weight"], mean_of(**share_of_mean(level, made["weight"], rows["tokens"])))
 
 
 def check_weights(
@@ -107,21 +112,24 @@ def check_bounds(low: float | None, high: float | None) -> None:
         raise ValueError(f"low must be ≤ high; got {low!r} and {high!r}")
 
 
-def ratio_of(ratio: Ratios, level: str, total: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-    """The ratios at a level, before any bound: (N, T) of tokens, (N, 1) of rows; no mask is applied.
+def sums_of_ratios(ratio: Ratios) -> dict[str, Tensor]:
+    """(N,) each: log ρ added up over a row, its tokens, and whether one of them is wrong."""
+    return {"total": ratio.total, "tokens": ratio.tokens, "wrong": ratio.wrong.any(-1)}
+
+
+def ratio_of_rows(level: str, total: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """(N, 1) the ratios of rows, before any bound; None where each token has its own.
 
     Args:
-        ratio: of tokens.
         level: token, sequence, mean.
-        total: (N,) float64, log ρ added up over the row's rollout; None: over the row.
-        tokens: (N,) int64, of the row's rollout; None: of the row.
+        total: (N,) float64, log ρ added up over the row, or its rollout.
+        tokens: (N,) int64, of the same.
+        dtype: to which they are rounded.
     """
     if level == "token":
-        return ratio.clamped.exp().to(ratio.dtype)  # `excess + 1` would lose a small one
-    log = ratio.total if total is None else total
-    if level == "mean":
-        log = log / (ratio.tokens if tokens is None else tokens).clamp_min(1)
-    return clamped(log).exp().to(ratio.dtype).unsqueeze(-1)
+        return None
+    log = total / tokens.clamp_min(1) if level == "mean" else total
+    return clamped(log).exp().to(dtype).unsqueeze(-1)
 
 
 def outside(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -137,31 +145,53 @@ def bounded(ratio: Tensor, bound: str, low: float | None, high: float | None) ->
     return ratio.clamp(low, high) if bound == "truncate" else ratio.masked_fill(outside(ratio, low, high), 0)
 
 
-class Share(NamedTuple):
-    """What a row has in the mean weight."""
-
-    weight: Tensor
-    """(N,) float64."""
-    count: Tensor
-    """(N,) int64."""
-
-
-def share_of_mean(weight: Tensor, ratio: Ratios, level: str, once: Tensor | None = None) -> Share:
-    """Each token's weight once, or where rows have one weight, that of each row or rollout with a token once.
+def weigh(
+    ratio: Ratios, of_rows: Tensor | None, *, bound: str, low: float | None, high: float | None
+) -> dict[str, Tensor]:
+    """(N, T) weights, 0 out of the mask; (N,) float64, how many ratios are out of bounds.
 
     Args:
-        weight: (N, T) of tokens, (N, 1) of rows.
         ratio: of tokens.
+        of_rows: (N, 1), those of :func:`ratio_of_rows`.
+        bound: what becomes of those outside.
+        low: of the ratio.
+        high: of the ratio.
+    """
+    # `excess + 1` would lose a small one
+    found = ratio.clamped.exp().to(ratio.dtype) if of_rows is None else of_rows
+    weight = torch.where(ratio.mask, bounded(found, bound, low, high), 0.0)
+    return {"weight": weight, "outside": (outside(found, low, high) & ratio.mask).sum(-1).double()}
+
+
+def share_of_mean(level: str, weight: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """What rows have in the mean weight: (N,) float64 `weight`, (N,) int64 `count`.
+
+    Each token's weight counts once, or where rows have one weight, that of each row with a token.
+
+    Args:
         level: token, sequence, mean.
-        once: (N,) bool, one row of each rollout that has a token; None: each row is one.
+        weight: (N, T), 0 out of the mask.
+        tokens: (N,) int64, in the mask.
     """
     if level == "token":
-        return Share(sum_of_rows(torch.where(ratio.mask, weight.double(), 0.0)), ratio.tokens)
-    count = ratio.tokens > 0 if once is None else once
-    return Share(weight[:, 0].double() * count, count.long())
+        return {
+            "weight": in_blocks(lambda some: {"sum": sum_of_rows(some.double())}, weight)["sum"],
+            "count": tokens,
+        }
+    return {"weight": weight_of_rows(weight), "count": (tokens > 0).long()}
 
 
-def mean_of(share: Share) -> Tensor:
+def weight_of_rows(weight: Tensor) -> Tensor:
+    """(N,) float64: the weight that the tokens of a row in the mask have in common; 0 where it has none."""
+    return weight.amax(-1).double() if weight.shape[-1] else weight.sum(-1).double()
+
+
+def mean_of(weight: Tensor, count: Tensor) -> Tensor:
     """Scalar float64 to divide weights by: their mean, 1 where that is next to nothing."""
-    mean = total_of(share.weight) / share.count.sum().clamp_min(1)
+    mean = total_of(weight) / count.sum().clamp_min(1)
     return torch.where(mean > NOTHING, mean, 1.0)
+
+
+def normalised(weight: Tensor, mean: Tensor) -> Tensor:
+    """(N, T) weights over their mean."""
+    return in_blocks(lambda some: {"weight": (some.double() / mean).to(some.dtype)}, weight)["weight"]

@@ -1,9 +1,8 @@
-"""Columns of tokens, (N, T), read from a batch and written to it, dense or ragged."""
+"""What two policies say of the tokens in the loss, read from a batch; and the advantage, rewritten."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -12,18 +11,81 @@ from torch import Tensor
 from headrace.transforms.checks import Rule
 from headrace.transforms.errors import BatchError
 from headrace.transforms.schema import has_key
-from headrace.transforms.tokens import read_advantage, read_loss_mask, read_tokens, write_tokens
+from headrace.transforms.tokens import in_blocks, read_advantage, read_loss_mask, read_tokens, write_tokens
 
-from .ratios import Ratios, finite_rule
+from .ratios import Ratios, rounded_to
 
 
-class Policies(NamedTuple):
-    """What two policies say of the tokens in the loss."""
+class Policies:
+    """What two policies say of the tokens in the loss.
 
-    ratio: Ratios
-    """Of the trainer's and the sampler's."""
-    rule: Rule
-    """Both are finite in the mask."""
+    Args:
+        log_prob: (N, T) float, log π_old.
+        sampler_log_prob: (N, T) float, log μ.
+        mask: (N, T) bool.
+        name_row: a row in words, for messages.
+        names: what the columns are called there.
+
+    Raises:
+        BatchError: shapes differ, or are not (N, T); the mask is not bool.
+    """
+
+    def __init__(
+        self,
+        log_prob: Tensor,
+        sampler_log_prob: Tensor,
+        mask: Tensor,
+        name_row: Callable[[int], str] = lambda row: f"row {row}",
+        names: Sequence[NestedKey] = ("log_prob", "sampler_log_prob", "mask"),
+    ):
+        columns = log_prob, sampler_log_prob, mask
+        if len({column.shape for column in columns}) > 1 or mask.ndim != 2:
+            shapes = zip(names, (tuple(column.shape) for column in columns), strict=True)
+            raise BatchError(
+                "a token has a log-probability under both policies and one mask, (N, T) each; found "
+                + ", ".join(f"{name!r} {shape}" for name, shape in shapes)
+            )
+        if mask.dtype is not torch.bool:
+            raise BatchError(
+                f"a loss mask is bool, True trains; found {mask.dtype}: convert it by `mask != 0`"
+            )
+        self.log_prob, self.sampler_log_prob, self.mask = log_prob.detach(), sampler_log_prob.detach(), mask
+        self.dtype = rounded_to(log_prob, sampler_log_prob)
+        self._name_row = name_row
+
+    def each_row(
+        self, function: Callable[..., Mapping[str, Tensor]], *more: Tensor | None
+    ) -> dict[str, Tensor]:
+        """What a function of the :class:`Ratios` of some rows, and of their `more`, says of all rows."""
+
+        def of_some(log_prob: Tensor, sampler: Tensor, mask: Tensor, *more: Tensor) -> Mapping[str, Tensor]:
+            return function(Ratios(log_prob, sampler, mask), *more)
+
+        return in_blocks(of_some, self.log_prob, self.sampler_log_prob, self.mask, *more)
+
+    def rule(self, wrong: Tensor) -> Rule:
+        """Every token in the loss has finite log-probabilities.
+
+        Args:
+            wrong: (N,) bool, rows that have one that is not (:attr:`Ratios.wrong`).
+        """
+
+        def describe(row: int) -> str:
+            token = int(
+                Ratios(self.log_prob[row], self.sampler_log_prob[row], self.mask[row]).wrong.nonzero()[0]
+            )
+            trainer, sampler = (
+                float(column[row, token]) for column in (self.log_prob, self.sampler_log_prob)
+            )
+            return f"{trainer:g} (trainer) and {sampler:g} (sampler) at {self._name_row(row)}, token {token}"
+
+        return Rule(
+            wrong,
+            describe,
+            "tokens in the loss have a finite log-probability under both policies; found {found}. Record "
+            "both for every token that trains, or take those rows out before: "
+            "SampleFilter(criterion=Finite(key=...))",
+        )
 
 
 def read_policies(
@@ -45,28 +107,16 @@ def read_policies(
     old = read_tokens(batch, old_log_prob_key, reader=reader, option="old_log_prob_key")
     sampler = read_tokens(batch, sampler_log_prob_key, reader=reader, option="sampler_log_prob_key")
     mask = read_loss_mask(batch, loss_mask_key, reader=reader)
-    if not old.shape == sampler.shape == mask.shape:
-        shapes = ", ".join(
-            f"{key!r} {tuple(column.shape)}"
-            for key, column in (
-                (old_log_prob_key, old),
-                (sampler_log_prob_key, sampler),
-                (loss_mask_key, mask),
-            )
-        )
-        raise BatchError(
-            f"a token has a log-probability under both policies and one mask; {reader} found {shapes}"
-        )
-    ratio = Ratios(old, sampler, mask)
-    return Policies(ratio, finite_rule(ratio, old, sampler, _names(batch)))
+    keys = old_log_prob_key, sampler_log_prob_key, loss_mask_key
+    return Policies(old, sampler, mask, _names(batch), keys)
 
 
 def change_advantage(
     batch: TensorDictBase,
     key: NestedKey,
     loss_mask_key: NestedKey,
-    change: Callable[[Tensor], Tensor],
-    *,
+    change: Callable[..., Tensor],
+    *columns: Tensor,
     reader: str,
 ) -> None:
     """Rewrite the advantage as one of tokens, (N, T, 1), in its own dtype.
@@ -75,13 +125,18 @@ def change_advantage(
         batch: TensorDict ``[N]``.
         key: of the advantage.
         loss_mask_key: by which ragged rows are as long as they are.
-        change: from (N, 1) or (N, T), at least float32, to (N, T).
+        change: of (N, 1) or (N, T), at least float32, and of `columns` → (N, T), row by row.
+        columns: (N, T) each.
         reader: who it is, for messages.
     """
-    mask = read_tokens(batch, loss_mask_key, reader=reader, option="loss_mask_key")
-    credit = read_advantage(batch, key, mask.shape[-1], reader=reader)
-    changed = change(credit.to(torch.promote_types(credit.dtype, torch.float32)))
-    write_tokens(batch, key, changed.to(credit.dtype).unsqueeze(-1), loss_mask_key)
+    credit = read_advantage(batch, key, columns[0].shape[-1], reader=reader)
+
+    def changed(first: Tensor, credit: Tensor, *others: Tensor) -> dict[str, Tensor]:
+        precise = credit.to(torch.promote_types(credit.dtype, torch.float32))
+        return {"credit": change(precise, first, *others).to(credit.dtype)}
+
+    made = in_blocks(changed, columns[0], credit, *columns[1:])["credit"]
+    write_tokens(batch, key, made.unsqueeze(-1), loss_mask_key)
 
 
 def _names(batch: TensorDictBase) -> Callable[[int], str]:

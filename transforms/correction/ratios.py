@@ -7,15 +7,12 @@ mask is never read and counts as a log-ratio of 0. Computed in float64, rounded 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from headrace.transforms.checks import Rule
-from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import sum_by
 from headrace.transforms.sums import sum_by_in_any_order, sum_in_any_order
 
@@ -29,23 +26,18 @@ class Ratios:
     Args:
         log_prob: (N, T) float, log π_old.
         sampler_log_prob: (N, T) float, log μ.
-        mask: (N, T) bool, tokens in the loss. What is not finite there counts as 0 (:func:`finite_rule`
-            refuses it).
+        mask: (N, T) bool, tokens in the loss. What is not finite there counts as 0.
 
     Attributes:
         token: (N, T) float64: log π_old − log μ, 0 out of the mask.
         mask: (N, T) bool.
-        wrong: (N, T) bool, tokens in the loss of which it is not known.
+        wrong: (N, T) bool, tokens in the loss of which it is not known, which a rule refuses.
         dtype: what results are rounded to: that of the log-probabilities, at least float32.
 
-    Raises:
-        BatchError: the shapes differ, or the mask is not bool.
     """
 
     def __init__(self, log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor):
-        check_columns(log_prob, sampler_log_prob, mask)
-        dtype = torch.promote_types(log_prob.dtype, sampler_log_prob.dtype)
-        self.dtype, self.mask = torch.promote_types(dtype, torch.float32), mask
+        self.dtype, self.mask = rounded_to(log_prob, sampler_log_prob), mask
         ratio = log_prob.detach().double() - sampler_log_prob.detach().double()
         finite = ratio.isfinite()
         self.wrong = mask & ~finite
@@ -72,46 +64,9 @@ class Ratios:
         return self.clamped.expm1()
 
 
-def check_columns(log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> None:
-    """Refuse columns that are not of the same tokens.
-
-    Raises:
-        BatchError: shapes differ, or are not (N, T); the mask is not bool.
-    """
-    shapes = [tuple(column.shape) for column in (log_prob, sampler_log_prob, mask)]
-    if len(set(shapes)) > 1 or mask.ndim != 2:
-        raise BatchError(
-            "a token has a log-probability under both policies and one mask, (N, T) each; found shapes "
-            f"{', '.join(map(str, shapes))}"
-        )
-    if mask.dtype is not torch.bool:
-        raise BatchError(f"a loss mask is bool, True trains; found {mask.dtype}: convert it by `mask != 0`")
-
-
-def finite_rule(
-    ratio: Ratios, log_prob: Tensor, sampler_log_prob: Tensor, name_row: Callable[[int], str] | None = None
-) -> Rule:
-    """Every token in the loss has finite log-probabilities.
-
-    Args:
-        ratio: of them.
-        log_prob: (N, T) float.
-        sampler_log_prob: (N, T) float.
-        name_row: a row in words; None: its number.
-    """
-
-    def describe(row: int) -> str:
-        token = int(ratio.wrong[row].nonzero()[0])
-        pair = float(log_prob[row, token]), float(sampler_log_prob[row, token])
-        where = f"row {row}" if name_row is None else name_row(row)
-        return f"{pair[0]:g} (trainer) and {pair[1]:g} (sampler) at {where}, token {token}"
-
-    return Rule(
-        ratio.wrong.any(-1),
-        describe,
-        "tokens in the loss have a finite log-probability under both policies; found {found}. Record both "
-        "for every token that trains, or take those rows out before: SampleFilter(criterion=Finite(key=...))",
-    )
+def rounded_to(log_prob: Tensor, sampler_log_prob: Tensor) -> torch.dtype:
+    """What results are rounded to: the dtype of the log-probabilities, at least float32."""
+    return torch.promote_types(torch.promote_types(log_prob.dtype, sampler_log_prob.dtype), torch.float32)
 
 
 def sum_of_rows(values: Tensor) -> Tensor:

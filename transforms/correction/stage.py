@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import get_args
 
 import torch
@@ -12,25 +14,26 @@ from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule, set_rule
 from headrace.transforms.distributed import Population, population_of
 from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import first_row, is_first
+from headrace.transforms.ids import first_row, is_first, reduce_by
 from headrace.transforms.options import nested_key, one_of, within
 from headrace.transforms.schema import has_key
-from headrace.transforms.tokens import write_tokens
+from headrace.transforms.tokens import in_blocks, write_tokens
 
-from .diagnostics import diagnose, sums_of_rows
+from .diagnostics import diagnose, sums_of_rows, sums_of_weights
 from .importance import (
     Bound,
     Level,
     Normalise,
-    Share,
-    bounded,
     check_weights,
     mean_of,
-    ratio_of,
+    normalised,
+    ratio_of_rows,
     share_of_mean,
+    weigh,
+    weight_of_rows,
 )
 from .policies import change_advantage, read_policies
-from .ratios import Ratios, Span, over_units
+from .ratios import Span, over_units
 
 
 class RolloutCorrection(BatchTransform):
@@ -124,58 +127,56 @@ class RolloutCorrection(BatchTransform):
                 f"these rows have {self.importance_key!r} (importance_key) already: correcting twice would "
                 "weigh them twice. Take one RolloutCorrection, or the column, out"
             )
-        read = read_policies(
-            batch, self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key, reader=name
-        )
-        ratio, people = read.ratio, population_of(batch, every=True)
-        level_ratio, rules = self._at_level(batch, ratio, people)
-        weight = bounded(level_ratio, self.bound, self.low, self.high)
+        keys = self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key
+        policies, people = read_policies(batch, *keys, reader=name), population_of(batch, every=True)
+        rows = policies.each_row(sums_of_rows)
+        rollouts = self.ids(batch, "rollout") if self.unit == "rollout" else None
+        total, tokens, rules = self._of_units(rows, rollouts, people)
+        of_rows = ratio_of_rows(self.level, total, tokens, policies.dtype)
+        made = policies.each_row(partial(weigh, bound=self.bound, low=self.low, high=self.high), of_rows)
+        weight = made["weight"]
         if self.normalise == "batch":
-            weight = self._normalised(batch, weight, ratio)
-        weight = torch.where(ratio.mask, weight, 0.0)
+            weight = normalised(weight, mean_of(**self._share(weight, rows["tokens"], rollouts, people)))
         write_tokens(batch, self.importance_key, weight, self.loss_mask_key)
+        columns = weight, policies.mask
+        change_advantage(batch, self.advantage_key, self.loss_mask_key, _weigh, *columns, reader=name)
+        rows |= in_blocks(sums_of_weights, weight) | {"outside": made["outside"]}
+        wrong = policies.rule(rows.pop("wrong"))
+        return Outcome(batch, measured=self._measure(rows, rollouts, people), rules=[wrong, *rules])
 
-        def weigh(credit: Tensor) -> Tensor:
-            return torch.where(ratio.mask, credit * weight, 0.0)
-
-        change_advantage(batch, self.advantage_key, self.loss_mask_key, weigh, reader=name)
-        return Outcome(
-            batch, measured=self._measure(batch, weight, level_ratio, ratio), rules=[read.rule, *rules]
-        )
-
-    def _at_level(
-        self, batch: TensorDictBase, ratio: Ratios, people: Population
-    ) -> tuple[Tensor, list[Rule]]:
-        """The ratios before bounds, (N, T) or (N, 1); of rollouts over all ranks that have rows of them."""
-        if self.level == "token" or self.unit == "sample":
-            return ratio_of(ratio, self.level), []
-        rollouts = self.ids(batch, "rollout")
-        everyone = people.take({"total": ratio.total, "tokens": ratio.tokens}, {"rollouts": rollouts})
+    def _of_units(
+        self, rows: Mapping[str, Tensor], rollouts: Tensor | None, people: Population
+    ) -> tuple[Tensor, Tensor, list[Rule]]:
+        """log ρ added up over each row, or its rollout on all ranks, and over how many tokens."""
+        columns = {"total": rows["total"], "tokens": rows["tokens"]}
+        if rollouts is None or self.level == "token":
+            return *columns.values(), []
+        everyone = people.take(columns, {"rollouts": rollouts})
         first = first_row(everyone["rollouts"])
-        total, tokens = (people.put_back(over_units(everyone[key], first)) for key in ("total", "tokens"))
+        total, tokens = (people.put_back(over_units(everyone[key], first)) for key in columns)
         rule = set_rule(everyone["rollouts"], "rollout_id", "rows without an id would be one sequence")
-        return ratio_of(ratio, self.level, total, tokens), people.rules([rule])
+        return total, tokens, people.rules([rule])
 
-    def _normalised(self, batch: TensorDictBase, weight: Tensor, ratio: Ratios) -> Tensor:
-        """Weights over their mean, of all ranks that share the batch."""
-        people = population_of(batch, every=True)
-        if self.level == "token" or self.unit == "sample":
-            share = Share(*people.take(share_of_mean(weight, ratio, self.level)._asdict()).values())
-        else:
-            columns = {"weight": weight[:, 0].double(), "tokens": ratio.tokens}
-            everyone = people.take(columns, {"rollouts": self.ids(batch, "rollout")})
-            first = first_row(everyone["rollouts"])
-            once = (over_units(everyone["tokens"], first) > 0) & is_first(first)
-            share = Share(everyone["weight"] * once, once.long())
-        return (weight.double() / mean_of(share)).to(weight.dtype)
+    def _share(
+        self, weight: Tensor, tokens: Tensor, rollouts: Tensor | None, people: Population
+    ) -> dict[str, Tensor]:
+        """What rows have in the mean weight of all ranks that share the batch; a rollout counts once."""
+        if rollouts is None or self.level == "token":
+            return people.take(share_of_mean(self.level, weight, tokens))
+        everyone = people.take({"weight": weight_of_rows(weight), "tokens": tokens}, {"rollouts": rollouts})
+        first = first_row(everyone["rollouts"])
+        once = is_first(first) & (over_units(everyone["tokens"], first) > 0)
+        weight = reduce_by(first, everyone["weight"], "amax")  # of the rows that have a token
+        return {"weight": weight * once, "count": once.long()}
 
     def _measure(
-        self, batch: TensorDictBase, weight: Tensor, level_ratio: Tensor, ratio: Ratios
+        self, rows: Mapping[str, Tensor], rollouts: Tensor | None, people: Population
     ) -> dict[str, Tensor | float]:
-        people = population_of(batch, every=True)
-        rows = sums_of_rows(weight, level_ratio, ratio, self.low, self.high)
-        ids = {"rollouts": self.ids(batch, "rollout")} if self.unit == "rollout" else {}
-        everyone = people.take(rows, ids)
-        first = first_row(everyone["rollouts"]) if ids else None
+        everyone = people.take(rows, {} if rollouts is None else {"rollouts": rollouts})
+        first = None if rollouts is None else first_row(everyone["rollouts"])
         bound = {} if self.least_ess is None else {"ess_least": self.least_ess}
         return {**diagnose(everyone, first), **bound}
+
+
+def _weigh(credit: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, credit * weight, 0.0)

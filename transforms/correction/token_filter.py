@@ -100,7 +100,8 @@ class TokenFilter(BatchTransform):
                 batch,
                 self.advantage_key,
                 self.loss_mask_key,
-                lambda credit: torch.where(out, 0.0, credit),
+                lambda credit, out: torch.where(out, 0.0, credit),
+                out,
                 reader=type(self).__name__,
             )
         else:

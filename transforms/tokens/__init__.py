@@ -1,5 +1,6 @@
 """Tokens: their columns, how many of a row's are in a mask and how many in the loss, or none of them."""
 
+from .blocks import in_blocks
 from .columns import check_mask, padded, read_advantage, read_loss_mask, read_tokens, write_tokens
 from .counting import (
     ATTENTION,
@@ -18,6 +19,7 @@ __all__ = [
     "PROMPT",
     "RESPONSE",
     "check_mask",
+    "in_blocks",
     "knows_loss_tokens",
     "knows_response",
     "lengths",
