@@ -1,7 +1,6 @@
 """Tokens: their columns, how many of a row's are in a mask and how many in the loss, or none of them."""
 
 from .blocks import in_blocks
-from .columns import check_mask, padded, read_advantage, read_loss_mask, read_tokens, write_tokens
 from .counting import (
     ATTENTION,
     PROMPT,
@@ -12,6 +11,7 @@ from .counting import (
     loss_tokens,
     masked_tokens,
 )
+from .per_token import check_mask, padded, read_advantage, read_loss_mask, read_tokens, write_tokens
 from .silencing import remember_lengths, silence, silence_gathered, silencing_later
 
 __all__ = [

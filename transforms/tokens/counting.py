@@ -11,7 +11,7 @@ from headrace.transforms.once import once
 from headrace.transforms.rows import flat_rows
 from headrace.transforms.schema import LENGTH, has_key, key_names, require
 
-from .columns import check_mask
+from .per_token import check_mask
 
 PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")  # as TorchRL's wrappers write them
 ATTENTION = ("masks", "all_attention_mask")

@@ -14,8 +14,8 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import silence_rows
 from headrace.transforms.schema import IN_LOSS, LENGTH, has_key, key_names
 
-from .columns import check_mask
 from .counting import masked_tokens
+from .per_token import check_mask
 
 _later: ContextVar[set[NestedKey] | None] = ContextVar("headrace_silencing_later", default=None)
 
