@@ -38,6 +38,7 @@ def batch_of(
     for name in ("teacher_log_probs", "ref_log_probs", "entropy"):  # by token, for the terms of an advantage
         sign = 1 if name == "entropy" else -1
         batch[name, "full"] = sign * torch.rand(rows, tokens, generator=generator)
+    batch["role"] = batch["rollout_id"] % 2
     for name, values in columns.items():
         batch[name] = torch.tensor(values, dtype=torch.int64)
     if device == "cpu":
