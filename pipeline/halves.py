@@ -39,6 +39,7 @@ def _part_of(pipeline: Any, names: list[str], half: Half) -> Any:
     part = type(pipeline)(
         {name: pipeline.stages[name] for name in names},
         loss_mask_key=pipeline.loss_mask_key,
+        log_prob_key=pipeline.log_prob_key,
         group_key=pipeline.group_key,
         rollout_key=pipeline.rollout_key,
         report_keys=pipeline.report_keys,

@@ -9,7 +9,7 @@ from typing import Any
 from tensordict import NestedKey
 from torch import nn
 
-from .row_table import keys_of_stages, log_prob_key_of, weights_of_stages
+from .row_table import keys_of_stages, weights_of_stages
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Keys:
         cls,
         stages: Iterable[Any],
         loss_mask: NestedKey,
+        log_prob: NestedKey | None,
         ids: Mapping[str, NestedKey | None],
         report: Mapping[str, NestedKey],
     ) -> Keys:
@@ -36,6 +37,7 @@ class Keys:
         Args:
             stages: in order.
             loss_mask: where tokens in the loss are.
+            log_prob: where those are of which what is not finite is out of the loss; None: not looked at.
             ids: of ``rollouts`` and ``groups``; None where they are not counted.
             report: where a report finds what goes by other names than the stages'.
         """
@@ -43,8 +45,7 @@ class Keys:
         reported = keys_of_stages(stages)
         units = {unit: key for unit, key in ids.items() if key is not None}
         weight = reported.get("loss_weight", "loss_weight")
-        log_prob, rewards = log_prob_key_of(stages), weights_of_stages(stages)
-        return cls(loss_mask, log_prob, weight, units, reported | dict(report), rewards)
+        return cls(loss_mask, log_prob, weight, units, reported | dict(report), weights_of_stages(stages))
 
     def weight_is_written(self, stages: Mapping[str, nn.Module]) -> bool:
         """Whether a stage declares that it writes the loss weights."""

@@ -38,7 +38,10 @@ def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str,
     if twice := sorted({name for name in named if named.count(name) > 1}):
         raise ValueError(f"order must name each stage once; it names {', '.join(twice)} more than once")
     if lacking := [name for name in present if name not in named]:
-        raise ValueError(f"order must name each stage once; it lacks {', '.join(map(repr, lacking))}")
+        raise ValueError(
+            f"order must name each stage once; it lacks {', '.join(map(repr, lacking))}. Give all of them: "
+            f"pipeline.order=[{','.join(map(str, named))}] with {', '.join(map(repr, lacking))} in place"
+        )
     return {name: present[name] for name in named}
 
 
@@ -89,8 +92,8 @@ def _check_weights(name: str, stage: Callable, later: str, behind: Callable) -> 
     if unweighed and MINIBATCH not in reads:
         columns = ", ".join(repr(key) for key in sorted(unweighed, key=str))
         raise ValueError(
-            f"stage {name!r} multiplies {columns} by weights, and {later!r} writes it after that: what it "
-            f"adds would not be weighed. Put {later!r} before {name!r}"
+            f"stage {name!r} multiplies {columns} by weights, and {later!r} writes it after that: weights "
+            f"come last, since what is added behind them would not be weighed. Put {later!r} before {name!r}"
         )
     if getattr(stage, "compares", False) and getattr(behind, "before_baseline", False):
         raise ValueError(

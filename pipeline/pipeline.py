@@ -47,6 +47,8 @@ class Pipeline(LastRun, BatchTransform):
         stages: transforms or callables from batch to batch, by name. One that is None is left out.
         order: names of all stages, where the mapping's order is not the order of execution.
         loss_mask_key: (N, T) bool; a row without a True in it has nothing to train, and is recorded so.
+        log_prob_key: (N, T) float, which the loss reads; a token of which it is not finite is out of it.
+            None: not looked at.
         group_key: (N,) or (N, 1) int, for counting groups.
         rollout_key: (N,) or (N, 1) int, for counting rollouts; None: they are not counted.
         report_keys: where the report finds ``reward``, ``status``, ``policy_version``, ``expected_rollouts``,
@@ -84,6 +86,7 @@ class Pipeline(LastRun, BatchTransform):
         *,
         order: Sequence[str] | None = None,
         loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        log_prob_key: NestedKey | None = ("log_probs", "full"),
         group_key: NestedKey = "group_id",
         rollout_key: NestedKey | None = "rollout_id",
         report_keys: Mapping[str, NestedKey] | None = None,
@@ -104,13 +107,13 @@ class Pipeline(LastRun, BatchTransform):
         self.validate = check_validate(validate, self.rank_options.process_group)
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
         self.order = list(arranged)
-        self.loss_mask_key = nested_key(loss_mask_key)
+        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
         self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
         self.report_keys = dict(report_keys or {})
         if unknown := sorted(set(self.report_keys) - set(KEYS)):
             raise ValueError(f"report_keys must be among {', '.join(KEYS)}; got {', '.join(unknown)}")
         ids = {"rollouts": self.rollout_key, "groups": self.group_key}
-        self._keys = Keys.of(arranged.values(), self.loss_mask_key, ids, self.report_keys)
+        self._keys = Keys.of(arranged.values(), self.loss_mask_key, self.log_prob_key, ids, self.report_keys)
         self._half: Half | None = None  # the whole
         self._unread = Deferred()
         LastRun.__init__(self)
@@ -158,11 +161,6 @@ class Pipeline(LastRun, BatchTransform):
             BatchError: one did not; as :meth:`run`, but late: its rows are handed out.
         """
         self._unread.read(self._id_keys())
-
-    @property
-    def log_prob_key(self) -> NestedKey | None:
-        """Where stages find log-probabilities, of which those that are not finite are out of the loss."""
-        return self._keys.log_prob
 
     @property
     def weighs(self) -> bool:

@@ -36,7 +36,6 @@ OPTIONS = {
     "advantage": "advantage_key",
     "loss_weight": "weight_key",
 }
-LOG_PROB: NestedKey = ("log_probs", "full")
 FLOATS = ("collected_reward", "reward", "advantage", "loss_weight")
 AT_THE_DOOR = ("status", "policy_version", "expected_rollouts")
 TEXTS = ("prompt", "response")
@@ -257,12 +256,6 @@ def weights_of_stages(stages: Iterable[Any]) -> Sequence[float] | None:
     """The weights by which several rewards become one, of the stage that writes the rollout's reward."""
     writing = (stage for stage in stages if REWARD in getattr(stage, "out_keys", ()))
     return next((stage.weights for stage in writing if getattr(stage, "weights", None) is not None), None)
-
-
-def log_prob_key_of(stages: Iterable[Any]) -> NestedKey | None:
-    """Where the log-probabilities are that decide, with the mask, which tokens are in the loss."""
-    keys = [stage.log_prob_key for stage in stages if hasattr(stage, "log_prob_key")]
-    return keys[-1] if keys else LOG_PROB  # the last is that of LossWeight, where there is one
 
 
 def _mean(values: Tensor, mask: Tensor | None) -> Tensor:

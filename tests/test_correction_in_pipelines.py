@@ -368,7 +368,7 @@ def test_a_report_warns_of_an_effective_sample_size_below_its_bound(least, warns
     Console(file=text, width=100).print(show_report(report))
     share = run.metrics["correction/ess_token"]
     line = (
-        f"warning: correction: ess_token is {share:.3g}, below {least:g} (ess_least)" if warns else "warning"
+        f"warning: correction: ess_token is {share:.3g}, below {least:g} (least_ess)" if warns else "warning"
     )
     assert (line in text.getvalue()) == warns
     shown = page_data([report], title="")["steps"][0]["warnings"]

@@ -131,6 +131,15 @@ def test_a_per_token_advantage_is_packed_per_token():
     assert pack(batch)["advantage"].flatten().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+def test_what_a_corrected_loss_reads_is_packed():
+    """Such a loss measures its ratio from the trainer's policy at the start of the step."""
+    batch = batch_of([2, 3])
+    batch["old_log_probs", "full"], batch["importance_weight"] = torch.rand(2, 3), torch.rand(2, 3)
+    packed = pack(batch)
+    for key in (("old_log_probs", "full"), "importance_weight"):
+        assert torch.equal(packed[key], batch[key][batch[ATTENTION]].unsqueeze(0))
+
+
 def test_gradients_flow_back_through_unpacking():
     packed = pack(batch_of([2, 3]))
     values = torch.ones(1, 5, requires_grad=True)

@@ -214,7 +214,7 @@ def test_rows_of_a_language_model_go_with_every_recipe_or_say_which_stage_has_no
             load_pipeline(*words)
         own = own[: own.index("split")]
         keys = [getattr(pipeline.stages[stage], "in_keys", ()) for stage in own]
-        reading = [at for at, reads in enumerate(keys) if ("log_probs", "full") in reads]
+        reading = [at for at, reads in enumerate(keys) if pipeline.log_prob_key in reads]
         own.insert(reading[0] if reading else len(own), "score")
         words += (f"pipeline.order=[dense,{','.join(own)},split,weight]",)
     else:

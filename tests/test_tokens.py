@@ -17,7 +17,7 @@ from headrace.transforms.tokens.counting import FEW, count_true, loss_tokens
 
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(0, 9), st.booleans(), st.sampled_from([0, FEW]))
 def test_tokens_are_counted_whatever_the_width(width, rows, seed, odd, few):
-    with patch("headrace.transforms.tokens.FEW", few):
+    with patch("headrace.transforms.tokens.counting.FEW", few):
         count_of_any_width(width, rows, seed, odd)
 
 
@@ -38,7 +38,11 @@ def test_the_next_batch_may_lie_in_the_memory_of_the_last_whoever_wrote_it():
     """Another process, or NumPy, changes no version of a tensor."""
     memory = torch.ones(4, 6, dtype=torch.bool)
     batch = TensorDict({"mask": memory}, batch_size=[4])
-    pipeline = Pipeline({"weight": LossWeight(loss_mask_key="mask", log_prob_key=None)}, loss_mask_key="mask")
+    pipeline = Pipeline(
+        {"weight": LossWeight(loss_mask_key="mask", log_prob_key=None)},
+        loss_mask_key="mask",
+        log_prob_key=None,
+    )
     assert pipeline(batch)["num_tokens"].tolist() == [24] * 4
     memory.numpy()[:, 2:] = False
     assert pipeline(batch)["num_tokens"].tolist() == [8] * 4

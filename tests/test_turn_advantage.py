@@ -343,7 +343,7 @@ def test_what_is_wrong_is_refused_with_the_ids(columns, options, message):
     [
         ({"outcome": "none"}, "without turn_rewards and outcome there is no reward"),
         ({"turn_key": "turn"}, "turn_key is for rows that are turns"),
-        ({"turn_index_key": None, "turn_rewards": "turn"}, "are for turns inside rows"),
+        ({"turn_index_key": None, "turn_rewards": "turn"}, "each brings its own reward"),
         ({"baseline": "median"}, "baseline must be one of 'leave_one_out', 'mean'"),
         ({"alone": "keep"}, "alone must be one of"),
         ({"discount": 2.0}, "discount must be in"),

@@ -63,7 +63,8 @@ TERMS = {
     "top_share": transforms.TopShare,
 }
 # Options that the pipeline has too: one word there renames a column for all stages.
-SHARED = ("loss_mask_key", "group_key", "rollout_key")
+SHARED = ("loss_mask_key", "log_prob_key", "group_key", "rollout_key")
+OWN = {(transforms.DenseRows, "log_prob_key")}  # of the policy that sampled, whatever the loss reads
 WIDTH = 110
 
 
@@ -82,7 +83,8 @@ def node(cls: type, levels: int) -> str:
         f"_target_: headrace.transforms.{cls.__name__}",
     ]
     for option, parameter in list(inspect.signature(cls).parameters.items()):
-        value = f"${{{'.' * levels}{option}}}" if option in SHARED else in_yaml(parameter.default)
+        shared = option in SHARED and (cls, option) not in OWN
+        value = f"${{{'.' * levels}{option}}}" if shared else in_yaml(parameter.default)
         comment = ", ".join(literals(hints[option])) or first_sentence(described[option])
         line = f"{option}: {value}"
         lines.append(f"{line} # {textwrap.shorten(comment, WIDTH - len(line) - 3, placeholder=' …')}")

@@ -25,11 +25,13 @@ NUMBER_WORKERS = "Workers number their own by StampIds(worker=…) or RepeatSamp
 
 
 def who_stamps(name: str) -> str:
-    """What to do where ids are missing, by what the column or its option is called; nothing for others.
+    """What to do where a column is missing, by what it or its option is called; nothing for others.
 
     >>> who_stamps("rollout_id")[2:17], who_stamps("reward_key")
     ('Ids are stamped', '')
     """
+    if name == "old_log_prob_key":
+        return '. ScoreRows(log_prob_key=("old_log_probs", "full")) in front of it computes the column'
     if name not in ("group_id", "rollout_id", "unit_id", "group_key", "rollout_key"):
         return ""
     return (

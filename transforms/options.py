@@ -39,8 +39,21 @@ def within(option: str, value: float, low: float, high: float) -> float:
     Raises:
         ValueError: it is not.
     """
-    if not (low <= value <= high and abs(value) != float("inf")):
-        range_ = f"in [{low:g}, {high:g}]" if high < float("inf") else f"finite and ≥ {low:g}"
+    if not isinstance(value, int | float) or not (low <= value <= high and abs(value) != float("inf")):
+        range_ = f"finite and ≥ {low:g}" if low > -float("inf") else "a finite number"
+        range_ = f"in [{low:g}, {high:g}]" if high < float("inf") else range_
+        raise ValueError(f"{option} must be {range_}; got {value!r}")
+    return value
+
+
+def above_zero(option: str, value: float, high: float = float("inf")) -> float:
+    """Check that a number is in (0, high], and finite.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, int | float) or not (0 < value <= high and value < float("inf")):
+        range_ = f"in (0, {high:g}]" if high < float("inf") else "finite and > 0"
         raise ValueError(f"{option} must be {range_}; got {value!r}")
     return value
 

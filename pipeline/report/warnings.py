@@ -6,25 +6,23 @@ from collections.abc import Mapping
 
 
 def warnings_of(numbers: Mapping[str, float]) -> list[str]:
-    """A line for each number of a stage that is below its least: ``ess_token`` below ``ess_least``.
+    """A line for each number of a stage that is below its least: ``ess_token`` below ``least_ess``.
 
-    A stage that measures ``<name>_least`` beside ``<name>_…`` asks for it.
+    A stage that measures its option ``least_<name>`` beside ``<name>_…`` asks for it.
 
     Args:
         numbers: by ``<stage>/<name>``.
 
     Example:
-        >>> warnings_of({"correction/ess_token": 0.12, "correction/ess_least": 0.5})
-        ['correction: ess_token is 0.12, below 0.5 (ess_least)']
+        >>> warnings_of({"correction/ess_token": 0.12, "correction/least_ess": 0.5})
+        ['correction: ess_token is 0.12, below 0.5 (least_ess)']
     """
     lines = []
     for bound, least in numbers.items():
-        if "/" not in bound or not bound.endswith("_least"):
-            continue
-        stage, name = bound.removesuffix("least").split("/", 1)
+        stage, _, option = bound.partition("/least_")
         lines += [
-            f"{stage}: {key.removeprefix(f'{stage}/')} is {value:.3g}, below {least:g} ({name}least)"
+            f"{stage}: {key.removeprefix(f'{stage}/')} is {value:.3g}, below {least:g} (least_{option})"
             for key, value in numbers.items()
-            if key.startswith(f"{stage}/{name}") and key != bound and value < least
+            if option and key.startswith(f"{stage}/{option}_") and value < least
         ]
     return lines

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.transforms.checks import Rule, set_rule
 from headrace.transforms.distributed import Population, present_ranks
 from headrace.transforms.ids import as_ids, first_row, first_row_of_pairs, sum_by
-from headrace.transforms.options import nested_key
+from headrace.transforms.options import above_zero, nested_key
 from headrace.transforms.schema import read_column
 from headrace.transforms.sums import sum_by_in_any_order
 
@@ -104,9 +104,7 @@ class TopShare(TokenTerm):
     """
 
     def __init__(self, *, share: float = 0.2, value_key: NestedKey = ("entropy", "full")):
-        if not 0 < share <= 1:
-            raise ValueError(f"share must be in (0, 1]; got {share!r}")
-        self.share, self.value_key = share, nested_key(value_key)
+        self.share, self.value_key = above_zero("share", share, 1), nested_key(value_key)
         self.in_keys = (self.value_key,)
 
     def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
@@ -135,9 +133,7 @@ class EntropyShare(TokenTerm):
         advantage_key: NestedKey = "advantage",
         group_key: NestedKey = "group_id",
     ):
-        if not 0 < floor < float("inf"):
-            raise ValueError(f"floor must be finite and > 0; got {floor!r}")
-        self.floor, self.value_key = floor, nested_key(value_key)
+        self.floor, self.value_key = above_zero("floor", floor), nested_key(value_key)
         self.advantage_key, self.group_key = nested_key(advantage_key), nested_key(group_key)
         self.in_keys = (self.value_key, self.advantage_key, self.group_key)
 

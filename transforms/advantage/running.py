@@ -22,7 +22,7 @@ from headrace.transforms.checks import (
 )
 from headrace.transforms.distributed import population_of
 from headrace.transforms.ids import as_ids, first_row, is_first
-from headrace.transforms.options import nested_key, within
+from headrace.transforms.options import above_zero, nested_key, within
 from headrace.transforms.schema import COUNTED, REWARD, read_written
 from headrace.transforms.sums import sum_in_any_order
 
@@ -174,11 +174,9 @@ class RunningBaseline(BatchTransform):
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
         self.final_keys = tuple(built_on)
         self.decay, self.start = within("decay", decay, 0, 1), within("start", start, -1e300, 1e300)
-        self.start_weight = start_weight
         if start_weight is None and decay == 1:
             raise ValueError("decay=1 forgets nothing, and a start is never outweighed: give start_weight")
-        if start_weight is not None and not 0 < start_weight < float("inf"):
-            raise ValueError(f"start_weight must be finite and > 0; got {start_weight!r}")
+        self.start_weight = None if start_weight is None else above_zero("start_weight", start_weight)
         self.memory = Memory(Tracked.nothing(), Tracked.nothing(), torch.zeros(3, 0, dtype=torch.int64))
 
     def _id_keys(self) -> list[NestedKey]:

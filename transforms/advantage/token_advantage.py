@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule
 from headrace.transforms.errors import BatchError
-from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.options import nested_key, one_of, within
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import REWARD, has_key
 from headrace.transforms.tokens import in_blocks, padded, read_advantage, read_loss_mask, write_tokens
@@ -111,7 +112,8 @@ class TokenAdvantage(BatchTransform):
         reads = [self.advantage_key, self.loss_mask_key, REWARD, *self._term_keys]
         super().__init__(reads, [self.advantage_key])
         self.final_keys = tuple(key for key in self._term_keys if key != self.advantage_key)
-        self.term, self.factor, self.how = term, factor, one_of("how", how, get_args(How))
+        self.term, self.how = term, one_of("how", how, get_args(How))
+        self.factor = factor if callable(factor) else within("factor", factor, -math.inf, math.inf)
 
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Rewrite the advantage."""

@@ -1,4 +1,4 @@
-"""Columns with a number per token, of dense rows or of ragged ones, as one table and back; whose they are."""
+"""Columns with a number per token: checks of them, one width on all ranks, and whose rows count."""
 
 from __future__ import annotations
 

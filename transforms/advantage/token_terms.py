@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.transforms.checks import Rule, at_least_float32
 from headrace.transforms.distributed import Population, present_ranks
 from headrace.transforms.errors import BatchError
-from headrace.transforms.options import at_least, describe_options, nested_key, one_of, within
+from headrace.transforms.options import above_zero, at_least, describe_options, nested_key, one_of, within
 from headrace.transforms.schema import require
 from headrace.transforms.sums import sum_in_any_order
 
@@ -210,9 +210,10 @@ class StalenessWeight(TokenTerm):
         version_key: NestedKey = ("next", "policy_version"),
     ):
         self.current = current if callable(current) else at_least("current", current, 0, required=True)
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay must be in (0, 1]; got {decay!r}")
-        self.decay, self.max_staleness = decay, at_least("max_staleness", max_staleness, 0)
+        self.decay, self.max_staleness = (
+            above_zero("decay", decay, 1),
+            at_least("max_staleness", max_staleness, 0),
+        )
         self.version_key = nested_key(version_key)
         self.in_keys = (self.version_key,)
 

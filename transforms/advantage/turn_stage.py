@@ -100,7 +100,10 @@ class TurnAdvantage(BatchTransform):
         self.missing = one_of("missing", missing, get_args(Missing))
         rows_are_turns = turn_index_key is None
         if rows_are_turns and (turn_rewards, outcome, missing) != ("none", "last", "raise"):
-            raise ValueError("turn_rewards, outcome, missing are for turns inside rows: set turn_index_key")
+            raise ValueError(
+                "where rows are turns (turn_index_key=None) each brings its own reward: leave turn_rewards="
+                f"'none', outcome='last', missing='raise'; got {turn_rewards!r}, {outcome!r}, {missing!r}"
+            )
         if not rows_are_turns and turn_key is not None:
             raise ValueError("turn_key is for rows that are turns: set turn_index_key=None")
         if (turn_rewards, outcome) == ("none", "none"):

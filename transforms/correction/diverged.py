@@ -16,7 +16,7 @@ from headrace.transforms.options import describe_options, nested_key, one_of
 from headrace.transforms.schema import read_column
 from headrace.transforms.tokens import read_advantage
 
-from .divergence import Estimator, Over, check_divergence, of_tokens, over_rollout, over_row, row_part
+from .divergence import Estimator, Over, check_divergence, of_tokens, over_rows, row_part
 from .importance import check_bounds, outside
 from .policies import Policies, read_policies
 from .ratios import Ratios, Span, over_units
@@ -145,17 +145,19 @@ class Diverged:
         """(N,) bool, whether the row, or its rollout on all ranks, has tokens; (N,) float64, over them."""
 
         def of_some(ratio: Ratios) -> dict[str, Tensor]:
-            over = over_row if self.unit == "sample" else row_part
-            return {"part": over(of_tokens(ratio, self.estimator), ratio, self.level), "tokens": ratio.tokens}
+            return {
+                "part": row_part(of_tokens(ratio, self.estimator), ratio, self.level),
+                "tokens": ratio.tokens,
+            }
 
         rows = policies.each_row(of_some)
         if self.unit == "sample":
-            return rows["tokens"] > 0, rows["part"]
+            return rows["tokens"] > 0, over_rows(rows["part"], rows["tokens"], None, self.level)
         people = population_of(batch, every=True)
         everyone = people.take(rows, {"rollouts": self._rollouts(batch)})
         first = first_row(everyone["rollouts"])
         tokens = over_units(everyone["tokens"], first)
-        found = over_rollout(everyone["part"], tokens, first, self.level)
+        found = over_rows(everyone["part"], tokens, first, self.level)
         return people.put_back(tokens > 0), people.put_back(found)
 
     def _rollouts(self, batch: TensorDictBase) -> Tensor:

@@ -64,8 +64,9 @@ def divergence(
     policies = Policies(log_prob, sampler_log_prob, mask)
 
     def of_some(ratio: Ratios) -> dict[str, Tensor]:
-        values = of_tokens(ratio, estimator)
-        found = values if level == "token" else over_row(values, ratio, level)
+        found = of_tokens(ratio, estimator)
+        if level != "token":
+            found = over_rows(row_part(found, ratio, level), ratio.tokens, None, level)
         return {"found": found.to(ratio.dtype), "wrong": ratio.wrong.any(-1)}
 
     made = policies.each_row(of_some)
@@ -90,37 +91,25 @@ def of_tokens(ratio: Ratios, estimator: str) -> Tensor:
     return ratio.clamped.square() / 2 if estimator == "k2" else ratio.excess - ratio.clamped
 
 
-def over_row(values: Tensor, ratio: Ratios, level: str) -> Tensor:
-    """(N,) float64: the sum, mean or largest over the tokens of each row; 0 of none."""
-    if level == "max":
-        return largest_of(_peaks(values, ratio.mask))
-    total = sum_of_rows(values)
-    return total if level == "sum" else total / ratio.tokens.clamp_min(1)
-
-
-def over_rollout(values: Tensor, tokens: Tensor, first: Tensor, level: str) -> Tensor:
-    """(N,) float64: the same over the tokens of each row's rollout.
-
-    Args:
-        values: (N,) float64, of rows: sums, or for ``max`` the largest (:func:`row_part`).
-        tokens: (N,) int64, of the rollout.
-        first: (N,) int64, the first row of each row's rollout.
-        level: sum, mean, max.
-    """
-    if level == "max":
-        return largest_of(reduce_by(first, values, "amax"))
-    total = over_units(values, first)
-    return total if level == "sum" else total / tokens.clamp_min(1)
-
-
 def row_part(values: Tensor, ratio: Ratios, level: str) -> Tensor:
-    """(N,) float64: what a row brings into its rollout."""
+    """(N,) float64: what a row brings into its rollout, its sum or the largest."""
     return _peaks(values, ratio.mask) if level == "max" else sum_of_rows(values)
 
 
-def largest_of(peaks: Tensor) -> Tensor:
-    """0 where there is no token."""
-    return torch.where(peaks == float("-inf"), 0.0, peaks)
+def over_rows(part: Tensor, tokens: Tensor, first: Tensor | None, level: str) -> Tensor:
+    """(N,) float64: the sum, mean or largest over the tokens of each row's rollout; 0 of none.
+
+    Args:
+        part: (N,) float64, of rows (:func:`row_part`).
+        tokens: (N,) int64, of the rollout.
+        first: (N,) int64, the first row of each row's rollout; None: each row is one.
+        level: sum, mean, max.
+    """
+    if level == "max":
+        peaks = part if first is None else reduce_by(first, part, "amax")
+        return torch.where(peaks == float("-inf"), 0.0, peaks)
+    total = over_units(part, first)
+    return total if level == "sum" else total / tokens.clamp_min(1)
 
 
 def _peaks(values: Tensor, mask: Tensor) -> Tensor:

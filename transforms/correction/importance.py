@@ -104,9 +104,10 @@ def check_bounds(low: float | None, high: float | None) -> None:
     """Check bounds of a ratio.
 
     Raises:
-        ValueError: `low` is below 0 or above `high`, `high` is not above 0, or one of them is NaN.
+        ValueError: `low` is below 0 or above `high`, `high` is not above 0, or one of them is no number.
     """
-    if not (low is None or low >= 0) or not (high is None or high > 0):
+    numbers = all(bound is None or isinstance(bound, int | float) for bound in (low, high))
+    if not numbers or not (low is None or low >= 0) or not (high is None or high > 0):
         raise ValueError(f"bounds of a ratio: low ≥ 0 and high > 0, or None; got {low!r} and {high!r}")
     if low is not None and high is not None and not low <= high:
         raise ValueError(f"low must be ≤ high; got {low!r} and {high!r}")

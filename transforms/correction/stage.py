@@ -46,7 +46,7 @@ class RolloutCorrection(BatchTransform):
     The loss must measure its ratio from π_old, or the correction counts twice:
     ``loss.set_keys(sample_log_prob=("old_log_probs", "full"))`` on TorchRL's GRPOLoss, whose default is μ;
     :func:`headrace.pipeline.optimise` refuses that. ``ScoreRows(log_prob_key=("old_log_probs", "full"))``
-    writes π_old. `log_prob_key` of the filter, the split and LossWeight is the one that the loss reads.
+    writes π_old. `log_prob_key` of the pipeline is the one that the loss reads.
 
     Zeroed tokens stay in the loss mask, and so in the denominator of the loss; TokenFilter takes them out.
 
@@ -174,7 +174,7 @@ class RolloutCorrection(BatchTransform):
     ) -> dict[str, Tensor | float]:
         everyone = people.take(rows, {} if rollouts is None else {"rollouts": rollouts})
         first = None if rollouts is None else first_row(everyone["rollouts"])
-        bound = {} if self.least_ess is None else {"ess_least": self.least_ess}
+        bound = {} if self.least_ess is None else {"least_ess": self.least_ess}
         return {**diagnose(everyone, first), **bound}
 
 

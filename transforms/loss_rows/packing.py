@@ -20,6 +20,8 @@ TOKEN_KEYS: tuple[NestedKey, ...] = (
     ("masks", "all_attention_mask"),
     ("masks", "all_assistant_mask"),
     ("log_probs", "full"),
+    ("old_log_probs", "full"),
+    "importance_weight",
     ("next", "ref_log_probs", "full"),
 )
 ROW_KEYS: tuple[NestedKey, ...] = ("advantage", "loss_weight")

@@ -134,8 +134,10 @@ def _count(part: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: NestedK
     if log_prob_key is not None:
         log_prob = part.get(log_prob_key)
         if mask.numel() != log_prob.numel():
-            shapes = [tuple(mask.shape), tuple(log_prob.shape)]
-            raise BatchError(f"a token has one mask and one log-probability; found {shapes}")
+            raise BatchError(
+                f"a token has one mask and one log-probability; found {loss_mask_key!r} (loss_mask_key) "
+                f"{tuple(mask.shape)} and {log_prob_key!r} (log_prob_key) {tuple(log_prob.shape)}"
+            )
         return once(_count_finite, mask, log_prob)
     return once(count_true, mask)
 
