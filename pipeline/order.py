@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from headrace.transforms.schema import MINIBATCH
+from headrace.transforms.schema import MINIBATCH, REWARD
 
 from .composing import suggest
+from .pairs import among_others, wrong_pair
 
 
 def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str, Any]:
@@ -50,8 +51,8 @@ def check_order(stages: Mapping[str, Callable]) -> None:
 
     Too late is a column that a stage reads and only a later one makes, one that a stage has built on
     (`final_keys`: the rewards and groups behind an advantage) and a later one changes, and a loss mask that
-    is made after rows were silenced in it. So are additions to a column that was weighed, and who rejects
-    rows whose rewards were compared. Stages that each change a column in turn are in order.
+    is made after rows were silenced in it. So are pairs that would be silently wrong (:mod:`.pairs`), and
+    stages whose work nobody reads. Stages that each change a column in turn are in order.
 
     Raises:
         ValueError: naming the two stages and the column.
@@ -77,29 +78,40 @@ def check_order(stages: Mapping[str, Callable]) -> None:
                     f"stage {name!r} reads {columns}, which {later!r} writes after it: {later!r} would have "
                     f"no effect on it. Put {later!r} before {name!r}, or take it out"
                 )
-            _check_weights(name, stages[name], later, stages[later])
+            if wrong := wrong_pair(name, stages[name], later, stages[later]):
+                raise ValueError(wrong)
+        _check_effect(name, stages[name], {each: stages[each] for each in names[i + 1 :]})
         made |= writes
 
 
-def _check_weights(name: str, stage: Callable, later: str, behind: Callable) -> None:
-    """Refuse what would run and be silently wrong: it adds to what was weighed, or rejects what was compared.
+def _check_effect(name: str, stage: Callable, behind: Mapping[str, Callable]) -> None:
+    """Refuse what computes for nobody: a credit that is written anew, or a reward that no advantage reads.
 
     Raises:
-        ValueError: naming the two stages, and what would come of it.
+        ValueError: naming the stages.
     """
-    reads, writes, _ = _keys(behind)
-    unweighed = set(getattr(stage, "weighed_keys", ())) & writes - set(getattr(behind, "weighed_keys", ()))
-    if unweighed and MINIBATCH not in reads:
-        columns = ", ".join(repr(key) for key in sorted(unweighed, key=str))
+    _, writes, _ = _keys(stage)
+    known, takes_out = (
+        all(hasattr(each, "in_keys") for each in behind.values()),
+        getattr(stage, "reasons", ()),
+    )
+    if not known or not writes or len(takes_out):
+        return
+    left = set(writes)
+    for later, each in behind.items():
+        later_reads, later_writes, _ = _keys(each)
+        if left & later_reads:
+            return
+        left -= later_writes
+        if not left:
+            raise ValueError(
+                f"stage {later!r} writes anew what {name!r} has written, and nobody reads it in between: "
+                f"{name!r} would have no effect. Take one of them out (set it to null)"
+            )
+    if writes == {REWARD} and any(among_others(each) for each in behind.values()):
         raise ValueError(
-            f"stage {name!r} multiplies {columns} by weights, and {later!r} writes it after that: weights "
-            f"come last, since what is added behind them would not be weighed. Put {later!r} before {name!r}"
-        )
-    if getattr(stage, "compares", False) and getattr(behind, "before_baseline", False):
-        raise ValueError(
-            f"stage {later!r} rejects rows after {name!r} has compared their rewards: a rejected reward "
-            f"would stay in the baseline of the others. Put {later!r} before {name!r}, with action='exclude' "
-            "or 'drop'; action='mask' there leaves the reward in the baseline on purpose"
+            f"stage {name!r} shapes the rollout's reward, and no stage behind it reads that: it would have "
+            "no effect on any advantage. Take it out, or compare rollouts"
         )
 
 

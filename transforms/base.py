@@ -75,6 +75,10 @@ class BatchTransform(Transform):
         keeps_rows: the rows that come out are those that came in, in their order.
         cuts: it cuts the batch into optimiser steps (``draw``), and what comes after it reads the cut.
         compares: it measures rewards against those of their group (``advantage_by_row``).
+        among_others: what it makes of a reward follows from those of others, as a baseline does.
+        of_whole_rollouts: what it makes of all rows of a rollout: one of their ``rewards``, or their
+            ``places`` among them; empty: nothing.
+        takes_rows: how it takes single rows out of rollouts, ``drop`` or ``exclude``; empty: it does not.
         gates: its `group_size` is the number of rollouts that each group was dispatched with.
         stateful: it remembers something from one batch to the next, which ``state_dict`` saves. TorchRL then
             refuses it in a replay buffer that several processes write, each with a copy of its own.
@@ -94,6 +98,9 @@ class BatchTransform(Transform):
     keeps_rows: ClassVar[bool] = False
     cuts: ClassVar[bool] = False
     compares: ClassVar[bool] = False
+    among_others: ClassVar[bool] = False
+    of_whole_rollouts: Literal["", "rewards", "places"] = ""
+    takes_rows: Literal["", "drop", "exclude"] = ""
     gates: ClassVar[bool] = False
     stateful: ClassVar[bool] = False
     spans_ranks: ClassVar[bool] = False

@@ -177,6 +177,11 @@ class FanOutCollapse(BatchTransform):
         self.columns, self.weights = at_least("columns", columns, 1), weights
         factors_of(weights, columns)  # as many as there are columns
 
+    @property
+    def of_whole_rollouts(self) -> Literal["", "rewards", "places"]:  # type: ignore[override]
+        """Where rows have rewards of their own."""
+        return "" if self.reward == "shared" else "rewards"
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add the columns."""
         people, ends = population_of(batch), self.unseen_ends(batch)

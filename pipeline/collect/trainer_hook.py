@@ -12,6 +12,7 @@ from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import OptimizationStepper, TrainerHookBase
 
 from headrace.pipeline.pipeline import Pipeline
+from headrace.pipeline.train.behaviour import check_loss
 from headrace.pipeline.train.optimise import optimise, total_loss
 from headrace.transforms import GroupAssembler, split_minibatches, weighted_loss
 from headrace.transforms.options import one_of
@@ -71,7 +72,7 @@ class PipelineHook(TrainerHookBase):
             ValueError: it does not fit there; the message says what to do.
         """
         self._check(trainer)
-        self._epochs = trainer.num_epochs
+        self._epochs, self._loss = trainer.num_epochs, trainer.loss_module
         if self.stepper == "weighted":
             trainer.optimization_stepper = WeightedStepper(self.pipeline, trainer)
         if trainer.replay_buffer is None:
@@ -137,10 +138,13 @@ class PipelineHook(TrainerHookBase):
             self._measure(run.metrics)
 
     def _next(self, batch: TensorDictBase | None) -> TensorDictBase:
-        return next(self._minibatches)  # StopIteration ends the trainer's epoch
+        minibatch = next(self._minibatches)  # StopIteration ends the trainer's epoch
+        check_loss(self._loss, minibatch)
+        return minibatch
 
     def _sampled(self, batch: TensorDictBase) -> TensorDictBase:
         out = self.pipeline(batch)
+        check_loss(self._loss, out)
         self._measured = {}
         self._measure(self.pipeline.metrics)
         return out

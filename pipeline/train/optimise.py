@@ -14,7 +14,7 @@ from headrace.transforms import BatchError, split_microbatches, weighted_loss
 from headrace.transforms.distributed import resolve_group
 from headrace.transforms.schema import MICROBATCH, has_key
 
-from .behaviour import check_behaviour
+from .behaviour import check_loss
 from .whole_step import count_step
 
 
@@ -63,7 +63,7 @@ def optimise(
         ValueError: `max_grad_norm` is not above 0.
         BatchError: a gradient that is not finite, before the step is taken; a batch of several minibatches
             in place of a minibatch; rows that were not weighed together, such as a sample of a replay buffer;
-            importance weights, and a loss whose ratio has them too (:func:`check_behaviour`).
+            rows that the loss would read wrongly (:func:`check_loss`).
         MissingKeyError: there are no weights (see `reduce`), or nothing says which tokens train.
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -83,7 +83,6 @@ def optimise(
         # A rank without rows takes part in the step with no forward pass.
         microbatches = list(split_microbatches(minibatch)) if cut else [minibatch][: len(minibatch)]
         tokens = count_step(minibatch, group=group, **keys)
-        check_behaviour(loss, minibatch)
         del minibatch  # else two of them would be in memory when the next one is gathered
         if not tokens:
             continue
@@ -92,6 +91,7 @@ def optimise(
             microbatch = microbatches.pop(0)
             if transform is not None:
                 microbatch = transform(microbatch)
+            check_loss(loss, microbatch)
             reduce(loss(microbatch), microbatch).backward()
             del microbatch
         if group is not None:

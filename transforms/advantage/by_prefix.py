@@ -124,6 +124,9 @@ class TreeFormula:
         lone = grouping.spread(lone) if self.alone == "return" else torch.zeros_like(reward)
         worth = [self._worth(deviation, tree, tree.fork[:, place, None]) for place in range(tree.size)]
         last = tree.fork.masked_fill(~tree.other, -1).amax(1, keepdim=True)
+        last = torch.minimum(
+            last, (labels != END).sum(1, keepdim=True)
+        )  # who ends alike parts from all there
         behind = torch.where(last[:, 0] < 0, lone, self._worth(deviation, tree, last, alone=True))
         fork, order = tree.fork.masked_fill(~tree.other, labels.shape[1] + 1).sort(1)
         steps = torch.cat([lone[:, None], torch.stack(worth, 1).gather(1, order)], 1)

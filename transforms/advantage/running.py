@@ -136,7 +136,8 @@ class RunningBaseline(BatchTransform):
         start_weight: how many rollouts `start` is worth, > 0; None: 1/(1 − ρ).
         baseline_key: (N,) or (N, 1) int ≥ 0, or N strings, whose rewards have one baseline; None: all have.
         advantage_key: (N,) with any trailing ones, float.
-        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
+        rollout_key: (N,) or (N, 1) int ≥ 0, by which a batch that is given again is known: no two batches
+            share a rollout.
 
     Raises:
         MissingKeyError: a column is not there.
@@ -166,7 +167,7 @@ class RunningBaseline(BatchTransform):
         start_weight: float | None = None,
         baseline_key: NestedKey | None = None,
         advantage_key: NestedKey = "advantage",
-        rollout_key: NestedKey | None = "rollout_id",
+        rollout_key: NestedKey = "rollout_id",
     ):
         self.baseline_key, self.rollout_key = nested_key(baseline_key), nested_key(rollout_key)
         self.advantage_key = nested_key(advantage_key)
@@ -174,6 +175,11 @@ class RunningBaseline(BatchTransform):
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
         self.final_keys = tuple(built_on)
         self.decay, self.start = within("decay", decay, 0, 1), within("start", start, -1e300, 1e300)
+        if rollout_key is None:
+            raise ValueError(
+                "a batch that comes again is known by its rollouts, and row numbers are the same in every "
+                "batch: RunningBaseline needs a rollout_key, of ids that no two batches share"
+            )
         if start_weight is None and decay == 1:
             raise ValueError("decay=1 forgets nothing, and a start is never outweighed: give start_weight")
         self.start_weight = None if start_weight is None else above_zero("start_weight", start_weight)

@@ -135,6 +135,11 @@ class StateAdvantage(BatchTransform):
         self.rollout_key = nested_key(rollout_key)
         self.baseline = one_of("baseline", baseline, get_args(StateBaseline))
         self.alone = one_of("alone", alone, get_args(Alone))
+        if (baseline, scale) == ("leave_one_out", "leave_one_out"):
+            raise ValueError(
+                "scale='leave_one_out' differs from step to step of a rollout, whose steps leave_one_out "
+                "adds up: give another scale, or baseline='mean'"
+            )
         rollouts = [self.rollout_key] if self._asks_whose and rollout_key is not None else []
         built_on = (self.state_key, self.group_key, RETURN, COUNTED, *rollouts)
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])

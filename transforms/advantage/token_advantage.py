@@ -16,7 +16,14 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.options import nested_key, one_of, within
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import REWARD, has_key
-from headrace.transforms.tokens import in_blocks, padded, read_advantage, read_loss_mask, write_tokens
+from headrace.transforms.tokens import (
+    check_lengths,
+    in_blocks,
+    padded,
+    read_advantage,
+    read_loss_mask,
+    write_tokens,
+)
 
 How = Literal["add", "multiply"]
 
@@ -136,10 +143,12 @@ class TokenAdvantage(BatchTransform):
             change = torch.where(trains, after.double() - before.double(), 0.0).abs()
             return {"after": after, "changed": (change != 0).sum(-1), "change": change.sum(-1)}
 
+        check_lengths(batch, [self.advantage_key], self.loss_mask_key, reader=reader)
         made, tokens = in_blocks(changed, term, before, trains), trains.sum().clamp_min(1)
         write_tokens(batch, self.advantage_key, made["after"].unsqueeze(-1), self.loss_mask_key)
+        read = {"the term": term, "the advantage": made["after"]}
         measured = {"changed": made["changed"].sum() / tokens, "abs_mean": made["change"].sum() / tokens}
-        return Outcome(batch, measured=measured, rules=self._rules(seen, trains, {"the term": term}))
+        return Outcome(batch, measured=measured, rules=self._rules(seen, trains, read))
 
     def _seen(self, batch: TensorDictBase) -> TensorDictBase:
         """The columns as the term sees them: of ragged rows those of its `in_keys`, padded."""
@@ -153,6 +162,8 @@ class TokenAdvantage(BatchTransform):
         for key in dict.fromkeys([*self._term_keys, self.advantage_key, self.loss_mask_key]):
             if has_key(batch, key):
                 seen.set(key, padded(batch, key))
+        by_token = [key for key in self._term_keys if has_key(seen, key) and seen.get(key).ndim > 1]
+        check_lengths(batch, by_token, self.loss_mask_key, reader=type(self).__name__)
         return seen
 
     def _id_keys(self) -> list[NestedKey]:
@@ -164,9 +175,9 @@ class TokenAdvantage(BatchTransform):
         """What is read of tokens in the loss is finite; then what the term says of its columns."""
         read = {repr(key): seen.get(key) for key in self._term_keys} | made
         rules = [
-            _finite(name, column.reshape(trains.shape), trains)
+            _finite(name, column.reshape(len(trains), -1).expand(trains.shape), trains)
             for name, column in read.items()
-            if column.is_floating_point() and column.numel() == trains.numel()
+            if column.is_floating_point() and len(trains) and column.numel() in (trains.numel(), len(trains))
         ]
         return [*rules, *getattr(self.term, "rules", lambda *_: ())(seen, trains)]
 

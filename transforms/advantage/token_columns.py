@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headrace.transforms.distributed import Population, population_of, present_ranks
 from headrace.transforms.errors import BatchError
+from headrace.transforms.ids import first_row, places_by_turn
 from headrace.transforms.rewards import Missing
 from headrace.transforms.schema import COUNTED
 
@@ -45,6 +46,13 @@ def widest(width: int) -> int:
 def widened(table: Tensor, width: int, fill: float) -> Tensor:
     """(N, K) → (N, `width`), filled up at the end."""
     return torch.nn.functional.pad(table, (0, width - table.shape[1]), value=fill)
+
+
+def places_of_all(batch: TensorDictBase, rollouts: Tensor, turn: Tensor | None) -> Tensor:
+    """(N,) int64: where each row stands among its rollout's, with those that are out of the statistics."""
+    people = population_of(batch, every=True)
+    everyone = people.take({} if turn is None else {"turn": turn}, {"rollouts": rollouts})
+    return people.put_back(places_by_turn(first_row(everyone["rollouts"]), everyone.get("turn")).place)
 
 
 def population_with_reward(batch: TensorDictBase, reward: Tensor | None, missing: Missing) -> Population:

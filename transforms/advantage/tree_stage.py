@@ -12,7 +12,7 @@ from headrace.transforms.base import BatchTransform, Outcome
 from headrace.transforms.checks import Rule, as_rewards, at_least_float32, credit_dtype, turn_rules
 from headrace.transforms.distributed import present_ranks
 from headrace.transforms.door import labels_of
-from headrace.transforms.ids import as_ids, first_row, first_row_of_pairs, places_by_turn, sum_by
+from headrace.transforms.ids import any_by, as_ids, first_row, first_row_of_pairs, places_by_turn, sum_by
 from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.rewards import Missing
 from headrace.transforms.rows import device_of, shallow_copy
@@ -21,7 +21,7 @@ from headrace.transforms.tokens import read_tokens, write_tokens
 
 from .by_prefix import END, TreeBaseline, TreeFormula, at_places, left_aligned, origin_of, tree_rules
 from .by_turn import Alone, fits_rule
-from .token_columns import population_with_reward, same_width, whole_numbers, widened, widest
+from .token_columns import places_of_all, population_with_reward, same_width, whole_numbers, widened, widest
 
 Forks = Literal["prefix", "parent"]
 
@@ -43,7 +43,9 @@ class TreeAdvantage(BatchTransform):
         alone: what the tokens get that all rollouts of a group share: ``zero``, which under leave_one_out is
             a bias where they were drawn once and then forked; or their mean reward, its ``return``.
         forks: rollouts share tokens where they have the same ``prefix``; or only with their ``parent``, so
-            that equal tokens of rollouts that were drawn separately are two nodes.
+            that equal tokens of rollouts that were drawn separately are two nodes. Where a rollout goes on
+            with its parent's own next tokens by chance, they are one all the same, which is a bias; labels
+            of nodes in `tokens_key` have none.
         missing: what a reward of NaN does: ``raise``, or ``skip``: its rollout is no part of the tree.
         tokens_key: (N, T) int, or any labels of the nodes that tokens are of.
         attention_key: (N, T) bool, tokens that are not padding; None: all are not.
@@ -71,6 +73,7 @@ class TreeAdvantage(BatchTransform):
     keeps_rows = True
     asks_in_loss = True
     spans_ranks = True
+    of_whole_rollouts = "places"
 
     def __init__(
         self,
@@ -120,6 +123,8 @@ class TreeAdvantage(BatchTransform):
         people = population_with_reward(batch, reward, self.missing)
         columns = {"reward": reward, "labels": widened(labels, widest(labels.shape[1]), END)}
         columns |= self._order(batch)
+        if has_key(batch, COUNTED):
+            columns["place"] = places_of_all(batch, self.ids(batch, "rollout"), columns.get("turn"))
         ids = {"rollouts": self.ids(batch, "rollout"), "groups": self.ids(batch, "group")}
         everyone = people.take(columns, ids)
         credit, rules = self._credit(everyone)
@@ -160,9 +165,10 @@ class TreeAdvantage(BatchTransform):
         reward, labels = everyone["reward"], everyone["labels"]
         rollouts, groups, turn = everyone["rollouts"], everyone["groups"], everyone.get("turn")
         row, first = torch.arange(len(rollouts), device=rollouts.device), first_row(rollouts)
-        begins = places_by_turn(first, turn).place == 0
+        begins = (everyone["place"] if "place" in everyone else places_by_turn(first, turn).place) == 0
         head = sum_by(first, torch.where(begins, row, 0))  # the row of a rollout that is in the tree
         rules = [*tree_rules(reward, rollouts, groups), *turn_rules(rollouts, first, turn)]
+        rules.append(_headless(~any_by(first, begins), rollouts))
         group_first = first_row(groups)
         if "parent" in everyone:
             labels, more = _by_parent(everyone, labels, head, group_first)
@@ -171,6 +177,15 @@ class TreeAdvantage(BatchTransform):
         credit = self.formula(reward, labels, first_row(in_tree))
         behind = credit.behind.index_select(0, head)
         return torch.where(begins[:, None], credit.at_token, behind[:, None]), rules
+
+
+def _headless(bad: Tensor, rollouts: Tensor) -> Rule:
+    return Rule(
+        bad,
+        lambda row: f"rollout {int(rollouts[row])}",
+        "the first row of a rollout is in the tree, and the others are behind it; found first rows out of "
+        "the statistics, and others in, of {found}. Take whole rollouts out: unit='rollout'",
+    )
 
 
 def _by_parent(
@@ -195,5 +210,9 @@ def _by_parent(
             "a rollout goes on from one of its group that is in the batch; found {found}. Let whole groups "
             "through a gate before, or set parent_id to -1 where a rollout begins anew",
         ),
-        Rule(circle, describe, "a rollout goes on from an earlier one; in a circle are {found}"),
+        Rule(
+            circle | (~is_root & (parent == own)),
+            describe,
+            "a rollout goes on from an earlier one; in a circle are {found}",
+        ),
     ]

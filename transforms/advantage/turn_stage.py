@@ -19,7 +19,7 @@ from headrace.transforms.sums import sum_in_any_order
 from headrace.transforms.tokens import read_tokens, write_tokens
 
 from .by_turn import Alone, TurnBaseline, TurnFormula, fits_rule
-from .token_columns import population_with_reward, same_width, whole_numbers, widest
+from .token_columns import places_of_all, population_with_reward, same_width, whole_numbers, widest
 
 TurnRewards = Literal["none", "turn", "token"]
 Outcomes = Literal["last", "none"]
@@ -116,6 +116,11 @@ class TurnAdvantage(BatchTransform):
         self.formula = TurnFormula(discount, baseline, alone)
         self.discount, self.baseline, self.alone = discount, baseline, alone
 
+    @property
+    def of_whole_rollouts(self) -> Literal["", "rewards", "places"]:  # type: ignore[override]
+        """Where rows are turns, by their places."""
+        return "places" if self.turn_index_key is None else ""
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add the advantage."""
         if self.turn_index_key is None:
@@ -153,11 +158,13 @@ class TurnAdvantage(BatchTransform):
         columns = {"reward": at_least_float32(collected)}
         if self.turn_key is not None:
             columns["turn"] = as_ids(self.column(batch, "turn_key"), "turn")
+        if has_key(batch, COUNTED):  # a turn that is out of the statistics is no reason to count others anew
+            columns["place"] = places_of_all(batch, self.ids(batch, "rollout"), columns.get("turn"))
         people = population_of(batch)
         everyone = people.take(columns, self._ids(batch))
         reward, rollouts, turn = everyone["reward"], everyone["rollouts"], everyone.get("turn")
         first = first_row(rollouts)
-        place = places_by_turn(first, turn).place
+        place = everyone["place"] if "place" in everyone else places_by_turn(first, turn).place
         turns = int(place.amax()) + 1 if len(place) else 0
         has_turn = place[:, None] == torch.arange(turns, device=place.device)
         credit, rules = self.formula(

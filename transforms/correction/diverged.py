@@ -179,6 +179,8 @@ def _bounds(estimator: str, low: float | None, high: float | None) -> tuple[floa
         check_bounds(low, high)
         if low is None and high is None:
             raise ValueError("k1 needs low or high, bounds of μ / π_old")
+        if low is None and high is not None and high < 1:
+            raise ValueError(f"k1 with high alone bounds μ / π_old by 1 / high and high ≥ 1; got {high!r}")
         least = 1 / high if low is None and high is not None else low
         return -math.inf if not least else math.log(least), None if high is None else math.log(high)
     if low is not None or high is None or not high > 0:

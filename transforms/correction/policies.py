@@ -11,7 +11,14 @@ from torch import Tensor
 from headrace.transforms.checks import Rule
 from headrace.transforms.errors import BatchError
 from headrace.transforms.schema import has_key
-from headrace.transforms.tokens import in_blocks, read_advantage, read_loss_mask, read_tokens, write_tokens
+from headrace.transforms.tokens import (
+    check_lengths,
+    in_blocks,
+    read_advantage,
+    read_loss_mask,
+    read_tokens,
+    write_tokens,
+)
 
 from .ratios import Ratios, rounded_to
 
@@ -108,6 +115,7 @@ def read_policies(
     sampler = read_tokens(batch, sampler_log_prob_key, reader=reader, option="sampler_log_prob_key")
     mask = read_loss_mask(batch, loss_mask_key, reader=reader)
     keys = old_log_prob_key, sampler_log_prob_key, loss_mask_key
+    check_lengths(batch, keys, loss_mask_key, reader=reader)
     return Policies(old, sampler, mask, _names(batch), keys)
 
 
@@ -118,8 +126,8 @@ def change_advantage(
     change: Callable[..., Tensor],
     *columns: Tensor,
     reader: str,
-) -> None:
-    """Rewrite the advantage as one of tokens, (N, T, 1), in its own dtype.
+) -> Rule:
+    """Rewrite the advantage as one of tokens, (N, T, 1), in its own dtype, in which it must be finite.
 
     Args:
         batch: TensorDict ``[N]``.
@@ -130,13 +138,20 @@ def change_advantage(
         reader: who it is, for messages.
     """
     credit = read_advantage(batch, key, columns[0].shape[-1], reader=reader)
+    check_lengths(batch, [key], loss_mask_key, reader=reader)
 
     def changed(first: Tensor, credit: Tensor, *others: Tensor) -> dict[str, Tensor]:
         precise = credit.to(torch.promote_types(credit.dtype, torch.float32))
-        return {"credit": change(precise, first, *others).to(credit.dtype)}
+        made = change(precise, first, *others).to(credit.dtype)
+        return {"credit": made, "wrong": ~made.isfinite().all(-1)}
 
-    made = in_blocks(changed, columns[0], credit, *columns[1:])["credit"]
-    write_tokens(batch, key, made.unsqueeze(-1), loss_mask_key)
+    made = in_blocks(changed, columns[0], credit, *columns[1:])
+    write_tokens(batch, key, made["credit"].unsqueeze(-1), loss_mask_key)
+    return Rule(
+        made["wrong"],
+        lambda row: f"row {row}",
+        f"an advantage must be finite in {credit.dtype}; found others in {{found}}",
+    )
 
 
 def _names(batch: TensorDictBase) -> Callable[[int], str]:

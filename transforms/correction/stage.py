@@ -119,6 +119,11 @@ class RolloutCorrection(BatchTransform):
         self.normalise, self.unit = normalise, unit
         self.least_ess = None if least_ess is None else within("least_ess", least_ess, 0, 1)
 
+    @property
+    def corrects(self) -> tuple[NestedKey, NestedKey]:
+        """From which policy to which its weights are: a second stage of the same would count them twice."""
+        return self.sampler_log_prob_key, self.old_log_prob_key
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add the weights, and multiply the advantage by them."""
         name = type(self).__name__
@@ -139,10 +144,10 @@ class RolloutCorrection(BatchTransform):
             weight = normalised(weight, mean_of(**self._share(weight, rows["tokens"], rollouts, people)))
         write_tokens(batch, self.importance_key, weight, self.loss_mask_key)
         columns = weight, policies.mask
-        change_advantage(batch, self.advantage_key, self.loss_mask_key, _weigh, *columns, reader=name)
+        fits = change_advantage(batch, self.advantage_key, self.loss_mask_key, _weigh, *columns, reader=name)
         rows |= in_blocks(sums_of_weights, weight) | {"outside": made["outside"]}
         wrong = policies.rule(rows.pop("wrong"))
-        return Outcome(batch, measured=self._measure(rows, rollouts, people), rules=[wrong, *rules])
+        return Outcome(batch, measured=self._measure(rows, rollouts, people), rules=[wrong, *rules, fits])
 
     def _of_units(
         self, rows: Mapping[str, Tensor], rollouts: Tensor | None, people: Population

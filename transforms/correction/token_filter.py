@@ -89,6 +89,11 @@ class TokenFilter(BatchTransform):
         """Unless its criterion looks at tokens of rows that are out of it."""
         return getattr(self.criterion, "asks_in_loss", False)
 
+    @property
+    def silenced_tokens(self) -> NestedKey | None:
+        """The log-probabilities that become NaN, token by token."""
+        return self.log_prob_key if self.denominator == "kept" else None
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Judge all tokens, and act."""
         mask = read_loss_mask(batch, self.loss_mask_key, reader=type(self).__name__)

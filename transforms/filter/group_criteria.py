@@ -11,12 +11,12 @@ from torch import Tensor
 
 from headrace.transforms.checks import Rule, set_rule
 from headrace.transforms.distributed import population_of, present_ranks
-from headrace.transforms.ids import as_ids, first_row, first_row_of_pairs, is_first, sum_by
+from headrace.transforms.ids import as_ids, first_row, first_row_of_pairs, is_first, reduce_by, sum_by
 from headrace.transforms.options import at_least, nested_key, one_of
 from headrace.transforms.ranking import Ranking, rank_in_groups
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import COUNTED, REWARD, read_written
-from headrace.transforms.sums import sum_by_in_any_order
+from headrace.transforms.sums import divide, exact_sum
 from headrace.transforms.tokens import lengths
 
 from .criteria import Criterion
@@ -109,7 +109,7 @@ def most_apart(ranking: Ranking, reward: Tensor, number: Tensor, k: int) -> Tens
         head, tail = first(torch.full_like(number, high)), first((number - k + high).clamp_min(0))
         total, squares = (a + (c - b) for a, b, c in zip(head, tail, everyone, strict=True))
         spread = squares - total.square() / k
-        better = spread > largest
+        better = spread > largest + everyone[1] * 2.0**-40  # of equals that rounding tells apart, the first
         chosen, largest = torch.where(better, high, chosen), torch.where(better, spread, largest)
     return chosen
 
@@ -227,14 +227,21 @@ class GroupMeanWithin(_OfGroup):
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool."""
         length = torch.zeros(len(batch), dtype=torch.int64, device=device_of(batch))
-        return self._judge(batch, self._within, length)
+        reward = read_written(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
+        dtype = reward.dtype  # in which a bound is the reward that it names
+        return self._judge(batch, lambda found: self._within(group_mean(found).to(dtype)), length)
 
-    def _within(self, rollouts: Rollouts) -> Tensor:
-        mean = group_mean(rollouts)
+    def _within(self, mean: Tensor) -> Tensor:
         return (mean >= self.low) & (mean <= self.high)
 
 
 def group_mean(rollouts: Rollouts) -> Tensor:
     """(N,) float64: the mean reward of each row's group; NaN where nobody votes. No device read."""
     reward, groups = torch.where(rollouts.votes, rollouts.reward, 0.0), rollouts.groups
-    return sum_by_in_any_order(groups, reward) / sum_by(groups, rollouts.votes.long())
+    total = exact_sum(
+        reward,
+        lambda part: sum_by(groups, part),
+        peak=lambda: reduce_by(groups, reward.abs(), "amax"),
+        terms=sum_by(groups, torch.ones_like(groups)),
+    )
+    return divide(total, sum_by(groups, rollouts.votes.long())).high

@@ -108,6 +108,11 @@ class SampleFilter(BatchTransform):
         """Where its criterion says so."""
         return getattr(self.criterion, "before_baseline", False)
 
+    @property
+    def takes_rows(self) -> Literal["", "drop", "exclude"]:  # type: ignore[override]
+        """Where it judges rows one by one, and does not leave them in the statistics."""
+        return "" if self._unit != "sample" or self.action == "mask" else self.action
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Judge all rows, call the hook, and act."""
         keep, rules = self._judge_units(batch, self._judge(batch))

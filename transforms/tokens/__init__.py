@@ -11,13 +11,22 @@ from .counting import (
     loss_tokens,
     masked_tokens,
 )
-from .per_token import check_mask, padded, read_advantage, read_loss_mask, read_tokens, write_tokens
+from .per_token import (
+    check_lengths,
+    check_mask,
+    padded,
+    read_advantage,
+    read_loss_mask,
+    read_tokens,
+    write_tokens,
+)
 from .silencing import remember_lengths, silence, silence_gathered, silencing_later
 
 __all__ = [
     "ATTENTION",
     "PROMPT",
     "RESPONSE",
+    "check_lengths",
     "check_mask",
     "in_blocks",
     "knows_loss_tokens",

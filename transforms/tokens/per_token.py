@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from headrace.transforms.errors import BatchError
+from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.schema import IN_LOSS, has_key, require
 
 
@@ -65,6 +65,29 @@ def _one_a_token(column: Tensor, key: NestedKey, reader: str, option: str) -> Te
         found = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
         raise BatchError(f"{reader} needs one number a token, (N, T), in {key!r} ({option}); found {found}")
     return column.detach()
+
+
+def check_lengths(batch: TensorDictBase, keys: Iterable[NestedKey], like: NestedKey, *, reader: str) -> None:
+    """Refuse ragged rows of which a column has not as many entries as the row has tokens in `like`.
+
+    Filled up, what is missing would be read as zeros. A column of one entry in every row is of rows.
+
+    Raises:
+        BatchError: naming the column and the rows.
+    """
+    if not isinstance(batch, LazyStackedTensorDict):
+        return
+    tokens = [row.numel() for row in batch.get(like, as_list=True)]
+    for key in keys:
+        found = [row.numel() for row in batch.get(key, as_list=True)]
+        if found == tokens or set(found) == {1}:
+            continue
+        pairs = enumerate(zip(found, tokens, strict=True))
+        wrong = [f"row {row} has {own} for {size} tokens" for row, (own, size) in pairs if own != size]
+        raise BatchError(
+            f"{reader} needs one number a token in {key!r}, as many as {like!r} has; {listing(wrong)}. Were "
+            "tokens cut off after it was written?"
+        )
 
 
 def write_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor, like: NestedKey) -> None:

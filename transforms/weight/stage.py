@@ -150,6 +150,7 @@ class LossWeight(BatchTransform):
         """Ids are set on rows in the loss."""
         tokens = self._loss_tokens(batch)
         ids = {f"{unit}_id": self._ids_if_any(batch, unit) for unit in ("rollout", "group")}
+        ids["turn"] = None if self.turn_key is None else as_ids(self.column(batch, "turn_key"), "turn")
         return [_set_in_loss(column, name, tokens) for name, column in ids.items() if column is not None]
 
     def _check_gradients(self, batch: TensorDictBase) -> None:
