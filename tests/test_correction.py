@@ -270,6 +270,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
         ({"estimator": "k4", "high": 1.0}, "estimator must be one of 'k1', 'k2', 'k3'"),
         ({"level": "sequence", "high": 1.0}, "level must be one of 'token', 'sum', 'mean', 'max'"),
         ({"estimator": "k1", "high": None}, "k1 needs low or high"),
+        ({"estimator": "k1", "high": 0.9}, "by 1 / high and high ≥ 1; got 0.9"),
         ({"high": None}, "k3 is bounded above alone"),
         ({"high": 1.0, "judges": "positive"}, "judges must be one of"),
     ],

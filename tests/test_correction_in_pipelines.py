@@ -25,17 +25,27 @@ from headrace.transforms import (
     BatchWhitening,
     Diverged,
     FanOutCollapse,
+    Finite,
     GroupRelativeAdvantage,
+    LogRatio,
     LossWeight,
+    RelativeLength,
+    RewardsToGo,
     RolloutCorrection,
+    RunningBaseline,
     SampleFilter,
     ShuffleSplit,
+    StateAdvantage,
+    TokenAdvantage,
     TokenFilter,
+    TreeAdvantage,
+    TurnAdvantage,
     TurnDiscount,
     pack,
     unpack,
     weighted_loss,
 )
+from headrace.transforms.loss_rows.packing import TOKEN_KEYS
 
 RECIPES = ("tis", "icepop", "mis", "opsm", "mlperf")
 PAGE = (Path(__file__).parent.parent / "docs" / "correction.md").read_text()
@@ -99,8 +109,9 @@ def test_a_loss_that_measures_its_ratio_from_the_sampler_is_refused(scene):
     batch = LossWeight(dtype="float64")(RolloutCorrection()(batch))
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    with pytest.raises(BatchError, match=r"count twice.*set_keys\(sample_log_prob=\('old_log_probs'"):
-        optimise([batch], loss, optimizer)
+    for its in (loss, torch.nn.DataParallel(loss)):
+        with pytest.raises(BatchError, match=r"count twice.*set_keys\(sample_log_prob=\('old_log_probs'"):
+            optimise([batch], its, optimizer)
     loss.set_keys(sample_log_prob=OLD)
     assert optimise([batch], loss, optimizer) == 1
 
@@ -174,6 +185,19 @@ def order(*names: str) -> Pipeline:
         "rows": SampleFilter(criterion=Diverged(high=0.1, judges="negative")),
         "tokens": TokenFilter(criterion=Diverged(high=0.1, level="token")),
         "all": TokenFilter(criterion=Diverged(high=0.1, level="token"), denominator="all"),
+        "kept": TokenFilter(criterion=Diverged(high=0.1, level="token"), log_prob_key=OLD),
+        "another": RolloutCorrection(importance_key="another"),
+        "other_policy": RolloutCorrection(importance_key="other", old_log_prob_key="proximal"),
+        "turns": TurnAdvantage(turn_rewards="none"),
+        "turn_rows": TurnAdvantage(turn_index_key=None),
+        "tree": TreeAdvantage(),
+        "states": StateAdvantage(),
+        "returns": RewardsToGo(),
+        "running": RunningBaseline(),
+        "length": RelativeLength(),
+        "sum": FanOutCollapse(reward="sum"),
+        "drop_rollouts": SampleFilter(criterion=Diverged(high=0.1), unit="rollout", action="drop"),
+        "finite": SampleFilter(criterion=Finite(key=("next", "reward")), action="drop"),
         "split": ShuffleSplit(minibatches=1),
         "fold": LossWeight(fold="sum"),
     }
@@ -201,6 +225,20 @@ def order(*names: str) -> Pipeline:
         (["opsm", "advantage"], "'opsm' reads 'advantage', which 'advantage' writes after it"),
         (["rows", "advantage"], "'rows' reads 'advantage', which 'advantage' writes after it"),
         (["all", "advantage"], "'all' reads 'advantage', which 'advantage' writes after it"),
+        (["turns", "drop"], "a rejected reward would stay in the baseline"),
+        (["tree", "mask"], "a rejected reward would stay in the baseline"),
+        (["returns", "states", "drop"], "a rejected reward would stay in the baseline"),
+        (["running", "drop"], "a rejected reward would stay in the baseline"),
+        (["collapse", "length", "drop", "advantage"], "rejects rows after 'length' has compared"),
+        (["advantage", "correction", "another"], "correcting twice would weigh rows twice. Take 'another'"),
+        (["advantage", "kept", "split"], r"NaN in .*old_log_probs.*set log_prob_key=\('log_probs', 'full'\)"),
+        (["drop", "sum", "advantage"], "Put 'sum' before 'drop', or set unit='rollout'"),
+        (["exclude", "sum", "advantage"], "the others would have a part of it"),
+        (["drop", "tree"], "the others would have a part of it"),
+        (["finite", "turn_rows"], "takes single rows out of rollouts before 'turn_rows'"),
+        (["turns", "advantage"], "'advantage' writes anew what 'turns' has written"),
+        (["collapse", "advantage", "turns"], "'advantage' would have no effect. Take one of them out"),
+        (["collapse", "length", "turn_rows"], "no stage behind it reads that"),
     ],
 )
 def test_orders_that_are_silently_wrong_are_refused_by_name(names, message):
@@ -215,6 +253,12 @@ def test_orders_that_are_silently_wrong_are_refused_by_name(names, message):
         ["mask", "advantage", "opsm", "correction", "split"],
         ["tokens", "advantage", "correction", "all"],
         ["advantage", "rows", "correction"],
+        ["advantage", "correction", "other_policy"],
+        ["drop_rollouts", "sum", "advantage"],
+        ["mask", "sum", "advantage"],
+        ["drop", "collapse", "advantage"],
+        ["exclude", "turns", "correction"],
+        ["collapse", "length"],
     ],
 )
 def test_orders_that_mean_something_are_not_refused(names):
@@ -237,6 +281,47 @@ def test_a_rejected_siblings_reward_is_in_the_baseline_only_where_it_was_left_th
     found = run.batch["advantage"].flatten()[-2:].tolist()
     assert found == pytest.approx(credit or [1 - 101 / 3, -101 / 3])
     assert run.ledger.rows("reject/diverged") == [{"row": 0, "rollout": 0, "group": 0}]
+
+
+def test_ragged_rows_whose_columns_have_other_lengths_are_refused():
+    """Filled up they would be read as log-probabilities of 0, and the last tokens weigh next to nothing."""
+    batch = lazy_stack(list(rewarded([1.0, 0, 2, 5], [0, 0, 0, 0]).unbind(0)))
+    for name, key in (("tis", SAMPLER), ("mis", SAMPLER), ("opd", ("teacher_log_probs", "full"))):
+        cut = lazy_stack([row.clone() for row in batch.unbind(0)])
+        cut.tensordicts[1][key] = cut.tensordicts[1][key][:4]
+        with pytest.raises(BatchError, match=rf"token in \('{key[0]}'.*row 1 has 4 for 6 tokens"):
+            composed(f"pipeline={name}")(cut)
+    batch.tensordicts[2]["advantage"] = torch.zeros(3, 1)
+    for row, length in ((0, 6), (1, 6), (3, 6)):
+        batch.tensordicts[row]["advantage"] = torch.zeros(length, 1)
+    for stage in (RolloutCorrection(), TokenAdvantage(term=LogRatio())):
+        with pytest.raises(BatchError, match=r"'advantage', as many as .*row 2 has 3 for 6 tokens"):
+            stage(batch)
+
+
+def test_a_ragged_advantage_by_token_is_for_no_loss_that_pads_it_on_the_other_side(scene):
+    policy, batch = scene
+    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
+    loss.set_keys(sample_log_prob=OLD)
+    rows = list(batch.unbind(0))
+    for key in TOKEN_KEYS:
+        if key in rows[0].keys(include_nested=True):
+            rows[0][key] = rows[0][key][:-1]
+    done = LossWeight(dtype="float64", log_prob_key=OLD)(RolloutCorrection()(lazy_stack(rows)))
+    with pytest.raises(BatchError, match=r"each token would get another's. Put DenseRows in front"):
+        optimise([done], loss, torch.optim.SGD(policy.parameters(), lr=0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_an_advantage_that_its_dtype_cannot_hold_is_refused(dtype):
+    batch = rewarded([1.0, 0, 2, 5], [0, 0, 0, 0])
+    batch["advantage"] = torch.full((4, 1, 1), torch.finfo(dtype).max / 4, dtype=dtype)
+    batch[OLD] = batch[SAMPLER] + 3
+    message = f"finite in {dtype}; found others in row 0, row 1"
+    with pytest.raises(BatchError, match=message):
+        RolloutCorrection(bound="none")(batch)
+    with pytest.raises(BatchError, match=r"the advantage must be finite.*found inf at row 0"):
+        TokenAdvantage(term=LogRatio(numerator_key=OLD), factor=30.0, how="multiply")(batch)
 
 
 # -- recipes ---------------------------------------------------------------------------------------------

@@ -169,6 +169,22 @@ def test_the_best_k_of_each_group_stay(drawn, k, by):
     assert keep.tolist() == [label in stay for label in batch["rollout_id"].tolist()]
 
 
+def test_of_sets_that_vary_alike_the_one_with_the_most_large_rewards_stays():
+    """Which one rounding thinks larger is no matter."""
+    for most in (0.1, 0.3, 0.7):
+        batch = FanOutCollapse()(batch_of([most, 0, 0, 0, 0], [0] * 5))
+        assert BestOf(k=4, by="variance")(batch).tolist() == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.1, 0.2, 0.7, 0.8])
+@pytest.mark.parametrize("rows", [3, 6, 7])
+def test_a_group_whose_mean_is_the_bound_is_within_it(dtype, value, rows):
+    batch = batch_of([0.0] * rows, [0] * rows)
+    batch[REWARD] = torch.full((rows,), value, dtype=dtype)
+    assert GroupMeanWithin(low=value, high=value)(batch).all()
+
+
 @given(rollouts(), st.integers(1, 5))
 def test_those_that_vary_most_stay(drawn, k):
     """PODS, arXiv:2504.13818, against all sets of k; which of several is no matter, but not of the order."""
@@ -406,6 +422,15 @@ def test_who_has_no_reward_or_is_excluded_neither_counts_nor_changes():
     assert stage(groups_of_one([6.0], [0], 10))["advantage"].flatten().tolist() == [1]
 
 
+def test_a_batch_is_known_by_its_rollouts_which_row_numbers_are_not():
+    """Equal rewards in every batch would else look as if the batch came again, and never count."""
+    with pytest.raises(ValueError, match="needs a rollout_key, of ids that no two batches share"):
+        RunningBaseline(rollout_key=None)
+    stage = RunningBaseline(decay=0.5)
+    found = [float(stage(groups_of_one([1.0], [0], start))["advantage"]) for start in range(3)]
+    assert found == [1, 0.5, 0.25]
+
+
 def test_a_key_may_be_text():
     stage, found = RunningBaseline(decay=0.5, baseline_key="role"), []
     for step in range(2):
@@ -489,6 +514,9 @@ def test_a_turn_weighs_one_however_many_rows_and_tokens_it_has():
     assert (1 / weight).tolist() == pytest.approx([9, 9, 12, 3])
     with pytest.raises(ValueError, match="unit='turn' needs turn_key, and only it does"):
         LossWeight(unit="turn")
+    batch["turn"] = torch.tensor([0, -1, 1, 0])
+    with pytest.raises(BatchError, match="turn"):
+        LossWeight(unit="turn", turn_key="turn")(batch)
 
 
 # -- images ---------------------------------------------------------------------------------------------

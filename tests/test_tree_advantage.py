@@ -321,9 +321,33 @@ def test_an_excluded_rollout_is_no_part_of_the_tree():
     assert [credit.flatten().tolist() for credit in out] == [[0, -2], [0, 2], [0, 0]]
 
 
+def test_later_rows_depart_where_somebody_else_goes_on_not_where_they_end():
+    """Behind [1], which 10 and 11 have both, 12 goes on: the second row of 10 departs from all three."""
+    rows = list(leaves([[1], [1], [1, 9], [7, 7]], [0] * 4, [0.0, 0.5, 2.5, 0.0]).unbind(0))
+    rows[3]["rollout_id"] = torch.tensor(10)
+    out = TreeAdvantage()(lazy_stack(rows)).get("advantage", as_list=True)
+    assert out[3].flatten().tolist() == [-1, -1]
+    rows[1] = leaves([[1], [1, 8]], [0, 0], [0.0, 0.5])[1]
+    out = TreeAdvantage()(lazy_stack(rows)).get("advantage", as_list=True)
+    assert out[3].flatten().tolist() == [-1, -1]
+
+
+def test_a_rollout_whose_first_row_is_out_is_none_of_the_tree():
+    """Its second row would stand where rollouts begin."""
+    rows = list(leaves([[5, 1], [9, 9], [5, 2]], [0] * 3, [1.0, 1.0, 3.0]).unbind(0))
+    rows[1]["rollout_id"] = torch.tensor(10)
+    for row, counts in zip(rows, (False, True, True), strict=True):
+        row[COUNTED] = torch.tensor(counts)
+    with pytest.raises(BatchError, match="first rows out of the statistics, and others in, of rollout 10"):
+        TreeAdvantage()(lazy_stack(rows))
+    rows[1][COUNTED] = torch.tensor(False)
+    assert not TreeAdvantage()(lazy_stack(rows)).get("advantage", as_list=True)[2].any()
+
+
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
+        ({"parent_id": 11}, {"forks": "parent"}, "in a circle are parent 11 of rollout 11"),
         ({"reward": float("nan")}, {}, r"every reward must be finite; found nan at row 1 \(rollout 11\)"),
         ({"group_id": -1}, {}, "group_id ≥ 0; found -1 at row 1"),
         ({"rollout_id": -3}, {}, "rollout_id ≥ 0; found -3 at row 1"),

@@ -161,6 +161,21 @@ def test_rows_that_are_turns_have_what_turns_inside_rows_have(rollouts, options,
     )
 
 
+def test_a_turn_that_is_out_of_the_statistics_keeps_its_place():
+    """Two rollouts of two turns, the first of which is out: the others stay the turns that they were."""
+    batch = turns_as_rows([10.0, 1.0, 20.0, 2.0], [0] * 4, [0, 0, 1, 1], turn=[0, 1, 0, 1])
+    batch[COUNTED] = torch.tensor([False, True, True, True])
+    for order in ([0, 1, 2, 3], [3, 1, 2, 0]):
+        out = TurnAdvantage(turn_index_key=None, turn_key="turn")(batch[order])["advantage"].flatten()
+        found = dict(zip(order, out.tolist(), strict=True))
+        assert found == {0: 0, 1: -1, 2: 22, 3: 1}  # turn 0 of rollout 1 is alone, and keeps its return
+
+
+def test_spreads_of_single_steps_do_not_add_up_over_those_of_a_rollout():
+    with pytest.raises(ValueError, match="scale='leave_one_out' differs from step to step of a rollout"):
+        StateAdvantage(baseline="leave_one_out", scale="leave_one_out")
+
+
 # -- exact bias -------------------------------------------------------------------------------------------
 
 THETA = torch.tensor([0.3, -0.2, 0.4], dtype=torch.float64)

@@ -244,4 +244,5 @@ def group_mean(rollouts: Rollouts) -> Tensor:
         peak=lambda: reduce_by(groups, reward.abs(), "amax"),
         terms=sum_by(groups, torch.ones_like(groups)),
     )
-    return divide(total, sum_by(groups, rollouts.votes.long())).high
+    mean = divide(total, sum_by(groups, rollouts.votes.long()))
+    return mean.high + mean.low
