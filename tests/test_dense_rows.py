@@ -156,8 +156,28 @@ def test_a_mask_that_rows_bring_is_kept():
     assert DenseRows(pad_id=PAD)(rows.exclude(PROMPT, RESPONSE))[FULL].tolist() == [[5, 6, 7], [5, 8, 9]]
 
 
+@pytest.mark.parametrize("key", [("log_probs", "response"), ("log_probs", "full")])
+def test_log_probabilities_of_the_response_stand_at_its_tokens(key):
+    """As engines write them, which know those of the prompt no more than of what comes in front of it."""
+    dense = DenseRows(pad_id=PAD)(ragged(ROWS, {key: [torch.tensor([-1.0]), torch.tensor([-2.0, -3.0])]}))
+    found = dense["log_probs", "full"]
+    assert found[dense[LOSS_MASK]].tolist() == [-1, -2, -3]
+    assert found[~dense[LOSS_MASK]].isnan().all()
+
+
+def test_log_probabilities_that_lack_those_of_first_tokens_are_none():
+    """TransformersWrapper's generate writes 0 for them, by which their ratios would be next to nothing."""
+    zeros = [torch.tensor([0.0]), torch.tensor([0.0, -3.0])]
+    dense = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): zeros}))
+    assert ("log_probs", "full") not in dense.keys(True)
+    zeros[0] -= 1  # so it is a number of its own
+    found = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): zeros}))["log_probs", "full"]
+    assert sorted(found[found.isfinite()].tolist()) == [-3, -1, 0]
+
+
 def test_the_parts_go_since_a_loss_would_take_a_wrong_mask_by_their_width():
-    dense = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): [torch.zeros(1), torch.zeros(2)]}))
+    parts = {("log_probs", "prompt"): [torch.zeros(2), torch.zeros(1)]}
+    dense = DenseRows(pad_id=PAD)(ragged(ROWS, parts))
     assert sorted(map(str, dense.keys(True, True))) == sorted(
         map(str, [FULL, ATTENTION, LOSS_MASK, "rollout_id"])
     )

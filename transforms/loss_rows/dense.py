@@ -28,6 +28,7 @@ PARTS: tuple[NestedKey, ...] = (
     ("log_probs", "response"),
     *((column, "padded") for column in ("tokens", "masks", "log_probs")),
 )
+OF_RESPONSE = ("log_probs", "response")
 
 
 def layout_rules(
@@ -76,7 +77,9 @@ class DenseRows(BatchTransform):
 
     Reads `tokens_key` and ``("tokens", "response")``, ``("tokens", "prompt")``, or `loss_mask_key`; writes
     `tokens_key`, `attention_key`, `loss_mask_key`, and `log_prob_key` if it is there, (N, T) each. Ragged
-    columns that are as long as the tokens in every row are padded like them: by 0, False or NaN. All other
+    columns that are as long as the tokens in every row are padded like them: by 0, False or NaN; of
+    log-probabilities as long as the response, under `log_prob_key` or ``("log_probs", "response")``, the
+    prompt has NaN. Those of TransformersWrapper, which has 0 for every first token, are none. All other
     columns are kept, texts and histories too, but for the parts of the whole: ``prompt`` and ``response`` of
     tokens and log-probabilities, by whose width GRPOLoss's masking strategy ``sft`` would take a wrong mask.
     One device read, where rows have prompts and responses.
@@ -163,11 +166,27 @@ class DenseRows(BatchTransform):
         if not isinstance(batch, LazyStackedTensorDict):
             require(batch, self.attention_key, reader=type(self).__name__, option="attention_key")
             return batch.exclude(*PARTS), {key: batch.get(key) for key in keys}
-        lengths = _lengths(batch, self.tokens_key)
-        rest, columns = stack_rows(batch, lengths, {key: self._padding(key) for key in keys}, PARTS)
+        lengths, own = _lengths(batch, self.tokens_key), self._of_response(batch)
+        skip = PARTS if own is None else (*PARTS, self.log_prob_key)
+        rest, columns = stack_rows(batch, lengths, {key: self._padding(key) for key in keys}, skip)
+        if own is not None:
+            columns[self.log_prob_key] = fit_width(own, columns[self.tokens_key].shape[1])
         if self.attention_key not in columns:
             columns[self.attention_key] = last_entries(lengths, columns[self.tokens_key])
         return rest, columns
+
+    def _of_response(self, batch: TensorDictBase) -> Tensor | None:
+        """(N, R): log-probabilities that are as long as the responses, which engines alone have written."""
+        key = self.log_prob_key if has_key(batch, self.log_prob_key) else OF_RESPONSE
+        if not has_key(batch, key) or not has_key(batch, RESPONSE):
+            return None
+        found = _lengths(batch, key)
+        if found != _lengths(batch, RESPONSE) or found == _lengths(batch, self.tokens_key):
+            return None
+        rows = [row.float() for row in batch.get(key, as_list=True)]
+        if key == OF_RESPONSE and all(len(row) and not row[0] for row in rows):
+            return None  # as TransformersWrapper's generate writes for first tokens (TorchRL 0.14.1)
+        return pad_left(rows)
 
     def _response(
         self, batch: TensorDictBase, columns: dict[NestedKey, Tensor], describe: Callable[[int], str]
