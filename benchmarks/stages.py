@@ -28,8 +28,12 @@ from headrace.transforms import (
     OverlongPunishment,
     RewardScale,
     RolloutCorrection,
+    RunningBaseline,
+    ShuffleSplit,
+    StateAdvantage,
     TokenAdvantage,
     TokenFilter,
+    TreeAdvantage,
     TurnAdvantage,
     take_rows,
 )
@@ -39,14 +43,19 @@ OF_TOKENS = {
     "token_filter": TokenFilter(criterion=Diverged(estimator="k1", level="token", high=1.005)),
     "token_advantage": TokenAdvantage(term=LogRatio(numerator_key=("old_log_probs", "full")), factor=0.1),
     "turns": TurnAdvantage(),
+    "tree": TreeAdvantage(),
+    "states": StateAdvantage(state_key="turn"),
+    "running": RunningBaseline(),
 }
+GATHER_BY_TOKEN = "gather, by token"
 LARGE, SMALL = (4000, 2048), (64, 16)  # rows, tokens of each
 OPERATORS, MILLISECONDS = 400, 3.0
 NOTE = """The stages of the grpo recipe in order, then others that recipes have, each called alone on a
 batch that it finds in a pipeline. Over a gather: of that batch, as in the tables of rows. A stage that is
 called alone pays for what a pipeline does once for all, the look at its rules and a new TensorDict; and the
-filter alone silences rows in copies, where in a pipeline the split writes into what it gathers. The last
-two columns are what it costs where there is next to nothing to do."""
+filter alone silences rows in copies, where in a pipeline the split writes into what it gathers. "split, by
+token" is the split of a batch whose advantage and weights are by token, over a gather of that batch: its
+columns move once, as all do. The last two columns are what it costs where there is next to nothing to do."""
 FIXED = f"""The grpo recipe over 64 rows of 16 tokens, cut into {MINIBATCHES}: the loop over all
 minibatches, and the same in one piece. On a GPU each call of an operator is a launch."""
 
@@ -91,6 +100,9 @@ def stage_calls(rows: int, tokens: int) -> dict[str, Callable[[], object]]:
         if name == "advantage":
             columns = with_token_columns(batch)
             later |= {other: _call(stage, columns) for other, stage in OF_TOKENS.items()}
+            weighed = OF_TOKENS["correction"](columns)
+            later[GATHER_BY_TOKEN] = lambda weighed=weighed: take_rows(weighed, order)
+            later["split, by token"] = _call(ShuffleSplit(minibatches=MINIBATCHES), weighed)
     return calls | later
 
 
@@ -101,6 +113,7 @@ def with_token_columns(batch: TensorDictBase) -> TensorDictBase:
     turn = (4 * torch.arange(tokens) // tokens).expand(rows, tokens)
     more = batch.clone(recurse=False)
     more["old_log_probs", "full"] = log_prob + 0.01 * torch.rand_like(log_prob)
+    more["headrace", "return"], more["turn"] = more["headrace", "reward"].double(), torch.arange(rows) % 4
     more["turn_index"], more["turn_reward"] = turn.contiguous(), torch.rand(rows, 4)
     return more
 
@@ -116,7 +129,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     times, fixed = measure(large, options.rounds), measure(small, 20 * options.rounds)
     lines = []
     for name in large:
-        on_large = Cell(median_ms(times, name)), Cell(ratio(times, name, "gather"))
+        over = GATHER_BY_TOKEN if name == "split, by token" else "gather"
+        on_large = Cell(median_ms(times, name)), Cell(ratio(times, name, over))
         on_small = Cell(median_ms(fixed, name), ".3f"), Cell(operator_calls(small[name]), "d")
         lines.append(Row(name, [*on_large, *on_small]))
     sizes = [f"{rows:,} × {tokens:,} tokens, ms" for rows, tokens in (shape, SMALL)]

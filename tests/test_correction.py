@@ -319,7 +319,10 @@ def test_tokens_leave_the_mask_or_keep_their_place_in_the_denominator():
     assert torch.equal(every.batch["advantage"][..., 0], torch.where(out, 0.0, batch["advantage"][..., 0]))
     tokens = int(batch[MASK].sum())
     for run in (kept, every):
-        assert run.metrics == {"kept": tokens - int(out.sum()), "fraction_kept": 1 - int(out.sum()) / tokens}
+        assert {k: run.metrics[k] for k in ("kept", "fraction_kept")} == {
+            "kept": tokens - int(out.sum()),
+            "fraction_kept": 1 - int(out.sum()) / tokens,
+        }
 
 
 def test_of_the_off_policy_rows_only_those_with_a_negative_advantage_leave():
@@ -376,6 +379,20 @@ def test_numbers_are_those_of_a_loop(level, bound):
     expected["out_of_bounds_token"] = sum(map(sum, out)) / len(tokens)
     expected["out_of_bounds_sequence"] = math.fsum(sum(row) / len(row) for row in out if row) / len(rows)
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("unit", ["sample", "rollout"])
+def test_who_rejects_says_how_far_the_policies_were_apart_before(unit):
+    batch = two_policies(8, 5)
+    expected = RolloutCorrection(unit=unit).run(batch).metrics
+    for stage in (
+        SampleFilter(criterion=Diverged(high=0.1, unit=unit), action="drop"),
+        TokenFilter(criterion=Diverged(high=0.1, unit=unit)),
+    ):
+        found = stage.run(batch).metrics
+        names = [f"{name}_{by}" for name in ("kl_k1", "kl_k3", "chi2") for by in ("token", "sequence")]
+        assert [found[name] for name in names] == [expected[name] for name in names]
+        assert found["fraction_kept"] < 1
 
 
 def test_where_nothing_is_kept_the_effective_sample_size_is_zero():

@@ -45,7 +45,6 @@ from headrace.transforms import (
     unpack,
     weighted_loss,
 )
-from headrace.transforms.loss_rows.packing import TOKEN_KEYS
 
 RECIPES = ("tis", "icepop", "mis", "opsm", "mlperf")
 PAGE = (Path(__file__).parent.parent / "docs" / "correction.md").read_text()
@@ -304,9 +303,8 @@ def test_a_ragged_advantage_by_token_is_for_no_loss_that_pads_it_on_the_other_si
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
     loss.set_keys(sample_log_prob=OLD)
     rows = list(batch.unbind(0))
-    for key in TOKEN_KEYS:
-        if key in rows[0].keys(include_nested=True):
-            rows[0][key] = rows[0][key][:-1]
+    for key in (OLD, SAMPLER, MASK):
+        rows[0][key] = rows[0][key][:-1]
     done = LossWeight(dtype="float64", log_prob_key=OLD)(RolloutCorrection()(lazy_stack(rows)))
     with pytest.raises(BatchError, match=r"each token would get another's. Put DenseRows in front"):
         optimise([done], loss, torch.optim.SGD(policy.parameters(), lr=0.0))

@@ -28,6 +28,20 @@ added where the scale is positive (`skip`); the equations are those of
 Everywhere, groups of equal rewards have an advantage of exactly 0 where the group is needed, and no NaN comes
 out. The loss mean is that of [LossWeight](../transforms/weight/loss_weight.py).
 """
+LOSSES = """
+## What is the loss's alone
+
+headrace makes the advantage and says what each token weighs; how a loss clips its ratio is not its business.
+These change that, and go with any recipe above that suits their papers: CISPO (MiniMax-M1, arXiv:2506.13585;
+TorchRL's CISPOLoss), GSPO (arXiv:2507.18071), GMPO (arXiv:2507.20673), SAPO (arXiv:2511.20347), DPPO
+(arXiv:2602.04879), Clip-Cov (arXiv:2505.22617). GSPO and GMPO take one ratio a row: pair them with
+`weight.unit=sample`. FlowRL (arXiv:2509.15207) and λ-GRPO (arXiv:2510.06870) learn a partition function or a
+weight of their own beside the policy: of a recipe they need the rewards, or the advantage, alone.
+
+Not here, and why: KRPO (arXiv:2505.07527) filters the rewards of a group one after the other, so that each
+advantage depends on the order of the rows, and a group has none. Over the batches, with one variance R of the
+rewards and P of the start and without drift, its filter is `RunningBaseline(decay=1, start_weight=R/P)`.
+"""
 
 
 def comment_of(path: Path) -> str:
@@ -84,7 +98,7 @@ def table(folder: Path, prefix: str = "") -> str:
 def page() -> str:
     """The whole page."""
     parts = [HEAD, "## Algorithms\n", table(RECIPES), "\n## Frameworks' own conventions\n"]
-    return "\n".join([*parts, table(RECIPES / "as", "as/")]) + "\n"
+    return "\n".join([*parts, table(RECIPES / "as", "as/"), LOSSES])
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ class TokenAdvantage(BatchTransform):
 
     It stands after the advantage, and several may stand one after the other. What the term reads is recorded
     data: its columns must be finite for every token in the loss. Of a row that is out of the loss, or has no
-    reward, no token is read, and it keeps its advantage. No device read.
+    reward, no token is read, and it keeps its advantage. Measures the share of tokens that it ``changed``, by
+    how much (``abs_mean``), and ``term_mean``: of LogRatio that is an estimate of −KL. No device read.
 
     Reads `loss_mask_key`, ``("headrace", "in_loss")`` and ``("headrace", "reward")`` if there, and what the
     term reads; reads and writes `advantage_key`, (N, T, 1) from then on.
@@ -141,13 +142,15 @@ class TokenAdvantage(BatchTransform):
         def changed(term: Tensor, before: Tensor, trains: Tensor) -> dict[str, Tensor]:
             after = token_advantage(before, term, trains, factor=factor, how=self.how)
             change = torch.where(trains, after.double() - before.double(), 0.0).abs()
-            return {"after": after, "changed": (change != 0).sum(-1), "change": change.sum(-1)}
+            sums = {"changed": change != 0, "change": change, "term": torch.where(trains, term.double(), 0.0)}
+            return {"after": after} | {name: values.sum(-1) for name, values in sums.items()}
 
         check_lengths(batch, [self.advantage_key], self.loss_mask_key, reader=reader)
         made, tokens = in_blocks(changed, term, before, trains), trains.sum().clamp_min(1)
         write_tokens(batch, self.advantage_key, made["after"].unsqueeze(-1), self.loss_mask_key)
         read = {"the term": term, "the advantage": made["after"]}
-        measured = {"changed": made["changed"].sum() / tokens, "abs_mean": made["change"].sum() / tokens}
+        names = {"changed": "changed", "abs_mean": "change", "term_mean": "term"}
+        measured = {name: made[key].sum() / tokens for name, key in names.items()}
         return Outcome(batch, measured=measured, rules=self._rules(seen, trains, read))
 
     def _seen(self, batch: TensorDictBase) -> TensorDictBase:

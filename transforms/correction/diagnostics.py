@@ -59,26 +59,43 @@ def diagnose(rows: Mapping[str, Tensor], first: Tensor | None) -> dict[str, Tens
         "weight_max": _largest(rows["largest"]),
         "ess": _effective(rows["weight"].sum(), rows["squares"].sum(), size),
         "out_of_bounds": _share(rows["outside"].sum(), size),
-        "kl_k1": _share(rows["k1"].sum(), size),
-        "kl_k3": _share(rows["k3"].sum(), size),
-        "chi2": _share(rows["chi2"].sum(), size),
     }
     tokens = over_units(rows["tokens"], first)
     there = (tokens > 0) & (True if first is None else is_first(first))
     size = there.sum()
     weight = over_units(rows["weight"], first) / tokens.clamp_min(1) * there
-    d = -clamped(over_units(rows["total"], first)) * there
+    outside = over_units(rows["outside"], first) / tokens.clamp_min(1) * there
     by_sequence = {
         "weight_mean": _share(weight.sum(), size),
         "weight_max": _largest(weight),
         "ess": _effective(weight.sum(), weight.square().sum(), size),
-        "out_of_bounds": _share(
-            (over_units(rows["outside"], first) / tokens.clamp_min(1) * there).sum(), size
-        ),
+        "out_of_bounds": _share(outside.sum(), size),
+    }
+    return _both(by_token, by_sequence) | distance(rows, first)
+
+
+def distance(rows: Mapping[str, Tensor], first: Tensor | None) -> dict[str, Tensor]:
+    """``kl_k1``, ``kl_k3`` and ``chi2`` of :func:`diagnose`, by token and by sequence, which need no weights.
+
+    Args:
+        rows: (M,) by name, of :func:`sums_of_rows`.
+        first: (M,) int64, the first row of each row's rollout; None: a sequence is a row.
+    """
+    by_token = {
+        {"k1": "kl_k1", "k3": "kl_k3"}.get(name, name): _share(rows[name].sum(), rows["tokens"].sum())
+        for name in ("k1", "k3", "chi2")
+    }
+    there = (over_units(rows["tokens"], first) > 0) & (True if first is None else is_first(first))
+    d, size = -clamped(over_units(rows["total"], first)) * there, there.sum()
+    by_sequence = {
         "kl_k1": _share(d.sum(), size),
         "kl_k3": _share(((-d).expm1() + d).sum(), size),
         "chi2": _share((-2 * d).expm1().sum(), size),
     }
+    return _both(by_token, by_sequence)
+
+
+def _both(by_token: Mapping[str, Tensor], by_sequence: Mapping[str, Tensor]) -> dict[str, Tensor]:
     both = {"token": by_token, "sequence": by_sequence}
     return {f"{name}_{by}": value for by, numbers in both.items() for name, value in numbers.items()}
 

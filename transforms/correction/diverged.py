@@ -16,6 +16,7 @@ from headrace.transforms.options import describe_options, nested_key, one_of
 from headrace.transforms.schema import read_column
 from headrace.transforms.tokens import read_advantage
 
+from .diagnostics import distance, sums_of_rows
 from .divergence import Estimator, Over, check_divergence, of_tokens, over_rows, row_part
 from .importance import check_bounds, outside
 from .policies import Policies, read_policies
@@ -42,7 +43,7 @@ class Diverged:
     Geometric-mean rejection is ``Diverged(estimator="k1", level="mean", ...)`` (https://richardli.xyz/rl-collapse);
     with `judges` ``negative`` it is the off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556), which
     needs the advantage's sign: it stands after the advantage. Over ranks a rollout's tokens are those of all.
-    No device read.
+    The stage measures KL and χ² of all rows, before it rejects any. No device read.
 
     Args:
         estimator: k1, k2, k3.
@@ -121,6 +122,15 @@ class Diverged:
             why = "rows without an id would be one sequence"
             rules.append(set_rule(self._rollouts(batch), "rollout_id", why))
         return rules
+
+    def measured(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """How far the two policies are apart before anything is rejected: kl_k1, kl_k3 and chi2, by token and
+        by sequence (:func:`~headrace.transforms.correction.diagnostics.distance`).
+        """
+        rows = self._read(batch).each_row(sums_of_rows)
+        ids = {"rollouts": self._rollouts(batch)} if self.unit == "rollout" else {}
+        everyone = population_of(batch, every=True).take(rows, ids)
+        return distance(everyone, first_row(everyone["rollouts"]) if ids else None)
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool, True where the row stays; (N, T), of its tokens, where they are judged one by one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import get_args
 
 import torch
@@ -33,7 +32,7 @@ from .importance import (
     weight_of_rows,
 )
 from .policies import change_advantage, read_policies
-from .ratios import Span, over_units
+from .ratios import Ratios, Span, over_units
 
 
 class RolloutCorrection(BatchTransform):
@@ -134,20 +133,28 @@ class RolloutCorrection(BatchTransform):
             )
         keys = self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key
         policies, people = read_policies(batch, *keys, reader=name), population_of(batch, every=True)
-        rows = policies.each_row(sums_of_rows)
+        made = policies.each_row(self._of_tokens if self.level == "token" else sums_of_rows)
         rollouts = self.ids(batch, "rollout") if self.unit == "rollout" else None
-        total, tokens, rules = self._of_units(rows, rollouts, people)
-        of_rows = ratio_of_rows(self.level, total, tokens, policies.dtype)
-        made = policies.each_row(partial(weigh, bound=self.bound, low=self.low, high=self.high), of_rows)
-        weight = made["weight"]
+        total, tokens, rules = self._of_units(made, rollouts, people)
+        if (of_rows := ratio_of_rows(self.level, total, tokens, policies.dtype)) is not None:
+            made |= policies.each_row(self._weigh, of_rows)
+        weight = made.pop("weights")
         if self.normalise == "batch":
-            weight = normalised(weight, mean_of(**self._share(weight, rows["tokens"], rollouts, people)))
+            weight = normalised(weight, mean_of(**self._share(weight, made["tokens"], rollouts, people)))
+            made |= in_blocks(sums_of_weights, weight)
         write_tokens(batch, self.importance_key, weight, self.loss_mask_key)
         columns = weight, policies.mask
         fits = change_advantage(batch, self.advantage_key, self.loss_mask_key, _weigh, *columns, reader=name)
-        rows |= in_blocks(sums_of_weights, weight) | {"outside": made["outside"]}
-        wrong = policies.rule(rows.pop("wrong"))
-        return Outcome(batch, measured=self._measure(rows, rollouts, people), rules=[wrong, *rules, fits])
+        wrong = policies.rule(made.pop("wrong"))
+        return Outcome(batch, measured=self._measure(made, rollouts, people), rules=[wrong, *rules, fits])
+
+    def _of_tokens(self, ratio: Ratios) -> dict[str, Tensor]:
+        """Where each token has its own weight, all that is known of some rows."""
+        return {**sums_of_rows(ratio), **self._weigh(ratio, None)}
+
+    def _weigh(self, ratio: Ratios, of_rows: Tensor | None) -> dict[str, Tensor]:
+        made = weigh(ratio, of_rows, bound=self.bound, low=self.low, high=self.high)
+        return {"weights": made["weight"], "outside": made["outside"]} | sums_of_weights(made["weight"])
 
     def _of_units(
         self, rows: Mapping[str, Tensor], rollouts: Tensor | None, people: Population

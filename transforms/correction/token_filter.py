@@ -99,6 +99,7 @@ class TokenFilter(BatchTransform):
         mask = read_loss_mask(batch, self.loss_mask_key, reader=type(self).__name__)
         keep = self._judge(batch, mask)
         rules = getattr(self.criterion, "rules", lambda _: ())(batch)
+        more: dict[str, Tensor] = getattr(self.criterion, "measured", lambda _: {})(batch)
         out = mask & ~keep
         if self.denominator == "all":
             change_advantage(
@@ -113,9 +114,8 @@ class TokenFilter(BatchTransform):
             self._silence(batch, out)
         everyone = population_of(batch, every=True).take({"tokens": mask.sum(-1), "out": out.sum(-1)})
         tokens, kept = everyone["tokens"].sum(), (everyone["tokens"] - everyone["out"]).sum()
-        return Outcome(
-            batch, measured={"kept": kept, "fraction_kept": kept / tokens.clamp_min(1)}, rules=rules
-        )
+        measured = {"kept": kept, "fraction_kept": kept / tokens.clamp_min(1)}
+        return Outcome(batch, measured=more | measured, rules=rules)
 
     def _judge(self, batch: TensorDictBase, mask: Tensor) -> Tensor:
         """(N, T) or (N, 1) bool."""

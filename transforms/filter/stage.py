@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -120,9 +120,10 @@ class SampleFilter(BatchTransform):
         if self.on_batch is not None:
             enforce(rules)
             self.on_batch(batch, keep)
+        more: Mapping[str, Tensor] = getattr(self.criterion, "measured", lambda _: {})(batch)
         out = rows_that_stay(batch, keep) if self.action == "drop" else self._silence(batch, keep)
         measured = {"kept": keep.sum(), "fraction_kept": keep.double().mean()}
-        return Outcome(out, (~keep).to(torch.int8), measured, rules)
+        return Outcome(out, (~keep).to(torch.int8), {**more, **measured}, rules)
 
     def _judge(self, batch: TensorDictBase) -> Tensor:
         if len(batch) == 0 and not getattr(self.criterion, "spans_ranks", False):  # other ranks have all rows

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-AT_ONCE = 2**14  # tokens: 128 KiB of float64 a column
+AT_ONCE = 2**15  # tokens: 256 KiB of float64 a column
 
 
 def in_blocks(
