@@ -55,7 +55,17 @@ from .filter import (
 )
 from .gate import CompletenessGate, IncompleteGroups, incomplete_groups
 from .ids import number_labels
-from .loss_rows import DenseRows, ScoreRows, pack, unpack, unpack_tokens
+from .loss_rows import (
+    DenseRows,
+    ScoreRows,
+    logits_of_tokens,
+    pack,
+    tree_log_probs,
+    tree_mask,
+    tree_mask_mod,
+    unpack,
+    unpack_tokens,
+)
 from .rows import take_rows
 from .schema import Status
 from .shaping import (
@@ -148,6 +158,7 @@ __all__ = [
     "importance_weight",
     "incomplete_groups",
     "length_penalty",
+    "logits_of_tokens",
     "loss_weight",
     "number_labels",
     "overlong_punishment",
@@ -167,6 +178,9 @@ __all__ = [
     "token_advantage",
     "top_share",
     "tree_advantage",
+    "tree_log_probs",
+    "tree_mask",
+    "tree_mask_mod",
     "turn_advantage",
     "turns_to_go",
     "unpack",

@@ -3,5 +3,16 @@
 from .dense import DenseRows
 from .packing import pack, unpack, unpack_tokens
 from .scoring import ScoreRows
+from .tree_attention import logits_of_tokens, tree_log_probs, tree_mask, tree_mask_mod
 
-__all__ = ["DenseRows", "ScoreRows", "pack", "unpack", "unpack_tokens"]
+__all__ = [
+    "DenseRows",
+    "ScoreRows",
+    "logits_of_tokens",
+    "pack",
+    "tree_log_probs",
+    "tree_mask",
+    "tree_mask_mod",
+    "unpack",
+    "unpack_tokens",
+]
