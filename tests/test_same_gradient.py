@@ -24,7 +24,8 @@ CUTS = {
     "packed in micro-batches": {"transform": pack, "microbatches": 3, "balance": "tokens"},
     "packed and padded": {"transform": pack, "microbatches": 4, "remainder": "pad"},
     "a tree": {"transform": partial(pack, tree=True)},
-    "trees in micro-batches": {"transform": partial(pack, tree=True), "microbatches": 3},
+    "trees in micro-batches": {"transform": partial(pack, tree=True), "microbatches": 3, "tree": "rollout"},
+    "trees by tokens": {"transform": partial(pack, tree=True), "max_tokens": 30, "tree": "group"},
     "trees, padded": {"transform": partial(pack, tree=True), "microbatches": 4, "remainder": "pad"},
 }
 

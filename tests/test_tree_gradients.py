@@ -9,14 +9,13 @@ from processes import run_processes
 from tree_models import as_tree, gradient_of, make_actor, make_batch, run_rank
 from tries import Trie, scenes
 
-from headrace.transforms import pack
-
 SCENES = scenes()
 every_scene = pytest.mark.parametrize("name", list(SCENES))
 CUTS = {
     "whole": {},
     "in micro-batches": {"microbatches": 2},
     "row by row": {"microbatch_size": 1},
+    "by nodes": {"max_tokens": 20, "tree": "group", "balance": "attention"},
     "shuffled otherwise": {"seed": 7, "microbatches": 2, "balance": "tokens"},
 }
 
@@ -36,7 +35,7 @@ def test_the_gradient_of_a_tree_is_that_of_its_rows(name, side):
 def test_a_model_sees_each_node_once(name):
     actor, nodes = make_actor("tiny"), len(Trie(SCENES[name]).paths)
     batch = make_batch(actor, SCENES[name])
-    for transform, tokens in ((as_tree, nodes), (pack, sum(map(len, SCENES[name])))):
+    for transform, tokens in ((as_tree, nodes), ("pack", sum(map(len, SCENES[name])))):
         actor.seen = 0
         gradient_of(actor, batch, transform)
         assert actor.seen == tokens
@@ -60,5 +59,5 @@ def test_the_gradient_of_a_tree_is_that_of_its_rows_on_two_processes(tmp_path):
     run_processes(run_rank, 2, str(tmp_path), count=2)
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
-        assert len(found) == 2 * len(SCENES)
+        assert len(found) == 4 * len(SCENES)
         assert {way: far for way, far in found.items() if far > 1e-12} == {}

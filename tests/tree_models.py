@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,10 +15,10 @@ from torchrl.modules.distributions import LLMMaskedCategorical
 from tries import ATTENTION, FULL, LOG_PROBS, LOSS, dense, scenes
 
 from headrace.pipeline import Pipeline, TokenGRPOLoss, optimise
-from headrace.transforms import LossWeight, ShuffleSplit, logits_of_tokens, pack, take_rows, tree_mask
+from headrace.transforms import LossWeight, ShuffleSplit, logits_of_tokens, take_rows, tree_mask
 
 VOCABULARY = 50
-as_tree = partial(pack, tree=True)
+as_tree = "tree"
 
 
 class Transformer(nn.Module):
@@ -146,6 +145,8 @@ def run_rank(rank: int, world: int, folder: str) -> None:
         ways = {
             "shared rows": gradient_of(actor, batch, **pad, **shared, microbatches=2),
             "own rows": gradient_of(actor, mine, **pad, group="own rows", microbatches=2),
+            "shared trees": gradient_of(actor, batch, **pad, **shared, max_tokens=30, tree="group"),
+            "own trees": gradient_of(actor, mine, **pad, group="own rows", max_tokens=30, tree="group"),
         }
         found |= {(name, way): distance(each, whole) for way, each in ways.items()}
     torch.save(found, Path(folder) / f"{rank}.pt")
