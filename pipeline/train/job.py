@@ -108,7 +108,8 @@ def _train_step(
         loss_mask_key=pipeline.loss_mask_key,
         log_prob_key=pipeline.log_prob_key,
     )
-    return taken, make_report(run, step=step, solved=config.report.solved)
+    how = {"solved": config.report.solved, "parameters": config.report.parameters}
+    return taken, make_report(run, step=step, batch=batch, **how)
 
 
 def check_settings(config: DictConfig) -> None:

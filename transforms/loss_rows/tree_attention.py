@@ -124,6 +124,15 @@ def logits_of_tokens(logits: Tensor, packed: TensorDictBase) -> Tensor:
 
     Raises:
         MissingKeyError: it was not packed as a tree.
+
+    Example:
+        >>> from headrace.transforms import pack
+        >>> from tensordict import TensorDict
+        >>> rows = {"tokens": {"full": torch.tensor([[5, 6], [5, 7]])}}
+        >>> rows["masks"] = {"all_attention_mask": torch.ones(2, 2, dtype=torch.bool)}
+        >>> packed = pack(TensorDict(rows, batch_size=[2]), tree=True)
+        >>> logits_of_tokens(torch.tensor([[[0.5], [0.6], [0.7]]]), packed).shape
+        torch.Size([1, 4, 1])
     """
     parent = require(packed, "tree_parent", reader="logits_of_tokens", option=READ)[0]
     before = parent.clamp_min(0).index_select(0, packed["packed_node"][0])
