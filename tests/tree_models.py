@@ -114,13 +114,16 @@ def make_batch(actor: Actor, rows: list[list[int]], side: str = "left") -> Tenso
     return batch
 
 
-def gradient_of(actor: Actor, batch: TensorDict, transform=None, group: str | None = None, **cut) -> Tensor:
+def gradient_of(
+    actor: Actor, batch: TensorDict, transform=None, group: str | None = None, mean: str = "sample", **cut
+) -> Tensor:
     """Of one optimiser step through TokenGRPOLoss with weights."""
     loss = TokenGRPOLoss(actor, masking_strategy="generic", entropy_coeff=0.01, kl_to_ref_coeff=0.1)
     world = "world" if group == "own rows" else None
     split = ShuffleSplit(**{"minibatches": 1, "remainder": "uneven", "process_group": world} | cut)
     ranks = cut.get("ranks", 1)
-    weight = LossWeight(unit="sample", ranks=ranks, process_group=world, shared_ids="same")
+    length = 9 if mean == "constant" else None
+    weight = LossWeight(unit=mean, length=length, ranks=ranks, process_group=world, shared_ids="same")
     pipeline = Pipeline({"split": split, "weight": weight})
     optimizer = torch.optim.SGD(actor.parameters(), lr=0.0)
     actor.zero_grad()

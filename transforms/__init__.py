@@ -57,8 +57,10 @@ from .gate import CompletenessGate, IncompleteGroups, incomplete_groups
 from .ids import number_labels
 from .loss_rows import (
     DenseRows,
+    MergeTurns,
     ScoreRows,
     logits_of_tokens,
+    merge_turns,
     pack,
     tree_log_probs,
     tree_mask,
@@ -116,6 +118,7 @@ __all__ = [
     "LengthWithin",
     "LogRatio",
     "LossWeight",
+    "MergeTurns",
     "MissingKeyError",
     "NotTruncated",
     "Outcome",
@@ -160,6 +163,7 @@ __all__ = [
     "length_penalty",
     "logits_of_tokens",
     "loss_weight",
+    "merge_turns",
     "number_labels",
     "overlong_punishment",
     "pack",
