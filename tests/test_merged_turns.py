@@ -11,7 +11,7 @@ from tensordict import TensorDict, lazy_stack
 from tree_models import gradient_of, make_actor
 from tries import ATTENTION, FULL, LOG_PROBS, LOSS, dense, ragged
 
-from headrace.pipeline import Pipeline
+from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms import (
     BatchError,
     FanOutCollapse,
@@ -169,6 +169,12 @@ def test_in_a_pipeline_each_turn_has_an_entry_and_no_rollout_is_lost():
     assert run.metrics["rollouts/trained"] == 4.0
     assert [row["row"] for row in run.ledger.rows("merge/merged")] == [0]
     assert len(run.batch) == 5
+
+
+def test_it_goes_into_a_recipe_by_two_words():
+    order = "pipeline.order=[gate,collapse,filter,advantage,merge,split,weight]"
+    pipeline = load_pipeline("pipeline=grpo", "+stage@pipeline.stages.merge=merge", order)
+    assert list(pipeline.stages)[4] == "merge"
 
 
 def test_a_silent_turn_trains_nothing_in_the_merged_row():

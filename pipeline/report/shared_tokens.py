@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,6 +77,12 @@ class SharedTokens(NamedTuple):
 
 
 NOTHING = SharedTokens({}, {})
+
+
+def linear_of(stages: Iterable[Any]) -> float:
+    """6 × the hidden size, as the stage that cuts has it."""
+    cutting = (stage for stage in stages if getattr(stage, "cuts", False))
+    return getattr(next(cutting, None), "linear", LINEAR)
 
 
 def count_shared_tokens(

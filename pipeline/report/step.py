@@ -20,7 +20,7 @@ from headrace.transforms.door import enter_rows
 from .funnel import Level, funnel
 from .groups import groups_of, rollouts_of, staleness_of
 from .numbers import numbers_of
-from .shared_tokens import LINEAR, count_shared_tokens
+from .shared_tokens import count_shared_tokens, linear_of
 from .warnings import warnings_of
 
 
@@ -185,9 +185,7 @@ def _shared(
     gone = [code for code, action in enumerate(actions) if action in ("dropped", "carried")]
     ids = {name: columns[name][: len(batch)] for name in ("group_id", "rollout_id") if name in columns}
     counts = count_shared_tokens(batch, ids, ~np.isin(columns["reason"][: len(batch)], gone))
-    cutting = [stage for stage in account.stages.values() if getattr(stage, "cuts", False)]
-    linear = getattr(cutting[0], "linear", LINEAR) if cutting else LINEAR
-    return counts.numbers(linear=linear, parameters=parameters)
+    return counts.numbers(linear=linear_of(account.stages.values()), parameters=parameters)
 
 
 def _empty_report(account: Account, step: int) -> StepReport:

@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import SharedTokens, count_shared_tokens, tree_words
 from headrace.pipeline.report.groups import rollouts_of
+from headrace.pipeline.report.shared_tokens import linear_of
 from headrace.pipeline.row_table import weights_of_stages
 from headrace.transforms.rewards import weighted_reward
 from headrace.transforms.schema import has_key
@@ -66,7 +67,8 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise ConfigError(f"plan.group_sizes must be integers ≥ 1; got {sizes}")
     rates, counts, tokens = [], [], SharedTokens({}, {})
-    weights = weights_of_stages(build_pipeline(config.pipeline).stages.values())
+    stages = build_pipeline(config.pipeline).stages.values()
+    weights = weights_of_stages(stages)
     for step, batch in each_step(open_configured(config), console):
         with at_step(step):
             rate, count = solve_rates(batch, config.report.solved, weights)
@@ -79,7 +81,7 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
             "a rollout with a reward is required, to know a solve rate; found none in any group of the dump"
         )
     show_group_sizes(rate, count, sizes, config.report.solved, console)
-    if words := tree_words(tokens.numbers(parameters=config.report.parameters)):
+    if words := tree_words(tokens.numbers(linear=linear_of(stages))):
         console.print(words, highlight=False)
     return float(((rate == 0) | (rate == 1)).mean())
 
