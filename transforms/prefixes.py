@@ -116,13 +116,15 @@ def as_words(values: Tensor) -> Tensor:
     return values.long()
 
 
-def same_content(rows: Sequence[Tensor]) -> Tensor:
-    """(N,) int64, equal where N tensors are, in shape and in every bit.
+def same_content(rows: Tensor | Sequence[Tensor]) -> Tensor:
+    """(N,) int64, equal where N tensors are, in shape and in every bit; they may be one, (N, ...).
 
     Example:
         >>> same_content([torch.zeros(2), torch.ones(2), torch.zeros(1, 2), torch.zeros(2)]).tolist()
         [0, 1, 2, 0]
     """
+    if isinstance(rows, Tensor):
+        return rank_rows(as_words(rows.detach()).reshape(len(rows), -1))
     shapes = list(dict.fromkeys(row.shape for row in rows))  # known without a read
     words = []
     for row in rows:

@@ -279,7 +279,7 @@ def _write(batch: TensorDictBase, key: NestedKey, values: Tensor, like: NestedKe
 def _differs(batch: TensorDictBase, key: NestedKey, into: Tensor) -> Tensor | None:
     """(N,) bool: a column says other things of a row than of the one it is merged into; None of texts."""
     if isinstance(batch, LazyStackedTensorDict):
-        rows = batch.get(key, as_list=True)
+        rows = list(batch.get(key, as_list=True))
         if not all(isinstance(row, Tensor) for row in rows):
             return None
         content = same_content(rows)

@@ -219,14 +219,13 @@ def _in_rows(values: Tensor, packed: TensorDictBase) -> Tensor:
     return flat.index_copy(0, at, values).view(rows, width, *values.shape[1:])
 
 
-def _values(batch: TensorDictBase, key: NestedKey) -> list[Tensor]:
-    """What is under a key, row by row."""
+def _values(batch: TensorDictBase, key: NestedKey) -> Tensor | list[Tensor]:
+    """What is under a key, (n, ...), or row by row."""
     if isinstance(batch, LazyStackedTensorDict) and has_key(batch, key):
         column = batch.get(key, as_list=True)
     else:
         column = require(batch, key, reader="pack", option="row_input_keys")
-        column = list(column) if isinstance(column, Tensor) else [column]
-    if not all(isinstance(row, Tensor) for row in column):
+    if not all(isinstance(row, Tensor) for row in (column if isinstance(column, list) else [column])):
         raise BatchError(
             f"rows share tokens only if their inputs are equal, and {key!r} is no tensor that could be "
             "compared: give rows a column of numbers that differ where the inputs do, and name that in "

@@ -16,7 +16,7 @@ from .prefix_tree import prefix_tree
 def tree_columns(
     rows: Mapping[NestedKey, Tensor],
     inputs: Mapping[NestedKey, Tensor],
-    row_inputs: Mapping[NestedKey, Sequence[Tensor]],
+    row_inputs: Mapping[NestedKey, Tensor | Sequence[Tensor]],
     shape: tuple[int, int],
 ) -> dict[NestedKey, Tensor]:
     """The columns of the M nodes, and the node of each of the L tokens. One device read, M.
@@ -25,7 +25,7 @@ def tree_columns(
         rows: (1, L) int64 each, of rows end to end: ``input_ids``, and of each token its row,
             ``segment_ids``, and its place in that, ``position_ids``.
         inputs: (1, L, ...), in which tokens must agree to be one.
-        row_inputs: n tensors, in which rows must agree to share any.
+        row_inputs: (n, ...), or n tensors, in which rows must agree to share any.
         shape: n rows, and at least as many tokens as the longest has.
     """
     tokens, segment, position = (rows[key][0] for key in ("input_ids", "segment_ids", "position_ids"))
