@@ -118,13 +118,49 @@ def test_a_tree_costs_what_its_nodes_do(rows, balance):
         assert found == expected
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_rows_of_any_part_share_is_what_a_loop_finds(seed):
+    """Also a row that is there twice, as one that fills up a micro-batch."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(3, (1 + i % 9,), generator=generator).tolist() for i in range(40)]
+    chosen = torch.randint(40, (25,), generator=generator)
+    part = torch.randint(3, (25,), generator=generator)
+    shared = forest_of(rows).shared(chosen, part)
+    for number in range(3):
+        own = [rows[row] for row in chosen[part == number].tolist()]
+        nodes = len(Trie(own).paths)
+        assert sum(map(len, own)) - int(shared[part == number].sum()) == nodes
+        assert all(0 <= same <= len(rows[row]) for row, same in zip(chosen, shared.tolist(), strict=True))
+
+
 def test_trees_are_dealt_by_what_they_cost_together():
-    lengths, tree = torch.tensor([9, 9, 9, 6, 6]), torch.tensor([0, 0, 0, 1, 2])
-    shared = torch.tensor([0, 8, 8, 0, 0])  # 11 nodes against 6 and 6
-    dealt = deal(lengths, ranks=2, max_tokens=12, balance="tokens", tree=tree, shared=shared)
-    assert sorted(rows.tolist() for each in dealt for rows in each) == [[0, 1, 2], [3, 4]]
-    apart = deal(lengths, ranks=2, max_tokens=18, balance="tokens")
-    assert sorted(len(rows) for each in apart for rows in each) != [2, 3] or len(apart[0]) > 1
+    lengths, tree = torch.tensor([9, 9, 9, 1]), torch.tensor([0, 0, 0, 1])
+    shared = torch.tensor([0, 8, 8, 0])  # 11 nodes and 1
+    assert len(deal(lengths, max_tokens=12, tree=tree, shared=shared)[0]) == 1
+    assert len(deal(lengths, max_tokens=12, tree=tree)[0]) == 2
+    # 10 nodes, of 30 tokens, beside 20, 15 and 5: the first goes with 15, and its tokens would with 5.
+    lengths, tree = torch.tensor([10, 10, 10, 20, 15, 5]), torch.tensor([0, 0, 0, 1, 2, 3])
+    for balance in ("tokens", "attention"):
+        options = {"microbatches": 2, "balance": balance, "linear": 100.0, "tree": tree}
+        dealt = deal(lengths, shared=torch.tensor([0, 10, 10, 0, 0, 0]), **options)
+        assert sorted(rows.tolist() for rows in dealt[0]) == [[0, 1, 2, 4], [3, 5]]
+        apart = deal(lengths, **options)
+        assert sorted(rows.tolist() for rows in apart[0]) == [[0, 1, 2, 5], [3, 4]]
+
+
+def test_where_trees_are_fewer_than_micro_batches_none_is_empty():
+    rows = [[1, 2, 3], [1, 2, 4], [1, 2, 5], [2, 2]]
+    passes = cut_into(batch_of(rows, [0] * 4), tree="group", microbatches=3, shuffle=False)
+    assert sorted(passes) == [[0, 1, 2], [3]]
+
+
+def test_rows_that_fill_up_a_micro_batch_cost_nothing_more():
+    rows = [[1, 2, 3], [1, 2, 4], [1, 2, 5], [2, 2]]
+    split = ShuffleSplit(minibatches=1, microbatches=2, tree="group", remainder="pad", balance="tokens")
+    outcome = split.run(batch_of(rows, [0] * 4))
+    assert outcome.measured["padded"] == 2
+    assert outcome.measured["max_tokens"] == 5
+    assert outcome.measured["shared_tokens"] == 4
 
 
 def test_rows_share_tokens_within_their_rollout_or_group_alone():
