@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from rich.console import Console
+from tensordict import TensorDictBase
 
 from .account import Account
 from .ledger import Ledger
@@ -76,15 +77,23 @@ class LastRun:
         """Numbers of the last batch (:attr:`Run.metrics`); empty before the first. A few device reads."""
         return {} if self.account is None else self.account.metrics
 
-    def report(self, *, step: int = 0, console: Console | None = None, solved: float = 1.0) -> StepReport:
+    def report(
+        self,
+        *,
+        step: int = 0,
+        console: Console | None = None,
+        solved: float = 1.0,
+        batch: TensorDictBase | None = None,
+    ) -> StepReport:
         """Print a funnel and a table of groups for the last batch, and return its report.
 
         Args:
             step: its number.
             console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
             solved: least reward of a solved rollout.
+            batch: what came in, to say what its rows would cost as trees; None: not looked at.
 
         Raises:
             RuntimeError: there was no batch, or a stage refused it.
         """
-        return print_report(self, step=step, console=console, solved=solved)
+        return print_report(self, step=step, console=console, solved=solved, batch=batch)

@@ -70,15 +70,23 @@ class Run:
         """
         return self.account.metrics
 
-    def report(self, *, step: int = 0, console: Console | None = None, solved: float = 1.0) -> StepReport:
+    def report(
+        self,
+        *,
+        step: int = 0,
+        console: Console | None = None,
+        solved: float = 1.0,
+        batch: TensorDictBase | None = None,
+    ) -> StepReport:
         """Print a funnel and a table of groups, and return the report (:func:`make_report`).
 
         Args:
             step: its number.
             console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
             solved: least reward of a solved rollout.
+            batch: what came in, to say what its rows would cost as trees; None: not looked at.
         """
-        return print_report(self, step=step, console=console, solved=solved)
+        return print_report(self, step=step, console=console, solved=solved, batch=batch)
 
     def __repr__(self) -> str:
         return f"Run({self.ledger})"

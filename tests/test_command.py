@@ -88,6 +88,7 @@ def test_cfg_prints_the_job(tmp_path):
         (["train.epochs=0"], "train.epochs must be an integer ≥ 1; got 0"),
         (["device=foo"], "device=foo is not available"),
         (["seed=abc"], "seed must be an integer; got 'abc'"),
+        (["train.transform=trees"], "train.transform must be one of 'pack', 'tree'; got 'trees'"),
         (["env.revised=3"], "revised must be in [0, 1]"),
     ],
 )
@@ -113,14 +114,17 @@ def test_the_same_rewards_however_the_step_is_cut(tmp_path):
     """Packed, by tokens or through a loss that knows no weights: one gradient, so the same policy learns."""
     packed = "train.transform={_target_: headrace.transforms.pack, _partial_: true}"
     folded = ["pipeline.stages.weight.fold=token_mean", "loss.aggregation=token_mean"]
-    ways = {"whole": [], "packed": [packed, "pipeline.stages.split.max_tokens=50"], "folded": folded}
+    by_tokens = "pipeline.stages.split.max_tokens=50"
+    ways = {"whole": [], "packed": [packed, by_tokens], "folded": folded}
+    ways["trees"] = ["train.transform=tree", "pipeline.stages.split.tree=group", by_tokens]
+    ways["one word"] = ["train.transform=tree"]
     rewards = {}
     for name, words in ways.items():
         headrace_here(tmp_path, *QUICK, f"hydra.run.dir={name}", "train.steps=3", *words)
         with (tmp_path / name / "metrics.csv").open() as file:
             rewards[name] = [float(step["reward"]) for step in csv.DictReader(file)]
     assert len(rewards["whole"]) == 3
-    assert rewards["packed"] == rewards["folded"] == rewards["whole"]
+    assert all(each == rewards["whole"] for each in rewards.values())
 
 
 def test_without_weights_a_loss_per_token_is_refused(tmp_path):

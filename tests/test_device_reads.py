@@ -37,6 +37,7 @@ from headrace.transforms import (
     LengthWithin,
     LogRatio,
     LossWeight,
+    MergeTurns,
     NotTruncated,
     OverlongPunishment,
     RelativeLength,
@@ -135,6 +136,8 @@ STAGE = {  # alone
     "weight, turn": (1, 0),
     "split": (1, 1),
     "split, samples": (0, 1),
+    "split, trees": (1, 1),
+    "merge": (2, 0),
     "weight": (1, 0),
     "weight, rollout": (1, 0),
     "weight, fold": (1, 0),
@@ -169,6 +172,9 @@ PACK = {  # a micro-batch of 8 rows
     "pack, ragged": (2, 0),
     "unpack": (0, 0),
     "unpack, ragged": (0, 0),
+    "pack as a tree": (3, 0),
+    "pack as a tree, ragged": (3, 0),
+    "unpack a tree": (0, 0),
 }
 ASKED = {  # of a run of grpo
     "metrics": (4, 0),
@@ -341,6 +347,8 @@ OPTIONS = {
     "weight, turn": lambda: LossWeight(unit="turn", turn_key="state_id"),
     "split": lambda: ShuffleSplit(minibatches=2, remainder="uneven"),
     "split, samples": lambda: ShuffleSplit(minibatches=2, remainder="uneven", unit="sample"),
+    "split, trees": lambda: ShuffleSplit(minibatches=2, remainder="uneven", max_tokens=9, tree="group"),
+    "merge": lambda: MergeTurns(last_keys=[("next", "truncated"), "state_id", "parent_id"]),
     "weight": lambda: LossWeight(),
     "weight, rollout": lambda: LossWeight(unit="rollout"),
     "weight, fold": lambda: LossWeight(unit="constant", length=9, fold="token_mean"),
@@ -420,18 +428,21 @@ def to_pack(*, ragged: bool) -> TensorDictBase:
 
 @pytest.mark.parametrize("name", PACK)
 def test_reads_and_copies_of_a_packed_microbatch(name):
-    batch = to_pack(ragged="ragged" in name)
-    expected = pack(batch)
+    batch, tree = to_pack(ragged="ragged" in name), "tree" in name
+    batch = (
+        batch.apply(lambda column: column % 3 if column.dtype is torch.int64 else column) if tree else batch
+    )
+    expected = pack(batch, tree=tree)
     with FakeDevice() as fake:
         there = fake.put(batch)
         with fake.unseen():
-            packed = pack(there)
+            packed = pack(there, tree=tree)
             agree(fake, packed, expected)
         fake.forget()
         if "unpack" in name:
             expected, found = unpack(expected), unpack(packed)
         else:
-            found = pack(there)
+            found = pack(there, tree=tree)
         with fake.unseen():
             agree(fake, found, expected)
     check(name, fake, PACK[name])

@@ -110,6 +110,8 @@ def test_options_of_optimise_that_make_no_sense_raise(scene):
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     with pytest.raises(ValueError, match="max_grad_norm must be > 0"):
         optimise([batch], None, optimizer, max_grad_norm=-1.0)
+    with pytest.raises(ValueError, match="transform must be one of 'pack', 'tree'; got 'trees'"):
+        optimise([batch], None, optimizer, transform="trees")
 
 
 def test_a_loss_without_weights_is_refused_unless_it_is_said_how_to_add_it_up(scene):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from gradients import MEANS, distance, gradient, make_scene, run_rank, run_uneven
@@ -21,6 +23,10 @@ CUTS = {
     "packed": {"transform": pack},
     "packed in micro-batches": {"transform": pack, "microbatches": 3, "balance": "tokens"},
     "packed and padded": {"transform": pack, "microbatches": 4, "remainder": "pad"},
+    "a tree": {"transform": partial(pack, tree=True)},
+    "trees in micro-batches": {"transform": partial(pack, tree=True), "microbatches": 3, "tree": "rollout"},
+    "trees by tokens": {"transform": partial(pack, tree=True), "max_tokens": 30, "tree": "group"},
+    "trees, padded": {"transform": partial(pack, tree=True), "microbatches": 4, "remainder": "pad"},
 }
 
 

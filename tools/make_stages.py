@@ -24,6 +24,7 @@ STAGES = {
     "filter": transforms.SampleFilter,
     "advantage": transforms.GroupRelativeAdvantage,
     "score": transforms.ScoreRows,
+    "merge": transforms.MergeTurns,
     "split": transforms.ShuffleSplit,
     "weight": transforms.LossWeight,
     "peers": transforms.CombineIds,

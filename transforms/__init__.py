@@ -55,7 +55,19 @@ from .filter import (
 )
 from .gate import CompletenessGate, IncompleteGroups, incomplete_groups
 from .ids import number_labels
-from .loss_rows import DenseRows, ScoreRows, pack, unpack, unpack_tokens
+from .loss_rows import (
+    DenseRows,
+    MergeTurns,
+    ScoreRows,
+    logits_of_tokens,
+    merge_turns,
+    pack,
+    tree_log_probs,
+    tree_mask,
+    tree_mask_mod,
+    unpack,
+    unpack_tokens,
+)
 from .rows import take_rows
 from .schema import Status
 from .shaping import (
@@ -106,6 +118,7 @@ __all__ = [
     "LengthWithin",
     "LogRatio",
     "LossWeight",
+    "MergeTurns",
     "MissingKeyError",
     "NotTruncated",
     "Outcome",
@@ -148,7 +161,9 @@ __all__ = [
     "importance_weight",
     "incomplete_groups",
     "length_penalty",
+    "logits_of_tokens",
     "loss_weight",
+    "merge_turns",
     "number_labels",
     "overlong_punishment",
     "pack",
@@ -167,6 +182,9 @@ __all__ = [
     "token_advantage",
     "top_share",
     "tree_advantage",
+    "tree_log_probs",
+    "tree_mask",
+    "tree_mask_mod",
     "turn_advantage",
     "turns_to_go",
     "unpack",

@@ -6,13 +6,16 @@ from .folder import ReportFolder
 from .html import render_page, write_page
 from .loggers import log_report
 from .page_data import page_data
+from .shared_tokens import SharedTokens, count_shared_tokens, tree_words
 from .step import StepReport, make_report
 from .terminal import print_report, show_report
 
 __all__ = [
     "Comparison",
     "ReportFolder",
+    "SharedTokens",
     "StepReport",
+    "count_shared_tokens",
     "log_report",
     "make_report",
     "page_data",
@@ -20,6 +23,7 @@ __all__ = [
     "render_page",
     "report_table",
     "show_report",
+    "tree_words",
     "write_dump",
     "write_page",
 ]

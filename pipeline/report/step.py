@@ -9,15 +9,18 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 
 from headrace.pipeline.account import Account
 from headrace.pipeline.ledger import ledger_numbers
 from headrace.pipeline.row_table import strings
 from headrace.transforms import Status
+from headrace.transforms.door import enter_rows
 
 from .funnel import Level, funnel
 from .groups import groups_of, rollouts_of, staleness_of
 from .numbers import numbers_of
+from .shared_tokens import count_shared_tokens, linear_of
 from .warnings import warnings_of
 
 
@@ -108,13 +111,23 @@ class StepReport:
         return {**self.metrics, **numbers_of(self.columns, self.rollouts, self.groups, self.solved)}
 
 
-def make_report(processed: HasAccount, *, step: int = 0, solved: float = 1.0) -> StepReport:
-    """The report of a run, or of the last batch of a pipeline. One device read.
+def make_report(
+    processed: HasAccount,
+    *,
+    step: int = 0,
+    solved: float = 1.0,
+    batch: TensorDictBase | None = None,
+    parameters: float | None = None,
+) -> StepReport:
+    """The report of a run, or of the last batch of a pipeline. One device read, and two of a batch's tokens.
 
     Args:
         processed: a :class:`Run`, or a :class:`Pipeline` after a batch.
         step: its number.
         solved: least reward of a solved rollout.
+        batch: what came in, to say what its rows would cost as trees (:class:`SharedTokens`); None, and
+            where it has no tokens: nothing is said of that.
+        parameters: of the model, for FLOPs; None: they are relative.
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
@@ -142,6 +155,7 @@ def make_report(processed: HasAccount, *, step: int = 0, solved: float = 1.0) ->
     columns["row"] = np.arange(rows)
     if (by_row := _advantage_by_row(account, columns)) is not None:
         columns["advantage_by_row"] = by_row
+    metrics |= _shared(account, batch, columns, ledger.actions, parameters)
     decoded = {name: strings(text, rows) for name, text in table.texts.items()}
     return StepReport(
         step=step,
@@ -155,6 +169,23 @@ def make_report(processed: HasAccount, *, step: int = 0, solved: float = 1.0) ->
         each_reward=account.each_reward,
         metrics=metrics,
     )
+
+
+def _shared(
+    account: Account,
+    batch: TensorDictBase | None,
+    columns: Mapping[str, np.ndarray],
+    actions: Sequence[str],
+    parameters: float | None,
+) -> dict[str, float]:
+    """What the rows of a batch that stay would cost as trees."""
+    if batch is None:
+        return {}
+    batch = enter_rows(batch, [], reader="make_report")
+    gone = [code for code, action in enumerate(actions) if action in ("dropped", "carried")]
+    ids = {name: columns[name][: len(batch)] for name in ("group_id", "rollout_id") if name in columns}
+    counts = count_shared_tokens(batch, ids, ~np.isin(columns["reason"][: len(batch)], gone))
+    return counts.numbers(linear=linear_of(account.stages.values()), parameters=parameters)
 
 
 def _empty_report(account: Account, step: int) -> StepReport:

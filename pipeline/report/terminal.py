@@ -7,10 +7,12 @@ from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
+from tensordict import TensorDictBase
 
 from headrace.pipeline.printable import printable
 
 from .funnel import UNITS
+from .shared_tokens import tree_words
 from .step import HasAccount, StepReport, make_report
 
 GROUPS = 12  # lines of the table; the number of other groups is below it
@@ -42,12 +44,18 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
         blocks += [Text(), _groups(report, groups)]
         if (more := len(report.groups["id"]) - groups) > 0:
             blocks.append(Text(f"and {more:,} groups more", style="dim"))
+    blocks += [Text(), Text(words)] if (words := tree_words(report.numbers)) else []
     blocks += [Text(f"warning: {printable(line)}", style="yellow") for line in report.warnings]
     return Group(*blocks)
 
 
 def print_report(
-    processed: HasAccount, *, step: int = 0, console: Console | None = None, solved: float = 1.0
+    processed: HasAccount,
+    *,
+    step: int = 0,
+    console: Console | None = None,
+    solved: float = 1.0,
+    batch: TensorDictBase | None = None,
 ) -> StepReport:
     """Make the report of a run or a pipeline (:func:`make_report`), print it, and return it.
 
@@ -56,11 +64,12 @@ def print_report(
         step: its number.
         console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
         solved: least reward of a solved rollout.
+        batch: what came in, to say what its rows would cost as trees; None: not looked at.
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
     """
-    report = make_report(processed, step=step, solved=solved)
+    report = make_report(processed, step=step, solved=solved, batch=batch)
     (console or Console()).print(show_report(report))
     return report
 

@@ -11,6 +11,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl.modules.distributions import LLMMaskedCategorical
 
+from headrace.transforms import logits_of_tokens, tree_mask
+
 from .digits import END, PAD, PROMPT_LENGTH, RESPONSE_LENGTH, VOCABULARY
 
 
@@ -67,7 +69,7 @@ class DigitPolicy(TensorDictModuleBase):
     def logits(self, tokens: Tensor, there: Tensor, packed: TensorDictBase | None = None) -> Tensor:
         """(B, T, V): logits of the next token; PAD has none. `there` (B, T) bool marks real tokens.
 
-        Where rows are `packed` into one, a token sees those of its own row only.
+        Where rows are `packed` into one, a token sees those of its own row only; (1, M, V) of a tree.
         """
         length = tokens.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
@@ -76,6 +78,8 @@ class DigitPolicy(TensorDictModuleBase):
             place = (there.long().cumsum(-1) - 1).clamp_min(0)
             # Padding sees itself: a softmax over no tokens would be NaN.
             visible = (causal & there[:, None, None, :]) | itself
+        elif "tree_start" in packed.keys():
+            tokens, place, visible = packed["input_ids"], packed["position_ids"], tree_mask(packed)
         else:
             place, row = packed["position_ids"], packed["segment_ids"]
             visible = causal & (row[:, None, :, None] == row[:, None, None, :])
@@ -112,5 +116,8 @@ class DigitPolicy(TensorDictModuleBase):
         """The distribution of each token given those before it, masked to the tokens in the loss."""
         packed = batch if "segment_ids" in batch.keys() else None
         logits = self.logits(batch["tokens", "full"], batch["masks", "all_attention_mask"], packed)
-        shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
+        if packed is not None and "packed_node" in packed.keys():
+            shifted = logits_of_tokens(logits, packed)
+        else:
+            shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
         return LLMMaskedCategorical(logits=shifted, mask=batch["masks", "all_assistant_mask"])

@@ -13,7 +13,9 @@ from rich.table import Table
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
+from headrace.pipeline.report import SharedTokens, count_shared_tokens, tree_words
 from headrace.pipeline.report.groups import rollouts_of
+from headrace.pipeline.report.shared_tokens import linear_of
 from headrace.pipeline.row_table import weights_of_stages
 from headrace.transforms.rewards import weighted_reward
 from headrace.transforms.schema import has_key
@@ -45,6 +47,8 @@ def uninformative(rate: np.ndarray, group_size: int) -> np.ndarray:
 def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | None = None) -> float:
     """Print the share of uninformative groups by solve rate and group size, given the solve rates of a dump.
 
+    Where the dump has tokens, also what its rows would cost as trees.
+
     Args:
         config: as ``task=plan`` composes it.
         output: not written to.
@@ -62,11 +66,13 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     sizes = list(config.plan.group_sizes)
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise ConfigError(f"plan.group_sizes must be integers ≥ 1; got {sizes}")
-    rates, counts = [], []
-    weights = weights_of_stages(build_pipeline(config.pipeline).stages.values())
+    rates, counts, tokens = [], [], SharedTokens({}, {})
+    stages = build_pipeline(config.pipeline).stages.values()
+    weights = weights_of_stages(stages)
     for step, batch in each_step(open_configured(config), console):
         with at_step(step):
             rate, count = solve_rates(batch, config.report.solved, weights)
+        tokens = tokens + count_shared_tokens(batch, row_ids(batch))
         rates.append(rate)
         counts.append(count)
     rate, count = (np.concatenate([np.empty(0), *arrays]) for arrays in (rates, counts))
@@ -75,6 +81,8 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
             "a rollout with a reward is required, to know a solve rate; found none in any group of the dump"
         )
     show_group_sizes(rate, count, sizes, config.report.solved, console)
+    if words := tree_words(tokens.numbers(linear=linear_of(stages))):
+        console.print(words, highlight=False)
     return float(((rate == 0) | (rate == 1)).mean())
 
 
@@ -92,10 +100,9 @@ def solve_rates(
         (G,) float, the share of its rollouts that are solved, and (G,) their number; groups without such
         rollouts are omitted.
     """
-    columns = {"reason": np.zeros(len(batch), int)}
-    for name in ("group_id", "rollout_id", "status"):
-        if has_key(batch, name):
-            columns[name] = batch.get(name).reshape(-1).numpy()
+    columns = {"reason": np.zeros(len(batch), int)} | row_ids(batch)
+    if has_key(batch, "status"):
+        columns["status"] = batch.get("status").reshape(-1).numpy()
     rewards = batch.get(("next", "reward")).reshape(len(batch), -1).double()
     columns["reward"] = weighted_reward(rewards, weights).numpy()
     each = rollouts_of(columns)
@@ -104,6 +111,12 @@ def solve_rates(
     count = np.bincount(group.reshape(-1), scored)
     solved_count = np.bincount(group.reshape(-1), scored & (each["reward"] >= solved))
     return (solved_count / np.maximum(count, 1))[count > 0], count[count > 0]
+
+
+def row_ids(batch: TensorDictBase) -> dict[str, np.ndarray]:
+    """(N,) integers by name, the ids that a batch has."""
+    names = [name for name in ("group_id", "rollout_id") if has_key(batch, name)]
+    return {name: batch.get(name).reshape(-1).numpy() for name in names}
 
 
 def show_group_sizes(

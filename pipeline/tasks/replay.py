@@ -10,7 +10,7 @@ from rich.text import Text
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.printable import printable
-from headrace.pipeline.report import ReportFolder, make_report, show_report
+from headrace.pipeline.report import ReportFolder, make_report, show_report, tree_words
 from headrace.pipeline.train import history_table
 
 from .source import at_step, each_step, open_configured
@@ -43,7 +43,8 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     for step, batch in each_step(source, console):
         with at_step(step):
             run = pipeline.run(batch)
-        report = make_report(run, step=step, solved=config.report.solved)
+        how = {"solved": config.report.solved, "parameters": config.report.parameters}
+        report = make_report(run, step=step, batch=batch, **how)
         history.append(dict(report.numbers))
         folder.add(report)
     page = folder.close()
@@ -51,5 +52,8 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         console.print(show_report(report))
     elif history:
         console.print(history_table(history, f"where the rows of {len(history)} steps went"))
+        names = {name for numbers in history for name in numbers if name.startswith("tree/tokens/")}
+        in_all = {name: sum(numbers.get(name, 0.0) for numbers in history) for name in names}
+        console.print(Text(tree_words(in_all)))
     console.print(Text(printable(f"written to {page or output}")), soft_wrap=True)
     return sum(numbers["rows/trained"] for numbers in history)

@@ -18,7 +18,7 @@ from headrace.pipeline.report import ReportFolder, StepReport, make_report
 from headrace.transforms import weighted_loss
 
 from .display import TrainingDisplay
-from .optimise import optimise, total_loss
+from .optimise import optimise, total_loss, transform_of
 
 
 class TrainingInterrupted(Exception):
@@ -108,14 +108,16 @@ def _train_step(
         loss_mask_key=pipeline.loss_mask_key,
         log_prob_key=pipeline.log_prob_key,
     )
-    return taken, make_report(run, step=step, solved=config.report.solved)
+    how = {"solved": config.report.solved, "parameters": config.report.parameters}
+    return taken, make_report(run, step=step, batch=batch, **how)
 
 
 def check_settings(config: DictConfig) -> None:
     """Check settings that would otherwise fail, or have no effect, after the first rollouts.
 
     Raises:
-        ConfigError: a count below 1, a `max_grad_norm` not above 0, or a seed that is no integer.
+        ConfigError: a count below 1, a `max_grad_norm` not above 0, a word that is no transform, or a seed
+            that is no integer.
     """
     counts = {f"train.{name}": config.train[name] for name in ("steps", "epochs")}
     for name, value in (counts | {"threads": config.threads}).items():
@@ -123,6 +125,11 @@ def check_settings(config: DictConfig) -> None:
             raise ConfigError(f"{name} must be an integer ≥ 1; got {value!r}")
     if config.train.max_grad_norm is not None and not config.train.max_grad_norm > 0:
         raise ConfigError(f"train.max_grad_norm must be > 0 or null; got {config.train.max_grad_norm!r}")
+    if isinstance(config.train.transform, str):
+        try:
+            transform_of(config.train.transform)
+        except ValueError as err:
+            raise ConfigError(f"train.{err}, or a node with a _target_") from err
     if not isinstance(config.seed, int):
         raise ConfigError(f"seed must be an integer; got {config.seed!r}")
 
@@ -144,11 +151,12 @@ def choose_device(wanted: str) -> torch.device:
 def _instantiate_components(config: DictConfig, device: torch.device) -> dict[str, Any]:
     sampler = instantiate(config.sampler, _convert_="all")
     policy = instantiate(config.policy, device=str(device), _convert_="all")
+    transform = config.train.transform
     loss = instantiate(config.loss, actor_network=policy, _convert_="all")
     return {
         "env": instantiate(config.env, sampler=sampler, device=str(device), _convert_="all"),
         "policy": policy,
         "loss": loss,
-        "transform": instantiate(config.train.transform, _convert_="all"),
+        "transform": transform if isinstance(transform, str) else instantiate(transform, _convert_="all"),
         "optimizer": instantiate(config.optimizer, params=policy.parameters(), _convert_="all"),
     }

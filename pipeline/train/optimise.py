@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
-from headrace.transforms import BatchError, split_microbatches, weighted_loss
+from headrace.transforms import BatchError, pack, split_microbatches, weighted_loss
 from headrace.transforms.distributed import resolve_group
+from headrace.transforms.options import one_of
 from headrace.transforms.schema import MICROBATCH, has_key
 
 from .behaviour import check_loss
 from .whole_step import count_step
+
+Packed = Literal["pack", "tree"]
+Transform = Callable[[TensorDictBase], TensorDictBase]
 
 
 def optimise(
@@ -24,7 +30,7 @@ def optimise(
     optimizer: torch.optim.Optimizer,
     *,
     reduce: Callable[[TensorDictBase, TensorDictBase], Tensor] = weighted_loss,
-    transform: Callable[[TensorDictBase], TensorDictBase] | None = None,
+    transform: Transform | Packed | None = None,
     max_grad_norm: float | None = None,
     process_group: dist.ProcessGroup | str | None = None,
     loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
@@ -47,7 +53,8 @@ def optimise(
         optimizer: of the loss's parameters.
         reduce: makes a scalar of the loss's terms and the micro-batch. :func:`total_loss` where the weights
             are folded into the advantage, or there are none.
-        transform: applied to each micro-batch before the loss, such as :func:`pack`.
+        transform: applied to each micro-batch before the loss: a function, ``pack`` (:func:`pack`), or
+            ``tree``, for which tokens that its rows share go through the model once.
         max_grad_norm: clips the gradient of an optimiser step; None: not clipped.
         process_group: of ranks whose gradients are summed; a process group, or ``world``. None: there is one
             rank, or the model sums or averages them itself, as DDP does.
@@ -60,7 +67,7 @@ def optimise(
 
     Raises:
         TypeError: `minibatches` is one TensorDict.
-        ValueError: `max_grad_norm` is not above 0.
+        ValueError: `max_grad_norm` is not above 0; `transform` is another word.
         BatchError: a gradient that is not finite, before the step is taken; a batch of several minibatches
             in place of a minibatch; rows that were not weighed together, such as a sample of a replay buffer;
             rows that the loss would read wrongly (:func:`check_loss`).
@@ -74,6 +81,7 @@ def optimise(
             "pipeline.minibatches(collected), or split_minibatches(batch) of a batch that a pipeline has "
             "processed"
         )
+    transform = transform_of(transform, loss_mask_key)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     group = resolve_group(process_group)
     keys = {"loss_mask_key": loss_mask_key, "log_prob_key": log_prob_key, "weight_key": weight_key}
@@ -105,6 +113,20 @@ def optimise(
         optimizer.step()
         steps += 1
     return steps
+
+
+def transform_of(
+    transform: Transform | str | None, loss_mask_key: NestedKey = ("masks", "all_assistant_mask")
+) -> Transform | None:
+    """What a word stands for; what is no word stays as it is.
+
+    Raises:
+        ValueError: there is no such word.
+    """
+    if not isinstance(transform, str):
+        return transform
+    tree = one_of("transform", transform, get_args(Packed)) == "tree"
+    return partial(pack, tree=tree, loss_mask_key=loss_mask_key)
 
 
 def total_loss(

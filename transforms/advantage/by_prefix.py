@@ -18,13 +18,13 @@ from headrace.transforms.checks import (
 )
 from headrace.transforms.ids import as_ids, first_row, number_of, places_by_turn
 from headrace.transforms.options import one_of
+from headrace.transforms.prefixes import END, left_aligned
 from headrace.transforms.sums import sum_in_any_order
 
 from .by_turn import Alone, fits_rule
 from .grouping import ById
 
 TreeBaseline = Literal["mean", "leave_one_out"]
-END = torch.iinfo(torch.int64).min  # what stands behind the last token of a row, and is no token
 
 
 def tree_advantage(
@@ -112,7 +112,7 @@ class TreeFormula:
 
         Args:
             reward: (N,) float.
-            labels: (N, T) int64, by :func:`left_aligned`.
+            labels: (N, T) int64, by :func:`~headrace.transforms.prefixes.left_aligned`.
             group_first: (N,) int64, the first row of each row's group.
         """
         if len(reward) == 0:
@@ -194,20 +194,6 @@ def _mean(values: Tensor, chosen: Tensor) -> Tensor:
     return total / number.clamp_min(1)
 
 
-def left_aligned(labels: Tensor, present: Tensor) -> Tensor:
-    """(N, T) int64: those of each row that are present, from the left on, with `END` behind them.
-
-    Example:
-        >>> present = torch.tensor([[False, True, True]])
-        >>> left_aligned(torch.tensor([[0, 7, 8]]), present)[0, :2].tolist()
-        [7, 8]
-    """
-    width = labels.shape[1]
-    place = torch.where(present, present.long().cumsum(1) - 1, width)
-    room = labels.new_full((len(labels), width + 1), END)
-    return room.scatter_(1, place, labels.masked_fill(~present, END))[:, :width]
-
-
 def at_places(values: Tensor, present: Tensor) -> Tensor:
     """(N, T): what :func:`left_aligned` moved, where it was; 0 elsewhere."""
     place = (present.long().cumsum(1) - 1).clamp_min(0)
@@ -218,7 +204,7 @@ def origin_of(labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The row in which each token was first generated, where rollouts go on from one another.
 
     Args:
-        labels: (N, T) int64, by :func:`left_aligned`.
+        labels: (N, T) int64, by :func:`~headrace.transforms.prefixes.left_aligned`.
         rows: (N,) int64, the row that each was forked from; itself where it was not.
 
     Returns:

@@ -14,12 +14,13 @@ from headrace.transforms.distributed import present_ranks
 from headrace.transforms.door import labels_of
 from headrace.transforms.ids import any_by, as_ids, first_row, first_row_of_pairs, places_by_turn, sum_by
 from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.prefixes import END, left_aligned
 from headrace.transforms.rewards import Missing
 from headrace.transforms.rows import device_of, shallow_copy
 from headrace.transforms.schema import COUNTED, REWARD, has_key
 from headrace.transforms.tokens import read_tokens, write_tokens
 
-from .by_prefix import END, TreeBaseline, TreeFormula, at_places, left_aligned, origin_of, tree_rules
+from .by_prefix import TreeBaseline, TreeFormula, at_places, origin_of, tree_rules
 from .by_turn import Alone, fits_rule
 from .token_columns import places_of_all, population_with_reward, same_width, whole_numbers, widened, widest
 

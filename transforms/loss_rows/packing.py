@@ -14,6 +14,7 @@ from headrace.transforms.schema import has_key, require
 from headrace.transforms.tokens import check_mask
 
 from .padding import check_dtype
+from .tree_columns import tree_columns
 
 TOKEN_KEYS: tuple[NestedKey, ...] = (
     ("tokens", "full"),
@@ -25,24 +26,39 @@ TOKEN_KEYS: tuple[NestedKey, ...] = (
     ("next", "ref_log_probs", "full"),
 )
 ROW_KEYS: tuple[NestedKey, ...] = ("advantage", "loss_weight")
+OWN = ("rows", "input_ids", "position_ids", "segment_ids", "cu_seqlens", "packed_at", "packed_from")
+OWN_OF_TREE = ("tree_start", "tree_end", "tree_parent", "packed_node")
 
 
 def pack(
     batch: TensorDictBase,
     *,
+    tree: bool = False,
     token_keys: Sequence[NestedKey] = TOKEN_KEYS,
     row_keys: Sequence[NestedKey] = ROW_KEYS,
+    input_keys: Sequence[NestedKey] = (),
+    row_input_keys: Sequence[NestedKey] = (),
     tokens_key: NestedKey = ("tokens", "full"),
     attention_key: NestedKey = ("masks", "all_attention_mask"),
     loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
 ) -> TensorDict:
     """Lay rows end to end, without their padding. A loss summed by weight stays what it was.
 
+    As a `tree`, tokens that rows share go through the model once: equal ones at equal places, with all before
+    them equal, too (:func:`~headrace.transforms.loss_rows.prefix_tree.prefix_tree`). What goes into the loss
+    stays that of the rows. The model needs a mask, :func:`tree_mask` or :func:`tree_mask_mod`, and what it
+    says of its nodes comes back to the rows by :func:`unpack_tokens`.
+
     Args:
         batch: TensorDict ``[n]``, dense or a lazy stack of ragged rows.
+        tree: whether tokens that rows share are one.
         token_keys: per-token columns (n, T, ...), those that are there; they become (1, L, ...).
         row_keys: per-row columns that the loss reads per token, those that are there: (n,) becomes (1, L),
             (n, 1, 1) becomes (1, L, 1). A per-token (n, T, 1) is packed like `token_keys`.
+        input_keys: per-token columns (n, T, ...) that the model reads beside the tokens: they become (1, L,
+            ...), of a tree (1, M, ...), and rows share only tokens that agree in them to the bit.
+        row_input_keys: columns of any shape that it reads per row, such as images, tensors in every row: of a
+            tree, rows share tokens only if they agree in them to the bit. They stay among the ``rows``.
         tokens_key: (n, T) int64.
         attention_key: (n, T) bool, True at real tokens; L is their number.
         loss_mask_key: (n, T) bool; False on each row's first token, before which there is nothing.
@@ -60,13 +76,26 @@ def pack(
         ``rows``         [1, n]         all other columns
         ================ ============== ==========================================================
 
+        Of a tree with M nodes, in depth-first order, these are in place of the first three, or more:
+
+        ================ ============== ==========================================================
+        ``input_ids``    (1, M) int64   the tokens
+        ``position_ids`` (1, M) int64   the depth, 0 at a root: the place in each row that has it
+        ``segment_ids``  (1, M) int64   which tree, from 0: those with one first token are one
+        ``tree_start``   (1, M) int64   token q sees k if and only if
+        ``tree_end``     (1, M) int64   ``start[k] <= start[q] < end[k]``
+        ``tree_parent``  (1, M) int64   the node of the token before; −1 at a root
+        ``packed_node``  (1, L) int64   the node of each token of the rows
+        ================ ============== ==========================================================
+
         Two device reads, of any number of rows, dense or ragged: the number of real tokens, and whether all
-        is well.
+        is well; of a tree a third, the number of its nodes.
 
     Raises:
         MissingKeyError: tokens or attention mask are not there.
         BatchError: no rows; a row without a token, with a first token in the loss, or with one in the loss
-            that is no real token; a mask that is not bool; a per-token column of another width.
+            that is no real token; a mask that is not bool; a per-token column of another width; an input that
+            is no tensor, by which rows could be compared.
 
     Example:
         >>> tokens = torch.tensor([[0, 5, 6], [7, 8, 9]])
@@ -75,6 +104,10 @@ def pack(
         >>> packed = pack(batch)
         >>> packed["input_ids"].tolist(), packed["cu_seqlens"].tolist()
         ([[5, 6, 7, 8, 9]], [[0, 2, 5]])
+        >>> batch["tokens", "full"] = torch.tensor([[0, 5, 6], [5, 8, 9]])
+        >>> packed = pack(batch, tree=True)
+        >>> packed["input_ids"].tolist(), packed["tree_end"].tolist(), packed["packed_node"].tolist()
+        ([[5, 6, 8, 9]], [[4, 2, 4, 4]], [[0, 1, 0, 2, 3]])
     """
     if len(batch) == 0:
         raise BatchError("a batch to pack has at least one row; got none")
@@ -89,28 +122,31 @@ def pack(
 
     wrong = [begins.diff() == 0]
     if has_key(batch, loss_mask_key):
-        loss, found = _end_to_end(batch, loss_mask_key, "loss_mask_key")
-        check_mask(batch, loss_mask_key)
-        if odd := [row for row, shape in enumerate(found) if shape != shapes[row]]:
-            raise _outside(odd)
-        loss = loss.reshape(-1)
+        loss = _loss_mask(batch, loss_mask_key, shapes)
         wrong += [loss & ~real, loss.index_select(0, at) & (position == 0)]
     if bool(torch.stack([each.any() for each in wrong]).any()):  # the second
         _explain(sizes, segment, *wrong)
 
-    keys, spread = ([nested_key(key) for key in each] for each in (token_keys, row_keys))
+    keys, inputs, spread = ([nested_key(key) for key in each] for each in (token_keys, input_keys, row_keys))
+    keys = [key for key in keys if has_key(batch, key)] + ([] if tree else inputs)
     packed = TensorDict({}, batch_size=[1], device=batch.device)
-    for key in [key for key in keys if has_key(batch, key)]:
-        packed.set(key, _lay(batch, key, sizes, at))
+    for key in keys:
+        packed.set(key, _lay(batch, key, sizes, at, option="input_keys"))
     for key in [key for key in spread if has_key(batch, key)]:
         packed.set(key, _lay(batch, key, sizes, at, segment))
     packed.set("rows", batch.exclude(*keys, *spread).unsqueeze(0))
-    packed.set("input_ids", _lay(batch, tokens_key, sizes, at))
-    packed.set("position_ids", position.unsqueeze(0))
-    packed.set("segment_ids", segment.unsqueeze(0))
     packed.set("cu_seqlens", begins.to(torch.int32).unsqueeze(0))
     packed.set("packed_at", packed_at.unsqueeze(0))
-    return packed.set_non_tensor("packed_from", (len(batch), max(sizes)))
+    packed.set_non_tensor("packed_from", (len(batch), max(sizes)))
+    tokens = _lay(batch, tokens_key, sizes, at)
+    columns = {"input_ids": tokens, "position_ids": position[None], "segment_ids": segment[None]}
+    if tree:
+        given = {key: _lay(batch, key, sizes, at, option="input_keys") for key in inputs}
+        whole = {key: _values(batch, key) for key in map(nested_key, row_input_keys)}
+        columns = tree_columns(columns, given, whole, packed["packed_from"])
+    for key, column in columns.items():
+        packed.set(key, column)
+    return packed
 
 
 def unpack(packed: TensorDictBase) -> TensorDict:
@@ -135,11 +171,11 @@ def unpack(packed: TensorDictBase) -> TensorDict:
         >>> unpack(pack(batch))["tokens", "full"].tolist()
         [[0, 5, 6], [7, 8, 9]]
     """
-    own = ("rows", "input_ids", "position_ids", "segment_ids", "cu_seqlens", "packed_at", "packed_from")
     rows = require(packed, "rows", reader="unpack", option="written by pack").squeeze(0)
     out = rows.clone(recurse=False)
-    for key in packed.exclude(*own).keys(include_nested=True, leaves_only=True):
-        out.set(key, unpack_tokens(packed.get(key), packed))
+    for key in packed.exclude(*OWN, *OWN_OF_TREE).keys(include_nested=True, leaves_only=True):
+        if not has_key(rows, key):  # as inputs of a tree are, whose column here is of its nodes
+            out.set(key, _in_rows(packed.get(key)[0], packed))
     return out
 
 
@@ -147,11 +183,15 @@ def unpack_tokens(values: Tensor, packed: TensorDictBase) -> Tensor:
     """Per-token values of packed rows, such as a model's log-probabilities, back in rows. No device read.
 
     Args:
-        values: (1, L, ...).
+        values: (1, L, ...), or of a tree (1, M, ...): what is said of a node goes to all rows that have it.
         packed: TensorDict ``[1]``, as :func:`pack` returns it.
 
     Returns:
         (n, T, ...), 0 or False where there was padding.
+
+    Raises:
+        MissingKeyError: it was not packed.
+        BatchError: the values are of another number of tokens, or nodes.
 
     Example:
         >>> tokens = torch.tensor([[0, 5, 6], [7, 0, 0]])
@@ -160,10 +200,40 @@ def unpack_tokens(values: Tensor, packed: TensorDictBase) -> Tensor:
         >>> unpack_tokens(torch.tensor([[0.5, 0.25, 1.0]]), packed).tolist()
         [[0.0, 0.5, 0.25], [1.0, 0.0, 0.0]]
     """
-    at = require(packed, "packed_at", reader="unpack_tokens", option="written by pack")[0]
+    size = require(packed, "input_ids", reader="unpack_tokens", option="written by pack").shape[1]
+    if values.shape[:2] != (1, size):
+        what = "nodes of a tree" if has_key(packed, "packed_node") else "tokens"
+        raise BatchError(
+            f"what is unpacked is (1, {size}, ...), of the {size} {what} that the model sees; got "
+            f"{tuple(values.shape)}. The packed columns themselves come back by unpack"
+        )
+    found = values[0]
+    if has_key(packed, "packed_node"):
+        found = found.index_select(0, packed["packed_node"][0])
+    return _in_rows(found, packed)
+
+
+def _in_rows(values: Tensor, packed: TensorDictBase) -> Tensor:
+    """(n, T, ...) of (L, ...)."""
+    at = require(packed, "packed_at", reader="unpack", option="written by pack")[0]
     rows, width = packed["packed_from"]
-    flat = values.new_zeros(rows * width, *values.shape[2:])
-    return flat.index_copy(0, at, values[0]).view(rows, width, *values.shape[2:])
+    flat = values.new_zeros(rows * width, *values.shape[1:])
+    return flat.index_copy(0, at, values).view(rows, width, *values.shape[1:])
+
+
+def _values(batch: TensorDictBase, key: NestedKey) -> Tensor | list[Tensor]:
+    """What is under a key, (n, ...), or row by row."""
+    if isinstance(batch, LazyStackedTensorDict) and has_key(batch, key):
+        column = batch.get(key, as_list=True)
+    else:
+        column = require(batch, key, reader="pack", option="row_input_keys")
+    if not all(isinstance(row, Tensor) for row in (column if isinstance(column, list) else [column])):
+        raise BatchError(
+            f"rows share tokens only if their inputs are equal, and {key!r} is no tensor that could be "
+            "compared: give rows a column of numbers that differ where the inputs do, and name that in "
+            "row_input_keys"
+        )
+    return column
 
 
 def _end_to_end(batch: TensorDictBase, key: NestedKey, option: str) -> tuple[Tensor, list[torch.Size]]:
@@ -174,6 +244,15 @@ def _end_to_end(batch: TensorDictBase, key: NestedKey, option: str) -> tuple[Ten
         return torch.cat(torch.atleast_1d(rows)), [row.shape for row in rows]
     column = require(batch, key, reader="pack", option=option)
     return column.reshape(-1, *column.shape[2:]), [column.shape[1:]] * len(batch)
+
+
+def _loss_mask(batch: TensorDictBase, key: NestedKey, shapes: list[torch.Size]) -> Tensor:
+    """The loss mask of all rows, padding included, where real tokens have these shapes."""
+    loss, found = _end_to_end(batch, key, "loss_mask_key")
+    check_mask(batch, key)
+    if odd := [row for row, shape in enumerate(found) if shape != shapes[row]]:
+        raise _outside(odd)
+    return loss.reshape(-1)
 
 
 def _places(at: Tensor, sizes: list[int]) -> Tensor:
@@ -187,10 +266,15 @@ def _places(at: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _lay(
-    batch: TensorDictBase, key: NestedKey, sizes: list[int], at: Tensor, segment: Tensor | None = None
+    batch: TensorDictBase,
+    key: NestedKey,
+    sizes: list[int],
+    at: Tensor,
+    segment: Tensor | None = None,
+    option: str = "tokens_key",
 ) -> Tensor:
     """(1, L, ...) of what is per token or, where a segment is given, one number a row."""
-    column, shapes = _end_to_end(batch, key, "tokens_key")
+    column, shapes = _end_to_end(batch, key, option)
     if segment is not None and all(shape.numel() == 1 for shape in shapes):
         return column.reshape(-1).index_select(0, segment).view(1, -1, *[1] * (len(shapes[0]) - 1))
     for row, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):

@@ -12,6 +12,7 @@ from headrace.transforms.options import at_least, one_of
 
 from .microbatches import Balance, check_deal
 from .minibatches import Remainder, check_split
+from .trees import Tree
 
 Oversized = Literal["alone", "raise"]
 
@@ -34,6 +35,7 @@ class CutOptions:
     oversized: Oversized
     balance: Balance
     linear: float
+    tree: Tree
     ranks: int
     rank: int | None
     process_group: dist.ProcessGroup | str | None
@@ -62,13 +64,21 @@ class CutOptions:
                 "remainder='pad' to fill them up, or 'drop' to leave out rows that make them too many; got "
                 f"remainder={self.remainder!r}"
             )
+        if one_of("tree", self.tree, get_args(Tree)) != "none" and (
+            self.microbatch_size is not None or (self.max_tokens is not None and self.remainder == "drop")
+        ):
+            raise ValueError(
+                f"tree={self.tree!r} deals whole trees, whatever their number of rows: cut by max_tokens or "
+                "microbatches in place of microbatch_size, and with max_tokens set remainder='pad' in place "
+                f"of 'drop'; got microbatch_size={self.microbatch_size}, remainder={self.remainder!r}"
+            )
         one_of("oversized", self.oversized, get_args(Oversized))
         one_of("shuffle", self.shuffle, (True, False))
 
     @property
     def measures(self) -> bool:
         """Whether the lengths of rows matter."""
-        return self.max_tokens is not None or self.balance != "none"
+        return self.max_tokens is not None or self.balance != "none" or self.tree != "none"
 
     def plain(self) -> dict[str, Any]:
         """What an order and its cut follow from, by name; the process group is no part of that."""

@@ -16,7 +16,7 @@ from headrace.transforms.ids import first_row
 from headrace.transforms.rows import device_of, take_rows
 from headrace.transforms.schema import ROW, has_key
 
-from .checkpoint import SplitState
+from .checkpoint import SplitState, with_carried
 from .cut_options import CutOptions
 from .fit import fit_budget
 from .gather import mark
@@ -25,6 +25,7 @@ from .placed import Placed, place
 from .plan import Dealt, Plan, deal_minibatches, make_plan, measure
 from .progress import Progress
 from .seeds import stream_seed
+from .trees import Forest
 
 
 class Draw(NamedTuple):
@@ -49,7 +50,13 @@ class Draw(NamedTuple):
 
 
 def draw_plans(
-    ids: Tensor | None, lengths: Tensor, cut: CutOptions, *, calls: int, epochs: int
+    ids: Tensor | None,
+    lengths: Tensor,
+    cut: CutOptions,
+    *,
+    calls: int,
+    epochs: int,
+    forest: Forest | None = None,
 ) -> list[Plan]:
     """Draw an order of the rows for each pass, and cut it.
 
@@ -62,6 +69,7 @@ def draw_plans(
         cut: how.
         calls: orders drawn before.
         epochs: passes, ≥ 1.
+        forest: of the rows, where those of a tree stay in one micro-batch.
 
     Raises:
         BatchError: as :func:`shuffle_split` and :func:`make_plan`; ranks that have not as many steps.
@@ -71,11 +79,11 @@ def draw_plans(
     orders = _draw_orders(ids, len(lengths), cut, calls, epochs)
     if cut.max_tokens is not None and cut.remainder == "drop":
         orders = fit_budget(orders, ids, lengths, cut)
-    dealt = [_deal(order, lengths, cut) for order in orders]
+    dealt = [_deal(order, lengths, cut, forest) for order in orders]
     if (ranks := present_ranks()) is not None:
         counts = agree_on_counts([[len(of_rank[0]) for of_rank in each] for each in dealt], cut, ranks)
         orders = [_with_empty(order, len(most)) for order, most in zip(orders, counts, strict=True)]
-        dealt = [_deal(order, lengths, cut, most) for order, most in zip(orders, counts, strict=True)]
+        dealt = [_deal(order, lengths, cut, forest, most) for order, most in zip(orders, counts, strict=True)]
     pad, level = cut.remainder == "pad", cut.max_tokens is None
     return [
         make_plan(order, each, ranks=cut.ranks, pad=pad, level=level)
@@ -106,6 +114,14 @@ def agree_on_counts(counts: list[list[int]], cut: CutOptions, ranks: Ranks) -> l
         )
     passes = zip(*by_rank, strict=True)
     return [[max(step) for step in zip_longest(*of_ranks, fillvalue=0)] for of_ranks in passes]
+
+
+def with_those_carried(
+    batch: TensorDictBase, state: SplitState, key: NestedKey | None, unit: str, cut: CutOptions
+) -> TensorDictBase:
+    """A batch, and behind it the rows carried from earlier ones, known again by the ids of `unit`."""
+    came = ids_that_came(batch, key, unit, cut)
+    return batch if state.carried is None else with_carried(batch, state.carried, key, came, unit)
 
 
 def ids_that_came(batch: TensorDictBase, key: NestedKey | None, unit: str, cut: CutOptions) -> Tensor | None:
@@ -154,7 +170,12 @@ def _with_empty(order: Cut, steps: int) -> Cut:
 
 
 def conclude(
-    batch: TensorDictBase, plans: list[Plan], lengths: Tensor, cut: CutOptions, progress: Progress
+    batch: TensorDictBase,
+    plans: list[Plan],
+    lengths: Tensor,
+    cut: CutOptions,
+    progress: Progress,
+    forest: Forest | None = None,
 ) -> Draw:
     """What follows from the plans of a batch: who is left or carried, its numbers, and the state after it."""
     progress.minibatches = sum(len(plan.sizes) for plan in plans)
@@ -163,7 +184,7 @@ def conclude(
     device, carried = device_of(batch), (verdict == 2).nonzero().flatten()
     kept = take_rows(batch, carried.to(device), on_cpu=carried).exclude(ROW) if len(carried) else None
     placed, verdict_there = place(plans, verdict, device)
-    measured = measure(plans[-1], lengths if cut.measures else None, cut.max_tokens)
+    measured = measure(plans[-1], lengths if cut.measures else None, cut.max_tokens, forest)
     measured["left"] = float((verdict > 0).sum())
     if cut.remainder == "carry":
         measured["carried_in"] = float(len(batch) - progress.known_by.rows)
@@ -208,13 +229,20 @@ def _draw_orders(ids: Tensor | None, rows: int, cut: CutOptions, calls: int, epo
     return orders
 
 
-def _deal(order: Cut, lengths: Tensor, cut: CutOptions, multiples: Sequence[int] | None = None) -> Dealt:
+def _deal(
+    order: Cut,
+    lengths: Tensor,
+    cut: CutOptions,
+    forest: Forest | None,
+    multiples: Sequence[int] | None = None,
+) -> Dealt:
     return deal_minibatches(
         order,
         lengths,
         ranks=cut.ranks,
         pad=cut.remainder == "pad",
         multiples=multiples or [cut.multiple_of] * len(order.sizes),
+        forest=forest,
         microbatches=cut.microbatches,
         microbatch_size=cut.microbatch_size,
         max_tokens=cut.max_tokens,

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from headrace.transforms.ids import first_row, number_of
 from headrace.transforms.options import at_least, one_of, within
 
 from .balance import balance_evenly, balance_within
@@ -24,6 +25,8 @@ def deal(
     balance: Balance = "none",
     linear: float = 24576.0,
     multiple_of: int = 1,
+    tree: Tensor | None = None,
+    shared: Tensor | None = None,
 ) -> list[list[Tensor]]:
     """Deal rows to ranks × micro-batches, every rank as many micro-batches as the others.
 
@@ -34,6 +37,10 @@ def deal(
       rows go where the heaviest micro-batch is as light as :func:`balance_evenly` makes it;
     - by `max_tokens` the lengths in each add up to at most that, a longer row being alone; B is as small as
       first-fit-decreasing finds it, and costs are levelled within the budget (:func:`balance_within`).
+
+    The rows of a `tree` are dealt as one, for what their tokens cost without those that are `shared`, which
+    are computed once: with s_i of these, under ``attention`` t_i² − s_i² + linear · (t_i − s_i). What is said
+    of counts of rows is then said of trees.
 
     Micro-batches of like cost share a number, and ranks take turns at the heavier one. Rows keep their
     order within a micro-batch. Fewer rows than micro-batches leave some empty.
@@ -48,6 +55,8 @@ def deal(
         linear: the price of a token besides attention, in units of token²: 6 × the model's hidden size,
             from 24·h² FLOPs a token for the matrices and 4·h·t² for attention in each layer.
         multiple_of: B/R is a multiple of this.
+        tree: (n,) int64, rows with one number go to one micro-batch; None: each goes by itself.
+        shared: (n,) int64, the first tokens of each row that another one of its tree has computed; None: 0.
 
     Returns:
         By rank and micro-batch, the positions (·,) int64 of its rows.
@@ -57,8 +66,36 @@ def deal(
         >>> [[rows.tolist() for rows in of_rank] for of_rank in dealt]
         [[[0, 2]], [[1, 3]]]
     """
+    costs = _costs(lengths, balance, linear)
+    if tree is None:
+        return _deal(lengths, costs, ranks, microbatches, microbatch_size, max_tokens, balance, multiple_of)
+    own = torch.zeros_like(lengths) if shared is None else shared
+    number = number_of(first_row(tree))
+    tokens, costs = (
+        values.new_zeros(int(number.amax()) + 1 if len(number) else 0).index_add_(0, number, values)
+        for values in (lengths - own, costs - _costs(own, balance, linear))
+    )
+    trees = _deal(tokens, costs, ranks, microbatches, microbatch_size, max_tokens, balance, multiple_of)
+    return [[torch.isin(number, some).nonzero().flatten() for some in of_rank] for of_rank in trees]
+
+
+def _costs(lengths: Tensor, balance: Balance, linear: float) -> Tensor:
+    """What rows of so many tokens cost."""
+    return lengths.double() * (lengths + linear) if balance == "attention" else lengths
+
+
+def _deal(
+    lengths: Tensor,
+    costs: Tensor,
+    ranks: int,
+    microbatches: int | None,
+    microbatch_size: int | None,
+    max_tokens: int | None,
+    balance: Balance,
+    multiple_of: int,
+) -> list[list[Tensor]]:
+    """:func:`deal` of rows, or trees, with these lengths and costs."""
     rows = len(lengths)
-    costs = lengths.double() * (lengths + linear) if balance == "attention" else lengths
     if max_tokens is not None:
         home = balance_within(lengths, max_tokens, multiple_of=ranks * multiple_of, costs=costs)
         bins = max(int(home.max()) + 1 if rows else 0, 1)

@@ -15,6 +15,7 @@ from headrace.transforms.errors import BatchError
 
 from .microbatches import deal
 from .minibatches import Cut
+from .trees import Forest
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,14 @@ Dealt = list[list[list[Tensor]]]
 
 
 def deal_minibatches(
-    cut: Cut, lengths: Tensor, *, ranks: int, pad: bool, multiples: Sequence[int], **how: Any
+    cut: Cut,
+    lengths: Tensor,
+    *,
+    ranks: int,
+    pad: bool,
+    multiples: Sequence[int],
+    forest: Forest | None = None,
+    **how: Any,
 ) -> Dealt:
     """Deal the rows of each minibatch to ranks and micro-batches (:func:`deal`).
 
@@ -88,14 +96,20 @@ def deal_minibatches(
         ranks: ≥ 1.
         pad: micro-batches may be empty, since they will be filled up; else there are as many as rows allow.
         multiples: by minibatch, what the number of micro-batches is to be a multiple of.
+        forest: of the rows, where those of a tree stay together; None: each goes by itself.
         how: further options of :func:`deal`.
     """
-    dealt = []
+    dealt, done = [], 0
     ordered = lengths.index_select(0, cut.order)
     for k, own in enumerate(ordered.split(cut.sizes) if cut.sizes else ()):
-        options = dict(how)
+        options, units = dict(how), len(own)
+        if forest is not None:
+            rows = cut.order[done : done + len(own)]
+            options["tree"], options["shared"] = forest.pieces(rows, how.get("max_tokens"))
+            units = len(options["tree"].unique())
+        done += len(own)
         if not pad and options.get("microbatches") is not None:  # none is empty
-            options["microbatches"] = max(min(options["microbatches"], len(own) // ranks), 1)
+            options["microbatches"] = max(min(options["microbatches"], units // ranks), 1)
         dealt.append(deal(own, ranks=ranks, multiple_of=multiples[k], **options))
     return dealt
 
@@ -139,13 +153,16 @@ def make_plan(cut: Cut, dealt: Dealt, *, ranks: int, pad: bool, level: bool) -> 
     return Plan(torch.cat([cut.order[:0], *order]), padded, sizes, cut.left)
 
 
-def measure(plan: Plan, lengths: Tensor | None, max_tokens: int | None) -> dict[str, float]:
+def measure(
+    plan: Plan, lengths: Tensor | None, max_tokens: int | None, forest: Forest | None = None
+) -> dict[str, float]:
     """How many minibatches and micro-batches a plan has, how level they are, and how full.
 
     Args:
         plan: of a batch.
         lengths: (N,) int64 on the CPU, tokens a row; None: not known.
         max_tokens: of a micro-batch.
+        forest: of the rows, where tokens that those of a micro-batch share cost once.
     """
     counts = [len(ranks[0]) for ranks in plan.sizes]
     measured = {
@@ -156,7 +173,12 @@ def measure(plan: Plan, lengths: Tensor | None, max_tokens: int | None) -> dict[
     if lengths is not None and counts:
         k, r, m = plan.numbers
         loads = torch.zeros(len(counts), len(plan.sizes[0]), max(counts), dtype=torch.float64)
-        loads.index_put_((k, r, m), (lengths[plan.order] * ~plan.padding).double(), accumulate=True)
+        tokens = lengths[plan.order]
+        if forest is not None:
+            shared = forest.shared(plan.order, (k * len(plan.sizes[0]) + r) * max(counts) + m)
+            tokens = tokens - shared
+            measured["shared_tokens"] = float((shared * ~plan.padding).sum())
+        loads.index_put_((k, r, m), (tokens * ~plan.padding).double(), accumulate=True)
         by_rank = loads.sum(-1)
         measured["rank_imbalance"] = float((by_rank.amax(-1) / by_rank.mean(-1).clamp_min(1)).max() - 1)
         measured["max_tokens"] = float(loads.max())

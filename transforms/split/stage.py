@@ -15,15 +15,16 @@ from headrace.transforms.distributed import present_ranks
 from headrace.transforms.options import nested_key
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
 
-from .checkpoint import SplitState, with_carried
+from .checkpoint import SplitState
 from .cut_options import CutOptions, Oversized
-from .draw import Draw, conclude, draw_plans, ids_that_came, meet_to_draw
+from .draw import Draw, conclude, draw_plans, meet_to_draw, with_those_carried
 from .gather import LossColumns
 from .memory import SplitMemory
 from .microbatches import Balance
 from .minibatches import Remainder
 from .progress import KnownBy, Progress, identifying_columns
 from .steps import OptimiserSteps
+from .trees import Forest, Tree, prefixes_of
 
 
 class ShuffleSplit(SplitMemory, BatchTransform):
@@ -37,18 +38,19 @@ class ShuffleSplit(SplitMemory, BatchTransform):
     - which rows are in which minibatch follows from `seed` and the number of the draw alone: on any device,
       for any number of ranks, however it is cut, but for those that ``drop`` leaves out to keep a budget;
     - every rank has as many micro-batches as the others, levelled by `balance` (:func:`deal`);
-    - no micro-batch holds more than `max_tokens`, but for a single row that is longer.
+    - no micro-batch holds more than `max_tokens`, but for a single row that is longer;
+    - of a `tree` tokens cost once, and its rows are in one micro-batch, but for what is over `max_tokens`.
 
     One TensorDict in, one out: rows in training order with the columns ``("headrace", "minibatch")``,
     ``("headrace", "microbatch")`` and, for more than one rank, ``("headrace", "rank")``, of which
     :func:`split_minibatches` and :func:`split_microbatches` yield views. In a pipeline the minibatches are
-    gathered one at a time, views where the rows are in order already. ``state_dict`` holds the number of
-    draws, carried rows, and how many minibatches of the batch at hand were taken: a restored run draws the
-    same orders and, given that batch again, yields those that were not, or :meth:`give_up` lets go of them.
-    It refuses another batch, known by its ids and rewards, and another cut; each rank saves its own state.
+    gathered one at a time, views where the rows are in order. ``state_dict`` holds the number of draws,
+    carried rows, and how many minibatches of the batch at hand were taken: a restored run draws the same
+    orders and, given that batch again, yields the others, or :meth:`give_up` lets go of them. It refuses
+    another batch, known by its ids and rewards, and another cut; each rank saves its own state.
 
-    Reads `rollout_key` or `group_key` by `unit`, and `length_key` to balance or keep a budget. Its verdicts
-    are 1 ``remainder`` and 2 ``carried``. One device read, of unit ids and lengths, and one copy of the plan.
+    Reads the ids of its `unit` and `tree`, and `length_key` to balance or keep a budget. Its verdicts are
+    1 ``remainder`` and 2 ``carried``. One device read, of numbers by row, and one copy of the plan.
 
     Args:
         minibatches: K ≥ 1; give this or `minibatch_size`.
@@ -65,6 +67,7 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         oversized: a row longer than `max_tokens` goes ``alone``, counted as ``oversized``; or ``raise``.
         balance: ``none``, ``tokens``, or ``attention`` (tokens² + `linear` · tokens) is levelled over them.
         linear: 6 × the model's hidden size, say.
+        tree: the rows of a ``rollout`` or ``group`` that begin alike, to be packed as one; ``none``.
         ranks: that share the batch, each holding the whole of it, ≥ 1.
         rank: which of them this is, to get its part alone; None: all, one after the other.
         process_group: a group, or ``world``, of ranks that hold rows of their own: each takes as many steps,
@@ -75,6 +78,7 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         group_key: (N,) or (N, 1) int.
         reward_key: (N, ...) float, by which, as by ids, an interrupted batch is known again.
         length_key: (N, T) bool, True at tokens that cost something.
+        tokens_key: (N, T) int64, looked at for a `tree`.
         loss_mask_key: (N, T) bool, becomes False where a row is padding.
         log_prob_key: (N, T) float, becomes NaN there; None: not touched.
         weight_key: (N,) float, becomes 0 there.
@@ -111,6 +115,7 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         oversized: Oversized = "alone",
         balance: Balance = "none",
         linear: float = 24576.0,
+        tree: Tree = "none",
         ranks: int = 1,
         rank: int | None = None,
         process_group: dist.ProcessGroup | str | None = None,
@@ -120,6 +125,7 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         group_key: NestedKey = "group_id",
         reward_key: NestedKey = ("next", "reward"),
         length_key: NestedKey = ("masks", "all_attention_mask"),
+        tokens_key: NestedKey = ("tokens", "full"),
         loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
         log_prob_key: NestedKey | None = ("log_probs", "full"),
         weight_key: NestedKey = "loss_weight",
@@ -128,16 +134,16 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         self.microbatches, self.microbatch_size, self.max_tokens = microbatches, microbatch_size, max_tokens
         self.multiple_of, self.oversized, self.balance, self.linear = multiple_of, oversized, balance, linear
         self.ranks, self.rank, self.process_group = ranks, rank, process_group
-        self.unit, self.shuffle, self.seed = unit, shuffle, seed
-        self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
+        self.unit, self.tree, self.shuffle, self.seed = unit, tree, shuffle, seed
+        self.rollout_key, self.group_key = ids = nested_key(rollout_key), nested_key(group_key)
         self.length_key, self.weight_key = nested_key(length_key), nested_key(weight_key)
-        self.reward_key = nested_key(reward_key)
+        self.reward_key, self.tokens_key = nested_key(reward_key), nested_key(tokens_key)
         self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
         # Where it silences rows that are out of the loss, as it gathers them; but for what it measures.
         self.silences = {self.loss_mask_key, self.log_prob_key} - {None, self.length_key}
-        reads = [*unit_keys(unit, self.rollout_key, self.group_key), self.length_key]
         SplitMemory.__init__(self)
-        reads = reads if self.cut.measures else reads[:-1]
+        reads = [*unit_keys(unit, *ids), *([self.length_key] if self.cut.measures else [])]
+        reads += [] if tree == "none" else [*unit_keys(tree, *ids), self.tokens_key]
         BatchTransform.__init__(self, reads, [MINIBATCH, MICROBATCH, *([RANK] if ranks > 1 else [])])
 
     @property
@@ -161,33 +167,26 @@ class ShuffleSplit(SplitMemory, BatchTransform):
             batch: TensorDict ``[N]``.
             state: before the batch: ``split.state``, which is used within ``with split.turn``.
             epochs: passes, ≥ 1.
-            read: brings the unit ids and the lengths, (N,) int64 or None, to the CPU.
+            read: brings numbers by row, (N,) int64 or None, to the CPU.
         """
         cut, columns = self.cut, identifying_columns(batch, self.reward_key)
         cut_by = cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
         progress = Progress(state, KnownBy(len(batch), cut_by, columns))
         progress.check()
         unit = "group" if self.unit == "group" else "rollout"
-        key = getattr(self, f"{unit}_key")
-        came = ids_that_came(batch, key, unit, cut)
-        if state.carried is not None:
-            batch = with_carried(batch, state.carried, key, came, unit)
+        batch = with_those_carried(batch, state, getattr(self, f"{unit}_key"), unit, cut)
         ids = None if self.unit == "sample" else self.ids(batch, self.unit)
         meet_to_draw(ids, self.unit, cut, state, progress.taken)
         lengths = self.tokens(batch, "length_key") if cut.measures else None
-        ids, lengths = read([ids, lengths])
+        prefixes = [] if self.tree == "none" else prefixes_of(batch, self.ids(batch, self.tree), self)
+        ids, lengths, *prefixes = read([ids, lengths, *prefixes])
         lengths = torch.zeros(len(batch), dtype=torch.int64) if lengths is None else lengths
-        plans = draw_plans(ids, lengths, cut, calls=state.calls, epochs=epochs)
-        return conclude(batch, plans, lengths, cut, progress)
+        forest = Forest(prefixes[0], prefixes[1], lengths) if prefixes else None
+        plans = draw_plans(ids, lengths, cut, calls=state.calls, epochs=epochs, forest=forest)
+        return conclude(batch, plans, lengths, cut, progress, forest)
 
     def accept(self, draw: Draw, marked: Sequence[TensorDictBase], *, whole: bool) -> OptimiserSteps:
-        """Remember that a batch was drawn, and return its steps.
-
-        Args:
-            draw: of the batch.
-            marked: ``draw.marked()``, to which columns may have been added.
-            whole: steps will be gathered at once, not one by one.
-        """
+        """Remember a draw, and return its steps, of `marked`: ``draw.marked()``, maybe with columns added."""
         columns = LossColumns(self.loss_mask_key, self.log_prob_key, self.weight_key)
         passes = zip(marked, draw.plans, draw.placed, strict=True)
         steps = OptimiserSteps(list(passes), self.rank if self.ranks > 1 else None, columns, draw.progress)

@@ -1,0 +1,164 @@
+"""Tokens that rows share, computed once: how many fewer, what that saves, and what it costs to find them.
+
+    python benchmarks/trees.py [--rounds 5]
+
+The model is a transformer in float32. Of packed rows each attends by itself, as variable-length kernels have
+it; a tree goes through with a mask of who sees whom, of which nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from results import main
+from tables import Cell, Row, Table
+from tensordict import TensorDict
+from timing import measure, median_ms, ratio
+from torch import Tensor, nn
+
+from headrace.transforms import pack, tree_mask, unpack
+
+VOCABULARY = 32_000
+NOTE = """Tokens of the rows, nodes of their tree, and how many times fewer these are. Then forward and
+backward of 4 layers of width {width}, packing included: wall time on one core, and how many times as long
+packed rows take as the tree."""
+FINDING = """The time of packing, a token of the rows. As a tree it includes two sorts a token, one when it is
+compared with those of other rows at its place, and one for all rounds behind that."""
+Rows = list[list[int]]
+
+
+def draw(length: int) -> list[int]:
+    """Random tokens."""
+    return torch.randint(1, VOCABULARY, (length,)).tolist()
+
+
+def answers(prompts: int, prompt: int, count: int, length: int) -> Rows:
+    """Groups with one prompt."""
+    stems = [draw(prompt) for _ in range(prompts)]
+    return [stem + draw(length) for stem in stems for _ in range(count)]
+
+
+def turns(rollouts: int, prompt: int, count: int, length: int) -> Rows:
+    """One group, whose rollouts have a row for each turn, with all that came before."""
+    stem = draw(prompt)
+    wholes = [stem + draw(count * length) for _ in range(rollouts)]
+    return [whole[: prompt + length * (turn + 1)] for whole in wholes for turn in range(count)]
+
+
+def batch_of(rows: Rows) -> TensorDict:
+    """Rows of tokens, padded on the left."""
+    width = max(map(len, rows))
+    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        tokens[number, width - len(row) :] = torch.tensor(row)
+    columns = {"tokens": {"full": tokens}, "masks": {"all_attention_mask": tokens > 0}}
+    return TensorDict(columns, batch_size=[len(rows)])
+
+
+class Transformer(nn.Module):
+    """Pre-norm layers with learned positions."""
+
+    def __init__(self, width: int, layers: int, places: int):
+        super().__init__()
+        self.token, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(places, width)
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+        self.mix = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+
+    def forward(self, tokens: Tensor, place: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """(B, T, width), what all tokens end as."""
+        x = self.token(tokens) + self.place(place)
+        for qkv, mix, up, down in zip(self.qkv, self.mix, self.up, self.down, strict=True):
+            each = qkv(F.layer_norm(x, x.shape[-1:])).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
+            seen = attend(*each)
+            x = x + mix(seen.transpose(1, 2).reshape(x.shape))
+            x = x + down(F.gelu(up(F.layer_norm(x, x.shape[-1:]))))
+        return x
+
+
+def ways(batch: TensorDict, model: Transformer) -> dict[str, Callable[[], None]]:
+    """Forward and backward of rows as they are, packed, and as a tree, packing included."""
+
+    causal = partial(F.scaled_dot_product_attention, is_causal=True)
+    tokens = batch["tokens", "full"]
+
+    def padded() -> None:
+        model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape), causal).sum().backward()
+
+    def packed() -> None:
+        rows = pack(batch)
+        sizes = rows["cu_seqlens"][0].diff().tolist()
+
+        def attend(*each: Tensor) -> Tensor:
+            return torch.cat(
+                [causal(*own) for own in zip(*(x.split(sizes, 2) for x in each), strict=True)], 2
+            )
+
+        model(rows["input_ids"], rows["position_ids"], attend).sum().backward()
+
+    def tree() -> None:
+        rows = pack(batch, tree=True)
+        attend = partial(F.scaled_dot_product_attention, attn_mask=tree_mask(rows))
+        model(rows["input_ids"], rows["position_ids"], attend).sum().backward()
+
+    return {"padded": padded, "packed": packed, "tree": tree}
+
+
+def saved(name: str, rows: Rows, target: float, options: argparse.Namespace) -> Row:
+    """A line of the table of what is saved."""
+    batch = batch_of(rows)
+    plain, nodes = (pack(batch, tree=tree)["input_ids"].shape[1] for tree in (False, True))
+    model = Transformer(options.width, 4, batch["tokens", "full"].shape[1])
+    times = measure(ways(batch, model), options.rounds, time.perf_counter)
+    return Row(
+        name,
+        [
+            Cell(plain, ",d"),
+            Cell(nodes, ",d"),
+            Cell(plain / nodes, ".1f", target, at_least=True),
+            *(Cell(median_ms(times, way), ".0f") for way in ("padded", "packed", "tree")),
+            Cell(ratio(times, "packed", "tree"), ".1f"),
+        ],
+    )
+
+
+def finding(rows: int, tokens: int, rounds: int) -> Row:
+    """A line of the table of what it costs to find what is shared: groups of eight share half of a row."""
+    batch = batch_of(answers(rows // 8, tokens // 2, 8, tokens // 2))
+    packed = pack(batch, tree=True)
+    calls = {
+        "plain": lambda: pack(batch),
+        "tree": lambda: pack(batch, tree=True),
+        "unpack": lambda: unpack(packed),
+    }
+    times = measure(calls, rounds, time.perf_counter)
+    each = [Cell(1e6 * median_ms(times, name) / (rows * tokens), ".0f") for name in calls]
+    return Row(f"{rows:,} × {tokens:,}", [Cell(rows * tokens, ",d"), *each])
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """What is saved, and what it costs to find it."""
+    torch.manual_seed(0)
+    scenes = {
+        "4 prompts of 64 tokens, 8 answers of 32": (answers(4, 64, 8, 32), 2.4),
+        "2 prompts of 192, 8 answers of 32": (answers(2, 192, 8, 32), 4.0),
+        "8 turns of 4 rollouts as rows": (turns(4, 16, 8, 12), 5.6),
+    }
+    head = ["rows", "tokens", "nodes", "times fewer", "padded, ms", "packed, ms", "tree, ms", "packed / tree"]
+    lines = [saved(name, rows, target, options) for name, (rows, target) in scenes.items()]
+    yield Table("Shared tokens computed once", NOTE.format(width=options.width), head, lines)
+    shapes = [(16, 64), (8, 32), (32, 16)] if options.quick else [(64, 16384), (512, 2048), (4096, 256)]
+    head = ["rows × tokens", "tokens", "pack, ns", "pack as a tree, ns", "unpack, ns"]
+    yield Table(
+        "Packing a million tokens", FINDING, head, [finding(*shape, options.rounds) for shape in shapes]
+    )
+
+
+if __name__ == "__main__":
+    main(tables, __doc__, rounds=(5, 1), width=(512, 16))

@@ -1,0 +1,228 @@
+"""Turns that are merged into one row train as they did."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gradients import distance
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+from tree_models import gradient_of, make_actor
+from tries import ATTENTION, FULL, LOG_PROBS, LOSS, dense, ragged
+
+from headrace.pipeline import Pipeline, load_pipeline
+from headrace.transforms import (
+    BatchError,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    LossWeight,
+    MergeTurns,
+    RewardWithin,
+    SampleFilter,
+    ShuffleSplit,
+    enforce,
+)
+from headrace.transforms.schema import IN_LOSS, IS_FIRST_SEGMENT
+
+# A rollout: by turn, how many tokens are new to the prompt, how many are sampled, and whether the prompt
+# before is tokenised anew.
+TURN = st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 4).map(lambda each: each == 0))
+ROLLOUTS = st.lists(st.lists(TURN, min_size=1, max_size=5), min_size=1, max_size=4)
+LAYOUTS = st.sampled_from(["left", "right", "ragged"])
+
+
+def rows_of(rollouts) -> list[dict]:
+    """Tokens, what trains in them, and whether the row goes on from the one before, of each turn."""
+    found, token = [], 1
+    for number, turns in enumerate(rollouts):
+        whole: list[int] = []
+        for place, (prompt, sampled, anew) in enumerate(turns):
+            extends = place > 0 and not anew
+            if not extends:
+                whole = list(range(token, token + max(len(whole), 1)))
+                token += len(whole)
+            whole = whole + list(range(token, token + prompt + sampled))
+            token += prompt + sampled
+            inside = [place >= len(whole) - sampled for place in range(len(whole))]
+            row = {"rollout": number, "tokens": [each % 50 for each in whole], "trains": inside}
+            found.append(row | {"extends": extends, "turn": place, "width": len(whole)})
+    return found
+
+
+def batch_of(rows, layout="left", *, turn: bool = False) -> TensorDict:
+    """With columns by token that are other numbers in each row, and an advantage a row."""
+    tokens = [row["tokens"] for row in rows]
+    batch = ragged(tokens) if layout == "ragged" else dense(tokens, max(map(len, tokens)) + 2, layout)
+    batch = batch.exclude("loss_weight")
+    batch["rollout_id"] = torch.tensor([row["rollout"] for row in rows])
+    batch["group_id"] = torch.tensor([row["rollout"] // 2 for row in rows])
+    if turn:
+        batch["turn"] = torch.tensor([row["turn"] for row in rows])
+    out = []
+    for number, (row, wanted) in enumerate(zip(batch.unbind(0), rows, strict=True)):
+        there = row[ATTENTION]
+        loss, log_probs = torch.zeros_like(there), torch.full(there.shape, torch.nan).double()
+        loss[there] = torch.tensor(wanted["trains"])
+        log_probs[loss] = -(number + torch.arange(int(loss.sum()), dtype=torch.float64) / 8)
+        out.append(row.clone().set(LOSS, loss).set(LOG_PROBS, log_probs))
+    return lazy_stack(out) if layout == "ragged" else torch.stack(out)
+
+
+def merged_by_loop(rows) -> list[list[int]]:
+    segments: list[list[int]] = []
+    for number, row in enumerate(rows):
+        if row["extends"]:
+            segments[-1].append(number)
+        else:
+            segments.append([number])
+    return segments
+
+
+@given(ROLLOUTS, LAYOUTS, st.booleans())
+def test_a_merged_row_says_of_each_token_what_the_row_said_in_which_it_trains(rollouts, layout, by_turn):
+    rows = rows_of(rollouts)
+    batch = batch_of(rows, layout, turn=by_turn)
+    stage = MergeTurns(turn_key="turn" if by_turn else None)
+    outcome = stage.run(batch)
+    enforce(outcome.rules)
+    segments = merged_by_loop(rows)
+    assert len(outcome.batch) == len(segments)
+    assert outcome.verdict.tolist() == [
+        int(not any(segment[-1] == number for segment in segments)) for number in range(len(rows))
+    ]
+    assert outcome.metrics["merged"] == len(rows) - len(segments)
+    assert outcome.metrics["broken"] == sum(row["turn"] > 0 and not row["extends"] for row in rows)
+    for out, segment in zip(outcome.batch.unbind(0), segments, strict=True):
+        there = out[ATTENTION]
+        assert out[FULL][there].tolist() == rows[segment[-1]]["tokens"]
+        trained = {}
+        for number in segment:
+            own = batch[number]
+            real = own[ATTENTION]
+            for place, inside in enumerate(own[LOSS][real].tolist()):
+                if inside:
+                    credit = float(own["advantage"].reshape(-1)[0])
+                    trained[place] = (float(own[LOG_PROBS][real][place]), credit)
+        assert out[LOSS][there].nonzero().flatten().tolist() == sorted(trained)
+        assert not out[LOSS][~there].any()
+        for place, (log_prob, credit) in trained.items():
+            assert float(out[LOG_PROBS][there][place]) == log_prob
+            assert float(out["advantage"][there][place]) == credit
+
+
+@given(ROLLOUTS, st.permutations(range(4)))
+def test_turns_are_merged_in_the_order_of_their_numbers(rollouts, order):
+    """Wherever the rows stand; what comes out stands where the last of them stood."""
+    rows = rows_of(rollouts)
+    shuffled = sorted(range(len(rows)), key=lambda i: (order[rows[i]["rollout"]] * 7 + i * 3) % 5)
+    batch = batch_of(rows, turn=True)
+    batch["place"] = torch.arange(len(rows))
+    stage = MergeTurns(turn_key="turn", last_keys=["place"])
+    plain, other = stage(batch), stage(batch[torch.tensor(shuffled)])
+    back = other[other["place"].argsort()]
+    for key in (FULL, LOSS, LOG_PROBS, "advantage"):
+        assert torch.equal(back[key].nan_to_num(9.0), plain[key].nan_to_num(9.0)), key
+
+
+@pytest.mark.parametrize("mean", ["token", "rollout", "group", "constant"])
+def test_the_gradient_of_merged_rows_is_that_of_the_turns(mean):
+    rows = rows_of(
+        [
+            [(2, 2, False), (1, 2, False), (2, 1, False)],
+            [(1, 3, False)],
+            [(2, 2, False), (1, 2, True), (0, 2, False)],
+        ]
+    )
+    actor, batch = make_actor("tiny"), batch_of(rows)
+    with torch.no_grad():
+        own = actor.get_dist(batch, logits_key="logits").log_prob(batch[FULL])
+    batch[LOG_PROBS] = torch.where(batch[LOSS], own + 0.1 * torch.sin(own * 99), torch.nan)
+    batch["next", "ref_log_probs", "full"] = batch[LOG_PROBS] - 0.1
+    merged = MergeTurns()(batch)
+    assert len(merged) == 4 < len(batch)
+    apart = gradient_of(actor, batch, mean=mean)
+    assert apart.norm() > 1e-3
+    for transform in (None, "pack", "tree"):
+        assert distance(gradient_of(actor, merged, transform, mean=mean), apart) <= 1e-12
+
+
+def test_in_a_pipeline_each_turn_has_an_entry_and_no_rollout_is_lost():
+    rows = rows_of(
+        [[(2, 2, False), (1, 2, False)], [(1, 2, False), (1, 1, True)], [(1, 1, False)], [(1, 1, False)]]
+    )
+    batch = batch_of(rows)
+    batch["next", "reward"] = torch.tensor([0.0, 1.0, 0.0, 2.0, 5.0, 3.0])
+    pipeline = Pipeline(
+        {
+            "collapse": FanOutCollapse(reward="sum"),
+            "advantage": GroupRelativeAdvantage(scale="none"),
+            "merge": MergeTurns(),
+            "split": ShuffleSplit(minibatches=1, max_tokens=99),
+            "weight": LossWeight(unit="rollout"),
+        }
+    )
+    run = pipeline.run(batch)
+    assert run.metrics["merge/broken"] == 1.0
+    assert run.metrics["out/merge/merged"] == 1.0
+    assert run.metrics["rows/trained"] == 5.0
+    assert run.metrics["rollouts/trained"] == 4.0
+    assert [row["row"] for row in run.ledger.rows("merge/merged")] == [0]
+    assert len(run.batch) == 5
+
+
+def test_it_goes_into_a_recipe_by_two_words():
+    order = "pipeline.order=[gate,collapse,filter,advantage,merge,split,weight]"
+    pipeline = load_pipeline("pipeline=grpo", "+stage@pipeline.stages.merge=merge", order)
+    assert list(pipeline.stages)[4] == "merge"
+
+
+def test_a_silent_turn_trains_nothing_in_the_merged_row():
+    rows = rows_of([[(2, 2, False), (1, 2, False)], [(1, 1, False)]])
+    batch = batch_of(rows)
+    for quiet in (0, 1):
+        batch["next", "reward"] = torch.tensor([1.0 + 9 * (quiet == 0), 1.0 + 9 * (quiet == 1), 1.0])
+        silenced = SampleFilter(criterion=RewardWithin(high=5.0), unit="sample")(batch)
+        merged = MergeTurns(last_keys=[("next", "reward")])(silenced)
+        trains = merged[LOSS][0][merged[ATTENTION][0]]
+        own = [place for place, inside in enumerate(rows[1 - quiet]["trains"]) if inside]
+        assert trains.nonzero().flatten().tolist() == own
+        assert merged[IN_LOSS].tolist() == [True, True]
+        assert merged["headrace", "length"].tolist() == [4, -1]
+
+
+def test_a_merged_row_is_the_first_segment_if_one_of_it_was():
+    batch = batch_of(rows_of([[(2, 2, False), (1, 2, False), (1, 1, True)]]))
+    batch["next", "reward"] = torch.ones(3)
+    assert MergeTurns()(FanOutCollapse()(batch))[IS_FIRST_SEGMENT].tolist() == [True, False]
+
+
+def test_a_row_that_trains_what_the_row_before_trained_is_a_segment_of_its_own():
+    batch = batch_of(rows_of([[(2, 2, False), (1, 2, False)]]))
+    batch[LOSS][1] |= batch[ATTENTION][1] & (batch[ATTENTION][1].cumsum(0) == 4)
+    outcome = MergeTurns().run(batch)
+    assert len(outcome.batch) == 2
+    assert outcome.metrics["broken"] == 1
+
+
+def test_what_cannot_be_merged_says_why():
+    rows = rows_of([[(2, 2, False), (1, 2, False)], [(1, 1, False)]])
+    for layout in ("left", "ragged"):
+        batch = batch_of(rows, layout)
+        batch["score"] = torch.tensor([[1.0], [2.0], [3.0]])
+        with pytest.raises(BatchError, match=r"'score' differs in row 0 \(rollout 0\)\. .*last_keys"):
+            MergeTurns()(batch)
+        assert MergeTurns(last_keys=["score"])(batch)["score"].flatten().tolist() == [2.0, 3.0]
+    batch = batch_of(rows)
+    batch["score"] = torch.full((3, 1), torch.nan)
+    assert len(MergeTurns()(batch)) == 2  # NaN is itself
+    batch["entropy", "full"] = torch.zeros(3, 3)
+    with pytest.raises(BatchError, match=r"as wide as the tokens, \d+; \('entropy', 'full'\) is \(3,\)"):
+        MergeTurns()(batch)
+    batch = batch_of(rows)
+    with pytest.raises(BatchError, match="put MergeTurns before ShuffleSplit"):
+        MergeTurns()(ShuffleSplit(minibatches=1)(batch))
+    with pytest.raises(BatchError, match="turns of their own"):
+        MergeTurns(turn_key="turn")(batch.set("turn", torch.zeros(3).long()))
+    with pytest.raises(BatchError, match=r"a mask is as wide as the tokens, \(3, 10\); .* is \(3, 2\)"):
+        MergeTurns()(batch.set(LOSS, batch[LOSS][:, :2]))

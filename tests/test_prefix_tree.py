@@ -1,0 +1,187 @@
+"""What rows share is one node, what they do not share is two, and the rows come back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from fake_device import waits_of
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+from tries import ATTENTION, FULL, LOG_PROBS, LOSS, Trie, dense, ragged, scenes
+
+from headrace.transforms import (
+    BatchError,
+    MissingKeyError,
+    logits_of_tokens,
+    pack,
+    tree_log_probs,
+    tree_mask,
+    tree_mask_mod,
+    unpack,
+    unpack_tokens,
+)
+
+# Few tokens, so that rows share; 0 is what padding is, and −200 stands for an image in some models.
+ROWS = st.lists(st.lists(st.sampled_from([0, 1, 2, -200]), min_size=1, max_size=9), min_size=1, max_size=9)
+LAYOUTS = st.sampled_from(["left", "right", "ragged"])
+
+
+def batch_of(rows, layout) -> TensorDict:
+    return ragged(rows) if layout == "ragged" else dense(rows, max(map(len, rows)) + 2, layout)
+
+
+def paths_of(packed) -> list[tuple]:
+    """The path of each node, by its parents."""
+    paths: list[tuple] = []
+    tokens, parents = packed["input_ids"][0].tolist(), packed["tree_parent"][0].tolist()
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+@given(ROWS, LAYOUTS)
+def test_a_node_is_a_path_of_a_loop_built_trie(rows, layout):
+    packed = pack(batch_of(rows, layout), tree=True)
+    paths, trie = paths_of(packed), Trie(rows)
+    assert len(paths) == len(set(paths))  # nothing is computed twice
+    assert set(paths) == trie.paths
+    assert packed["position_ids"][0].tolist() == [len(path) - 1 for path in paths]
+    of_tokens = [tuple(row[:length]) for row in rows for length in range(1, len(row) + 1)]
+    assert [paths[node] for node in packed["packed_node"][0].tolist()] == of_tokens
+    roots = [path[0] for path in paths]
+    assert [a == b for a, b in pairwise(roots)] == [
+        a == b for a, b in pairwise(packed["segment_ids"][0].tolist())
+    ]
+    assert packed["segment_ids"][0].unique().tolist() == list(range(len(set(roots))))
+
+
+@given(ROWS)
+def test_a_token_sees_those_of_its_path(rows):
+    packed = pack(dense(rows), tree=True)
+    paths, mask = paths_of(packed), tree_mask(packed)
+    assert mask.shape == (1, 1, len(paths), len(paths))
+    assert mask.dtype is torch.bool
+    assert mask[0, 0].tolist() == [[Trie.sees(query, key) for key in paths] for query in paths]
+    added = tree_mask(packed, torch.float32)
+    assert torch.equal(added == 0, mask)
+    assert torch.equal(added == torch.finfo(torch.float32).min, ~mask)
+    sees, (q, k) = tree_mask_mod(packed), torch.meshgrid(*[torch.arange(len(paths))] * 2, indexing="ij")
+    assert torch.equal(sees(torch.zeros_like(q), torch.zeros_like(q), q, k), mask[0, 0])
+
+
+@given(ROWS, LAYOUTS)
+def test_rows_and_what_a_model_says_of_nodes_come_back_to_the_rows(rows, layout):
+    batch = batch_of(rows, layout)
+    packed, plain = pack(batch, tree=True), pack(batch)
+    back, expected = unpack(packed), unpack(plain)
+    for key in (FULL, ATTENTION, LOSS, LOG_PROBS, "advantage", "loss_weight"):
+        assert torch.equal(packed[key], plain[key]), key  # what goes into the loss is of the rows
+        assert torch.equal(back[key], expected[key]), key
+    values = torch.stack([packed["input_ids"][0], packed["position_ids"][0] + 1], -1)[None]
+    found = unpack_tokens(values, packed)
+    assert torch.equal(found[..., 0], back[FULL])
+    assert torch.equal(found[..., 1], back[ATTENTION].long().cumsum(1) * back[ATTENTION])
+
+
+@given(ROWS, st.randoms(use_true_random=False))
+def test_the_tree_does_not_depend_on_the_order_of_the_rows(rows, random):
+    shuffled = random.sample(rows, len(rows))
+    packed, other = (pack(dense(each), tree=True) for each in (rows, shuffled))
+    for key in ("input_ids", "position_ids", "segment_ids", "tree_start", "tree_end", "tree_parent"):
+        assert torch.equal(packed[key], other[key]), key
+
+
+@given(ROWS, st.integers(0, 2**31))
+def test_rows_share_no_token_whose_inputs_differ(rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    batch = dense(rows)
+    kind = torch.randint(2, (*batch[FULL].shape, 2), generator=generator).bfloat16()
+    image = torch.randint(2, (len(rows), 2, 1), generator=generator).double()
+    batch["kind"], batch["image"] = kind, image
+    packed = pack(batch, tree=True, input_keys=["kind"], row_input_keys=["image"])
+    there = [
+        [(token, *kind[number, place].tolist()) for place, token in enumerate(row)]
+        for number, row in enumerate(rows)
+    ]
+    trie = Trie([[tuple(image[number].flatten().tolist()), *row] for number, row in enumerate(there)])
+    assert packed["input_ids"].shape[1] == len(trie.paths) - len({path[0] for path in trie.paths})
+    assert torch.equal(packed["kind"][:, packed["packed_node"][0]], pack(batch, input_keys=["kind"])["kind"])
+    assert torch.equal(packed["input_ids"][:, packed["packed_node"][0]], pack(batch)["input_ids"])
+    assert torch.equal(unpack(packed)["kind"], batch["kind"])
+
+
+def test_images_of_several_sizes_and_none_keep_rows_apart():
+    rows = ragged([[1, 2], [1, 2], [1, 2], [1, 2]])
+    images = [torch.zeros(1, 4), torch.zeros(2, 2), torch.zeros(0, 4), torch.zeros(1, 4)]
+    for row, image in zip(rows.tensordicts, images, strict=True):
+        row["image"] = image
+    assert pack(rows, tree=True)["input_ids"].shape[1] == 2
+    assert pack(rows, tree=True, row_input_keys=["image"])["input_ids"].shape[1] == 6
+
+
+@pytest.mark.parametrize("name", list(scenes()))
+def test_log_probs_of_nodes_are_those_of_the_rows(name):
+    """Also where rows go on differently behind a node."""
+    rows = scenes(tokens=8)[name]
+    packed = pack(dense(rows), tree=True)
+    logits = torch.randn(1, packed["input_ids"].shape[1], 8, dtype=torch.float64)
+    logits[..., 0] = -30.0  # may be far from 0
+    before = torch.cat([torch.zeros(len(rows), 1, 8), unpack_tokens(logits, packed)[:, :-1]], 1)
+    batch = dense(rows)
+    expected = before.log_softmax(-1).gather(-1, batch[FULL][..., None]).squeeze(-1)
+    expected = torch.where(batch[ATTENTION] & (batch[ATTENTION].cumsum(1) > 1), expected, 0.0)
+    nodes = tree_log_probs(logits, packed)
+    torch.testing.assert_close(unpack_tokens(nodes, packed), expected, rtol=1e-12, atol=1e-12)
+    wide = logits_of_tokens(logits, packed).log_softmax(-1).gather(-1, packed[FULL][..., None]).squeeze(-1)
+    behind = pack(batch)["position_ids"] > 0
+    torch.testing.assert_close(nodes[:, packed["packed_node"][0]][behind], wide[behind], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["right", "ragged"])
+def test_a_tree_reads_three_times_and_unpacking_never_however_many_rows_there_are(layout):
+    for count in (1, 4, 64):
+        batch = batch_of([[5, 6, number % 7, number][: 1 + number % 4] for number in range(count)], layout)
+        assert waits_of(lambda rows: pack(rows, tree=True), batch) == (3, 0)
+        packed = pack(batch, tree=True)
+        assert waits_of(unpack, packed) == (0, 0)
+        assert waits_of(tree_mask, packed) == (0, 0)
+
+
+def test_a_tree_by_hand():
+    packed = pack(dense([[5, 6, 7], [5, 6], [5, 8, 9], [4]], side="left"), tree=True)
+    assert packed["input_ids"].tolist() == [[4, 5, 6, 7, 8, 9]]
+    assert packed["position_ids"].tolist() == [[0, 0, 1, 2, 1, 2]]
+    assert packed["segment_ids"].tolist() == [[0, 1, 1, 1, 1, 1]]
+    assert packed["tree_start"].tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert packed["tree_end"].tolist() == [[1, 6, 4, 4, 6, 6]]
+    assert packed["tree_parent"].tolist() == [[-1, -1, 1, 2, 1, 4]]
+    assert packed["packed_node"].tolist() == [[1, 2, 3, 1, 2, 1, 4, 5, 0]]
+    assert packed["cu_seqlens"].tolist() == [[0, 3, 5, 8, 9]]
+    assert all(packed[key].dtype is torch.int64 for key in ("tree_start", "tree_end", "packed_node"))
+
+
+def test_what_is_no_tree_says_so():
+    batch = dense([[1, 2], [1, 3]])
+    packed = pack(batch, tree=True)
+    with pytest.raises(BatchError, match=r"\(1, 3, ...\), of the 3 nodes of a tree .* got \(1, 4\)"):
+        unpack_tokens(packed[FULL], packed)
+    with pytest.raises(BatchError, match=r"\(1, 4, ...\), of the 4 tokens .* got \(1, 3\)"):
+        unpack_tokens(torch.zeros(1, 3), pack(batch))
+    for function in (tree_mask, tree_mask_mod, lambda rows: tree_log_probs(torch.zeros(1, 4, 9), rows)):
+        with pytest.raises(MissingKeyError, match=r"written by pack\(..., tree=True\)"):
+            function(pack(batch))
+    with pytest.raises(MissingKeyError, match="row_input_keys"):
+        pack(batch, tree=True, row_input_keys=["image"])
+    with pytest.raises(MissingKeyError, match="input_keys"):
+        pack(batch, tree=True, input_keys=["kind"])
+    batch["image"] = ["a", "b"]
+    with pytest.raises(BatchError, match="'image' is no tensor that could be compared"):
+        pack(batch, tree=True, row_input_keys=["image"])
+    with pytest.raises(BatchError, match="'image' is no tensor"):
+        pack(lazy_stack(list(batch.unbind(0))), tree=True, row_input_keys=["image"])
+    batch["wave"] = torch.zeros(2, dtype=torch.complex64)
+    with pytest.raises(BatchError, match=r"integers, floats or bools; found torch.complex64"):
+        pack(batch, tree=True, row_input_keys=["wave"])

@@ -1,0 +1,174 @@
+"""What trees would save is seen before they are used."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from composed import configure
+from dumps import open_instruct_row
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from tensordict import TensorDict
+from tries import Trie, dense, ragged
+
+from headrace.pipeline import Pipeline, make_report
+from headrace.pipeline.report import count_shared_tokens, page_data, show_report, tree_words
+from headrace.pipeline.tasks.group_sizes import tabulate_group_sizes
+from headrace.pipeline.tasks.replay import replay
+from headrace.transforms import FanOutCollapse, GroupRelativeAdvantage, RewardWithin, SampleFilter, pack
+
+ROWS = st.lists(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=7), min_size=1, max_size=12)
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def with_ids(rows, rollouts, groups, build=dense) -> TensorDict:
+    batch = build(rows)
+    for key, ids in (("rollout_id", rollouts), ("group_id", groups)):
+        batch[key] = torch.tensor(list(ids))
+    return batch
+
+
+def ids_of(batch) -> dict[str, np.ndarray]:
+    return {name: batch[name].numpy() for name in ("rollout_id", "group_id")}
+
+
+@given(ROWS, st.data(), st.sampled_from([dense, ragged]), st.sampled_from([1, 20, 2**24]))
+def test_counts_are_those_of_tries_built_by_loops(rows, data, build, cells):
+    rollouts = data.draw(st.lists(st.integers(0, 4), min_size=len(rows), max_size=len(rows)))
+    groups = [rollout // 2 for rollout in rollouts]
+    chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
+    batch = with_ids(rows, rollouts, groups, build)
+    found = count_shared_tokens(batch, ids_of(batch), chosen, cells=cells)
+    homes = {"rows": range(len(rows)), "rollout": rollouts, "group": groups}
+    for unit, home in homes.items():
+        tries = [
+            Trie([row for row, own, keep in zip(rows, home, chosen, strict=True) if own == one and keep])
+            for one in set(home)
+        ]
+        assert found.tokens.get(unit, 0) == sum(len(trie.paths) for trie in tries)
+        # A token pays for those that it sees, there and back: 2 · depth + 1.
+        squares = sum(2 * len(path) - 1 for trie in tries for path in trie.paths)
+        assert found.squares.get(unit, 0) == squares
+
+
+def field(rows_of) -> TensorDict:
+    """Groups of rows of random tokens, by group."""
+    rows = [(group, row) for group, own in enumerate(rows_of) for row in own]
+    return with_ids([row for _, row in rows], range(len(rows)), [group for group, _ in rows])
+
+
+def draw(length: int) -> list[int]:
+    return torch.randint(2**40, (length,), generator=GENERATOR).tolist()  # none by chance alike
+
+
+def answers(prompts: int, prompt: int, count: int, length: int) -> list[list[list[int]]]:
+    stems = [draw(prompt) for _ in range(prompts)]
+    return [[stem + draw(length) for _ in range(count)] for stem in stems]
+
+
+def turns(rollouts: int, prompt: int, count: int, length: int) -> list[list[list[int]]]:
+    """One group, whose rollouts have a row for each turn."""
+    stem, found = draw(prompt), []
+    for _ in range(rollouts):
+        whole = stem + draw(count * length)
+        found += [whole[: prompt + length * (turn + 1)] for turn in range(count)]
+    return [found]
+
+
+SCENES = {
+    "4 prompts of 64, 8 answers of 32": (answers(4, 64, 8, 32), 3072, 1280),
+    "2 prompts of 192, 8 answers of 32": (answers(2, 192, 8, 32), 3584, 896),
+    "8 turns of 4 rollouts as rows": (turns(4, 16, 8, 12), 2240, 400),
+}
+
+
+@pytest.mark.parametrize("name", list(SCENES))
+def test_tokens_of_the_field(name):
+    groups, rows, nodes = SCENES[name]
+    batch = field(groups)
+    counts = count_shared_tokens(batch, ids_of(batch))
+    assert (counts.tokens["rows"], counts.tokens["group"]) == (rows, nodes)
+    assert pack(batch, tree=True)["input_ids"].shape[1] == nodes
+
+
+def test_the_estimate_by_hand():
+    batch = with_ids([[1, 2, 3], [1, 2, 4]], [0, 1], [0, 0])
+    counts = count_shared_tokens(batch, ids_of(batch))
+    assert counts.tokens == {"rows": 6, "rollout": 6, "group": 4}
+    assert counts.squares == {"rows": 18, "rollout": 18, "group": 9 + 9 - 4}
+    numbers = counts.numbers(linear=12, parameters=1e15)
+    assert numbers["tree/flops/group"] == pytest.approx((4 + 14 / 12) / (6 + 18 / 12))
+    assert numbers["tree/pflops/rows"] == pytest.approx(6 * (6 + 18 / 12))
+    assert "tree/pflops/rows" not in counts.numbers()
+    twice = counts + counts
+    assert twice.tokens == {unit: 2 * count for unit, count in counts.tokens.items()}
+
+
+def test_what_has_no_tokens_says_nothing(make_batch):
+    batch = make_batch([1.0, 0.0], [0, 0])
+    batch = batch.exclude("tokens")
+    assert count_shared_tokens(batch, ids_of(batch)).numbers() == {}
+    assert tree_words({}) == ""
+    report = make_report(Pipeline({}).run(batch), batch=batch)
+    assert not [name for name in report.numbers if name.startswith("tree/")]
+
+
+def test_a_report_counts_the_rows_that_stay():
+    """Those that are masked go through the model, those that are dropped do not."""
+    batch = with_ids([[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 7, 8]], [0, 1, 2], [0, 0, 0])
+    batch["next", "reward"] = torch.tensor([1.0, 2.0, 9.0])
+    for action, tokens in (("mask", 8), ("drop", 6)):
+        out = SampleFilter(criterion=RewardWithin(high=5.0), action=action)
+        pipeline = Pipeline(
+            {"collapse": FanOutCollapse(), "filter": out, "advantage": GroupRelativeAdvantage()}
+        )
+        run = pipeline.run(batch)
+        report = make_report(run, batch=batch)
+        assert report.numbers["tree/tokens/group"] == tokens
+        console = Console(width=100, record=True, file=io.StringIO())
+        console.print(show_report(report))
+        assert f"{tokens} as trees of groups" in console.export_text()
+        page = page_data([report], title="t")
+        assert page["steps"][0]["numbers"]["tree/tokens/group"] == tokens
+        assert "tree/tokens/group" in page["curves"]
+        assert "tree/tokens/group" not in make_report(run).numbers
+
+
+def dump_of(groups, folder) -> str:
+    """As open-instruct writes it."""
+    lines = []
+    for prompt, rows in enumerate(groups):
+        for sample, row in enumerate(rows):
+            record = open_instruct_row(100 * prompt + sample, prompt, float(sample % 2), step=sample // 2)
+            record |= {
+                "prompt_tokens": row[:4],
+                "response_tokens": row[4:],
+                "logprobs": [-1.0] * len(row[4:]),
+            }
+            lines.append((record["step"], json.dumps(record)))
+    lines = [line for _, line in sorted(lines)]
+    path = folder / "run_rollouts_000000.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_a_replay_and_a_plan_of_a_dump_with_tokens_say_it(tmp_path):
+    groups = answers(2, 4, 4, 3)
+    path = dump_of(groups, tmp_path)
+    words = [
+        "pipeline.stages.gate.group_size=2",
+        "pipeline.stages.split.shuffle=false",
+        f"source.path={path}",
+    ]
+    for task, function in (("replay", replay), ("plan", tabulate_group_sizes)):
+        console = Console(width=200, record=True, file=io.StringIO())
+        function(configure("config", f"task={task}", *words), tmp_path / task, console)
+        text = console.export_text()
+        assert "tokens: 56 row by row; 40 as trees of groups, 1.4 times fewer" in text, task

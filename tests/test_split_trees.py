@@ -1,0 +1,207 @@
+"""Rows that begin alike are cut as one, for what they cost as one."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from tries import ATTENTION, FULL, GROUP, Trie, dense, ragged, scenes
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import LossWeight, ShuffleSplit, deal, pack, split_microbatches, split_minibatches
+from headrace.transforms.prefixes import END, prefix_order
+from headrace.transforms.schema import ROW
+from headrace.transforms.split.trees import Forest
+
+# The first token says which tree, the second what few rows share.
+ROW_OF = st.tuples(st.sampled_from([1, 2, 3]), st.lists(st.sampled_from([4, 5]), max_size=7)).map(
+    lambda row: [row[0], *row[1]]
+)
+ROWS = st.lists(ROW_OF, min_size=1, max_size=14)
+
+
+def batch_of(rows, groups, build=dense) -> TensorDict:
+    batch = build(rows)
+    for key, ids in (("group_id", groups), ("rollout_id", range(len(rows)))):
+        batch[key] = torch.tensor(list(ids))
+    batch["number"] = torch.arange(len(rows))
+    return batch.exclude("loss_weight")
+
+
+def cut_into(batch, **options) -> list[list[int]]:
+    """The rows of each micro-batch."""
+    split = ShuffleSplit(**{"minibatches": 1, "unit": "sample", "remainder": "uneven"} | options)
+    return [
+        microbatch["number"].flatten().tolist()
+        for minibatch in split_minibatches(split(batch))
+        for microbatch in split_microbatches(minibatch)
+    ]
+
+
+def nodes(rows, numbers, groups) -> int:
+    """Nodes of the trees that rows of one group make."""
+    return sum(
+        len(Trie([rows[i] for i in numbers if groups[i] == group]).paths)
+        for group in {groups[i] for i in numbers}
+    )
+
+
+@given(
+    ROWS, st.integers(3, 30), st.sampled_from(["none", "tokens", "attention"]), st.integers(1, 3), st.data()
+)
+def test_micro_batches_of_trees_keep_the_budget_in_nodes(rows, budget, balance, minibatches, data):
+    groups = data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows)))
+    batch = batch_of(rows, groups)
+    options = {"max_tokens": budget, "balance": balance, "tree": "group", "minibatches": minibatches}
+    passes = cut_into(batch, **options)
+    assert sorted(number for each in passes for number in each) == list(range(len(rows)))
+    for each in passes:
+        found = nodes(rows, each, groups)
+        assert found <= budget or len(each) == 1
+        assert int(pack(batch[torch.tensor(each)], tree=True)["input_ids"].shape[1]) <= found
+
+
+@given(
+    ROWS,
+    st.sampled_from([{"max_tokens": 999}, {"microbatches": 2}, {"microbatches": 3, "balance": "tokens"}]),
+)
+def test_the_rows_of_a_tree_are_in_one_micro_batch(rows, cut):
+    passes = cut_into(batch_of(rows, [0] * len(rows)), tree="group", **cut)
+    home = {number: place for place, each in enumerate(passes) for number in each}
+    for a, b in combinations(range(len(rows)), 2):
+        if rows[a][0] == rows[b][0]:
+            assert home[a] == home[b]
+
+
+def forest_of(rows) -> Forest:
+    batch = dense(rows)
+    labels = torch.where(batch[ATTENTION], batch[FULL], END)
+    return Forest(*prefix_order(labels), torch.tensor([len(row) for row in rows]))
+
+
+@given(ROWS, st.integers(2, 12), st.data())
+def test_a_tree_above_the_budget_is_cut_where_the_next_row_does_not_fit(rows, budget, data):
+    chosen = data.draw(st.lists(st.sampled_from(range(len(rows))), min_size=1, unique=True))
+    pieces: list[list[int]] = []
+    for number in sorted(chosen, key=lambda i: (rows[i], i)):  # row by row, counting nodes by a loop
+        same = bool(pieces) and rows[pieces[-1][0]][0] == rows[number][0]
+        if same and len(Trie([rows[i] for i in [*pieces[-1], number]]).paths) <= budget:
+            pieces[-1].append(number)
+        else:
+            pieces.append([number])
+    tree, shared = forest_of(rows).pieces(torch.tensor(chosen), budget)
+    home = {number: place for place, each in enumerate(pieces) for number in each}
+    assert tree.tolist() == [home[number] for number in chosen]
+    for place, each in enumerate(pieces):
+        length = sum(len(rows[number]) for number in each)
+        assert length - int(shared[tree == place].sum()) == len(Trie([rows[i] for i in each]).paths)
+
+
+@given(st.lists(ROW_OF, min_size=1, max_size=8), st.sampled_from(["tokens", "attention"]))
+def test_a_tree_costs_what_its_nodes_do(rows, balance):
+    """Under attention, a token pays for those that it sees: 2 · depth + 1."""
+    lengths, number = torch.tensor([len(row) for row in rows]), torch.tensor([row[0] for row in rows])
+    tree, common = forest_of(rows).pieces(torch.arange(len(rows)), None)
+    assert (tree[:, None] == tree).equal(number[:, None] == number)
+    for first in number.unique().tolist():
+        paths = Trie([row for row in rows if row[0] == first]).paths
+        own = number == first
+        found = (lengths - common)[own].sum()
+        expected = len(paths)
+        if balance == "attention":
+            found = (lengths**2 - common**2 + 10 * (lengths - common))[own].sum()
+            expected = sum(2 * len(path) - 1 + 10 for path in paths)
+        assert found == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_rows_of_any_part_share_is_what_a_loop_finds(seed):
+    """Also a row that is there twice, as one that fills up a micro-batch."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(3, (1 + i % 9,), generator=generator).tolist() for i in range(40)]
+    chosen = torch.randint(40, (25,), generator=generator)
+    part = torch.randint(3, (25,), generator=generator)
+    shared = forest_of(rows).shared(chosen, part)
+    for number in range(3):
+        own = [rows[row] for row in chosen[part == number].tolist()]
+        nodes = len(Trie(own).paths)
+        assert sum(map(len, own)) - int(shared[part == number].sum()) == nodes
+        assert all(0 <= same <= len(rows[row]) for row, same in zip(chosen, shared.tolist(), strict=True))
+
+
+def test_trees_are_dealt_by_what_they_cost_together():
+    lengths, tree = torch.tensor([9, 9, 9, 1]), torch.tensor([0, 0, 0, 1])
+    shared = torch.tensor([0, 8, 8, 0])  # 11 nodes and 1
+    assert len(deal(lengths, max_tokens=12, tree=tree, shared=shared)[0]) == 1
+    assert len(deal(lengths, max_tokens=12, tree=tree)[0]) == 2
+    # 10 nodes, of 30 tokens, beside 20, 15 and 5: the first goes with 15, and its tokens would with 5.
+    lengths, tree = torch.tensor([10, 10, 10, 20, 15, 5]), torch.tensor([0, 0, 0, 1, 2, 3])
+    for balance in ("tokens", "attention"):
+        options = {"microbatches": 2, "balance": balance, "linear": 100.0, "tree": tree}
+        dealt = deal(lengths, shared=torch.tensor([0, 10, 10, 0, 0, 0]), **options)
+        assert sorted(rows.tolist() for rows in dealt[0]) == [[0, 1, 2, 4], [3, 5]]
+        apart = deal(lengths, **options)
+        assert sorted(rows.tolist() for rows in apart[0]) == [[0, 1, 2, 5], [3, 4]]
+
+
+def test_where_trees_are_fewer_than_micro_batches_none_is_empty():
+    rows = [[1, 2, 3], [1, 2, 4], [1, 2, 5], [2, 2]]
+    passes = cut_into(batch_of(rows, [0] * 4), tree="group", microbatches=3, shuffle=False)
+    assert sorted(passes) == [[0, 1, 2], [3]]
+
+
+def test_rows_that_fill_up_a_micro_batch_cost_nothing_more():
+    rows = [[1, 2, 3], [1, 2, 4], [1, 2, 5], [2, 2]]
+    split = ShuffleSplit(minibatches=1, microbatches=2, tree="group", remainder="pad", balance="tokens")
+    outcome = split.run(batch_of(rows, [0] * 4))
+    assert outcome.measured["padded"] == 2
+    assert outcome.measured["max_tokens"] == 5
+    assert outcome.measured["shared_tokens"] == 4
+
+
+def test_rows_share_tokens_within_their_rollout_or_group_alone():
+    batch = batch_of([[1, 2, 3], [1, 2, 4], [1, 2, 5]], [0, 0, 1])
+    batch["rollout_id"] = torch.tensor([0, 1, 2])
+    for tree, shared in (("none", None), ("rollout", 0.0), ("group", 2.0)):
+        split = ShuffleSplit(minibatches=1, max_tokens=99, tree=tree)
+        assert split.run(batch).measured.get("shared_tokens") == shared
+
+
+@pytest.mark.parametrize("build", [dense, ragged])
+def test_measured_numbers_are_of_nodes(build):
+    rows = scenes()[GROUP]
+    split = ShuffleSplit(minibatches=1, max_tokens=30, tree="group", balance="tokens")
+    batch = batch_of(rows, [row[0] for row in rows], build)
+    out = split.run(batch)
+    passes = [pack(each, tree=True)["input_ids"].shape[1] for each in split_microbatches(out.batch)]
+    assert out.measured["max_tokens"] == max(passes) <= 30
+    assert out.measured["shared_tokens"] == sum(map(len, rows)) - sum(passes)
+
+
+def test_an_interrupted_batch_goes_on_with_its_trees():
+    rows = scenes()[GROUP]
+    batch = batch_of(rows, [row[0] for row in rows])
+
+    def pipeline():
+        split = ShuffleSplit(minibatches=3, max_tokens=20, tree="group", unit="sample", remainder="uneven")
+        return Pipeline({"split": split, "weight": LossWeight()})
+
+    whole = [each[ROW].tolist() for each in pipeline().minibatches(batch)]
+    first = pipeline()
+    stream = first.minibatches(batch)
+    next(stream)
+    second = pipeline()
+    second.load_state_dict(first.state_dict())
+    assert [each[ROW].tolist() for each in second.minibatches(batch)] == whole[1:]
+
+
+def test_options_that_do_not_go_with_trees_are_refused():
+    for wrong in ({"microbatch_size": 2}, {"max_tokens": 9, "remainder": "drop"}):
+        with pytest.raises(ValueError, match="tree='group' deals whole trees"):
+            ShuffleSplit(minibatches=1, tree="group", **wrong)
+    with pytest.raises(ValueError, match="tree must be one of 'none', 'rollout', 'group'; got 'sample'"):
+        ShuffleSplit(minibatches=1, tree="sample")

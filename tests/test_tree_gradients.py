@@ -1,0 +1,66 @@
+"""A tree has the gradient of its rows."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from gradients import distance
+from processes import run_processes
+from tree_models import as_tree, gradient_of, make_actor, make_batch, run_rank
+from tries import Trie, scenes
+
+SCENES = scenes()
+every_scene = pytest.mark.parametrize("name", list(SCENES))
+CUTS = {
+    "whole": {},
+    "in micro-batches": {"microbatches": 2},
+    "row by row": {"microbatch_size": 1},
+    "by nodes": {"max_tokens": 20, "tree": "group", "balance": "attention"},
+    "shuffled otherwise": {"seed": 7, "microbatches": 2, "balance": "tokens"},
+}
+
+
+@every_scene
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_gradient_of_a_tree_is_that_of_its_rows(name, side):
+    actor = make_actor("tiny")
+    batch = make_batch(actor, SCENES[name], side)
+    rows = gradient_of(actor, batch)
+    assert rows.norm() > 1e-3
+    for how, cut in CUTS.items():
+        assert distance(gradient_of(actor, batch, as_tree, **cut), rows) <= 1e-12, how
+
+
+@every_scene
+def test_a_model_sees_each_node_once(name):
+    actor, nodes = make_actor("tiny"), len(Trie(SCENES[name]).paths)
+    batch = make_batch(actor, SCENES[name])
+    for transform, tokens in ((as_tree, nodes), ("pack", sum(map(len, SCENES[name])))):
+        actor.seen = 0
+        gradient_of(actor, batch, transform)
+        assert actor.seen == tokens
+
+
+@pytest.mark.slow
+@every_scene
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_gradient_of_a_llama_is_that_of_its_rows(name, attention):
+    pytest.importorskip("transformers", reason="the extra `llm` is not installed")
+    actor = make_actor(attention)
+    batch = make_batch(actor, SCENES[name])
+    rows = gradient_of(actor, batch)
+    assert rows.norm() > 1e-3
+    for how, cut in CUTS.items():
+        assert distance(gradient_of(actor, batch, as_tree, **cut), rows) <= 1e-6, how
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_tree_is_that_of_its_rows_on_two_processes(tmp_path):
+    kinds = {"tiny": 1e-12, "sdpa": 1e-6} if find_spec("transformers") else {"tiny": 1e-12}
+    run_processes(run_rank, 2, str(tmp_path), list(kinds), count=2)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert len(found) == 4 * len(SCENES) * len(kinds)
+        assert {way: far for way, far in found.items() if far > kinds[way[0]]} == {}
