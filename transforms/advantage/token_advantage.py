@@ -114,6 +114,11 @@ class TokenAdvantage(BatchTransform):
         self.final_keys = tuple(key for key in self._term_keys if key != self.advantage_key)
         self.term, self.factor, self.how = term, factor, one_of("how", how, get_args(How))
 
+    @property
+    def within_groups(self) -> bool:  # type: ignore[override]
+        """Where its term says so."""
+        return getattr(self.term, "within_groups", False)
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Rewrite the advantage."""
         seen, trains = self._seen(batch)

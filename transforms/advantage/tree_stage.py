@@ -68,6 +68,7 @@ class TreeAdvantage(BatchTransform):
     keeps_rows = True
     asks_in_loss = True
     spans_ranks = True
+    within_groups = True
 
     def __init__(
         self,

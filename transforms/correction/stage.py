@@ -116,6 +116,11 @@ class RolloutCorrection(BatchTransform):
         self.normalise, self.unit = normalise, unit
         self.least_ess = None if least_ess is None else within("least_ess", least_ess, 0, 1)
 
+    @property
+    def within_groups(self) -> bool:  # type: ignore[override]
+        """Unless the weights have mean 1 over the batch."""
+        return self.normalise == "none"
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add the weights, and multiply the advantage by them."""
         name = type(self).__name__

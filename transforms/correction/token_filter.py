@@ -89,6 +89,11 @@ class TokenFilter(BatchTransform):
         """Unless its criterion looks at tokens of rows that are out of it."""
         return getattr(self.criterion, "asks_in_loss", False)
 
+    @property
+    def within_groups(self) -> bool:  # type: ignore[override]
+        """Where its criterion says so."""
+        return getattr(self.criterion, "within_groups", False)
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Judge all tokens, and act."""
         mask = read_loss_mask(batch, self.loss_mask_key, reader=type(self).__name__)

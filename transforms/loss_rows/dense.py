@@ -108,6 +108,7 @@ class DenseRows(BatchTransform):
     """
 
     keeps_rows = True
+    within_groups = True
 
     def __init__(
         self,

@@ -101,6 +101,8 @@ class RelativeLength(LengthShaping):
         RelativeLength(form='rescale', coefficient=0.33)
     """
 
+    within_groups = True
+
     def __init__(
         self,
         *,
