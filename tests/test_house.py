@@ -42,7 +42,7 @@ GROUND = (
 # What users import, and tests, benchmarks and examples with them: these modules, by their `__all__`.
 PUBLIC = ("transforms", "transforms.schema", "pipeline", "pipeline.report", "pipeline.reverse")
 PUBLIC += ("pipeline.sources", "pipeline.train", "pipeline.tasks.compare", "pipeline.tasks.group_sizes")
-PUBLIC += ("pipeline.tasks.replay", "pipeline.certify")
+PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.certify")
 # What else is imported, and where: the unit tests of inner modules.
 INNER = {
     "test_balance.py": {"transforms.split.balance", "transforms.split.bins"},

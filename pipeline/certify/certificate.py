@@ -84,6 +84,7 @@ def judge_gradient(probability: Tensor, gradient: Tensor, true: Tensor) -> Judge
         true: (P,) float64.
 
     Example:
+        >>> import torch
         >>> half, one = torch.tensor([0.5, 0.5]), torch.tensor([2.0])
         >>> judge_gradient(half, torch.tensor([[0.0], [2.0]]), one)
         Judgement(ratio=(0.5,), relative_bias=0.5, cosine=1.0, variance=1.0, scale=0.5)

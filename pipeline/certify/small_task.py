@@ -104,6 +104,16 @@ class SmallTask:
                     f"{name} must have as many parameters as theta, {len(theta)}; got {len(given)}"
                 )
 
+    def _check_lengths(self, **lengths: tuple[Sequence[Any], int]) -> None:
+        """Check that options have as many entries as they must have, given with that number by their names.
+
+        Raises:
+            ValueError: one has not.
+        """
+        for name, (given, needed) in lengths.items():
+            if len(given) != needed:
+                raise ValueError(f"{name} must have {needed} entries; got {list(given)}")
+
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]:
         """The prompts; their probabilities add up to 1, and so do those of the courses of each."""

@@ -41,8 +41,7 @@ class StopOrContinue(SmallTask):
     ):
         super().__init__(theta=theta, sampler=sampler, teacher=teacher, reference=reference)
         self.turn, self.ends = turn, tuple(ends)
-        if len(self.ends) != len(self.theta) + 1:
-            raise ValueError(f"ends must be one more than theta, {len(self.theta) + 1}; got {len(self.ends)}")
+        self._check_lengths(ends=(self.ends, len(self.theta) + 1))
 
     def prompts(self) -> Sequence[Prompt]:
         """One prompt, whose rollouts take 0, 1, … turns."""
