@@ -13,13 +13,16 @@ from headrace.transforms.schema import Status
 
 from .small_task import Course, Prompt, SmallTask
 
+NEVER = -1e9  # a log-probability whose exponential is 0, as is its share of an entropy
+
 
 class OneTurn(SmallTask):
     """Each prompt is answered wrong (action 0) or right (action 1), and that is all.
 
     θ_p is the logit of a right answer to prompt p. Answers may have further tokens, which follow by
     themselves: they count in every length and the policy has no choice in them. A rollout that failed has a
-    reward of 0 in its row; what its answer would have been paid is what it is worth.
+    reward of 0 in its row. Where it failed with an answer, it is worth what that would have been paid; where
+    it failed before it had one, nothing.
 
     Args:
         theta: logits of a right answer, one a prompt.
@@ -27,6 +30,7 @@ class OneTurn(SmallTask):
         rewards: of a wrong and of a right answer.
         lengths: their tokens, ≥ 1.
         fails: how likely a rollout with a wrong, and with a right answer fails, in [0, 1).
+        dies: how likely one fails before it has an answer, in [0, 1).
         sampler: as for :class:`SmallTask`.
         teacher: likewise.
         reference: likewise.
@@ -44,6 +48,7 @@ class OneTurn(SmallTask):
         rewards: Sequence[float] = (0.0, 1.0),
         lengths: Sequence[int] = (1, 1),
         fails: Sequence[float] = (0.0, 0.0),
+        dies: float = 0.0,
         sampler: Sequence[float] | None = None,
         teacher: Sequence[float] | None = None,
         reference: Sequence[float] | None = None,
@@ -51,30 +56,36 @@ class OneTurn(SmallTask):
         super().__init__(theta=theta, sampler=sampler, teacher=teacher, reference=reference)
         self.shares = [1 / len(self.theta)] * len(self.theta) if shares is None else list(shares)
         self.rewards, self.lengths, self.fails = tuple(rewards), tuple(lengths), tuple(fails)
+        self.dies = dies
         pairs = {name: (getattr(self, name), 2) for name in ("rewards", "lengths", "fails")}
         self._check_lengths(shares=(self.shares, len(self.theta)), **pairs)
         if abs(sum(self.shares) - 1) > 1e-9:
             raise ValueError(f"shares must add up to 1; got {self.shares}")
-        if min(self.lengths) < 1 or min(self.fails) < 0 or max(self.fails) >= 1:
-            raise ValueError(f"lengths must be ≥ 1 and fails in [0, 1); got {self.lengths} and {self.fails}")
+        chances = (*self.fails, dies)
+        if min(self.lengths) < 1 or min(chances) < 0 or max(chances) >= 1:
+            raise ValueError(
+                f"lengths must be ≥ 1, fails and dies in [0, 1); got {self.lengths}, {self.fails} and {dies}"
+            )
 
     def log_policy(self, theta: Tensor) -> Tensor:
-        """One decision a prompt, and behind them the one of tokens that follow by themselves."""
-        return torch.cat([super().log_policy(theta), theta.new_zeros(1, 2)])
+        """One decision a prompt, and behind them that of tokens which follow by themselves: never action 1."""
+        return torch.cat([super().log_policy(theta), theta.new_tensor([[0.0, NEVER]])])
 
     def prompts(self) -> Sequence[Prompt]:
         """Each with a wrong and a right answer, graded or failed."""
         return [Prompt(share, self._courses(number)) for number, share in enumerate(self.shares)]
 
     def _courses(self, prompt: int) -> tuple[Course, ...]:
-        found = []
+        died = Course(((),), (0.0,), chance=self.dies, status=Status.FAILED)
+        found = [died] if self.dies else []
         for action, (reward, length, fails) in enumerate(
             zip(self.rewards, self.lengths, self.fails, strict=True)
         ):
             rows = (((prompt, action), *[(len(self.theta), 0)] * (length - 1)),)
-            found.append(Course(rows, (reward,), chance=1 - fails))
+            found.append(Course(rows, (reward,), chance=(1 - self.dies) * (1 - fails)))
             if fails:
-                found.append(Course(rows, (reward,), ((0.0,),), chance=fails, status=Status.FAILED))
+                chance = (1 - self.dies) * fails
+                found.append(Course(rows, (reward,), ((0.0,),), chance=chance, status=Status.FAILED))
         return tuple(found)
 
 
@@ -84,9 +95,16 @@ class FailingRollouts(OneTurn):
     Args:
         theta: as for :class:`OneTurn`.
         fails: likewise.
+        dies: likewise.
     """
 
     settings: ClassVar[Mapping[str, Any]] = MappingProxyType({"gate.on_incomplete": "drop"})
 
-    def __init__(self, *, theta: Sequence[float] = (1.0, -1.0), fails: Sequence[float] = (0.2, 0.2)):
-        super().__init__(theta=theta, fails=fails)
+    def __init__(
+        self,
+        *,
+        theta: Sequence[float] = (1.0, -1.0),
+        fails: Sequence[float] = (0.0, 0.0),
+        dies: float = 0.0,
+    ):
+        super().__init__(theta=theta, fails=fails, dies=dies)

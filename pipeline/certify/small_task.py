@@ -166,7 +166,8 @@ class SmallTask:
         log_probs, total = self.log_policy(theta), torch.zeros((), dtype=torch.float64)
         for prompt in self.prompts():
             for course in prompt.courses:
-                of_actions = torch.stack([log_probs[action] for action in course.actions]).sum().exp()
+                taken = [log_probs[action] for action in course.actions]
+                of_actions = sum(taken, log_probs.new_zeros(())).exp()
                 given = weights or [1.0] * len(course.worth)
                 worth = fsum(w * each for w, each in zip(given, course.worth, strict=True))
                 total = total + prompt.probability * course.chance * worth * of_actions
