@@ -44,14 +44,16 @@ def gradients_of(
     Raises:
         BatchError: a stage refused the rows.
     """
-    together = all(getattr(stage, "within_groups", False) for stage in pipeline.stages.values())
-    ends = batch[OUTCOME].bincount(minlength=outcomes)
-    batches = [batch] if together else batch.split(ends.tolist())
+    stages = list(pipeline.stages.values())
+    together = all(getattr(each, "within_groups", False) for each in stages)
+    remembers = any(getattr(each, "stateful", False) and not getattr(each, "cuts", False) for each in stages)
+    rows_of_outcomes = batch[OUTCOME].bincount(minlength=outcomes).tolist()
+    batches = [batch] if together else batch.split(rows_of_outcomes)
     state = pipeline.state_dict()
     shape = (outcomes, score.shape[1])
     advantage, loss = score.new_zeros(shape), score.new_zeros(shape)
     for rows in batches:
-        if not together:
+        if remembers:
             pipeline.load_state_dict(state)
         trained = pipeline.run(rows).batch
         if len(trained) == 0:

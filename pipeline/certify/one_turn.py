@@ -68,7 +68,7 @@ class OneTurn(SmallTask):
             )
 
     def log_policy(self, theta: Tensor) -> Tensor:
-        """One decision a prompt, and behind them that of tokens which follow by themselves: never action 1."""
+        """One decision a prompt, and behind them that of tokens which follow by themselves."""
         return torch.cat([super().log_policy(theta), theta.new_tensor([[0.0, NEVER]])])
 
     def prompts(self) -> Sequence[Prompt]:
