@@ -193,3 +193,24 @@ def test_weights_that_are_folded_in_are_taken_apart(fold):
     folded = certified("rloo", f"pipeline.stages.weight.fold={fold}")
     assert folded.advantage == certified("rloo").advantage
     assert folded.loss == certified("rloo").loss
+
+
+def test_without_a_cut_or_weights_the_advantage_is_the_same_and_the_loss_that_of_each_group():
+    uncut = certified("rloo", "pipeline.stages.split=null", group_size=2)
+    assert uncut == certified("rloo", group_size=2)
+    bare = certified("rloo", "pipeline.stages.split=null", "pipeline.stages.weight=null", group_size=2)
+    assert bare.advantage == uncut.advantage
+    assert bare.loss is None
+
+
+def test_an_advantage_and_a_weight_by_other_names():
+    words = ("pipeline.stages.advantage.advantage_key=credit", "pipeline.stages.weight.advantage_key=credit",
+             "pipeline.stages.weight.weight_key=weighs")  # fmt: skip
+    assert certified("rloo", *words, group_size=2) == certified("rloo", group_size=2)
+
+
+def test_rules_that_are_read_late_are_read():
+    """Rewards of 2 are no share of solved rollouts, which the difficulty asks for."""
+    late = certified("mgpo", "pipeline.validate=deferred")
+    assert isinstance(late, Refused)
+    assert "must be in [0, 1]" in late.reason

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from tensordict import TensorDictBase
-from torch import Tensor
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor, nn
 
 from headrace.pipeline.pipeline import Pipeline
+from headrace.pipeline.row_table import keys_of_stages
 from headrace.transforms.schema import IN_LOSS, has_key
 
 from .outcomes import ACTIONS, LOSS_MASK, OUTCOME
@@ -32,7 +33,8 @@ def gradients_of(
         loss       g =     Σ_rows w Σ_t A_t ∇log π_t     w the row's loss weight
 
     An outcome of which nothing is trained has no gradient. All outcomes are groups of one batch where every
-    stage keeps `within_groups`; else each is a batch, of a pipeline that remembers nothing of another.
+    stage keeps `within_groups` and a cut makes a step of each; else each is a batch, of a pipeline that
+    remembers nothing of another.
 
     Args:
         pipeline: with one group an optimiser step (:func:`one_group_a_step`).
@@ -44,32 +46,45 @@ def gradients_of(
     Raises:
         BatchError: a stage refused the rows.
     """
-    stages = list(pipeline.stages.values())
-    together = all(getattr(each, "within_groups", False) for each in stages)
+    stages, keys = list(pipeline.stages.values()), keys_of_stages(pipeline.stages.values())
+    together = all(getattr(each, "within_groups", False) for each in stages) and any(
+        map(_cuts_groups, stages)
+    )
     remembers = any(getattr(each, "stateful", False) and not getattr(each, "cuts", False) for each in stages)
     rows_of_outcomes = batch[OUTCOME].bincount(minlength=outcomes).tolist()
     batches = [batch] if together else batch.split(rows_of_outcomes)
     state = pipeline.state_dict()
-    shape = (outcomes, score.shape[1])
-    advantage, loss = score.new_zeros(shape), score.new_zeros(shape)
+    advantage, loss = score.new_zeros(2, outcomes, score.shape[1])
     for rows in batches:
         if remembers:
             pipeline.load_state_dict(state)
         trained = pipeline.run(rows).batch
+        pipeline.check()
         if len(trained) == 0:
             continue
-        each = _by_row(trained, score)
+        each = _by_row(trained, keys.get("advantage", "advantage"), score)
         advantage.index_add_(0, trained[OUTCOME], each / group_size)
         if pipeline.weighs:
-            loss.index_add_(0, trained[OUTCOME], each * trained["loss_weight"].reshape(-1, 1))
+            weight = trained[keys.get("loss_weight", "loss_weight")].reshape(-1, 1)
+            loss.index_add_(0, trained[OUTCOME], each * weight)
     return Gradients(advantage, loss if pipeline.weighs else None)
 
 
-def _by_row(trained: TensorDictBase, score: Tensor) -> Tensor:
+def _cuts_groups(stage: nn.Module) -> bool:
+    """Whether a stage makes an optimiser step of each group."""
+    options = (
+        getattr(stage, "cuts", False),
+        getattr(stage, "unit", None),
+        getattr(stage, "minibatch_size", 0),
+    )
+    return options == (True, "group", 1)
+
+
+def _by_row(trained: TensorDictBase, advantage_key: NestedKey, score: Tensor) -> Tensor:
     """(N, P) Σ_t A_t ∇log π_t over the row's tokens in the loss."""
     inside = trained[LOSS_MASK] & (trained[ACTIONS] >= 0)
     if has_key(trained, IN_LOSS):
         inside = inside & trained[IN_LOSS][:, None]
-    credit = trained["advantage"].reshape(len(trained), -1).to(score.dtype)  # (N, 1) or (N, T)
+    credit = trained[advantage_key].reshape(len(trained), -1).to(score.dtype)  # (N, 1) or (N, T)
     credit = torch.where(inside, credit, 0.0)
     return torch.einsum("nt,ntp->np", credit, score[trained[ACTIONS].clamp_min(0)])

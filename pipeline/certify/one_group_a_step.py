@@ -50,6 +50,8 @@ def one_group_a_step(config: DictConfig, task: SmallTask, words: Sequence[str] =
     stages = node.get("stages") or {}
     settings: dict[str, Any] = {"collapse.columns": task.columns, **task.settings}
     with open_dict(node):
+        if "process_group" in node:
+            node["process_group"] = None  # all outcomes are here
         for name, stage in stages.items():
             if stage is None or "_target_" not in stage:
                 continue
