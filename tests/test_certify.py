@@ -12,17 +12,20 @@ from torch.nn.functional import logsigmoid
 from headrace.pipeline import load_pipeline
 from headrace.pipeline.certify import (
     Certificate,
+    OneTurn,
     Refused,
     StopOrContinue,
     TurnsAsRows,
     certify_recipe,
 )
+from headrace.pipeline.composing import recipes
 from headrace.transforms import BatchTransform, RunningBaseline
 
 STEPS = "pipeline.stages.collapse.reward=sum"
 
 
 STOP = StopOrContinue()
+TAUGHT = StopOrContinue(teacher=[0.1, 0.4, 0.6], reference=[0.2, -0.1, 0.5])
 
 
 @cache
@@ -131,16 +134,23 @@ def test_turn_means_added_up_over_ones_own_future_lose_most_of_it():
 
 # -- how outcomes go through a pipeline --------------------------------------------------------------------
 
-PER_GROUP = ("grpo", "rloo", "mt_grpo", "tree_grpo", "gtpo", "mis", "pods", "gfpo", "as/nemo_rl")
 
-
-@pytest.mark.parametrize("recipe", PER_GROUP)
+@pytest.mark.parametrize("recipe", recipes())
 def test_what_keeps_within_groups_is_the_same_together_and_apart(recipe, monkeypatch):
-    together = certified(recipe, group_size=2)
+    """With two rollouts; the recipe that asks for steps and the one for shares have tasks of theirs."""
+    task = {"gigpo": TurnsAsRows(), "mgpo": OneTurn(theta=[0.5, -1.0])}.get(recipe, TAUGHT)
+    together = certified(recipe, task=task, group_size=2)
     monkeypatch.setattr("headrace.transforms.LossWeight.within_groups", False)
-    apart = certified.__wrapped__(recipe, group_size=2)
-    assert together.advantage.ratio == pytest.approx(apart.advantage.ratio, rel=1e-12)
-    assert together.loss.variance == pytest.approx(apart.loss.variance, rel=1e-12)
+    apart = certified.__wrapped__(recipe, task=task, group_size=2)
+    assert together.advantage.ratio == pytest.approx(apart.advantage.ratio, rel=1e-9, abs=1e-12)
+    assert together.loss.variance == pytest.approx(apart.loss.variance, rel=1e-9)
+
+
+def test_what_measures_over_the_batch_would_be_wrong_together(monkeypatch):
+    apart = certified("reinforce_pp_baseline", group_size=2).advantage.ratio
+    monkeypatch.setattr("headrace.transforms.BatchWhitening.within_groups", True)
+    together = certified.__wrapped__("reinforce_pp_baseline", group_size=2).advantage.ratio
+    assert together != pytest.approx(apart, abs=0.05)
 
 
 OF_THE_BATCH = {

@@ -170,7 +170,15 @@ def test_a_vote_for_each_row_is_biased_under_fan_out(recipe):
 def test_a_baseline_of_a_sibling_with_the_same_beginning_is_short_at_the_fork():
     """One of the three others shares the first action: 2/3 there, and nothing is lost behind it."""
     assert ratio("rloo", "forks") == pytest.approx([2 / 3, 1, 1], abs=1e-12)
-    assert ratio("tree_grpo", "forks")[0] == pytest.approx(1, abs=1e-12)
+
+
+def test_a_tree_of_what_was_drawn_is_unbiased_and_one_of_equal_tokens_is_not():
+    """Two forks that begin with the same action by chance are one node of four leaves, by their tokens."""
+    drawn = ratio("tree_grpo", "forks", "pipeline.stages.tree.tokens_key=node_id")
+    assert drawn == pytest.approx([1, 1, 1], abs=1e-12)
+    assert ratio("tree_grpo", "forks")[1] > 1.5
+    alone = "pipeline.stages.tree.tokens_key=node_id"
+    assert ratio("tree_grpo", "stop_or_continue", alone) == pytest.approx([1, 1, 1], abs=1e-12)
 
 
 def test_the_objective_has_the_recipes_own_weights_of_several_rewards():

@@ -28,6 +28,8 @@ class Forks(SmallTask):
         ValueError: Forks samples 2 rollouts at a time: groups must be of a multiple of 2; got 3
     """
 
+    shared = 1
+
     def __init__(
         self,
         *,

@@ -24,7 +24,8 @@ def all_outcomes(task: SmallTask, group_size: int, *, turns_paid_apart: bool) ->
     Rows carry what the rows of a collector do: ids, the reward, the status, tokens with their masks, and
     log-probabilities of the policies that the task has, with the entropy of the one that trains. A row is a
     token of its prompt and a token for each action. ``("certify", "outcome")`` says of which outcome a row
-    is, and ``("certify", "actions")`` (N, T) the number of each action, −1 where there is none.
+    is, ``("certify", "actions")`` (N, T) the number of each action, −1 where there is none, and ``node_id``
+    (N, T) labels tokens by what was drawn, for trees whose branches may be equal by chance.
 
     Args:
         task: whose outcomes.
@@ -36,9 +37,10 @@ def all_outcomes(task: SmallTask, group_size: int, *, turns_paid_apart: bool) ->
         TensorDict ``[N]``, and (outcomes,) float64.
     """
     prompts, probabilities, groups = task.prompts(), [], []
-    first_course = 0
+    first_course, sampled_together = 0, 1
     for prompt in prompts:
         families = task.sampled_families(prompt)
+        sampled_together = len(families[0].courses)
         for families_of_group in product(families, repeat=group_size // len(families[0].courses)):
             courses = [first_course + number for family in families_of_group for number in family.courses]
             groups.append(courses)
@@ -58,7 +60,22 @@ def all_outcomes(task: SmallTask, group_size: int, *, turns_paid_apart: bool) ->
     batch[OUTCOME] = batch["group_id"] = torch.tensor(outcome)
     batch["rollout_id"] = torch.tensor(rollout)
     batch["expected_rollouts"] = torch.full((len(batch),), group_size)
+    batch["node_id"] = nodes_of(batch, task.shared, sampled_together)
     return batch, torch.tensor(probabilities, dtype=torch.float64)
+
+
+def nodes_of(batch: TensorDict, shared: int, sampled_together: int) -> Tensor:
+    """(N, T) int64: by what was drawn: tokens have one label that were sampled once, and only those.
+
+    Args:
+        batch: TensorDict ``[N]``; rollouts that are sampled together have ids one after another.
+        shared: how many first actions these have in common.
+        sampled_together: how many they are.
+    """
+    rollout = 1 + batch["rollout_id"][:, None].expand_as(batch[ACTIONS])
+    family = 1 + (batch["rollout_id"] // sampled_together * sampled_together)[:, None]
+    place = torch.arange(batch[ACTIONS].shape[1])  # 0 is the prompt
+    return torch.where(place == 0, 0, torch.where(place <= shared, family, rollout))
 
 
 def rows_of_courses(

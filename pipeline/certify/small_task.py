@@ -76,6 +76,7 @@ class SmallTask:
     Attributes:
         settings: options of stages, as ``stage.option``, without which no recipe could take its rows: they
             are set where the recipe has the stage, unless the user's words set them.
+        shared: how many first actions rollouts that are sampled together have in common.
 
     Example:
         >>> from headrace.pipeline.certify import StopOrContinue
@@ -85,6 +86,7 @@ class SmallTask:
     """
 
     settings: ClassVar[Mapping[str, Any]] = {}
+    shared: ClassVar[int] = 0
 
     def __init__(
         self,
