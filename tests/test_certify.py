@@ -12,6 +12,8 @@ from torch.nn.functional import logsigmoid
 from headrace.pipeline import load_pipeline
 from headrace.pipeline.certify import (
     Certificate,
+    Forks,
+    GroupSizeError,
     OneTurn,
     Refused,
     StopOrContinue,
@@ -225,3 +227,9 @@ def test_rules_that_are_read_late_are_read():
     late = certified("mgpo", "pipeline.validate=deferred")
     assert isinstance(late, Refused)
     assert "must be in [0, 1]" in late.reason
+
+
+def test_a_size_of_groups_that_a_task_does_not_have():
+    with pytest.raises(GroupSizeError, match="Forks samples 2 rollouts at a time: .* got 3"):
+        Forks().outcomes(3)
+    assert Forks().outcomes(4) == 64

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from command import headrace_here
 from composed import configure
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.console import Console
 from headrace.pipeline import ConfigError
 from headrace.pipeline.certify import OneTurn
 from headrace.pipeline.tasks.certify import certify
+from headrace.transforms import BatchTransform
 
 ONLY = "certify.only=[stop_or_continue]"
 MINE = """
@@ -88,6 +90,41 @@ def test_a_task_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     _, _, found = told(tmp_path, "+certify.tasks.coin={_target_: coins.Coin}", "certify.only=[coin]")
     assert (found[0]["task"], found[0]["outcomes"]) == ("coin", 16)
+
+
+def test_a_recipe_of_ones_own_among_others(tmp_path):
+    (tmp_path / "mine" / "pipeline").mkdir(parents=True)
+    text = "defaults: [rloo]\nstages: {advantage: {baseline: mean}}\n"
+    (tmp_path / "mine" / "pipeline" / "own.yaml").write_text(text)
+    words = [f"hydra.searchpath=[file://{tmp_path}/mine]", "pipelines=[own,rloo]", ONLY]
+    headrace_here(tmp_path, "task=certify", *words, f"hydra.run.dir={tmp_path}/out")
+    found = json.loads((tmp_path / "out" / "certificate.json").read_text())["certificates"]
+    ratios = {each["recipe"]: each["advantage"]["ratio"][0] for each in found}
+    assert ratios == pytest.approx({"own": 0.75, "rloo": 1.0})
+
+
+def test_a_size_that_one_task_does_not_have_is_said_of_that_task_alone(tmp_path):
+    words = ["certify.group_sizes=[3]", "certify.only=[forks,fan_out]", "pipeline=rloo"]
+    _, text, found = told(tmp_path, *words)
+    assert [each["task"] for each in found] == ["fan_out"]
+    assert "rloo does not take the rows of forks: Forks samples 2 rollouts at a time" in text
+
+
+class Unknown(BatchTransform):
+    """An advantage that is not a number."""
+
+    def __init__(self):
+        super().__init__([], ["advantage"])
+
+    def apply(self, batch):
+        return batch.set("advantage", torch.full((len(batch), 1, 1), float("nan")))
+
+
+def test_an_advantage_that_is_no_number_gets_no_certificate(tmp_path):
+    words = ["+pipeline.stages.advantage={_target_: test_certify_task.Unknown}", "pipeline=mt_grpo"]
+    words += ["pipeline.stages.turns=null", "pipeline.order=[gate,collapse,advantage,split,weight]", ONLY]
+    with pytest.raises(ConfigError, match="every token in the loss must be finite; found NaN"):
+        told(tmp_path, *words)
 
 
 @pytest.mark.parametrize(

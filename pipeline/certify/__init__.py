@@ -1,11 +1,11 @@
 """Certificates: the exact bias and variance of a recipe's gradient, on tasks that can be enumerated."""
 
-from .certificate import Certificate, Judgement, Refused, certify_recipe, judge_gradient
+from .certificate import Certificate, Judgement, Refused, certify_recipe, count_outcomes, judge_gradient
 from .fan_out import FanOut
 from .forks import Forks
 from .one_turn import FailingRollouts, OneTurn
 from .several_rewards import SeveralRewards
-from .small_task import Course, Family, Prompt, SmallTask
+from .small_task import Course, Family, GroupSizeError, Prompt, SmallTask
 from .tasks_of_turns import StopOrContinue, TurnsAsRows
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Family",
     "FanOut",
     "Forks",
+    "GroupSizeError",
     "Judgement",
     "OneTurn",
     "Prompt",
@@ -24,5 +25,6 @@ __all__ = [
     "StopOrContinue",
     "TurnsAsRows",
     "certify_recipe",
+    "count_outcomes",
     "judge_gradient",
 ]

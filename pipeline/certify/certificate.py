@@ -16,7 +16,7 @@ from headrace.transforms.errors import BatchError
 from .exact_gradient import gradients_of
 from .one_group_a_step import one_group_a_step
 from .outcomes import all_outcomes
-from .small_task import SmallTask
+from .small_task import GroupSizeError, SmallTask
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,28 @@ def _over(number: float, divisor: float) -> float | None:
     return None if divisor == 0 else number / divisor
 
 
+def count_outcomes(task: SmallTask, task_name: str, group_size: int, most: int) -> int:
+    """How many outcomes a group of a task has.
+
+    Args:
+        task: of which.
+        task_name: its name.
+        group_size: rollouts of a group.
+        most: how many it may have.
+
+    Raises:
+        ConfigError: it has more.
+        GroupSizeError: it has no groups of that size.
+    """
+    outcomes = task.outcomes(group_size)
+    if outcomes > most:
+        raise ConfigError(
+            f"a group of {group_size} of task {task_name!r} has {outcomes:,} outcomes, and certify.most is "
+            f"{most:,}: take smaller groups (certify.group_sizes), or raise it"
+        )
+    return outcomes
+
+
 def certify_recipe(
     config: DictConfig,
     recipe: str,
@@ -126,20 +148,16 @@ def certify_recipe(
         most: outcomes that are gone through at most.
 
     Returns:
-        The certificate; where the recipe refuses the task's rows, as when they lack a column, why.
+        The certificate; where the recipe refuses the task's rows, as when they lack a column, or the task
+        has no groups of that size, why.
 
     Raises:
-        ConfigError: the task has more outcomes, or no groups of that size; a misspelt option.
+        ConfigError: the task has more outcomes; a misspelt option.
     """
     try:
-        outcomes = task.outcomes(group_size)
-    except ValueError as err:
-        raise ConfigError(f"certify.group_sizes: task {task_name!r}: {err}") from err
-    if outcomes > most:
-        raise ConfigError(
-            f"a group of {group_size} of task {task_name!r} has {outcomes:,} outcomes, and certify.most is "
-            f"{most:,}: take smaller groups (certify.group_sizes), or raise it"
-        )
+        outcomes = count_outcomes(task, task_name, group_size, most)
+    except GroupSizeError as err:
+        return Refused(recipe, task_name, group_size, str(err))
     pipeline = one_group_a_step(config, task, words)
     apart = any("turn_reward" in getattr(stage, "in_keys", ()) for stage in pipeline.stages.values())
     batch, probability = all_outcomes(task, group_size, turns_paid_apart=apart)

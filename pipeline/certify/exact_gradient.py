@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.row_table import keys_of_stages
+from headrace.transforms.errors import BatchError
 from headrace.transforms.schema import IN_LOSS, has_key
 
 from .outcomes import ACTIONS, LOSS_MASK, OUTCOME
@@ -44,7 +45,7 @@ def gradients_of(
         group_size: n.
 
     Raises:
-        BatchError: a stage refused the rows.
+        BatchError: a stage refused the rows, or wrote an advantage that is not finite.
     """
     stages, keys = list(pipeline.stages.values()), keys_of_stages(pipeline.stages.values())
     together = all(getattr(each, "within_groups", False) for each in stages) and any(
@@ -63,6 +64,8 @@ def gradients_of(
         if len(trained) == 0:
             continue
         each = _by_row(trained, keys.get("advantage", "advantage"), score)
+        if not bool(each.isfinite().all()):
+            raise BatchError("the advantage of every token in the loss must be finite; found NaN or infinity")
         advantage.index_add_(0, trained[OUTCOME], each / group_size)
         if pipeline.weighs:
             weight = trained[keys.get("loss_weight", "loss_weight")].reshape(-1, 1)

@@ -22,10 +22,6 @@ class Forks(SmallTask):
     Example:
         >>> Forks().outcomes(4)
         64
-        >>> Forks().outcomes(3)
-        Traceback (most recent call last):
-        ...
-        ValueError: Forks samples 2 rollouts at a time: groups must be of a multiple of 2; got 3
     """
 
     shared = 1

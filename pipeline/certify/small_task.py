@@ -47,6 +47,10 @@ class Course:
         return [action for row in self.rows for action in row]
 
 
+class GroupSizeError(ValueError):
+    """A task has no groups of this size."""
+
+
 class Prompt(NamedTuple):
     """A prompt, how often it is asked, and all courses that a rollout of it can take."""
 
@@ -198,14 +202,14 @@ class SmallTask:
         """How many outcomes a group has, over all prompts.
 
         Raises:
-            ValueError: groups of that size cannot be made of what is sampled together.
+            GroupSizeError: groups of that size cannot be made of what is sampled together.
         """
         total = 0
         for prompt in self.prompts():
             families = self.families(prompt.courses, [1.0] * len(prompt.courses))
             size = len(families[0].courses)
             if group_size < 1 or group_size % size:
-                raise ValueError(
+                raise GroupSizeError(
                     f"{type(self).__name__} samples {size} rollouts at a time: groups must be of a multiple "
                     f"of {size}; got {group_size}"
                 )

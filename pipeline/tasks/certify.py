@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,15 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from headrace.pipeline.certify import Certificate, Judgement, Refused, SmallTask, certify_recipe
+from headrace.pipeline.certify import (
+    Certificate,
+    GroupSizeError,
+    Judgement,
+    Refused,
+    SmallTask,
+    certify_recipe,
+    count_outcomes,
+)
 from headrace.pipeline.composing import compose_config, suggest
 from headrace.pipeline.load import ConfigError
 from headrace.pipeline.printable import printable
@@ -49,6 +59,9 @@ def certify(
     console = console or Console()
     tasks, nodes = small_tasks(config), recipe_nodes(config, words)
     cases = [(size, task, recipe) for size in group_sizes(config) for task in tasks for recipe in nodes]
+    for size, task in product(group_sizes(config), tasks):
+        with suppress(GroupSizeError):  # which the table says
+            count_outcomes(tasks[task], task, size, config.certify.most)  # before minutes of others
     found: list[Found] = []
     for size, task, recipe in track(cases, "certifying", console=console, transient=True):
         options: dict[str, Any] = {"group_size": size, "words": words, "most": config.certify.most}
