@@ -230,6 +230,6 @@ def test_rules_that_are_read_late_are_read():
 
 
 def test_a_size_of_groups_that_a_task_does_not_have():
-    with pytest.raises(GroupSizeError, match="Forks samples 2 rollouts at a time: .* got 3"):
+    with pytest.raises(GroupSizeError, match=r"Forks samples 2 rollouts at a time: .* got 3"):
         Forks().outcomes(3)
     assert Forks().outcomes(4) == 64
