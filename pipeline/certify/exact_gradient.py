@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.row_table import keys_of_stages
 from headrace.transforms.errors import BatchError
-from headrace.transforms.schema import IN_LOSS, has_key
 
 from .outcomes import ACTIONS, LOSS_MASK, OUTCOME
 
@@ -48,9 +47,8 @@ def gradients_of(
         BatchError: a stage refused the rows, or wrote an advantage that is not finite.
     """
     stages, keys = list(pipeline.stages.values()), keys_of_stages(pipeline.stages.values())
-    together = all(getattr(each, "within_groups", False) for each in stages) and any(
-        map(_cuts_groups, stages)
-    )
+    together = all(getattr(each, "within_groups", False) for each in stages)
+    together = together and any(_cuts_groups(each) for each in stages)
     remembers = any(getattr(each, "stateful", False) and not getattr(each, "cuts", False) for each in stages)
     rows_of_outcomes = batch[OUTCOME].bincount(minlength=outcomes).tolist()
     batches = [batch] if together else batch.split(rows_of_outcomes)
@@ -75,19 +73,13 @@ def gradients_of(
 
 def _cuts_groups(stage: nn.Module) -> bool:
     """Whether a stage makes an optimiser step of each group."""
-    options = (
-        getattr(stage, "cuts", False),
-        getattr(stage, "unit", None),
-        getattr(stage, "minibatch_size", 0),
-    )
-    return options == (True, "group", 1)
+    options = [getattr(stage, name, None) for name in ("cuts", "unit", "minibatch_size")]
+    return options == [True, "group", 1]
 
 
 def _by_row(trained: TensorDictBase, advantage_key: NestedKey, score: Tensor) -> Tensor:
     """(N, P) Σ_t A_t ∇log π_t over the row's tokens in the loss."""
     inside = trained[LOSS_MASK] & (trained[ACTIONS] >= 0)
-    if has_key(trained, IN_LOSS):
-        inside = inside & trained[IN_LOSS][:, None]
     credit = trained[advantage_key].reshape(len(trained), -1).to(score.dtype)  # (N, 1) or (N, T)
     credit = torch.where(inside, credit, 0.0)
     return torch.einsum("nt,ntp->np", credit, score[trained[ACTIONS].clamp_min(0)])
