@@ -30,9 +30,10 @@ types: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks $(ARGS)
 
-# What follows from the code: the YAML nodes of the stages, and the page of recipes.
+# What follows from the code: the YAML nodes of the stages, the certificates, and the page of recipes.
 generate: $(STAMP)
 	$(BIN)/python tools/make_stages.py
+	$(BIN)/python tools/make_certificates.py
 	$(BIN)/python tools/make_recipes.py
 
 # torch alone and first: see constraints.txt.

@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-TASKS = ("train", "replay", "compare", "plan")
+TASKS = ("train", "replay", "compare", "plan", "certify")
 
 
 class ConfigError(ValueError):

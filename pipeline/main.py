@@ -27,7 +27,9 @@ def run_task(config: DictConfig) -> float:
 
     hydra_config = HydraConfig.get()
     try:
-        return perform(config, Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
+        found_in = [word for word in hydra_config.overrides.hydra if word.startswith("hydra.searchpath=")]
+        words = [*hydra_config.overrides.task, *found_in]
+        return perform(config, Path(hydra_config.runtime.output_dir), words)
     except TrainingInterrupted:
         sys.exit(130)
     except REFUSALS as err:  # before Hydra prints a line of its own about it

@@ -23,7 +23,7 @@ MODULES = [
     for _, name, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not name.endswith("__main__")
 ]
-RUN = ("README.md", "CONTRIBUTING.md", "docs/from-mcadvantage.md", "docs/trees.md")
+RUN = ("README.md", "CONTRIBUTING.md", "docs/from-mcadvantage.md", "docs/certificates.md", "docs/trees.md")
 PAGES = [
     *RUN,
     "CHANGELOG.md",

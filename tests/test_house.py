@@ -43,7 +43,7 @@ GROUND = (
 # What users import, and tests, benchmarks and examples with them: these modules, by their `__all__`.
 PUBLIC = ("transforms", "transforms.schema", "pipeline", "pipeline.report", "pipeline.reverse")
 PUBLIC += ("pipeline.sources", "pipeline.train", "pipeline.tasks.compare", "pipeline.tasks.group_sizes")
-PUBLIC += ("pipeline.tasks.replay",)
+PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.certify")
 # What else is imported, and where: the unit tests of inner modules.
 INNER = {
     "test_balance.py": {"transforms.split.balance", "transforms.split.bins"},
@@ -73,6 +73,14 @@ INNER = {
     },
     "test_distributed.py": {"transforms.distributed"},
     "test_ids.py": {"transforms.ids"},
+    "test_certified_recipes.py": {"pipeline.composing"},
+    "test_certify.py": {"pipeline.composing"},
+    "test_certify_laws.py": {
+        "pipeline.certify.exact_gradient",
+        "pipeline.certify.one_group_a_step",
+        "pipeline.certify.outcomes",
+        "pipeline.composing",
+    },
     "test_tokens.py": {"transforms.tokens.counting"},
     "test_loggers.py": {"pipeline.report.loggers"},
     "test_page_bundle.py": {"pipeline.report.bundle", "pipeline.report.html"},

@@ -407,6 +407,27 @@ def test_a_run_without_steps_says_so(look):
     assert not page.one("main").is_displayed()
 
 
+def test_a_page_of_certificates_shows_them_and_nothing_else(look):
+    def judged(ratio, **numbers):
+        return {"ratio": ratio, "relative_bias": 0.099, "cosine": 0.9952, "variance": 0.0733} | numbers
+
+    where = {"task": "stop_or_continue", "group_size": 4, "outcomes": 256, "refused": ""}
+    nothing = dict.fromkeys(("relative_bias", "cosine", "variance", "scale")) | {"ratio": []}
+    held = where | {"recipe": "grpo", "advantage": judged([1.0225, -0.5], scale=0.98), "loss": nothing}
+    lost = where | {"recipe": "<b>gigpo", "refused": "needs <i>'state_id'", "outcomes": 0}
+    lost |= {"advantage": nothing, "loss": nothing}
+    page = look(pages.run_of() | {"certificates": [held, lost]})
+    assert page.one("#certificates h3").text == "stop_or_continue, groups of 4, 256 outcomes"
+    cells = [cell.text for cell in page.all("#certificates tbody tr:first-child td")]
+    assert cells[:6] == ["grpo", "1.0225 −0.5000", "9.9 %", "0.9952", "0.0733", "0.98"]
+    assert cells[6:] == ["grpo", "", "–", "–", "–", "–"]
+    assert "without <b>gigpo: needs <i>'state_id'" in page.one("#certificates").text
+    assert [
+        section.get_attribute("id") for section in page.all("main section") if section.is_displayed()
+    ] == ["certificates"]
+    assert not look(pages.incomplete_run()).one("#certificates").is_displayed()
+
+
 def test_one_row_of_nothing_but_nulls_is_drawn(look):
     row = dict.fromkeys(Rows.__annotations__) | {"group": 1, "rollout": 1, "reason": ""}
     made = pages.step_of([row | {"tokens": 0}], size=None)

@@ -29,6 +29,8 @@ WORDS = {
     "out": ("PageLeft",),
     "group": ("Groups",),
     "row": ("Rows",),
+    "certificate": ("PageCertificate",),
+    "judgement": ("PageJudgement",),
 }
 ADDED = {"group": {"members"}}
 

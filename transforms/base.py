@@ -84,6 +84,8 @@ class BatchTransform(Transform):
             refuses it in a replay buffer that several processes write, each with a copy of its own.
         spans_ranks: what it measures over rows is of a :class:`Population`. Where ranks share a batch it runs
             on all of them, also on one that has no rows.
+        within_groups: what it makes of a row follows from the rows of its group, or of its optimiser step,
+            alone: groups of one batch come out as each would by itself, whatever batches were before.
         own_of_rank: options that may differ on ranks that share a batch.
         silences: the columns in which it silences rows that are out of the loss, as it gathers them.
         asks_in_loss: it takes no row for trained that ``("headrace", "in_loss")`` says is not. In front of
@@ -104,6 +106,7 @@ class BatchTransform(Transform):
     gates: ClassVar[bool] = False
     stateful: ClassVar[bool] = False
     spans_ranks: ClassVar[bool] = False
+    within_groups: bool = False
     own_of_rank: ClassVar[tuple[str, ...]] = ()
     silences: Collection[NestedKey] = ()
     asks_in_loss: bool = False

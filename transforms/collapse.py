@@ -152,6 +152,7 @@ class FanOutCollapse(BatchTransform):
     keeps_rows = True
     asks_in_loss = True
     spans_ranks = True
+    within_groups = True
 
     def __init__(
         self,

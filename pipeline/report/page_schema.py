@@ -92,6 +92,28 @@ class Step(TypedDict):
     warnings: list[str]  # a line for each number that is below what was set for it
 
 
+class PageJudgement(TypedDict):
+    """The expectation of a gradient beside the true one."""
+
+    ratio: list[float | None]  # of each parameter, what is expected over what is true
+    relative_bias: float | None  # the length of their difference, over that of the true one
+    cosine: float | None  # of the angle between them
+    variance: float | None  # trace of the covariance, for one group
+    scale: float | None  # how long what is expected is in the true direction
+
+
+class PageCertificate(TypedDict):
+    """What is known of one recipe on one task, or why it takes none of its rows."""
+
+    recipe: str  # its name
+    task: str  # its name
+    group_size: int  # rollouts of a group
+    outcomes: int  # of a group, all of which were gone through
+    refused: str  # why there are no numbers; empty: there are
+    advantage: PageJudgement  # of the advantage alone
+    loss: PageJudgement  # with the recipe's own loss weights
+
+
 class PageDataRequired(TypedDict):
     """The keys that every page has."""
 
@@ -103,9 +125,10 @@ class PageDataRequired(TypedDict):
 
 
 class PageData(PageDataRequired, total=False):
-    """The data of the page of a training, a replay or a comparison."""
+    """The data of the page of a training, a replay, a comparison or certificates."""
 
     versus: list[str]  # two recipes: that of `advantage`, and that of `advantage_by_row`
+    certificates: list[PageCertificate]  # of a page of certificates, which has no steps
 
 
 def check_keys(value: Mapping[str, Any], schema: type, where: str) -> None:
@@ -139,6 +162,8 @@ def check_keys(value: Mapping[str, Any], schema: type, where: str) -> None:
             + f". Build it with page_data, or as {__name__}.{schema.__name__} describes it"
         )
     for key, hint in hints.items():
+        if key not in value:
+            continue
         if is_typeddict(hint):
             check_keys(value[key], hint, f"{where}.{key}")
         elif get_origin(hint) is list and is_typeddict(item := get_args(hint)[0]):

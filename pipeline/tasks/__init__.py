@@ -1,1 +1,1 @@
-"""The tasks of the command that read dumps: replay, compare and plan."""
+"""The tasks of the command: replay, compare and plan, which read dumps, and certify, which needs none."""

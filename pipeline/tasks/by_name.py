@@ -14,12 +14,14 @@ from headrace.pipeline.sources import SourceError
 from headrace.pipeline.train import train
 from headrace.transforms import BatchError
 
+from .certify import certify
 from .compare import compare
 from .group_sizes import tabulate_group_sizes
 from .replay import replay
 
 REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, FileExistsError)
 TASKS = {"train": train, "replay": replay, "plan": tabulate_group_sizes}
+OF_RECIPES = {"compare": compare, "certify": certify}
 
 
 def perform(config: DictConfig, output: Path, overrides: Sequence[str]) -> float:
@@ -30,6 +32,6 @@ def perform(config: DictConfig, output: Path, overrides: Sequence[str]) -> float
         output: folder for what it writes.
         overrides: the words of the command line.
     """
-    if config.task == "compare":
-        return compare(config, output, list(overrides))
+    if config.task in OF_RECIPES:
+        return OF_RECIPES[config.task](config, output, list(overrides))
     return TASKS[config.task](config, output)

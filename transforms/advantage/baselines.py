@@ -57,6 +57,7 @@ SCALES: dict[str, Callable[[Grouping, int], Tensor] | None] = {
     "none": None,
 }
 SPREADS = ("group", "leave_one_out", "mad")  # of the group: 0 where its rewards are equal
+OF_BATCH = ("batch", "nonzero")  # baselines and scales that are measured over all groups of the batch
 MAY_BE_0 = ("leave_one_out", "mad")  # and also where they are not
 
 
@@ -107,6 +108,11 @@ class Formula:
     def is_relative(self) -> bool:
         """Whether a group is needed: then equal rewards give 0, and a lone rollout has no advantage."""
         return self.baseline not in ABSOLUTE or self.scale in SPREADS
+
+    @property
+    def within_groups(self) -> bool:
+        """Whether the advantages of a group are the same whatever else is in the batch."""
+        return self.baseline not in OF_BATCH and self.scale not in OF_BATCH
 
     @property
     def least_group(self) -> int:

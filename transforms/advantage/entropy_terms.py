@@ -125,6 +125,8 @@ class EntropyShare(TokenTerm):
         group_key: (N,) or (N, 1) int ≥ 0.
     """
 
+    within_groups = True
+
     def __init__(
         self,
         *,

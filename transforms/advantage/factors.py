@@ -67,6 +67,7 @@ class SignFactors(BatchTransform):
     """
 
     keeps_rows = True
+    within_groups = True
     asks_in_loss = True
 
     def __init__(
@@ -111,6 +112,7 @@ class DifficultyWeight(BatchTransform):
     """
 
     keeps_rows = True
+    within_groups = True
     asks_in_loss = True
     spans_ranks = True
 

@@ -73,6 +73,7 @@ class CombineIds(BatchTransform):
     """
 
     keeps_rows = True
+    within_groups = True
     asks_in_loss = True
 
     def __init__(self, *, keys: Sequence[NestedKey], into: NestedKey = "peer_id"):

@@ -145,6 +145,11 @@ class GroupRelativeAdvantage(BatchTransform):
         """The options that are the formula's, checked."""
         return Formula(*(getattr(self, option.name) for option in fields(Formula)))
 
+    @property
+    def within_groups(self) -> bool:  # type: ignore[override]
+        """Unless baseline or scale are of the batch, or groups are made of positions in it."""
+        return self.formula.within_groups and self.without_ids == "raise"
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add the advantage."""
         collapsed = has_key(batch, REWARD)

@@ -152,6 +152,11 @@ class StateAdvantage(BatchTransform):
         """Whether it matters which steps are one rollout's."""
         return (self.baseline, self.alone) != ("mean", "zero")
 
+    @property
+    def within_groups(self) -> bool:  # type: ignore[override]
+        """Unless the scale is of the batch."""
+        return self.formula.within_groups
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add to the advantage."""
         credit = require(batch, self.advantage_key, reader=type(self).__name__, option="advantage_key")

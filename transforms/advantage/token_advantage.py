@@ -123,6 +123,11 @@ class TokenAdvantage(BatchTransform):
         self.term, self.how = term, one_of("how", how, get_args(How))
         self.factor = factor if callable(factor) else within("factor", factor, -math.inf, math.inf)
 
+    @property
+    def within_groups(self) -> bool:  # type: ignore[override]
+        """Where its term says so."""
+        return getattr(self.term, "within_groups", False)
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Rewrite the advantage."""
         reader = type(self).__name__

@@ -95,6 +95,7 @@ class TokenTerm:
     """A term with declared columns. Subclasses implement ``__call__``."""
 
     in_keys: tuple[NestedKey, ...] = ()
+    within_groups: bool = False  # as a stage's: what a token gets follows from its group alone
 
     def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
         """(N, T) float; read where `trains`, (N, T) bool."""
@@ -153,6 +154,7 @@ class LogRatio(TokenTerm):
     ):
         self.numerator_key, self.denominator_key = nested_key(numerator_key), nested_key(denominator_key)
         self.centre = one_of("centre", centre, get_args(Centre))
+        self.within_groups = centre == "none"
         self.in_keys = (self.numerator_key, self.denominator_key)
 
     def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
@@ -170,6 +172,8 @@ class DirectedWeight(TokenTerm):
         denominator_key: (N, T) those under the policy that sampled.
         advantage_key: (N, 1, 1) or (N, T, 1) float, of whose sign the direction is.
     """
+
+    within_groups = True
 
     def __init__(
         self,
@@ -200,6 +204,8 @@ class StalenessWeight(TokenTerm):
         max_staleness: versions, ≥ 0, beyond which a token counts 0; None: no limit.
         version_key: (N, T), (N,) or (N, 1) int, the version that acted.
     """
+
+    within_groups = True
 
     def __init__(
         self,

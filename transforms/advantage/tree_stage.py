@@ -75,6 +75,7 @@ class TreeAdvantage(BatchTransform):
     asks_in_loss = True
     spans_ranks = True
     of_whole_rollouts = "places"
+    within_groups = True
 
     def __init__(
         self,

@@ -72,6 +72,7 @@ class TurnAdvantage(BatchTransform):
     keeps_rows = True
     asks_in_loss = True
     spans_ranks = True
+    within_groups = True
 
     def __init__(
         self,

@@ -108,6 +108,7 @@ class RewardsToGo(BatchTransform):
     """
 
     keeps_rows = True
+    within_groups = True
     asks_in_loss = True
     spans_ranks = True
 
@@ -165,6 +166,7 @@ class TurnDiscount(BatchTransform):
     """
 
     keeps_rows = True
+    within_groups = True
     asks_in_loss = True
     spans_ranks = True
 

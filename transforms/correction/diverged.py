@@ -75,6 +75,7 @@ class Diverged:
     reason = "diverged"
     asks_in_loss = True
     spans_ranks = True
+    within_groups = True
 
     def __init__(
         self,

@@ -123,6 +123,11 @@ class RolloutCorrection(BatchTransform):
         """From which policy to which its weights are: a second stage of the same would count them twice."""
         return self.sampler_log_prob_key, self.old_log_prob_key
 
+    @property
+    def within_groups(self) -> bool:  # type: ignore[override]
+        """Unless the weights have mean 1 over the batch."""
+        return self.normalise == "none"
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Add the weights, and multiply the advantage by them."""
         name = type(self).__name__

@@ -94,6 +94,11 @@ class TokenFilter(BatchTransform):
         """The log-probabilities that become NaN, token by token."""
         return self.log_prob_key if self.denominator == "kept" else None
 
+    @property
+    def within_groups(self) -> bool:  # type: ignore[override]
+        """Where its criterion says so."""
+        return getattr(self.criterion, "within_groups", False)
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Judge all tokens, and act."""
         mask = read_loss_mask(batch, self.loss_mask_key, reader=type(self).__name__)

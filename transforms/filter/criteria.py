@@ -42,6 +42,7 @@ class Criterion:
     in_keys: tuple[NestedKey, ...] = ()
     before_baseline: bool = False  # a row that fails is to be judged before rewards are compared
     spans_ranks: bool = True  # asked on every rank, also of no rows
+    within_groups: bool = False  # what it says of a row follows from the rows of its group alone
     asks_in_loss: bool = False  # it looks at no token of rows that are out of the loss
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
@@ -78,6 +79,7 @@ class RewardsVary(Criterion):
         group_key: (N,) or (N, 1) int.
     """
 
+    within_groups = True
     reason = "zero_variance"
     asks_in_loss = True
     unit = "group"
@@ -119,6 +121,7 @@ class RewardWithin(Criterion):
         reward_key: (N,), (N, 1) or (N, 1, 1) float, where FanOutCollapse wrote no reward.
     """
 
+    within_groups = True
     reason = "reward_bounds"
     asks_in_loss = True
 
@@ -148,6 +151,7 @@ class Finite(Criterion):
             FanOutCollapse, which refuses rewards that are not finite.
     """
 
+    within_groups = True
     reason = "non_finite"
 
     def __init__(self, *, key: NestedKey = ("next", "reward")):
@@ -175,6 +179,7 @@ class NotTruncated(Criterion):
             ``("next", "truncated")``.
     """
 
+    within_groups = True
     reason = "truncated"
     asks_in_loss = True
 
@@ -203,6 +208,7 @@ class LengthWithin(Criterion):
         loss_mask_key: (N, T) bool, dense or ragged.
     """
 
+    within_groups = True
     reason = "length"
 
     def __init__(
@@ -236,6 +242,7 @@ class Fresh(Criterion):
         version_key: (N,) or (N, 1) int, the version that acted.
     """
 
+    within_groups = True
     reason = "stale"
     asks_in_loss = True
 

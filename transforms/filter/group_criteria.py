@@ -167,6 +167,8 @@ class BestOf(_OfGroup):
         rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
     """
 
+    within_groups = True
+
     reason = "not_best"
     unit = "rollout"
 
@@ -207,6 +209,8 @@ class GroupMeanWithin(_OfGroup):
         group_key: (N,) or (N, 1) int.
         rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
     """
+
+    within_groups = True
 
     reason = "group_mean"
     unit = "group"

@@ -113,6 +113,11 @@ class SampleFilter(BatchTransform):
         """Where it judges rows one by one, and does not leave them in the statistics."""
         return "" if self._unit != "sample" or self.action == "mask" else self.action
 
+    @property
+    def within_groups(self) -> bool:  # type: ignore[override]
+        """Where its criterion says so, and no hook sees the batch."""
+        return self.on_batch is None and getattr(self.criterion, "within_groups", False)
+
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Judge all rows, call the hook, and act."""
         keep, rules = self._judge_units(batch, self._judge(batch))

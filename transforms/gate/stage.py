@@ -101,6 +101,7 @@ class CompletenessGate(BatchTransform):
     reasons = ("incomplete", "failed", "unfinished")
     gates = True
     spans_ranks = True
+    within_groups = True
     asks_in_loss = True
     own_of_rank = ("expected_groups",)
 

@@ -111,6 +111,7 @@ class DenseRows(BatchTransform):
     """
 
     keeps_rows = True
+    within_groups = True
 
     def __init__(
         self,

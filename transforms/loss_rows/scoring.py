@@ -145,6 +145,7 @@ class ScoreRows(BatchTransform):
     """
 
     keeps_rows = True
+    within_groups = True
     asks_in_loss = True
     own_of_rank = ("actor",)
 

@@ -100,6 +100,8 @@ class OverlongPunishment(LengthShaping):
         OverlongPunishment(max_length=10, cache=4)
     """
 
+    within_groups = True
+
     def __init__(
         self,
         *,
@@ -141,6 +143,8 @@ class LengthPenalty(LengthShaping):
         >>> LengthPenalty(coefficient=0.01)
         LengthPenalty(coefficient=0.01)
     """
+
+    within_groups = True
 
     def __init__(
         self,

@@ -102,6 +102,7 @@ class RelativeLength(LengthShaping):
     """
 
     among_others = True
+    within_groups = True
 
     def __init__(
         self,

@@ -68,6 +68,8 @@ class RewardScale(RewardShaping):
         RewardScale(scale=2.0, bias=-1.0)
     """
 
+    within_groups = True
+
     def __init__(
         self,
         *,

@@ -98,6 +98,7 @@ class ShuffleSplit(SplitMemory, BatchTransform):
     effects = ("dropped", "carried")
     cuts = True
     spans_ranks = True
+    within_groups = True
     asks_in_loss = True
     stateful = True
 

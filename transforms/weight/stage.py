@@ -84,6 +84,7 @@ class LossWeight(BatchTransform):
     keeps_rows = True
     asks_in_loss = True
     spans_ranks = True
+    within_groups = True
 
     def __init__(
         self,

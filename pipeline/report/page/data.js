@@ -1,8 +1,10 @@
 // The data of the page. Other modules get objects with the fields listed here and no others.
 // page_schema.py has the same lists with the meaning of each field; a test compares the two.
 const FIELDS = {
-  PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus"],
+  PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "certificates"],
   RecipeStage: ["name", "text"],
+  PageJudgement: ["ratio", "relative_bias", "cosine", "variance", "scale"],
+  PageCertificate: ["recipe", "task", "group_size", "outcomes", "refused", "advantage", "loss"],
   Step: ["step", "funnel", "shown", "groups", "rows", "numbers", "warnings"],
   PageLevel: ["name", "rows", "rollouts", "groups", "tokens", "out"],
   PageLeft: ["reason", "action", "rows", "rollouts", "groups", "tokens"],
@@ -65,6 +67,12 @@ function readStep(value) {
   return { ...step, funnel: step.funnel.map(readLevel), shown: read("Shown", step.shown) };
 }
 
+function readCertificate(value) {
+  const certificate = read("PageCertificate", value);
+  const judgement = (name) => read("PageJudgement", certificate[name]);
+  return { ...certificate, advantage: judgement("advantage"), loss: judgement("loss") };
+}
+
 // The data in the page's JSON. The tables of a step stay columns until the step is shown.
 export function readPage(text) {
   const page = read("PageData", JSON.parse(text));
@@ -72,5 +80,6 @@ export function readPage(text) {
     ...page,
     recipe: page.recipe.map((stage) => read("RecipeStage", stage)),
     steps: page.steps.map(readStep),
+    certificates: page.certificates && page.certificates.map(readCertificate),
   };
 }

@@ -1,4 +1,5 @@
 // The state of the page, and the panels that draw it.
+import { drawCertificates } from "./certificates.js";
 import { drawCompare } from "./compare.js";
 import { drawCurves, drawNumbers } from "./curves.js";
 import { UNITS, readPage } from "./data.js";
@@ -87,10 +88,13 @@ function start() {
   );
   byId("recipe-box").hidden = !page.recipe.length;
   byId("curves").hidden = page.curve_steps.length < 2;
+  byId("certificates").hidden = !page.certificates;
+  if (page.certificates) byId("certificates").querySelector(".body").replaceChildren(...drawCertificates(page));
   if (!page.steps.length) {
-    byId("summary").textContent = "No step was recorded.";
+    byId("summary").textContent = page.certificates ? "" : "No step was recorded.";
     byId("stepper").hidden = true;
-    document.querySelector("main").hidden = true;
+    document.querySelector("main").hidden = !page.certificates;
+    for (const name of Object.keys(PANELS)) byId(name).hidden = true;
     return;
   }
   const last = page.steps.length - 1;

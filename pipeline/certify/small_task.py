@@ -1,0 +1,217 @@
+"""Tasks so small that all outcomes of a group can be written down."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, fsum
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from headrace.transforms.schema import Status
+
+Action = tuple[int, int]
+"""A decision, by its number, and which of its actions was taken: one token."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """One course that a rollout can take, from its first action to its reward.
+
+    Args:
+        rows: the actions of each row (segment) of the rollout.
+        worth: what it is worth, a number for each reward column: the objective is the mean of it.
+        paid: what the reward column says of each row; None: what it is worth, on each row.
+        turn_rewards: what each of its actions was paid for by itself, for a rollout of one row; together they
+            are a part of `worth`, the rest of which is the outcome.
+        states: of each row, the state that it started from; None: there are none.
+        chance: how likely it is given its actions, where not only the policy decides.
+        status: how it ended.
+    """
+
+    rows: tuple[tuple[Action, ...], ...]
+    worth: tuple[float, ...]
+    paid: tuple[tuple[float, ...], ...] | None = None
+    turn_rewards: tuple[float, ...] | None = None
+    states: tuple[int, ...] | None = None
+    chance: float = 1.0
+    status: Status = Status.COMPLETED
+
+    @property
+    def actions(self) -> list[Action]:
+        """All of them, in order."""
+        return [action for row in self.rows for action in row]
+
+
+class GroupSizeError(ValueError):
+    """A task has no groups of this size."""
+
+
+class Prompt(NamedTuple):
+    """A prompt, how often it is asked, and all courses that a rollout of it can take."""
+
+    probability: float
+    courses: tuple[Course, ...]
+
+
+class Family(NamedTuple):
+    """Rollouts that are sampled together: one, or several that share their beginning."""
+
+    courses: tuple[int, ...]
+    probability: float
+
+
+class SmallTask:
+    """A task of which all outcomes of a group can be enumerated.
+
+    A subclass says its `prompts`; each decision is a choice between going on (action 1) and not (action 0),
+    whose logit is the parameter of the decision's number, unless `log_policy` says otherwise.
+
+    Args:
+        theta: θ, the parameters of the policy that trains, π.
+        sampler: those of the policy that samples, μ; None: θ.
+        teacher: those of a teacher, whose log-probabilities become columns; None: there is none.
+        reference: those of a reference policy, likewise.
+
+    Attributes:
+        settings: options of stages, as ``stage.option``, without which no recipe could take its rows: they
+            are set where the recipe has the stage, unless the user's words set them.
+        shared: how many first actions rollouts that are sampled together have in common.
+
+    Example:
+        >>> from headrace.pipeline.certify import StopOrContinue
+        >>> task = StopOrContinue()
+        >>> len(task.prompts()[0].courses), task.outcomes(4)
+        (4, 256)
+    """
+
+    settings: ClassVar[Mapping[str, Any]] = {}
+    shared: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        *,
+        theta: Sequence[float],
+        sampler: Sequence[float] | None = None,
+        teacher: Sequence[float] | None = None,
+        reference: Sequence[float] | None = None,
+    ):
+        self.theta = tuple(theta)
+        self.sampler = self.theta if sampler is None else tuple(sampler)
+        self.teacher, self.reference = teacher, reference
+        for name in ("sampler", "teacher", "reference"):
+            given = getattr(self, name)
+            if given is not None and len(given) != len(self.theta):
+                raise ValueError(
+                    f"{name} must have as many parameters as theta, {len(theta)}; got {len(given)}"
+                )
+
+    def _check_lengths(self, **lengths: tuple[Sequence[Any], int]) -> None:
+        """Check that options have as many entries as they must have, given with that number by their names.
+
+        Raises:
+            ValueError: one has not.
+        """
+        for name, (given, needed) in lengths.items():
+            if len(given) != needed:
+                raise ValueError(f"{name} must have {needed} entries; got {list(given)}")
+
+    @abstractmethod
+    def prompts(self) -> Sequence[Prompt]:
+        """The prompts; their probabilities add up to 1, and so do those of the courses of each."""
+
+    def log_policy(self, theta: Tensor) -> Tensor:
+        """The log-probability of each action.
+
+        Args:
+            theta: (P,) float64.
+
+        Returns:
+            (decisions, actions) float64.
+        """
+        return torch.stack([logsigmoid(-theta), logsigmoid(theta)], 1)
+
+    def families(self, courses: Sequence[Course], probability: Sequence[float]) -> Sequence[Family]:
+        """What is sampled together, all of one number of rollouts: here each rollout by itself.
+
+        Args:
+            courses: of one prompt.
+            probability: of each, under the policy that samples.
+        """
+        return [Family((number,), each) for number, each in enumerate(probability)]
+
+    # -- what follows from it ---------------------------------------------------------------------------
+
+    @property
+    def columns(self) -> int:
+        """How many rewards a rollout has."""
+        return len(self.prompts()[0].courses[0].worth)
+
+    def log_probs(self, theta: Sequence[float]) -> Tensor:
+        """(decisions, actions) float64, of the policy with these parameters."""
+        return self.log_policy(torch.tensor(list(theta), dtype=torch.float64))
+
+    def score(self) -> Tensor:
+        """(decisions · actions, P): ∇ log π of each action."""
+        theta = torch.tensor(self.theta, dtype=torch.float64)
+        return torch.autograd.functional.jacobian(self.log_policy, theta).reshape(-1, len(theta))
+
+    def true_gradient(self, weights: Sequence[float] | None = None) -> Tensor:
+        """(P,) the gradient of what a rollout is worth in the mean, under the policy that trains::
+
+            ∇J = ∇ Σ_prompts p Σ_courses π(course) · worth
+
+        Args:
+            weights: of several rewards; None: all 1.
+        """
+        theta = torch.tensor(self.theta, dtype=torch.float64, requires_grad=True)
+        log_probs, total = self.log_policy(theta), torch.zeros((), dtype=torch.float64)
+        for prompt in self.prompts():
+            for course in prompt.courses:
+                taken = [log_probs[action] for action in course.actions]
+                of_actions = sum(taken, log_probs.new_zeros(())).exp()
+                given = weights or [1.0] * len(course.worth)
+                worth = fsum(w * each for w, each in zip(given, course.worth, strict=True))
+                total = total + prompt.probability * course.chance * worth * of_actions
+        return torch.autograd.grad(total, theta)[0]
+
+    def sampled_families(self, prompt: Prompt) -> Sequence[Family]:
+        """The families of a prompt, under the policy that samples.
+
+        Raises:
+            ValueError: their probabilities do not add up to 1: a course is missing, or there twice.
+        """
+        log_probs = self.log_probs(self.sampler).tolist()
+        each = [
+            course.chance * exp(fsum(log_probs[d][a] for d, a in course.actions)) for course in prompt.courses
+        ]
+        families = self.families(prompt.courses, each)
+        total = fsum(family.probability for family in families)
+        if abs(total - 1) > 1e-9:
+            raise ValueError(
+                f"the courses of a prompt of {type(self).__name__} must have probabilities that add up to 1; "
+                f"found {total:.6g}: list each course once"
+            )
+        return families
+
+    def outcomes(self, group_size: int) -> int:
+        """How many outcomes a group has, over all prompts.
+
+        Raises:
+            GroupSizeError: groups of that size cannot be made of what is sampled together.
+        """
+        total = 0
+        for prompt in self.prompts():
+            families = self.families(prompt.courses, [1.0] * len(prompt.courses))
+            size = len(families[0].courses)
+            if group_size < 1 or group_size % size:
+                raise GroupSizeError(
+                    f"{type(self).__name__} samples {size} rollouts at a time: groups must be of a multiple "
+                    f"of {size}; got {group_size}"
+                )
+            total += len(families) ** (group_size // size)
+        return total

@@ -1,0 +1,188 @@
+"""The task ``certify``: what the expectation of a recipe's gradient is, on tasks that can be enumerated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from headrace.pipeline.certify import (
+    Certificate,
+    GroupSizeError,
+    Judgement,
+    Refused,
+    SmallTask,
+    certify_recipe,
+    count_outcomes,
+)
+from headrace.pipeline.composing import compose_config, suggest
+from headrace.pipeline.load import ConfigError
+from headrace.pipeline.printable import printable
+from headrace.pipeline.report import page_data, write_page
+from headrace.pipeline.report.whole_file import write_whole
+
+Found = Certificate | Refused
+NOTHING: dict[str, Any] = {"ratio": (), **dict.fromkeys(("relative_bias", "cosine", "variance", "scale"))}
+
+
+def certify(
+    config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
+) -> float:
+    """Go through all outcomes of every task with every recipe; print and write what comes out.
+
+    Args:
+        config: as ``task=certify`` composes it.
+        output: folder for ``config.yaml``, ``certificate.json`` and ``report.html``.
+        words: overrides of the command line; those of ``pipeline`` apply to all recipes.
+        console: where to print; None: standard output.
+
+    Returns:
+        The greatest relative bias of an advantage.
+
+    Raises:
+        ConfigError: a task that is too large, or is no task; an option that a recipe does not have; no
+            recipe takes any task's rows.
+    """
+    console = console or Console()
+    tasks, nodes = small_tasks(config), recipe_nodes(config, words)
+    cases = [(size, task, recipe) for size in group_sizes(config) for task in tasks for recipe in nodes]
+    for size, task in product(group_sizes(config), tasks):
+        with suppress(GroupSizeError):  # which the table says
+            count_outcomes(tasks[task], task, size, config.certify.most)  # before minutes of others
+    found: list[Found] = []
+    for size, task, recipe in track(cases, "certifying", console=console, transient=True):
+        options: dict[str, Any] = {"group_size": size, "words": words, "most": config.certify.most}
+        found.append(certify_recipe(nodes[recipe], recipe, tasks[task], task, **options))
+    certificates = [each for each in found if isinstance(each, Certificate)]
+    if not certificates:
+        reasons = {each.reason for each in found if isinstance(each, Refused)}
+        raise ConfigError("no recipe takes the rows of any task: " + "; ".join(sorted(reasons)))
+    output.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, output / "config.yaml", resolve=True)
+    text = json.dumps({"certificates": [each.plain() for each in certificates]}, indent=1)
+    write_whole(output / "certificate.json", lambda file: file.write_text(text))
+    if config.report.html:
+        page = page_data([], title=f"certificates of {', '.join(nodes)}")
+        write_page(page | {"certificates": [on_page(each) for each in found]}, output / "report.html")
+    show_certificates(found, console)
+    console.print(Text(printable(f"written to {output}")), soft_wrap=True)
+    return max(each.advantage.relative_bias or 0.0 for each in certificates)
+
+
+def group_sizes(config: DictConfig) -> list[int]:
+    """The sizes that ``certify.group_sizes`` names.
+
+    Raises:
+        ConfigError: none, or one that is no integer ≥ 1.
+    """
+    sizes = list(config.certify.group_sizes)
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        raise ConfigError(f"certify.group_sizes must be integers ≥ 1; got {sizes}")
+    return sizes
+
+
+def small_tasks(config: DictConfig) -> dict[str, SmallTask]:
+    """The tasks of a composed configuration, by name.
+
+    Raises:
+        ConfigError: a name that there is not; one that cannot be made, or is no task.
+    """
+    nodes = config.certify.tasks
+    names = list(nodes) if config.certify.only is None else list(config.certify.only)
+    for name in names:
+        if nodes.get(name) is None:
+            raise ConfigError(
+                f"certify.only: there is no task {name!r}{suggest(str(name), nodes)}; there are "
+                f"{', '.join(map(str, nodes))}"
+            )
+    made: dict[str, SmallTask] = {}
+    for name in names:
+        try:
+            made[str(name)] = instantiate(nodes[name], _convert_="all")
+        except InstantiationException as err:
+            raise ConfigError(f"certify.tasks.{name}: {err.__cause__ or err}") from err
+        if not isinstance(made[str(name)], SmallTask):
+            raise ConfigError(f"certify.tasks.{name} must be a SmallTask, with a _target_; got {nodes[name]}")
+    return made
+
+
+def recipe_nodes(config: DictConfig, words: Sequence[str]) -> dict[str, DictConfig]:
+    """The composed ``pipeline`` node of each recipe, by name.
+
+    Args:
+        config: composed.
+        words: overrides of the command line.
+    """
+    if not config.pipelines:
+        named = [word.partition("=")[2] for word in words if word.startswith("pipeline=")]
+        return {named[-1] if named else "grpo": config.pipeline}
+    starts = ("pipeline.", "hydra.searchpath=")
+    shared = [word for word in words if word.lstrip("+~").startswith(starts) or "@pipeline." in word]
+    return {
+        str(name): compose_config("load", f"pipeline={name}", *shared).pipeline for name in config.pipelines
+    }
+
+
+def on_page(found: Found) -> dict[str, Any]:
+    """A certificate, or why there is none, as the page has it."""
+    head = {"recipe": found.recipe, "task": found.task, "group_size": found.group_size}
+    if isinstance(found, Refused):
+        head |= {"outcomes": 0, "refused": printable(found.reason)}
+        return head | {"advantage": dict(NOTHING), "loss": dict(NOTHING)}
+    loss = dict(NOTHING) if found.loss is None else asdict(found.loss)
+    head |= {"outcomes": found.outcomes, "refused": ""}
+    return head | {"advantage": asdict(found.advantage), "loss": loss}
+
+
+def show_certificates(found: Sequence[Found], console: Console) -> None:
+    """Print a table for each task and size of groups, and then which recipes refuse which rows, and why."""
+    certificates = [each for each in found if isinstance(each, Certificate)]
+    for task, size in dict.fromkeys((each.task, each.group_size) for each in certificates):
+        here = [each for each in certificates if (each.task, each.group_size) == (task, size)]
+        title = f"{printable(task)}, groups of {size}, {here[0].outcomes:,} outcomes"
+        table = Table(title=title, title_justify="left", box=SIMPLE)
+        for name in ("recipe", "ratio to the true gradient"):
+            table.add_column(name)
+        for name in ("bias", "cosine", "variance", "loss: scale", "cosine"):
+            table.add_column(name, justify="right")
+        for each in here:
+            table.add_row(Text(printable(each.recipe)), *cells(each))
+        console.print(table)
+    refusals: dict[tuple[str, str], list[str]] = {}
+    for refusal in found:
+        if isinstance(refusal, Refused):
+            reason = refusal.reason.split("; the batch has")[0].split("; found")[0]
+            refusals.setdefault((refusal.recipe, reason), []).append(refusal.task)
+    for (recipe, reason), tasks in refusals.items():
+        places = printable(", ".join(dict.fromkeys(tasks)))
+        line = Text(f"{printable(recipe)} does not take the rows of {places}: ", "yellow")
+        console.print(line.append(printable(reason)), soft_wrap=True)
+
+
+def cells(found: Certificate) -> Iterator[str]:
+    """The numbers of a certificate as a line has them."""
+    yield " ".join(number(each) for each in found.advantage.ratio)
+    yield "–" if found.advantage.relative_bias is None else f"{found.advantage.relative_bias:.1%}"
+    yield number(found.advantage.cosine)
+    yield f"{found.advantage.variance:.4g}"
+    loss: Judgement | None = found.loss
+    yield "–" if loss is None or loss.scale is None else f"{loss.scale:.3g}"
+    yield number(None if loss is None else loss.cosine)
+
+
+def number(value: float | None) -> str:
+    """With four decimals, of which −0 is 0; – where there is none."""
+    return "–" if value is None else f"{round(value, 4) + 0.0:.4f}"

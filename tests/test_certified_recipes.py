@@ -1,0 +1,61 @@
+"""docs/certificates.json has the certificate of every recipe, and what it says is so."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+from composed import configure
+
+from headrace.pipeline.certify import Certificate, SmallTask, certify_recipe
+from headrace.pipeline.composing import recipes
+from headrace.pipeline.tasks.certify import small_tasks
+
+ROOT = Path(__file__).parent.parent
+COMMITTED = json.loads((ROOT / "docs" / "certificates.json").read_text())["certificates"]
+BY_RECIPE = defaultdict(dict)
+for each in COMMITTED:
+    BY_RECIPE[each["recipe"]][each["task"]] = each
+
+
+@cache
+def tasks() -> dict[str, SmallTask]:
+    return small_tasks(configure("config", "task=certify"))
+
+
+def test_every_recipe_has_one():
+    assert set(BY_RECIPE) == set(recipes())
+
+
+def test_every_task_file_is_a_task_of_the_command():
+    assert set(tasks()) == {path.stem for path in (ROOT / "conf" / "certify").glob("*.yaml")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", recipes())
+def test_no_change_moves_a_certificate_unseen(recipe):
+    """Run `make generate` where a change is meant to, and say so in the changelog."""
+    node, found = configure("load", f"pipeline={recipe}").pipeline, {}
+    for name, task in tasks().items():
+        certificate = certify_recipe(node, recipe, task, name)
+        if isinstance(certificate, Certificate):
+            found[name] = certificate.plain()
+    assert list(found) == list(BY_RECIPE[recipe])
+    for name, now in found.items():
+        assert_same(now, BY_RECIPE[recipe][name], where=f"{recipe} on {name}")
+
+
+def assert_same(now, then, where: str) -> None:
+    if isinstance(then, dict):
+        assert list(now) == list(then), where
+        for key in then:
+            assert_same(now[key], then[key], f"{where}, {key}")
+    elif isinstance(then, list):
+        assert list(now) == pytest.approx(then, rel=1e-6, abs=1e-9), where
+    elif isinstance(then, float):
+        assert now == pytest.approx(then, rel=1e-6, abs=1e-9), where
+    else:
+        assert now == then, where

@@ -1,0 +1,235 @@
+"""Certificates: what the expectation of a recipe's gradient is, all outcomes gone through."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from composed import configure
+from torch.nn.functional import logsigmoid
+
+from headrace.pipeline import load_pipeline
+from headrace.pipeline.certify import (
+    Certificate,
+    Forks,
+    GroupSizeError,
+    OneTurn,
+    Refused,
+    StopOrContinue,
+    TurnsAsRows,
+    certify_recipe,
+)
+from headrace.pipeline.composing import recipes
+from headrace.transforms import BatchTransform, RunningBaseline
+
+STEPS = "pipeline.stages.collapse.reward=sum"
+
+
+STOP = StopOrContinue()
+TAUGHT = StopOrContinue(teacher=[0.1, 0.4, 0.6], reference=[0.2, -0.1, 0.5])
+
+
+@cache
+def certified(recipe: str, *words: str, task=STOP, group_size=4) -> Certificate | Refused:
+    config = configure("load", f"pipeline={recipe}", *words).pipeline
+    return certify_recipe(config, recipe, task, "task", group_size=group_size, words=words)
+
+
+def ratio(*arguments, **options) -> list[float]:
+    return list(certified(*arguments, **options).advantage.ratio)
+
+
+# -- the stop-or-continue task, in numbers -----------------------------------------------------------------
+
+
+def test_the_true_gradient_is_that_of_the_mean_reward():
+    """By hand: J = Σ P(turns) · R, with P(go on) = σ(θ)."""
+    theta = torch.tensor([0.3, -0.2, 0.4], dtype=torch.float64, requires_grad=True)
+    on, stop = logsigmoid(theta).exp(), logsigmoid(-theta).exp()
+    mean = on[0] * stop[1] * 0.8 + on[0] * on[1] * stop[2] * 2.0 + on[0] * on[1] * on[2] * 1.7
+    mean.backward()
+    torch.testing.assert_close(StopOrContinue().true_gradient(), theta.grad, rtol=1e-13, atol=0)
+
+
+def test_leave_one_out_is_unbiased_to_the_last_digit():
+    found = certified("rloo")
+    assert found.outcomes == 256
+    assert found.advantage.ratio == pytest.approx([1, 1, 1], abs=1e-12)
+    assert found.advantage.relative_bias < 1e-12
+    assert found.advantage.cosine == pytest.approx(1, abs=1e-12)
+    assert found.advantage.variance == pytest.approx(0.0788, abs=5e-5)
+
+
+def test_a_mean_with_oneself_in_it_is_short_by_one_in_n():
+    assert ratio("dr_grpo") == pytest.approx([0.75, 0.75, 0.75], abs=1e-12)
+    assert certified("dr_grpo").advantage.variance == pytest.approx(0.0443, abs=5e-5)
+
+
+def test_a_std_bends_the_gradient():
+    assert ratio("grpo") == pytest.approx([1.0225, 0.7806, 0.5272], abs=5e-5)
+    assert certified("grpo").advantage.variance == pytest.approx(0.0733, abs=5e-5)
+
+
+def test_a_mean_over_tokens_bends_what_was_unbiased():
+    found = certified("rloo").loss
+    assert found.ratio == pytest.approx([0.563, 0.469, 0.484], abs=5e-4)
+    assert found.cosine == pytest.approx(0.9978, abs=5e-5)
+    straight = certified("dr_grpo", "pipeline.stages.weight.length=1").loss  # 1 over the rollouts
+    assert straight.ratio == pytest.approx([0.75, 0.75, 0.75], abs=1e-12)
+    assert straight.scale == pytest.approx(0.75)
+
+
+def test_return_to_go_against_the_others_is_unbiased():
+    assert ratio("mt_grpo") == pytest.approx([1, 1, 1], abs=1e-12)
+    zero = ratio("mt_grpo", "pipeline.stages.turns.alone=zero")
+    assert zero == pytest.approx([1, 0.923, 0.592], abs=5e-4)
+
+
+def test_a_state_advantage_with_itself_in_the_mean_is_short_of_late_turns():
+    """At turn k of m rollouts, (m − 1)/m; GiGPO adds it to that of the whole rollout, 0.75."""
+    steps = {"task": TurnsAsRows()}
+    words = (STEPS, "pipeline.stages.returns.discount=1.0")
+    both = ratio("gigpo", *words, **steps)
+    assert both == pytest.approx([1.50, 1.33, 1.08], abs=5e-3)
+    whole = ratio("gigpo", *words, "pipeline.stages.states.weight=0.0", **steps)
+    alone = [a - b for a, b in zip(both, whole, strict=True)]
+    assert alone == pytest.approx([0.75, 0.58, 0.33], abs=5e-3)
+    others = ratio("gigpo", *words, "pipeline.stages.states.baseline=leave_one_out",
+                   "pipeline.stages.states.alone=return", **steps)  # fmt: skip
+    assert [a - b for a, b in zip(others, whole, strict=True)] == pytest.approx([1, 1, 1], abs=1e-12)
+
+
+class TurnMeans(BatchTransform):
+    """As ports of MT-GRPO: a turn's reward against its turn's mean, added up over one's own future."""
+
+    within_groups = True
+    keeps_rows = True
+
+    def __init__(self):
+        super().__init__(["turn_reward", ("next", "reward")], ["advantage"])
+
+    def apply(self, batch):
+        rewards, there = batch["turn_reward"].clone(), batch["masks", "all_assistant_mask"][:, 1:]
+        rewards[torch.arange(len(batch)), there.sum(1) - 1] += batch["next", "reward"].flatten()
+        credit = torch.zeros_like(rewards)
+        for group in batch["group_id"].unique():
+            of_group = batch["group_id"] == group
+            inside, there_too = rewards[of_group], there[of_group]
+            mean = inside.sum(0) / there_too.sum(0).clamp_min(1)
+            apart = torch.where(there_too, inside - mean, 0.0)
+            credit[of_group] = apart.flip(1).cumsum(1).flip(1)
+        advantage = torch.cat([torch.zeros(len(batch), 1), credit], 1)
+        return batch.set("advantage", advantage.unsqueeze(-1))
+
+
+def test_turn_means_added_up_over_ones_own_future_lose_most_of_it():
+    """A stage of the user's own goes through like one of ours."""
+    words = (
+        "pipeline.stages.filter=null",
+        "pipeline.stages.advantage=null",
+        "+pipeline.stages.mine={_target_: test_certify.TurnMeans}",
+        "pipeline.order=[gate,collapse,mine,split,weight]",
+    )
+    assert ratio("dr_grpo", *words) == pytest.approx([0.30, 0.11, 0.33], abs=5e-3)
+
+
+# -- how outcomes go through a pipeline --------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", recipes())
+def test_what_keeps_within_groups_is_the_same_together_and_apart(recipe, monkeypatch):
+    """With two rollouts; the recipe that asks for steps and the one for shares have tasks of theirs."""
+    task = {"gigpo": TurnsAsRows(), "mgpo": OneTurn(theta=[0.5, -1.0])}.get(recipe, TAUGHT)
+    together = certified(recipe, task=task, group_size=2)
+    monkeypatch.setattr("headrace.transforms.LossWeight.within_groups", False)
+    apart = certified.__wrapped__(recipe, task=task, group_size=2)
+    assert together.advantage.ratio == pytest.approx(apart.advantage.ratio, rel=1e-9, abs=1e-12)
+    assert together.loss.variance == pytest.approx(apart.loss.variance, rel=1e-9)
+
+
+def test_what_measures_over_the_batch_would_be_wrong_together(monkeypatch):
+    apart = certified("reinforce_pp_baseline", group_size=2).advantage.ratio
+    monkeypatch.setattr("headrace.transforms.BatchWhitening.within_groups", True)
+    together = certified.__wrapped__("reinforce_pp_baseline", group_size=2).advantage.ratio
+    assert together != pytest.approx(apart, abs=0.05)
+
+
+OF_THE_BATCH = {
+    "reinforce_pp": "advantage",
+    "lite_ppo": "advantage",
+    "gpg": "advantage",
+    "gdpo": "whitening",
+    "high_entropy": "forks",
+    "kl_in_advantage": "kl",
+    "rae": "running",
+}
+
+
+@pytest.mark.parametrize("recipe", OF_THE_BATCH)
+def test_a_stage_that_measures_over_the_batch_or_remembers_says_so(recipe):
+    stages = load_pipeline(f"pipeline={recipe}").stages
+    assert [name for name, stage in stages.items() if not stage.within_groups] == [OF_THE_BATCH[recipe]]
+
+
+def test_a_stage_that_does_not_say_is_not_trusted_with_other_groups():
+    assert not BatchTransform.within_groups
+    assert not RunningBaseline(decay=0.5).within_groups
+
+
+def test_a_running_baseline_has_seen_no_other_outcome():
+    """Of the first batch it is a constant, which is no bias; with memory it would be."""
+    assert ratio("rae") == pytest.approx([1, 1, 1], abs=1e-12)
+
+
+def test_a_recipe_that_needs_what_a_task_lacks_is_skipped_with_the_reason():
+    found = certified("gigpo")
+    assert isinstance(found, Refused)
+    assert "StateAdvantage needs the key 'state_id'" in found.reason
+
+
+def test_a_size_of_groups_that_the_user_gave_the_gate_is_that_of_the_certificate():
+    assert ratio("rloo", "pipeline.stages.gate.group_size=16", group_size=2) == pytest.approx([1, 1, 1])
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_larger_groups_have_less_variance_and_a_mean_less_bias(size):
+    assert ratio("dr_grpo", group_size=size) == pytest.approx([1 - 1 / size] * 3)
+    assert certified("rloo", group_size=size).advantage.variance > certified(
+        "rloo", group_size=size + 1
+    ).advantage.variance  # fmt: skip
+
+
+@pytest.mark.parametrize("fold", ["sum", "token_mean"])
+def test_weights_that_are_folded_in_are_taken_apart(fold):
+    folded = certified("rloo", f"pipeline.stages.weight.fold={fold}")
+    assert folded.advantage == certified("rloo").advantage
+    assert folded.loss == certified("rloo").loss
+
+
+def test_without_a_cut_or_weights_the_advantage_is_the_same_and_the_loss_that_of_each_group():
+    uncut = certified("rloo", "pipeline.stages.split=null", group_size=2)
+    assert uncut == certified("rloo", group_size=2)
+    bare = certified("rloo", "pipeline.stages.split=null", "pipeline.stages.weight=null", group_size=2)
+    assert bare.advantage == uncut.advantage
+    assert bare.loss is None
+
+
+def test_an_advantage_and_a_weight_by_other_names():
+    words = ("pipeline.stages.advantage.advantage_key=credit", "pipeline.stages.weight.advantage_key=credit",
+             "pipeline.stages.weight.weight_key=weighs")  # fmt: skip
+    assert certified("rloo", *words, group_size=2) == certified("rloo", group_size=2)
+
+
+def test_rules_that_are_read_late_are_read():
+    """Rewards of 2 are no share of solved rollouts, which the difficulty asks for."""
+    late = certified("mgpo", "pipeline.validate=deferred")
+    assert isinstance(late, Refused)
+    assert "must be in [0, 1]" in late.reason
+
+
+def test_a_size_of_groups_that_a_task_does_not_have():
+    with pytest.raises(GroupSizeError, match=r"Forks samples 2 rollouts at a time: .* got 3"):
+        Forks().outcomes(3)
+    assert Forks().outcomes(4) == 64

@@ -1,0 +1,274 @@
+"""What certificates say of corrections, gates, filters, trees and votes; and what sampling says of them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from composed import configure
+
+from headrace.pipeline.certify import (
+    Certificate,
+    FailingRollouts,
+    FanOut,
+    Forks,
+    OneTurn,
+    Refused,
+    SeveralRewards,
+    SmallTask,
+    StopOrContinue,
+    TurnsAsRows,
+    certify_recipe,
+)
+from headrace.pipeline.certify.exact_gradient import gradients_of
+from headrace.pipeline.certify.one_group_a_step import one_group_a_step
+from headrace.pipeline.certify.outcomes import ACTIONS, OUTCOME, rows_of_courses
+from headrace.pipeline.composing import recipes
+
+TASKS = {
+    "stop_or_continue": StopOrContinue(teacher=[0.1, 0.4, 0.6], reference=[0.2, -0.1, 0.5]),
+    "turns_as_rows": TurnsAsRows(),
+    "prompts": OneTurn(theta=[2.2, 0.0, -2.2], lengths=[3, 1]),
+    "fan_out": FanOut(),
+    "forks": Forks(),
+    "several_rewards": SeveralRewards(),
+    "stale": StopOrContinue(theta=[0.3, -0.2], ends=[0.0, 0.3, 1.0], sampler=[-1.0, 0.9]),
+    "by_chance": FailingRollouts(dies=0.2),
+    "by_outcome": FailingRollouts(fails=[0.0, 0.3]),
+}
+
+
+@cache
+def certified(recipe: str, task: str, *words: str, group_size: int = 4) -> Certificate | Refused:
+    config = configure("load", f"pipeline={recipe}", *words).pipeline
+    return certify_recipe(config, recipe, TASKS[task], task, group_size=group_size, words=words)
+
+
+def ratio(*arguments, **options) -> list[float]:
+    return list(certified(*arguments, **options).advantage.ratio)
+
+
+# -- by hand ---------------------------------------------------------------------------------------------
+
+
+def test_two_rollouts_of_one_answer_by_hand(monkeypatch):
+    """p = σ(θ): they differ with 2p(1 − p), and then A = ±½: E g = ½ p(1 − p), half of ∇J = p(1 − p)."""
+    monkeypatch.setitem(TASKS, "coin", OneTurn(theta=[0.7]))
+    p = float(torch.tensor(0.7, dtype=torch.float64).sigmoid())
+    found = certified("dr_grpo", "coin", group_size=2)
+    differ = 2 * p * (1 - p)
+    # one of them right, one wrong: ½ (½ (1 − p) + (−½)(−p)) = ¼
+    assert found.advantage.ratio == pytest.approx([0.25 * differ / (p * (1 - p))])
+    assert found.advantage.variance == pytest.approx(differ * 0.25**2 - (differ * 0.25) ** 2)
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task not in ("forks", "stale")])
+def test_leave_one_out_is_unbiased_or_short_by_what_failed(task):
+    found = ratio("rloo", task)
+    expected = {"by_chance": 0.8**3, "by_outcome": None}.get(task, 1.0)
+    if expected is not None:
+        assert found == pytest.approx([expected] * len(found), abs=1e-12)
+
+
+# -- corrections -----------------------------------------------------------------------------------------
+
+UNBIASED = (
+    "pipeline.stages.filter=null",
+    "pipeline.stages.advantage.scale=none",
+    "pipeline.stages.advantage.baseline=leave_one_out",
+    "pipeline.stages.correction.level=sequence",
+)
+OPEN = ("pipeline.stages.correction.bound=none", "pipeline.stages.correction.high=null")
+
+
+def test_untruncated_sequence_weights_undo_a_stale_sampler_exactly():
+    assert ratio("tis", "stale", *UNBIASED, *OPEN) == pytest.approx([1, 1], abs=1e-12)
+    assert certified("rloo", "stale").advantage.relative_bias > 0.05
+
+
+def test_truncation_is_a_bias_that_goes_as_the_bound_opens():
+    bounds = [f"pipeline.stages.correction.high={high}" for high in (1.5, 2.0, 3.0, 5.0)]
+    biases = [certified("tis", "stale", *UNBIASED, word).advantage.relative_bias for word in bounds]
+    assert biases == sorted(biases, reverse=True)
+    assert biases[1] > 0.05
+    assert biases[-1] < 1e-12  # beyond the greatest weight, 4.1
+
+
+def test_weights_by_token_are_biased_where_rollouts_have_several():
+    words = [*UNBIASED[:3], *OPEN]
+    assert certified("tis", "stale", *words).advantage.relative_bias > 0.05
+
+
+def test_a_sampler_that_is_the_policy_needs_no_correction():
+    for recipe in ("tis", "icepop", "mis", "mlperf", "opsm"):
+        found = certified(recipe, "stop_or_continue").advantage
+        assert found.ratio == pytest.approx(ratio("grpo", "stop_or_continue"), rel=1e-9)
+
+
+def test_where_every_row_is_rejected_there_is_no_gradient():
+    found = certified("mis", "stale").advantage
+    assert (found.ratio, found.relative_bias, found.cosine, found.variance) == ((0.0, 0.0), 1.0, None, 0.0)
+
+
+# -- gates and filters -----------------------------------------------------------------------------------
+
+
+def test_groups_lost_by_chance_shorten_the_gradient_and_do_not_turn_it():
+    """As often as the three others live; that it lives itself is in the objective."""
+    found = certified("rloo", "by_chance").advantage
+    assert found.ratio == pytest.approx([0.8**3] * 2)
+    assert found.cosine == pytest.approx(1, abs=1e-12)
+
+
+def test_groups_lost_by_their_outcome_turn_it():
+    found = certified("rloo", "by_outcome").advantage
+    assert found.ratio[0] < 0.75 * found.ratio[1]  # the prompt that is solved more often fails more often
+    assert found.cosine < 0.99
+
+
+def test_a_users_word_for_the_gate_is_left_as_it_is():
+    refused = certified("rloo", "by_chance", "pipeline.stages.gate.on_incomplete=raise")
+    assert isinstance(refused, Refused)
+    assert "incomplete" in refused.reason
+    keep = "pipeline.stages.gate.on_incomplete=keep"
+    kept = ratio("rloo", "by_chance", keep, "pipeline.stages.gate.min_rollouts=2")
+    assert kept == pytest.approx([kept[0]] * 2)
+    assert kept[0] == pytest.approx(1 - 0.2**3)  # a lone one has none to be compared with
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "rloo", "dapo"])
+def test_a_filter_of_equal_groups_changes_no_expectation(recipe):
+    without = certified(recipe, "prompts", "pipeline.stages.filter=null")
+    assert certified(recipe, "prompts").advantage == without.advantage
+    assert certified(recipe, "prompts").loss == without.loss
+
+
+def test_a_shift_keeps_its_pull_on_equal_groups_only_without_a_filter():
+    """AsymRE's δ moves no expectation by itself; without the groups of equal rewards it does."""
+    assert ratio("asymre", "prompts") == pytest.approx([0.75] * 3)
+    words = (
+        "+pipeline.stages.filter={_target_: headrace.transforms.SampleFilter, "
+        "criterion: {_target_: headrace.transforms.RewardsVary}}",
+    )
+    assert ratio("asymre", "prompts", *words) != pytest.approx([0.75] * 3, abs=0.01)
+
+
+# -- votes, trees, rewards -------------------------------------------------------------------------------
+
+EACH_ROW = ("pipeline.stages.collapse.rollout_key=null", "pipeline.stages.advantage.rollout_key=null")
+
+
+@pytest.mark.parametrize("recipe", ["rloo", "dr_grpo"])
+def test_a_vote_for_each_row_is_biased_under_fan_out(recipe):
+    once, each = certified(recipe, "fan_out").advantage, certified(recipe, "fan_out", *EACH_ROW).advantage
+    assert once.cosine == pytest.approx(1, abs=1e-12)
+    assert each.cosine < 0.999
+    assert each.relative_bias > once.relative_bias + 0.03
+
+
+def test_a_baseline_of_a_sibling_with_the_same_beginning_is_short_at_the_fork():
+    """One of the three others shares the first action: 2/3 there, and nothing is lost behind it."""
+    assert ratio("rloo", "forks") == pytest.approx([2 / 3, 1, 1], abs=1e-12)
+
+
+def test_a_tree_of_what_was_drawn_is_unbiased_and_one_of_equal_tokens_is_not():
+    """Two forks that begin with the same action by chance are one node of four leaves, by their tokens."""
+    drawn = ratio("tree_grpo", "forks", "pipeline.stages.tree.tokens_key=node_id")
+    assert drawn == pytest.approx([1, 1, 1], abs=1e-12)
+    assert ratio("tree_grpo", "forks")[1] > 1.5
+    alone = "pipeline.stages.tree.tokens_key=node_id"
+    assert ratio("tree_grpo", "stop_or_continue", alone) == pytest.approx([1, 1, 1], abs=1e-12)
+
+
+def test_the_objective_has_the_recipes_own_weights_of_several_rewards():
+    words = ("pipeline.stages.collapse.columns=2", "pipeline.stages.collapse.weights=[1,0.1]")
+    assert ratio("rloo", "several_rewards", *words) == pytest.approx([1, 1], abs=1e-12)
+    assert ratio("rloo", "several_rewards") == pytest.approx([1, 1], abs=1e-12)
+    both = TASKS["several_rewards"].true_gradient(), TASKS["several_rewards"].true_gradient([1, 0.1])
+    assert not torch.allclose(*both)
+
+
+# -- plain sampling, through the same pipeline -----------------------------------------------------------
+
+GROUPS, ERRORS = {True: 3000, False: 250}, 4.5  # together in a batch, or each by itself; standard errors
+
+
+def walk(task: SmallTask, prompt, generator: torch.Generator) -> int:
+    """Sample a rollout, an action at a time: which course it took. Each begins with an action."""
+    log_probs, left, step = task.log_probs(task.sampler), list(range(len(prompt.courses))), 0
+    while True:
+        going = [number for number in left if len(prompt.courses[number].actions) > step]
+        if not going:
+            chances = torch.tensor([prompt.courses[number].chance for number in left])
+            return left[int(torch.multinomial(chances, 1, generator=generator))]
+        decision = prompt.courses[going[0]].actions[step][0]
+        action = int(torch.multinomial(log_probs[decision].exp(), 1, generator=generator))
+        left = [number for number in going if prompt.courses[number].actions[step] == (decision, action)]
+        step += 1
+
+
+@cache
+def sampled(name: str, groups: int, apart: bool):
+    """So many groups of four rollouts, as the rows of a batch."""
+    task, generator = TASKS[name], torch.Generator().manual_seed(7)
+    prompts = task.prompts()
+    table, rows_of_course = rows_of_courses(task, prompts, turns_paid_apart=apart)
+    shares = torch.tensor([prompt.probability for prompt in prompts])
+    index, outcome, rollout = [], [], []
+    for group in range(groups):
+        which = int(torch.multinomial(shares, 1, generator=generator))
+        before = sum(len(prompt.courses) for prompt in prompts[:which])
+        for place in range(4):
+            rows = rows_of_course[before + walk(task, prompts[which], generator)]
+            index += rows
+            outcome += [group] * len(rows)
+            rollout += [4 * group + place] * len(rows)
+    batch = table[torch.tensor(index)]
+    batch[OUTCOME] = batch["group_id"] = torch.tensor(outcome)
+    batch["rollout_id"], batch["expected_rollouts"] = torch.tensor(rollout), torch.full((len(batch),), 4)
+    return batch
+
+
+def by_autograd(task: SmallTask, trained, groups: int, coefficient) -> torch.Tensor:
+    """(groups, P) ∇ Σ coefficient · A · log π, differentiated as a trainer's loss is."""
+
+    def objective(theta):
+        log_prob = task.log_policy(theta).flatten()[trained[ACTIONS].clamp_min(0)]
+        inside = trained["masks", "all_assistant_mask"]
+        credit = trained["advantage"].reshape(len(trained), -1) * coefficient[:, None]
+        each = torch.where(inside, credit * log_prob, 0.0).sum(1)
+        return torch.zeros(groups, dtype=torch.float64).index_add(0, trained[OUTCOME], each)
+
+    theta = torch.tensor(task.theta, dtype=torch.float64)
+    ways = torch.eye(len(theta), dtype=torch.float64)
+    return torch.stack([torch.autograd.functional.jvp(objective, theta, way)[1] for way in ways], 1)
+
+
+HOME = {"gigpo": "turns_as_rows", "mgpo": "prompts"}  # else stop_or_continue
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", recipes())
+def test_sampling_agrees_within_its_standard_error(recipe):
+    name = HOME.get(recipe, "stop_or_continue")
+    task, exact = TASKS[name], certified(recipe, name)
+    assert isinstance(exact, Certificate), exact
+    pipeline = one_group_a_step(configure("load", f"pipeline={recipe}").pipeline, task)
+    together = all(stage.within_groups for stage in pipeline.stages.values())
+    groups = GROUPS[together]
+    apart = any("turn_reward" in stage.in_keys for stage in pipeline.stages.values())
+    batch = sampled(name, groups, apart)
+    true = task.true_gradient()
+    if together:
+        trained = pipeline.run(batch).batch
+        advantage = by_autograd(task, trained, groups, torch.full((len(trained),), 0.25).double())
+        loss = by_autograd(task, trained, groups, trained["loss_weight"])
+    else:
+        advantage, loss = gradients_of(pipeline, batch, task.score(), groups, 4)
+    for found, judgement in ((advantage, exact.advantage), (loss, exact.loss)):
+        mean, error = found.mean(0), found.std(0) / groups**0.5
+        expected = torch.tensor(judgement.ratio, dtype=torch.float64) * true
+        assert ((mean - expected).abs() <= ERRORS * error + 1e-12).all(), (mean / true, judgement.ratio)
+        spread = float(found.var(0).sum())
+        assert spread == pytest.approx(judgement.variance, rel=0.6 if groups < 1000 else 0.25)

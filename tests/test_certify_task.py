@@ -1,0 +1,160 @@
+"""The command's task certify: what it prints, writes, and refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command import headrace_here
+from composed import configure
+from rich.console import Console
+
+from headrace.pipeline import ConfigError
+from headrace.pipeline.certify import OneTurn
+from headrace.pipeline.tasks.certify import certify
+from headrace.transforms import BatchTransform
+
+ONLY = "certify.only=[stop_or_continue]"
+MINE = """
+from headrace.pipeline.certify import Course, Prompt, SmallTask
+
+class Coin(SmallTask):
+    def __init__(self):
+        super().__init__(theta=[0.5])
+
+    def prompts(self):
+        return [Prompt(1.0, (Course((((0, 0),),), (0.0,)), Course((((0, 1),),), (1.0,))))]
+"""
+
+
+def told(folder: Path, *words: str) -> tuple[float, str, list[dict]]:
+    """The number of the task, what it prints, and what it writes."""
+    console = Console(width=120, record=True, file=io.StringIO())
+    value = certify(configure("config", "task=certify", *words), folder, words, console)
+    return value, console.export_text(), json.loads((folder / "certificate.json").read_text())["certificates"]
+
+
+def test_it_prints_a_table_and_writes_the_numbers(tmp_path):
+    value, text, (first, second) = told(tmp_path, ONLY, "pipelines=[rloo,dr_grpo]")
+    assert value == pytest.approx(0.25)
+    assert "stop_or_continue, groups of 4, 256 outcomes" in text
+    assert "0.7500 0.7500 0.7500" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "certificate.json",
+        "config.yaml",
+        "report.html",
+    ]
+    assert list(first) == ["recipe", "task", "group_size", "outcomes", "advantage", "loss"]
+    assert list(first["advantage"]) == ["ratio", "relative_bias", "cosine", "variance"]
+    assert list(first["loss"]) == ["ratio", "relative_bias", "cosine", "variance", "scale"]
+    assert (first["recipe"], second["recipe"], first["group_size"]) == ("rloo", "dr_grpo", 4)
+    assert first["advantage"]["ratio"] == pytest.approx([1, 1, 1], abs=1e-12)
+
+
+def test_the_page_has_the_section(tmp_path):
+    told(tmp_path, ONLY, "pipelines=[rloo,gigpo]")
+    page = (tmp_path / "report.html").read_text()
+    assert '"recipe":"rloo","task":"stop_or_continue","group_size":4' in page
+    assert "StateAdvantage needs the key" in page
+
+
+def test_one_recipe_with_the_users_words(tmp_path):
+    words = ["pipeline=rloo", "pipeline.stages.advantage.baseline=mean", "certify.group_sizes=[2,3]", ONLY]
+    _, text, found = told(tmp_path, *words)
+    assert [(each["recipe"], each["group_size"], each["outcomes"]) for each in found] == [
+        ("rloo", 2, 16),
+        ("rloo", 3, 64),
+    ]
+    assert found[0]["advantage"]["ratio"] == pytest.approx([0.5] * 3)
+    assert "groups of 2, 16 outcomes" in text
+
+
+def test_words_are_of_every_recipe(tmp_path):
+    _, _, found = told(tmp_path, ONLY, "pipelines=[grpo,rloo]", "pipeline.stages.advantage.scale=none")
+    assert [each["advantage"]["ratio"][0] for each in found] == pytest.approx([0.75, 1])
+
+
+def test_a_recipe_that_does_not_take_a_tasks_rows_is_named_with_the_reason(tmp_path):
+    _, text, found = told(tmp_path, "pipelines=[gigpo,rloo]", "certify.only=[stop_or_continue,fan_out]")
+    assert [each["recipe"] for each in found] == ["rloo", "rloo"]
+    assert "gigpo does not take the rows of stop_or_continue, fan_out: stage 'states'" in text
+    with pytest.raises(ConfigError, match=r"no recipe takes the rows of any task: .*'state_id'"):
+        told(tmp_path, "pipeline=gigpo", ONLY)
+
+
+def test_a_task_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "coins.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, _, found = told(tmp_path, "+certify.tasks.coin={_target_: coins.Coin}", "certify.only=[coin]")
+    assert (found[0]["task"], found[0]["outcomes"]) == ("coin", 16)
+
+
+def test_a_recipe_of_ones_own_among_others(tmp_path):
+    (tmp_path / "mine" / "pipeline").mkdir(parents=True)
+    text = "defaults: [rloo]\nstages: {advantage: {baseline: mean}}\n"
+    (tmp_path / "mine" / "pipeline" / "own.yaml").write_text(text)
+    words = [f"hydra.searchpath=[file://{tmp_path}/mine]", "pipelines=[own,rloo]", ONLY]
+    headrace_here(tmp_path, "task=certify", *words, f"hydra.run.dir={tmp_path}/out")
+    found = json.loads((tmp_path / "out" / "certificate.json").read_text())["certificates"]
+    ratios = {each["recipe"]: each["advantage"]["ratio"][0] for each in found}
+    assert ratios == pytest.approx({"own": 0.75, "rloo": 1.0})
+
+
+def test_a_size_that_one_task_does_not_have_is_said_of_that_task_alone(tmp_path):
+    words = ["certify.group_sizes=[3]", "certify.only=[forks,fan_out]", "pipeline=rloo"]
+    _, text, found = told(tmp_path, *words)
+    assert [each["task"] for each in found] == ["fan_out"]
+    assert "rloo does not take the rows of forks: Forks samples 2 rollouts at a time" in text
+
+
+class Unknown(BatchTransform):
+    """An advantage that is not a number."""
+
+    def __init__(self):
+        super().__init__([], ["advantage"])
+
+    def apply(self, batch):
+        return batch.set("advantage", torch.full((len(batch), 1, 1), float("nan")))
+
+
+def test_an_advantage_that_is_no_number_gets_no_certificate(tmp_path):
+    words = ["+pipeline.stages.advantage={_target_: test_certify_task.Unknown}", "pipeline=mt_grpo"]
+    words += ["pipeline.stages.turns=null", "pipeline.order=[gate,collapse,advantage,split,weight]", ONLY]
+    with pytest.raises(ConfigError, match="every token in the loss must be finite; found NaN"):
+        told(tmp_path, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["certify.group_sizes=[9]", ONLY],
+            "a group of 9 of task 'stop_or_continue' has 262,144 outcomes, and certify.most is 20,000",
+        ),
+        (["certify.group_sizes=[3]", "certify.only=[forks]"], "groups must be of a multiple of 2; got 3"),
+        (["certify.group_sizes=[0]"], "certify.group_sizes must be integers ≥ 1; got [0]"),
+        (["certify.only=[forsk]"], "there is no task 'forsk' (did you mean 'forks'?)"),
+        (["certify.tasks.forks.theta=[1]", "certify.only=[forks]"], "certify.tasks.forks: "),
+        (["+certify.tasks.mine={a: 1}"], "certify.tasks.mine must be a SmallTask, with a _target_"),
+        (["pipelines=[grop]", ONLY], "there is no recipe 'grop' (did you mean 'grpo'"),
+        (["pipeline.stages.gate.group_szie=2", ONLY], "group_szie"),
+    ],
+)
+def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):
+    done = headrace_here(tmp_path, "task=certify", *words, check=False)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_a_task_whose_courses_do_not_add_up_is_refused():
+    class Half(OneTurn):
+        def prompts(self):
+            return [prompt._replace(courses=prompt.courses[:1]) for prompt in super().prompts()]
+
+    half = Half(theta=[0.0])
+    with pytest.raises(ValueError, match=r"probabilities that add up to 1; found 0\.5"):
+        half.sampled_families(half.prompts()[0])
