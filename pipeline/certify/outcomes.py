@@ -106,6 +106,7 @@ def rows_of_courses(
             LOSS_MASK: mask,
             ("masks", "all_attention_mask"): tokens < kinds + len(prompts),
             ("next", "status"): torch.tensor([int(course.status) for _, course, _ in rows]),
+            "role": torch.zeros(len(rows), dtype=torch.int64),  # one agent does all there is to do
         },
         batch_size=[len(rows)],
     )
