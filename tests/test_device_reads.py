@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ import torch
 from any_rank import RECIPES, collected
 from batches import batch_of
 from composed import composed
-from fake_device import CPU, DEVICE, FakeDevice
+from fake_device import DEVICE, FakeDevice
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch.utils._pytree import tree_map
 from torchrl.modules.distributions import LLMMaskedCategorical
@@ -59,7 +58,6 @@ from headrace.transforms import (
     TreeAdvantage,
     TurnAdvantage,
     TurnDiscount,
-    group_relative_advantage,
     pack,
     split_microbatches,
     unpack,
@@ -549,192 +547,3 @@ def test_carried_rows_go_where_the_batch_is(says):
     with FakeDevice() as fake:
         for found, row in zip(pipeline.minibatches(fake.put(second)), expected, strict=True):
             agree(fake, found, row)
-
-
-# -- the device itself ------------------------------------------------------------------------------------
-
-MASK, IDS, HERE = "torch.tensor([True, False, True])", "torch.tensor([2, 0])", "torch.arange(3)"
-WHAT = {  # by operator: reads, copies, asynchronous; x, mask and ids are on the device
-    # the host asks for a value
-    "x.sum().item()": (1, 0, 0),
-    "bool(mask.any())": (1, 0, 0),
-    "int(x[0])": (1, 0, 0),
-    "float(x.double().sum())": (1, 0, 0),
-    "x.tolist()": (1, 0, 0),
-    "x[0].tolist()": (1, 0, 0),
-    "x.cpu()": (1, 0, 0),
-    "x.to('cpu')": (1, 0, 0),
-    "x.cpu().numpy()": (1, 0, 0),
-    "torch.zeros(3, dtype=torch.int64).copy_(x)": (1, 0, 0),
-    "torch.equal(x, x)": (1, 0, 0),
-    "torch.allclose(x.float(), x.float())": (1, 0, 0),
-    "[1 for each in x if each > 0]": (3, 0, 0),
-    "2 in x": (1, 0, 0),
-    # a shape depends on values
-    "mask.nonzero()": (1, 0, 0),
-    "torch.where(mask)": (1, 0, 0),
-    "torch.argwhere(mask)": (1, 0, 0),
-    "x.unique()": (1, 0, 0),
-    "torch.unique(x, return_inverse=True)": (1, 0, 0),
-    "x.unique_consecutive()": (1, 0, 0),
-    "x.view(3, 1).unique(dim=0)": (1, 0, 0),
-    "x.bincount()": (1, 0, 0),
-    "x.masked_select(mask)": (1, 0, 0),
-    "x[mask]": (1, 0, 0),
-    "x[mask] + x[mask]": (2, 0, 0),
-    "x.__setitem__(mask, x[:2].clone())": (1, 0, 0),
-    "x.repeat_interleave(x)": (1, 0, 0),
-    "torch.isin(x, torch.arange(99, device=device))": (1, 0, 0),
-    "x.masked_fill(mask, x[0])": (1, 0, 0),
-    "x.double().add(1).multinomial(1)": (1, 0, 0),
-    # no value, no shape
-    "x.repeat_interleave(x, output_size=3)": (0, 0, 0),
-    "x.repeat_interleave(2)": (0, 0, 0),
-    "x[ids]": (0, 0, 0),
-    "x.__setitem__(ids, 7)": (0, 0, 0),
-    "x.__setitem__(0, 7)": (0, 0, 0),
-    "x.__setitem__(mask, 7)": (0, 0, 0),
-    "x.masked_fill(mask, 7)": (0, 0, 0),
-    "x.masked_fill_(mask, torch.tensor(7))": (0, 0, 0),
-    "x * torch.tensor(2)": (0, 0, 0),
-    "x.add_(torch.tensor(2))": (0, 0, 0),
-    "torch.where(mask, x, 7)": (0, 0, 0),
-    "x[1:].view(torch.int32).clone()": (0, 0, 0),
-    "x.sort(stable=True).indices[0]": (0, 0, 0),
-    "torch.isin(x, ids)": (0, 0, 0),
-    "torch.zeros(3, device=device) + torch.full((3,), 2.0, device=device) + x.new_ones(3)": (0, 0, 0),
-    "torch.rand(3, device=device).cumsum(0)": (0, 0, 0),
-    "torch.stack([x, x]).amax()": (0, 0, 0),
-    "here[:0].to(device)": (0, 0, 0),
-    "x[:0].tolist()": (0, 0, 0),
-    "(len(x), x.shape, x.dtype, x.device, x.numel(), repr(x))": (0, 0, 0),
-    # numbers of the host go to the device
-    "here.to(device)": (0, 1, 0),
-    "here.to(x)": (0, 1, 0),
-    "torch.tensor([1, 2], device=device)": (0, 1, 0),
-    "torch.as_tensor([1, 2], device=device)": (0, 1, 0),
-    "x.new_tensor([1, 2])": (0, 1, 0),
-    "x.copy_(here)": (0, 1, 0),
-    "x[here]": (0, 1, 0),
-    "x[[2, 0]]": (0, 1, 0),
-    "x.__setitem__(here, x.clone())": (0, 1, 0),
-    "x[here > 0]": (1, 1, 0),
-    # and nobody waits, or so they say
-    "here.to(device, non_blocking=True)": (0, 0, 1),
-    "x.to('cpu', non_blocking=True)": (0, 0, 1),
-    "x.copy_(here, non_blocking=True)": (0, 0, 1),
-    "here.pin_memory().to(device, non_blocking=True)": (0, 0, 1),
-    "here.clone().pin_memory().copy_(x, non_blocking=True)": (0, 0, 1),
-    "torch.empty(3, dtype=torch.int64, pin_memory=True).copy_(x, non_blocking=True)": (0, 0, 1),
-    "here.clone().copy_(x, non_blocking=True)": (1, 0, 0),  # who copies to pageable memory waits
-}
-
-
-@pytest.fixture
-def fake():
-    with FakeDevice() as device:
-        yield device
-
-
-def made(fake: FakeDevice, device: torch.device) -> dict[str, object]:
-    """The names in the table."""
-    here = torch.arange(3)
-    x, mask, ids = here.clone(), torch.tensor([True, False, True]), torch.tensor([2, 0])
-    on = [x, mask, ids] if device == CPU else [fake.put(each) for each in (x, mask, ids)]
-    return dict(zip(("x", "mask", "ids", "here", "device", "torch"), [*on, here, device, torch], strict=True))
-
-
-@pytest.mark.parametrize("words", WHAT)
-def test_what_cuda_would_wait_for_is_counted(fake, words):
-    there, here = made(fake, DEVICE), made(fake, CPU)
-    fake.forget()
-    torch.manual_seed(0)
-    found = eval(words, there)
-    assert (len(fake.reads), len(fake.copies), len(fake.asynchronous)) == WHAT[words], (
-        fake.reads + fake.copies
-    )
-    torch.manual_seed(0)
-    same(fake, found, eval(words, here))
-    same(fake, there["x"], here["x"])
-
-
-def same(fake: FakeDevice, found, expected) -> None:
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(fake.get(found), expected)
-    elif isinstance(expected, tuple) and isinstance(expected[0], torch.Tensor):
-        for pair in zip(found, expected, strict=True):
-            same(fake, *pair)
-    elif isinstance(expected, list | bool | int | float):
-        assert found == expected
-
-
-def test_what_has_no_order_on_a_gpu_has_another_one_here(fake):
-    to, index = torch.zeros(1, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
-    values = torch.tensor([1.0, 1e16, -1e16, 0.0], dtype=torch.float64)
-    there = [fake.put(each) for each in (to, index, values)]
-    for name in ("index_add_", "scatter_add_", "index_copy_", "scatter_"):
-        here = getattr(to.clone(), name)(0, index, values)
-        found = getattr(there[0].clone(), name)(0, *there[1:])
-        assert (here.item(), found.item()) == (0, 1), name
-
-
-def test_it_keeps_the_memory_of_views_and_the_versions_of_writes(fake):
-    base = torch.zeros(4, device=DEVICE)
-    view, bits, other = base[1:], base.view(torch.int32), base.clone()
-    view.add_(1)
-    assert fake.get(base).tolist() == [0, 1, 1, 1]
-    assert fake.get(bits).bool().tolist() == [False, True, True, True]
-    assert (base._version, view._version, bits._version, other._version) == (1, 1, 1, 0)
-    assert base.add_(1) is base
-    assert base.storage_offset() + 1 == view.storage_offset()
-    gone = weakref.ref(other)
-    del other
-    assert gone() is None
-
-
-def test_a_place_is_the_innermost_line_of_headrace_else_that_of_the_test(fake):
-    reward = torch.tensor([1.0, 2.0, 3.0, 5.0], device=DEVICE)
-    groups = torch.tensor([0, 0, 1, 1], device=DEVICE)
-    reward.tolist()
-    group_relative_advantage(reward, groups)
-    test, headrace = fake.reads
-    assert repr(test).startswith("_to_copy.default at tests/test_device_reads.py:")
-    assert headrace.place.startswith("transforms/checks.py:")
-    with fake.unseen():
-        reward.tolist()
-    assert (len(fake.reads), len(fake.copies)) == (2, 2)
-    fake.forget()
-    assert fake.reads == fake.copies == fake.asynchronous == []
-
-
-MIXED = [
-    "x + here",
-    "torch.stack([x, here])",
-    "x.index_select(0, here)",
-    "here[ids]",
-    "here.masked_fill(mask, 1)",
-]
-MIXED += [
-    "torch.where(mask, x, here)",
-    "torch.equal(x, here)",
-    "x.to('meta')",
-    "torch.ones(2, device='meta') + x",
-]
-
-
-@pytest.mark.parametrize("words", MIXED)
-def test_devices_are_not_mixed(fake, words):
-    with pytest.raises(RuntimeError, match=r"of the cpu|from or to meta"):
-        eval(words, made(fake, DEVICE))
-
-
-def test_nothing_of_it_is_left_behind(fake):
-    x = fake.put(torch.ones(2))
-    with pytest.raises(NotImplementedError, match="changes the shape of a tensor in place"):
-        x.unsqueeze_(0)
-    fake.__exit__(None, None, None)
-    try:
-        with pytest.raises(RuntimeError, match="outside of `with FakeDevice"):
-            x.sum()
-    finally:
-        fake.__enter__()
