@@ -9,14 +9,15 @@ import pytest
 import torch
 from composed import composed
 from rollouts import OVERRIDES, make_collector, make_env, make_policy
+from torch import nn
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm import GRPOLoss
 from torchrl.trainers import Trainer
 from torchrl.trainers.algorithms import GRPOTrainer
 from torchrl.trainers.trainers import DefaultOptimizationStepper, MixedPrecisionOptimizationStepper
 
-from headrace.pipeline import PipelineHook, optimise
-from headrace.transforms import GroupAssembler
+from headrace.pipeline import Pipeline, PipelineHook, optimise
+from headrace.transforms import BatchError, GroupAssembler
 
 CUT = ("pipeline.stages.split.minibatches=2", "pipeline.stages.split.microbatches=2")
 BATCHES, CLIP = 3, 0.01
@@ -152,6 +153,29 @@ def test_a_trainer_that_does_not_fit_is_refused_when_it_is_hooked(hook, options,
         make_trainer(GRPOTrainer, hook, **options)
     with pytest.raises(ValueError, match="stepper must be one of"):
         PipelineHook(hook.pipeline, stepper="mine")
+
+
+class OldPolicy(nn.Module):
+    """The policy at the start of the step, a little other than the one that sampled."""
+
+    in_keys = (("log_probs", "full"),)
+    out_keys = (("old_log_probs", "full"),)
+
+    def forward(self, batch):
+        return batch.copy().set(self.out_keys[0], batch[self.in_keys[0]] + 0.1)
+
+
+@pytest.mark.parametrize("stepper", ["weighted", "trainer"])
+def test_a_trainers_loss_corrects_for_the_sampler_once(stepper):
+    folded = ["pipeline.stages.weight.fold=token_mean"] if stepper == "trainer" else []
+    stages = composed("pipeline=tis", *OVERRIDES, *folded).stages
+    recipe = Pipeline({"old": OldPolicy(), **stages}, log_prob_key=("old_log_probs", "full"))
+    for key in (("log_probs", "full"), ("old_log_probs", "full")):
+        options = {"aggregation": "token_mean", "optimization_stepper": None} if folded else {}
+        trainer = make_trainer(GRPOTrainer, PipelineHook(recipe, stepper=stepper), **options)
+        trainer.loss_module.set_keys(sample_log_prob=key)
+        with pytest.raises(BatchError, match="count twice") if key[0] == "log_probs" else nullcontext():
+            trainer.train()
 
 
 def test_a_trainers_state_has_that_of_the_pipeline_and_the_assembler():
