@@ -72,6 +72,18 @@ def test_a_token_sees_those_of_its_path(rows):
     assert torch.equal(sees(torch.zeros_like(q), torch.zeros_like(q), q, k), mask[0, 0])
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_flex_attention_sees_what_the_mask_shows():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    packed = pack(dense(scenes()["forks anywhere"]), tree=True)
+    size = packed["input_ids"].shape[1]
+    blocks = create_block_mask(tree_mask_mod(packed), 1, None, size, size, device="cpu")
+    each = torch.randn(3, 1, 2, size, 16).unbind(0)
+    expected = torch.nn.functional.scaled_dot_product_attention(*each, attn_mask=tree_mask(packed))
+    torch.testing.assert_close(flex_attention(*each, block_mask=blocks), expected, rtol=1e-4, atol=1e-5)
+
+
 @given(ROWS, LAYOUTS)
 def test_rows_and_what_a_model_says_of_nodes_come_back_to_the_rows(rows, layout):
     batch = batch_of(rows, layout)

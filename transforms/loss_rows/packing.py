@@ -88,6 +88,8 @@ def pack(
         ``packed_node``  (1, L) int64   the node of each token of the rows
         ================ ============== ==========================================================
 
+        Its ``cu_seqlens`` is of the L tokens of the rows, and nothing for attention over nodes.
+
         Two device reads, of any number of rows, dense or ragged: the number of real tokens, and whether all
         is well; of a tree a third, the number of its nodes.
 
