@@ -47,6 +47,18 @@ class Ledger:
             reason.index_copy_(0, rows, after)
         return reason
 
+    @property
+    def left(self) -> Tensor:
+        """(N,) bool, rows that are gone, ``dropped`` or ``carried``, maybe after they were silenced."""
+        left = torch.zeros(self._rows, dtype=torch.bool, device=self._device)
+        for base, rows, verdict in self._judged:
+            gone = torch.zeros_like(verdict, dtype=torch.bool)
+            for code, action in enumerate(self.actions[base + 1 :], 1):
+                if action in ("dropped", "carried"):
+                    gone = gone | (verdict == code)
+            left.index_copy_(0, rows, left.index_select(0, rows) | gone)
+        return left
+
     def add_carried(self, batch: TensorDictBase) -> Tensor:
         """Give numbers to rows that an earlier batch left for this one.
 

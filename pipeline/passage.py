@@ -180,6 +180,8 @@ class Passage:
             self._to_remember.append(outcome.remember)
         if len(remaining) < len(rows):
             self.table.update(batch)  # rows that leave here are recorded as they are now
+        if outcome.into is not None:
+            self.table.move_tokens(rows, rows.index_select(0, outcome.into))
         return outcome.batch
 
     def _nothing(self, name: str, batch: TensorDictBase) -> TensorDictBase:

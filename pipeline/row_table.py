@@ -113,6 +113,13 @@ class RowTable:
         for name, values in self._with_earlier_places(rows, found).items():
             self._column(name).index_copy_(0, rows, values.to(self._column(name).dtype))
 
+    def move_tokens(self, rows: Tensor, into: Tensor) -> None:
+        """Count the tokens of `rows` as those of the rows that they were merged `into`. No device read."""
+        if "tokens" in self.columns:
+            tokens = self.columns["tokens"]
+            moved = tokens.index_select(0, rows)
+            tokens.index_fill_(0, rows, 0).index_add_(0, into, moved)
+
     def _reward_now(self, batch: TensorDictBase, rows: Tensor) -> Tensor | None:
         """(n,) float64, the rollouts' rewards; who is out of the statistics keeps what it had."""
         if not has_key(batch, REWARD):

@@ -187,8 +187,33 @@ def test_a_silent_turn_trains_nothing_in_the_merged_row():
         trains = merged[LOSS][0][merged[ATTENTION][0]]
         own = [place for place, inside in enumerate(rows[1 - quiet]["trains"]) if inside]
         assert trains.nonzero().flatten().tolist() == own
-        assert merged[IN_LOSS].tolist() == [True, True]
-        assert merged["headrace", "length"].tolist() == [4, -1]
+        if quiet == 0:
+            assert merged[IN_LOSS].tolist() == [True, True]
+            assert merged["headrace", "length"].tolist() == [4, -1]
+        else:  # a row that trains does not become one that is out of the loss
+            assert merged[IN_LOSS].tolist() == [True, False, True]
+            assert merged["headrace", "length"].tolist() == [-1, 2, -1]
+
+
+@pytest.mark.parametrize("quiet", [None, 0, 1])
+def test_the_ledger_counts_the_tokens_of_merged_rows_as_trained(quiet):
+    rows = rows_of([[(2, 2, False), (1, 2, False)], [(1, 1, False)]])
+    batch = batch_of(rows)
+    rewards = [1.0, 1.0, 1.0]
+    if quiet is not None:
+        rewards[quiet] = 10.0
+    batch["next", "reward"] = torch.tensor(rewards)
+    stages = {
+        "filter": SampleFilter(criterion=RewardWithin(high=5.0), unit="sample"),
+        "merge": MergeTurns(last_keys=[("next", "reward")]),
+    }
+    run = Pipeline(stages).run(batch, epochs=1)
+    out = run.batch
+    left = run.report(batch=batch)
+    inside = left.columns["reason"] == 0
+    assert left.columns["tokens"][inside].sum() == int(out[LOSS].sum())
+    assert inside.sum() == int(out[LOSS].any(1).sum())
+    assert left.numbers["tree/tokens/rows"] == int(out[ATTENTION].sum())
 
 
 def test_a_merged_row_is_the_first_segment_if_one_of_it_was():

@@ -42,6 +42,8 @@ class Outcome(NamedTuple):
     """What must hold of the rows that came in. Not read yet: where one is broken, `batch` means nothing."""
     remember: Callable[[], None] | None = None
     """Makes a stage remember the batch: to be called where nobody has refused it."""
+    into: Tensor | None = None
+    """(N,) int64, where rows are merged, the one whose tokens theirs became; itself where a row stays."""
 
     @property
     def metrics(self) -> dict[str, float]:

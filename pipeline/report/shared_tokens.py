@@ -11,7 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.prefixes import END, left_aligned, prefix_order
+from headrace.transforms.prefixes import left_aligned, prefix_order
 from headrace.transforms.schema import has_key
 from headrace.transforms.split.trees import Forest
 from headrace.transforms.tokens import ATTENTION, read_tokens
@@ -118,9 +118,11 @@ def count_shared_tokens(
         or not (ragged or has_key(batch, ATTENTION))
     ):
         return NOTHING
-    tokens = read_tokens(batch, TOKENS, reader="a report", option="where a loss finds them", fill=END).cpu()
-    mask = tokens != END
-    if has_key(batch, ATTENTION):
+    tokens = read_tokens(batch, TOKENS, reader="a report", option="where a loss finds them").cpu()
+    if not has_key(batch, ATTENTION):  # ragged
+        sizes = torch.tensor([len(row) for row in batch.get(TOKENS, as_list=True)])
+        mask = torch.arange(tokens.shape[1]) < sizes[:, None]
+    else:
         mask = read_tokens(batch, ATTENTION, reader="a report", option="which are no padding").cpu().bool()
     homes = {unit: torch.from_numpy(np.asarray(ids[f"{unit}_id"])).long() for unit in units}
     rows = torch.arange(len(batch)) if chosen is None else torch.from_numpy(np.flatnonzero(chosen))

@@ -148,14 +148,15 @@ def make_report(
     ledger, table = account.ledger, account.table
     if ledger is None or table is None:
         return _empty_report(account, step)
-    columns, numbers = table.read({"reason": ledger.reason}, account.numbers)
+    columns, numbers = table.read({"reason": ledger.reason, "left": ledger.left}, account.numbers)
+    left = columns.pop("left").astype(bool)
     ids = {unit: columns[f"{unit.removesuffix('s')}_id"] for unit in ledger.ids}
     metrics = ledger_numbers(columns["reason"], ledger.names, ids) | numbers
     rows = len(columns["reason"])
     columns["row"] = np.arange(rows)
     if (by_row := _advantage_by_row(account, columns)) is not None:
         columns["advantage_by_row"] = by_row
-    metrics |= _shared(account, batch, columns, ledger.actions, parameters)
+    metrics |= _shared(account, batch, columns, left, parameters)
     decoded = {name: strings(text, rows) for name, text in table.texts.items()}
     return StepReport(
         step=step,
@@ -175,16 +176,15 @@ def _shared(
     account: Account,
     batch: TensorDictBase | None,
     columns: Mapping[str, np.ndarray],
-    actions: Sequence[str],
+    left: np.ndarray,
     parameters: float | None,
 ) -> dict[str, float]:
     """What the rows of a batch that stay would cost as trees."""
     if batch is None:
         return {}
     batch = enter_rows(batch, [], reader="make_report")
-    gone = [code for code, action in enumerate(actions) if action in ("dropped", "carried")]
     ids = {name: columns[name][: len(batch)] for name in ("group_id", "rollout_id") if name in columns}
-    counts = count_shared_tokens(batch, ids, ~np.isin(columns["reason"][: len(batch)], gone))
+    counts = count_shared_tokens(batch, ids, ~left[: len(batch)])
     return counts.numbers(linear=linear_of(account.stages.values()), parameters=parameters)
 
 

@@ -51,7 +51,13 @@ class Merged(NamedTuple):
     """bool: there is a row before it in its rollout, which it does not go on from."""
 
 
-def merge_turns(tokens: Tensor, trains: Tensor, first: Tensor, turn: Tensor | None = None) -> Merged:
+def merge_turns(
+    tokens: Tensor,
+    trains: Tensor,
+    first: Tensor,
+    turn: Tensor | None = None,
+    silent: Tensor | None = None,
+) -> Merged:
     """Find the rows of a rollout that are the beginning of the next one's prompt.
 
     A row goes on from the row before it in its rollout if all tokens of that are its own first ones, and
@@ -63,6 +69,8 @@ def merge_turns(tokens: Tensor, trains: Tensor, first: Tensor, turn: Tensor | No
         trains: (N, T) bool, likewise, the tokens in the loss.
         first: (N,) int64, the first row of each row's rollout.
         turn: (N,) int64, orders the rows of a rollout; None: they are in order.
+        silent: (N,) bool, rows out of the loss. A row is not merged into one that says of itself that it
+            does not train, so those at the end of a segment stay as they are. None: there are none.
 
     Example:
         >>> tokens = torch.tensor([[5, 6, END, END], [5, 6, 7, 8], [5, 9, 9, END]])
@@ -78,12 +86,17 @@ def merge_turns(tokens: Tensor, trains: Tensor, first: Tensor, turn: Tensor | No
     follows[:1] = False
     inside = tokens[before] != END
     same = (tokens[order] == tokens[before]) & ~trains[order]
-    extends = follows & (same | ~inside).all(1)
+    extends = goes_on = follows & (same | ~inside).all(1)
+    if silent is not None:
+        segment = (~goes_on).long().cumsum(0) - 1
+        last = torch.where(silent[order], -1, row)
+        last = torch.full_like(row, -1).scatter_reduce_(0, segment, last, "amax")
+        extends = goes_on & (row <= last.index_select(0, segment))
     ends = torch.ones_like(extends)
     ends[:-1] = ~extends[1:]
     at = torch.where(ends, row, len(row)).flip(0).cummin(0).values.flip(0)  # where its segment ends
     into = torch.empty_like(row).index_copy_(0, order, order[at])
-    return Merged(into, torch.empty_like(ends).index_copy_(0, order, follows & ~extends))
+    return Merged(into, torch.empty_like(ends).index_copy_(0, order, follows & ~goes_on))
 
 
 class MergeTurns(BatchTransform):
@@ -149,22 +162,23 @@ class MergeTurns(BatchTransform):
         self.tokens_key, self.attention_key = nested_key(tokens_key), nested_key(attention_key)
         self.loss_mask_key, self.advantage_key = nested_key(loss_mask_key), nested_key(advantage_key)
         own = [self.tokens_key, self.attention_key, self.loss_mask_key]
-        super().__init__([self.rollout_key, *own, self.turn_key], [self.loss_mask_key])
+        super().__init__([self.rollout_key, *own, self.turn_key], [])  # it moves what others have measured
 
     def apply(self, batch: TensorDictBase) -> Outcome:
         """Merge, and take out what was merged."""
         if has_key(batch, MINIBATCH):
             raise BatchError("rows are merged before they are cut: put MergeTurns before ShuffleSplit")
         name = type(self).__name__
-        tokens = read_tokens(batch, self.tokens_key, fill=END, reader=name, option="tokens_key").long()
+        tokens = read_tokens(batch, self.tokens_key, reader=name, option="tokens_key").long()
         there, loss = (self._mask(batch, option, tokens) for option in ("attention_key", "loss_mask_key"))
-        trains = loss & there & (batch.get(IN_LOSS)[:, None] if has_key(batch, IN_LOSS) else True)
+        silent = ~batch.get(IN_LOSS) if has_key(batch, IN_LOSS) else None
+        trains = loss & there if silent is None else loss & there & ~silent[:, None]
         rollouts, turn = self.ids(batch, "rollout"), None
         first = first_row(rollouts)
         if self.turn_key is not None:
             turn = as_ids(self.column(batch, "turn_key"), "turn")
         inside = left_aligned(trains.long(), there) == 1
-        merged = merge_turns(left_aligned(tokens, there), inside, first, turn)
+        merged = merge_turns(left_aligned(tokens, there), inside, first, turn, silent)
         rules = [set_rule(rollouts, "rollout_id", "rows without an id would be merged")]
         rules += [*turn_rules(rollouts, first, turn), *self._agreement(batch, merged.into)]
         batch = batch.exclude(*PARTS)
@@ -172,7 +186,11 @@ class MergeTurns(BatchTransform):
         self._merge_rows(batch, merged.into, trains.sum(1))
         stays = merged.into == torch.arange(len(batch), device=merged.into.device)
         measured = {"merged": (~stays).sum(), "broken": merged.broken.sum()}
-        return Outcome(rows_that_stay(batch, stays), (~stays).to(torch.int8), measured, rules)
+        left = (~stays).to(torch.int8)
+        moved = merged.into
+        if silent is not None:  # what does not train does not become what does
+            moved = torch.where(silent, torch.arange(len(left), device=left.device), moved)
+        return Outcome(rows_that_stay(batch, stays), left, measured, rules, into=moved)
 
     def _mask(self, batch: TensorDictBase, option: str, tokens: Tensor) -> Tensor:
         """(N, T) bool of an option that names a mask."""

@@ -131,6 +131,7 @@ def pack(
 
     keys, inputs, spread = ([nested_key(key) for key in each] for each in (token_keys, input_keys, row_keys))
     keys = [key for key in keys if has_key(batch, key)] + ([] if tree else inputs)
+    _check_names(keys, inputs, tree)
     packed = TensorDict({}, batch_size=[1], device=batch.device)
     for key in keys:
         packed.set(key, _lay(batch, key, sizes, at, option="input_keys"))
@@ -221,6 +222,17 @@ def _in_rows(values: Tensor, packed: TensorDictBase) -> Tensor:
     rows, width = packed["packed_from"]
     flat = values.new_zeros(rows * width, *values.shape[1:])
     return flat.index_copy(0, at, values).view(rows, width, *values.shape[1:])
+
+
+def _check_names(keys: Sequence[NestedKey], inputs: Sequence[NestedKey], tree: bool) -> None:
+    """Refuse columns that would be written over."""
+    if taken := [key for key in (*keys, *inputs) if key in (*OWN, *OWN_OF_TREE)]:
+        raise BatchError(f"pack writes {taken} itself: give the rows' own column another name")
+    if both := [key for key in inputs if tree and key in keys]:
+        raise BatchError(
+            f"{both} are in token_keys, of the rows' tokens, and in input_keys, of a tree's nodes: name "
+            "them in one"
+        )
 
 
 def _values(batch: TensorDictBase, key: NestedKey) -> Tensor | list[Tensor]:

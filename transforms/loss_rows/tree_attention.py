@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from headrace.transforms.errors import BatchError
 from headrace.transforms.schema import require
 
 READ = "written by pack(..., tree=True)"
@@ -96,6 +97,7 @@ def tree_log_probs(logits: Tensor, packed: TensorDictBase) -> Tensor:
 
     Raises:
         MissingKeyError: it was not packed as a tree.
+        BatchError: the logits are not those of its nodes.
 
     Example:
         >>> from headrace.transforms import pack, unpack_tokens
@@ -107,7 +109,10 @@ def tree_log_probs(logits: Tensor, packed: TensorDictBase) -> Tensor:
         [[1.0, 0.25], [1.0, 0.25]]
     """
     parent = require(packed, "tree_parent", reader="tree_log_probs", option=READ)[0]
-    token, before = packed["input_ids"][0], parent.clamp_min(0)
+    _check_nodes(logits, packed)
+    token, before = packed["input_ids"][0].long(), parent.clamp_min(0)
+    token = torch.where(token < 0, logits.shape[-1], token)  # refused, as other ids that there are not
+    token = torch.where(parent < 0, 0, token)  # nothing is read for a root
     chosen = logits[0, before, token] - logits[0].logsumexp(-1).index_select(0, before)
     return torch.where(parent < 0, 0.0, chosen).unsqueeze(0)
 
@@ -135,8 +140,18 @@ def logits_of_tokens(logits: Tensor, packed: TensorDictBase) -> Tensor:
         torch.Size([1, 4, 1])
     """
     parent = require(packed, "tree_parent", reader="logits_of_tokens", option=READ)[0]
+    _check_nodes(logits, packed)
     before = parent.clamp_min(0).index_select(0, packed["packed_node"][0])
     return logits.index_select(1, before)
+
+
+def _check_nodes(logits: Tensor, packed: TensorDictBase) -> None:
+    nodes = packed["input_ids"].shape[1]
+    if logits.ndim != 3 or logits.shape[:2] != (1, nodes):
+        raise BatchError(
+            f"logits are those of the tree's {nodes} nodes, (1, {nodes}, V), of model(packed['input_ids'], "
+            f"...); got {tuple(logits.shape)}"
+        )
 
 
 def _spans(packed: TensorDictBase, reader: str) -> tuple[Tensor, Tensor]:
