@@ -183,6 +183,54 @@ def test_a_running_baseline_has_seen_no_other_outcome():
     assert ratio("rae") == pytest.approx([1, 1, 1], abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("rloo", ["pipeline.stages.advantage.group_key=role"]),
+        ("rloo", ["pipeline.stages.advantage.group_key=role", "pipeline.stages.filter=null"]),
+        ("rloo", ["pipeline.stages.filter.group_key=role"]),
+        ("roles", ["pipeline.stages.peers.keys=[role,expected_rollouts]"]),
+    ],
+)
+def test_groups_by_another_column_do_not_reach_over_outcomes(recipe, words):
+    """All rows have one role, of which a batch of all outcomes would make one group."""
+    assert ratio(recipe, *words, group_size=2) == pytest.approx(ratio(recipe, group_size=2), rel=1e-9)
+
+
+class Remembers(torch.nn.Module):
+    """A stage of a user, which says nothing of itself and has seen the rewards of earlier batches."""
+
+    in_keys, out_keys = ("advantage",), ("advantage",)
+    seen = 0.0
+
+    def forward(self, batch):
+        reward = batch["headrace", "reward"].view(-1, 1, 1)
+        out = batch.copy().set("advantage", batch["advantage"] - self.seen)
+        self.seen = 0.9 * self.seen + 0.1 * float(reward.mean())
+        return out
+
+
+def test_a_stage_of_ones_own_has_seen_no_other_outcome():
+    words = ["pipeline.stages.filter=null", "pipeline.order=[gate,collapse,advantage,odd,split,weight]"]
+    words += ["+pipeline.stages.odd={_target_: test_certify.Remembers}"]
+    assert ratio("dr_grpo", *words, group_size=2) == pytest.approx([0.5] * 3, abs=1e-12)
+
+
+def test_where_no_reward_is_to_be_had_nothing_is_divided():
+    found = certified("rloo", task=StopOrContinue(ends=[0.5, 0.0, -0.5, -1.0]), group_size=2)
+    assert found.advantage.ratio == (None, None, None)
+    assert found.loss.scale is None
+    assert found.advantage.cosine is None
+
+
+def test_an_option_that_a_recipe_sets_itself_stands():
+    """turns_as_rows sets collapse.reward=sum where a recipe leaves it at its default."""
+    assert ratio("rloo", task=TurnsAsRows(), group_size=2) == pytest.approx([1, 1, 1])
+    config = configure("load", "pipeline=rloo", "pipeline.stages.collapse.reward=last").pipeline
+    own = certify_recipe(config, "own", TurnsAsRows(), "task", group_size=2)  # in a file of the user's
+    assert own.advantage.relative_bias > 0.1
+
+
 def test_a_recipe_that_needs_what_a_task_lacks_is_skipped_with_the_reason():
     found = certified("gigpo")
     assert isinstance(found, Refused)

@@ -150,6 +150,11 @@ def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_one_size_and_one_task_need_no_list(tmp_path):
+    _, _, found = told(tmp_path, "pipeline=rloo", "certify.group_sizes=2", "certify.only=stop_or_continue")
+    assert [(each["task"], each["group_size"]) for each in found] == [("stop_or_continue", 2)]
+
+
 def test_a_task_whose_courses_do_not_add_up_is_refused():
     class Half(OneTurn):
         def prompts(self):

@@ -119,6 +119,8 @@ def meaning(advantage: dict[str, Any], loss: dict[str, Any]) -> str:
         text = "Unbiased: on average a step is the gradient of the mean reward"
     elif turned < 1e-6:
         text = f"The true direction, {ratio[0]:.0%} as long, which a learning rate makes up for"
+    elif max(ratio) - min(ratio) < 0.01:
+        text = f"Nearly the true direction, {min(ratio):.1%} to {max(ratio):.1%} as long"
     elif min(ratio) < 0:
         text = f"Some of what earns reward is unlearned: parameters get {min(ratio):.0%} to {max(ratio):.0%}"
         text += " of their true gradient"
@@ -127,7 +129,7 @@ def meaning(advantage: dict[str, Any], loss: dict[str, Any]) -> str:
         text += " gradient"
     bent = 1 - (loss["cosine"] or 0.0)
     if bent < 1e-6 and turned < 1e-6:
-        return f"{text}; its loss keeps that."
+        return f"{text}; its loss keeps the direction, at {loss['scale']:.3g} of its length."
     return f"{text}; its loss is at a cosine of {loss['cosine']:.3f} with the true one."
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import log10
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from headrace.transforms.errors import BatchError
 from .exact_gradient import gradients_of
 from .one_group_a_step import one_group_a_step
 from .outcomes import all_outcomes
-from .small_task import GroupSizeError, SmallTask
+from .small_task import ROUNDING, GroupSizeError, SmallTask
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def judge_gradient(probability: Tensor, gradient: Tensor, true: Tensor) -> Judge
         Judgement(ratio=(0.5,), relative_bias=0.5, cosine=1.0, variance=1.0, scale=0.5)
     """
     mean = probability @ gradient
+    mean = torch.where(mean.abs() > ROUNDING * (probability @ gradient.abs()), mean, 0.0)
     variance = float(probability @ (gradient - mean).square().sum(1))
     return Judgement(
         ratio=tuple(_over(float(a), float(b)) for a, b in zip(mean, true, strict=True)),
@@ -119,8 +122,9 @@ def count_outcomes(task: SmallTask, task_name: str, group_size: int, most: int) 
     """
     outcomes = task.outcomes(group_size)
     if outcomes > most:
+        many = f"{outcomes:,}" if outcomes < 10**15 else f"more than 10^{int(log10(outcomes))}"
         raise ConfigError(
-            f"a group of {group_size} of task {task_name!r} has {outcomes:,} outcomes, and certify.most is "
+            f"a group of {group_size} of task {task_name!r} has {many} outcomes, and certify.most is "
             f"{most:,}: take smaller groups (certify.group_sizes), or raise it"
         )
     return outcomes

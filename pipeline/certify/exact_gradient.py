@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -47,16 +48,15 @@ def gradients_of(
         BatchError: a stage refused the rows, or wrote an advantage that is not finite.
     """
     stages, keys = list(pipeline.stages.values()), keys_of_stages(pipeline.stages.values())
-    together = all(getattr(each, "within_groups", False) for each in stages)
-    together = together and any(_cuts_groups(each) for each in stages)
-    remembers = any(getattr(each, "stateful", False) and not getattr(each, "cuts", False) for each in stages)
+    together = _keep_within(stages) and any(_cuts_groups(each) for each in stages)
+    remembers = any(_may_remember(each) for each in stages)
     rows_of_outcomes = batch[OUTCOME].bincount(minlength=outcomes).tolist()
     batches = [batch] if together else batch.split(rows_of_outcomes)
-    state = pipeline.state_dict()
+    fresh = copy.deepcopy(pipeline) if remembers else pipeline
     advantage, loss = score.new_zeros(2, outcomes, score.shape[1])
     for rows in batches:
         if remembers:
-            pipeline.load_state_dict(state)
+            pipeline = copy.deepcopy(fresh)
         trained = pipeline.run(rows).batch
         pipeline.check()
         if len(trained) == 0:
@@ -69,6 +69,28 @@ def gradients_of(
             weight = trained[keys.get("loss_weight", "loss_weight")].reshape(-1, 1)
             loss.index_add_(0, trained[OUTCOME], each * weight)
     return Gradients(advantage, loss if pipeline.weighs else None)
+
+
+def _may_remember(stage: nn.Module) -> bool:
+    """Whether a stage has a state, or is none of ours and may have one that it does not declare."""
+    if getattr(stage, "cuts", False) or getattr(stage, "within_groups", False):
+        return False
+    return getattr(stage, "stateful", False) or not type(stage).__module__.startswith("headrace.")
+
+
+def _keep_within(stages: list[nn.Module]) -> bool:
+    """Whether each stage keeps `within_groups`, and what it takes for a group is within an outcome."""
+    within: set[NestedKey | None] = {None, "group_id", "rollout_id", OUTCOME}
+    for stage in stages:
+        if not getattr(stage, "within_groups", False):
+            return False
+        for part in (stage, getattr(stage, "criterion", None)):
+            for option in ("group_key", "rollout_key"):
+                if getattr(part, option, None) not in within:
+                    return False
+        if within.intersection(getattr(stage, "keys", ())):  # an id of several, one of which is the group's
+            within.add(getattr(stage, "into", None))
+    return True
 
 
 def _cuts_groups(stage: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def one_group_a_step(config: DictConfig, task: SmallTask, words: Sequence[str] =
     What is changed is how a batch is cut, by the stage's trait `cuts`; that the gate learns the size of
     groups from their column, by its trait `gates`; that weights are written and not folded into the
     advantage, which is the same loss; how many rewards there are; and what the task itself needs (its
-    `settings`). Everything else is the recipe's.
+    `settings`), where the recipe leaves it at its default. Everything else is the recipe's.
 
     Args:
         config: composed; it is left alone.
@@ -62,7 +63,11 @@ def one_group_a_step(config: DictConfig, task: SmallTask, words: Sequence[str] =
             if getattr(traits, "gates", False):
                 options["group_size"] = None
             options["fold"] = "none"
-            options |= _settings_of(str(name), settings, words)
+            options |= {
+                option: value
+                for option, value in _settings_of(str(name), settings, words).items()
+                if option == "columns" or _by_default(traits, option, stage.get(option))
+            }
             for option in options.keys() & set(stage.keys()):
                 stage[option] = options[option]
     return build_pipeline(node)
@@ -74,6 +79,12 @@ def _class_of(stage: DictConfig) -> Any:
         return get_object(str(stage["_target_"]))
     except Exception:
         return None
+
+
+def _by_default(stage: Any, option: str, value: Any) -> bool:
+    """Whether an option is as the stage's signature has it: a recipe that sets another means it."""
+    parameter = inspect.signature(stage).parameters.get(option) if callable(stage) else None
+    return parameter is None or parameter.default == value
 
 
 def _settings_of(name: str, settings: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:

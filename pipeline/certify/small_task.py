@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from headrace.pipeline.load import ConfigError
 from headrace.transforms.schema import Status
+
+ROUNDING = 1e-14
+"""Of the greatest reward: a gradient that is less is 0, but for rounding."""
 
 Action = tuple[int, int]
 """A decision, by its number, and which of its actions was taken: one token."""
@@ -169,6 +173,7 @@ class SmallTask:
             weights: of several rewards; None: all 1.
         """
         theta = torch.tensor(self.theta, dtype=torch.float64, requires_grad=True)
+        size = 0.0
         log_probs, total = self.log_policy(theta), torch.zeros((), dtype=torch.float64)
         for prompt in self.prompts():
             for course in prompt.courses:
@@ -176,14 +181,16 @@ class SmallTask:
                 of_actions = sum(taken, log_probs.new_zeros(())).exp()
                 given = weights or [1.0] * len(course.worth)
                 worth = fsum(w * each for w, each in zip(given, course.worth, strict=True))
+                size = max(size, abs(worth))
                 total = total + prompt.probability * course.chance * worth * of_actions
-        return torch.autograd.grad(total, theta)[0]
+        found = torch.autograd.grad(total, theta)[0]
+        return torch.where(found.abs() > ROUNDING * size, found, 0.0)
 
     def sampled_families(self, prompt: Prompt) -> Sequence[Family]:
         """The families of a prompt, under the policy that samples.
 
         Raises:
-            ValueError: their probabilities do not add up to 1: a course is missing, or there twice.
+            ConfigError: their probabilities do not add up to 1: a course is missing, or there twice.
         """
         log_probs = self.log_probs(self.sampler).tolist()
         each = [
@@ -192,7 +199,7 @@ class SmallTask:
         families = self.families(prompt.courses, each)
         total = fsum(family.probability for family in families)
         if abs(total - 1) > 1e-9:
-            raise ValueError(
+            raise ConfigError(
                 f"the courses of a prompt of {type(self).__name__} must have probabilities that add up to 1; "
                 f"found {total:.6g}: list each course once"
             )
@@ -203,9 +210,16 @@ class SmallTask:
 
         Raises:
             GroupSizeError: groups of that size cannot be made of what is sampled together.
+            ConfigError: the probabilities of the prompts do not add up to 1.
         """
-        total = 0
-        for prompt in self.prompts():
+        total, prompts = 0, self.prompts()
+        asked = fsum(prompt.probability for prompt in prompts)
+        if abs(asked - 1) > 1e-9 or min(prompt.probability for prompt in prompts) < 0:
+            raise ConfigError(
+                f"the prompts of {type(self).__name__} must have probabilities ≥ 0 that add up to 1; "
+                f"found {asked:.6g}"
+            )
+        for prompt in prompts:
             families = self.families(prompt.courses, [1.0] * len(prompt.courses))
             size = len(families[0].courses)
             if group_size < 1 or group_size % size:

@@ -57,6 +57,9 @@ def certify(
             recipe takes any task's rows.
     """
     console = console or Console()
+    most = config.certify.most
+    if type(most) is not int or most < 1:
+        raise ConfigError(f"certify.most must be an integer ≥ 1; got {most}")
     tasks, nodes = small_tasks(config), recipe_nodes(config, words)
     cases = [(size, task, recipe) for size in group_sizes(config) for task in tasks for recipe in nodes]
     for size, task in product(group_sizes(config), tasks):
@@ -88,7 +91,8 @@ def group_sizes(config: DictConfig) -> list[int]:
     Raises:
         ConfigError: none, or one that is no integer ≥ 1.
     """
-    sizes = list(config.certify.group_sizes)
+    given = config.certify.group_sizes
+    sizes = list(given) if OmegaConf.is_list(given) else [given]
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise ConfigError(f"certify.group_sizes must be integers ≥ 1; got {sizes}")
     return sizes
@@ -101,7 +105,10 @@ def small_tasks(config: DictConfig) -> dict[str, SmallTask]:
         ConfigError: a name that there is not; one that cannot be made, or is no task.
     """
     nodes = config.certify.tasks
-    names = list(nodes) if config.certify.only is None else list(config.certify.only)
+    only = config.certify.only
+    names = list(nodes) if only is None else list(only) if OmegaConf.is_list(only) else [only]
+    if not names:
+        raise ConfigError("certify.only must name a task; got []")
     for name in names:
         if nodes.get(name) is None:
             raise ConfigError(
