@@ -47,7 +47,7 @@ def run_budget(rank: int, world: int, folder: str) -> None:
             minibatches=1, max_tokens=10, shuffle=False, remainder="drop", process_group="world"
         )
         try:
-            out, verdict, _, _ = split.run(batch_of(by_rank[rank]))
+            out, verdict, *_ = split.run(batch_of(by_rank[rank]))
             columns = ("rollout_id", "length", MINIBATCH, MICROBATCH)
             found[name] = [out[column].tolist() for column in columns], verdict.tolist()
         except BatchError as err:

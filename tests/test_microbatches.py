@@ -70,7 +70,7 @@ def test_the_promises(lengths, fan_out, options, cut):
     batch = batch_of(lengths, [i // fan_out for i in range(len(lengths))])
     split = ShuffleSplit(**options)
     try:
-        out, verdict, _, _ = split.run(batch)
+        out, verdict, *_ = split.run(batch)
     except BatchError as err:  # fewer rows than ranks, and no padding allowed; fewer units than minibatches
         assume(
             not any(why in str(err) for why in ("none may be empty", "no step is left", "would leave out"))

@@ -10,6 +10,7 @@ from headrace.transforms.errors import BatchError, listing
 
 GO = "go"
 LONGEST = 8000  # characters of what is told
+LAST = 2.0  # seconds that rank 0 stays for others to read why a batch was refused
 
 
 class OtherRankError(BatchError):
@@ -52,9 +53,15 @@ class Meetings:
         self._wait(meeting, number, about.split("\n")[0])
         decision = self._store.get(f"{meeting}/decision").decode()
         if decision != GO:
+            self._leave(meeting, number)
             raise OtherRankError(decision) from error
         if self.rank == 0:
-            for key in ("about", "here", "decision"):  # all are here, so all have left the meeting before
+            for key in (
+                "about",
+                "here",
+                "left",
+                "decision",
+            ):  # all are here, so all have left the meeting before
                 self._store.delete_key(f"headrace/{number - 1}/{key}")
 
     def _arrive(self, meeting: str, about: str) -> None:
@@ -64,6 +71,16 @@ class Meetings:
             self._decide(meeting, describe_difference(who, theirs, f"rank {self.rank}", about))
         elif self._store.add(f"{meeting}/here", 1) == self.size:
             self._decide(meeting, GO)
+
+    def _leave(self, meeting: str, number: int) -> None:
+        """Rank 0, whose process may hold the store and end now, goes last of those that came."""
+        self._store.add(f"{meeting}/left", 1)
+        start = time.monotonic()
+        while self.rank == 0 and time.monotonic() - start < LAST:
+            came = sum(self._store.add(f"headrace/{rank}", 0) >= number for rank in range(self.size))
+            if self._store.add(f"{meeting}/left", 0) >= came:
+                return
+            time.sleep(0.01)
 
     def _decide(self, meeting: str, decision: str) -> None:
         """The first decision stands."""
