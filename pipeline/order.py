@@ -91,11 +91,8 @@ def _check_effect(name: str, stage: Callable, behind: Mapping[str, Callable]) ->
         ValueError: naming the stages.
     """
     _, writes, _ = _keys(stage)
-    known, takes_out = (
-        all(hasattr(each, "in_keys") for each in behind.values()),
-        getattr(stage, "reasons", ()),
-    )
-    if not known or not writes or len(takes_out):
+    takes_out = bool(getattr(stage, "reasons", ()))
+    if takes_out or not writes or not all(hasattr(each, "in_keys") for each in behind.values()):
         return
     left = set(writes)
     for later, each in behind.items():

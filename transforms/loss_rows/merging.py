@@ -27,7 +27,7 @@ from headrace.transforms.schema import (
     STATUS_KEYS,
     has_key,
 )
-from headrace.transforms.tokens import ATTENTION, check_mask, read_tokens
+from headrace.transforms.tokens import ATTENTION, check_mask, read_tokens, write_tokens
 
 from .dense import PARTS
 from .describing import describe_row
@@ -208,8 +208,8 @@ class MergeTurns(BatchTransform):
         own = (self.tokens_key, self.attention_key, self.loss_mask_key)
         keys = [key for key in (*MERGED_KEYS, *self.token_keys) if key not in own and has_key(batch, key)]
         for key in [*keys, *([self.advantage_key] if has_key(batch, self.advantage_key) else [])]:
-            _write(batch, key, moves.column(_by_token(batch, key, self.tokens_key)), self.tokens_key)
-        _write(batch, self.loss_mask_key, moves.mask(), self.tokens_key)
+            write_tokens(batch, key, moves.column(_by_token(batch, key, self.tokens_key)), self.tokens_key)
+        write_tokens(batch, self.loss_mask_key, moves.mask(), self.tokens_key)
 
     def _merge_rows(self, batch: TensorDictBase, into: Tensor, tokens: Tensor) -> None:
         """Write what is said of segments as a whole."""
@@ -284,14 +284,6 @@ def _check_width(found: Sequence[int], width: int, key: NestedKey) -> None:
             f"a column by token is as wide as the tokens, {width}; {key!r} is {tuple(found)}: cut or pad it "
             "like them, or leave it out (batch.exclude)"
         )
-
-
-def _write(batch: TensorDictBase, key: NestedKey, values: Tensor, like: NestedKey) -> None:
-    if not isinstance(batch, LazyStackedTensorDict):
-        batch.set(key, values)
-        return
-    for row, own in zip(batch.tensordicts, values, strict=True):
-        row.set(key, own[: row.get(like).shape[0]])
 
 
 def _differs(batch: TensorDictBase, key: NestedKey, into: Tensor) -> Tensor | None:
