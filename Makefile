@@ -40,7 +40,7 @@ generate: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,llm,ray,tq]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,llm,ray,tq,docs]'
 	touch $@
 
 clean:
