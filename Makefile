@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test check lint types bench generate clean
+.PHONY: demo test check lint types bench generate dist clean
 
 demo: $(STAMP)
 	$(BIN)/headrace $(ARGS)
@@ -20,11 +20,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Type checkers cannot follow the finder of an editable install, so they get an installed copy.
 types: $(STAMP)
-	rm -rf build
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/site .
-	MYPYPATH=build/site $(BIN)/mypy -p headrace
+	$(BIN)/mypy
 
 # Writes benchmarks/results/ and docs/benchmarks.md; ARGS="--only pipeline" measures one of them again.
 bench: $(STAMP)
@@ -42,6 +39,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,llm,ray,tq,docs]'
 	touch $@
+
+# dist/: the wheel and the source distribution, as an index takes them.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 clean:
 	rm -rf .venv build dist *.egg-info outputs multirun

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -14,39 +18,77 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
+VERSION = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
+def source(tmp_path_factory) -> Path:
+    """A clean clone."""
+    folder = tmp_path_factory.mktemp("source")
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in tracked.splitlines():
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    return wheel_of(source, tmp_path_factory.mktemp("wheel"))
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source)
     return next(folder.glob("headrace-*.whl"))
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """The Python of an empty environment with the wheel, on top of the tested packages."""
-    folder = tmp_path_factory.mktemp("venv")
+    return environment(tmp_path_factory.mktemp("venv"), wheel)
+
+
+@pytest.fixture(scope="module")
+def editable(source, tmp_path_factory) -> Path:
+    return environment(tmp_path_factory.mktemp("editable"), "--no-build-isolation", "--editable", source)
+
+
+def environment(folder: Path, *what: str | Path) -> Path:
+    """The Python of an empty environment with what pip installs, on top of the tested packages."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel)
     # A path in a .pth file is searched, but .pth files in it, such as the editable headrace's, are not.
-    (site / "tested.pth").write_text(sysconfig.get_path("purelib"))
+    (site_of(python) / "tested.pth").write_text(sysconfig.get_path("purelib"))
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "-q",
+        "--no-deps",
+        "--ignore-installed",
+        *what,
+    )
     return python
 
 
-def run(*words, **options) -> str:
+def site_of(python: Path) -> Path:
+    return Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+
+
+def run(*words, fails=False, **options) -> str:
     done = subprocess.run(
-        [str(word) for word in words], capture_output=True, text=True, timeout=300, check=False, **options
+        [str(word) for word in words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        **options,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done.stdout
 
 
@@ -56,7 +98,56 @@ def test_it_holds_the_packages_and_every_recipe(wheel):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".yaml", ".html", ".css", ".js") or path.name == "py.typed":
                 assert f"headrace/{path.relative_to(ROOT)}" in names
-    assert not [name for name in names if name.startswith(("tests/", "transforms/", "pipeline/", "conf/"))]
+    assert {name.split("/")[0] for name in names} == {"headrace", f"headrace-{VERSION}.dist-info"}
+
+
+def test_the_source_distribution_makes_the_same_wheel(source, wheel, tmp_path):
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    run(sys.executable, "-W", "error::UserWarning", "-c", code, cwd=source)
+    with tarfile.open(tmp_path / f"headrace-{VERSION}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / f"headrace-{VERSION}"
+    assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md"} <= {
+        path.name for path in unpacked.iterdir()
+    }
+    assert contents(wheel_of(unpacked, tmp_path)) == contents(wheel)
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    archive = zipfile.ZipFile(wheel)
+    return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.mark.parametrize("kind", ["installed", "editable"])
+def test_type_checkers_find_what_is_there(kind, request, tmp_path):
+    """In an editable install too, whose packages are found by a line with a path and no code."""
+    python = request.getfixturevalue(kind)
+    (tmp_path / "use.py").write_text(
+        "import headrace\n"
+        "from headrace.pipeline import load_pipeline\n"
+        "reveal_type(headrace.__version__)\n"
+        "reveal_type(load_pipeline('grpo').minibatches)\n"
+        "load_pipeline('grpo', scale='nose')\n"
+    )
+    words = ("--python-executable", python, "--ignore-missing-imports", "--cache-dir", tmp_path / "cache")
+    found = run(sys.executable, "-m", "mypy", *words, "use.py", cwd=tmp_path, fails=True)
+    assert 'note: Revealed type is "str"' in found
+    assert "epochs: int =) -> typing.Iterator" in found
+    assert """error: Argument "scale" to "load_pipeline" has incompatible type "Literal['nose']\"""" in found
+
+
+def test_an_editable_install_is_the_root_folders(editable, source):
+    assert [path.read_text().strip() for path in site_of(editable).glob("__editable__*")] == [
+        str(source / "src")
+    ]
+    shown = run(editable, "-c", "import headrace.transforms as t; print(t.__file__)").strip()
+    assert Path(shown).resolve() == source / "transforms" / "__init__.py"
+
+
+@pytest.mark.parametrize("kind", ["installed", "editable"])
+def test_the_version_is_that_of_the_package(kind, request, tmp_path):
+    code = "import headrace, sys; print(headrace.__version__, 'torch' in sys.modules)"
+    assert run(request.getfixturevalue(kind), "-c", code, cwd=tmp_path).split() == [VERSION, "False"]
 
 
 def test_it_is_the_wheels_code_that_runs(installed, tmp_path):
