@@ -4,37 +4,132 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType
+from typing import Any, Literal, NoReturn
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from tensordict import NestedKey
+
+from headrace.transforms.advantage.baselines import Baseline, Scale
+from headrace.transforms.collapse import Reduction
+from headrace.transforms.distributed import SharedIds
+from headrace.transforms.gate.stage import OnIncomplete
+from headrace.transforms.weight.loss_weight import Mean
 
 from .composing import ConfigError, compose_config, leave_out, suggest
+from .keywords import KEYWORDS, apply_settings, refuse_unknown, settings_of
 from .pipeline import Pipeline
+from .recipe_names import Recipe
+from .rules import Validate
 
 
-def load_pipeline(*overrides: str) -> Pipeline:
-    """Compose a pipeline from a recipe and Hydra overrides, as the command would.
+def load_pipeline(
+    recipe: Recipe | str = "grpo",
+    /,
+    *overrides: str,
+    rows: Literal["llm"] | None = None,
+    stages: Mapping[str, Mapping[str, Any] | None] | None = None,
+    group_size: int | EllipsisType | None = ...,
+    on_incomplete: OnIncomplete | EllipsisType = ...,
+    reward: Reduction | EllipsisType = ...,
+    baseline: Baseline | EllipsisType = ...,
+    scale: Scale | EllipsisType = ...,
+    minibatches: int | EllipsisType | None = ...,
+    microbatches: int | EllipsisType | None = ...,
+    max_tokens: int | EllipsisType | None = ...,
+    ranks: int | EllipsisType = ...,
+    shuffle: bool | EllipsisType = ...,
+    seed: int | EllipsisType = ...,
+    loss_unit: Mean | EllipsisType = ...,
+    order: Sequence[str] | EllipsisType | None = ...,
+    group_key: NestedKey | EllipsisType = ...,
+    rollout_key: NestedKey | EllipsisType | None = ...,
+    loss_mask_key: NestedKey | EllipsisType = ...,
+    log_prob_key: NestedKey | EllipsisType | None = ...,
+    process_group: Literal["world"] | EllipsisType | None = ...,
+    shared_ids: SharedIds | EllipsisType | None = ...,
+    patience: float | EllipsisType = ...,
+    validate: Validate | EllipsisType = ...,
+    **unknown: NoReturn,
+) -> Pipeline:
+    """Compose a pipeline from a recipe, changed by keywords and Hydra overrides, as the command would.
+
+    A keyword that is not given, or is ``...``, leaves what the recipe has; None is a value.
 
     Args:
-        overrides: ``"pipeline=grpo"`` names the recipe (the default), the others change it:
+        recipe: its name, such as ``"grpo"`` or ``"as/verl"``; or the first override.
+        overrides: ``"pipeline=grpo"`` names the recipe, the others change it:
             ``"pipeline.stages.advantage.scale=none"``, ``"~pipeline.stages.filter"``,
             ``"+pipeline.stages.bonus={_target_: my.module.Bonus}"``, ``"pipeline.order=[...]"``,
             ``"hydra.searchpath=[pkg://my.conf]"``.
+        rows: ``llm``: rows are those of TorchRL's LLMCollector.
+        stages: any other options, by stage: ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. None leaves
+            the stage out; one with a ``_target_`` is a stage of one's own, the whole of it.
+        group_size: of the gate.
+        on_incomplete: of the gate.
+        reward: of the collapse, how the rewards of a rollout's segments become one.
+        baseline: of the advantage.
+        scale: of the advantage.
+        minibatches: of the split.
+        microbatches: of the split.
+        max_tokens: of the split, in a micro-batch.
+        ranks: of the split, and of the weight.
+        shuffle: of the split.
+        seed: of the split.
+        loss_unit: `unit` of the weight, over which the loss is a mean.
+        order: of the pipeline, names of all stages.
+        group_key: of the pipeline, for all stages.
+        rollout_key: of the pipeline, for all stages.
+        loss_mask_key: of the pipeline, for all stages.
+        log_prob_key: of the pipeline, for all stages.
+        process_group: of the pipeline.
+        shared_ids: of the pipeline.
+        patience: of the pipeline.
+        validate: of the pipeline.
+        unknown: refused, with the words that are near.
 
     Raises:
-        ConfigError: an unknown recipe, stage or option.
+        ConfigError: an unknown recipe, stage, keyword or option, or something that is said twice.
 
     Example:
+        >>> load_pipeline("grpo", scale="none", group_size=8).stages["advantage"].scale
+        'none'
         >>> load_pipeline("pipeline=grpo", "pipeline.stages.advantage.scale=none").stages["advantage"].scale
         'none'
     """
-    if bare := [word for word in overrides if "=" not in word and not word.startswith("~")]:
-        raise ConfigError(f"an override is KEY=VALUE; got {bare[0]!r}. A recipe is pipeline={bare[0]}")
-    return build_pipeline(compose_config("load", *map(leave_out, overrides)).pipeline)
+    values = locals()
+    given = {word: values[word] for word in KEYWORDS if values[word] is not ...}
+    words = _overrides(recipe, overrides, rows)
+    settings = settings_of(words, given, stages or {})
+    composed = compose_config("load", *words).pipeline
+    if unknown:
+        refuse_unknown(next(iter(unknown)), composed)
+    apply_settings(composed, settings)
+    return build_pipeline(composed)
+
+
+def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[str]:
+    """A recipe, rows and overrides as overrides alone."""
+    if bare := [word for word in overrides if not _is_override(word)]:
+        raise ConfigError(
+            f"an override is KEY=VALUE; got {bare[0]!r}. A recipe comes first: load_pipeline({bare[0]!r}, …)"
+        )
+    chosen = [] if _is_override(recipe) else [f"pipeline={recipe}"]
+    others = [recipe, *overrides] if not chosen else list(overrides)
+    chosen += [f"rows={rows}"] if rows else []
+    for word in chosen:
+        group = word.partition("=")[0]
+        if again := [other for other in others if other.startswith(f"{group}=")]:
+            raise ConfigError(f"{group} is said twice, by {word} and by {again[0]}: say it once")
+    return [*chosen, *map(leave_out, others)]
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word or word.startswith("~")
 
 
 def build_pipeline(config: DictConfig) -> Pipeline:

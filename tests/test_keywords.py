@@ -1,0 +1,198 @@
+"""load_pipeline by keyword: what an override says, typed, and refused in words."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import typing
+from types import EllipsisType
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from headrace.pipeline import ConfigError, load_pipeline
+from headrace.pipeline.composing import compose_config, recipes
+from headrace.pipeline.keywords import KEYWORDS, settings_of
+from headrace.pipeline.recipe_names import Recipe
+
+# A value that no recipe has, and how an override says it.
+VALUES = {
+    "group_size": (13, "13"),
+    "on_incomplete": ("drop", "drop"),
+    "reward": ("max", "max"),
+    "baseline": ("best_other", "best_other"),
+    "scale": ("mad", "mad"),
+    "minibatches": (7, "7"),
+    "microbatches": (3, "3"),
+    "max_tokens": (1 << 14, "16384"),
+    "ranks": (2, "2"),
+    "shuffle": (False, "false"),
+    "seed": (11, "11"),
+    "loss_unit": ("sample", "sample"),
+    "order": (["gate", "split"], "[gate,split]"),
+    "group_key": (("mine", "group"), "[mine,group]"),
+    "rollout_key": (None, "null"),
+    "loss_mask_key": ("mask", "mask"),
+    "log_prob_key": (None, "null"),
+    "process_group": ("world", "world"),
+    "shared_ids": ("different", "different"),
+    "patience": (2.5, "2.5"),
+    "validate": ("deferred", "deferred"),
+}
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """What `load_pipeline` would build of its words."""
+    monkeypatch.setattr("headrace.pipeline.load.build_pipeline", lambda config: config)
+    return load_pipeline
+
+
+def has(pipeline: DictConfig, key: str) -> bool:
+    stage = key.split(".")[1] if key.startswith("stages.") else None
+    return stage is None or pipeline.stages.get(stage) is not None
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_keywords_are_the_overrides_that_they_stand_for_in_every_recipe(recipe, node):
+    plain = compose_config("load", f"pipeline={recipe}").pipeline
+    taken = {word: key for word, key in KEYWORDS.items() if has(plain, key)}
+    assert len(taken) >= len(KEYWORDS) - 2
+    by_keyword = node(recipe, **{word: VALUES[word][0] for word in taken})
+    by_override = node(f"pipeline={recipe}", *(f"pipeline.{key}={VALUES[w][1]}" for w, key in taken.items()))
+    assert OmegaConf.to_container(by_keyword) == OmegaConf.to_container(by_override)
+    assert by_keyword != plain
+    for word in KEYWORDS.keys() - taken.keys():
+        with pytest.raises(
+            ConfigError, match=rf"no stage 'advantage'.*; there are gate, collapse, .*{'split'}"
+        ):
+            node(recipe, **{word: VALUES[word][0]})
+
+
+@pytest.mark.parametrize("word", KEYWORDS)
+def test_each_keyword_alone_is_one_override(word, node):
+    value, text = VALUES[word]
+    found, expected = node("grpo", **{word: value}), node(f"pipeline.{KEYWORDS[word]}={text}")
+    assert OmegaConf.to_container(found) == OmegaConf.to_container(expected)
+    assert found != node("grpo")
+
+
+def test_a_keyword_that_is_not_given_leaves_what_the_recipe_has(node):
+    assert node("rloo", **dict.fromkeys(KEYWORDS, ...)) == node("rloo") == node("pipeline=rloo")
+    assert node() == node("grpo")
+
+
+def test_any_option_of_any_stage_has_a_place(node):
+    found = node(
+        "as/verl",
+        stages={
+            "advantage": {"clip": (-5, 5.0)},
+            "collapse": None,
+            "filter": {"_target_": "headrace.transforms.SampleFilter", "criterion": {"_target_": "my.Own"}},
+            "bonus": {"_target_": "my.Bonus", "by": 2},
+        },
+        scale="none",
+        order=["bonus"],
+    )
+    advantage = node("as/verl", "pipeline.stages.advantage.clip=[-5,5.0]", scale="none").stages.advantage
+    assert found.stages.advantage == advantage
+    assert found.stages.collapse is None
+    assert found.stages.filter == {
+        "_target_": "headrace.transforms.SampleFilter",
+        "criterion": {"_target_": "my.Own"},
+    }
+    assert found.stages.bonus == {"_target_": "my.Bonus", "by": 2}
+    replaced = node("grpo", stages={"filter": {"_target_": "my.Other"}})
+    assert replaced.stages.filter == {"_target_": "my.Other"}, "the whole of it"
+
+
+def test_rows_are_a_keyword_too():
+    pipeline = load_pipeline("grpo", rows="llm", stages={"dense": {"pad_id": 0}}, minibatches=4)
+    assert pipeline.order[0] == "dense"
+    by_override = load_pipeline(
+        "pipeline=grpo",
+        "rows=llm",
+        "pipeline.stages.dense.pad_id=0",
+        "pipeline.stages.split.minibatches=4",
+    )
+    assert repr(pipeline) == repr(by_override)
+
+
+@pytest.mark.parametrize(
+    ("words", "keywords", "message"),
+    [
+        (["grp"], {}, r"no recipe 'grp' \(did you mean 'grpo'"),
+        (["grpo", "rloo"], {}, r"KEY=VALUE; got 'rloo'. A recipe comes first: load_pipeline\('rloo', …\)"),
+        (["grpo", "pipeline=rloo"], {}, "pipeline is said twice, by pipeline=grpo and by pipeline=rloo"),
+        (["grpo", "rows=llm"], {"rows": "llm"}, "rows is said twice"),
+        (["grpo"], {"groupsize": 8}, r"no keyword 'groupsize' \(did you mean 'group_size'.*there are rows"),
+        (["grpo"], {"clip": 8}, r"no keyword 'clip'; an option .* is stages={'advantage': {'clip': …}}"),
+        (
+            ["grpo"],
+            {"stages": {"advantge": {"clip": None}}},
+            r"no stage 'advantge' \(did you mean 'advantage'\?\); there are gate",
+        ),
+        (["grpo"], {"stages": {"advantge": None}}, r"no stage 'advantge' \(did you mean 'advantage'"),
+        (
+            ["grpo"],
+            {"stages": {"advantage": {"clp": None}}},
+            r"stage 'advantage' .*no option 'clp' \(did you mean 'clip'",
+        ),
+        (["as/verl"], {"stages": {"filter": {"action": "drop"}}}, "no stage 'filter'; there are gate, "),
+        (["grpo"], {"scale": "nose"}, "pipeline.stages.advantage: scale must be one of 'group'"),
+        (["grpo"], {"seed": object()}, "pipeline.stages.split.seed takes what YAML has; got <object"),
+        (["grpo", "pipeline.stages.split.seed=1"], {"seed": 1}, "split.seed is said twice, by seed=1 and by"),
+        (["grpo", "~pipeline.stages.split"], {"seed": 1}, "twice, by seed=1 and by .*split=null"),
+        (["pipeline.stages.split={seed: 4}"], {"seed": 1}, "twice, by seed=1 and by .*split={"),
+        (["grpo"], {"seed": 1, "stages": {"split": {"seed": 2}}}, r"by stages.'split'..'seed'. and by seed=1"),
+        (["grpo"], {"seed": 1, "stages": {"split": None}}, r"twice, by stages\['split'\] and by seed=1"),
+        (
+            ["grpo", "criterion@pipeline.stages.filter.criterion=finite"],
+            {"stages": {"filter": {"criterion": {"_target_": "my.Own"}}}},
+            "said twice",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_unknown_or_said_twice_is_refused_in_words(words, keywords, message):
+    with pytest.raises(ConfigError, match=message):
+        load_pipeline(*words, **keywords)
+
+
+def test_what_is_said_elsewhere_is_no_conflict():
+    assert settings_of(["pipeline=grpo", "seed=3", "rows=null"], {"seed": 1}, {}) == {"stages.split.seed": 1}
+
+
+def test_the_types_are_those_of_the_stages_and_all_is_documented():
+    """A word that a stage takes, load_pipeline takes, and no other."""
+    hints = typing.get_type_hints(load_pipeline)
+    parameters = inspect.signature(load_pipeline).parameters
+    by_keyword = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+    assert by_keyword == {*KEYWORDS, "rows", "stages"} == {*VALUES, "rows", "stages"}
+    plain = compose_config("load").pipeline
+    for word, key in KEYWORDS.items():
+        *path, option = key.split(".")
+        target = OmegaConf.select(plain, ".".join(path)) if path else plain
+        module, _, name = target["_target_"].rpartition(".")
+        owner = getattr(importlib.import_module(module), name)
+        theirs = typing.get_type_hints(owner.__init__)[option]
+        if word == "process_group":  # by name alone: a group itself is no word
+            assert literals(hints[word]) == {"world"}
+            continue
+        assert set(typing.get_args(hints[word])) - {EllipsisType} == members(theirs), word
+        assert re.search(rf"^ +{word}: ", load_pipeline.__doc__, re.MULTILINE), word
+
+
+def members(hint) -> set:
+    """A hint's parts, of a union or of a Literal, as `hint | EllipsisType` has them."""
+    return set(typing.get_args(hint | EllipsisType)) - {EllipsisType}
+
+
+def literals(hint) -> set:
+    return {
+        value for part in typing.get_args(hint) for value in typing.get_args(part) if isinstance(value, str)
+    }
+
+
+def test_editors_know_every_recipe():
+    assert list(typing.get_args(Recipe)) == recipes()
