@@ -145,7 +145,7 @@ def test_rows_are_a_keyword_too():
         (["grpo", "pipeline.stages.split.seed=1"], {"seed": 1}, "split.seed is said twice, by seed=1 and by"),
         (["grpo", "~pipeline.stages.split"], {"seed": 1}, "twice, by seed=1 and by .*split=null"),
         (["pipeline.stages.split={seed: 4}"], {"seed": 1}, "twice, by seed=1 and by .*split={"),
-        (["grpo"], {"seed": 1, "stages": {"split": {"seed": 2}}}, r"by stages.'split'..'seed'. and by seed=1"),
+        (["grpo"], {"seed": 1, "stages": {"split": {"seed": 2}}}, r"stages.'split'..'seed'. and by seed=1"),
         (["grpo"], {"seed": 1, "stages": {"split": None}}, r"twice, by stages\['split'\] and by seed=1"),
         (
             ["grpo", "criterion@pipeline.stages.filter.criterion=finite"],
