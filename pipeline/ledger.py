@@ -127,6 +127,12 @@ class Ledger:
     def __repr__(self) -> str:
         return f"Ledger({', '.join(f'{name}: {count}' for name, count in self.counts().items() if count)})"
 
+    def _repr_html_(self) -> str:
+        from .report.notebook import ledger_html  # which shows reports too, and those import this
+
+        ids = {unit: column.cpu().numpy() for unit, column in self.ids.items()}
+        return ledger_html(self.reason.cpu().numpy(), self.names, self.actions, ids)
+
     def counts(self) -> dict[str, int]:
         """Rows per reason, `trained` first; reasons without rows included. One device read."""
         tally = torch.bincount(self.reason, minlength=len(self.names)).tolist()

@@ -26,9 +26,10 @@ from .row_table import KEYS
 from .rules import Deferred, Validate, check_validate
 from .run import Run
 from .stage import as_module
+from .stage_listing import StageListing
 
 
-class Pipeline(LastRun, BatchTransform):
+class Pipeline(StageListing, LastRun, BatchTransform):
     """Run named stages in order over a batch, and record where each row went.
 
     A pipeline is a transform like its stages and goes wherever they go. It stamps what it has processed:
@@ -166,10 +167,6 @@ class Pipeline(LastRun, BatchTransform):
     def weighs(self) -> bool:
         """Whether a stage writes weights for the loss; else they are folded in, or there are none."""
         return self._keys.weight_is_written(dict(self.stages.items()))
-
-    def __repr__(self) -> str:
-        lines = [f"  {i}. {name}: {self.stages[name]!r}" for i, name in enumerate(self.order, start=1)]
-        return "\n".join(["Pipeline", *lines])
 
     def halves(self) -> tuple[Pipeline, Pipeline]:
         """The stages before the split, for what comes into a replay buffer, and the others, for a sample.

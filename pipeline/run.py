@@ -90,3 +90,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({self.ledger})"
+
+    def _repr_html_(self) -> str:
+        return "<p>Run of a batch without rows</p>" if self.ledger is None else self.ledger._repr_html_()

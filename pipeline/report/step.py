@@ -19,6 +19,7 @@ from headrace.transforms.door import enter_rows
 
 from .funnel import Level, funnel
 from .groups import groups_of, rollouts_of, staleness_of
+from .notebook import ColumnTable, report_html
 from .numbers import numbers_of
 from .shared_tokens import count_shared_tokens, linear_of
 from .warnings import warnings_of
@@ -72,6 +73,9 @@ class StepReport:
         trained = int((self.columns["reason"] == 0).sum())
         return f"StepReport(step={self.step}, {trained} of {len(self)} rows trained)"
 
+    def _repr_html_(self) -> str:
+        return report_html(f"step {self.step}", self.funnel, self.warnings, self.groups, self.numbers)
+
     @cached_property
     def funnel(self) -> list[Level]:
         """What is in the loss after each stage, and what left it for which reason."""
@@ -80,12 +84,12 @@ class StepReport:
     @cached_property
     def rollouts(self) -> dict[str, np.ndarray]:
         """One entry per rollout."""
-        return rollouts_of(self.columns)
+        return ColumnTable(rollouts_of(self.columns))
 
     @cached_property
     def groups(self) -> dict[str, np.ndarray]:
         """One entry per group; empty where the batch has no groups."""
-        return groups_of(self.columns, self.group_size, each_reward=self.each_reward)
+        return ColumnTable(groups_of(self.columns, self.group_size, each_reward=self.each_reward))
 
     @cached_property
     def staleness(self) -> np.ndarray:

@@ -1,0 +1,147 @@
+"""Pipelines, ledgers and reports as a notebook shows them: tables in its own colours, without a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from headrace.pipeline.printable import printable
+
+from .funnel import UNITS, Level, funnel
+
+GROUPS = 12  # lines of a table of groups; the number of other groups is below it
+CELL = "padding:.1em .7em;border:0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
+DIM = "opacity:.7"
+
+
+class ColumnTable(dict[str, np.ndarray]):
+    """Columns of equal length by name, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        return columns_html(self)
+
+
+def stages_html(stages: Iterable[tuple[str, str]]) -> str:
+    """A pipeline's stages, in order, with the options that are not at their defaults.
+
+    Args:
+        stages: (name, text) of each.
+
+    Example:
+        >>> "<td" in stages_html([("gate", "CompletenessGate(group_size=8)")])
+        True
+    """
+    rows = []
+    for number, (name, text) in enumerate(stages, start=1):
+        kind, _, options = text.partition("(")
+        rows.append([str(number), name, kind, options.removesuffix(")")])
+    return table("Pipeline", ["", "stage", "class", "options"], rows, numeric={0})
+
+
+def ledger_html(
+    reason: np.ndarray, names: Sequence[str], actions: Sequence[str], ids: Mapping[str, np.ndarray]
+) -> str:
+    """What came in, what is trained, and what left for which reason.
+
+    Args:
+        reason: (N,) code of each row.
+        names: ``stage/reason`` by code.
+        actions: by code.
+        ids: (N,) by unit.
+    """
+    columns = {"reason": reason} | {f"{unit.removesuffix('s')}_id": column for unit, column in ids.items()}
+    return funnel_html("Ledger", funnel(columns, [], names, actions))
+
+
+def funnel_html(caption: str, levels: Sequence[Level]) -> str:
+    """What was collected, what left each stage for which reason, and what is trained."""
+    units = [unit for unit in UNITS if getattr(levels[0], unit) is not None]
+
+    def counts(thing: Any, sign: str = "") -> list[str]:
+        return [f"{sign}{value:,}" if (value := getattr(thing, unit)) or not sign else "" for unit in units]
+
+    rows = [["collected", *counts(levels[0])]]
+    for level in levels[1:]:
+        for left in level.out:
+            text = f"{level.name}: {left.reason.replace('_', ' ')}, {left.action}"
+            rows.append([text, *counts(left, "−")])
+    rows.append(["trained", *counts(levels[-1])])
+    return table(caption, ["", *units], rows, numeric=range(1, len(units) + 1), dim=range(1, len(rows) - 1))
+
+
+def report_html(
+    caption: str,
+    levels: Sequence[Level],
+    warnings: Sequence[str],
+    groups: Mapping[str, np.ndarray],
+    numbers: Mapping[str, float],
+) -> str:
+    """A report: the funnel, warnings, groups, and behind a click its numbers."""
+    parts = [funnel_html(caption, levels)]
+    parts += [f"<p>warning: {plain(line)}</p>" for line in warnings]
+    parts += [columns_html(groups, "Groups")] if groups else []
+    values = [[name, shown(value)] for name, value in numbers.items()]
+    listed = table("", ["number", "value"], values, numeric={1})
+    return "".join([*parts, f"<details><summary>{len(numbers)} numbers</summary>{listed}</details>"])
+
+
+def columns_html(columns: Mapping[str, np.ndarray], caption: str = "") -> str:
+    """Columns of equal length side by side, the first rows of them."""
+    length = max((len(column) for column in columns.values()), default=0)
+    rows = [[shown(column[i]) for column in columns.values()] for i in range(min(length, GROUPS))]
+    head = [name.replace("_", " ") for name in columns]
+    more = f"<p>and {length - GROUPS:,} more</p>" if length > GROUPS else ""
+    return table(caption, head, rows, numeric=range(len(head))) + more
+
+
+def table(
+    caption: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numeric: Iterable[int] = (),
+    dim: Iterable[int] = (),
+) -> str:
+    """A table of texts, none of which is read as HTML.
+
+    Args:
+        caption: above it.
+        head: names of the columns.
+        rows: cells.
+        numeric: columns that are numbers, and stand to the right.
+        dim: rows that are said in passing.
+    """
+    right, pale = set(numeric), set(dim)
+
+    def cell(tag: str, column: int, text: str) -> str:
+        align = "right" if column in right else "left"
+        return f'<{tag} style="{CELL};text-align:{align}">{plain(text)}</{tag}>'
+
+    lines = ["".join(cell("th", i, text) for i, text in enumerate(head))]
+    lines += ["".join(cell("td", i, text) for i, text in enumerate(row)) for row in rows]
+    styles = [f' style="{DIM}"' if i - 1 in pale else "" for i in range(len(lines))]
+    body = "".join(f"<tr{style}>{line}</tr>" for style, line in zip(styles, lines, strict=True))
+    above = f'<caption style="text-align:left">{plain(caption)}</caption>' if caption else ""
+    wide = '<div style="overflow-x:auto"><table style="border-collapse:collapse">'
+    return f"{wide}{above}{body}</table></div>"
+
+
+def plain(text: str) -> str:
+    """Text as HTML shows it, whatever is in it."""
+    return escape(printable(text))
+
+
+def shown(value: Any) -> str:
+    """A number in a few digits; an id with all of its; what is not known as a dash."""
+    if isinstance(value, bool | np.bool_):
+        return "yes" if value else "no"
+    if isinstance(value, int | np.integer):
+        return str(value)
+    if not isinstance(value, float | np.floating):
+        return str(value)
+    if not np.isfinite(value):
+        return "–" if np.isnan(value) else str(value)
+    return f"{value:,.0f}" if value == round(value) and abs(value) < 1e15 else f"{value:.4g}"
