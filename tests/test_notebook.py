@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, make_report
-from headrace.pipeline.report.notebook import shown
+from headrace.pipeline.report.notebook import shown_value
 from headrace.transforms import Criterion, FanOutCollapse, SampleFilter
 
 TAGS = {"div", "table", "caption", "tr", "th", "td", "p", "details", "summary"}
@@ -152,6 +152,6 @@ def test_a_batch_with_nothing_in_it_is_shown(rows):
 
 def test_numbers_are_short_and_ids_whole():
     values = [2**62, np.int64(7), 0.123456, 11610.0, float("nan"), np.inf, np.True_, "text"]
-    assert [shown(value) for value in values] == [
+    assert [shown_value(value) for value in values] == [
         str(2**62), "7", "0.1235", "11,610", "–", "inf", "yes", "text",
     ]  # fmt: skip

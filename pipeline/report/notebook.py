@@ -81,9 +81,9 @@ def report_html(
 ) -> str:
     """A report: the funnel, warnings, groups, and behind a click its numbers."""
     parts = [funnel_html(caption, levels)]
-    parts += [f"<p>warning: {plain(line)}</p>" for line in warnings]
+    parts += [f"<p>warning: {shown_text(line)}</p>" for line in warnings]
     parts += [columns_html(groups, "Groups")] if groups else []
-    values = [[name, shown(value)] for name, value in numbers.items()]
+    values = [[name, shown_value(value)] for name, value in numbers.items()]
     listed = table("", ["number", "value"], values, numeric={1})
     return "".join([*parts, f"<details><summary>{len(numbers)} numbers</summary>{listed}</details>"])
 
@@ -91,7 +91,7 @@ def report_html(
 def columns_html(columns: Mapping[str, np.ndarray], caption: str = "") -> str:
     """Columns of equal length side by side, the first rows of them."""
     length = max((len(column) for column in columns.values()), default=0)
-    rows = [[shown(column[i]) for column in columns.values()] for i in range(min(length, GROUPS))]
+    rows = [[shown_value(column[i]) for column in columns.values()] for i in range(min(length, GROUPS))]
     head = [name.replace("_", " ") for name in columns]
     more = f"<p>and {length - GROUPS:,} more</p>" if length > GROUPS else ""
     return table(caption, head, rows, numeric=range(len(head))) + more
@@ -118,23 +118,23 @@ def table(
 
     def cell(tag: str, column: int, text: str) -> str:
         align = "right" if column in right else "left"
-        return f'<{tag} style="{CELL};text-align:{align}">{plain(text)}</{tag}>'
+        return f'<{tag} style="{CELL};text-align:{align}">{shown_text(text)}</{tag}>'
 
     lines = ["".join(cell("th", i, text) for i, text in enumerate(head))]
     lines += ["".join(cell("td", i, text) for i, text in enumerate(row)) for row in rows]
     styles = [f' style="{DIM}"' if i - 1 in pale else "" for i in range(len(lines))]
     body = "".join(f"<tr{style}>{line}</tr>" for style, line in zip(styles, lines, strict=True))
-    above = f'<caption style="text-align:left">{plain(caption)}</caption>' if caption else ""
+    above = f'<caption style="text-align:left">{shown_text(caption)}</caption>' if caption else ""
     wide = '<div style="overflow-x:auto"><table style="border-collapse:collapse">'
     return f"{wide}{above}{body}</table></div>"
 
 
-def plain(text: str) -> str:
+def shown_text(text: str) -> str:
     """Text as HTML shows it, whatever is in it."""
     return escape(printable(text))
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """A number in a few digits; an id with all of its; what is not known as a dash."""
     if isinstance(value, bool | np.bool_):
         return "yes" if value else "no"
