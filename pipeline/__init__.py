@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .collect.step_queue import StepQueue
     from .collect.torchrl_configs import register_configs
     from .collect.trainer_hook import PipelineHook
+    from .credit import Credit, advantages_of
     from .load import ConfigError, build_pipeline, load_pipeline
     from .pipeline import Pipeline
     from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AssembleOnWrite",
     "ConfigError",
+    "Credit",
     "DrainWriter",
     "GroupUnit",
     "Pipeline",
@@ -44,6 +46,7 @@ __all__ = [
     "StepQueue",
     "StepReport",
     "TokenGRPOLoss",
+    "advantages_of",
     "assembled",
     "build_pipeline",
     "drained",
@@ -80,6 +83,10 @@ _HOMES = {
     "collect.step_queue": ("StepQueue",),
     "collect.torchrl_configs": ("register_configs",),
     "collect.trainer_hook": ("PipelineHook",),
+    "credit": (
+        "Credit",
+        "advantages_of",
+    ),
     "load": (
         "ConfigError",
         "build_pipeline",
