@@ -19,9 +19,9 @@ def gradient_share(columns: Columns) -> np.ndarray:
     knows before the backward pass: a share says where the gradient comes from, not how much of it remains.
 
     Args:
-        columns: (N,) of a :class:`StepReport`, with `reason`; `advantage_size`, the sum of |advantage| over
-            the row's tokens, else `advantage` and `tokens`; `loss_weight`. Without tokens each row has one,
-            without weights each weighs 1.
+        columns: (N,) of a :class:`StepReport`, with `reason`, and where they are known `advantage`,
+            `advantage_size` (the sum of |advantage| over the row's tokens, where it is per token), `tokens`
+            and `loss_weight`. Without tokens each row has one, without weights each weighs 1.
 
     Returns:
         (N,) float64 that sums to 1, or to 0 where no row trains or every advantage is 0.
@@ -32,10 +32,51 @@ def gradient_share(columns: Columns) -> np.ndarray:
         [0.25, 0.75, 0.0]
     """
     rows = len(columns["reason"])
-    size = columns.get("advantage_size")
-    if size is None:
-        advantage = columns.get("advantage", np.zeros(rows))
-        size = np.abs(advantage) * np.maximum(columns.get("tokens", np.ones(rows)), 0)
-    size = size * np.nan_to_num(columns.get("loss_weight", np.ones(rows)), nan=1.0)
-    size = np.where((columns["reason"] == 0) & np.isfinite(size), size, 0.0)
+    size = np.abs(row_weight(columns))
+    if "advantage_size" in columns:
+        of_tokens = columns["advantage_size"] * _loss_weight(columns, rows)
+        size = np.where((columns["reason"] == 0) & np.isfinite(of_tokens), of_tokens, size)
     return size / (size.sum() or 1.0)
+
+
+def row_weight(columns: Columns) -> np.ndarray:
+    """What each row's tokens weigh in the gradient, with its sign: advantage · loss weight · tokens.
+
+    Args:
+        columns: as for :func:`gradient_share`; an `advantage` per token is its mean.
+
+    Returns:
+        (N,) float64, 0 where a row is not trained.
+    """
+    rows = len(columns["reason"])
+    tokens = np.maximum(columns.get("tokens", np.ones(rows)), 0)
+    weight = columns.get("advantage", np.zeros(rows)) * _loss_weight(columns, rows) * tokens
+    return np.where((columns["reason"] == 0) & np.isfinite(weight), weight, 0.0)
+
+
+def gradient_cosine(first: Columns, second: Columns) -> float:
+    """The cosine between what two recipes make the same rows weigh (:func:`row_weight`).
+
+    1: both pull at the same rows, in the same proportion; −1: in the other direction. As for the shares, the
+    gradients of tokens count as equally long, and as independent of one another.
+
+    Args:
+        first: (N,) columns of a report.
+        second: those of another, of the same rows.
+
+    Returns:
+        In [−1, 1]; NaN where a recipe trains nothing.
+
+    Example:
+        >>> one = {"reason": np.array([0, 0]), "advantage": np.array([1.0, -1.0])}
+        >>> gradient_cosine(one, one | {"advantage": np.array([2.0, 0.0])}).__round__(4)
+        0.7071
+    """
+    a, b = row_weight(first), row_weight(second)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        a, b = a / np.abs(a).max(initial=0.0), b / np.abs(b).max(initial=0.0)  # so that no square is lost
+        return float(np.dot(a, b) / np.sqrt(np.dot(a, a) * np.dot(b, b)))
+
+
+def _loss_weight(columns: Columns, rows: int) -> np.ndarray:
+    return np.nan_to_num(columns.get("loss_weight", np.ones(rows)), nan=1.0)
