@@ -19,6 +19,19 @@ function path(xs, ys) {
     .join("");
 }
 
+// A long name may be broken after a slash or an underscore, and not within a word.
+const breakable = (name) => name.split(/(?<=[/_])/).flatMap((word, i) => (i ? [h("wbr"), word] : [word]));
+
+// Those that never change say little, and come last.
+function inOrder(page) {
+  const flat = (name) => {
+    const range = extent(page.curves[name]);
+    return !range || range[0] === range[1];
+  };
+  const names = Object.keys(page.curves);
+  return [...names.filter((name) => !flat(name)), ...names.filter(flat)];
+}
+
 function drawCurve(name, values, steps, current, width) {
   const height = 64;
   const range = extent(values);
@@ -27,7 +40,7 @@ function drawCurve(name, values, steps, current, width) {
   const head = h(
     "figcaption",
     {},
-    h("span", { class: "name" }, name),
+    h("span", { class: "name" }, breakable(name)),
     h("span", { class: "number" }, measured(name, now)),
   );
   if (!range) return h("figure", {}, head, message("no number at any step"));
@@ -60,7 +73,7 @@ function drawCurve(name, values, steps, current, width) {
 }
 
 export function drawCurves({ page, step, width, redraw }) {
-  const names = Object.keys(page.curves);
+  const names = inOrder(page);
   if (!names.length) return message("No metric was recorded over the steps.");
   const columns = Math.max(1, Math.floor((width + 20) / 220));
   const each = (width - 20 * (columns - 1)) / columns;
@@ -105,7 +118,7 @@ export function drawNumbers({ step }) {
       h(
         "dl",
         {},
-        numbers.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, measured(name, value)))),
+        numbers.map(([name, value]) => h("div", {}, h("dt", {}, breakable(name)), h("dd", {}, measured(name, value)))),
       ),
     ),
   ];

@@ -39,13 +39,13 @@ export function drawHistogram({ bins, kinds, width, across, up, label, tipOf, ma
   const totals = bins.map(({ counts }) => kinds.reduce((total, kind) => total + (counts[kind] || 0), 0));
   const most = Math.max(...totals);
   const y = scale([0, most], [bottom, 10]);
-  const slot = Math.min((width - ASIDE - 8) / bins.length, 64);
   const size = bins[0].to - bins[0].from + 1;
-  const x = (value) => ASIDE + ((value - bins[0].from) / size) * slot;
   const one = size === 1; // a bin is a number, which stands below its middle; else its end, below its edge
   const ends = [...bins.map(({ from }) => from), ...(one ? [] : [bins.at(-1).to + 1])];
-  const widest = Math.max(...ends.map((end) => count(end).length));
-  const every = Math.ceil((7.5 * widest + 10) / slot);
+  const widest = 7.5 * Math.max(...ends.map((end) => count(end).length));
+  const slot = Math.min((width - ASIDE - 8 - widest / 2) / bins.length, 64);
+  const x = (value) => ASIDE + ((value - bins[0].from) / size) * slot;
+  const every = Math.ceil((widest + 10) / slot);
   return s(
     "svg",
     { class: "histogram", width, height: TALL, role: "img", "aria-label": label },
