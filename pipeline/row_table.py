@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +36,13 @@ OPTIONS = {
     "advantage": "advantage_key",
     "loss_weight": "weight_key",
 }
-FLOATS = ("collected_reward", "reward", "advantage", "loss_weight")
+FLOATS = ("collected_reward", "reward", "advantage", "advantage_size", "loss_weight")
 AT_THE_DOOR = ("status", "policy_version", "expected_rollouts")
 TEXTS = ("prompt", "response")
 WRITTEN = {"minibatch": MINIBATCH, "microbatch": MICROBATCH, "rank": RANK, "counted": COUNTED}
 
+# From values (n,), (n, 1, 1) or (n, T, 1), and the loss mask, to a number for each row.
+Reduction = Callable[[Tensor, Tensor | None], Tensor | None]
 OF_A_PASS = ("minibatch", "microbatch", "rank", "loss_weight")
 
 
@@ -106,8 +108,10 @@ class RowTable:
         rows = batch.get(ROW)
         found = {name: batch.get(key) for name, key in WRITTEN.items() if has_key(batch, key)}
         for name in ("advantage", "loss_weight") if credit else ("loss_weight",):
-            if (values := self._per_row(batch, name)) is not None:
+            if (values := self._per_row(batch, name, _mean)) is not None:
                 found[name] = values
+        if credit and (size := self._per_row(batch, "advantage", _size)) is not None:
+            found["advantage_size"] = size
         if credit and (reward := self._reward_now(batch, rows)) is not None:
             found["reward"] = reward
         for name, values in self._with_earlier_places(rows, found).items():
@@ -182,17 +186,19 @@ class RowTable:
         value = batch.get(found[0]) if found else None
         return None if isinstance(value, Tensor) else value
 
-    def _per_row(self, batch: TensorDictBase, name: str) -> Tensor | None:
-        """(n,) one number a row; per-token ones by their mean over the tokens in the loss."""
+    def _per_row(self, batch: TensorDictBase, name: str, number: Reduction) -> Tensor | None:
+        """(n,) one number a row, of values by token or of one value."""
         key = next((key for key in self.keys[name] if has_key(batch, key)), None)
         if key is None:
             return None
         mask_key = self.loss_mask_key if has_key(batch, self.loss_mask_key) else None
         if isinstance(batch, LazyStackedTensorDict):
-            return torch.cat(
-                [_mean(row.get(key)[None], mask_key and row.get(mask_key)[None]) for row in batch.tensordicts]
-            )
-        return _mean(batch.get(key), mask_key and batch.get(mask_key))
+            of_rows = [
+                number(row.get(key)[None], mask_key and row.get(mask_key)[None]) for row in batch.tensordicts
+            ]
+            known = [each for each in of_rows if each is not None]
+            return torch.cat(known) if len(known) == len(of_rows) else None
+        return number(batch.get(key), mask_key and batch.get(mask_key))
 
     def _found(self, batch: TensorDictBase, name: str, *, several: bool = False) -> Tensor | None:
         """The column under the first of its keys, if it is one that a report can show."""
@@ -272,6 +278,14 @@ def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
         return flat.mean(1)
     inside = flat_rows(mask)
     return torch.where(inside, flat, 0.0).sum(1) / inside.sum(1).clamp_min(1)
+
+
+def _size(values: Tensor, mask: Tensor | None) -> Tensor | None:
+    """(n,) sums of sizes over tokens in the loss, of values (n, T, 1); None where they are not by token."""
+    flat = flat_rows(values)
+    if mask is None or mask.numel() != flat.numel():
+        return None
+    return torch.where(flat_rows(mask), flat.double().abs(), 0.0).sum(1)
 
 
 def _unknown(dtype: torch.dtype) -> float:

@@ -31,7 +31,7 @@ def rollouts_of(
         for j in range(segments[k] if segments else 1):
             row: Row = {"group": group, "rollout": 100 * group + k, "reward": reward, "advantage": None}
             row |= {"advantage_by_row": None, "tokens": 40 + (37 * (k + 1) * (j + 2) + 11 * group) % 160}
-            row |= {"rewards": None}
+            row |= {"rewards": None, "share": None, "other_share": None}
             row |= {"weight": 1.0, "status": "completed", "reason": "", "staleness": group % 3}
             rows.append(row | {"minibatch": None, "microbatch": None, "rank": None} | more)
     return rows
@@ -73,6 +73,12 @@ def funnel_of(rows: list[Row], actions: dict[str, str]) -> list[dict[str, Any]]:
         for reason in reasons:
             gone = [row for row in left if row["reason"] == reason]
             out.append({"reason": reason.split("/", 1)[1], "action": actions[reason], **units(gone)})
+            for name in ("rollout", "group"):
+                first = {row[name]: row["reason"] for row in reversed(left) if row["reason"] in reasons}
+                stays = {row[name] for row in left if row["reason"] not in reasons}
+                some = {row[name] for row in gone}
+                whole = {each for each in some - stays if first[each] == reason}
+                out[-1][f"{name}s"], out[-1][f"{name}s_in_part"] = len(whole), len(some - whole)
         left = [row for row in left if row["reason"] not in reasons]
         stages.append({"name": stage, **units(left), "out": out})
     return stages

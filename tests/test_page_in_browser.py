@@ -25,7 +25,7 @@ webdriver = pytest.importorskip(
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 FLAGS = ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run")
-PANELS = ("funnel", "strip", "compare", "tree", "tape", "lag", "numbers")
+PANELS = ("funnel", "strip", "compare", "tree", "tape", "lengths", "lag", "numbers")
 
 
 @pytest.fixture(scope="session")
@@ -218,10 +218,14 @@ def test_the_funnel_tells_what_left_and_how(look):
     said = page.one("#funnel").text
     for words in ("incomplete, dropped", "failed, dropped", "truncated, excluded", "remainder, carried"):
         assert words in said
-    assert page.texts("#funnel tr.out:nth-child(3) td .number") == ["−4", "−4", "2", "−393"]
-    # Group 5 left for two reasons, so neither takes whole groups away: no minus, and no bar.
-    assert page.count("#funnel tr.out:nth-child(3) td rect.left") == 3
-    assert page.texts("#funnel tr.stage td[data-unit=rows] .number") == ["20", "15", "15", "14", "14", "13"]
+    # Group 5 left for two reasons, and is counted under that of its first row.
+    gone = page.texts("#funnel tr.out:nth-child(3) td .number")
+    assert gone == ["−4", "−4", "−1", "parts of 1", "−393"]
+    assert page.texts("#funnel tr.out .parts .unit") == [" group", " rollout", " group", " group"]
+    assert not re.search("without a minus", said)
+    assert page.texts("#funnel tr.stage th") == ["collected", "gate", "filter", "split"]
+    assert page.seen("#funnel .idle-stages") == "collapse and advantage took nothing out."
+    assert page.texts("#funnel tr.stage td[data-unit=rows] .number") == ["20", "15", "14", "13"]
 
 
 @pytest.mark.parametrize(
@@ -552,6 +556,72 @@ def test_nothing_is_wider_than_the_window(look, name, width):
       && !e.closest(".across, svg, summary .prompt, #tip")).map((e) => e.outerHTML.slice(0, 100));
     """
     assert page.driver.execute_script(script) == []
+
+
+CUT_OFF = """
+// Text that does not fit in what clips it, and texts of one drawing that lie on one another.
+const found = [];
+for (const panel of document.querySelectorAll("main section, header"))
+  if (panel.scrollWidth > panel.clientWidth + 1) found.push(["wide", panel.id, panel.scrollWidth]);
+const boxes = new Map();
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+  const node = walker.currentNode, at = node.parentElement;
+  if (!node.textContent.trim() || !at.checkVisibility()) continue;
+  if (at.closest("script, style, #tip, option, summary .prompt")) continue;  // a prompt has an ellipsis
+  const range = document.createRange();
+  range.selectNodeContents(node);
+  const box = range.getBoundingClientRect();
+  if (!box.width) continue;
+  const text = node.textContent.slice(0, 40);
+  for (let e = at; e !== document.body; e = e.parentElement) {
+    const style = getComputedStyle(e), size = e.getBoundingClientRect();
+    const clips = e instanceof SVGSVGElement ? style.overflow !== "visible" : style.overflowX === "hidden";
+    if (style.overflowX === "auto" && !(e instanceof SVGElement)) break;  // scrolls by itself
+    if (clips && (box.left < size.left - 1 || box.right > size.right + 1)) found.push(["cut", text]);
+    if (clips && (box.top < size.top - 2 || box.bottom > size.bottom + 2)) found.push(["cut", text]);
+  }
+  const svg = at.ownerSVGElement;
+  if (svg && !at.closest(".piece")) {
+    for (const [other, word] of boxes.get(svg) || []) {
+      const across = Math.min(box.right, other.right) - Math.max(box.left, other.left);
+      const down = Math.min(box.bottom, other.bottom) - Math.max(box.top, other.top);
+      if (across > 1 && down > 3) found.push(["over", text, word]);
+    }
+    boxes.set(svg, [...(boxes.get(svg) || []), [box, text]]);
+  }
+}
+return found;
+"""
+
+
+def full_run():
+    """Long ids, prompts, reasons, numbers and responses, of two recipes, with curves."""
+    rows = pages.rollouts_of(0, [0.123456, 1, 0.5, 0.5], [1, 2, 1, 9]) + pages.rollouts_of(1, [1.0, 2.0])
+    for k, row in enumerate(rows):
+        row |= {"group": 2**61 + row["group"], "rollout": 2**61 + row["rollout"], "tokens": 12_345 + 997 * k}
+        row |= {"staleness": k % 9, "share": 1 / (k + 2), "other_share": 0.05 * k, "status": "truncated"}
+    pages.advantages(rows)
+    reason = "filter/the_reward_of_the_judge_is_below_the_least_that_was_asked_for"
+    rows[2]["reason"] = rows[5]["reason"] = reason
+    pages.split(rows)
+    words = "Write 314159 backwards, then check the result. " * 3
+    made = pages.step_of(rows, step=1_234_567, actions={reason: "excluded"}, labels=lambda _: words)
+    made["numbers"] |= {"out/" + reason: 2.0, "time/filter": 0.0123456, "frac_reward_zero_std": 0.123456}
+    curves = {"out/" + reason: [1.0, 2.0], "time/advantage": [0.001, 12.0], "reward": [-1.5, 0.25]}
+    more = {"curve_steps": [0, 1_234_567], "curves": curves, "versus": ["grpo", "as/prime_rl"]}
+    return pages.run_of(pages.step_of(rows[:2]), made, title="a run of everything", **more)
+
+
+@pytest.mark.parametrize("width", [360, 800, 1280])
+@pytest.mark.parametrize("name", ["full", "fan-out", "incomplete"])
+def test_no_text_is_cut_off_or_covered(look, name, width):
+    page = look(full_run() if name == "full" else pages.RUNS[name](), width=width)
+    page.open("#tree details.group")
+    page.open("#tree details.rollout")
+    page.driver.execute_script("for (const e of document.querySelectorAll('details')) e.open = true")
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
+    assert page.driver.execute_script(CUT_OFF) == []
 
 
 def test_five_thousand_rows_are_drawn(look):

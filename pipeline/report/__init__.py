@@ -3,6 +3,7 @@
 from .comparison import Comparison
 from .dump import report_table, write_dump
 from .folder import ReportFolder
+from .gradient_share import gradient_cosine, gradient_share
 from .html import render_page, write_page
 from .loggers import log_report
 from .page_data import page_data
@@ -16,6 +17,8 @@ __all__ = [
     "SharedTokens",
     "StepReport",
     "count_shared_tokens",
+    "gradient_cosine",
+    "gradient_share",
     "log_report",
     "make_report",
     "page_data",

@@ -10,6 +10,7 @@ import numpy as np
 from headrace.pipeline.printable import printable
 
 from . import funnel
+from .gradient_share import gradient_share
 from .page_schema import Groups, PageData, PageLevel, Rows, Step
 from .step import StepReport
 
@@ -113,6 +114,8 @@ def _rows(report: StepReport, rows: np.ndarray) -> Rows:
         "advantage_by_row": column("advantage_by_row"),
         "tokens": column("tokens"),
         "weight": column("loss_weight"),
+        "share": gradient_share(columns)[rows].tolist(),
+        "other_share": column("other_share"),
         "status": [statuses[row] for row in rows.tolist()],
         "reason": ["" if code == 0 else report.names[code] for code in columns["reason"][rows].tolist()],
         "staleness": _or_none(report.staleness[rows]),

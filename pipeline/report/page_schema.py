@@ -26,6 +26,8 @@ class PageLeft(TypedDict):
     rollouts: int | None  # that left with their last row
     groups: int | None  # that left with their last row
     tokens: int | None  # of the rows that left
+    rollouts_in_part: int | None  # others that lost rows: they stay, or are counted under another reason
+    groups_in_part: int | None  # the same of groups
 
 
 class PageLevel(TypedDict):
@@ -72,6 +74,8 @@ class Rows(TypedDict):
     advantage_by_row: list[float | None]  # if each row were a rollout, or under the other recipe of `versus`
     tokens: list[int | None]  # in the loss mask
     weight: list[float | None]  # loss weight
+    share: list[float | None]  # of the step's gradient: |advantage| · loss weight · tokens, over the sum
+    other_share: list[float | None]  # the same under the other recipe of `versus`
     status: list[str]  # how its rollout ended
     reason: list[str]  # `stage/reason` if it left the loss, else empty
     staleness: list[int | None]  # policy versions behind the newest in the batch

@@ -17,7 +17,7 @@ from headrace.pipeline.row_table import strings
 from headrace.transforms import Status
 from headrace.transforms.door import enter_rows
 
-from .funnel import Level, funnel
+from .funnel import Level, funnel, left_numbers
 from .groups import groups_of, rollouts_of, staleness_of
 from .notebook import ColumnTable, report_html
 from .numbers import numbers_of
@@ -112,7 +112,8 @@ class StepReport:
     @cached_property
     def numbers(self) -> dict[str, float]:
         """The pipeline's metrics, and the statistics of a step (:func:`numbers_of`)."""
-        return {**self.metrics, **numbers_of(self.columns, self.rollouts, self.groups, self.solved)}
+        left = left_numbers(self.funnel, self.names)
+        return {**self.metrics, **left, **numbers_of(self.columns, self.rollouts, self.groups, self.solved)}
 
 
 def make_report(

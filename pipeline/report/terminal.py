@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
-from rich.box import SIMPLE
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.printable import printable
 
+from .fitted_table import FittedColumn, FittedTable
 from .funnel import UNITS
 from .shared_tokens import tree_words
 from .step import HasAccount, StepReport, make_report
 
 GROUPS = 12  # lines of the table; the number of other groups is below it
 ROLLOUTS = 8  # rewards in a line
+PROMPT = 40  # letters of it at most
 
 
 def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
@@ -39,7 +39,7 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
         collected      2          2
         trained        2          2
     """
-    blocks: list[Table | Text] = [_funnel(report)]
+    blocks: list[FittedTable | Text] = [_funnel(report)]
     if report.groups:
         blocks += [Text(), _groups(report, groups)]
         if (more := len(report.groups["id"]) - groups) > 0:
@@ -74,48 +74,53 @@ def print_report(
     return report
 
 
-def _funnel(report: StepReport) -> Table:
+def _funnel(report: StepReport) -> FittedTable:
     units = [unit for unit in UNITS if getattr(report.funnel[0], unit) is not None]
-    table = Table(box=SIMPLE, pad_edge=False, header_style="bold", padding=(0, 1), show_edge=False)
-    table.add_column(f"step {report.step}")
-    for unit in units:
-        table.add_column(unit, justify="right")
+    names = [FittedColumn(unit, right=True) for unit in units]
+    table = FittedTable([FittedColumn(f"step {report.step}", gives="wrap"), *names])
     levels = report.funnel
-    table.add_row("collected", *(_count(getattr(levels[0], unit)) for unit in units))
+    table.add("collected", *(_count(getattr(levels[0], unit)) for unit in units))
     for level in levels[1:]:
         for left in level.out:
-            words = Text(f"  {printable(level.name)}: {left.reason.replace('_', ' ')}, {left.action}")
-            table.add_row(words, *(_minus(getattr(left, unit)) for unit in units), style="dim")
-    table.add_row("trained", *(_count(getattr(levels[-1], unit)) for unit in units), style="bold")
+            name = f"{printable(level.name)}: {printable(left.reason).replace('_', ' ')}, {left.action}"
+            table.add(name, *(_minus(getattr(left, unit)) for unit in units), style="dim", indent=2)
+            if left.parts:
+                table.add(left.parts, *("" for _ in units), style="dim", indent=4)
+    table.add("trained", *(_count(getattr(levels[-1], unit)) for unit in units), style="bold")
     return table
 
 
-def _groups(report: StepReport, most: int) -> Table:
+def _groups(report: StepReport, most: int) -> FittedTable:
     groups, each = report.groups, report.rollouts
     text = report.texts.get("prompt")
-    table = Table(box=SIMPLE, pad_edge=False, header_style="bold", padding=(0, 1), show_edge=False)
-    table.add_column("group", justify="right", no_wrap=True)
-    if text is not None:
-        table.add_column("prompt", max_width=18, no_wrap=True, overflow="ellipsis")
-    table.add_column("rollouts", justify="right", no_wrap=True)
-    table.add_column("rows", justify="right", no_wrap=True)
-    table.add_column("rewards", max_width=24, overflow="fold")
-    table.add_column("advantages", no_wrap=True)
-    table.add_column("left", overflow="fold")
+    prompt = [] if text is None else [FittedColumn("prompt", gives="cut", leaves=3)]
+    table = FittedTable(
+        [
+            FittedColumn("group", right=True),
+            *prompt,
+            FittedColumn("rollouts", right=True),
+            FittedColumn("rows", right=True, leaves=2),
+            FittedColumn("rewards", gives="wrap"),
+            FittedColumn("advantages", leaves=1),
+            FittedColumn("left", gives="wrap"),
+        ]
+    )
     worst = np.argsort((groups["trained"] >= groups["rollouts"]) & groups["complete"], kind="stable")
     for g in worst[:most]:
         rollouts = np.flatnonzero(each["group"] == groups["id"][g])
         expected = groups["expected"][g]
-        size = f"{groups['rollouts'][g]}" + (f" of {expected}" if expected >= 0 else "")
-        cells = [str(groups["id"][g]), size, str(groups["segments"][g]), _values(each["reward"][rollouts])]
-        if text is not None:
-            cells.insert(1, printable(" ".join(text[groups["row"][g]].split())))
         credit = each["advantage"][rollouts]
         credit = credit[np.isfinite(credit)]
-        cells.append(f"{credit.min():+.2f} … {credit.max():+.2f}" if len(credit) else "–")
-        cells.append(_reasons(report, each["reason"][rollouts]))
-        trains = bool(groups["trained"][g])
-        table.add_row(*(Text(cell) for cell in cells), style="" if trains else "dim")
+        cells = [
+            f"{groups['rollouts'][g]}" + (f" of {expected}" if expected >= 0 else ""),
+            str(groups["segments"][g]),
+            _values(each["reward"][rollouts]),
+            f"{credit.min():+.2f} … {credit.max():+.2f}" if len(credit) else "–",
+            _reasons(report, each["reason"][rollouts]),
+        ]
+        if text is not None:
+            cells.insert(0, printable(" ".join(text[groups["row"][g]].split()))[:PROMPT])
+        table.add(str(groups["id"][g]), *cells, style="" if groups["trained"][g] else "dim")
     return table
 
 
@@ -134,9 +139,9 @@ def _values(values: np.ndarray) -> str:
 
 def _reasons(report: StepReport, codes: np.ndarray) -> str:
     distinct, counts = np.unique(codes[codes > 0], return_counts=True)
+    words = [printable(report.names[code]).replace("/", ": ").replace("_", " ") for code in distinct]
     return ", ".join(
-        printable(report.names[code].replace("_", " ")) + (f" ×{count}" if count > 1 else "")
-        for code, count in zip(distinct, counts, strict=True)
+        word + (f" ×{count}" if count > 1 else "") for word, count in zip(words, counts, strict=True)
     )
 
 
@@ -145,4 +150,4 @@ def _count(value: int | None) -> str:
 
 
 def _minus(value: int | None) -> str:
-    return "" if not value else f"−{value:,}"
+    return "" if value is None else f"−{value:,}" if value else "0"

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import SharedTokens, count_shared_tokens, tree_words
+from headrace.pipeline.report.fitted_table import FittedColumn, FittedTable
 from headrace.pipeline.report.groups import rollouts_of
 from headrace.pipeline.report.shared_tokens import linear_of
 from headrace.pipeline.row_table import weights_of_stages
@@ -131,29 +130,23 @@ def show_group_sizes(
         solved: least reward of a solved rollout, for the title.
         console: where to print.
     """
-    table = Table(
-        title=f"P(uninformative) = p^G + (1 − p)^G, a rollout being solved at a reward ≥ {solved:g}",
-        title_justify="left",
-        box=SIMPLE,
-    )
-    table.add_column("solve rate p")
-    table.add_column("groups", justify="right")
-    for size in sizes:
-        table.add_column(f"G={size}", justify="right")
+    title = f"P(uninformative) = p^G + (1 − p)^G, a rollout being solved at a reward ≥ {solved:g}"
+    columns = [FittedColumn(f"G={size}", right=True) for size in sizes]
+    head = [FittedColumn("solve rate p", gives="wrap"), FittedColumn("groups", right=True)]
+    table = FittedTable([*head, *columns], title)
     for low, high in BINS:
         inside = (rate == low) if low == high else (rate > low) & (rate < 1 if high == 1.0 else rate <= high)
         inside &= (rate < 1) | (low == 1.0)
         if inside.any():
             label = f"{low:g}" if low == high else f"{low:g} to {high:g}"
             cells = [f"{uninformative(rate[inside], size).mean():.0%}" for size in sizes]
-            table.add_row(label, f"{inside.sum():,}", *cells)
+            table.add(label, f"{inside.sum():,}", *cells)
     shares = [float(uninformative(rate, size).mean()) for size in sizes]
-    table.add_section()
-    table.add_row("all", f"{len(rate):,}", *(f"{share:.0%}" for share in shares), style="bold")
+    table.add("all", f"{len(rate):,}", *(f"{share:.0%}" for share in shares), style="bold")
     needed = [
         f"{size / (1 - share):,.0f}" if share < 1 else "∞" for size, share in zip(sizes, shares, strict=True)
     ]
-    table.add_row("rollouts per informative group", "", *needed)
+    table.add("rollouts per informative group", "", *needed)
     console.print(table)
     seen = float(((rate == 0) | (rate == 1)).mean())
     console.print(

@@ -9,7 +9,10 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+
+from headrace.pipeline.report.fitted_table import FittedColumn, FittedTable
+
+UNITS = ("rows", "rollouts", "groups")
 
 
 class TrainingDisplay:
@@ -80,32 +83,39 @@ def write_csv(path: Path, history: list[dict[str, float]]) -> None:
         writer.writerows(history if rewrite else history[-1:])
 
 
-def history_table(history: list[dict[str, float]], title: str) -> Table:
+def history_table(history: list[dict[str, float]], title: str) -> FittedTable:
     """Rows, rollouts and groups summed over steps: collected, left by stage and reason, trained.
+
+    A rollout or group leaves with its last row: a reason that took only parts of some has a 0 there.
 
     Args:
         history: numbers of each step, as :attr:`StepReport.numbers`.
         title: of the table.
     """
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for unit in ("rows", "rollouts", "groups"):
-        table.add_column(unit, justify="right")
+    table = FittedTable(
+        [FittedColumn("", gives="wrap"), *(FittedColumn(unit, right=True) for unit in UNITS)], title
+    )
 
-    def total(key: str) -> str:
+    def total(key: str) -> float | None:
         known = [numbers[key] for numbers in history if key in numbers]
-        return f"{sum(known):,.0f}" if known else ""
+        return sum(known) if known else None
 
-    units = ("rows", "rollouts", "groups")
-    table.add_row("collected", *(total(f"{unit}/in") for unit in units))
-    reasons = dict.fromkeys(key for numbers in history for key in numbers if key.startswith("out/"))
-    for key in reasons:
-        if any(numbers.get(key) for numbers in history):
+    def minus(key: str) -> str:
+        count = total(key)
+        return "" if count is None else f"−{count:,.0f}" if count else "0"
+
+    def plain(key: str) -> str:
+        count = total(key)
+        return "" if count is None else f"{count:,.0f}"
+
+    table.add("collected", *(plain(f"{unit}/in") for unit in UNITS))
+    for key in dict.fromkeys(key for numbers in history for key in numbers if key.startswith("out/")):
+        if total(key):
             stage, reason = key.split("/")[1:]
-            table.add_row(f"  {stage}: {reason.replace('_', ' ')}", f"−{total(key)}", "", "")
-    table.add_row("trained", *(total(f"{unit}/trained") for unit in units), style="bold")
+            counts = (minus(key), minus(f"rollouts/{key}"), minus(f"groups/{key}"))
+            table.add(f"{stage}: {reason.replace('_', ' ')}", *counts, indent=2)
+    table.add("trained", *(plain(f"{unit}/trained") for unit in UNITS), style="bold")
     rewards = [numbers["reward"] for numbers in history if "reward" in numbers]
     if rewards:
         table.caption = f"reward {rewards[0]:.3f} → {rewards[-1]:.3f}, mean over rollouts"
-        table.caption_justify = "left"
     return table

@@ -1,11 +1,12 @@
 // The state of the page, and the panels that draw it.
 import { drawCertificates } from "./certificates.js";
-import { drawCompare } from "./compare.js";
+import { drawCompare, nameRecipes } from "./compare.js";
 import { drawCurves, drawNumbers } from "./curves.js";
 import { UNITS, readPage } from "./data.js";
 import { byId, h } from "./dom.js";
 import { drawFunnel } from "./funnel.js";
 import { drawLag } from "./lag.js";
+import { drawLengths } from "./lengths.js";
 import { modelOf } from "./model.js";
 import { count } from "./numbers.js";
 import { drawStrip } from "./strip.js";
@@ -22,6 +23,7 @@ const PANELS = {
   compare: drawCompare,
   tree: drawTree,
   tape: drawTape,
+  lengths: drawLengths,
   lag: drawLag,
   curves: drawCurves,
   numbers: drawNumbers,
@@ -81,6 +83,7 @@ function nearest(wanted) {
 
 function start() {
   listenForTips();
+  nameRecipes(page);
   document.title = `${page.title} · headrace`;
   byId("title").textContent = page.title;
   byId("recipe").append(

@@ -7,8 +7,9 @@ import { extent, isNumber, number, plural, scale, ticks } from "./numbers.js";
 import { walk } from "./walk.js";
 
 function groupName(group, room) {
-  const text = group.label ? `${group.id}  ${group.label.replace(/\s+/g, " ")}` : `group ${group.id}`;
-  const letters = Math.floor(room / 6.6);
+  const named = group.label ? `${group.id}  ${group.label.replace(/\s+/g, " ")}` : `group ${group.id}`;
+  const letters = Math.floor(room / 7.6);
+  const text = named.length > letters && !group.label ? String(group.id) : named;
   return text.length > letters ? `${text.slice(0, Math.max(1, letters - 1))}…` : text;
 }
 
