@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .collect.trainer_hook import PipelineHook
     from .load import ConfigError, build_pipeline, load_pipeline
     from .pipeline import Pipeline
-    from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
+    from .report import ReportFolder, StepReport, log_report, make_report, page_data, write_dump, write_page
     from .run import Run
     from .stage import StageError
     from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
@@ -37,6 +37,7 @@ __all__ = [
     "PipelineHook",
     "RayAssembler",
     "RepeatSampler",
+    "ReportFolder",
     "RolloutQueue",
     "Run",
     "StageError",
@@ -87,6 +88,7 @@ _HOMES = {
     ),
     "pipeline": ("Pipeline",),
     "report": (
+        "ReportFolder",
         "StepReport",
         "log_report",
         "make_report",

@@ -8,6 +8,7 @@ import numpy as np
 
 from headrace.transforms import BatchError
 
+from .gradient_share import gradient_share
 from .step import StepReport
 
 
@@ -87,7 +88,7 @@ class Comparison:
         self.flips += int((differ & (a * b < 0)).sum())
         sums = (known.sum(), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
         self.moments = self.moments + np.array(sums, dtype=float)
-        share = [_share(report, which) for report, which in zip((first, second), trained, strict=True)]
+        share = [gradient_share(report.columns) for report in (first, second)]
         groups = first.columns.get("group_id", np.zeros(len(first), int))
         _, group = np.unique(groups, return_inverse=True)
         by_group = [np.bincount(group.reshape(-1), weights) for weights in share]
@@ -112,14 +113,6 @@ def _check(first: StepReport, second: StepReport) -> None:
 
 def _column(report: StepReport, name: str) -> np.ndarray:
     return report.columns.get(name, np.full(len(report), np.nan))
-
-
-def _share(report: StepReport, trained: np.ndarray) -> np.ndarray:
-    """(N,) each row's share of the step's gradient; 0 everywhere where nothing is trained."""
-    weight, tokens = _column(report, "loss_weight"), report.columns.get("tokens", np.ones(len(report)))
-    weight = np.where(np.isfinite(weight), weight, 1.0)
-    size = np.where(trained, np.abs(np.nan_to_num(_column(report, "advantage"))) * weight * tokens, 0.0)
-    return size / (size.sum() or 1.0)
 
 
 def _labels(report: StepReport) -> dict[str, np.ndarray]:
