@@ -17,9 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from headrace.pipeline import Pipeline, load_pipeline, make_report
+from headrace.pipeline import Pipeline, build_pipeline, load_pipeline, make_report
 from headrace.pipeline.composing import compose_config
-from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.report import advise, show_report, symptoms, verdict
 from headrace.pipeline.report.gradient_share import gradient_share
 from headrace.pipeline.report.thinned import Thinned

@@ -99,9 +99,11 @@ BOUNDS = (
     ),
 )
 
-READ = ("rows/trained", "groups/in", REWARD, "reward/all/min", "reward/all/max", LENGTH)
-READ += ("solve_all", "solve_none")
-READ += tuple(rule.number for rule in BOUNDS)  # what is read of the steps before
+READ = [  # of the steps before
+    *("rows/trained", "groups/in", "solve_all", "solve_none"),
+    *(REWARD, "reward/all/min", "reward/all/max", LENGTH),
+    *(rule.number for rule in BOUNDS),
+]
 
 
 def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:

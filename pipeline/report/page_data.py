@@ -11,9 +11,9 @@ from headrace.pipeline.printable import printable
 
 from . import funnel
 from .advisories import Advice, Advisory, History, advice_at
-from .page_schema import Groups, PageData, PageLevel, Rows, Step
+from .page_schema import Groups, PageData, PageLevel, PageSymptom, Rows, Step
 from .step import StepReport
-from .symptoms import symptoms
+from .symptoms import Symptom, symptoms
 
 GROUPS, ROWS = 200, 5000  # on a page, per step; with more a browser becomes slow
 
@@ -55,10 +55,7 @@ def page_data(
         "steps": [_step(report, *advice[report.step]) for report in reports],
         "curve_steps": [step for step, _ in points],
         "curves": {name: [numbers.get(name) for _, numbers in points] for name in names},
-        "symptoms": [
-            {**symptom._asdict(), "remedies": [each._asdict() for each in symptom.remedies]}
-            for symptom in known
-        ],
+        "symptoms": [_symptom(symptom) for symptom in known],
     }
 
 
@@ -81,6 +78,11 @@ def _step(report: StepReport, verdict: str, advisories: Sequence[Advisory]) -> S
         "verdict": printable(verdict),
         "advisories": [{"name": each.name, "text": printable(each.text)} for each in advisories],
     }
+
+
+def _symptom(symptom: Symptom) -> PageSymptom:
+    remedies = [each._asdict() for each in symptom.remedies]
+    return cast(PageSymptom, symptom._asdict() | {"remedies": remedies})
 
 
 def _level(level: funnel.Level) -> PageLevel:
