@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .credit import Credit, advantages_of
     from .load import ConfigError, build_pipeline, load_pipeline
     from .pipeline import Pipeline
-    from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
+    from .report import ReportFolder, StepReport, log_report, make_report, page_data, write_dump, write_page
     from .run import Run
     from .stage import StageError
     from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
@@ -39,6 +39,7 @@ __all__ = [
     "PipelineHook",
     "RayAssembler",
     "RepeatSampler",
+    "ReportFolder",
     "RolloutQueue",
     "Run",
     "StageError",
@@ -94,6 +95,7 @@ _HOMES = {
     ),
     "pipeline": ("Pipeline",),
     "report": (
+        "ReportFolder",
         "StepReport",
         "log_report",
         "make_report",

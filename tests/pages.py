@@ -124,7 +124,8 @@ def step_of(
         "groups": groups,
         "rows": {name: [row[name] for row in rows] for name in Rows.__annotations__},
         "numbers": {"rows/in": float(len(rows)), "rows/trained": float(sum(not r["reason"] for r in rows))},
-        "warnings": [],
+        "verdict": "",
+        "advisories": [],
     }
 
 

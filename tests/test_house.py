@@ -84,6 +84,12 @@ INNER = {
     "test_keywords.py": {"pipeline.composing", "pipeline.keywords", "pipeline.recipe_names"},
     "test_notebook.py": {"pipeline.report.notebook"},
     "test_tokens.py": {"transforms.tokens.counting"},
+    "test_advisories.py": {
+        "pipeline.composing",
+        "pipeline.report.gradient_share",
+        "pipeline.report.thinned",
+    },
+    "test_report_folder.py": {"pipeline.report.folder"},
     "test_loggers.py": {"pipeline.report.loggers"},
     "test_page_bundle.py": {"pipeline.report.bundle", "pipeline.report.html"},
     "test_page_in_browser.py": {"pipeline.report.page_schema"},

@@ -127,16 +127,6 @@ def test_every_panel_says_something_and_the_console_nothing(look, name):
         assert page.seen("#summary").startswith("Step ")
 
 
-def test_warnings_of_the_step_shown_stand_at_its_head(look):
-    run = pages.run_of(pages.fan_out_run(1)["steps"][0], pages.fan_out_run(1)["steps"][0] | {"step": 1})
-    run["steps"][0]["warnings"] = ["correction: ess_token is 0.12, below 0.5 (ess_least)"]
-    page = look(run)
-    assert page.seen("#warnings") == ""
-    page.choose("number", "0")
-    assert page.texts("#warnings li") == run["steps"][0]["warnings"]
-    assert page.seen("#warnings").endswith("(ess_least)")
-
-
 @pytest.mark.parametrize("name", ["fan-out", "incomplete", "filtered"])
 def test_there_is_a_dot_for_each_rollout_and_a_line_for_each_group(look, name):
     run = pages.RUNS[name]()

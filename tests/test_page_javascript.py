@@ -35,6 +35,10 @@ WORDS = {
     "row": ("Rows",),
     "certificate": ("PageCertificate",),
     "judgement": ("PageJudgement",),
+    "advisory": ("PageAdvisory",),
+    "symptom": ("PageSymptom",),
+    "remedy": ("PageRemedy",),
+    "run": ("PageRun",),
 }
 ADDED = {"group": {"members"}}
 

@@ -1,5 +1,6 @@
 """Reports of what happened to a batch, printed, logged, dumped and drawn on a page."""
 
+from .advisories import Advisory, advise, verdict
 from .comparison import Comparison
 from .dump import report_table, write_dump
 from .folder import ReportFolder
@@ -9,13 +10,17 @@ from .loggers import log_report
 from .page_data import page_data
 from .shared_tokens import SharedTokens, count_shared_tokens, tree_words
 from .step import StepReport, make_report
-from .terminal import print_report, show_report
+from .symptoms import Symptom, symptoms
+from .terminal import print_report, show_advisories, show_report
 
 __all__ = [
+    "Advisory",
     "Comparison",
     "ReportFolder",
     "SharedTokens",
     "StepReport",
+    "Symptom",
+    "advise",
     "count_shared_tokens",
     "gradient_cosine",
     "gradient_share",
@@ -25,8 +30,11 @@ __all__ = [
     "print_report",
     "render_page",
     "report_table",
+    "show_advisories",
     "show_report",
+    "symptoms",
     "tree_words",
+    "verdict",
     "write_dump",
     "write_page",
 ]

@@ -19,7 +19,8 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
 
     Returns:
         (R,) `group`, `rollout`, `row` (its first), `segments`, `reward`, `advantage` (of its first
-        row with one), `trained` (whether a row of it is), `lost` (failed or aborted),
+        row with one), `trained` (whether a row of it is), `lost` (failed or aborted), `truncated`
+        (whether a row of it is), `tokens` (in the loss, of all its rows, as collected; 0 unknown),
         `reason` (the code of its first row, 0 if any is trained), `staleness` (versions behind the
         newest, -1 unknown).
 
@@ -35,7 +36,8 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     counted = columns.get("counted", np.ones(len(ids))) != 0
     stays = 2 * (columns["reason"] == 0) + counted  # a rollout is what is trained of it, else what counts
     status = columns.get("status")
-    lost = np.zeros(len(first), bool) if status is None else _any(rollout, np.isin(status, LOST), len(first))
+    status = np.full(len(ids), -1) if status is None else status
+    tokens = np.maximum(columns.get("tokens", np.zeros(len(ids), int)), 0)
     return {
         "group": columns["group_id"][first] if "group_id" in columns else np.full(len(first), -1),
         "rollout": ids[first],
@@ -45,7 +47,9 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
         "advantage": _first_known(rollout, columns.get("advantage"), stays, len(first)),
         "counted": _any(rollout, counted, len(first)),
         "trained": trained,
-        "lost": lost,
+        "lost": _any(rollout, np.isin(status, LOST), len(first)),
+        "truncated": _any(rollout, status == Status.TRUNCATED, len(first)),
+        "tokens": np.bincount(rollout, tokens, len(first)).astype(int),
         "reason": np.where(trained, 0, columns["reason"][first]),
         "staleness": _greatest(rollout, staleness_of(columns), len(first)),
     }

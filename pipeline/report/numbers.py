@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from .funnel import Columns
+from .gradient_share import gradient_share
 
 
 def numbers_of(
@@ -17,6 +18,11 @@ def numbers_of(
 
     ======================================= =================================================================
     ``frac_reward_zero_std``                share of groups of two or more whose rewards are all equal (TRL)
+    ``groups/informative``                  share of groups of two or more whose rewards differ
+    ``groups/incomplete``                   share of groups with fewer counted rollouts than were dispatched,
+                                            of those of which that is known
+    ``groups/largest_gradient_share``       greatest share of a group of the step's gradient
+                                            (:func:`gradient_share`)
     ``group_size/mean``, ``min``, ``max``   counted rollouts per group
     ``solve_none``, ``solve_all``           share of groups none, or all, of whose rollouts reach `solved`
     ``solve_partial``                       share of the others (prime-rl, SkyRL's pass statistics)
@@ -26,6 +32,8 @@ def numbers_of(
     ``advantages/fraction_zero``            share of trained rollouts with an advantage of exactly 0
     ``staleness/mean``, ``staleness/max``   versions behind the newest, over rollouts
     ``fan_out/mean``, ``fan_out/max``       rows per rollout
+    ``rollouts/truncated``, ``lost``        share of rollouts that were cut off; that failed or were aborted
+    ``response_length/mean``, ``max``       tokens in the loss per rollout, of all its rows, as collected
     ``tokens/mean``, ``tokens/max``         tokens in the loss per row, as collected
     ======================================= =================================================================
 
@@ -52,7 +60,11 @@ def numbers_of(
     if len(effective):
         numbers["advantages/fraction_zero"] = float((effective == 0).mean())
     if groups:
-        numbers |= _group_numbers(groups, solved)
+        numbers |= _group_numbers(groups, solved) | _largest_share(columns)
+    if "status" in columns and len(rollouts["lost"]):
+        numbers |= {f"rollouts/{name}": float(rollouts[name].mean()) for name in ("truncated", "lost")}
+    if "tokens" in columns:
+        numbers |= _statistics("response_length", rollouts["tokens"], ("mean", "max"))
     stale = rollouts["staleness"][rollouts["staleness"] >= 0]
     numbers |= _statistics("staleness", stale, ("mean", "max"))
     numbers |= _statistics("fan_out", rollouts["segments"], ("mean", "max"))
@@ -65,12 +77,24 @@ def _group_numbers(groups: Mapping[str, np.ndarray], solved: float) -> dict[str,
     compared = groups["rollouts"] > 1
     if compared.any():
         numbers["frac_reward_zero_std"] = float(groups["zero_variance"][compared].mean())
+        differ = np.isfinite(groups["reward_std"]) & ~groups["zero_variance"]
+        numbers["groups/informative"] = float(differ[compared].mean())
+    if (dispatched := groups["expected"] >= 0).any():
+        numbers["groups/incomplete"] = float((~groups["complete"])[dispatched].mean())
     scored = np.isfinite(groups["reward_max"])
     if scored.any():
         none, every = groups["reward_max"][scored] < solved, groups["reward_min"][scored] >= solved
         numbers |= {"solve_none": float(none.mean()), "solve_all": float(every.mean())}
         numbers["solve_partial"] = float((~none & ~every).mean())
     return numbers
+
+
+def _largest_share(columns: Columns) -> dict[str, float]:
+    share = gradient_share(columns)
+    if not share.any():
+        return {}
+    _, group = np.unique(columns["group_id"], return_inverse=True)
+    return {"groups/largest_gradient_share": float(np.bincount(group.reshape(-1), share).max())}
 
 
 def _statistics(name: str, values: np.ndarray, which: tuple[str, ...]) -> dict[str, float]:

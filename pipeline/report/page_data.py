@@ -10,9 +10,11 @@ import numpy as np
 from headrace.pipeline.printable import printable
 
 from . import funnel
+from .advisories import Advice, Advisory, History, advice_at
 from .gradient_share import gradient_share
-from .page_schema import Groups, PageData, PageLevel, Rows, Step
+from .page_schema import Groups, PageData, PageLevel, PageSymptom, Rows, Step
 from .step import StepReport
+from .symptoms import Symptom, symptoms
 
 GROUPS, ROWS = 200, 5000  # on a page, per step; with more a browser becomes slow
 
@@ -21,7 +23,8 @@ def page_data(
     reports: Sequence[StepReport],
     *,
     title: str,
-    history: Sequence[tuple[int, Mapping[str, float]]] | None = None,
+    history: History | None = None,
+    advice: Mapping[int, Advice] | None = None,
 ) -> PageData:
     """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
 
@@ -32,6 +35,7 @@ def page_data(
         reports: of the steps that can be chosen on the page.
         title: of the page.
         history: (step, numbers) of all steps, for the curves; None: those of the reports.
+        advice: verdict and advisories by step; None: they follow from the history up to it.
 
     Example:
         >>> page_data([], title="GRPO")["steps"]
@@ -39,16 +43,24 @@ def page_data(
     """
     points = [(report.step, report.numbers) for report in reports] if history is None else history
     names = dict.fromkeys(name for _, numbers in points for name in numbers)
+    if advice is None:
+        advice = {
+            report.step: advice_at(report.numbers, [point for point in points if point[0] <= report.step])
+            for report in reports
+        }
+    fired = dict.fromkeys(each.name for _, advisories in advice.values() for each in advisories)
+    known = [symptoms()[name] for name in fired if name in symptoms()]
     return {
         "title": printable(title),
         "recipe": [{"name": name, "text": text} for name, text in (reports[0].recipe if reports else ())],
-        "steps": [_step(report) for report in reports],
+        "steps": [_step(report, *advice[report.step]) for report in reports],
         "curve_steps": [step for step, _ in points],
         "curves": {name: [numbers.get(name) for _, numbers in points] for name in names},
+        "symptoms": [_symptom(symptom) for symptom in known],
     }
 
 
-def _step(report: StepReport) -> Step:
+def _step(report: StepReport, verdict: str, advisories: Sequence[Advisory]) -> Step:
     groups = report.groups
     total = len(groups["id"]) if groups else 0
     shown = min(total, GROUPS)
@@ -64,8 +76,14 @@ def _step(report: StepReport) -> Step:
         "groups": _groups(report, shown),
         "rows": _rows(report, rows),
         "numbers": report.numbers,
-        "warnings": [printable(line) for line in report.warnings],
+        "verdict": printable(verdict),
+        "advisories": [{"name": each.name, "text": printable(each.text)} for each in advisories],
     }
+
+
+def _symptom(symptom: Symptom) -> PageSymptom:
+    remedies = [each._asdict() for each in symptom.remedies]
+    return cast(PageSymptom, symptom._asdict() | {"remedies": remedies})
 
 
 def _level(level: funnel.Level) -> PageLevel:

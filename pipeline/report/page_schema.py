@@ -84,6 +84,41 @@ class Rows(TypedDict):
     rank: list[int | None]  # index
 
 
+class PageAdvisory(TypedDict):
+    """Something to look at, at a step."""
+
+    name: str  # of its symptom
+    text: str  # a sentence, with the number
+
+
+class PageRemedy(TypedDict):
+    """Something to do about a symptom."""
+
+    text: str  # what
+    words: str  # to type; empty: none
+
+
+class PageSymptom(TypedDict):
+    """What is known of a symptom."""
+
+    name: str  # by which advisories call it
+    title: str  # in words
+    shows: str  # the number that shows it
+    means: str  # why that is
+    remedies: list[PageRemedy]  # what to do
+
+
+class PageRun(TypedDict):
+    """The run that the page is of."""
+
+    began: str  # UTC, ISO 8601
+    written: str  # when the page was written, the same
+    live: float | None  # seconds after which there may be a newer page; None: the run is over
+    versions: dict[str, str]  # of headrace and what it stands on, by name
+    words: list[str]  # overrides that were typed
+    config: str | None  # resolved, as YAML
+
+
 class Step(TypedDict):
     """A step that one can choose on the page."""
 
@@ -93,7 +128,8 @@ class Step(TypedDict):
     groups: Groups  # those shown
     rows: Rows  # of the groups shown
     numbers: dict[str, float]  # the metrics of all its rows, by name
-    warnings: list[str]  # a line for each number that is below what was set for it
+    verdict: str  # whether the reward rises, as far as this step
+    advisories: list[PageAdvisory]  # most urgent first
 
 
 class PageJudgement(TypedDict):
@@ -131,6 +167,8 @@ class PageDataRequired(TypedDict):
 class PageData(PageDataRequired, total=False):
     """The data of the page of a training, a replay, a comparison or certificates."""
 
+    symptoms: list[PageSymptom]  # of the advisories
+    run: PageRun  # when it began, and how
     versus: list[str]  # two recipes: that of `advantage`, and that of `advantage_by_row`
     certificates: list[PageCertificate]  # of a page of certificates, which has no steps
 

@@ -17,12 +17,12 @@ from headrace.pipeline.row_table import strings
 from headrace.transforms import Status
 from headrace.transforms.door import enter_rows
 
+from .advisories import Advisory, advise
 from .funnel import Level, funnel, left_numbers
 from .groups import groups_of, rollouts_of, staleness_of
 from .notebook import ColumnTable, report_html
 from .numbers import numbers_of
 from .shared_tokens import count_shared_tokens, linear_of
-from .warnings import warnings_of
 
 
 class HasAccount(Protocol):
@@ -105,9 +105,9 @@ class StepReport:
         return [names.get(value, str(value)) for value in self.columns["status"].tolist()]
 
     @cached_property
-    def warnings(self) -> list[str]:
-        """A line for each number that is below what its stage was told to warn of (:func:`warnings_of`)."""
-        return warnings_of(self.metrics)
+    def advisories(self) -> list[Advisory]:
+        """What the numbers of this step alone advise to look at (:func:`advise`)."""
+        return advise(self.numbers)
 
     @cached_property
     def numbers(self) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from rich.console import Console, Group
 from rich.text import Text
@@ -9,6 +11,7 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.printable import printable
 
+from .advisories import Advisory
 from .fitted_table import FittedColumn, FittedTable
 from .funnel import UNITS
 from .shared_tokens import tree_words
@@ -45,8 +48,13 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
         if (more := len(report.groups["id"]) - groups) > 0:
             blocks.append(Text(f"and {more:,} groups more", style="dim"))
     blocks += [Text(), Text(words)] if (words := tree_words(report.numbers)) else []
-    blocks += [Text(f"warning: {printable(line)}", style="yellow") for line in report.warnings]
-    return Group(*blocks)
+    return Group(*blocks, *show_advisories(report.advisories))
+
+
+def show_advisories(advisories: Sequence[Advisory], verdict: str | None = None) -> list[Text]:
+    """A verdict, and a line for each advisory behind the name of its symptom."""
+    lines = [] if verdict is None else [Text(printable(verdict), style="bold")]
+    return lines + [Text(f"{each.name}: {printable(each.text)}", style="yellow") for each in advisories]
 
 
 def print_report(

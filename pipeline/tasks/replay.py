@@ -10,7 +10,7 @@ from rich.text import Text
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.printable import printable
-from headrace.pipeline.report import ReportFolder, make_report, show_report, tree_words
+from headrace.pipeline.report import ReportFolder, make_report, show_advisories, show_report, tree_words
 from headrace.pipeline.train import history_table
 
 from .source import at_step, each_step, open_configured
@@ -55,5 +55,6 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         names = {name for numbers in history for name in numbers if name.startswith("tree/tokens/")}
         in_all = {name: sum(numbers.get(name, 0.0) for numbers in history) for name in names}
         console.print(Text(tree_words(in_all)))
+        console.print(*show_advisories(folder.advisories, folder.verdict), sep="\n")
     console.print(Text(printable(f"written to {page or output}")), soft_wrap=True)
     return sum(numbers["rows/trained"] for numbers in history)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from headrace.pipeline.report.fitted_table import FittedColumn, FittedTable
 
@@ -64,10 +65,10 @@ class TrainingDisplay:
         )
         write_csv(self.csv_path, self.history)
 
-    def close(self, title: str) -> None:
-        """Print the table over all steps, if there was one."""
+    def close(self, title: str, lines: Sequence[Text] = ()) -> None:
+        """Print the table over all steps, if there was one, and further lines."""
         if self.history:
-            self.console.print(history_table(self.history, title))
+            self.console.print(history_table(self.history, title), *lines, sep="\n")
             self.console.print(f"written to {self.csv_path.parent}", soft_wrap=True, highlight=False)
 
 

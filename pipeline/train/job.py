@@ -14,7 +14,7 @@ from torchrl.envs import EnvBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.pipeline import Pipeline
-from headrace.pipeline.report import ReportFolder, StepReport, make_report
+from headrace.pipeline.report import ReportFolder, StepReport, make_report, show_advisories
 from headrace.transforms import weighted_loss
 
 from .display import TrainingDisplay
@@ -69,7 +69,7 @@ def train(config: DictConfig, output: Path) -> float:
     finally:
         collector.shutdown()
         folder.close()
-        display.close(ending)
+        display.close(ending, show_advisories(folder.advisories, folder.verdict))
     return display.history[-1].get("reward", float("nan"))
 
 

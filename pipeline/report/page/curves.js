@@ -32,8 +32,32 @@ function inOrder(page) {
   return [...names.filter((name) => !flat(name)), ...names.filter(flat)];
 }
 
+// The line of a metric over the steps, as wide as it is given room, less `gutter` for text on its right.
+export function curveOf(name, values, steps, current, { width, height, gutter = 0 }) {
+  const range = extent(values);
+  const at = steps.indexOf(current);
+  const x = scale(extent(steps), [7, width - 7 - gutter]);
+  const y = scale(range, [height - 7, 7]);
+  const xs = steps.map(x);
+  const ys = values.map((value) => (isNumber(value) ? y(value) : null));
+  // A number between two gaps has no line to be seen by.
+  const alone = xs
+    .map((_, i) => i)
+    .filter((i) => ys[i] !== null && (ys[i - 1] ?? null) === null && (ys[i + 1] ?? null) === null);
+  const label =
+    `${name} over ${plural(steps.length, "step")}, from ${measuredRange(name, ...range)}; ` +
+    `at step ${current}: ${measured(name, at < 0 ? null : values[at])}`;
+  return s(
+    "svg",
+    { width, height, role: "img", "aria-label": label },
+    at < 0 ? null : s("line", { class: "now", x1: xs[at], x2: xs[at], y1: 0, y2: height }),
+    s("path", { class: "curve", d: path(xs, ys) }),
+    alone.map((i) => s("circle", { class: "alone", cx: xs[i], cy: ys[i], r: 2 })),
+    at < 0 || ys[at] === null ? null : s("circle", { class: "here", cx: xs[at], cy: ys[at], r: 4 }),
+  );
+}
+
 function drawCurve(name, values, steps, current, width) {
-  const height = 64;
   const range = extent(values);
   const at = steps.indexOf(current);
   const now = at < 0 ? null : values[at];
@@ -44,29 +68,7 @@ function drawCurve(name, values, steps, current, width) {
     h("span", { class: "number" }, measured(name, now)),
   );
   if (!range) return h("figure", {}, head, message("no number at any step"));
-  const x = scale(extent(steps), [7, width - 7]);
-  const y = scale(range, [height - 7, 7]);
-  const xs = steps.map(x);
-  const ys = values.map((value) => (isNumber(value) ? y(value) : null));
-  // A number between two gaps has no line to be seen by.
-  const alone = xs
-    .map((_, i) => i)
-    .filter((i) => ys[i] !== null && (ys[i - 1] ?? null) === null && (ys[i + 1] ?? null) === null);
-  const drawing = s(
-    "svg",
-    {
-      width,
-      height,
-      role: "img",
-      "aria-label":
-        `${name} over ${plural(steps.length, "step")}, from ${measuredRange(name, ...range)}; ` +
-        `at step ${current}: ${measured(name, now)}`,
-    },
-    at < 0 ? null : s("line", { class: "now", x1: xs[at], x2: xs[at], y1: 0, y2: height }),
-    s("path", { class: "curve", d: path(xs, ys) }),
-    alone.map((i) => s("circle", { class: "alone", cx: xs[i], cy: ys[i], r: 2 })),
-    at < 0 || ys[at] === null ? null : s("circle", { class: "here", cx: xs[at], cy: ys[at], r: 4 }),
-  );
+  const drawing = curveOf(name, values, steps, current, { width, height: 64 });
   const ends =
     range[0] === range[1] ? [`always ${measured(name, range[0])}`] : [measuredRange(name, ...range)];
   return h("figure", {}, head, drawing, h("p", { class: "range" }, ends));

@@ -1,11 +1,15 @@
 // The data of the page. Other modules get objects with the fields listed here and no others.
 // page_schema.py has the same lists with the meaning of each field; a test compares the two.
 const FIELDS = {
-  PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "certificates"],
+  PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "certificates", "symptoms", "run"],
+  PageAdvisory: ["name", "text"],
+  PageRemedy: ["text", "words"],
+  PageSymptom: ["name", "title", "shows", "means", "remedies"],
+  PageRun: ["began", "written", "live", "versions", "words", "config"],
   RecipeStage: ["name", "text"],
   PageJudgement: ["ratio", "relative_bias", "cosine", "variance", "scale"],
   PageCertificate: ["recipe", "task", "group_size", "outcomes", "refused", "advantage", "loss"],
-  Step: ["step", "funnel", "shown", "groups", "rows", "numbers", "warnings"],
+  Step: ["step", "funnel", "shown", "groups", "rows", "numbers", "verdict", "advisories"],
   PageLevel: ["name", "rows", "rollouts", "groups", "tokens", "out"],
   PageLeft: [
     "reason",
@@ -75,13 +79,19 @@ function readLevel(value) {
 
 function readStep(value) {
   const step = read("Step", value);
-  return { ...step, funnel: step.funnel.map(readLevel), shown: read("Shown", step.shown) };
+  const advisories = step.advisories.map((advisory) => read("PageAdvisory", advisory));
+  return { ...step, advisories, funnel: step.funnel.map(readLevel), shown: read("Shown", step.shown) };
 }
 
 function readCertificate(value) {
   const certificate = read("PageCertificate", value);
   const judgement = (name) => read("PageJudgement", certificate[name]);
   return { ...certificate, advantage: judgement("advantage"), loss: judgement("loss") };
+}
+
+function readSymptom(value) {
+  const symptom = read("PageSymptom", value);
+  return { ...symptom, remedies: symptom.remedies.map((remedy) => read("PageRemedy", remedy)) };
 }
 
 // The data in the page's JSON. The tables of a step stay columns until the step is shown.
@@ -91,6 +101,8 @@ export function readPage(text) {
     ...page,
     recipe: page.recipe.map((stage) => read("RecipeStage", stage)),
     steps: page.steps.map(readStep),
+    symptoms: (page.symptoms ?? []).map(readSymptom),
+    run: page.run && read("PageRun", page.run),
     certificates: page.certificates && page.certificates.map(readCertificate),
   };
 }

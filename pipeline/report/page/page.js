@@ -1,4 +1,6 @@
 // The state of the page, and the panels that draw it.
+import { drawRun } from "./about.js";
+import { drawTiles, sayAdvice } from "./answer.js";
 import { drawCertificates } from "./certificates.js";
 import { drawCompare, nameRecipes } from "./compare.js";
 import { drawCurves, drawNumbers } from "./curves.js";
@@ -7,6 +9,7 @@ import { byId, h } from "./dom.js";
 import { drawFunnel } from "./funnel.js";
 import { drawLag } from "./lag.js";
 import { drawLengths } from "./lengths.js";
+import { followRun } from "./live.js";
 import { modelOf } from "./model.js";
 import { count } from "./numbers.js";
 import { drawStrip } from "./strip.js";
@@ -18,6 +21,7 @@ const page = readPage(byId("page-data").textContent);
 const NARROWEST = 260; // a page that is laid out later, in a hidden tab, has no width yet
 const state = { index: 0, sort: "id", filter: "all" };
 const PANELS = {
+  answer: drawTiles,
   funnel: drawFunnel,
   strip: drawStrip,
   compare: drawCompare,
@@ -61,8 +65,7 @@ function show(index) {
   const step = page.steps[state.index];
   hideTip();
   byId("summary").textContent = summarise(step);
-  byId("warnings").hidden = !step.warnings.length;
-  byId("warnings").replaceChildren(...step.warnings.map((line) => h("li", {}, line)));
+  sayAdvice(page, step);
   const shown = step.shown;
   byId("sampled").hidden = !(shown.groups < shown.of);
   byId("sampled").textContent =
@@ -91,6 +94,7 @@ function start() {
   );
   byId("recipe-box").hidden = !page.recipe.length;
   byId("curves").hidden = page.curve_steps.length < 2;
+  drawRun(page.run);
   byId("certificates").hidden = !page.certificates;
   if (page.certificates) byId("certificates").querySelector(".body").replaceChildren(...drawCertificates(page));
   if (!page.steps.length) {
@@ -98,6 +102,7 @@ function start() {
     byId("stepper").hidden = true;
     document.querySelector("main").hidden = !page.certificates;
     for (const name of Object.keys(PANELS)) byId(name).hidden = true;
+    followRun(page, state, () => {});
     return;
   }
   const last = page.steps.length - 1;
@@ -127,6 +132,10 @@ function start() {
     }),
   );
   show(last);
+  followRun(page, state, (kept) => {
+    for (const name of ["sort", "filter"]) byId(name).value = state[name] = kept[name];
+    show(kept.step === null ? last : nearest(kept.step));
+  });
 }
 
 start();
