@@ -8,6 +8,8 @@ from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+from headrace.pipeline.composing import ConfigError
+
 from .dump import write_dump
 from .html import write_page
 from .page_data import page_data
@@ -69,15 +71,21 @@ class ReportFolder:
             config: composed; its YAML goes into the files' metadata.
             folder: as for the class.
             title: as for the class.
+
+        Raises:
+            ConfigError: a setting that the class refuses.
         """
-        return cls(
-            folder,
-            title=title,
-            steps=config.report.steps,
-            dump=config.report.dump,
-            page=config.report.html,
-            config=OmegaConf.to_yaml(config, resolve=True),
-        )
+        try:
+            return cls(
+                folder,
+                title=title,
+                steps=config.report.steps,
+                dump=config.report.dump,
+                page=config.report.html,
+                config=OmegaConf.to_yaml(config, resolve=True),
+            )
+        except ValueError as err:
+            raise ConfigError(f"report.{err}") from err
 
     def add(self, report: StepReport) -> None:
         """Take the report of the next step."""

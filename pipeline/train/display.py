@@ -10,6 +10,9 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
+
+from headrace.pipeline.printable import printable
 
 
 class TrainingDisplay:
@@ -61,11 +64,18 @@ class TrainingDisplay:
         )
         write_csv(self.csv_path, self.history)
 
-    def close(self, title: str) -> None:
-        """Print the table over all steps, if there was one."""
+    def close(self, title: str, page: Path | None = None) -> None:
+        """Print the table over all steps, if there was one, and where files are.
+
+        Args:
+            title: of the table.
+            page: that was written, as a link that terminals open.
+        """
         if self.history:
             self.console.print(history_table(self.history, title))
-            self.console.print(f"written to {self.csv_path.parent}", soft_wrap=True, highlight=False)
+            shown = f"written to {self.csv_path.parent}"
+            shown += f"; the page: {page.resolve().as_uri()}" if page else ""
+            self.console.print(Text(printable(shown)), soft_wrap=True)
 
 
 def write_csv(path: Path, history: list[dict[str, float]]) -> None:
