@@ -11,6 +11,7 @@ from typing import Literal
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.printable import printable
 
 from .advisories import READ, Advice, Advisory, advice_at
@@ -103,17 +104,23 @@ class ReportFolder:
             config: composed; its YAML goes onto the page and into the files' metadata.
             folder: as for the class.
             title: as for the class.
+
+        Raises:
+            ConfigError: a setting that the class refuses.
         """
-        return cls(
-            folder,
-            title=title,
-            steps=config.report.steps,
-            dump=config.report.dump,
-            page=config.report.html,
-            every=config.report.every,
-            config=OmegaConf.to_yaml(config, resolve=True),
-            words=HydraConfig.get().overrides.task if HydraConfig.initialized() else (),
-        )
+        try:
+            return cls(
+                folder,
+                title=title,
+                steps=config.report.steps,
+                dump=config.report.dump,
+                page=config.report.html,
+                every=config.report.every,
+                config=OmegaConf.to_yaml(config, resolve=True),
+                words=HydraConfig.get().overrides.task if HydraConfig.initialized() else (),
+            )
+        except ValueError as err:
+            raise ConfigError(f"report.{err}") from err
 
     def __enter__(self) -> ReportFolder:
         return self

@@ -74,7 +74,9 @@ class StepReport:
         return f"StepReport(step={self.step}, {trained} of {len(self)} rows trained)"
 
     def _repr_html_(self) -> str:
-        return report_html(f"step {self.step}", self.funnel, self.warnings, self.groups, self.numbers)
+        return report_html(
+            f"step {self.step}", self.funnel, [a.text for a in self.advisories], self.groups, self.numbers
+        )
 
     @cached_property
     def funnel(self) -> list[Level]:

@@ -48,10 +48,18 @@ class DigitPolicy(TensorDictModuleBase):
         heads: of its attention.
         layers: blocks.
         device: of the model.
+
+    Raises:
+        ValueError: a count below 1, or a width that the heads do not divide.
     """
 
     def __init__(self, *, width: int = 64, heads: int = 4, layers: int = 2, device: str | None = None):
         super().__init__()
+        for option, count in (("width", width), ("heads", heads), ("layers", layers)):
+            if count < 1:
+                raise ValueError(f"{option} must be an integer ≥ 1; got {count}")
+        if width % heads:
+            raise ValueError(f"width must be a multiple of heads; got {width} and {heads}")
         self.in_keys = [("tokens", "prompt")]
         self.out_keys = [
             ("tokens", "response"),

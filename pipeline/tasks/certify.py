@@ -10,8 +10,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import track
@@ -26,8 +24,9 @@ from headrace.pipeline.certify import (
     certify_recipe,
     count_outcomes,
 )
-from headrace.pipeline.composing import suggest
+from headrace.pipeline.hints import suggest
 from headrace.pipeline.load import ConfigError
+from headrace.pipeline.nodes import build_node
 from headrace.pipeline.printable import printable
 from headrace.pipeline.report import page_data, write_page
 from headrace.pipeline.report.fitted_table import FittedColumn, FittedTable
@@ -126,10 +125,7 @@ def small_tasks(config: DictConfig) -> dict[str, SmallTask]:
             )
     made: dict[str, SmallTask] = {}
     for name in names:
-        try:
-            made[str(name)] = instantiate(nodes[name], _convert_="all")
-        except InstantiationException as err:
-            raise ConfigError(f"certify.tasks.{name}: {err.__cause__ or err}") from err
+        made[str(name)] = build_node(nodes[name], f"certify.tasks.{name}")
         if not isinstance(made[str(name)], SmallTask):
             raise ConfigError(f"certify.tasks.{name} must be a SmallTask, with a _target_; got {nodes[name]}")
     return made

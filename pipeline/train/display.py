@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from headrace.pipeline.printable import printable
 from headrace.pipeline.report.fitted_table import FittedColumn, FittedTable
 
 UNITS = ("rows", "rollouts", "groups")
@@ -65,11 +66,19 @@ class TrainingDisplay:
         )
         write_csv(self.csv_path, self.history)
 
-    def close(self, title: str, lines: Sequence[Text] = ()) -> None:
-        """Print the table over all steps, if there was one, and further lines."""
+    def close(self, title: str, *, page: Path | None = None, lines: Sequence[Text] = ()) -> None:
+        """Print the table over all steps, if there was one, further lines, and where files are.
+
+        Args:
+            title: of the table.
+            page: that was written, as a link that terminals open.
+            lines: below the table.
+        """
         if self.history:
             self.console.print(history_table(self.history, title), *lines, sep="\n")
-            self.console.print(f"written to {self.csv_path.parent}", soft_wrap=True, highlight=False)
+            shown = f"written to {self.csv_path.parent}"
+            shown += f"; the page: {page.resolve().as_uri()}" if page else ""
+            self.console.print(Text(printable(shown)), soft_wrap=True)
 
 
 def write_csv(path: Path, history: list[dict[str, float]]) -> None:
