@@ -357,7 +357,7 @@ def test_tapes_show_each_rank_and_its_tokens(look):
         if minibatch is not None:
             totals[minibatch, rank] = totals.get((minibatch, rank), 0) + tokens
     page = look(run)
-    assert page.texts("#tape .rank .size") == [f"{totals[key]:,}" for key in sorted(totals)]
+    assert page.texts("#tape .rank .size") == [f"{totals[key]:,} tokens" for key in sorted(totals)]
     first = [totals[0, 0], totals[0, 1]]
     ratio = max(first) / (sum(first) / 2)
     assert f"max / mean: {ratio:.2f} over 2 ranks" in page.texts("#tape h3")[0]
@@ -551,6 +551,14 @@ def test_nothing_is_wider_than_the_window(look, name, width):
 CUT_OFF = """
 // Text that does not fit in what clips it, and texts of one drawing that lie on one another.
 const found = [];
+// A drawing within a drawing has its contents' box, and not the one that it clips them to.
+const place = (e) => {
+  const box = e.getBoundingClientRect(), outer = e.ownerSVGElement;
+  if (!(e instanceof SVGSVGElement) || !outer) return box;
+  const at = outer.getBoundingClientRect();
+  return new DOMRect(
+    at.left + e.x.baseVal.value, at.top + e.y.baseVal.value, e.width.baseVal.value, e.height.baseVal.value);
+};
 for (const panel of document.querySelectorAll("main section, header"))
   if (panel.scrollWidth > panel.clientWidth + 1) found.push(["wide", panel.id, panel.scrollWidth]);
 const boxes = new Map();
@@ -565,7 +573,7 @@ while (walker.nextNode()) {
   if (!box.width) continue;
   const text = node.textContent.slice(0, 40);
   for (let e = at; e !== document.body; e = e.parentElement) {
-    const style = getComputedStyle(e), size = e.getBoundingClientRect();
+    const style = getComputedStyle(e), size = place(e);
     const clips = e instanceof SVGSVGElement ? style.overflow !== "visible" : style.overflowX === "hidden";
     if (style.overflowX === "auto" && !(e instanceof SVGElement)) break;  // scrolls by itself
     if (clips && (box.left < size.left - 1 || box.right > size.right + 1)) found.push(["cut", text]);
@@ -604,9 +612,11 @@ def full_run():
 
 
 @pytest.mark.parametrize("width", [360, 800, 1280])
-@pytest.mark.parametrize("name", ["full", "fan-out", "incomplete"])
+@pytest.mark.parametrize("name", ["full", "plain", "fan-out", "incomplete"])
 def test_no_text_is_cut_off_or_covered(look, name, width):
-    page = look(full_run() if name == "full" else pages.RUNS[name](), width=width)
+    plain = pages.step_of(pages.rollouts_of(1250, [0.0, 1.0, None]), labels=lambda _: None)
+    runs = {"full": full_run, "plain": lambda: pages.run_of(plain)}
+    page = look((pages.RUNS | runs)[name](), width=width)
     page.open("#tree details.group")
     page.open("#tree details.rollout")
     page.driver.execute_script("for (const e of document.querySelectorAll('details')) e.open = true")
@@ -648,6 +658,24 @@ def test_two_recipes_are_held_against_each_other_by_name(look, make_batch):
     other = report.columns["advantage"] * -1
     against = dataclasses.replace(report, columns={**report.columns, "advantage_by_row": other})
     page = look(page_data([against], title="two") | {"versus": ["grpo", "as/verl"]})
-    said = page.one("#compare .sentence").text
+    said = page.texts("#compare .sentence")[0]
     assert said.startswith("Under as/verl instead of grpo the advantage of")
     assert "advantage as/verl" in page.texts("#compare svg .title")
+
+
+def test_a_page_of_two_recipes_says_whose_each_panel_is(look):
+    """Shares ½, ½ and ⅘, ⅕ of two rows: 0.3 moves, and the cosine is (0.4 − 0.1) / (√0.5 · √0.68)."""
+    rows = pages.rollouts_of(0, [0.0]) + pages.rollouts_of(1, [1.0])
+    rows[0] |= {"advantage": -1.0, "advantage_by_row": -2.0, "share": 0.5, "other_share": 0.8}
+    rows[1] |= {"advantage": 1.0, "advantage_by_row": -0.5, "share": 0.5, "other_share": 0.2}
+    curves = {"curve_steps": [0, 1], "curves": {"reward": [0.0, 1.0]}}
+    made = pages.step_of(rows, size=1)
+    page = look(pages.run_of(made, made | {"step": 1}, **curves, versus=["grpo", "dr_grpo"]))
+    assert page.seen("#compare-title") == "grpo against dr_grpo"
+    titled = [page.seen(f"#{panel}-title") for panel in (*PANELS, "curves", "recipe") if panel != "compare"]
+    assert all(title.endswith("under grpo") or title == "Recipe grpo" for title in titled)
+    assert page.texts("#compare .sentence")[1].startswith("30.0 % of the gradient goes to other groups under")
+    assert page.texts("#compare .sentence")[1].endswith("the cosine of what rows weigh is 0.5145.")
+    cells = page.texts("#compare .body > .across td")
+    assert cells == ["0", "50.0 %", "80.0 %", "+30.0", "1", "50.0 %", "20.0 %", "−30.0"]
+    assert "under grpo" not in look(pages.fan_out_run()).seen("main")

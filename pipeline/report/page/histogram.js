@@ -76,7 +76,7 @@ export function drawHistogram({ bins, kinds, width, across, up, label, tipOf, ma
         const place = x(at) + (one ? slot / 2 : 0);
         return s("line", { class: kind, x1: place, x2: place, y1: 4, y2: bottom });
       }),
-    s("text", { class: "title", x: ASIDE + (slot * bins.length) / 2, y: TALL - 4 }, across),
+    s("text", { class: "title", x: (ASIDE + width) / 2, y: TALL - 4 }, across),
     s("text", { class: "title", transform: `translate(12 ${bottom / 2}) rotate(-90)` }, up),
   );
 }
