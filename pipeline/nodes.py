@@ -57,6 +57,7 @@ def _check_values(path: str, plain: Any) -> None:
     for option, value in plain.items():
         if wanted := misfit(value, known.get(option, Any)):
             raise ConfigError(f"{path}.{option} must be {wanted}; got {as_typed(value)}")
+    for option, value in plain.items():  # which follow those above, by interpolations
         _check_values(f"{path}.{option}", value)
 
 
@@ -97,7 +98,11 @@ def check_stage(where: str, name: str, node: Any, siblings: Sequence[str]) -> No
     Raises:
         ConfigError: a node without a ``_target_``, one that cannot be imported, or an unknown option.
     """
-    if not isinstance(node, dict) or "_target_" not in node:
+    if not isinstance(node, dict):
+        raise ConfigError(
+            f"pipeline.stages.{name} must be a node with a _target_, or null; got {as_typed(node)}"
+        )
+    if "_target_" not in node:
         raise ConfigError(f"{where} has no _target_{suggest(name, siblings)}; found {node!r}")
     if node.get("_partial_") or "_args_" in node:
         return

@@ -23,7 +23,7 @@ NAMED = ("device", "dtype")  # but these can, as a word
 
 def annotations_of(thing: Callable[..., Any]) -> dict[str, Any]:
     """The types of the parameters of a class or function by name; those that cannot be resolved are Any."""
-    function = thing.__init__ if inspect.isclass(thing) else thing  # type: ignore[misc]
+    function = thing.__init__ if inspect.isclass(thing) else thing
     written = getattr(function, "__annotations__", {})
     names = vars(sys.modules.get(getattr(function, "__module__", ""), types.SimpleNamespace()))
     found = {}
@@ -51,7 +51,7 @@ def misfit(value: Any, hint: Any) -> str | None:
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value from YAML is of a type."""
-    if not isinstance(value, PLAIN) or (isinstance(value, Mapping) and "_target_" in value):
+    if not _is_written(value):
         return True
     if hint is NestedKey:
         return fits(value, str) or (
@@ -116,6 +116,11 @@ def _nearest(value: Any, hint: Any) -> str:
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     allowed = [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
     return suggest(value, allowed) if isinstance(value, str) else ""
+
+
+def _is_written(value: Any) -> bool:
+    """Whether a value stands in the YAML as it is: not an object, nor a node that makes one."""
+    return isinstance(value, PLAIN) and not (isinstance(value, Mapping) and "_target_" in value)
 
 
 def _is_list(value: Any) -> bool:

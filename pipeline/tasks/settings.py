@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.hints import leaves
-from headrace.pipeline.option_types import annotations_of, as_typed, misfit
+from headrace.pipeline.option_types import annotations_of, as_typed, described, misfit
 from headrace.pipeline.sources import open_source
 
 TYPES: dict[str, Any] = {
@@ -44,10 +44,11 @@ def check_types(config: DictConfig) -> None:
     """
     plain: Any = OmegaConf.to_container(config, resolve=True)
     for path, value in leaves(_settings(plain)).items():
-        if any(known.startswith(f"{path}.") for known in TYPES):
-            raise ConfigError(
-                f"{path} has settings of its own, such as {path}.NAME=VALUE; got {as_typed(value)}"
-            )
+        if any(known.startswith(f"{path}.") for known in TYPES) and value != {}:
+            some = f"{path} has settings of its own, such as {path}.NAME=VALUE"
+            raise ConfigError(f"{some}; got {as_typed(value)}")
+        if above := next((known for known in TYPES if path.startswith(f"{known}.")), None):
+            raise ConfigError(f"{above} must be {described(TYPES[above])}; got settings of its own, {path}")
         if wanted := misfit(value, TYPES.get(path, Any)):
             raise ConfigError(f"{path} must be {wanted}; got {as_typed(value)}")
 
