@@ -94,7 +94,7 @@ def _groups(report: StepReport, most: int) -> Table:
     groups, each = report.groups, report.rollouts
     text = report.texts.get("prompt")
     table = Table(box=SIMPLE, pad_edge=False, header_style="bold", padding=(0, 1), show_edge=False)
-    table.add_column("group", justify="right", no_wrap=True)
+    table.add_column("group", justify="right", max_width=18, no_wrap=True, overflow="ellipsis")
     if text is not None:
         table.add_column("prompt", max_width=18, no_wrap=True, overflow="ellipsis")
     table.add_column("rollouts", justify="right", no_wrap=True)
@@ -103,11 +103,12 @@ def _groups(report: StepReport, most: int) -> Table:
     table.add_column("advantages", no_wrap=True)
     table.add_column("left", overflow="fold")
     worst = np.argsort((groups["trained"] >= groups["rollouts"]) & groups["complete"], kind="stable")
+    ids = report.ids("group", groups["row"])
     for g in worst[:most]:
         rollouts = np.flatnonzero(each["group"] == groups["id"][g])
         expected = groups["expected"][g]
         size = f"{groups['rollouts'][g]}" + (f" of {expected}" if expected >= 0 else "")
-        cells = [str(groups["id"][g]), size, str(groups["segments"][g]), _values(each["reward"][rollouts])]
+        cells = [printable(str(ids[g])), size, str(groups["segments"][g]), _values(each["reward"][rollouts])]
         if text is not None:
             cells.insert(1, printable(" ".join(text[groups["row"][g]].split())))
         credit = each["advantage"][rollouts]
