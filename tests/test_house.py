@@ -82,6 +82,7 @@ INNER = {
         "pipeline.composing",
     },
     "test_tokens.py": {"transforms.tokens.counting"},
+    "test_dump_ids.py": {"pipeline.report.loggers"},
     "test_loggers.py": {"pipeline.report.loggers"},
     "test_page_bundle.py": {"pipeline.report.bundle", "pipeline.report.html"},
     "test_page_in_browser.py": {"pipeline.report.page_schema"},
