@@ -31,7 +31,7 @@ from dumps import (
 )
 from rich.console import Console
 
-from headrace.pipeline import Pipeline, make_report, write_dump
+from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
 from headrace.pipeline.sources import Sample, SourceError, open_source, to_batch
 from headrace.pipeline.tasks.compare import compare
 from headrace.pipeline.tasks.group_sizes import tabulate_group_sizes
@@ -331,7 +331,7 @@ def outcome(function, *arguments):
     error = ""
     try:
         function(*arguments, console)
-    except (SourceError, BatchError) as err:
+    except (SourceError, BatchError, ConfigError) as err:
         error = str(err)
     return console.file.getvalue() + error
 
