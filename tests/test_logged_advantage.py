@@ -87,7 +87,7 @@ def composed_once(monkeypatch):
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_the_framework_is_known_by_its_convention(name):
-    clauses = logged.explain([rows(FRAMEWORKS[name], ours=against_others)])
+    clauses = logged.explain_logged([rows(FRAMEWORKS[name], ours=against_others)])
     assert clauses[0].startswith("they are those of as/"), clauses
     near = logged.distance([rows(FRAMEWORKS[name])], f"as/{name}")
     assert near < 1e-5
@@ -100,7 +100,7 @@ def test_areal_whitens_over_the_tokens_of_the_step():
     mean = sum(a * t for a, t in zip(step.logged, TOKENS, strict=True)) / sum(TOKENS)
     squares = sum(t * (a - mean) ** 2 for a, t in zip(step.logged, TOKENS, strict=True))
     white = (step.logged - mean) / ((squares / (sum(TOKENS) - 1)) ** 0.5 + 1e-5)
-    clauses = logged.explain([step._replace(logged=white)])
+    clauses = logged.explain_logged([step._replace(logged=white)])
     assert clauses[0].startswith("they are those of as/areal to "), clauses
     assert "whitened over the batch" in clauses[1]
 
@@ -158,7 +158,7 @@ def test_a_vote_for_each_row_and_rewards_before_shaping_are_found():
 
 
 def test_a_convention_that_nobody_has_is_called_none():
-    clauses = logged.explain([rows(lambda g: [r * r for r in g], centred)])
+    clauses = logged.explain_logged([rows(lambda g: [r * r for r in g], centred)])
     assert clauses[0].startswith("they are of no framework's recipe (as/")
     assert "come nearest, to " in clauses[1]
 

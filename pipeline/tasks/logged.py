@@ -60,10 +60,10 @@ class LoggedAdvantages:
             f"logged advantages: {len(apart):,} rows have one, {agree:.0%} agree with yours within "
             f"{AGREE:g}; they differ by {apart.max():.2g} at most, {apart.mean():.2g} in the mean"
         )
-        return f"{head}." if agree == 1 else f"{head}; {'; '.join(explain(self.steps))}."
+        return f"{head}." if agree == 1 else f"{head}; {'; '.join(explain_logged(self.steps))}."
 
 
-def explain(steps: Sequence[LoggedRows]) -> list[str]:
+def explain_logged(steps: Sequence[LoggedRows]) -> list[str]:
     """What the logged advantages are, in clauses: whose recipe or which convention, and how from ours."""
     names, least = nearest({name: distance(steps, name) for name in recipes() if name.startswith("as/")})
     if least <= AGREE:
