@@ -26,6 +26,10 @@ KEYS: dict[str, tuple[NestedKey, ...]] = {
     "loss_weight": ("loss_weight",),
     "prompt": ("prompt_text", ("text", "prompt"), "query"),
     "response": ("response_text", ("text", "response")),
+    "ground_truth": ("ground_truth",),
+    "group_label": ("group_label",),
+    "rollout_label": ("rollout_label",),
+    "logged_advantage": ("logged_advantage",),
 }
 # The option under which stages know what a report shows.
 OPTIONS = {
@@ -36,9 +40,9 @@ OPTIONS = {
     "advantage": "advantage_key",
     "loss_weight": "weight_key",
 }
-FLOATS = ("collected_reward", "reward", "advantage", "advantage_size", "loss_weight")
+FLOATS = ("collected_reward", "reward", "advantage", "advantage_size", "loss_weight", "logged_advantage")
 AT_THE_DOOR = ("status", "policy_version", "expected_rollouts")
-TEXTS = ("prompt", "response")
+TEXTS = ("prompt", "response", "ground_truth", "group_label", "rollout_label")
 WRITTEN = {"minibatch": MINIBATCH, "microbatch": MICROBATCH, "rank": RANK, "counted": COUNTED}
 
 # From values (n,), (n, 1, 1) or (n, T, 1), and the loss mask, to a number for each row.
@@ -89,6 +93,8 @@ class RowTable:
             self.rewards = several if several.shape[1] > 1 else None
             self._enter("collected_reward", self._one(reward))
             self._enter("reward", self._one(reward))
+        if (logged := self._found(batch, "logged_advantage")) is not None:
+            self._enter("logged_advantage", logged)
         self.loss_mask_key, self.log_prob_key = loss_mask_key, log_prob_key
         if knows_loss_tokens(batch, loss_mask_key):
             self._enter("tokens", loss_tokens(batch, loss_mask_key, log_prob_key))
@@ -297,3 +303,16 @@ def strings(texts: Any, rows: int) -> Sequence[str] | None:
     values = listed(texts)
     flat = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in values]
     return flat if len(flat) == rows and all(isinstance(value, str) for value in flat) else None
+
+
+def labels_of_ids(texts: Any, ids: Sequence[int]) -> Sequence[str] | None:
+    """N labels of N ids; None where there are none, where they are the ids, or one is of two ids.
+
+    Example:
+        >>> labels_of_ids(["a", "b", "a"], [5, 7, 5]), labels_of_ids(["5", "7"], [5, 7])
+        (['a', 'b', 'a'], None)
+    """
+    labels = strings(texts, len(ids))
+    pairs = set(zip(ids, labels or (), strict=False))
+    one_each = len({number for number, _ in pairs}) == len(pairs) == len({label for _, label in pairs})
+    return labels if one_each and any(str(number) != label for number, label in pairs) else None

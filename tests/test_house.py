@@ -43,7 +43,7 @@ GROUND = (
 # What users import, and tests, benchmarks and examples with them: these modules, by their `__all__`.
 PUBLIC = ("transforms", "transforms.schema", "pipeline", "pipeline.report", "pipeline.reverse")
 PUBLIC += ("pipeline.sources", "pipeline.train", "pipeline.tasks.compare", "pipeline.tasks.group_sizes")
-PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.certify")
+PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.tasks.logged", "pipeline.certify")
 # What else is imported, and where: the unit tests of inner modules.
 INNER = {
     "test_balance.py": {"transforms.split.balance", "transforms.split.bins"},
@@ -90,6 +90,8 @@ INNER = {
         "pipeline.report.thinned",
     },
     "test_report_folder.py": {"pipeline.report.folder"},
+    "test_dump_ids.py": {"pipeline.report.loggers"},
+    "test_logged_advantage.py": {"pipeline.report.logged_advantage", "pipeline.report.numbers"},
     "test_loggers.py": {"pipeline.report.loggers"},
     "test_page_bundle.py": {"pipeline.report.bundle", "pipeline.report.html"},
     "test_page_in_browser.py": {"pipeline.report.page_schema"},

@@ -78,7 +78,7 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
     group_of = group[each["row"]]  # (R,) the group of each rollout
     present = ~each["lost"]
     counted = np.bincount(group_of, present, size).astype(int)
-    scored = present & each["counted"] & np.isfinite(each["reward"])
+    scored = has_reward(each)
     reward = np.where(scored, each["reward"], 0.0)
     number = np.bincount(group_of, scored, size)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -86,9 +86,7 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
         squares = np.bincount(group_of, np.where(scored, (each["reward"] - mean[group_of]) ** 2, 0.0), size)
         std = np.where(number > 1, np.sqrt(squares / np.maximum(number - 1, 1)), np.nan)
     low, high = _extremes(group_of[scored], each["reward"][scored], size)
-    equal = low == high
-    if each_reward and "rewards" in columns:
-        equal = _each_equal(columns["rewards"][each["row"]], scored, group_of, size)
+    equal = _each_equal(compared_values(columns, each, each_reward=each_reward), scored, group_of, size)
     expected = columns["expected_rollouts"][first] if "expected_rollouts" in columns else np.full(size, -1)
     if group_size is not None:
         expected = np.where(expected < 0, group_size, expected)
@@ -107,6 +105,18 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
         "zero_variance": (number > 1) & equal,
         "staleness": _greatest(group, staleness_of(columns), size),
     }
+
+
+def has_reward(rollouts: Columns) -> np.ndarray:
+    """(R,) bool: rollouts in the statistics that have a reward and neither failed nor were aborted."""
+    return ~rollouts["lost"] & rollouts["counted"] & np.isfinite(rollouts["reward"])
+
+
+def compared_values(columns: Columns, rollouts: Columns, *, each_reward: bool = True) -> np.ndarray:
+    """(R, K) what is compared of each rollout: its reward, or each of several; NaN: none."""
+    if each_reward and "rewards" in columns:
+        return columns["rewards"][rollouts["row"]]
+    return rollouts["reward"][:, None]
 
 
 def staleness_of(columns: Columns) -> np.ndarray:

@@ -42,7 +42,10 @@ def group_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
     if not groups:
         return ["group"], []
     names = ["group", *(name for name in groups if name not in ("id", "row"))]
-    columns: list[Sequence[Any]] = [groups["id"].tolist(), *(groups[name].tolist() for name in names[1:])]
+    columns: list[Sequence[Any]] = [
+        report.ids("group", groups["row"]),
+        *(groups[name].tolist() for name in names[1:]),
+    ]
     prompts = report.texts.get("prompt")
     if prompts is not None:
         names.insert(1, "prompt")

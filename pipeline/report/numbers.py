@@ -10,6 +10,8 @@ import numpy as np
 from .funnel import Columns
 from .gradient_share import gradient_share
 
+AGREE = 1e-4  # advantages no further apart are the same: they are logged in float32, or rounded
+
 
 def numbers_of(
     columns: Columns, rollouts: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], solved: float
@@ -35,6 +37,7 @@ def numbers_of(
     ``rollouts/truncated``, ``lost``        share of rollouts that were cut off; that failed or were aborted
     ``response_length/mean``, ``max``       tokens in the loss per rollout, of all its rows, as collected
     ``tokens/mean``, ``tokens/max``         tokens in the loss per row, as collected
+    ``logged_advantage/…``                  how far a dump's advantages are from ours (:func:`logged_numbers`)
     ======================================= =================================================================
 
     Args:
@@ -69,7 +72,33 @@ def numbers_of(
     numbers |= _statistics("staleness", stale, ("mean", "max"))
     numbers |= _statistics("fan_out", rollouts["segments"], ("mean", "max"))
     numbers |= _statistics("tokens", columns.get("tokens", np.empty(0)), ("mean", "max"))
-    return numbers
+    return numbers | logged_numbers(columns)
+
+
+def logged_numbers(columns: Columns) -> dict[str, float]:
+    """How far logged advantages are from ours; nothing where no row has both.
+
+    Args:
+        columns: (N,) by name, ``logged_advantage`` and ``advantage``.
+
+    Returns:
+        ``logged_advantage/rows`` that have both, ``max_difference``, ``mean_difference`` (absolute), and
+        ``agree``, the share within 1e-4.
+
+    Example:
+        >>> columns = {"logged_advantage": np.array([1.0, -1.0]), "advantage": np.array([1.0, -0.5])}
+        >>> logged_numbers(columns)["logged_advantage/max_difference"]
+        0.5
+    """
+    if not {"logged_advantage", "advantage"} <= set(columns):
+        return {}
+    apart = np.abs(columns["logged_advantage"] - columns["advantage"])
+    apart = apart[np.isfinite(apart)]
+    if not len(apart):
+        return {}
+    found = {"rows": len(apart), "max_difference": apart.max(), "mean_difference": apart.mean()}
+    found["agree"] = (apart <= AGREE).mean()
+    return {f"logged_advantage/{name}": float(value) for name, value in found.items()}
 
 
 def _group_numbers(groups: Mapping[str, np.ndarray], solved: float) -> dict[str, float]:

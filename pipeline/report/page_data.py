@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 
@@ -98,7 +98,7 @@ def _groups(report: StepReport, shown: int) -> Groups:
         return report.groups[name][:shown] if report.groups else np.empty(0)
 
     return {
-        "id": column("id").tolist(),
+        "id": _ids(report, "group", column("row").astype(int)),
         "label": [None if prompts is None else printable(prompts[row], keep="\n\t") for row in column("row")],
         "rollouts": column("rollouts").tolist(),
         "expected": _or_none(column("expected")),
@@ -118,14 +118,11 @@ def _rows(report: StepReport, rows: np.ndarray) -> Rows:
     def column(name: str) -> list:
         return _or_none(columns[name][rows]) if name in columns else unknown
 
-    def ids(name: str) -> list:
-        return columns[name][rows].tolist() if name in columns else rows.tolist()
-
     statuses = report.statuses or ["completed"] * len(report)
     return {
         "row": rows.tolist(),
-        "group": columns["group_id"][rows].tolist() if "group_id" in columns else [0] * len(rows),
-        "rollout": ids("rollout_id"),
+        "group": _ids(report, "group", rows) if "group_id" in columns else [0] * len(rows),
+        "rollout": _ids(report, "rollout", rows) if "rollout_id" in columns else rows.tolist(),
         "reward": column("reward"),
         "rewards": [_or_none(each) for each in columns["rewards"][rows]] if "rewards" in columns else unknown,
         "advantage": column("advantage"),
@@ -141,6 +138,13 @@ def _rows(report: StepReport, rows: np.ndarray) -> Rows:
         "microbatch": column("microbatch"),
         "rank": column("rank"),
     }
+
+
+def _ids(report: StepReport, unit: Literal["group", "rollout"], rows: np.ndarray) -> list[int | str]:
+    """Ids as a person knows them; text as it can be printed."""
+    if len(rows) == 0:
+        return []
+    return [printable(each) if isinstance(each, str) else each for each in report.ids(unit, rows)]
 
 
 def _or_none(values: np.ndarray) -> list:

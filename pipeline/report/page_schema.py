@@ -51,7 +51,7 @@ class Shown(TypedDict):
 class Groups(TypedDict):
     """The table of groups."""
 
-    id: list[int]  # the group
+    id: list[int | str]  # the group; its label, where it has one
     label: list[str | None]  # its prompt
     rollouts: list[int]  # its rollouts that neither failed nor were aborted
     expected: list[int | None]  # its rollouts when it was dispatched
@@ -66,8 +66,8 @@ class Rows(TypedDict):
     """The table of rows."""
 
     row: list[int]  # the row's index in the batch
-    group: list[int]  # its group
-    rollout: list[int]  # its rollout
+    group: list[int | str]  # its group, as in the table of groups
+    rollout: list[int | str]  # its rollout; its label, where it has one
     reward: list[float | None]  # of its rollout
     rewards: list[list[float | None] | None]  # its own, where there are several: what the reward is a sum of
     advantage: list[float | None]  # as trained; a mean over tokens, where it is per token

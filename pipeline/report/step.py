@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.account import Account
 from headrace.pipeline.ledger import ledger_numbers
-from headrace.pipeline.row_table import strings
+from headrace.pipeline.row_table import labels_of_ids, strings
 from headrace.transforms import Status
 from headrace.transforms.door import enter_rows
 
@@ -45,10 +45,11 @@ class StepReport:
             own), `reward` (the rollout's, as the advantage saw it), `advantage` (a mean over tokens, where it
             is per token), `advantage_by_row` (what it would be if each row were a rollout), `loss_weight`,
             `tokens`, `status`, `policy_version`, `expected_rollouts`, `minibatch`, `microbatch`, `rank`,
-            `counted`. An unknown float is NaN, an unknown integer -1.
+            `counted`, `logged_advantage` (that of a dump). An unknown float is NaN, an unknown integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
         actions: what happened to those rows, by code.
-        texts: N strings by name, ``prompt`` and ``response``.
+        texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``group_label`` and
+            ``rollout_label`` where ids have labels that are not the ids themselves.
         group_size: rollouts that each group was dispatched with, if the gate says so.
         solved: least reward of a solved rollout.
         each_reward: whether of several rewards each is compared, and not the one that they add up to.
@@ -77,6 +78,11 @@ class StepReport:
         return report_html(
             f"step {self.step}", self.funnel, [a.text for a in self.advisories], self.groups, self.numbers
         )
+
+    def ids(self, unit: Literal["group", "rollout"], rows: np.ndarray) -> list[int] | list[str]:
+        """The ids of rows as people know them: their labels, where the batch had some; else the numbers."""
+        labels = self.texts.get(f"{unit}_label")
+        return self.columns[f"{unit}_id"][rows].tolist() if labels is None else [labels[row] for row in rows]
 
     @cached_property
     def funnel(self) -> list[Level]:
@@ -165,6 +171,10 @@ def make_report(
         columns["advantage_by_row"] = by_row
     metrics |= _shared(account, batch, columns, left, parameters)
     decoded = {name: strings(text, rows) for name, text in table.texts.items()}
+    for unit in ("group", "rollout"):
+        if decoded.get(f"{unit}_label") is not None:
+            ids = columns.get(f"{unit}_id", np.empty(0)).tolist()
+            decoded[f"{unit}_label"] = labels_of_ids(decoded[f"{unit}_label"], ids)
     return StepReport(
         step=step,
         recipe=account.recipe,

@@ -104,7 +104,7 @@ def _groups(report: StepReport, most: int) -> FittedTable:
     prompt = [] if text is None else [FittedColumn("prompt", gives="cut", leaves=3)]
     table = FittedTable(
         [
-            FittedColumn("group", right=True),
+            FittedColumn("group", gives="cut", right=True),
             *prompt,
             FittedColumn("rollouts", right=True),
             FittedColumn("rows", right=True, leaves=2),
@@ -114,6 +114,7 @@ def _groups(report: StepReport, most: int) -> FittedTable:
         ]
     )
     worst = np.argsort((groups["trained"] >= groups["rollouts"]) & groups["complete"], kind="stable")
+    ids = report.ids("group", groups["row"])
     for g in worst[:most]:
         rollouts = np.flatnonzero(each["group"] == groups["id"][g])
         expected = groups["expected"][g]
@@ -128,7 +129,7 @@ def _groups(report: StepReport, most: int) -> FittedTable:
         ]
         if text is not None:
             cells.insert(0, printable(" ".join(text[groups["row"][g]].split()))[:PROMPT])
-        table.add(str(groups["id"][g]), *cells, style="" if groups["trained"][g] else "dim")
+        table.add(printable(str(ids[g])), *cells, style="" if groups["trained"][g] else "dim")
     return table
 
 

@@ -13,6 +13,7 @@ from headrace.pipeline.printable import printable
 from headrace.pipeline.report import ReportFolder, make_report, show_advisories, show_report, tree_words
 from headrace.pipeline.train import history_table
 
+from .logged import LoggedAdvantages
 from .source import at_step, each_step, open_configured
 
 
@@ -39,13 +40,14 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     OmegaConf.save(config, output / "config.yaml", resolve=True)
     console.print(pipeline, markup=False, highlight=False)
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
-    history, report = [], None
+    history, report, logged = [], None, LoggedAdvantages()
     for step, batch in each_step(source, console):
         with at_step(step):
             run = pipeline.run(batch)
         how = {"solved": config.report.solved, "parameters": config.report.parameters}
         report = make_report(run, step=step, batch=batch, **how)
         history.append(dict(report.numbers))
+        logged.add(report)
         folder.add(report)
     page = folder.close()
     if report is not None and len(history) == 1:
@@ -56,5 +58,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         in_all = {name: sum(numbers.get(name, 0.0) for numbers in history) for name in names}
         console.print(Text(tree_words(in_all)))
         console.print(*show_advisories(folder.advisories, folder.verdict), sep="\n")
+    if words := logged.words():
+        console.print(Text(words))
     console.print(Text(printable(f"written to {page or output}")), soft_wrap=True)
     return sum(numbers["rows/trained"] for numbers in history)
