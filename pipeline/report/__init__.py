@@ -6,9 +6,11 @@ from .folder import ReportFolder
 from .html import render_page, write_page
 from .loggers import log_report
 from .page_data import page_data
+from .responses import decoder_of
 from .shared_tokens import SharedTokens, count_shared_tokens, tree_words
 from .step import StepReport, make_report
 from .terminal import print_report, show_report
+from .user_turn import last_user_turn
 
 __all__ = [
     "Comparison",
@@ -16,6 +18,8 @@ __all__ = [
     "SharedTokens",
     "StepReport",
     "count_shared_tokens",
+    "decoder_of",
+    "last_user_turn",
     "log_report",
     "make_report",
     "page_data",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from headrace.transforms import Status
@@ -103,6 +105,22 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
         "zero_variance": (number > 1) & equal,
         "staleness": _greatest(group, staleness_of(columns), size),
     }
+
+
+def widest_first(groups: Mapping[str, np.ndarray]) -> np.ndarray:
+    """(G,) indices of groups, those first of which most is to be learnt: by the spread of their rewards.
+
+    Args:
+        groups: of :func:`groups_of`. Groups of equal rewards come late, those of one reward last; of two that
+            spread alike the smaller id comes first.
+
+    Example:
+        >>> groups = {"id": np.array([7, 8, 9]), "reward_std": np.array([0.0, np.nan, 0.5])}
+        >>> widest_first(groups).tolist()
+        [2, 0, 1]
+    """
+    spread = np.nan_to_num(groups["reward_std"], nan=-1.0)
+    return np.lexsort((groups["id"], -spread))
 
 
 def staleness_of(columns: Columns) -> np.ndarray:

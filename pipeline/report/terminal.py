@@ -92,10 +92,10 @@ def _funnel(report: StepReport) -> Table:
 
 def _groups(report: StepReport, most: int) -> Table:
     groups, each = report.groups, report.rollouts
-    text = report.texts.get("prompt")
+    asked = "prompt" in report.texts
     table = Table(box=SIMPLE, pad_edge=False, header_style="bold", padding=(0, 1), show_edge=False)
     table.add_column("group", justify="right", no_wrap=True)
-    if text is not None:
+    if asked:
         table.add_column("prompt", max_width=18, no_wrap=True, overflow="ellipsis")
     table.add_column("rollouts", justify="right", no_wrap=True)
     table.add_column("rows", justify="right", no_wrap=True)
@@ -108,8 +108,8 @@ def _groups(report: StepReport, most: int) -> Table:
         expected = groups["expected"][g]
         size = f"{groups['rollouts'][g]}" + (f" of {expected}" if expected >= 0 else "")
         cells = [str(groups["id"][g]), size, str(groups["segments"][g]), _values(each["reward"][rollouts])]
-        if text is not None:
-            cells.insert(1, printable(" ".join(text[groups["row"][g]].split())))
+        if asked:
+            cells.insert(1, printable(" ".join((report.asked(groups["row"][g]) or "").split())))
         credit = each["advantage"][rollouts]
         credit = credit[np.isfinite(credit)]
         cells.append(f"{credit.min():+.2f} … {credit.max():+.2f}" if len(credit) else "–")
