@@ -40,6 +40,7 @@ function draw(names = Object.keys(PANELS)) {
       sort: state.sort,
       filter: state.filter,
       search: state.search,
+      group: state.group,
       choose: chooseGroup,
       redraw: () => draw([name]),
     });
@@ -107,15 +108,17 @@ function follow(address) {
   const wanted = address.step?.trim() ? Number(address.step) : NaN;
   const index = Number.isFinite(wanted) ? nearest(wanted) : state.index;
   state.search = byId("search").value = address.search ?? "";
-  state.group = address.group;
+  const there = chosen(modelOf(page.steps[index]), state).some(({ group }) => String(group.id) === address.group);
+  state.group = there ? address.group : null;
   show(index);
+  if (there) openGroup(address.group);
   const now = page.steps[index].step;
   const lost = [];
   if (address.step !== null && now !== wanted) {
     const how = Number.isFinite(wanted) ? ", the nearest" : "";
     lost.push(`There is no step ${address.step} on this page: this is step ${count(now)}${how}.`);
   }
-  if (address.group !== null && !openGroup(address.group))
+  if (address.group !== null && !there)
     lost.push(`There is no group ${address.group} to show at step ${count(now)}.`);
   byId("elsewhere").textContent = lost.join(" ");
   byId("elsewhere").hidden = !lost.length;

@@ -41,7 +41,7 @@ export function drawTree(view) {
   };
   const more = `show ${count(Math.min(rest, PAGE))} more of ${count(rest)}`;
   const nodes = lines.slice(0, treeShown).map(groupNode);
-  unfold(nodes[0]); // where most is to be learnt, in the order that the page begins with
+  if (view.group === null) unfold(nodes[0]); // where most is to be learnt, in the order that the page begins with
   return [...nodes, ...(rest > 0 ? [moreButton(more, showMore)] : [])];
 }
 
@@ -60,11 +60,10 @@ function growTree(lines) {
   if (first) body.querySelectorAll("details.group")[treeShown - PAGE].firstChild.focus();
 }
 
-// Whether the group is among those that are shown.
 export function openGroup(id) {
   const lines = chosen(treeView.model, treeView);
   const at = lines.findIndex(({ group }) => String(group.id) === String(id));
-  if (at < 0) return false;
+  if (at < 0) return;
   while (at >= treeShown) {
     treeShown += PAGE;
     growTree(lines);
@@ -74,5 +73,4 @@ export function openGroup(id) {
   treeView.choose(lines[at].group.id);
   node.scrollIntoView({ block: "start", behavior: reducedMotion() ? "auto" : "smooth" });
   node.firstChild.focus({ preventScroll: true });
-  return true;
 }
