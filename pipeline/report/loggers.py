@@ -21,8 +21,8 @@ def log_report(logger: Any, report: StepReport, *, prefix: str = "", table: bool
             ``TrackioLogger``, or anything with ``log_scalar(name, value, step=...)``.
         report: of the step, whose number is logged with them.
         prefix: before each name, ``"pipeline/"`` say.
-        table: log tables too, ``groups`` and ``rollouts`` (:func:`rollout_rows`), where the tracker has tables
-            (wandb, trackio, mlflow); others get the numbers alone.
+        table: log tables too, ``groups`` and ``rollouts`` (:func:`rollout_rows`), where the tracker has
+            any (wandb, trackio, mlflow); others get the numbers alone.
 
     Example:
         >>> from tensordict import TensorDict
@@ -59,9 +59,9 @@ def rollout_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
     """The table of rollouts: the names of its columns, and a list of Python values per rollout.
 
     ``group``, ``rollout``, ``prompt`` (its last user turn), ``response`` (its segments one after the other),
-    ``reward``, ``advantage``, ``length`` (tokens in the loss mask), ``status`` and ``reason``, ``stage/reason``
-    or ``trained``. They are 200 rollouts at most, those of the groups first whose rewards spread most, and
-    texts of at most 4,000 characters, as on the page.
+    ``reward``, ``advantage``, ``length`` (tokens in the loss mask), ``status`` and ``reason``: ``trained``,
+    or ``stage/reason``. They are 200 rollouts at most, those of the groups first whose rewards spread most,
+    and texts of at most 4,000 characters, as on the page.
     """
     each, statuses, responses = report.rollouts, report.statuses, report.texts.get("response")
     columns = report.columns
@@ -97,9 +97,7 @@ def _log_table(logger: Any, name: str, step: int, names: list[str], rows: list[l
         import trackio
         from pandas import DataFrame
 
-        logger.experiment.log(
-            {name: trackio.Table(dataframe=DataFrame(rows, columns=names))}, step=step
-        )
+        logger.experiment.log({name: trackio.Table(dataframe=DataFrame(rows, columns=names))}, step=step)
     elif "MLFlowLogger" in kinds:
         import mlflow
 

@@ -26,10 +26,11 @@ def page_data(
 ) -> PageData:
     """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
 
-    Of a step with more than 200 groups, or 5000 rows, the page shows the groups whose rewards spread most; its
-    funnel and its numbers are those of all rows. All its prompts and responses take 3 MB at most, which the
-    steps share evenly: again the groups first that spread most. Of a text with more than 4,000 characters, and
-    of a response by token with more than 500, it has the beginning and the end, and says what is left out.
+    Of a step with more than 200 groups, or 5000 rows, the page shows the groups whose rewards spread most;
+    its funnel and its numbers are those of all rows. All its prompts and responses take 3 MB at most, which
+    the steps share evenly: again the groups first that spread most. Of a text with more than 4,000
+    characters, and of a response by token with more than 500, it has the beginning and the end, and says how
+    much is left out.
 
     Args:
         reports: of the steps that can be chosen on the page.

@@ -19,7 +19,7 @@ LABEL = 80  # characters of the last user turn by which a group is called
 
 
 class PageTexts(NamedTuple):
-    """What fits: by the first row of a group its question and its prompt, by row its response and its tokens."""
+    """What fits: by a group's first row its question and its prompt, by row its response and its tokens."""
 
     asked: dict[int, PageText]
     prompts: dict[int, PageText]
@@ -41,8 +41,10 @@ def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTex
         room -= sum(len(embed({"": text})) for texts in new for text in texts.values())
         if room < 0:
             break
-        for texts, more in zip(found, new, strict=True):
-            texts.update(more)
+        found.asked.update(new.asked)
+        found.prompts.update(new.prompts)
+        found.responses.update(new.responses)
+        found.tokens.update(new.tokens)
     return found
 
 
@@ -72,8 +74,8 @@ def cut_text(text: str, most: int = CHARACTERS) -> PageText:
         {'start': 'abc', 'missing': 6, 'end': 'j'}
     """
     start, end = _ends(text, most)
-    shown = (printable(part, keep="\n\t") for part in (start, end))
-    return {"start": next(shown), "missing": len(text) - len(start) - len(end), "end": next(shown)}
+    missing = len(text) - len(start) - len(end)
+    return {"start": printable(start, keep="\n\t"), "missing": missing, "end": printable(end, keep="\n\t")}
 
 
 def shortened(text: str, most: int = CHARACTERS) -> str:
@@ -108,8 +110,8 @@ def cut_tokens(tokens: TokenValues, most: int = TOKENS) -> PageTokens:
     }
 
 
-def _ends(values: Sequence[Any], most: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """All, and nothing; of more than so many, three quarters of those from the start, the others from the end."""
+def _ends(values: Any, most: int) -> tuple[Any, Any]:
+    """All, and nothing; of more than so many, three quarters of those from the start, and the last."""
     if len(values) <= most:
         return values, values[:0]
     start = most * 3 // 4

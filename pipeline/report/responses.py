@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,12 +42,16 @@ def decoder_of(*components: Any) -> Decode | None:
     for component in components:
         if callable(decode := getattr(component, "token_texts", None)):
             return decode
-        if callable(getattr(tokenizer := getattr(component, "tokenizer", None), "batch_decode", None)):
-            return lambda ids, tokenizer=tokenizer: tokenizer.batch_decode([[each] for each in ids])
+        if callable(decode := getattr(getattr(component, "tokenizer", None), "batch_decode", None)):
+            return partial(_one_by_one, decode)
     return None
 
 
-def decode_rows(
+def _one_by_one(batch_decode: Callable[[list[list[int]]], list[str]], ids: list[int]) -> list[str]:
+    return batch_decode([[each] for each in ids])
+
+
+def texts_of_tokens(
     batch: TensorDictBase, rows: int, decode: Decode, loss_mask_key: NestedKey
 ) -> dict[str, list[str]]:
     """The prompt and the response of each row as text, out of its tokens. A few device reads.

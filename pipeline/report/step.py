@@ -20,11 +20,10 @@ from headrace.transforms.door import enter_rows
 from .funnel import Level, funnel
 from .groups import groups_of, rollouts_of, staleness_of, widest_first
 from .numbers import numbers_of
-from .responses import Decode, TokenValues, decode_rows, values_by_token
+from .responses import Decode, TokenValues, texts_of_tokens, values_by_token
 from .shared_tokens import count_shared_tokens, linear_of
 from .user_turn import last_user_turn
 from .warnings import warnings_of
-
 
 BY_TOKEN = ("advantage", "importance_weight", "loss_weight")
 TOKENS_READ = 50_000  # of which each has its number in a report: what a page shows of many steps is less
@@ -209,7 +208,7 @@ def _texts(table: RowTable, batch: TensorDictBase | None, decode: Decode | None)
     texts = {name: text for name, text in found.items() if text is not None}
     if decode is None or batch is None or len(texts) == len(TEXTS):
         return texts
-    return decode_rows(batch, table.rows, decode, table.loss_mask_key) | texts
+    return texts_of_tokens(batch, table.rows, decode, table.loss_mask_key) | texts
 
 
 def _by_token(
@@ -224,7 +223,7 @@ def _by_token(
 
 
 def rows_to_read(report: StepReport) -> np.ndarray:
-    """(N,) row numbers in the order in which they are worth reading: those of groups that spread widest first.
+    """(N,) row numbers in the order in which they are worth reading: the groups first that spread widest.
 
     Example:
         >>> columns = {"group_id": np.array([4, 5, 5, 4]), "reward": np.array([1.0, 0, 1, 1])}

@@ -24,7 +24,7 @@ FORMATS = (
     ChatFormat("<|header_start|>", "<|header_start|>user<|header_end|>", ("<|eot|>", "<|header_start|>")),
     ChatFormat("<start_of_turn>", "<start_of_turn>user\n", ("<end_of_turn>", "<start_of_turn>")),  # Gemma
     ChatFormat("[INST]", "[INST]", ("[/INST]",)),  # Mistral, Llama 2
-    ChatFormat("<｜User｜>", "<｜User｜>", ("<｜Assistant｜>", "<｜end▁of▁sentence｜>")),  # noqa: RUF001  DeepSeek
+    ChatFormat("<｜User｜>", "<｜User｜>", ("<｜Assistant｜>", "<｜end▁of▁sentence｜>")),
     ChatFormat("<|user|>", "<|user|>", ("<|end|>", "</s>", "<|assistant|>", "<|endoftext|>")),  # Phi, GLM
     ChatFormat("<|start|>", "<|start|>user<|message|>", ("<|end|>", "<|start|>")),  # gpt-oss
     ChatFormat("<|USER_TOKEN|>", "<|USER_TOKEN|>", ("<|END_OF_TURN_TOKEN|>",)),  # Command R
