@@ -16,6 +16,8 @@ from headrace.transforms.rows import device_of, flat_rows, listed
 from headrace.transforms.schema import COUNTED, MICROBATCH, MINIBATCH, RANK, REWARD, ROW, has_key
 from headrace.transforms.tokens import knows_loss_tokens, loss_tokens
 
+from .messages import message_lines
+
 # Where a report looks for what it shows; the first key that the batch has.
 KEYS: dict[str, tuple[NestedKey, ...]] = {
     "reward": (("next", "reward"), "reward"),
@@ -23,9 +25,10 @@ KEYS: dict[str, tuple[NestedKey, ...]] = {
     "policy_version": (("next", "policy_version"), "policy_version"),
     "expected_rollouts": ("expected_rollouts",),
     "advantage": ("advantage",),
+    "importance_weight": ("importance_weight",),
     "loss_weight": ("loss_weight",),
-    "prompt": ("prompt_text", ("text", "prompt"), "query"),
-    "response": ("response_text", ("text", "response")),
+    "prompt": ("prompt_text", ("text", "prompt"), ("history", "prompt"), "query"),
+    "response": ("response_text", ("text", "response"), ("history", "response")),
     "ground_truth": ("ground_truth",),
     "group_label": ("group_label",),
     "rollout_label": ("rollout_label",),
@@ -38,6 +41,7 @@ OPTIONS = {
     "policy_version": "version_key",
     "expected_rollouts": "expected_key",
     "advantage": "advantage_key",
+    "importance_weight": "importance_key",
     "loss_weight": "weight_key",
 }
 FLOATS = ("collected_reward", "reward", "advantage", "advantage_size", "loss_weight", "logged_advantage")
@@ -299,10 +303,16 @@ def _unknown(dtype: torch.dtype) -> float:
 
 
 def strings(texts: Any, rows: int) -> Sequence[str] | None:
-    """A column of texts as strings, or None where it is none, as in a batch of ragged conversations."""
-    values = listed(texts)
-    flat = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in values]
-    return flat if len(flat) == rows and all(isinstance(value, str) for value in flat) else None
+    """A column of texts or conversations as strings (:func:`message_lines`), or None where it is none."""
+    values = [texts[row] for row in range(len(texts))] if hasattr(texts, "role") else listed(texts)
+    flat = [_string(value) for value in values]
+    return flat if len(flat) == rows and None not in flat else None  # type: ignore[return-value]
+
+
+def _string(value: Any) -> str | None:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+        return value[0]
+    return value if isinstance(value, str) else message_lines(value)
 
 
 def labels_of_ids(texts: Any, ids: Sequence[int]) -> Sequence[str] | None:

@@ -45,6 +45,11 @@ class Run:
         """
         return self._done if self._steps is None else self._steps.whole()
 
+    @property
+    def ungathered(self) -> TensorDictBase:
+        """The rows that stay, as they came to the cut, with their numbers under ``("headrace", "row")``."""
+        return self._done
+
     def minibatches(self) -> Iterator[TensorDictBase]:
         """Gather the minibatches of all epochs, one at a time. Each call begins anew.
 

@@ -93,6 +93,13 @@ INNER = {
     "test_dump_ids.py": {"pipeline.report.loggers"},
     "test_logged_advantage.py": {"pipeline.report.logged_advantage", "pipeline.report.numbers"},
     "test_loggers.py": {"pipeline.report.loggers"},
+    "test_responses.py": {
+        "pipeline.messages",
+        "pipeline.report.loggers",
+        "pipeline.report.page_texts",
+        "pipeline.report.responses",
+        "transforms.rows",
+    },
     "test_page_bundle.py": {"pipeline.report.bundle", "pipeline.report.html"},
     "test_page_in_browser.py": {"pipeline.report.page_schema"},
     "test_page_javascript.py": {"pipeline.report.html", "pipeline.report.page_schema"},

@@ -33,6 +33,8 @@ WORDS = {
     "out": ("PageLeft",),
     "group": ("Groups",),
     "row": ("Rows",),
+    "excerpt": ("PageText",),
+    "strand": ("PageTokens",),
     "certificate": ("PageCertificate",),
     "judgement": ("PageJudgement",),
     "advisory": ("PageAdvisory",),
@@ -166,7 +168,8 @@ def test_a_model_is_made_of_the_tables(node):
         const last = model.groups.at(-1);
         console.log(JSON.stringify([
           model.groups.map(ofExpected), last.members.map((rollout) => rollout.rows.length),
-          fate(last.members[3]), chosen(model, "std", "left").map(({{ group }}) => group.id),
+          fate(last.members[3]),
+          chosen(model, {{ sort: "std", filter: "left" }}).map(({{ group }}) => group.id),
         ]));
     """)
     expected = ["4 of 4", "3 of 4", "4 of 4", "2 of 4", "4 of 4"]

@@ -8,10 +8,12 @@ from .gradient_share import gradient_cosine, gradient_share
 from .html import render_page, write_page
 from .loggers import log_report
 from .page_data import page_data
+from .responses import decoder_of
 from .shared_tokens import SharedTokens, count_shared_tokens, tree_words
 from .step import StepReport, make_report
 from .symptoms import Symptom, symptoms
 from .terminal import print_report, show_advisories, show_report
+from .user_turn import last_user_turn
 
 __all__ = [
     "Advisory",
@@ -22,8 +24,10 @@ __all__ = [
     "Symptom",
     "advise",
     "count_shared_tokens",
+    "decoder_of",
     "gradient_cosine",
     "gradient_share",
+    "last_user_turn",
     "log_report",
     "make_report",
     "page_data",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from headrace.transforms import Status
@@ -117,6 +119,22 @@ def compared_values(columns: Columns, rollouts: Columns, *, each_reward: bool = 
     if each_reward and "rewards" in columns:
         return columns["rewards"][rollouts["row"]]
     return rollouts["reward"][:, None]
+
+
+def widest_first(groups: Mapping[str, np.ndarray]) -> np.ndarray:
+    """(G,) indices of groups, those first of which most is to be learnt: by the spread of their rewards.
+
+    Args:
+        groups: of :func:`groups_of`. Groups of equal rewards come late, those of one reward last; of two that
+            spread alike the smaller id comes first.
+
+    Example:
+        >>> groups = {"id": np.array([7, 8, 9]), "reward_std": np.array([0.0, np.nan, 0.5])}
+        >>> widest_first(groups).tolist()
+        [2, 0, 1]
+    """
+    spread = np.nan_to_num(groups["reward_std"], nan=-1.0)
+    return np.lexsort((groups["id"], -spread))
 
 
 def staleness_of(columns: Columns) -> np.ndarray:

@@ -48,11 +48,30 @@ class Shown(TypedDict):
     of: int  # in the step
 
 
+class PageText(TypedDict):
+    """A text, or what the page has of it."""
+
+    start: str  # the whole, or its beginning
+    missing: int  # characters left out behind that
+    end: str  # what comes behind those
+
+
+class PageTokens(TypedDict):
+    """A response token by token, from the first in the loss to the last, or what the page has of it."""
+
+    texts: list[str] | None  # of each token
+    values: dict[str, list[float | None]]  # by name, a number a token
+    at: int  # behind how many of them some are left out
+    missing: int  # how many
+
+
 class Groups(TypedDict):
     """The table of groups."""
 
     id: list[int | str]  # the group; its label, where it has one
-    label: list[str | None]  # its prompt
+    label: list[str | None]  # the last user turn of its prompt, cut
+    asked: list[PageText | None]  # that turn, where the page has room for it
+    prompt: list[PageText | None]  # its prompt, where that is more
     rollouts: list[int]  # its rollouts that neither failed nor were aborted
     expected: list[int | None]  # its rollouts when it was dispatched
     reward_mean: list[float | None]  # over its rollouts
@@ -82,6 +101,8 @@ class Rows(TypedDict):
     minibatch: list[int | None]  # index
     microbatch: list[int | None]  # index within its minibatch and rank
     rank: list[int | None]  # index
+    response: list[PageText | None]  # as text, where the page has room for it
+    by_token: list[PageTokens | None]  # the same with numbers, where tokens have any
 
 
 class PageAdvisory(TypedDict):
@@ -208,6 +229,12 @@ def check_keys(value: Mapping[str, Any], schema: type, where: str) -> None:
             continue
         if is_typeddict(hint):
             check_keys(value[key], hint, f"{where}.{key}")
-        elif get_origin(hint) is list and is_typeddict(item := get_args(hint)[0]):
+        elif get_origin(hint) is list and (item := _schema_in(get_args(hint)[0])):
             for index, entry in enumerate(value[key]):
-                check_keys(entry, item, f"{where}.{key}[{index}]")
+                if entry is not None or item is get_args(hint)[0]:
+                    check_keys(entry, item, f"{where}.{key}[{index}]")
+
+
+def _schema_in(hint: Any) -> type | None:
+    """The TypedDict that a list holds, or holds beside None."""
+    return next((each for each in (hint, *get_args(hint)) if is_typeddict(each)), None)

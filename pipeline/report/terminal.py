@@ -100,8 +100,8 @@ def _funnel(report: StepReport) -> FittedTable:
 
 def _groups(report: StepReport, most: int) -> FittedTable:
     groups, each = report.groups, report.rollouts
-    text = report.texts.get("prompt")
-    prompt = [] if text is None else [FittedColumn("prompt", gives="cut", leaves=3)]
+    asked = "prompt" in report.texts
+    prompt = [FittedColumn("prompt", gives="cut", leaves=3)] if asked else []
     table = FittedTable(
         [
             FittedColumn("group", gives="cut", right=True),
@@ -127,8 +127,9 @@ def _groups(report: StepReport, most: int) -> FittedTable:
             f"{credit.min():+.2f} … {credit.max():+.2f}" if len(credit) else "–",
             _reasons(report, each["reason"][rollouts]),
         ]
-        if text is not None:
-            cells.insert(0, printable(" ".join(text[groups["row"][g]].split()))[:PROMPT])
+        if asked:
+            words = " ".join((report.asked(groups["row"][g]) or "").split())
+            cells.insert(0, printable(words)[:PROMPT])
         table.add(printable(str(ids[g])), *cells, style="" if groups["trained"][g] else "dim")
     return table
 

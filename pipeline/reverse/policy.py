@@ -13,7 +13,7 @@ from torchrl.modules.distributions import LLMMaskedCategorical
 
 from headrace.transforms import logits_of_tokens, tree_mask
 
-from .digits import END, PAD, PROMPT_LENGTH, RESPONSE_LENGTH, VOCABULARY
+from .digits import END, PAD, PROMPT_LENGTH, RESPONSE_LENGTH, VOCABULARY, token_texts
 
 
 class Block(nn.Module):
@@ -73,6 +73,8 @@ class DigitPolicy(TensorDictModuleBase):
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         self.to(device)
+
+    token_texts = staticmethod(token_texts)
 
     def logits(self, tokens: Tensor, there: Tensor, packed: TensorDictBase | None = None) -> Tensor:
         """(B, T, V): logits of the next token; PAD has none. `there` (B, T) bool marks real tokens.

@@ -14,7 +14,7 @@ from torchrl.envs import EnvBase
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.nodes import build_node
 from headrace.pipeline.pipeline import Pipeline
-from headrace.pipeline.report import ReportFolder, StepReport, make_report, show_advisories
+from headrace.pipeline.report import ReportFolder, StepReport, decoder_of, make_report, show_advisories
 from headrace.transforms import weighted_loss
 
 from .display import TrainingDisplay
@@ -110,7 +110,8 @@ def _train_step(
         log_prob_key=pipeline.log_prob_key,
     )
     how = {"solved": config.report.solved, "parameters": config.report.parameters}
-    return taken, make_report(run, step=step, batch=batch, **how)
+    decode = decoder_of(components["env"], components["policy"])
+    return taken, make_report(run, step=step, batch=batch, decode=decode, **how)
 
 
 def check_settings(config: DictConfig) -> None:

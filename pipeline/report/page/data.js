@@ -25,6 +25,8 @@ const FIELDS = {
   Groups: [
     "id",
     "label",
+    "asked",
+    "prompt",
     "rollouts",
     "expected",
     "reward_mean",
@@ -51,7 +53,11 @@ const FIELDS = {
     "minibatch",
     "microbatch",
     "rank",
+    "response",
+    "by_token",
   ],
+  PageText: ["start", "missing", "end"],
+  PageTokens: ["texts", "values", "at", "missing"],
 };
 
 // The fields of a level, and of what left there, that count something.
@@ -66,8 +72,20 @@ function readTable(kind, table) {
   return table[FIELDS[kind][0]].map((_, i) => objectOf(kind, (name) => table[name][i]));
 }
 
-export const readGroups = (step) => readTable("Groups", step.groups);
-export const readRows = (step) => readTable("Rows", step.rows);
+const readText = (value) => value && read("PageText", value);
+
+export const readGroups = (step) =>
+  readTable("Groups", step.groups).map((group) => ({
+    ...group,
+    asked: readText(group.asked),
+    prompt: readText(group.prompt),
+  }));
+export const readRows = (step) =>
+  readTable("Rows", step.rows).map((row) => ({
+    ...row,
+    response: readText(row.response),
+    by_token: row.by_token && read("PageTokens", row.by_token),
+  }));
 
 // A group with no known fields.
 export const unknownGroup = () => objectOf("Groups", () => null);
