@@ -5,7 +5,7 @@ const DAY = 24 * 3600;
 const FOLDS = "details[id], details[data-group]";
 const nameOf = (fold) => fold.id || fold.dataset.group;
 
-function unfold(names) {
+function openFolds(names) {
   for (const fold of document.querySelectorAll(FOLDS)) if (names.includes(nameOf(fold))) fold.open = true;
 }
 
@@ -17,7 +17,7 @@ export function followRun(page, state, restore) {
   if (kept) {
     history.replaceState(null, "");
     restore(kept);
-    unfold(kept.open);
+    openFolds(kept.open);
     window.scrollTo(0, kept.scroll);
   }
   if (run.live === null) return;
