@@ -34,10 +34,10 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
         >>> pipeline = Pipeline({"collapse": None})
         >>> _ = pipeline(TensorDict({"rollout_id": [0, 1]}, batch_size=[2]))
         >>> Console(width=40).print(show_report(make_report(pipeline)))
-        step 0      rows   rollouts
-        ───────────────────────────
-        collected      2          2
-        trained        2          2
+        step 0     rows  rollouts
+        ─────────────────────────
+        collected     2         2
+        trained       2         2
     """
     blocks: list[FittedTable | Text] = [_funnel(report)]
     if report.groups:
