@@ -20,7 +20,13 @@ from headrace.pipeline.tasks.certify import show_certificates
 from headrace.pipeline.tasks.compare import show_comparison
 from headrace.pipeline.tasks.group_sizes import show_group_sizes
 from headrace.pipeline.train import history_table
-from headrace.transforms import CompletenessGate, GroupRelativeAdvantage, LossWeight, SampleFilter
+from headrace.transforms import (
+    CompletenessGate,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    LossWeight,
+    SampleFilter,
+)
 
 WIDTHS = pytest.mark.parametrize("width", [80, 60])
 RECIPES = ("as/prime_rl_with_lengths", "dr_grpo_without_a_baseline")
@@ -56,9 +62,10 @@ def reports(make_batch):
     batch["next", "reward"] *= 1234.567
     batch["prompt_text"] = ["Write 314159 backwards, then check the result of it."] * 6
     made = []
-    for scale in ("none", "std"):
+    for scale in ("none", "group"):
         stages = {
             "completeness_of_groups": CompletenessGate(group_size=3, on_incomplete="drop"),
+            "collapse": FanOutCollapse(reward="sum"),
             "judged": SampleFilter(criterion=below_the_least_reward_that_was_asked_for),
             "advantage": GroupRelativeAdvantage(scale=scale),
             "weight": LossWeight(),
@@ -73,8 +80,9 @@ def test_a_report_breaks_no_word(reports, width):
     assert_whole(
         text, "judged: below the least reward that was asked for, masked parts of 1 rollout and 1 group"
     )
-    assert_whole(text, str(2**62 - 9), str(2**62 - 8), "completeness of groups: incomplete ×2")
-    assert ("Write" in text) == (width == 80)  # a prompt is left out before a word is broken
+    assert_whole(text, str(2**62 - 9), str(2**62 - 8), "completeness_of_groups: incomplete ×2")
+    assert "Write" not in text  # a prompt is left out before a word is broken
+    assert "Write 314159" in printed(120, show_report, reports[0])
 
 
 @WIDTHS
