@@ -58,14 +58,13 @@ class FittedTable:
 
     Example:
         >>> from rich.console import Console
-        >>> table = FittedTable([FittedColumn("group", right=True), FittedColumn("left", gives="wrap")])
-        >>> table.add("7", "gate: incomplete ×2")
-        >>> Console(width=20).print(table)
-        group  left
-        ───────────────────
-            7  gate:
-               incomplete
-               ×2
+        >>> table = FittedTable([FittedColumn("left", gives="wrap"), FittedColumn("rows", right=True)])
+        >>> table.add("gate: incomplete", "-12")
+        >>> Console(width=17).print(table)  # doctest: +NORMALIZE_WHITESPACE
+        left         rows
+        ─────────────────
+        gate:         -12
+        incomplete
     """
 
     columns: Sequence[FittedColumn]
@@ -107,6 +106,7 @@ class FittedTable:
         """The least width of column `k` at which no word is broken, and that at which nothing wraps."""
         column = self.columns[k]
         least, most = column.widths(Text(column.name))
+        most = least if column.gives == "wrap" else most  # a name may wrap where its cells need no more room
         for texts, _, indent in self.rows:
             within = column.widths(texts[k])
             least, most = (max(a, b + indent * (k == 0)) for a, b in zip((least, most), within, strict=True))

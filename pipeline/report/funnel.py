@@ -27,7 +27,7 @@ class Left(NamedTuple):
     """The same of groups."""
 
     @property
-    def parts(self) -> str:
+    def in_part(self) -> str:
         """``parts of 3 rollouts and 2 groups``, or nothing where only whole ones left."""
         named = {"rollout": self.rollouts_in_part, "group": self.groups_in_part}
         words = [f"{count:,} {name}{'s'[: count != 1]}" for name, count in named.items() if count]

@@ -37,10 +37,10 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
         >>> pipeline = Pipeline({"collapse": None})
         >>> _ = pipeline(TensorDict({"rollout_id": [0, 1]}, batch_size=[2]))
         >>> Console(width=40).print(show_report(make_report(pipeline)))
-        step 0      rows   rollouts
-        ───────────────────────────
-        collected      2          2
-        trained        2          2
+        step 0     rows  rollouts
+        ─────────────────────────
+        collected     2         2
+        trained       2         2
     """
     blocks: list[FittedTable | Text] = [_funnel(report)]
     if report.groups:
@@ -92,8 +92,8 @@ def _funnel(report: StepReport) -> FittedTable:
         for left in level.out:
             name = f"{printable(level.name)}: {printable(left.reason).replace('_', ' ')}, {left.action}"
             table.add(name, *(_minus(getattr(left, unit)) for unit in units), style="dim", indent=2)
-            if left.parts:
-                table.add(left.parts, *("" for _ in units), style="dim", indent=4)
+            if left.in_part:
+                table.add(left.in_part, *("" for _ in units), style="dim", indent=4)
     table.add("trained", *(_count(getattr(levels[-1], unit)) for unit in units), style="bold")
     return table
 
@@ -149,7 +149,8 @@ def _values(values: np.ndarray) -> str:
 
 def _reasons(report: StepReport, codes: np.ndarray) -> str:
     distinct, counts = np.unique(codes[codes > 0], return_counts=True)
-    words = [printable(report.names[code]).replace("/", ": ").replace("_", " ") for code in distinct]
+    named = (printable(report.names[code]).rpartition("/") for code in distinct)
+    words = [f"{stage}: {reason.replace('_', ' ')}" for stage, _, reason in named]
     return ", ".join(
         word + (f" ×{count}" if count > 1 else "") for word, count in zip(words, counts, strict=True)
     )

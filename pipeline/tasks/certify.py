@@ -68,7 +68,7 @@ def certify(
     most = config.certify.most
     if type(most) is not int or most < 1:
         raise ConfigError(f"certify.most must be an integer ≥ 1; got {most}")
-    tasks, nodes = small_tasks(config), nodes_of(config, words)
+    tasks, nodes = small_tasks(config), chosen_recipes(config, words)
     cases = [(size, task, recipe) for size in group_sizes(config) for task in tasks for recipe in nodes]
     for size, task in product(group_sizes(config), tasks):
         with suppress(GroupSizeError):  # which the table says
@@ -131,7 +131,7 @@ def small_tasks(config: DictConfig) -> dict[str, SmallTask]:
     return made
 
 
-def nodes_of(config: DictConfig, words: Sequence[str]) -> dict[str, DictConfig]:
+def chosen_recipes(config: DictConfig, words: Sequence[str]) -> dict[str, DictConfig]:
     """The composed ``pipeline`` node of each recipe, by name: of several, or of the one that is composed."""
     if config.pipelines:
         return recipe_nodes(config.pipelines, words)

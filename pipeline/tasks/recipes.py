@@ -23,8 +23,8 @@ def recipe_nodes(names: Iterable[str], words: Sequence[str]) -> dict[str, DictCo
         ConfigError: an unknown recipe or option.
 
     Example:
-        >>> nodes = recipe_nodes(["grpo", "rloo"], ["task=compare", "pipeline.stages.advantage.epsilon=0.5"])
-        >>> [node.stages.advantage.epsilon for node in nodes.values()]
+        >>> nodes = recipe_nodes(["grpo", "rloo"], ["task=compare", "pipeline.stages.advantage.eps=0.5"])
+        >>> [node.stages.advantage.eps for node in nodes.values()]
         [0.5, 0.5]
     """
     shared = [word for word in words if word.lstrip("+~").startswith(STARTS) or "@pipeline." in word]

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.printable import printable
+from headrace.pipeline.printed import show_pipeline
 from headrace.pipeline.report import ReportFolder, make_report, show_advisories, show_report, tree_words
 from headrace.pipeline.train import history_table
 
@@ -38,7 +39,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     source = open_configured(config)
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
-    console.print(pipeline, markup=False, highlight=False)
+    console.print(show_pipeline(pipeline))
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
     history, report, logged = [], None, LoggedAdvantages()
     for step, batch in each_step(source, console):

@@ -14,6 +14,7 @@ from torchrl.envs import EnvBase
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.nodes import build_node
 from headrace.pipeline.pipeline import Pipeline
+from headrace.pipeline.printed import show_pipeline
 from headrace.pipeline.report import ReportFolder, StepReport, decoder_of, make_report, show_advisories
 from headrace.transforms import weighted_loss
 
@@ -53,7 +54,7 @@ def train(config: DictConfig, output: Path) -> float:
     collector = _make_collector(components, config.train.steps)
     display = TrainingDisplay(config.train.steps, output / "metrics.csv")
     folder = ReportFolder.configured(config, output, title=f"headrace, {config.train.steps} steps")
-    display.console.print(pipeline)
+    display.console.print(show_pipeline(pipeline))
     ending = "where the rows went"
     try:
         with display:
