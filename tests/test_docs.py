@@ -24,6 +24,7 @@ MODULES = [
     if not name.endswith("__main__")
 ]
 RUN = ("README.md", "CONTRIBUTING.md", "docs/from-mcadvantage.md", "docs/certificates.md", "docs/trees.md")
+RUN += ("docs/dumps.md",)
 PAGES = [
     *RUN,
     "CHANGELOG.md",

@@ -54,9 +54,9 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
             than expected; what :meth:`Sample.check` refuses. The message names the rows.
 
     Example:
-        >>> batch = to_batch([Sample("a", 0, 1.0, response="yes"), Sample("b", 1, 0.0, response="no")])
+        >>> batch = to_batch([Sample(3, 0, 1.0, response="yes"), Sample(5, 1, 0.0, response="no")])
         >>> batch["group_id"].tolist(), batch["next", "reward"].flatten().tolist()
-        ([0, 1], [1.0, 0.0])
+        ([3, 5], [1.0, 0.0])
     """
     rows = [sample.check() for sample in samples]
     if not rows:

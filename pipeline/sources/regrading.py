@@ -66,8 +66,8 @@ def regrade(batch: TensorDictBase, grade: Grade) -> tuple[TensorDictBase, Regrad
         batch: TensorDict ``[N]``, which is left alone.
         grade: takes two lists of R strings, prompts (empty where the dump has none) and responses, and
             returns R rewards, or R lists of K. A parameter ``columns``, if it has one, is a dict of lists of
-            R: ``group``, ``rollout`` (their labels), ``reward`` (as it was), and ``ground_truth`` (text)
-            where the dump has one.
+            R: ``group`` and ``rollout`` (their labels), ``reward`` (as it was), and where the dump has one
+            ``ground_truth`` (text).
 
     Returns:
         The batch with the new rewards, (N, K) float64, without logged advantages, which were of the old ones;
