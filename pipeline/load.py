@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
@@ -25,6 +26,8 @@ from .keywords import KEYWORDS, apply_settings, refuse_unknown, settings_of
 from .pipeline import Pipeline
 from .recipe_names import Recipe
 from .rules import Validate
+
+log = logging.getLogger(__name__)
 
 
 def load_pipeline(
@@ -109,6 +112,7 @@ def load_pipeline(
     if unknown:
         refuse_unknown(next(iter(unknown)), composed)
     apply_settings(composed, settings)
+    log.debug("composed of %s and %s", words, settings)
     return build_pipeline(composed)
 
 
