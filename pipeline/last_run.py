@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -11,6 +12,8 @@ from tensordict import TensorDictBase
 from .account import Account
 from .ledger import Ledger
 from .report import StepReport, print_report
+
+log = logging.getLogger(__name__)
 
 
 class LastAccount:
@@ -49,6 +52,7 @@ class LastAccount:
 
 def copied_account() -> LastAccount:
     """What a copy of a pipeline begins with."""
+    log.debug("a copy of a pipeline is made here: its accounts are its own, and not the original's")
     return LastAccount(copied=True)
 
 

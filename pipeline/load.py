@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Literal, NoReturn
@@ -22,6 +23,8 @@ from .nodes import build_node, check_stage
 from .pipeline import Pipeline
 from .recipe_names import Recipe
 from .rules import Validate
+
+log = logging.getLogger(__name__)
 
 
 def load_pipeline(
@@ -106,6 +109,7 @@ def load_pipeline(
     if unknown:
         refuse_unknown(next(iter(unknown)), composed)
     apply_settings(composed, settings)
+    log.debug("composed of %s and %s", words, settings)
     return build_pipeline(composed)
 
 

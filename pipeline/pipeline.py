@@ -19,6 +19,7 @@ from .account import Account
 from .halves import Half, check_half, check_place, cut_in_two
 from .keys import Keys
 from .last_run import LastRun
+from .logs import log_batch, logging_refusals
 from .order import arrange, check_order
 from .passage import Passage, run_empty
 from .rank_options import RankOptions
@@ -161,7 +162,8 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         Raises:
             BatchError: one did not; as :meth:`run`, but late: its rows are handed out.
         """
-        self._unread.read(self._id_keys())
+        with logging_refusals():
+            self._unread.read(self._id_keys())
 
     @property
     def weighs(self) -> bool:
@@ -197,7 +199,8 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         self.check()
         self._last.account = None  # a refused batch leaves no account
         stages, ranks = dict(self.stages.items()), self.rank_options.ranks()
-        with sharing(ranks), asking_once(), labels_in_errors(batch, self._id_keys()):
+        seen = labels_in_errors(batch, self._id_keys())
+        with logging_refusals(), sharing(ranks), asking_once(), seen:
             flat = self.enter(batch)
             admitted = (
                 flat if ranks is None else ranks.admit(flat, self.rank_options.same_on_all(stages, epochs))
@@ -212,4 +215,5 @@ class Pipeline(StageListing, LastRun, BatchTransform):
                 self._unread.put(passage.rules, batch, self._id_keys())
                 run = Run(Account.of(stages, passage), done, steps, epochs)
         self._last.account = run.account
+        log_batch(run.ledger)
         return run

@@ -11,6 +11,7 @@ without a driver. So code takes its route for accelerators, ``device.type != "cp
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -265,14 +266,11 @@ def _place() -> str:
     frame, outside = sys._getframe(1), "?"
     while frame is not None:
         code = frame.f_code
-        where = f"{code.co_filename.removeprefix(f'{ROOT}/')}:{frame.f_lineno} {code.co_name}"
-        if code.co_filename.startswith(OURS):
+        file = os.path.realpath(code.co_filename)  # the packages are imported through links
+        where = f"{file.removeprefix(f'{ROOT}/')}:{frame.f_lineno} {code.co_name}"
+        if file.startswith(OURS):
             return where
-        if (
-            outside == "?"
-            and Path(code.co_filename).parent == ROOT / "tests"
-            and code.co_filename != __file__
-        ):
+        if outside == "?" and Path(file).parent == ROOT / "tests" and file != __file__:
             outside = where
         frame = frame.f_back  # type: ignore[assignment]
     return outside

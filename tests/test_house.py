@@ -82,6 +82,7 @@ INNER = {
         "pipeline.composing",
     },
     "test_keywords.py": {"pipeline.composing", "pipeline.keywords", "pipeline.recipe_names"},
+    "test_logging.py": {"transforms.distributed.meeting"},
     "test_notebook.py": {"pipeline.report.notebook"},
     "test_tokens.py": {"transforms.tokens.counting"},
     "test_advisories.py": {

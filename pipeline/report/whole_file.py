@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
@@ -26,5 +29,6 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     try:
         write(temporary)
         os.replace(temporary, path)
+        log.debug("%s is written", path)
     finally:
         temporary.unlink(missing_ok=True)

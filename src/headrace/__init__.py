@@ -6,12 +6,16 @@ shown, and :mod:`headrace.conf` the recipes.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
 
 __all__ = ["__version__"]
+
+# A library prints nothing by itself: who wants to see it configures `logging`.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

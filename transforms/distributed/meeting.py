@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import torch.distributed as dist
@@ -10,7 +11,10 @@ from headrace.transforms.errors import BatchError, listing
 
 GO = "go"
 LONGEST = 8000  # characters of what is told
+LONG = 30.0  # seconds after which it is said for whom a rank waits
 LAST = 2.0  # seconds that rank 0 stays for others to read why a batch was refused
+
+log = logging.getLogger(__name__)
 
 
 class OtherRankError(BatchError):
@@ -87,19 +91,25 @@ class Meetings:
         self._store.compare_set(f"{meeting}/decision", "", decision[:LONGEST])
 
     def _wait(self, meeting: str, number: int, about: str) -> None:
-        start = time.monotonic()
+        start, said = time.monotonic(), False
         while not self._store.check([f"{meeting}/decision"]):
             waited = time.monotonic() - start
+            if waited > LONG and not said:
+                said, words = True, (self.rank, waited, self._absent(number), about, self.patience)
+                log.warning("rank %d has waited %.0f s for %s to come to %s; patience is %g s", *words)
             if waited > self.patience:
-                came = [self._store.add(f"headrace/{rank}", 0) >= number for rank in range(self.size)]
-                absent = [f"rank {rank}" for rank in range(self.size) if not came[rank]]
                 self._decide(
                     meeting,
-                    f"{listing(absent)} did not come to {about} within {self.patience:g} s (patience): is it "
-                    "hung, or has it fewer batches? All ranks give this batch up",
+                    f"{self._absent(number)} did not come to {about} within {self.patience:g} s (patience): "
+                    "is it hung, or has it fewer batches? All ranks give this batch up",
                 )
             else:  # a tenth of what was waited already, so that the store is asked often only at first
                 time.sleep(min(max(waited / 10, 1e-4), 0.1))
+
+    def _absent(self, number: int) -> str:
+        """The ranks that have not come to a meeting."""
+        came = [self._store.add(f"headrace/{rank}", 0) >= number for rank in range(self.size)]
+        return listing([f"rank {rank}" for rank in range(self.size) if not came[rank]])
 
 
 def describe_difference(who: str, theirs: str, me: str, mine: str) -> str:

@@ -1,0 +1,117 @@
+"""What is said to Python's `logging`: little, lazily, and without a device read unless somebody listens."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+import types
+
+import pytest
+from batches import batch_of
+from command import QUICK, headrace
+from composed import composed
+from fake_device import FakeDevice
+
+from headrace.pipeline import load_pipeline, make_report, page_data, write_page
+from headrace.transforms import BatchError
+from headrace.transforms.distributed import meeting
+
+GROUPS_OF_TWO = (
+    "pipeline=grpo",
+    "pipeline.stages.gate.group_size=2",
+    "pipeline.stages.gate.on_incomplete=drop",
+)
+
+
+def messages(caplog) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+def test_each_batch_says_where_its_rows_went(caplog):
+    caplog.set_level(logging.DEBUG, "headrace.pipeline")
+    pipeline = composed(*GROUPS_OF_TWO)
+    pipeline.run(batch_of([1.0, 3, 5, 5, 2], [0, 0, 7, 7, 9]))
+    (found,) = [text for name, _, text in caplog.record_tuples if name == "headrace.pipeline"]
+    assert found == (
+        "a batch: 2 of 5 rows, 2 of 5 rollouts, 1 of 3 groups trained; "
+        "out: gate/incomplete 1 row, filter/zero_variance 2 rows"
+    )
+
+
+@pytest.mark.parametrize("validate", ["at_once", "deferred"])
+def test_a_batch_that_is_refused_says_why(caplog, validate):
+    caplog.set_level(logging.INFO, "headrace")
+    pipeline = load_pipeline("grpo", group_size=2, validate=validate)
+    pipeline.run(batch_of([1.0, 3], [0, 0]))
+    assert caplog.records == []
+
+    def run_and_check(batch):
+        pipeline.run(batch)
+        pipeline.check()
+
+    with pytest.raises(BatchError) as refused:
+        run_and_check(batch_of([1.0, float("nan")], [0, 0]))
+    assert messages(caplog) == [("INFO", f"a batch was refused: {refused.value}")]
+
+
+def test_nobody_who_does_not_listen_waits_for_a_device(caplog):
+    reads = {}
+    for level in ("WARNING", "INFO", "DEBUG"):
+        caplog.set_level(level, "headrace")
+        with FakeDevice() as fake:
+            there = fake.put(batch_of([1.0, 3, 5, 5], [0, 0, 7, 7]))
+            pipeline = composed(*GROUPS_OF_TWO)
+            fake.forget()
+            pipeline.run(there)
+            reads[level] = len(fake.reads)
+    assert reads["WARNING"] == reads["INFO"] < reads["DEBUG"]
+
+
+def test_a_rank_says_for_whom_it_waits_before_it_gives_up(caplog, monkeypatch):
+    monkeypatch.setattr(meeting, "LONG", 0.01)
+    here = {0: 3, 1: 2, 2: 3, 3: 2}  # how many meetings each has been at
+    decided: list[str] = []
+    ranks = meeting.Meetings.__new__(meeting.Meetings)
+    ranks.size, ranks.rank, ranks.patience = 4, 0, 0.1
+    ranks._store = types.SimpleNamespace(
+        check=lambda keys: bool(decided), add=lambda key, _: here[int(key.rpartition("/")[2])]
+    )
+    monkeypatch.setattr(ranks, "_decide", lambda meeting, words: decided.append(words))
+    ranks._wait("headrace/3", 3, "a batch")
+    (level, text), = messages(caplog)  # fmt: skip
+    assert level == "WARNING"
+    assert text.startswith("rank 0 has waited 0 s for rank 1, rank 3 to come to a batch; patience is 0.1 s")
+    assert decided[0].startswith("rank 1, rank 3 did not come to a batch within 0.1 s")
+
+
+def test_copies_files_and_compositions_are_told_to_who_looks_for_them(caplog, tmp_path):
+    caplog.set_level(logging.DEBUG, "headrace")
+    pipeline = load_pipeline("rloo", group_size=2)
+    assert "'pipeline=rloo'" in caplog.records[-1].getMessage()
+    copy.deepcopy(pipeline)
+    assert caplog.records[-1].getMessage().startswith("a copy of a pipeline is made here")
+    report = make_report(pipeline.run(batch_of([1.0, 3], [0, 0])))
+    write_page(page_data([report], title="a page", history=[]), tmp_path / "page.html")
+    assert messages(caplog)[-1] == ("DEBUG", f"{tmp_path / 'page.html'} is written")
+
+
+def test_a_library_prints_nothing_by_itself():
+    code = (
+        "import logging, headrace\n"
+        "logging.getLogger('headrace.transforms').warning('not seen')\n"
+        "logging.basicConfig()\n"
+        "logging.getLogger('headrace.transforms').warning('seen')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "WARNING:headrace.transforms:seen\n")
+
+
+@pytest.mark.slow
+def test_the_commands_screen_is_the_reports_unless_it_is_asked(tmp_path):
+    quiet = headrace(tmp_path, *QUICK, "hydra.run.dir=quiet").stdout
+    loud = headrace(tmp_path, *QUICK, "hydra.run.dir=loud", "hydra.verbose=headrace").stdout
+    assert "[headrace" not in quiet
+    assert "[headrace.pipeline][DEBUG] - a batch: " in loud
+    assert "a batch: " in (tmp_path / "loud" / "headrace.log").read_text()
