@@ -19,7 +19,7 @@ from headrace.transforms import BatchError, IncompleteGroupsError
 ROOT = Path(__file__).parent.parent
 ADAPTERS = sorted((ROOT / "examples" / "adapters").glob("*.py"))
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
-QUOTE = re.compile(r'```python title="(examples/adapters/\w+\.py)"\n(.*?)```', re.DOTALL)
+QUOTE = re.compile(r"<!-- from: (examples/adapters/\w+\.py) -->\n```python\n(.*?)```", re.DOTALL)
 
 
 def adapter(name: str) -> ModuleType:
