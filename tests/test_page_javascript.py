@@ -8,10 +8,12 @@ import shutil
 import subprocess
 from typing import is_typeddict
 
+import numpy as np
 import pages
 import pytest
 
 from headrace.pipeline.report import html, page_schema
+from headrace.pipeline.report.groups import widest_first
 
 MODULES = html.read_modules()
 SCHEMAS = {
@@ -168,3 +170,20 @@ def test_a_model_is_made_of_the_tables(node):
     assert shown[:2] == [expected, [1, 2, 1, 3]]
     # One rollout of group 1 left whole, and all of groups 2 and 5.
     assert shown[2:] == ["partly in the loss; rows left: filter/truncated", [1, 2, 5]]
+
+
+def test_the_order_of_the_page_is_that_in_which_texts_are_chosen(node):
+    """Widest spread first; equal spreads by id, also one beyond a double; groups of one reward last."""
+    ids, spread = [7, 2**60, 3, 2**60 + 1, 5, 9], [0.5, 0.25, 0.0, 0.25, None, 0.5]
+    rows = [row for group in ids for row in pages.rollouts_of(group, [0.0, 1.0])]
+    run = pages.run_of(pages.step_of(rows))
+    run["steps"][0]["groups"]["reward_std"] = spread
+    data = json.dumps(html.plain(run))
+    shown = node(f"""
+        import {{ readPage }} from "./data.js";
+        import {{ chosen, modelOf }} from "./model.js";
+        const lines = chosen(modelOf(readPage({data!r}).steps[0]), {{ sort: "std", filter: "all" }});
+        console.log(JSON.stringify(lines.map(({{ group }}) => String(group.id))));
+    """)
+    table = {"id": np.array(ids), "reward_std": np.array(spread, dtype=float)}
+    assert shown == [str(ids[at]) for at in widest_first(table)]

@@ -6,7 +6,7 @@ from .folder import ReportFolder
 from .html import render_page, write_page
 from .loggers import log_report
 from .page_data import page_data
-from .responses import decoder_of
+from .responses import Decode, decoder_of
 from .shared_tokens import SharedTokens, count_shared_tokens, tree_words
 from .step import StepReport, make_report
 from .terminal import print_report, show_report
@@ -14,6 +14,7 @@ from .user_turn import last_user_turn
 
 __all__ = [
     "Comparison",
+    "Decode",
     "ReportFolder",
     "SharedTokens",
     "StepReport",
