@@ -104,7 +104,11 @@ INNER = {
     "test_narrow_terminal.py": {"pipeline.printed", "pipeline.report.fitted_table"},
     "test_page_bundle.py": {"pipeline.report.bundle", "pipeline.report.html"},
     "test_page_in_browser.py": {"pipeline.report.page_schema"},
-    "test_page_javascript.py": {"pipeline.report.html", "pipeline.report.page_schema"},
+    "test_page_javascript.py": {
+        "pipeline.report.groups",
+        "pipeline.report.html",
+        "pipeline.report.page_schema",
+    },
     "test_page_schema.py": {"pipeline.report.page_schema"},
     "pages.py": {"pipeline.report.page_schema"},
     "test_sources_fuzz.py": {"pipeline.sources.malformed"},

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from typing import is_typeddict
 
+import numpy as np
 import pages
 import pytest
 import torch
@@ -15,6 +16,7 @@ from busy import busy_batch, stages
 
 from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.report import html, page_schema
+from headrace.pipeline.report.groups import widest_first
 from headrace.transforms import LossWeight, ShuffleSplit
 
 MODULES = html.read_modules()
@@ -229,3 +231,20 @@ def test_bins_are_round_and_hold_each_rollout_once(node):
         2400: 1,
     }
     assert single == [{"from": 7, "to": 7, "counts": {"kept": 1}}]
+
+
+def test_the_order_of_the_page_is_that_in_which_texts_are_chosen(node):
+    """Widest spread first; equal spreads by id, also one beyond a double; groups of one reward last."""
+    ids, spread = [7, 2**60, 3, 2**60 + 1, 5, 9], [0.5, 0.25, 0.0, 0.25, None, 0.5]
+    rows = [row for group in ids for row in pages.rollouts_of(group, [0.0, 1.0])]
+    run = pages.run_of(pages.step_of(rows))
+    run["steps"][0]["groups"]["reward_std"] = spread
+    data = json.dumps(html.plain(run))
+    shown = node(f"""
+        import {{ readPage }} from "./data.js";
+        import {{ chosen, modelOf }} from "./model.js";
+        const lines = chosen(modelOf(readPage({data!r}).steps[0]), {{ sort: "std", filter: "all" }});
+        console.log(JSON.stringify(lines.map(({{ group }}) => String(group.id))));
+    """)
+    table = {"id": np.array(ids), "reward_std": np.array(spread, dtype=float)}
+    assert shown == [str(ids[at]) for at in widest_first(table)]

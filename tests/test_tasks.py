@@ -105,7 +105,12 @@ def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):
 def test_the_command_trains_dumps_and_replays(tmp_path):
     small = ["train.steps=3", "sampler.prompts_per_batch=4", "policy.width=16", "policy.layers=1"]
     headrace_here(tmp_path, *small, "report.dump=parquet", "hydra.run.dir=run")
-    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    page = (tmp_path / "run" / "report.html").read_text()
+    step = json.loads(page.split('id="page-data">')[1].split("</script>")[0])["steps"][-1]
+    assert all(label.endswith(" backwards?") for label in step["groups"]["label"])
+    assert any(text["start"] for text in step["rows"]["response"])
     words = ["pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.collapse.reward=sum"]
     shown = headrace_here(tmp_path, "task=replay", "source.path=run/rollouts", *words, "hydra.run.dir=again")
     assert "where the rows of 3 steps went" in shown.stdout
+    again = (tmp_path / "again" / "report.html").read_text()
+    assert f'"response":{json.dumps(step["rows"]["response"], separators=(",", ":"))}' in again

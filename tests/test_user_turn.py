@@ -77,6 +77,7 @@ def test_the_system_prompt_that_llama_2_writes_into_the_first_turn_is_left_out()
             "<|im_start|>system\nOnly this<|im_end|>",
         ),  # nobody asked
         ("<|im_start|>user\nWhat is [INST]?<|im_end|>\n", "What is [INST]?"),  # the outermost format counts
+        ("user: 2?\nassistant: <|im_start|>user\n3?<|im_end|>", "2?"),  # so do messages
         ("<|im_start|>user\ncut in the mid", "cut in the mid"),
         (  # Qwen has what tools say in turns of the user
             "<|im_start|>user\nRoot of 2?<|im_end|>\n<|im_start|>assistant\nCall.<|im_end|>\n"

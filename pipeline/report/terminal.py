@@ -14,6 +14,7 @@ from headrace.pipeline.printable import printable
 from .advisories import Advisory
 from .fitted_table import FittedColumn, FittedTable
 from .funnel import UNITS
+from .responses import Decode
 from .shared_tokens import tree_words
 from .step import HasAccount, StepReport, make_report
 
@@ -64,6 +65,7 @@ def print_report(
     console: Console | None = None,
     solved: float = 1.0,
     batch: TensorDictBase | None = None,
+    decode: Decode | None = None,
 ) -> StepReport:
     """Make the report of a run or a pipeline (:func:`make_report`), print it, and return it.
 
@@ -73,11 +75,12 @@ def print_report(
         console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
         solved: least reward of a solved rollout.
         batch: what came in, to say what its rows would cost as trees; None: not looked at.
+        decode: from token ids to as many strings, for texts out of tokens; None: not known.
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
     """
-    report = make_report(processed, step=step, solved=solved, batch=batch)
+    report = make_report(processed, step=step, solved=solved, batch=batch, decode=decode)
     (console or Console()).print(show_report(report))
     return report
 

@@ -51,6 +51,8 @@ def last_user_turn(prompt: str) -> str:
         'And 3+3?'
     """
     found = [(at, form) for form in FORMATS if (at := prompt.find(form.mark)) >= 0]
+    if ROLE.match(prompt.lstrip()):  # whatever special tokens the messages quote
+        found = []
     turns = _turns(prompt, min(found)[1]) if found else _lines(prompt)
     said = [turn for turn in turns if turn and not turn.startswith(TOOL)]
     return said[-1] if said else prompt
