@@ -9,7 +9,7 @@ from hydra._internal.utils import get_args_parser
 from headrace.pipeline.composing import TASKS, ConfigError, leave_out, recipes
 from headrace.pipeline.hints import suggest
 
-from .help import HELP, list_recipes, list_stages, print_file, versions
+from .help import HELP, list_recipes, list_stages, list_versions, print_file
 
 ALONE = ("recipes", "stages", "doctor", "help", "version")
 
@@ -27,7 +27,7 @@ def answer(words: Sequence[str]) -> int | None:
     if first == "help" or any(word in ("--help", "-h") for word in words):
         return _say(HELP.rstrip())
     if first == "version" or "--version" in words:
-        return _say(versions())
+        return _say(list_versions())
     if first == "doctor" and len(words) == 1:
         from .doctor import examine  # which imports torch, if it can
 

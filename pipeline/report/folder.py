@@ -13,13 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.printable import printable
+from headrace.pipeline.versions import versions
 
 from .advisories import READ, Advice, Advisory, advice_at
 from .dump import write_dump
 from .html import write_page
 from .page_data import page_data
 from .page_schema import PageRun
-from .run_facts import now, versions
+from .run_facts import now
 from .step import StepReport
 from .thinned import Thinned
 
