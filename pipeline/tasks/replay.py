@@ -40,13 +40,14 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     console.print(pipeline, markup=False, highlight=False)
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
     history, report = [], None
-    for step, batch in each_step(source, console):
-        with at_step(step):
-            run = pipeline.run(batch)
-        how = {"solved": config.report.solved, "parameters": config.report.parameters}
-        report = make_report(run, step=step, batch=batch, **how)
-        history.append(dict(report.numbers))
-        folder.add(report)
+    with folder:
+        for step, batch in each_step(source, console):
+            with at_step(step):
+                run = pipeline.run(batch)
+            how = {"solved": config.report.solved, "parameters": config.report.parameters}
+            report = make_report(run, step=step, batch=batch, **how)
+            history.append(dict(report.numbers))
+            folder.add(report)
     page = folder.close()
     if report is not None and len(history) == 1:
         console.print(show_report(report))
