@@ -106,12 +106,11 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         "gradient_moved": "share of the gradient that goes to other groups",
         "gradient_cosine": "cosine of what rows weigh in the two gradients",
     }
-    table = FittedTable(
-        [FittedColumn("the same rollouts", gives="wrap"), FittedColumn(f"{first} and {second}", "wrap", True)]
-    )
+    title = f"\nthe same rollouts under {first} and {second}"
+    table = FittedTable([FittedColumn("", gives="wrap"), FittedColumn("", right=True)], title)
     for key, value in comparison.numbers.items():
         table.add(labels[key], _formatted(key, value))
-    console.print(Text(), table)
+    console.print(table)
     recipes = [FittedColumn(name, gives="wrap", right=True) for name in (first, second)]
     console.print(Text("\n" + SHARE), soft_wrap=False)
     movers = FittedTable(
