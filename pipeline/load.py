@@ -5,7 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .composing import ConfigError, compose_config, leave_out
+from .composing import ConfigError, compose_config, explain_composition, leave_out
 from .nodes import build_node, check_stage
 from .pipeline import Pipeline
 
@@ -40,8 +40,12 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as err:
-        raise ConfigError(f"the pipeline's configuration does not resolve: {err}") from err
+        raise ConfigError(
+            f"the pipeline's configuration does not resolve: {explain_composition(err)}"
+        ) from err
     stages = plain.get("stages") or {} if isinstance(plain, dict) else {}
+    if not isinstance(stages, dict):
+        raise ConfigError(f"pipeline.stages must be names and nodes; got {stages!r}")
     for name, node in stages.items():
         if node is not None:
             check_stage(f"stage {name!r}", name, node, [other for other in stages if other != name])
