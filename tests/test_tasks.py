@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
+import numpy as np
 import pytest
 from busy import busy_batch, stages
 from command import headrace_here

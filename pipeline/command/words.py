@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from hydra._internal.utils import get_args_parser
@@ -39,7 +40,7 @@ def answer(words: Sequence[str]) -> int | None:
     return None
 
 
-def in_order(words: Sequence[str]) -> list[str]:
+def ready_words(words: Sequence[str]) -> list[str]:
     """The words as Hydra reads them: flags first, ``~pipeline.stages.NAME`` as its value null.
 
     Raises:
@@ -58,6 +59,8 @@ def in_order(words: Sequence[str]) -> list[str]:
     for word in read.overrides:
         if "=" not in word and not word.startswith("~"):
             raise ConfigError(f"a word is NAME=VALUE; got {word!r}{_meant(word)}")
+        if re.fullmatch(r"(pipeline|task|report)=(null)?", word):
+            raise ConfigError(f"{word}: a name is required; headrace --help says which there are")
     values = [word for word in words if word in read.overrides]
     flags = [word for word in words if word not in read.overrides]
     return [*flags, *map(leave_out, values)]
