@@ -27,11 +27,12 @@ types: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks $(ARGS)
 
-# What follows from the code: the YAML nodes of the stages, the certificates, and the page of recipes.
+# What follows from the code: the YAML nodes of the stages, the certificates, and the pages of recipes and symptoms.
 generate: $(STAMP)
 	$(BIN)/python tools/make_stages.py
 	$(BIN)/python tools/make_certificates.py
 	$(BIN)/python tools/make_recipes.py
+	$(BIN)/python tools/make_symptoms.py
 
 # torch alone and first: see constraints.txt.
 $(STAMP): pyproject.toml constraints.txt

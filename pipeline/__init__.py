@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from .collect.step_queue import StepQueue
     from .collect.torchrl_configs import register_configs
     from .collect.trainer_hook import PipelineHook
+    from .credit import Credit, advantages_of
     from .load import ConfigError, build_pipeline, load_pipeline
     from .pipeline import Pipeline
-    from .report import StepReport, log_report, make_report, page_data, write_dump, write_page
+    from .report import ReportFolder, StepReport, log_report, make_report, page_data, write_dump, write_page
     from .run import Run
     from .stage import StageError
     from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
 __all__ = [
     "AssembleOnWrite",
     "ConfigError",
+    "Credit",
     "DrainWriter",
     "GroupUnit",
     "Pipeline",
     "PipelineHook",
     "RayAssembler",
     "RepeatSampler",
+    "ReportFolder",
     "RolloutQueue",
     "Run",
     "StageError",
@@ -44,6 +47,7 @@ __all__ = [
     "StepQueue",
     "StepReport",
     "TokenGRPOLoss",
+    "advantages_of",
     "assembled",
     "build_pipeline",
     "drained",
@@ -80,6 +84,10 @@ _HOMES = {
     "collect.step_queue": ("StepQueue",),
     "collect.torchrl_configs": ("register_configs",),
     "collect.trainer_hook": ("PipelineHook",),
+    "credit": (
+        "Credit",
+        "advantages_of",
+    ),
     "load": (
         "ConfigError",
         "build_pipeline",
@@ -87,6 +95,7 @@ _HOMES = {
     ),
     "pipeline": ("Pipeline",),
     "report": (
+        "ReportFolder",
         "StepReport",
         "log_report",
         "make_report",

@@ -11,11 +11,15 @@ from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from omegaconf import DictConfig
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from .hints import deeper, leaves, suggest
+
 TASKS = ("train", "replay", "compare", "plan", "certify")
+GROUPS = ("pipeline", "experiment", "task", "report", "rows")  # words that choose a file
+ABSENT = object()
 
 
 class ConfigError(ValueError):
@@ -62,37 +66,80 @@ def explain_composition(error: Exception, overrides: Sequence[str], config_name:
         config_name: of the configuration that was composed.
     """
     message = str(error) if error.__cause__ is None else f"{error}\n{error.__cause__}"
-    if absent := re.search(r"Could not find 'pipeline/([\w/]+)'", message):
-        known = recipes()
-        return f"there is no recipe {absent[1]!r}{suggest(absent[1], known)}; there are {', '.join(known)}"
-    if absent := re.search(r"Could not find 'task/([\w/]+)'", message):
-        return f"there is no task {absent[1]!r}{suggest(absent[1], TASKS)}; there are {', '.join(TASKS)}"
+    if absent := re.search(r"Could not find '([\w./]+?)/([^'\n]*)'", message):
+        return _no_such_choice(absent[1], absent[2], re.findall(r"^\s+([\w/]+)$", message, re.MULTILINE))
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} cannot be read as NAME=VALUE; values with brackets or spaces go in quotes"
+    if ambiguous := re.search(r"Ambiguous value for argument '(.*)'", message):
+        return (
+            f"{ambiguous[1]}: several values are a sweep, headrace -m {ambiguous[1]}; "
+            "a list is NAME=[A,B], in quotes"
+        )
     path = re.search(r"is not in struct\n\s*full_key: ([\w.]+)", message)
     path = path or re.search(r"delete from config. '([\w.]+)' does not exist", message)
-    if not path:
-        return str(error)
-    groups = [
-        word for word in overrides if re.fullmatch(r"(pipeline|experiment|task|[\w/]+@[\w.]+)=[\w/]+", word)
-    ]
+    path = path or re.search(r"Could not override '([\w.]+)'", message)
+    if path:
+        return _no_such_key(path[1], overrides, config_name) or str(error)
+    if name := getattr(error, "full_key", None):  # of an interpolation, or a value that is required
+        return f"{name}: {str(error).splitlines()[0]}"
+    return str(error)
+
+
+def _no_such_choice(group: str, name: str, listed: Sequence[str]) -> str:
+    """That a group of the configuration has no such file; the names that it has."""
+    place, _, inner = group.partition("/")
+    word = {"pipeline": "recipe"}.get(place, place)
+    known = {"recipe": recipes(), "task": list(TASKS)}.get(word) or list(listed)
+    wanted = f"{inner}/{name}" if inner else name
+    return f"there is no {word} {wanted!r}{suggest(wanted, known)}; there are {', '.join(known)}"
+
+
+def _no_such_key(path: str, overrides: Sequence[str], config_name: str) -> str | None:
+    """That there is no such key, and where it may be instead; None where nothing composes to look in.
+
+    Args:
+        path: as far as it was looked for, dotted.
+        overrides: the words, of which one begins with it.
+        config_name: of the configuration that was composed.
+    """
+    typed = next((word.lstrip("+~") for word in overrides if word.lstrip("+~").startswith(path)), path)
+    typed, equals, value = typed.partition("=")
+    groups = [word for word in overrides if re.fullmatch(rf"({'|'.join(GROUPS)}|[\w/]+@[\w.]+)=[\w/]+", word)]
     try:
-        parent: Any = compose_config(config_name, *groups)
+        base = compose_config(config_name, *groups)
     except ConfigError:
-        return str(error)
-    for key in path[1].split(".")[:-1]:
+        return None
+    if config_name == "config" and (tasks := _tasks_with(typed)):
+        return f"there is no {typed!r} here: it is a word of {tasks}"
+    known = leaves(OmegaConf.to_container(base))
+    parent: Any = base
+    for key in path.split(".")[:-1]:
         parent = parent.get(key) if isinstance(parent, DictConfig) else None
-    if not isinstance(parent, DictConfig):
-        return str(error)
-    names = [str(name) for name in parent]
-    return f"there is no {path[1]!r}{suggest(path[1].split('.')[-1], names)}; there are {', '.join(names)}"
+    names = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
+    name, last = path.split(".")[-1], typed.split(".")[-1]
+    found = deeper(typed, known)
+    if not found and not suggest(name, names):
+        found = deeper(last, known) or deeper(_nearest_name(last, known), known)
+    if found:
+        words = " or ".join(f"{other}{equals}{value}" for other in found)
+        return f"there is no {typed!r} here (did you mean {words}?)"
+    return f"there is no {path!r}{suggest(name, names)}; there are {', '.join(names)}" if names else None
+
+
+def _nearest_name(name: str, known: Iterable[str]) -> str:
+    """Of the last names of paths the one that is most like another, which comes back where none is."""
+    close = difflib.get_close_matches(name, {path.split(".")[-1] for path in known}, n=1, cutoff=0.75)
+    return close[0] if close else name
+
+
+def _tasks_with(path: str) -> str:
+    """The words of the tasks that have a key."""
+    composed = {task: compose_config("config", f"task={task}") for task in TASKS}
+    having = [task for task in TASKS if OmegaConf.select(composed[task], path, default=ABSENT) is not ABSENT]
+    return " and ".join(f"task={task}" for task in having)
 
 
 def recipes() -> list[str]:
     """The names of the recipes that come with headrace."""
     folder = Path(str(files("headrace.conf"))) / "pipeline"
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
-
-
-def suggest(word: str, words: Iterable[str]) -> str:
-    """Close matches, as the end of a sentence; nothing if there are none."""
-    close = difflib.get_close_matches(word, list(words), n=2, cutoff=0.5)
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""

@@ -9,6 +9,8 @@ from typing import Any
 from tensordict import NestedKey
 from torch import nn
 
+from headrace.transforms.door import label_key
+
 from .row_table import keys_of_stages, weights_of_stages
 
 
@@ -44,6 +46,7 @@ class Keys:
         stages = list(stages)
         reported = keys_of_stages(stages)
         units = {unit: key for unit, key in ids.items() if key is not None}
+        reported |= {f"{unit.removesuffix('s')}_label": label_key(key) for unit, key in units.items()}
         weight = reported.get("loss_weight", "loss_weight")
         return cls(loss_mask, log_prob, weight, units, reported | dict(report), weights_of_stages(stages))
 

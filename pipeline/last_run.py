@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 
 from .account import Account
 from .ledger import Ledger
-from .report import StepReport, print_report
+from .report import Decode, StepReport, print_report
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class LastRun:
         console: Console | None = None,
         solved: float = 1.0,
         batch: TensorDictBase | None = None,
+        decode: Decode | None = None,
     ) -> StepReport:
         """Print a funnel and a table of groups for the last batch, and return its report.
 
@@ -96,8 +97,9 @@ class LastRun:
             console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
             solved: least reward of a solved rollout.
             batch: what came in, to say what its rows would cost as trees; None: not looked at.
+            decode: from token ids to as many strings, for texts out of tokens; None: not known.
 
         Raises:
             RuntimeError: there was no batch, or a stage refused it.
         """
-        return print_report(self, step=step, console=console, solved=solved, batch=batch)
+        return print_report(self, step=step, console=console, solved=solved, batch=batch, decode=decode)

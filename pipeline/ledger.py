@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +11,12 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.base import Effect
+from headrace.transforms.door import label_key
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import has_key
+
+from .row_table import labels_of_ids
 
 TRAINED = "trained"
 
@@ -36,6 +40,7 @@ class Ledger:
         self.ids = {
             unit: batch.get(key).reshape(-1).clone() for unit, key in units.items() if has_key(batch, key)
         }
+        self._labels = {unit: self._labels_in(batch, unit) for unit in self.ids}
 
     @property
     def reason(self) -> Tensor:
@@ -73,6 +78,7 @@ class Ledger:
         for unit, ids in self.ids.items():
             more = batch.get(self.units[unit]).reshape(-1)
             self.ids[unit] = torch.cat([ids, more.to(ids.dtype)])
+            self._labels[unit] = [*self._labels[unit], *self._labels_in(batch, unit)]
         return torch.arange(start, self._rows, device=self._device)
 
     def judge(
@@ -108,8 +114,8 @@ class Ledger:
             raise BatchError(f"a stage may drop rows but not repeat them; found twice: rows {twice}")
         self.judge(stage, ("gone",), rows, times.index_select(0, rows) == 0)
 
-    def rows(self, name: str) -> list[dict[str, int]]:
-        """The rows with a reason, each with its rollout and group.
+    def rows(self, name: str) -> list[dict[str, int | str]]:
+        """The rows with a reason, each with its rollout and group, by their labels where ids have some.
 
         Args:
             name: ``stage/reason``, or ``trained``.
@@ -120,9 +126,17 @@ class Ledger:
         if name not in self.names:
             raise KeyError(f"there is no reason {name!r}; there are {self.names}")
         found = (self.reason == self.names.index(name)).nonzero().flatten()
-        columns = {"row": found} | {unit.removesuffix("s"): ids[found] for unit, ids in self.ids.items()}
-        table = [column.tolist() for column in columns.values()]
-        return [dict(zip(columns, values, strict=True)) for values in zip(*table, strict=True)]
+        columns: dict[str, list] = {"row": found.tolist()}
+        for unit, ids in self.ids.items():
+            labels = labels_of_ids(self._labels[unit], ids.tolist())
+            named = ids[found].tolist() if labels is None else [labels[row] for row in columns["row"]]
+            columns[unit.removesuffix("s")] = named
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def _labels_in(self, batch: TensorDictBase, unit: str) -> Any:
+        """The labels of a unit's ids in a batch, as they are there; empty where there are none."""
+        key = label_key(self.units[unit])
+        return batch.get(key) if has_key(batch, key) else []
 
     def __repr__(self) -> str:
         return f"Ledger({', '.join(f'{name}: {count}' for name, count in self.counts().items() if count)})"

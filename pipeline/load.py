@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Literal, NoReturn
 
-from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tensordict import NestedKey
@@ -21,8 +17,9 @@ from headrace.transforms.distributed import SharedIds
 from headrace.transforms.gate.stage import OnIncomplete
 from headrace.transforms.weight.loss_weight import Mean
 
-from .composing import ConfigError, compose_config, leave_out, suggest
+from .composing import ConfigError, compose_config, leave_out
 from .keywords import KEYWORDS, apply_settings, refuse_unknown, settings_of
+from .nodes import build_node, check_stage
 from .pipeline import Pipeline
 from .recipe_names import Recipe
 from .rules import Validate
@@ -149,32 +146,5 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     stages = plain.get("stages") or {} if isinstance(plain, dict) else {}
     for name, node in stages.items():
         if node is not None:
-            _check_node(f"stage {name!r}", name, node, [other for other in stages if other != name])
-    try:
-        return instantiate(config, _convert_="all")
-    except InstantiationException as err:
-        where = re.search(r"full_key: ([\w.]+)", str(err))
-        raise ConfigError(f"{where[1] if where else 'pipeline'}: {err.__cause__ or err}") from err
-
-
-def _check_node(where: str, name: str, node: Any, siblings: Sequence[str]) -> None:
-    if not isinstance(node, dict) or "_target_" not in node:
-        raise ConfigError(f"{where} has no _target_{suggest(name, siblings)}; found {node!r}")
-    if node.get("_partial_") or "_args_" in node:
-        return
-    target = node["_target_"]
-    try:
-        thing: Callable[..., Any] = get_object(target)
-    except Exception as err:
-        raise ConfigError(f"{where}: _target_ {target!r} cannot be imported: {err}") from err
-    parameters = inspect.signature(thing).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    for option, value in node.items():
-        if not option.startswith("_") and option not in parameters:
-            raise ConfigError(
-                f"{where} ({target}) has no option {option!r}{suggest(option, parameters)}; "
-                f"there are {', '.join(parameters)}"
-            )
-        if isinstance(value, dict) and "_target_" in value:
-            _check_node(f"{where}, {option}", option, value, [])
+            check_stage(f"stage {name!r}", name, node, [other for other in stages if other != name])
+    return build_node(config, "pipeline", plain)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
-from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
-from rich.text import Text
 
-from .composing import ConfigError, explain_composition, leave_out
-from .printable import printable
+from .command.refusing import EARLY, give_up, refuse
+from .command.sweep import record_job
+from .command.words import answer, in_order
 
 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
@@ -26,14 +24,22 @@ def run_task(config: DictConfig) -> float:
     from .train import TrainingInterrupted
 
     hydra_config = HydraConfig.get()
+    found_in = [word for word in hydra_config.overrides.hydra if word.startswith("hydra.searchpath=")]
+    words = [*hydra_config.overrides.task, *found_in]
+    output, began, failure = Path(hydra_config.runtime.output_dir), time.time(), ""
+    in_sweep, number = hydra_config.mode == RunMode.MULTIRUN, float("nan")
     try:
-        found_in = [word for word in hydra_config.overrides.hydra if word.startswith("hydra.searchpath=")]
-        words = [*hydra_config.overrides.task, *found_in]
-        return perform(config, Path(hydra_config.runtime.output_dir), words)
+        number = perform(config, output, words)
     except TrainingInterrupted:
         sys.exit(130)
     except REFUSALS as err:  # before Hydra prints a line of its own about it
-        refuse(err)
+        failure = refuse(err, go_on=in_sweep)
+    except Exception as err:
+        failure = give_up(err, go_on=in_sweep)
+    if in_sweep:
+        job = {"job": hydra_config.job.num, "task": config.task, "words": words, "began": began}
+        record_job(output, number=None if failure else number, failure=failure, **job)
+    return number
 
 
 def main() -> None:
@@ -41,28 +47,12 @@ def main() -> None:
     os.environ["HEADRACE_TRACE"] = os.environ.get("HYDRA_FULL_ERROR", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing and exiting
     os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
-    sys.argv[1:] = map(leave_out, sys.argv[1:])
     try:
+        if (status := answer(sys.argv[1:])) is not None:
+            sys.exit(status)
+        sys.argv[1:] = in_order(sys.argv[1:])
         run_task()
-    except (HydraException, OmegaConfBaseException, ConfigError) as err:  # before there was a task
+    except EARLY as err:
         refuse(err)
-
-
-def refuse(err: Exception) -> NoReturn:
-    """Print an error, with hints for a word that Hydra does not know, and exit with status 2.
-
-    Raises:
-        Exception: the error itself, where HYDRA_FULL_ERROR is 1.
-        SystemExit: else.
-    """
-    if os.environ.get("HEADRACE_TRACE") == "1":
-        raise err
-    words = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
-    text = (
-        str(err)
-        if isinstance(err, ValueError | FileExistsError)
-        else explain_composition(err, words, "config")
-    )
-    lines = Text(printable(text, keep="\n"))  # no words in it are markup, or emoji such as :100:
-    Console(stderr=True).print(Text("headrace: ", "bold red").append_text(lines), soft_wrap=True)
-    sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -9,7 +9,7 @@ from torch import nn
 
 from headrace.transforms.schema import MINIBATCH, REWARD
 
-from .composing import suggest
+from .hints import suggest
 from .pairs import among_others, wrong_pair
 
 

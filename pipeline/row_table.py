@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from headrace.transforms.rows import device_of, flat_rows, listed
 from headrace.transforms.schema import COUNTED, MICROBATCH, MINIBATCH, RANK, REWARD, ROW, has_key
 from headrace.transforms.tokens import knows_loss_tokens, loss_tokens
 
+from .messages import message_lines
+
 # Where a report looks for what it shows; the first key that the batch has.
 KEYS: dict[str, tuple[NestedKey, ...]] = {
     "reward": (("next", "reward"), "reward"),
@@ -23,9 +25,14 @@ KEYS: dict[str, tuple[NestedKey, ...]] = {
     "policy_version": (("next", "policy_version"), "policy_version"),
     "expected_rollouts": ("expected_rollouts",),
     "advantage": ("advantage",),
+    "importance_weight": ("importance_weight",),
     "loss_weight": ("loss_weight",),
-    "prompt": ("prompt_text", ("text", "prompt"), "query"),
-    "response": ("response_text", ("text", "response")),
+    "prompt": ("prompt_text", ("text", "prompt"), ("history", "prompt"), "query"),
+    "response": ("response_text", ("text", "response"), ("history", "response")),
+    "ground_truth": ("ground_truth",),
+    "group_label": ("group_label",),
+    "rollout_label": ("rollout_label",),
+    "logged_advantage": ("logged_advantage",),
 }
 # The option under which stages know what a report shows.
 OPTIONS = {
@@ -34,13 +41,16 @@ OPTIONS = {
     "policy_version": "version_key",
     "expected_rollouts": "expected_key",
     "advantage": "advantage_key",
+    "importance_weight": "importance_key",
     "loss_weight": "weight_key",
 }
-FLOATS = ("collected_reward", "reward", "advantage", "loss_weight")
+FLOATS = ("collected_reward", "reward", "advantage", "advantage_size", "loss_weight", "logged_advantage")
 AT_THE_DOOR = ("status", "policy_version", "expected_rollouts")
-TEXTS = ("prompt", "response")
+TEXTS = ("prompt", "response", "ground_truth", "group_label", "rollout_label")
 WRITTEN = {"minibatch": MINIBATCH, "microbatch": MICROBATCH, "rank": RANK, "counted": COUNTED}
 
+# From values (n,), (n, 1, 1) or (n, T, 1), and the loss mask, to a number for each row.
+Reduction = Callable[[Tensor, Tensor | None], Tensor | None]
 OF_A_PASS = ("minibatch", "microbatch", "rank", "loss_weight")
 
 
@@ -87,6 +97,8 @@ class RowTable:
             self.rewards = several if several.shape[1] > 1 else None
             self._enter("collected_reward", self._one(reward))
             self._enter("reward", self._one(reward))
+        if (logged := self._found(batch, "logged_advantage")) is not None:
+            self._enter("logged_advantage", logged)
         self.loss_mask_key, self.log_prob_key = loss_mask_key, log_prob_key
         if knows_loss_tokens(batch, loss_mask_key):
             self._enter("tokens", loss_tokens(batch, loss_mask_key, log_prob_key))
@@ -106,8 +118,10 @@ class RowTable:
         rows = batch.get(ROW)
         found = {name: batch.get(key) for name, key in WRITTEN.items() if has_key(batch, key)}
         for name in ("advantage", "loss_weight") if credit else ("loss_weight",):
-            if (values := self._per_row(batch, name)) is not None:
+            if (values := self._per_row(batch, name, _mean)) is not None:
                 found[name] = values
+        if credit and (size := self._per_row(batch, "advantage", _size)) is not None:
+            found["advantage_size"] = size
         if credit and (reward := self._reward_now(batch, rows)) is not None:
             found["reward"] = reward
         for name, values in self._with_earlier_places(rows, found).items():
@@ -182,17 +196,19 @@ class RowTable:
         value = batch.get(found[0]) if found else None
         return None if isinstance(value, Tensor) else value
 
-    def _per_row(self, batch: TensorDictBase, name: str) -> Tensor | None:
-        """(n,) one number a row; per-token ones by their mean over the tokens in the loss."""
+    def _per_row(self, batch: TensorDictBase, name: str, number: Reduction) -> Tensor | None:
+        """(n,) one number a row, of values by token or of one value."""
         key = next((key for key in self.keys[name] if has_key(batch, key)), None)
         if key is None:
             return None
         mask_key = self.loss_mask_key if has_key(batch, self.loss_mask_key) else None
         if isinstance(batch, LazyStackedTensorDict):
-            return torch.cat(
-                [_mean(row.get(key)[None], mask_key and row.get(mask_key)[None]) for row in batch.tensordicts]
-            )
-        return _mean(batch.get(key), mask_key and batch.get(mask_key))
+            of_rows = [
+                number(row.get(key)[None], mask_key and row.get(mask_key)[None]) for row in batch.tensordicts
+            ]
+            known = [each for each in of_rows if each is not None]
+            return torch.cat(known) if len(known) == len(of_rows) else None
+        return number(batch.get(key), mask_key and batch.get(mask_key))
 
     def _found(self, batch: TensorDictBase, name: str, *, several: bool = False) -> Tensor | None:
         """The column under the first of its keys, if it is one that a report can show."""
@@ -274,12 +290,39 @@ def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(inside, flat, 0.0).sum(1) / inside.sum(1).clamp_min(1)
 
 
+def _size(values: Tensor, mask: Tensor | None) -> Tensor | None:
+    """(n,) sums of sizes over tokens in the loss, of values (n, T, 1); None where they are not by token."""
+    flat = flat_rows(values)
+    if mask is None or mask.numel() != flat.numel():
+        return None
+    return torch.where(flat_rows(mask), flat.double().abs(), 0.0).sum(1)
+
+
 def _unknown(dtype: torch.dtype) -> float:
     return float("nan") if dtype == torch.float64 else -1
 
 
 def strings(texts: Any, rows: int) -> Sequence[str] | None:
-    """A column of texts as strings, or None where it is none, as in a batch of ragged conversations."""
-    values = listed(texts)
-    flat = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in values]
-    return flat if len(flat) == rows and all(isinstance(value, str) for value in flat) else None
+    """A column of texts or conversations as strings (:func:`message_lines`), or None where it is none."""
+    values = [texts[row] for row in range(len(texts))] if hasattr(texts, "role") else listed(texts)
+    flat = [_string(value) for value in values]
+    return flat if len(flat) == rows and None not in flat else None  # type: ignore[return-value]
+
+
+def _string(value: Any) -> str | None:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+        return value[0]
+    return value if isinstance(value, str) else message_lines(value)
+
+
+def labels_of_ids(texts: Any, ids: Sequence[int]) -> Sequence[str] | None:
+    """N labels of N ids; None where there are none, where they are the ids, or one is of two ids.
+
+    Example:
+        >>> labels_of_ids(["a", "b", "a"], [5, 7, 5]), labels_of_ids(["5", "7"], [5, 7])
+        (['a', 'b', 'a'], None)
+    """
+    labels = strings(texts, len(ids))
+    pairs = set(zip(ids, labels or (), strict=False))
+    one_each = len({number for number, _ in pairs}) == len(pairs) == len({label for _, label in pairs})
+    return labels if one_each and any(str(number) != label for number, label in pairs) else None

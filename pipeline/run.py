@@ -14,7 +14,7 @@ from headrace.transforms.split.steps import OptimiserSteps
 
 from .account import Account
 from .ledger import Ledger
-from .report import StepReport, print_report
+from .report import Decode, StepReport, print_report
 
 
 class Run:
@@ -44,6 +44,11 @@ class Run:
             BatchError: some minibatches were taken before an interruption, and the others are to be.
         """
         return self._done if self._steps is None else self._steps.whole()
+
+    @property
+    def ungathered(self) -> TensorDictBase:
+        """The rows that stay, as they came to the cut, with their numbers under ``("headrace", "row")``."""
+        return self._done
 
     def minibatches(self) -> Iterator[TensorDictBase]:
         """Gather the minibatches of all epochs, one at a time. Each call begins anew.
@@ -77,6 +82,7 @@ class Run:
         console: Console | None = None,
         solved: float = 1.0,
         batch: TensorDictBase | None = None,
+        decode: Decode | None = None,
     ) -> StepReport:
         """Print a funnel and a table of groups, and return the report (:func:`make_report`).
 
@@ -85,8 +91,9 @@ class Run:
             console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
             solved: least reward of a solved rollout.
             batch: what came in, to say what its rows would cost as trees; None: not looked at.
+            decode: from token ids to as many strings, for texts out of tokens; None: not known.
         """
-        return print_report(self, step=step, console=console, solved=solved, batch=batch)
+        return print_report(self, step=step, console=console, solved=solved, batch=batch, decode=decode)
 
     def __repr__(self) -> str:
         return f"Run({self.ledger})"

@@ -11,6 +11,11 @@ import pyarrow.parquet as pq
 import torch
 
 
+def in_order(ids: torch.Tensor) -> list[int]:
+    """Ids as numbers by first appearance."""
+    return [list(dict.fromkeys(ids.tolist())).index(each) for each in ids.tolist()]
+
+
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -31,7 +31,8 @@ def rollouts_of(
         for j in range(segments[k] if segments else 1):
             row: Row = {"group": group, "rollout": 100 * group + k, "reward": reward, "advantage": None}
             row |= {"advantage_by_row": None, "tokens": 40 + (37 * (k + 1) * (j + 2) + 11 * group) % 160}
-            row |= {"rewards": None}
+            row |= {"rewards": None, "response": None, "by_token": None}
+            row |= {"share": None, "other_share": None}
             row |= {"weight": 1.0, "status": "completed", "reason": "", "staleness": group % 3}
             rows.append(row | {"minibatch": None, "microbatch": None, "rank": None} | more)
     return rows
@@ -73,6 +74,12 @@ def funnel_of(rows: list[Row], actions: dict[str, str]) -> list[dict[str, Any]]:
         for reason in reasons:
             gone = [row for row in left if row["reason"] == reason]
             out.append({"reason": reason.split("/", 1)[1], "action": actions[reason], **units(gone)})
+            for name in ("rollout", "group"):
+                first = {row[name]: row["reason"] for row in reversed(left) if row["reason"] in reasons}
+                stays = {row[name] for row in left if row["reason"] not in reasons}
+                some = {row[name] for row in gone}
+                whole = {each for each in some - stays if first[each] == reason}
+                out[-1][f"{name}s"], out[-1][f"{name}s_in_part"] = len(whole), len(some - whole)
         left = [row for row in left if row["reason"] not in reasons]
         stages.append({"name": stage, **units(left), "out": out})
     return stages
@@ -88,6 +95,8 @@ def groups_of(rows: list[Row], size: int, labels: Callable[[int], str | None]) -
             {
                 "id": group,
                 "label": labels(group),
+                "asked": None,
+                "prompt": None,
                 "rollouts": len(votes),
                 "expected": size,
                 "reward_mean": statistics.mean(rewards) if rewards else None,
@@ -118,7 +127,8 @@ def step_of(
         "groups": groups,
         "rows": {name: [row[name] for row in rows] for name in Rows.__annotations__},
         "numbers": {"rows/in": float(len(rows)), "rows/trained": float(sum(not r["reason"] for r in rows))},
-        "warnings": [],
+        "verdict": "",
+        "advisories": [],
     }
 
 
@@ -205,7 +215,41 @@ def large_run(rows: int = 5000) -> dict[str, Any]:
     return run_of(step_of(made, size=25, of=1234), title=f"{rows} rows")
 
 
+def excerpt(start: str, missing: int = 0, end: str = "") -> dict[str, Any]:
+    return {"start": start, "missing": missing, "end": end}
+
+
+def by_token(values: list[float | None], texts: list[str] | None = None, **more: Any) -> dict[str, Any]:
+    named = {"advantage": values, **more}
+    return {"texts": texts, "values": named, "at": len(values), "missing": 0}
+
+
+def reading_run() -> dict[str, Any]:
+    """Two steps of four groups that spread by 0, 0.5, 0.1 and 0.25, with what there is to read.
+
+    Group 2 has a prompt in the format of a chat, and responses of all lengths; group 3 has tokens with
+    numbers, as text, as text of which some are left out, and without text; group 4 has no room for texts.
+    """
+    rows = rollouts_of(1, [1.0, 1.0]) + rollouts_of(2, [0.0, 1.0]) + rollouts_of(3, [0.4, 0.6])
+    rows += rollouts_of(4, [0.5, 1.0])
+    advantages(rows)
+    responses = ["Four.", "It is 4.", "No idea.", "The answer\nis " + "long " * 400]
+    for row, text in zip(rows, responses, strict=False):
+        row["response"] = excerpt(text)
+    rows[1]["response"] = excerpt("It begins", 1234, "and ends.")
+    rows[0]["reason"] = rows[1]["reason"] = "filter/zero_variance"
+    weights = [0.5, 1.0, 2.0]
+    rows[4]["by_token"] = by_token([-1.0, None, 1.0], ["low", " out", " <b>high"], importance_weight=weights)
+    rows[5]["by_token"] = by_token([-0.5, 0.0, 0.5]) | {"at": 2, "missing": 70}
+    actions = {"filter/zero_variance": "masked"}
+    made = step_of(rows, size=2, actions=actions, labels=lambda group: f"Question {group}?", step=10)
+    made["groups"]["asked"][1] = excerpt("What is 2 + 2?")
+    made["groups"]["prompt"][1] = excerpt("<|im_start|>system\nBe brief.<|im_end|>\nWhat is 2 + 2?")
+    return run_of(made, made | {"step": 20}, title="to be read")
+
+
 RUNS = {
+    "reading": reading_run,
     "fan-out": fan_out_run,
     "incomplete": incomplete_run,
     "filtered": filtered_run,

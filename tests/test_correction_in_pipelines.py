@@ -451,11 +451,12 @@ def test_a_report_warns_of_an_effective_sample_size_below_its_bound(least, warns
     Console(file=text, width=100).print(show_report(report))
     share = run.metrics["correction/ess_token"]
     line = (
-        f"warning: correction: ess_token is {share:.3g}, below {least:g} (least_ess)" if warns else "warning"
+        f"off-policy: correction: ess_token is {share:.3g}, below {least:g} (least_ess)"
+        if warns
+        else "off-policy"
     )
     assert (line in text.getvalue()) == warns
-    shown = page_data([report], title="")["steps"][0]["warnings"]
-    assert (line.removeprefix("warning: ") in shown) == warns
-    assert warns == bool(shown)
+    shown = page_data([report], title="")["steps"][0]["advisories"]
+    assert (f"{line}." in [f"{each['name']}: {each['text']}" for each in shown]) == warns == bool(shown)
     assert report.numbers["correction/ess_token"] == share
     assert {"correction/kl_k3_sequence", "correction/chi2_token"} <= set(report.numbers)

@@ -23,7 +23,8 @@ MODULES = [
     for _, name, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not name.endswith("__main__")
 ]
-RUN = ("README.md", "CONTRIBUTING.md", "docs/from-mcadvantage.md", "docs/certificates.md", "docs/trees.md")
+COMING_FROM = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "coming-from").glob("*.md"))
+RUN = ("README.md", "CONTRIBUTING.md", *COMING_FROM, "docs/certificates.md", "docs/trees.md", "docs/dumps.md")
 PAGES = [
     *RUN,
     "CHANGELOG.md",
@@ -53,7 +54,7 @@ def test_every_exported_transform_and_function_has_an_example():
 
 @pytest.mark.parametrize("page", RUN)
 def test_python_blocks_run_in_order_and_print_what_they_say(page, capsys):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    blocks = re.findall(r"(?<! -->\n)```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     scope: dict = {"__name__": "readme"}
     for block in blocks:

@@ -43,7 +43,7 @@ GROUND = (
 # What users import, and tests, benchmarks and examples with them: these modules, by their `__all__`.
 PUBLIC = ("transforms", "transforms.schema", "pipeline", "pipeline.report", "pipeline.reverse")
 PUBLIC += ("pipeline.sources", "pipeline.train", "pipeline.tasks.compare", "pipeline.tasks.group_sizes")
-PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.certify")
+PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.tasks.logged", "pipeline.certify")
 # What else is imported, and where: the unit tests of inner modules.
 INNER = {
     "test_balance.py": {"transforms.split.balance", "transforms.split.bins"},
@@ -85,10 +85,30 @@ INNER = {
     "test_logging.py": {"transforms.distributed.meeting"},
     "test_notebook.py": {"pipeline.report.notebook"},
     "test_tokens.py": {"transforms.tokens.counting"},
+    "test_advisories.py": {
+        "pipeline.composing",
+        "pipeline.report.gradient_share",
+        "pipeline.report.thinned",
+    },
+    "test_report_folder.py": {"pipeline.report.folder"},
+    "test_dump_ids.py": {"pipeline.report.loggers"},
+    "test_logged_advantage.py": {"pipeline.report.logged_advantage", "pipeline.report.numbers"},
     "test_loggers.py": {"pipeline.report.loggers"},
+    "test_responses.py": {
+        "pipeline.messages",
+        "pipeline.report.loggers",
+        "pipeline.report.page_texts",
+        "pipeline.report.responses",
+        "transforms.rows",
+    },
+    "test_narrow_terminal.py": {"pipeline.printed", "pipeline.report.fitted_table"},
     "test_page_bundle.py": {"pipeline.report.bundle", "pipeline.report.html"},
     "test_page_in_browser.py": {"pipeline.report.page_schema"},
-    "test_page_javascript.py": {"pipeline.report.html", "pipeline.report.page_schema"},
+    "test_page_javascript.py": {
+        "pipeline.report.groups",
+        "pipeline.report.html",
+        "pipeline.report.page_schema",
+    },
     "test_page_schema.py": {"pipeline.report.page_schema"},
     "pages.py": {"pipeline.report.page_schema"},
     "test_sources_fuzz.py": {"pipeline.sources.malformed"},

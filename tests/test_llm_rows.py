@@ -7,7 +7,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector
 
-from headrace.pipeline import load_pipeline, optimise
+from headrace.pipeline import Pipeline, load_pipeline, make_report, optimise
+from headrace.pipeline.report import decoder_of
 from headrace.transforms import DenseRows, LossWeight, ScoreRows
 
 pytest.importorskip("transformers", reason="the extra `llm` is not installed")
@@ -142,6 +143,26 @@ def test_a_score_is_what_the_model_says_of_the_row_alone_from_its_first_token_on
         expected = says(model, row)
         torch.testing.assert_close(scored[LOG_PROB][scored[LOSS_MASK]], expected.detach(), rtol=0, atol=1e-5)
         assert (expected < 0).all()  # TransformersWrapper's own begin with 0
+
+
+@every_mode
+def test_a_report_shows_what_was_asked_and_answered(mode, envs, most, options):
+    """Tokens alone are decoded by the policy's tokenizer; a history that is alone says it in its messages."""
+    batch, model = collect(mode, envs, most, **options)
+    rows = batch.reshape(-1).unbind(0)
+    decode = decoder_of(None, make_actor(model, TOKENIZER))
+    report = make_report(Pipeline({}).run(batch), batch=batch, decode=decode)
+    assert [report.asked(row) for row in range(len(rows))] == [row["query"] for row in rows]
+    spoken = [TOKENIZER.decode(real(row, RESPONSE)) for row in rows]
+    said = report.texts["response"] if mode != "history" else None
+    if mode == "tokens":
+        assert said == spoken
+    elif mode == "text":
+        assert said == [row["text", "response"] for row in rows]
+    else:
+        alone = make_report(Pipeline({}).run(batch.exclude("text")))
+        assert [alone.asked(row) for row in range(len(rows))] == [row["query"] for row in rows]
+        assert alone.texts["response"] == [row["history"].response.content[0] for row in rows]
 
 
 @every_mode

@@ -25,7 +25,7 @@ webdriver = pytest.importorskip(
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 FLAGS = ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run")
-PANELS = ("funnel", "strip", "compare", "tree", "tape", "lag", "numbers")
+PANELS = ("funnel", "strip", "compare", "tree", "tape", "lengths", "lag", "numbers")
 
 
 @pytest.fixture(scope="session")
@@ -49,13 +49,14 @@ def driver():
 def look(driver, tmp_path):
     """Opens a run's page; at the end of the test its console must be empty."""
 
-    def open_page(run, *, width=1200, motion="no-preference"):
+    def open_page(run, *, width=1200, motion="no-preference", address=""):
         write_page(run, tmp_path / "page.html")
         page = Page(driver)
         page.show_as("light", motion)
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        driver.get((tmp_path / "page.html").as_uri())
+        driver.get("about:blank")  # or an address that differs in its end alone would not be loaded anew
+        driver.get((tmp_path / "page.html").as_uri() + address)
         return page
 
     yield open_page
@@ -127,16 +128,6 @@ def test_every_panel_says_something_and_the_console_nothing(look, name):
         assert page.seen("#summary").startswith("Step ")
 
 
-def test_warnings_of_the_step_shown_stand_at_its_head(look):
-    run = pages.run_of(pages.fan_out_run(1)["steps"][0], pages.fan_out_run(1)["steps"][0] | {"step": 1})
-    run["steps"][0]["warnings"] = ["correction: ess_token is 0.12, below 0.5 (ess_least)"]
-    page = look(run)
-    assert page.seen("#warnings") == ""
-    page.choose("number", "0")
-    assert page.texts("#warnings li") == run["steps"][0]["warnings"]
-    assert page.seen("#warnings").endswith("(ess_least)")
-
-
 @pytest.mark.parametrize("name", ["fan-out", "incomplete", "filtered"])
 def test_there_is_a_dot_for_each_rollout_and_a_line_for_each_group(look, name):
     run = pages.RUNS[name]()
@@ -144,7 +135,7 @@ def test_there_is_a_dot_for_each_rollout_and_a_line_for_each_group(look, name):
     page = look(run)
     dots = page.values("#strip .scroll .dot", "data-rollout")
     assert sorted(map(int, dots)) == sorted(set(rows["rollout"]))
-    assert page.values("#strip .line", "data-group") == [str(g) for g in sorted(set(rows["group"]))]
+    assert sorted(page.values("#strip .line", "data-group")) == [str(g) for g in sorted(set(rows["group"]))]
 
 
 def test_no_dot_hides_another(look):
@@ -218,10 +209,14 @@ def test_the_funnel_tells_what_left_and_how(look):
     said = page.one("#funnel").text
     for words in ("incomplete, dropped", "failed, dropped", "truncated, excluded", "remainder, carried"):
         assert words in said
-    assert page.texts("#funnel tr.out:nth-child(3) td .number") == ["−4", "−4", "2", "−393"]
-    # Group 5 left for two reasons, so neither takes whole groups away: no minus, and no bar.
-    assert page.count("#funnel tr.out:nth-child(3) td rect.left") == 3
-    assert page.texts("#funnel tr.stage td[data-unit=rows] .number") == ["20", "15", "15", "14", "14", "13"]
+    # Group 5 left for two reasons, and is counted under that of its first row.
+    gone = page.texts("#funnel tr.out:nth-child(3) td .number")
+    assert gone == ["−4", "−4", "−1", "parts of 1", "−393"]
+    assert page.texts("#funnel tr.out .parts .unit") == [" group", " rollout", " group", " group"]
+    assert not re.search("without a minus", said)
+    assert page.texts("#funnel tr.stage th") == ["collected", "gate", "filter", "split"]
+    assert page.seen("#funnel .idle-stages") == "collapse and advantage took nothing out."
+    assert page.texts("#funnel tr.stage td[data-unit=rows] .number") == ["20", "15", "14", "13"]
 
 
 @pytest.mark.parametrize(
@@ -276,13 +271,13 @@ def test_rows_that_a_count_by_rows_would_change_are_counted(look):
     assert page.all(".scatter .diagonal")
 
 
-def test_the_tree_is_built_when_opened_and_says_why_each_row_left(look):
+def test_a_group_is_drawn_when_opened_and_says_why_each_row_left(look):
     run = pages.incomplete_run()
     page = look(run)
-    assert not page.all("#tree details.rollout")
+    assert page.texts("#tree article h3") == [f"rollout {rollout}" for rollout in (102, 103, 100, 101)]
     page.open("#tree details.group")
     assert not page.all("#tree table")
-    page.open("#tree details.rollout")
+    page.open("#tree details.rows")
     rows = run["steps"][0]["rows"]
     cells = page.texts("#tree tbody td:nth-child(7)")
     assert len(cells) == len(rows["row"])
@@ -295,21 +290,21 @@ def test_rows_of_several_rewards_show_each_and_others_have_no_such_column(look):
     for rewards, shown in (([0.5, None], ["0.5, –"]), (None, [])):
         rows = [row | {"rewards": rewards} for row in pages.rollouts_of(0, [1.0])]
         page = look(pages.run_of(pages.step_of(rows)))
-        page.open("#tree details.group")
-        page.open("#tree details.rollout")
+        page.open("#tree details.rows")
         assert ("rewards" in page.texts("#tree thead th")) == bool(shown)
         assert not shown or page.texts("#tree tbody td:nth-child(3)") == shown
 
 
-def test_a_long_tree_is_shown_in_parts_and_a_dot_opens_its_group(look):
+def test_a_long_list_is_shown_in_parts_and_a_dot_opens_its_group(look):
     rows = [row for group in range(60) for row in pages.rollouts_of(group, [0, 1])]
     page = look(pages.run_of(pages.step_of(rows, size=2)), motion="reduce")
     assert page.count("#tree details.group") == 25
     page.driver.execute_script(
         "document.querySelector('.dot[data-group=\"55\"]').dispatchEvent(new Event('click', {bubbles: true}))"
     )
-    assert page.values("#tree details.group[open]", "data-group") == ["55"]
-    assert page.texts("#tree details.group[open] details.rollout .name") == ["rollout 5500", "rollout 5501"]
+    assert page.values("#tree details.group[open]", "data-group") == ["0", "55"]
+    opened = "#tree details.group[data-group='55'] article h3"
+    assert page.texts(opened) == ["rollout 5501", "rollout 5500"]  # the best first
 
 
 def test_what_is_not_shown_yet_is_a_button_away(look):
@@ -330,6 +325,7 @@ def test_what_is_not_shown_yet_is_a_button_away(look):
 
 def test_the_strip_is_read_by_the_keyboard(look):
     page = look(pages.fan_out_run(1), motion="reduce")
+    page.choose("sort", "id")
     assert page.values("#strip .scroll .dot[tabindex='0']", "data-rollout") == ["0"]
     page.driver.execute_script("document.querySelector('.dot[tabindex=\"0\"]').focus()")
     page.driver.switch_to.active_element.send_keys("\ue014\ue014")  # right, right
@@ -340,7 +336,7 @@ def test_the_strip_is_read_by_the_keyboard(look):
     page.driver.switch_to.active_element.send_keys("\ue00c")  # escape
     assert not page.one("#tip").is_displayed()
     page.driver.switch_to.active_element.send_keys("\ue007")  # enter
-    assert page.values("#tree details[open]", "data-group") == ["1"]
+    assert page.values("#tree details[open]", "data-group") == ["0", "1"]
 
 
 def test_every_drawing_and_control_has_a_name(look):
@@ -363,7 +359,7 @@ def test_tapes_show_each_rank_and_its_tokens(look):
         if minibatch is not None:
             totals[minibatch, rank] = totals.get((minibatch, rank), 0) + tokens
     page = look(run)
-    assert page.texts("#tape .rank .size") == [f"{totals[key]:,}" for key in sorted(totals)]
+    assert page.texts("#tape .rank .size") == [f"{totals[key]:,} tokens" for key in sorted(totals)]
     first = [totals[0, 0], totals[0, 1]]
     ratio = max(first) / (sum(first) / 2)
     assert f"max / mean: {ratio:.2f} over 2 ranks" in page.texts("#tape h3")[0]
@@ -437,7 +433,7 @@ def test_one_row_of_nothing_but_nulls_is_drawn(look):
     page = look(pages.run_of(made))
     assert page.count("#strip .scroll .dot.none") == 1
     page.open("details.group")
-    page.open("details.rollout")
+    page.open("details.rows")
 
 
 @pytest.mark.parametrize(
@@ -473,7 +469,7 @@ def test_a_batch_of_which_all_left_says_so(look):
 def test_a_hostile_run_is_shown_as_text_and_runs_nothing(look):
     page = look(pages.hostile_run())
     page.open("details.group")
-    page.open("details.rollout")
+    page.open("details.rows")
     page.driver.execute_script("document.querySelector('.dot').focus()")
     page.driver.execute_script("for (const e of document.querySelectorAll('details')) e.open = true")
     assert page.driver.execute_script("return window.ran") is None
@@ -544,7 +540,7 @@ def test_nothing_is_wider_than_the_window(look, name, width):
     run = pages.hostile_run() if name == "hostile" else pages.RUNS[name]()
     page = look(run, width=width)
     page.open("details.group")
-    page.open("details.rollout")
+    page.open("details.rows")
     assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
     script = """
     const edge = document.documentElement.clientWidth;
@@ -552,6 +548,82 @@ def test_nothing_is_wider_than_the_window(look, name, width):
       && !e.closest(".across, svg, summary .prompt, #tip")).map((e) => e.outerHTML.slice(0, 100));
     """
     assert page.driver.execute_script(script) == []
+
+
+CUT_OFF = """
+// Text that does not fit in what clips it, and texts of one drawing that lie on one another.
+const found = [];
+// A drawing within a drawing has its contents' box, and not the one that it clips them to.
+const place = (e) => {
+  const box = e.getBoundingClientRect(), outer = e.ownerSVGElement;
+  if (!(e instanceof SVGSVGElement) || !outer) return box;
+  const at = outer.getBoundingClientRect();
+  return new DOMRect(
+    at.left + e.x.baseVal.value, at.top + e.y.baseVal.value, e.width.baseVal.value, e.height.baseVal.value);
+};
+for (const panel of document.querySelectorAll("main section, header"))
+  if (panel.scrollWidth > panel.clientWidth + 1) found.push(["wide", panel.id, panel.scrollWidth]);
+const boxes = new Map();
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+  const node = walker.currentNode, at = node.parentElement;
+  if (!node.textContent.trim() || !at.checkVisibility()) continue;
+  if (at.closest("script, style, #tip, option, summary .prompt")) continue;  // a prompt has an ellipsis
+  const range = document.createRange();
+  range.selectNodeContents(node);
+  const box = range.getBoundingClientRect();
+  if (!box.width) continue;
+  const text = node.textContent.slice(0, 40);
+  for (let e = at; e !== document.body; e = e.parentElement) {
+    const style = getComputedStyle(e), size = place(e);
+    const clips = e instanceof SVGSVGElement ? style.overflow !== "visible" : style.overflowX === "hidden";
+    if (style.overflowX === "auto" && !(e instanceof SVGElement)) break;  // scrolls by itself
+    if (clips && (box.left < size.left - 1 || box.right > size.right + 1)) found.push(["cut", text]);
+    if (clips && (box.top < size.top - 2 || box.bottom > size.bottom + 2)) found.push(["cut", text]);
+  }
+  const svg = at.ownerSVGElement;
+  if (svg && !at.closest(".piece")) {
+    for (const [other, word] of boxes.get(svg) || []) {
+      const across = Math.min(box.right, other.right) - Math.max(box.left, other.left);
+      const down = Math.min(box.bottom, other.bottom) - Math.max(box.top, other.top);
+      if (across > 1 && down > 3) found.push(["over", text, word]);
+    }
+    boxes.set(svg, [...(boxes.get(svg) || []), [box, text]]);
+  }
+}
+return found;
+"""
+
+
+def full_run():
+    """Long ids, prompts, reasons, numbers and responses, of two recipes, with curves."""
+    rows = pages.rollouts_of(0, [0.123456, 1, 0.5, 0.5], [1, 2, 1, 9]) + pages.rollouts_of(1, [1.0, 2.0])
+    for k, row in enumerate(rows):
+        row |= {"group": 2**61 + row["group"], "rollout": 2**61 + row["rollout"], "tokens": 12_345 + 997 * k}
+        row |= {"staleness": k % 9, "share": 1 / (k + 2), "other_share": 0.05 * k, "status": "truncated"}
+    pages.advantages(rows)
+    reason = "filter/the_reward_of_the_judge_is_below_the_least_that_was_asked_for"
+    rows[2]["reason"] = rows[5]["reason"] = reason
+    pages.split(rows)
+    words = "Write 314159 backwards, then check the result. " * 3
+    made = pages.step_of(rows, step=1_234_567, actions={reason: "excluded"}, labels=lambda _: words)
+    made["numbers"] |= {"out/" + reason: 2.0, "time/filter": 0.0123456, "frac_reward_zero_std": 0.123456}
+    curves = {"out/" + reason: [1.0, 2.0], "time/advantage": [0.001, 12.0], "reward": [-1.5, 0.25]}
+    more = {"curve_steps": [0, 1_234_567], "curves": curves, "versus": ["grpo", "as/prime_rl"]}
+    return pages.run_of(pages.step_of(rows[:2]), made, title="a run of everything", **more)
+
+
+@pytest.mark.parametrize("width", [360, 800, 1280])
+@pytest.mark.parametrize("name", ["full", "plain", "fan-out", "incomplete"])
+def test_no_text_is_cut_off_or_covered(look, name, width):
+    plain = pages.step_of(pages.rollouts_of(1250, [0.0, 1.0, None]), labels=lambda _: None)
+    runs = {"full": full_run, "plain": lambda: pages.run_of(plain)}
+    page = look((pages.RUNS | runs)[name](), width=width)
+    page.open("#tree details.group")
+    page.open("#tree details.rollout")
+    page.driver.execute_script("for (const e of document.querySelectorAll('details')) e.open = true")
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
+    assert page.driver.execute_script(CUT_OFF) == []
 
 
 def test_five_thousand_rows_are_drawn(look):
@@ -588,6 +660,24 @@ def test_two_recipes_are_held_against_each_other_by_name(look, make_batch):
     other = report.columns["advantage"] * -1
     against = dataclasses.replace(report, columns={**report.columns, "advantage_by_row": other})
     page = look(page_data([against], title="two") | {"versus": ["grpo", "as/verl"]})
-    said = page.one("#compare .sentence").text
+    said = page.texts("#compare .sentence")[0]
     assert said.startswith("Under as/verl instead of grpo the advantage of")
     assert "advantage as/verl" in page.texts("#compare svg .title")
+
+
+def test_a_page_of_two_recipes_says_whose_each_panel_is(look):
+    """Shares ½, ½ and ⅘, ⅕ of two rows: 0.3 moves, and the cosine is (0.4 − 0.1) / (√0.5 · √0.68)."""
+    rows = pages.rollouts_of(0, [0.0]) + pages.rollouts_of(1, [1.0])
+    rows[0] |= {"advantage": -1.0, "advantage_by_row": -2.0, "share": 0.5, "other_share": 0.8}
+    rows[1] |= {"advantage": 1.0, "advantage_by_row": -0.5, "share": 0.5, "other_share": 0.2}
+    curves = {"curve_steps": [0, 1], "curves": {"reward": [0.0, 1.0]}}
+    made = pages.step_of(rows, size=1)
+    page = look(pages.run_of(made, made | {"step": 1}, **curves, versus=["grpo", "dr_grpo"]))
+    assert page.seen("#compare-title") == "grpo against dr_grpo"
+    titled = [page.seen(f"#{panel}-title") for panel in (*PANELS, "curves", "recipe") if panel != "compare"]
+    assert all(title.endswith("under grpo") or title == "Recipe grpo" for title in titled)
+    assert page.texts("#compare .sentence")[1].startswith("30.0 % of the gradient goes to other groups under")
+    assert page.texts("#compare .sentence")[1].endswith("the cosine of what rows weigh is 0.5145.")
+    cells = page.texts("#compare .body > .across td")
+    assert cells == ["0", "50.0 %", "80.0 %", "+30.0", "1", "50.0 %", "20.0 %", "−30.0"]
+    assert "under grpo" not in look(pages.fan_out_run()).seen("main")

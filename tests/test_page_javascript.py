@@ -8,10 +8,16 @@ import shutil
 import subprocess
 from typing import is_typeddict
 
+import numpy as np
 import pages
 import pytest
+import torch
+from busy import busy_batch, stages
 
+from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.report import html, page_schema
+from headrace.pipeline.report.groups import widest_first
+from headrace.transforms import LossWeight, ShuffleSplit
 
 MODULES = html.read_modules()
 SCHEMAS = {
@@ -29,8 +35,14 @@ WORDS = {
     "out": ("PageLeft",),
     "group": ("Groups",),
     "row": ("Rows",),
+    "excerpt": ("PageText",),
+    "strand": ("PageTokens",),
     "certificate": ("PageCertificate",),
     "judgement": ("PageJudgement",),
+    "advisory": ("PageAdvisory",),
+    "symptom": ("PageSymptom",),
+    "remedy": ("PageRemedy",),
+    "run": ("PageRun",),
 }
 ADDED = {"group": {"members"}}
 
@@ -158,10 +170,81 @@ def test_a_model_is_made_of_the_tables(node):
         const last = model.groups.at(-1);
         console.log(JSON.stringify([
           model.groups.map(ofExpected), last.members.map((rollout) => rollout.rows.length),
-          fate(last.members[3]), chosen(model, "std", "left").map(({{ group }}) => group.id),
+          fate(last.members[3]),
+          chosen(model, {{ sort: "std", filter: "left" }}).map(({{ group }}) => group.id),
         ]));
     """)
     expected = ["4 of 4", "3 of 4", "4 of 4", "2 of 4", "4 of 4"]
     assert shown[:2] == [expected, [1, 2, 1, 3]]
     # One rollout of group 1 left whole, and all of groups 2 and 5.
     assert shown[2:] == ["partly in the loss; rows left: filter/truncated", [1, 2, 5]]
+
+
+def test_every_metric_of_ours_has_a_unit(make_batch):
+    """Or is said to have none, by its name; so that a new one is thought of."""
+    patterns = re.findall(r"^  \[/(.*)/, \(", MODULES["units.js"], re.M)
+    assert len(patterns) == MODULES["units.js"].count("  [/")
+    batch = busy_batch(make_batch)
+    batch["next", "policy_version"] = torch.arange(9)
+    split = ShuffleSplit(minibatches=2, ranks=2, microbatches=2, balance="tokens", remainder="pad")
+    run = Pipeline(stages(split=split, weight=LossWeight())).run(batch)
+    names = {*make_report(run, batch=batch, parameters=1e9).numbers}
+    names |= {
+        f"correction/{name}" for name in ("ess_token", "kl_k3_sequence", "chi2_token", "weight_max_token")
+    }
+    unknown = [name for name in sorted(names) if not any(re.search(pattern, name) for pattern in patterns)]
+    assert unknown == []
+
+
+def test_numbers_are_read_in_their_unit(node):
+    shown = node("""
+        import { measured, measuredRange } from "./units.js";
+        console.log(JSON.stringify([
+          measured("rows/trained", 1), measured("out/gate/failed", 1234), measured("rollouts/out/x/y", 2),
+          measured("solve_all", 0.125), measured("time/gate", 0.00125), measured("time/gate", 2.5),
+          measured("reward/all/mean", 0.5), measured("mine", 3), measured("staleness/max", null),
+          measuredRange("rows/in", 1, 7), measuredRange("time/x", 0.05, 2), measuredRange("mine", -1, 0.5),
+          measuredRange("frac_reward_zero_std", 0, 1),
+        ]));
+    """)
+    assert shown == [
+        *("1 row", "1,234 rows", "2 rollouts", "12.5 %", "1.25 ms", "2.5 s", "0.5", "3", "–"),
+        *("1 to 7 rows", "50 ms to 2 s", "−1 to 0.5", "0 to 100 %"),
+    ]
+
+
+def test_bins_are_round_and_hold_each_rollout_once(node):
+    values = [0, 1, 99, 100, 101, 2399, 2400]
+    data = json.dumps([{"value": value, "kind": "kept"} for value in values])
+    bins = node(f"""
+        import {{ binsOf }} from "./histogram.js";
+        console.log(JSON.stringify([binsOf({data}), binsOf([{{ value: 7, kind: "kept" }}])]));
+    """)
+    wide, single = bins
+    assert len(wide) <= 25
+    assert {each["to"] - each["from"] + 1 for each in wide} == {200}
+    assert all(each["from"] % 200 == 0 for each in wide)
+    assert [each["from"] for each in wide] == list(range(0, 2600, 200))
+    assert {each["from"]: each["counts"]["kept"] for each in wide if each["counts"]} == {
+        0: 5,
+        2200: 1,
+        2400: 1,
+    }
+    assert single == [{"from": 7, "to": 7, "counts": {"kept": 1}}]
+
+
+def test_the_order_of_the_page_is_that_in_which_texts_are_chosen(node):
+    """Widest spread first; equal spreads by id, also one beyond a double; groups of one reward last."""
+    ids, spread = [7, 2**60, 3, 2**60 + 1, 5, 9], [0.5, 0.25, 0.0, 0.25, None, 0.5]
+    rows = [row for group in ids for row in pages.rollouts_of(group, [0.0, 1.0])]
+    run = pages.run_of(pages.step_of(rows))
+    run["steps"][0]["groups"]["reward_std"] = spread
+    data = json.dumps(html.plain(run))
+    shown = node(f"""
+        import {{ readPage }} from "./data.js";
+        import {{ chosen, modelOf }} from "./model.js";
+        const lines = chosen(modelOf(readPage({data!r}).steps[0]), {{ sort: "std", filter: "all" }});
+        console.log(JSON.stringify(lines.map(({{ group }}) => String(group.id))));
+    """)
+    table = {"id": np.array(ids), "reward_std": np.array(spread, dtype=float)}
+    assert shown == [str(ids[at]) for at in widest_first(table)]

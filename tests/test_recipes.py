@@ -209,8 +209,11 @@ def not_five(batch):
         ),
         ("~pipeline.stages.fitler", r"no 'pipeline.stages.fitler' \(did you mean 'filter'"),
         ("pipeline=gprpo", r"no recipe 'gprpo' \(did you mean 'grpo'.*as/verl"),
-        ("pipeline.stages.advantage.scale=sdt", r"pipeline.stages.advantage: scale must be one of 'group'"),
-        ("pipeline.stages.split.minibatches=0", r"pipeline.stages.split: .*must be an integer ≥ 1; got 0"),
+        ("pipeline.stages.advantage.scale=sdt", r"pipeline.stages.advantage.scale must be one of 'group'"),
+        (
+            "pipeline.stages.split.minibatches=0",
+            r"pipeline.stages.split.minibatches must be an integer ≥ 1; got 0",
+        ),
         ("pipeline.order=[gate]", r"order must name each stage once"),
         (
             "pipeline.stages.gate._target_=headrace.transforms.Gate",

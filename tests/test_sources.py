@@ -11,6 +11,7 @@ import pytest
 import torch
 from dumps import (
     episode,
+    in_order,
     nemo_row,
     node,
     open_instruct_row,
@@ -80,11 +81,14 @@ def test_slime_siblings_of_a_fan_out_share_the_rollout_id_and_others_fall_back_t
         slime_sample(8, 12, 3.0, rollout_id=77),
     ]
     batch = only(open_source(slime_dump(tmp_path / "5.pt", 5, samples)))[1]
-    assert batch["rollout_id"].tolist() == [0, 1, 1]
+    assert batch["rollout_id"].tolist() == [10, 77, 77]
     assert list(batch["rollout_label"]) == ["10", "77", "77"]
     assert advantages(batch) == [-1.0, 1.0, 1.0]
     plain = only(open_source(slime_dump(tmp_path / "6.pt", 6)))[1]
-    assert list(plain["rollout_label"]) == ["index/0", "index/1"]  # no other sample's rollout_id
+    assert plain["rollout_id"].tolist() == [0, 1]
+    samples[0]["rollout_id"] = None
+    mixed = only(open_source(slime_dump(tmp_path / "7.pt", 7, samples)))[1]
+    assert list(mixed["rollout_label"]) == ["index/10", "77", "77"]  # no other sample's rollout_id
 
 
 def test_slime_removed_samples_have_an_empty_loss_mask_and_lost_ones_may_lack_columns(tmp_path):
@@ -146,8 +150,8 @@ def test_verl_keys_are_taken_apart_from_the_right(tmp_path):
     rows = [verl_row(uid, s) for uid, s in zip(uids, [1.0, 3.0, 3.0, 0.0, 1.0], strict=True)]
     step, batch = only(open_source(write_lines(tmp_path / "7.jsonl", rows)))
     assert step == 7
-    assert batch["group_id"].tolist() == [0, 0, 0, 1, 1]
-    assert batch["rollout_id"].tolist() == [0, 1, 1, 2, 3]
+    assert in_order(batch["group_id"]) == [0, 0, 0, 1, 1]
+    assert in_order(batch["rollout_id"]) == [0, 1, 1, 2, 3]
     assert list(batch["group_label"]) == ["math_42"] * 3 + ["math_4"] * 2
     assert batch[MASK].tolist() == [[True]] * 5
     assert advantages(batch) == [-1.0, 1.0, 1.0, -0.5, 0.5]
@@ -158,8 +162,8 @@ def test_verl_without_a_uid_needs_to_be_told_and_sees_a_prompt_that_was_drawn_tw
     with pytest.raises(SourceError, match=r"7\.jsonl:1: a sample needs a group.*group_by='prompt'"):
         list(open_source(path))
     batch = only(open_source(path, group_by="prompt", group_size=4))[1]
-    assert batch["group_id"].tolist() == [0] * 4
-    assert batch["rollout_id"].tolist() == [0, 1, 2, 3]
+    assert in_order(batch["group_id"]) == [0] * 4
+    assert in_order(batch["rollout_id"]) == [0, 1, 2, 3]
     assert batch["expected_rollouts"].tolist() == [4] * 4
     with pytest.raises(
         SourceError, match=r"dispatched with 2 rollouts; found 4: .*Was its prompt drawn twice"
@@ -198,7 +202,7 @@ def test_trl_one_reward_function_is_one_reward(tmp_path):
     step, batch = only(open_source(tmp_path, group_by="prompt", group_size=2))
     assert step == 4
     assert rewards(batch) == [1.0, 0.0]
-    assert batch["advantage_logged"].tolist() == [0.5, -0.5]
+    assert batch["logged_advantage"].tolist() == [0.5, -0.5]
     assert list(batch["response_text"]) == ["assistant: 4", "assistant: 5"]
     assert advantages(batch) == [0.5, -0.5]
     with pytest.raises(SourceError, match=r"row 1: a sample needs a group"):
@@ -232,7 +236,7 @@ def test_verifiers_groups_are_examples_and_errors_failed(tmp_path):
     write_lines(tmp_path / "results.jsonl", rows)
     step, batch = only(open_source(tmp_path))
     assert step == 0
-    assert batch["group_id"].tolist() == [0, 0, 1, 1]
+    assert in_order(batch["group_id"]) == [0, 0, 1, 1]
     assert list(batch["group_label"])[2] == "math/1"
     assert batch["status"].tolist() == [Status.COMPLETED, Status.TRUNCATED, Status.FAILED, Status.COMPLETED]
     assert list(batch["response_text"]) == ["assistant: 4", "assistant: 4", "", "plain"]
@@ -267,7 +271,7 @@ def test_prime_rl_branches_are_segments_and_an_abandoned_compaction_is_out_of_th
     resumed = node(None, "user", [5], [False], semantic_parents=[{"node": 2, "type": "compaction"}])
     two = episode("g", "b", {"r": {"score": 3.0}}, trace={"nodes": [root, work, given_up, resumed, rest]})
     batch = only(open_source(write_lines(tmp_path / "traces.jsonl", [one, two])))[1]
-    assert batch["rollout_id"].tolist() == [0, 0, 1, 1]
+    assert in_order(batch["rollout_id"]) == [0, 0, 1, 1]
     assert batch["tokens", "full"].tolist() == [[1, 2, 3, 4], [0, 0, 5, 6]] * 2
     assert batch[MASK].int().tolist() == [[0, 0, 0, 0], [0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 0, 1]]
     assert advantages(batch) == [-1.0, -1.0, 1.0, 1.0]
@@ -330,12 +334,12 @@ def test_nemo_rl_rows_are_slices_of_one_and_end_at_their_length(tmp_path):
     step, batch = only(open_source(tmp_path, group_by="prompt", group_size=2))
     assert step == 12
     assert rewards(batch) == [1.0, 3.0, 5.0, 7.0]
-    assert batch["group_id"].tolist() == [0, 0, 1, 1]
+    assert in_order(batch["group_id"]) == [0, 0, 1, 1]
     assert batch["tokens", "full"][0].tolist() == [1, 2, 3, 4]
     assert batch[MASK].sum(1).tolist() == [2, 0, 2, 2]
     assert batch["log_probs", "full"][0, 2:].tolist() == [-1.0, -2.0]
-    assert batch["advantage_logged"][[0, 1, 3]].tolist() == [0.5] * 3
-    assert batch["advantage_logged"][2].isnan()
+    assert batch["logged_advantage"][[0, 1, 3]].tolist() == [0.5] * 3
+    assert batch["logged_advantage"][2].isnan()
     assert advantages(batch) == [-1.0, 1.0, -1.0, 1.0]
 
 
@@ -349,7 +353,7 @@ def test_open_instruct_groups_are_prompts_and_metadata_are_left_aside(tmp_path):
     source = open_source(tmp_path)
     (step, batch), (after, _) = list(source)
     assert (source.format, step, after) == ("open_instruct", 3, 4)
-    assert batch["group_id"].tolist() == [0, 0, 1, 1]
+    assert in_order(batch["group_id"]) == [0, 0, 1, 1]
     assert batch["status"].tolist() == [0, 0, 0, Status.TRUNCATED]
     assert batch["tokens", "full"][2].tolist() == [101, 101, 7, 8, 9]
     assert batch["log_probs", "full"][0, 2:].tolist() == [-1.0, -2.0, -3.0]
@@ -558,7 +562,7 @@ def test_a_uid_that_is_the_groups_own_has_to_be_said_to_be(tmp_path):
     with pytest.raises(SourceError, match=r"if it is the group's own.*group_by='uid'"):
         list(open_source(path, "verl"))
     ((_, batch),) = open_source(path, "verl", group_by="uid")
-    assert batch["group_id"].tolist() == [0, 0, 1]
+    assert in_order(batch["group_id"]) == [0, 0, 1]
     assert len(batch["rollout_id"].unique()) == 3
     with pytest.raises(ValueError, match="group_by='uid' is for the format verl"):
         open_source(write_lines(tmp_path / "a.jsonl", [{}]), "nemo_rl", group_by="uid")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import re
 
-import numpy as np
 import pytest
-import torch
 from busy import busy_batch, stages
 from command import headrace_here
 from composed import configure
@@ -16,7 +13,6 @@ from rich.console import Console
 
 from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
 from headrace.pipeline.tasks.compare import compare
-from headrace.pipeline.tasks.group_sizes import solve_rates, tabulate_group_sizes, uninformative
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import BatchError, LossWeight
 
@@ -82,49 +78,6 @@ def test_two_recipes_over_the_same_rollouts(dump, tmp_path):
         told(compare, configured("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
 
 
-def test_the_plan_by_hand(make_batch, tmp_path):
-    """Solve rates 0, ½ and 1, in groups of two: of G = 2 the middle one fails in half of all draws."""
-    pipeline = Pipeline({})
-    pipeline(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))
-    write_dump(make_report(pipeline), tmp_path)
-    share, text = told(tabulate_group_sizes, configured("plan", tmp_path, "plan.group_sizes=[2,4]"), tmp_path)
-    assert share == pytest.approx(2 / 3)
-    assert re.search(r"0\.25 to 0\.5 +1 +50% +12%", text)
-    assert re.search(r"all +3 +83% +71%", text)
-    assert re.search(r"informative +12 +14", text.replace("\n", " ")) or "12" in text
-
-
-def test_the_plan_goes_by_the_recipes_weights(make_batch, tmp_path):
-    """By weight 1.5 and 1.5, 0.5 and 0.5; only those of the first group are solved, and of both without."""
-    batch = make_batch([0.0] * 4, [0, 0, 1, 1])
-    batch["next", "reward"] = torch.tensor([[1.0, 1], [1, 1], [0, 1], [0, 1]])
-    write_dump(make_report(Pipeline({}).run(batch)), tmp_path)
-    words = ["pipeline.stages.collapse.columns=2"]
-    _, text = told(tabulate_group_sizes, configured("plan", tmp_path, *words), tmp_path)
-    assert not re.search(r"\n +0 +1 ", text)
-    words.append("pipeline.stages.collapse.weights=[1,0.5]")
-    _, text = told(tabulate_group_sizes, configured("plan", tmp_path, *words), tmp_path)
-    assert re.search(r"\n +0 +1 ", text)
-    wrong = configured("plan", tmp_path, "pipeline.stages.collapse.weights=[0.5]")
-    with pytest.raises(BatchError, match="step 0: each reward column needs a weight; got 1 for 2 columns"):
-        told(tabulate_group_sizes, wrong, tmp_path)
-
-
-def test_the_probability_by_its_definition():
-    rate = np.array([0.0, 0.3, 1.0])
-    draws = np.random.default_rng(0).random((20000, 3, 4)) < rate[:, None]
-    seen = (draws.all(-1) | ~draws.any(-1)).mean(0)
-    assert uninformative(rate, 4) == pytest.approx(seen, abs=0.02)
-
-
-def test_a_rollout_of_several_rows_is_solved_once(make_batch):
-    batch = make_batch([1.0, 1, 1, 0], [0] * 4, [0, 0, 0, 1])
-    rate, count = solve_rates(batch, 1.0)
-    assert (rate.tolist(), count.tolist()) == ([0.5], [2])
-    batch["status"] = torch.tensor([0, 0, 0, 3])
-    assert solve_rates(batch, 1.0)[0].tolist() == [1.0]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -152,7 +105,12 @@ def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):
 def test_the_command_trains_dumps_and_replays(tmp_path):
     small = ["train.steps=3", "sampler.prompts_per_batch=4", "policy.width=16", "policy.layers=1"]
     headrace_here(tmp_path, *small, "report.dump=parquet", "hydra.run.dir=run")
-    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    page = (tmp_path / "run" / "report.html").read_text()
+    step = json.loads(page.split('id="page-data">')[1].split("</script>")[0])["steps"][-1]
+    assert all(label.endswith(" backwards?") for label in step["groups"]["label"])
+    assert any(text["start"] for text in step["rows"]["response"])
     words = ["pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.collapse.reward=sum"]
     shown = headrace_here(tmp_path, "task=replay", "source.path=run/rollouts", *words, "hydra.run.dir=again")
     assert "where the rows of 3 steps went" in shown.stdout
+    again = (tmp_path / "again" / "report.html").read_text()
+    assert f'"response":{json.dumps(step["rows"]["response"], separators=(",", ":"))}' in again

@@ -95,13 +95,14 @@ def label_key(key: NestedKey) -> NestedKey:
 
 @contextmanager
 def labels_in_errors(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Iterator[None]:
-    """Where ids of the batch are text, errors raised inside say the labels in place of their numbers."""
+    """Where ids of the batch are text, or were, errors inside say the labels in place of their numbers."""
     try:
         yield
     except BatchError as err:
         names: dict[str, str] = {}
         with suppress(BatchError):  # what the ids themselves lack is what was raised
-            for labels in filter(None, (labels_of(batch, key) for key in keys)):
+            for key in keys:
+                labels = labels_of(batch, key) or labels_of(batch, label_key(key)) or []
                 numbers = as_ids(labels, "id").tolist()
                 names |= {str(n): repr(label) for n, label in zip(numbers, labels, strict=True)}
         if names:

@@ -1,29 +1,45 @@
 """Reports of what happened to a batch, printed, logged, dumped and drawn on a page."""
 
+from .advisories import Advisory, advise, verdict
 from .comparison import Comparison
 from .dump import report_table, write_dump
 from .folder import ReportFolder
+from .gradient_share import gradient_cosine, gradient_share
 from .html import render_page, write_page
 from .loggers import log_report
 from .page_data import page_data
+from .responses import Decode, decoder_of
 from .shared_tokens import SharedTokens, count_shared_tokens, tree_words
 from .step import StepReport, make_report
-from .terminal import print_report, show_report
+from .symptoms import Symptom, symptoms
+from .terminal import print_report, show_advisories, show_report
+from .user_turn import last_user_turn
 
 __all__ = [
+    "Advisory",
     "Comparison",
+    "Decode",
     "ReportFolder",
     "SharedTokens",
     "StepReport",
+    "Symptom",
+    "advise",
     "count_shared_tokens",
+    "decoder_of",
+    "gradient_cosine",
+    "gradient_share",
+    "last_user_turn",
     "log_report",
     "make_report",
     "page_data",
     "print_report",
     "render_page",
     "report_table",
+    "show_advisories",
     "show_report",
+    "symptoms",
     "tree_words",
+    "verdict",
     "write_dump",
     "write_page",
 ]

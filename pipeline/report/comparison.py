@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from headrace.transforms import BatchError
 
+from .gradient_share import gradient_cosine, gradient_share
 from .step import StepReport
+
+MOVERS = 8  # groups whose share moves most
+
+
+class Mover(NamedTuple):
+    """A group of a step, and its two shares of the step's gradient."""
+
+    step: int
+    group: int
+    first: float
+    second: float
 
 
 @dataclass
 class Comparison:
     """Sums over steps, from which :attr:`numbers` and :attr:`shares` follow.
 
-    A row's share of the gradient is |advantage| · weight · tokens, divided by the sum over all rows of the
-    step: its share if the gradients of all tokens were equally long.
+    A row's share of the gradient is that of :func:`gradient_share`.
 
     Attributes:
         names: of the two recipes.
@@ -28,6 +41,8 @@ class Comparison:
         flips: rows whose advantages differ in their sign.
         moments: (6,) n, Σx, Σy, Σx², Σy², Σxy of the two advantages.
         moved: sum over steps of the share of the gradient that goes to another group.
+        cosines: of steps at which both train something, that of what rows weigh (:func:`gradient_cosine`).
+        movers: the groups whose share differs most, of all steps.
         shares: by table (``segments`` of the rollout, ``tokens`` of the row, ``prompt``), by line, (3,): the
             two shares of the gradient and the number of rows, summed over steps.
     """
@@ -41,6 +56,8 @@ class Comparison:
     flips: int = 0
     moments: np.ndarray = field(default_factory=lambda: np.zeros(6))
     moved: float = 0.0
+    cosines: list[float] = field(default_factory=list)
+    movers: list[Mover] = field(default_factory=list)
     shares: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
 
     @property
@@ -49,8 +66,8 @@ class Comparison:
 
         ``rows``; ``trained_by_both``, ``trained_only_by_first``, ``trained_only_by_second``; of the rows that
         have an advantage under both ``correlation`` (Pearson's), ``differ`` (by more than float32 rounding)
-        and ``sign_flips``; and ``gradient_moved``, the share of the gradient that goes to another group,
-        ½ Σ |s₁ − s₂|, a mean over steps.
+        and ``sign_flips``; and as means over steps ``gradient_moved``, the share of the gradient that goes
+        to another group, ½ Σ |s₁ − s₂|, and ``gradient_cosine``, of what rows weigh in the two gradients.
         """
         n, x, y, xx, yy, xy = self.moments
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -64,6 +81,7 @@ class Comparison:
             "differ": float(self.differ),
             "sign_flips": float(self.flips),
             "gradient_moved": self.moved / max(self.steps, 1),
+            "gradient_cosine": float(np.mean(self.cosines)) if self.cosines else float("nan"),
         }
 
     def add(self, first: StepReport, second: StepReport) -> None:
@@ -87,17 +105,27 @@ class Comparison:
         self.flips += int((differ & (a * b < 0)).sum())
         sums = (known.sum(), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
         self.moments = self.moments + np.array(sums, dtype=float)
-        share = [_share(report, which) for report, which in zip((first, second), trained, strict=True)]
-        groups = first.columns.get("group_id", np.zeros(len(first), int))
-        _, group = np.unique(groups, return_inverse=True)
-        by_group = [np.bincount(group.reshape(-1), weights) for weights in share]
-        self.moved += float(np.abs(by_group[0] - by_group[1]).sum() / 2)
+        share = [gradient_share(report.columns) for report in (first, second)]
+        if np.isfinite(cosine := gradient_cosine(first.columns, second.columns)):
+            self.cosines.append(cosine)
+        self._move(first, share)
         for table, labels in _labels(first).items():
             lines = self.shares.setdefault(table, {})
             distinct, index = np.unique(labels, return_inverse=True)
             totals = [np.bincount(index.reshape(-1), weights) for weights in (*share, np.ones(len(labels)))]
             for label, line in zip(distinct, np.stack(totals, 1), strict=True):
                 lines[str(label)] = lines.get(str(label), np.zeros(3)) + line
+
+    def _move(self, report: StepReport, share: Sequence[np.ndarray]) -> None:
+        """Add how far the shares (N,) of the two move from group to group, and which groups' most."""
+        ids = report.columns.get("group_id", np.zeros(len(report), int))
+        groups, index = np.unique(ids, return_inverse=True)
+        one, other = (np.bincount(index.reshape(-1), weights, len(groups)) for weights in share)
+        self.moved += float(np.abs(one - other).sum() / 2)
+        most = np.argsort(-np.abs(one - other), kind="stable")[:MOVERS]
+        found = [Mover(report.step, int(groups[k]), float(one[k]), float(other[k])) for k in most]
+        moved = [mover for mover in found if mover.first != mover.second]
+        self.movers = sorted(self.movers + moved, key=lambda m: -abs(m.first - m.second))[:MOVERS]
 
 
 def _check(first: StepReport, second: StepReport) -> None:
@@ -112,14 +140,6 @@ def _check(first: StepReport, second: StepReport) -> None:
 
 def _column(report: StepReport, name: str) -> np.ndarray:
     return report.columns.get(name, np.full(len(report), np.nan))
-
-
-def _share(report: StepReport, trained: np.ndarray) -> np.ndarray:
-    """(N,) each row's share of the step's gradient; 0 everywhere where nothing is trained."""
-    weight, tokens = _column(report, "loss_weight"), report.columns.get("tokens", np.ones(len(report)))
-    weight = np.where(np.isfinite(weight), weight, 1.0)
-    size = np.where(trained, np.abs(np.nan_to_num(_column(report, "advantage"))) * weight * tokens, 0.0)
-    return size / (size.sum() or 1.0)
 
 
 def _labels(report: StepReport) -> dict[str, np.ndarray]:

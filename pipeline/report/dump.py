@@ -17,7 +17,7 @@ from .step import StepReport
 from .whole_file import write_whole
 
 SCHEMA_VERSION = 1
-FLOATS = ("reward", "rollout_reward", "advantage", "loss_weight", "advantage_by_row")
+FLOATS = ("reward", "rollout_reward", "advantage", "loss_weight", "advantage_by_row", "logged_advantage")
 # A replay needs the reward that the row was collected with; the report's `reward` is that of its rollout.
 REPORT_COLUMNS = {"reward": "collected_reward", "rollout_reward": "reward"}
 
@@ -36,12 +36,14 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     ``rollout_reward``                                       float64     of the rollout, as compared
     ``advantage``, ``loss_weight``                           float64
     ``advantage_by_row``                                     float64     if each row were a rollout
+    ``logged_advantage``                                     float64     of the dump that was replayed
     ``status``, ``reason``, ``action``                       string      ``trained``, or ``stage/reason``
     ``tokens``                                               int64       in the loss, as collected
     ``policy_version``, ``expected_rollouts``                int64
     ``minibatch``, ``microbatch``, ``rank``                  int64       where it was trained
     ``carried_in``                                           int64       1: a row of an earlier step
-    ``prompt``, ``response``                                 string      decoded text, where there is any
+    ``prompt``, ``response``, ``ground_truth``               string      decoded text, where there is any
+    ``group_label``, ``rollout_label``                       string      the ids as text, where they were text
     ======================================================= =========== =====================================
 
     The schema's metadata has ``headrace.schema`` (the version of this table), ``headrace.recipe`` (the

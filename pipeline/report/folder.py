@@ -2,102 +2,187 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from headrace.pipeline.composing import ConfigError
+from headrace.pipeline.printable import printable
+
+from .advisories import READ, Advice, Advisory, advice_at
 from .dump import write_dump
 from .html import write_page
 from .page_data import page_data
+from .page_schema import PageRun
+from .run_facts import now, versions
 from .step import StepReport
+from .thinned import Thinned
+
+POINTS = 500  # most steps of the curves, so that a page of a long run is as quick to write and to read
+SHARE = 0.02  # of the time, at most, goes into writing the page while the run goes on
 
 
 class ReportFolder:
-    """Take reports step by step; write a file per step, and at the end one page.
+    """Take reports step by step; write a file per step, and a page that grows with the run.
 
-    The page has curves over all steps, and shows `steps` of them at most: the first, the last, and some in
-    between, evenly spread.
+    The page has curves over all steps (of more than 500, over some, evenly spread), and shows `steps` of them
+    at most: the first, the last, and some in between. Open it at once: until :meth:`close` it is live, which
+    is to say that it loads itself anew. A ``with`` statement closes it however the loop ends.
 
     Args:
-        folder: where ``report.html`` and the folder ``rollouts/`` go.
+        folder: where ``report.html`` and the folder ``rollouts/`` go; made where it does not exist.
         title: of the page.
         steps: most steps that the page shows, ≥ 2.
         dump: ``parquet`` or ``jsonl`` files of every step; None: none.
         page: whether to write the page.
-        config: the resolved configuration, as YAML, for the files' metadata.
+        every: seconds, ≥ 0, between two writings of the page, and more where they would take above 2 % of the
+            time; None: it is written at the end alone.
+        config: the resolved configuration, as YAML, for the page and the files' metadata.
+        words: overrides that were typed, for the page.
         versus: two recipes' names, where `advantage_by_row` of the reports is the advantage of the second.
 
     Raises:
-        ValueError: `steps` below 2, or another `dump`.
+        ValueError: `steps` below 2, `every` below 0, or another `dump`.
         FileExistsError: the folder has a dump already.
+
+    Example:
+        >>> import tempfile
+        >>> from tensordict import TensorDict
+        >>> from headrace.pipeline import Pipeline, ReportFolder, make_report
+        >>> pipeline, batch = Pipeline({}), TensorDict({"rollout_id": [4, 5]}, batch_size=[2])
+        >>> with tempfile.TemporaryDirectory() as path, ReportFolder(path, title="my run") as folder:
+        ...     for step in range(3):  # your loop
+        ...         run = pipeline.run(batch)
+        ...         folder.add(make_report(run, step=step))
+        ...     sorted(file.name for file in folder.folder.iterdir())
+        ['report.html']
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Path,
         *,
-        title: str,
+        title: str = "a run",
         steps: int = 20,
         dump: Literal["parquet", "jsonl"] | None = None,
         page: bool = True,
+        every: float | None = 5.0,
         config: str | None = None,
+        words: Sequence[str] = (),
         versus: Sequence[str] | None = None,
     ):
         if steps < 2:
             raise ValueError(f"steps must be ≥ 2; got {steps}")
+        if every is not None and not every >= 0:
+            raise ValueError(f"every must be seconds ≥ 0, or null for the end alone; got {every!r}")
         if dump not in (None, "parquet", "jsonl"):
             raise ValueError(f"dump must be 'parquet', 'jsonl' or null; got {dump!r}")
+        folder = Path(folder)
         if dump is not None and (old := sorted((folder / "rollouts").glob("step_*"))):
             raise FileExistsError(
                 f"a dump is of one training or replay; {folder / 'rollouts'} has {len(old)} files of "
                 f"another, {old[0].name} the first: take another folder (hydra.run.dir=...), or remove them"
             )
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
-        self.config, self.versus = config, versus
-        self.history: list[tuple[int, dict[str, float]]] = []
-        self._kept: list[StepReport] = []
-        self._every = 1
-        self._last: StepReport | None = None
+        self.every, self.config, self.words, self.versus = every, config, words, versus
+        self._began, self._due = now(), 0.0
+        self._kept: Thinned[StepReport] = Thinned(steps)
+        self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
+        self._read: list[tuple[int, Mapping[str, float]]] = []  # what rules read of all steps
+        self._advice: dict[int, Advice] = {}  # of the steps shown, up to each
 
     @classmethod
     def configured(cls, config: DictConfig, folder: Path, *, title: str) -> ReportFolder:
         """The folder that ``report:`` of a composed configuration describes.
 
         Args:
-            config: composed; its YAML goes into the files' metadata.
+            config: composed; its YAML goes onto the page and into the files' metadata.
             folder: as for the class.
             title: as for the class.
+
+        Raises:
+            ConfigError: a setting that the class refuses.
         """
-        return cls(
-            folder,
-            title=title,
-            steps=config.report.steps,
-            dump=config.report.dump,
-            page=config.report.html,
-            config=OmegaConf.to_yaml(config, resolve=True),
-        )
+        try:
+            return cls(
+                folder,
+                title=title,
+                steps=config.report.steps,
+                dump=config.report.dump,
+                page=config.report.html,
+                every=config.report.every,
+                config=OmegaConf.to_yaml(config, resolve=True),
+                words=HydraConfig.get().overrides.task if HydraConfig.initialized() else (),
+            )
+        except ValueError as err:
+            raise ConfigError(f"report.{err}") from err
+
+    def __enter__(self) -> ReportFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def verdict(self) -> str:
+        """Whether the reward rises, as far as the last step."""
+        return self._advice_at_last()[0]
+
+    @property
+    def advisories(self) -> list[Advisory]:
+        """What is worth a look at the last step (:func:`advise`)."""
+        return self._advice_at_last()[1]
 
     def add(self, report: StepReport) -> None:
-        """Take the report of the next step."""
+        """Take the report of the next step; write the page, where that is due."""
         if self.dump is not None:
             write_dump(report, self.folder / "rollouts", format=self.dump, config=self.config)
-        if len(self.history) % self._every == 0:
-            self._kept.append(report)
-            if len(self._kept) >= self.steps:  # drop every other one, and from now on keep half as many
-                self._kept, self._every = self._kept[::2], 2 * self._every
-        self.history.append((report.step, dict(report.numbers)))
-        self._last = report
+        self._kept.add(report)
+        self._curves.add((report.step, dict(report.numbers)))
+        self._read.append((report.step, {key: report.numbers[key] for key in READ if key in report.numbers}))
+        if self.page and self.every is not None and time.monotonic() >= self._due:
+            began = time.monotonic()
+            self._write(live=max(self.every, 1.0))
+            ended = time.monotonic()
+            self._due = ended + max(self.every, (ended - began) / SHARE)
 
     def close(self) -> Path | None:
-        """Write the page, and return its path; None where no page is written."""
-        if not self.page:
-            return None
-        kept = list(self._kept)
-        if self._last is not None and (not kept or self._last is not kept[-1]):
-            kept.append(self._last)
+        """Write the page of a run that is over, and return its path; None where no page is written."""
+        return self._write(live=None) if self.page else None
+
+    def _write(self, *, live: float | None) -> Path:
+        reports = self._kept.all()
+        advice = {report.step: self._advice.get(report.step) or self._advice_of(report) for report in reports}
+        self._advice = advice
+        data = page_data(reports, title=self.title, history=self._curves.all(), advice=advice)
+        data["run"] = self._facts(live)
+        if self.versus is not None:
+            data["versus"] = list(self.versus)
         path = self.folder / "report.html"
-        data = page_data(kept, title=self.title, history=self.history)
-        write_page(data if self.versus is None else data | {"versus": list(self.versus)}, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_page(data, path)
         return path
+
+    def _facts(self, live: float | None) -> PageRun:
+        return {
+            "began": self._began,
+            "written": now(),
+            "live": live,
+            "versions": versions(),
+            "words": [printable(word) for word in self.words],
+            "config": None if self.config is None else printable(self.config, keep="\n"),
+        }
+
+    def _advice_of(self, report: StepReport) -> Advice:
+        return advice_at(report.numbers, [point for point in self._read if point[0] <= report.step])
+
+    def _advice_at_last(self) -> Advice:
+        reports = self._kept.all()
+        return self._advice_of(reports[-1]) if reports else ("No step was recorded.", [])

@@ -21,6 +21,17 @@ class Left(NamedTuple):
     rollouts: int | None
     groups: int | None
     tokens: int | None
+    rollouts_in_part: int | None = None
+    """Others that lost a row for this reason: they stay, or are counted under another."""
+    groups_in_part: int | None = None
+    """The same of groups."""
+
+    @property
+    def in_part(self) -> str:
+        """``parts of 3 rollouts and 2 groups``, or nothing where only whole ones left."""
+        named = {"rollout": self.rollouts_in_part, "group": self.groups_in_part}
+        words = [f"{count:,} {name}{'s'[: count != 1]}" for name, count in named.items() if count]
+        return f"parts of {' and '.join(words)}" if words else ""
 
 
 class Level(NamedTuple):
@@ -87,23 +98,49 @@ def _left(
     left = before & ~after
     with_code = columns["reason"] == code
 
-    def units(key: str) -> int | None:
+    def units(key: str) -> tuple[int | None, int | None]:
         if key not in columns:
-            return None
+            return None, None
         ids = columns[key]
         gone, first = np.unique(ids[left], return_index=True)
         wholly = ~np.isin(gone, ids[after])
         # One whose rows left for two reasons is counted under the reason of its first row.
-        return int((wholly & with_code[left][first]).sum())
+        whole = int((wholly & with_code[left][first]).sum())
+        return whole, len(np.unique(ids[with_code])) - whole
 
+    (rollouts, some_rollouts), (groups, some_groups) = units("rollout_id"), units("group_id")
     return Left(
         reason=names[code].rpartition("/")[2],
         action=actions[code],
         rows=int(with_code.sum()),
-        rollouts=units("rollout_id"),
-        groups=units("group_id"),
+        rollouts=rollouts,
+        groups=groups,
         tokens=_tokens(columns, with_code),
+        rollouts_in_part=some_rollouts,
+        groups_in_part=some_groups,
     )
+
+
+def left_numbers(levels: Sequence[Level], names: Sequence[str]) -> dict[str, float]:
+    """Rollouts and groups that left, by reason: ``rollouts/out/<stage>/<reason>``, as ``out/…`` has rows.
+
+    Args:
+        levels: of :func:`funnel`.
+        names: ``stage/reason`` by code; code 0 is trained.
+
+    Example:
+        >>> gone = Left("failed", "dropped", rows=2, rollouts=1, groups=0, tokens=None)
+        >>> left_numbers([Level("gate", 4, 3, 2, None, [gone])], ["trained", "gate/failed"])
+        {'rollouts/out/gate/failed': 1.0, 'groups/out/gate/failed': 0.0}
+    """
+    known = {f"{level.name}/{left.reason}": left for level in levels for left in level.out}
+    numbers = {}
+    for unit in ("rollouts", "groups"):
+        if levels and getattr(levels[0], unit) is not None:
+            for name in names[1:]:
+                count = getattr(known[name], unit) if name in known else 0
+                numbers[f"{unit}/out/{name}"] = float(count)
+    return numbers
 
 
 def _tokens(columns: Columns, rows: np.ndarray) -> int | None:

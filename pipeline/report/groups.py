@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from headrace.transforms import Status
@@ -19,7 +21,8 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
 
     Returns:
         (R,) `group`, `rollout`, `row` (its first), `segments`, `reward`, `advantage` (of its first
-        row with one), `trained` (whether a row of it is), `lost` (failed or aborted),
+        row with one), `trained` (whether a row of it is), `lost` (failed or aborted), `truncated`
+        (whether a row of it is), `tokens` (in the loss, of all its rows, as collected; 0 unknown),
         `reason` (the code of its first row, 0 if any is trained), `staleness` (versions behind the
         newest, -1 unknown).
 
@@ -35,7 +38,8 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     counted = columns.get("counted", np.ones(len(ids))) != 0
     stays = 2 * (columns["reason"] == 0) + counted  # a rollout is what is trained of it, else what counts
     status = columns.get("status")
-    lost = np.zeros(len(first), bool) if status is None else _any(rollout, np.isin(status, LOST), len(first))
+    status = np.full(len(ids), -1) if status is None else status
+    tokens = np.maximum(columns.get("tokens", np.zeros(len(ids), int)), 0)
     return {
         "group": columns["group_id"][first] if "group_id" in columns else np.full(len(first), -1),
         "rollout": ids[first],
@@ -45,7 +49,9 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
         "advantage": _first_known(rollout, columns.get("advantage"), stays, len(first)),
         "counted": _any(rollout, counted, len(first)),
         "trained": trained,
-        "lost": lost,
+        "lost": _any(rollout, np.isin(status, LOST), len(first)),
+        "truncated": _any(rollout, status == Status.TRUNCATED, len(first)),
+        "tokens": np.bincount(rollout, tokens, len(first)).astype(int),
         "reason": np.where(trained, 0, columns["reason"][first]),
         "staleness": _greatest(rollout, staleness_of(columns), len(first)),
     }
@@ -74,7 +80,7 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
     group_of = group[each["row"]]  # (R,) the group of each rollout
     present = ~each["lost"]
     counted = np.bincount(group_of, present, size).astype(int)
-    scored = present & each["counted"] & np.isfinite(each["reward"])
+    scored = has_reward(each)
     reward = np.where(scored, each["reward"], 0.0)
     number = np.bincount(group_of, scored, size)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -82,9 +88,7 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
         squares = np.bincount(group_of, np.where(scored, (each["reward"] - mean[group_of]) ** 2, 0.0), size)
         std = np.where(number > 1, np.sqrt(squares / np.maximum(number - 1, 1)), np.nan)
     low, high = _extremes(group_of[scored], each["reward"][scored], size)
-    equal = low == high
-    if each_reward and "rewards" in columns:
-        equal = _each_equal(columns["rewards"][each["row"]], scored, group_of, size)
+    equal = _each_equal(compared_values(columns, each, each_reward=each_reward), scored, group_of, size)
     expected = columns["expected_rollouts"][first] if "expected_rollouts" in columns else np.full(size, -1)
     if group_size is not None:
         expected = np.where(expected < 0, group_size, expected)
@@ -103,6 +107,34 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
         "zero_variance": (number > 1) & equal,
         "staleness": _greatest(group, staleness_of(columns), size),
     }
+
+
+def has_reward(rollouts: Columns) -> np.ndarray:
+    """(R,) bool: rollouts in the statistics that have a reward and neither failed nor were aborted."""
+    return ~rollouts["lost"] & rollouts["counted"] & np.isfinite(rollouts["reward"])
+
+
+def compared_values(columns: Columns, rollouts: Columns, *, each_reward: bool = True) -> np.ndarray:
+    """(R, K) what is compared of each rollout: its reward, or each of several; NaN: none."""
+    if each_reward and "rewards" in columns:
+        return columns["rewards"][rollouts["row"]]
+    return rollouts["reward"][:, None]
+
+
+def widest_first(groups: Mapping[str, np.ndarray]) -> np.ndarray:
+    """(G,) indices of groups, those first of which most is to be learnt: by the spread of their rewards.
+
+    Args:
+        groups: of :func:`groups_of`. Groups of equal rewards come late, those of one reward last; of two that
+            spread alike the smaller id comes first.
+
+    Example:
+        >>> groups = {"id": np.array([7, 8, 9]), "reward_std": np.array([0.0, np.nan, 0.5])}
+        >>> widest_first(groups).tolist()
+        [2, 0, 1]
+    """
+    spread = np.nan_to_num(groups["reward_std"], nan=-1.0)
+    return np.lexsort((groups["id"], -spread))
 
 
 def staleness_of(columns: Columns) -> np.ndarray:

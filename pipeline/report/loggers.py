@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from .step import StepReport
+from .page_texts import shortened
+from .step import StepReport, rows_to_read
+
+ROLLOUTS = 200  # of the table: trackers keep one of every step
+COLUMNS = ["group", "rollout", "prompt", "response", "reward", "advantage", "length", "status", "reason"]
 
 
 def log_report(logger: Any, report: StepReport, *, prefix: str = "", table: bool = False) -> None:
-    """Log all numbers of a report, and where the tracker has tables, its groups.
+    """Log all numbers of a report, and where the tracker has tables, its groups and rollouts.
 
     Args:
         logger: TorchRL's ``CSVLogger``, ``TensorboardLogger``, ``WandbLogger``, ``MLFlowLogger``,
             ``TrackioLogger``, or anything with ``log_scalar(name, value, step=...)``.
         report: of the step, whose number is logged with them.
         prefix: before each name, ``"pipeline/"`` say.
-        table: log the table of groups too, where the tracker has tables (wandb, trackio, mlflow); others
-            get the numbers alone.
+        table: log tables too, ``groups`` and ``rollouts`` (:func:`rollout_rows`), where the tracker has
+            any (wandb, trackio, mlflow); others get the numbers alone.
 
     Example:
         >>> from tensordict import TensorDict
@@ -33,7 +38,8 @@ def log_report(logger: Any, report: StepReport, *, prefix: str = "", table: bool
     for name, value in report.numbers.items():
         logger.log_scalar(f"{prefix}{name}", value, step=report.step)
     if table:
-        _log_table(logger, f"{prefix}groups", report)
+        for name, (columns, rows) in {"groups": group_rows(report), "rollouts": rollout_rows(report)}.items():
+            _log_table(logger, f"{prefix}{name}", report.step, columns, rows)
 
 
 def group_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
@@ -42,17 +48,49 @@ def group_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
     if not groups:
         return ["group"], []
     names = ["group", *(name for name in groups if name not in ("id", "row"))]
-    columns: list[Sequence[Any]] = [groups["id"].tolist(), *(groups[name].tolist() for name in names[1:])]
-    prompts = report.texts.get("prompt")
-    if prompts is not None:
+    columns: list[Sequence[Any]] = [
+        report.ids("group", groups["row"]),
+        *(groups[name].tolist() for name in names[1:]),
+    ]
+    if "prompt" in report.texts:
         names.insert(1, "prompt")
-        columns.insert(1, [prompts[row] for row in groups["row"]])
+        columns.insert(1, [report.asked(row) for row in groups["row"]])
     return names, [list(row) for row in zip(*columns, strict=True)]
 
 
-def _log_table(logger: Any, name: str, report: StepReport) -> None:
+def rollout_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
+    """The table of rollouts: the names of its columns, and a list of Python values per rollout.
+
+    ``group``, ``rollout``, ``prompt`` (its last user turn), ``response`` (its segments one after the other),
+    ``reward``, ``advantage``, ``length`` (tokens in the loss mask), ``status`` and ``reason``: ``trained``,
+    or ``stage/reason``. They are 200 rollouts at most, those of the groups first whose rewards spread most,
+    and texts of at most 4,000 characters, as on the page.
+    """
+    each, statuses, responses = report.rollouts, report.statuses, report.texts.get("response")
+    columns = report.columns
+    ids = columns.get("rollout_id", columns["row"]).tolist()
+    rows_of: dict[int, list[int]] = {}
+    for row in rows_to_read(report).tolist():
+        rows_of.setdefault(ids[row], []).append(row)
+    place = {rollout: at for at, rollout in enumerate(each["rollout"].tolist())}
+    table = []
+    for rollout, rows in list(rows_of.items())[:ROLLOUTS]:
+        at, asked = place[rollout], report.asked(rows[0])
+        line: list[Any] = [int(each["group"][at]), rollout, None if asked is None else shortened(asked)]
+        line.append(None if responses is None else shortened("\n\n".join(responses[row] for row in rows)))
+        line += [_or_none(each[name][at]) for name in ("reward", "advantage")]
+        line.append(int(columns["tokens"][rows].sum()) if "tokens" in columns else None)
+        line.append(None if statuses is None else statuses[rows[-1]])
+        table.append([*line, report.names[each["reason"][at]]])
+    return COLUMNS, table
+
+
+def _or_none(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _log_table(logger: Any, name: str, step: int, names: list[str], rows: list[list[Any]]) -> None:
     kinds = {kind.__name__ for kind in type(logger).__mro__}
-    names, rows = group_rows(report)
     if "WandbLogger" in kinds:
         import wandb
 
@@ -62,11 +100,9 @@ def _log_table(logger: Any, name: str, report: StepReport) -> None:
         import trackio
         from pandas import DataFrame
 
-        logger.experiment.log(
-            {name: trackio.Table(dataframe=DataFrame(rows, columns=names))}, step=report.step
-        )
+        logger.experiment.log({name: trackio.Table(dataframe=DataFrame(rows, columns=names))}, step=step)
     elif "MLFlowLogger" in kinds:
         import mlflow
 
         columns = {column: [row[i] for row in rows] for i, column in enumerate(names)}
-        mlflow.log_table(columns, f"{name}_{report.step}.json")
+        mlflow.log_table(columns, f"{name}_{step}.json")

@@ -75,13 +75,13 @@ def funnel_html(caption: str, levels: Sequence[Level]) -> str:
 def report_html(
     caption: str,
     levels: Sequence[Level],
-    warnings: Sequence[str],
+    advice: Sequence[str],
     groups: Mapping[str, np.ndarray],
     numbers: Mapping[str, float],
 ) -> str:
-    """A report: the funnel, warnings, groups, and behind a click its numbers."""
+    """A report: the funnel, what is worth a look, groups, and behind a click its numbers."""
     parts = [funnel_html(caption, levels)]
-    parts += [f"<p>warning: {shown_text(line)}</p>" for line in warnings]
+    parts += [f"<p>{shown_text(line)}</p>" for line in advice]
     parts += [columns_html(groups, "Groups")] if groups else []
     values = [[name, shown_value(value)] for name, value in numbers.items()]
     listed = table("", ["number", "value"], values, numeric={1})

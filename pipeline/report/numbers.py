@@ -8,6 +8,9 @@ from functools import partial
 import numpy as np
 
 from .funnel import Columns
+from .gradient_share import gradient_share
+
+AGREE = 1e-4  # advantages no further apart are the same: they are logged in float32, or rounded
 
 
 def numbers_of(
@@ -17,6 +20,11 @@ def numbers_of(
 
     ======================================= =================================================================
     ``frac_reward_zero_std``                share of groups of two or more whose rewards are all equal (TRL)
+    ``groups/informative``                  share of groups of two or more whose rewards differ
+    ``groups/incomplete``                   share of groups with fewer counted rollouts than were dispatched,
+                                            of those of which that is known
+    ``groups/largest_gradient_share``       greatest share of a group of the step's gradient
+                                            (:func:`gradient_share`)
     ``group_size/mean``, ``min``, ``max``   counted rollouts per group
     ``solve_none``, ``solve_all``           share of groups none, or all, of whose rollouts reach `solved`
     ``solve_partial``                       share of the others (prime-rl, SkyRL's pass statistics)
@@ -26,7 +34,10 @@ def numbers_of(
     ``advantages/fraction_zero``            share of trained rollouts with an advantage of exactly 0
     ``staleness/mean``, ``staleness/max``   versions behind the newest, over rollouts
     ``fan_out/mean``, ``fan_out/max``       rows per rollout
+    ``rollouts/truncated``, ``lost``        share of rollouts that were cut off; that failed or were aborted
+    ``response_length/mean``, ``max``       tokens in the loss per rollout, of all its rows, as collected
     ``tokens/mean``, ``tokens/max``         tokens in the loss per row, as collected
+    ``logged_advantage/…``                  how far a dump's advantages are from ours (:func:`logged_numbers`)
     ======================================= =================================================================
 
     Args:
@@ -52,12 +63,42 @@ def numbers_of(
     if len(effective):
         numbers["advantages/fraction_zero"] = float((effective == 0).mean())
     if groups:
-        numbers |= _group_numbers(groups, solved)
+        numbers |= _group_numbers(groups, solved) | _largest_share(columns)
+    if "status" in columns and len(rollouts["lost"]):
+        numbers |= {f"rollouts/{name}": float(rollouts[name].mean()) for name in ("truncated", "lost")}
+    if "tokens" in columns:
+        numbers |= _statistics("response_length", rollouts["tokens"], ("mean", "max"))
     stale = rollouts["staleness"][rollouts["staleness"] >= 0]
     numbers |= _statistics("staleness", stale, ("mean", "max"))
     numbers |= _statistics("fan_out", rollouts["segments"], ("mean", "max"))
     numbers |= _statistics("tokens", columns.get("tokens", np.empty(0)), ("mean", "max"))
-    return numbers
+    return numbers | logged_numbers(columns)
+
+
+def logged_numbers(columns: Columns) -> dict[str, float]:
+    """How far logged advantages are from ours; nothing where no row has both.
+
+    Args:
+        columns: (N,) by name, ``logged_advantage`` and ``advantage``.
+
+    Returns:
+        ``logged_advantage/rows`` that have both, ``max_difference``, ``mean_difference`` (absolute), and
+        ``agree``, the share within 1e-4.
+
+    Example:
+        >>> columns = {"logged_advantage": np.array([1.0, -1.0]), "advantage": np.array([1.0, -0.5])}
+        >>> logged_numbers(columns)["logged_advantage/max_difference"]
+        0.5
+    """
+    if not {"logged_advantage", "advantage"} <= set(columns):
+        return {}
+    apart = np.abs(columns["logged_advantage"] - columns["advantage"])
+    apart = apart[np.isfinite(apart)]
+    if not len(apart):
+        return {}
+    found = {"rows": len(apart), "max_difference": apart.max(), "mean_difference": apart.mean()}
+    found["agree"] = (apart <= AGREE).mean()
+    return {f"logged_advantage/{name}": float(value) for name, value in found.items()}
 
 
 def _group_numbers(groups: Mapping[str, np.ndarray], solved: float) -> dict[str, float]:
@@ -65,12 +106,24 @@ def _group_numbers(groups: Mapping[str, np.ndarray], solved: float) -> dict[str,
     compared = groups["rollouts"] > 1
     if compared.any():
         numbers["frac_reward_zero_std"] = float(groups["zero_variance"][compared].mean())
+        differ = np.isfinite(groups["reward_std"]) & ~groups["zero_variance"]
+        numbers["groups/informative"] = float(differ[compared].mean())
+    if (dispatched := groups["expected"] >= 0).any():
+        numbers["groups/incomplete"] = float((~groups["complete"])[dispatched].mean())
     scored = np.isfinite(groups["reward_max"])
     if scored.any():
         none, every = groups["reward_max"][scored] < solved, groups["reward_min"][scored] >= solved
         numbers |= {"solve_none": float(none.mean()), "solve_all": float(every.mean())}
         numbers["solve_partial"] = float((~none & ~every).mean())
     return numbers
+
+
+def _largest_share(columns: Columns) -> dict[str, float]:
+    share = gradient_share(columns)
+    if not share.any():
+        return {}
+    _, group = np.unique(columns["group_id"], return_inverse=True)
+    return {"groups/largest_gradient_share": float(np.bincount(group.reshape(-1), share).max())}
 
 
 def _statistics(name: str, values: np.ndarray, which: tuple[str, ...]) -> dict[str, float]:

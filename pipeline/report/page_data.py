@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 
 from headrace.pipeline.printable import printable
 
 from . import funnel
-from .page_schema import Groups, PageData, PageLevel, Rows, Step
-from .step import StepReport
+from .advisories import Advice, Advisory, History, advice_at
+from .gradient_share import gradient_share
+from .groups import widest_first
+from .page_schema import Groups, PageData, PageLevel, PageSymptom, Rows, Step
+from .page_texts import LABEL, PAGE_TEXTS, PageTexts, fitting_texts
+from .step import StepReport, rows_to_read
+from .symptoms import Symptom, symptoms
 
 GROUPS, ROWS = 200, 5000  # on a page, per step; with more a browser becomes slow
 
@@ -20,17 +25,22 @@ def page_data(
     reports: Sequence[StepReport],
     *,
     title: str,
-    history: Sequence[tuple[int, Mapping[str, float]]] | None = None,
+    history: History | None = None,
+    advice: Mapping[int, Advice] | None = None,
 ) -> PageData:
     """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
 
-    Of a step with more than 200 groups, or 5000 rows, the page shows the first groups; its funnel and its
-    numbers are those of all rows.
+    Of a step with more than 200 groups, or 5000 rows, the page shows the groups whose rewards spread most;
+    its funnel and its numbers are those of all rows. All its prompts and responses take 3 MB at most, which
+    the steps share evenly: again the groups first that spread most. Of a text with more than 4,000
+    characters, and of a response by token with more than 500, it has the beginning and the end, and says how
+    much is left out.
 
     Args:
         reports: of the steps that can be chosen on the page.
         title: of the page.
         history: (step, numbers) of all steps, for the curves; None: those of the reports.
+        advice: verdict and advisories by step; None: they follow from the history up to it.
 
     Example:
         >>> page_data([], title="GRPO")["steps"]
@@ -38,33 +48,51 @@ def page_data(
     """
     points = [(report.step, report.numbers) for report in reports] if history is None else history
     names = dict.fromkeys(name for _, numbers in points for name in numbers)
+    if advice is None:
+        advice = {
+            report.step: advice_at(report.numbers, [point for point in points if point[0] <= report.step])
+            for report in reports
+        }
+    fired = dict.fromkeys(each.name for _, advisories in advice.values() for each in advisories)
+    known = [symptoms()[name] for name in fired if name in symptoms()]
     return {
         "title": printable(title),
         "recipe": [{"name": name, "text": text} for name, text in (reports[0].recipe if reports else ())],
-        "steps": [_step(report) for report in reports],
+        "steps": [_step(report, PAGE_TEXTS // len(reports), *advice[report.step]) for report in reports],
         "curve_steps": [step for step, _ in points],
         "curves": {name: [numbers.get(name) for _, numbers in points] for name in names},
+        "symptoms": [_symptom(symptom) for symptom in known],
     }
 
 
-def _step(report: StepReport) -> Step:
+def _step(report: StepReport, room: int, verdict: str, advisories: Sequence[Advisory]) -> Step:
     groups = report.groups
     total = len(groups["id"]) if groups else 0
-    shown = min(total, GROUPS)
-    while shown > 1 and groups["segments"][:shown].sum() > ROWS:
-        shown -= 1
-    rows = np.arange(len(report))[:ROWS]
+    rows = rows_to_read(report)
+    shown = np.empty(0, np.int64)
     if groups:
-        rows = np.flatnonzero(np.isin(report.columns["group_id"], groups["id"][:shown]))
+        order = widest_first(groups)[:GROUPS]
+        fits = np.cumsum(groups["segments"][order]) <= ROWS
+        fits[:1] = True
+        shown = np.sort(order[fits])
+        rows = rows[np.isin(report.columns["group_id"][rows], groups["id"][shown])]
+    rows = rows if groups else rows[:ROWS]
+    texts = fitting_texts(report, rows.tolist(), room)
     return {
         "step": report.step,
         "funnel": [_level(level) for level in report.funnel],
-        "shown": {"groups": shown, "of": total},
-        "groups": _groups(report, shown),
-        "rows": _rows(report, rows),
+        "shown": {"groups": len(shown), "of": total},
+        "groups": _groups(report, shown, texts),
+        "rows": _rows(report, np.sort(rows), texts),
         "numbers": report.numbers,
-        "warnings": [printable(line) for line in report.warnings],
+        "verdict": printable(verdict),
+        "advisories": [{"name": each.name, "text": printable(each.text)} for each in advisories],
     }
+
+
+def _symptom(symptom: Symptom) -> PageSymptom:
+    remedies = [each._asdict() for each in symptom.remedies]
+    return cast(PageSymptom, symptom._asdict() | {"remedies": remedies})
 
 
 def _level(level: funnel.Level) -> PageLevel:
@@ -72,15 +100,16 @@ def _level(level: funnel.Level) -> PageLevel:
     return cast(PageLevel, level._asdict() | {"out": [left._asdict() for left in level.out]})
 
 
-def _groups(report: StepReport, shown: int) -> Groups:
-    prompts = report.texts.get("prompt")
-
+def _groups(report: StepReport, shown: np.ndarray, texts: PageTexts) -> Groups:
     def column(name: str) -> np.ndarray:
-        return report.groups[name][:shown] if report.groups else np.empty(0)
+        return report.groups[name][shown] if report.groups else np.empty(0)
 
+    asked = [report.asked(row) for row in column("row").tolist()]
     return {
-        "id": column("id").tolist(),
-        "label": [None if prompts is None else printable(prompts[row], keep="\n\t") for row in column("row")],
+        "id": _ids(report, "group", column("row").astype(int)),
+        "label": [None if text is None else printable(_short(text)) for text in asked],
+        "asked": [texts.asked.get(row) for row in column("row").tolist()],
+        "prompt": [texts.prompts.get(row) for row in column("row").tolist()],
         "rollouts": column("rollouts").tolist(),
         "expected": _or_none(column("expected")),
         "reward_mean": _or_none(column("reward_mean")),
@@ -91,7 +120,7 @@ def _groups(report: StepReport, shown: int) -> Groups:
     }
 
 
-def _rows(report: StepReport, rows: np.ndarray) -> Rows:
+def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> Rows:
     columns: Mapping[str, np.ndarray] = report.columns
 
     unknown: list = [None] * len(rows)
@@ -99,27 +128,41 @@ def _rows(report: StepReport, rows: np.ndarray) -> Rows:
     def column(name: str) -> list:
         return _or_none(columns[name][rows]) if name in columns else unknown
 
-    def ids(name: str) -> list:
-        return columns[name][rows].tolist() if name in columns else rows.tolist()
-
     statuses = report.statuses or ["completed"] * len(report)
     return {
         "row": rows.tolist(),
-        "group": columns["group_id"][rows].tolist() if "group_id" in columns else [0] * len(rows),
-        "rollout": ids("rollout_id"),
+        "group": _ids(report, "group", rows) if "group_id" in columns else [0] * len(rows),
+        "rollout": _ids(report, "rollout", rows) if "rollout_id" in columns else rows.tolist(),
         "reward": column("reward"),
         "rewards": [_or_none(each) for each in columns["rewards"][rows]] if "rewards" in columns else unknown,
         "advantage": column("advantage"),
         "advantage_by_row": column("advantage_by_row"),
         "tokens": column("tokens"),
         "weight": column("loss_weight"),
+        "share": gradient_share(columns)[rows].tolist(),
+        "other_share": column("other_share"),
         "status": [statuses[row] for row in rows.tolist()],
         "reason": ["" if code == 0 else report.names[code] for code in columns["reason"][rows].tolist()],
         "staleness": _or_none(report.staleness[rows]),
         "minibatch": column("minibatch"),
         "microbatch": column("microbatch"),
         "rank": column("rank"),
+        "response": [texts.responses.get(row) for row in rows.tolist()],
+        "by_token": [texts.tokens.get(row) for row in rows.tolist()],
     }
+
+
+def _ids(report: StepReport, unit: Literal["group", "rollout"], rows: np.ndarray) -> list[int | str]:
+    """Ids as a person knows them; text as it can be printed."""
+    if len(rows) == 0:
+        return []
+    return [printable(each) if isinstance(each, str) else each for each in report.ids(unit, rows)]
+
+
+def _short(text: str) -> str:
+    """In one line, with a mark where it goes on."""
+    line = " ".join(text.split())
+    return line if len(line) <= LABEL else f"{line[: LABEL - 1]}…"
 
 
 def _or_none(values: np.ndarray) -> list:

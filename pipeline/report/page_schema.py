@@ -26,6 +26,8 @@ class PageLeft(TypedDict):
     rollouts: int | None  # that left with their last row
     groups: int | None  # that left with their last row
     tokens: int | None  # of the rows that left
+    rollouts_in_part: int | None  # others that lost rows: they stay, or are counted under another reason
+    groups_in_part: int | None  # the same of groups
 
 
 class PageLevel(TypedDict):
@@ -46,11 +48,30 @@ class Shown(TypedDict):
     of: int  # in the step
 
 
+class PageText(TypedDict):
+    """A text, or what the page has of it."""
+
+    start: str  # the whole, or its beginning
+    missing: int  # characters left out behind that
+    end: str  # what comes behind those
+
+
+class PageTokens(TypedDict):
+    """A response token by token, from the first in the loss to the last, or what the page has of it."""
+
+    texts: list[str] | None  # of each token
+    values: dict[str, list[float | None]]  # by name, a number a token
+    at: int  # behind how many of them some are left out
+    missing: int  # how many
+
+
 class Groups(TypedDict):
     """The table of groups."""
 
-    id: list[int]  # the group
-    label: list[str | None]  # its prompt
+    id: list[int | str]  # the group; its label, where it has one
+    label: list[str | None]  # the last user turn of its prompt, cut
+    asked: list[PageText | None]  # that turn, where the page has room for it
+    prompt: list[PageText | None]  # its prompt, where that is more
     rollouts: list[int]  # its rollouts that neither failed nor were aborted
     expected: list[int | None]  # its rollouts when it was dispatched
     reward_mean: list[float | None]  # over its rollouts
@@ -64,20 +85,59 @@ class Rows(TypedDict):
     """The table of rows."""
 
     row: list[int]  # the row's index in the batch
-    group: list[int]  # its group
-    rollout: list[int]  # its rollout
+    group: list[int | str]  # its group, as in the table of groups
+    rollout: list[int | str]  # its rollout; its label, where it has one
     reward: list[float | None]  # of its rollout
     rewards: list[list[float | None] | None]  # its own, where there are several: what the reward is a sum of
     advantage: list[float | None]  # as trained; a mean over tokens, where it is per token
     advantage_by_row: list[float | None]  # if each row were a rollout, or under the other recipe of `versus`
     tokens: list[int | None]  # in the loss mask
     weight: list[float | None]  # loss weight
+    share: list[float | None]  # of the step's gradient: |advantage| · loss weight · tokens, over the sum
+    other_share: list[float | None]  # the same under the other recipe of `versus`
     status: list[str]  # how its rollout ended
     reason: list[str]  # `stage/reason` if it left the loss, else empty
     staleness: list[int | None]  # policy versions behind the newest in the batch
     minibatch: list[int | None]  # index
     microbatch: list[int | None]  # index within its minibatch and rank
     rank: list[int | None]  # index
+    response: list[PageText | None]  # as text, where the page has room for it
+    by_token: list[PageTokens | None]  # the same with numbers, where tokens have any
+
+
+class PageAdvisory(TypedDict):
+    """Something to look at, at a step."""
+
+    name: str  # of its symptom
+    text: str  # a sentence, with the number
+
+
+class PageRemedy(TypedDict):
+    """Something to do about a symptom."""
+
+    text: str  # what
+    words: str  # to type; empty: none
+
+
+class PageSymptom(TypedDict):
+    """What is known of a symptom."""
+
+    name: str  # by which advisories call it
+    title: str  # in words
+    shows: str  # the number that shows it
+    means: str  # why that is
+    remedies: list[PageRemedy]  # what to do
+
+
+class PageRun(TypedDict):
+    """The run that the page is of."""
+
+    began: str  # UTC, ISO 8601
+    written: str  # when the page was written, the same
+    live: float | None  # seconds after which there may be a newer page; None: the run is over
+    versions: dict[str, str]  # of headrace and what it stands on, by name
+    words: list[str]  # overrides that were typed
+    config: str | None  # resolved, as YAML
 
 
 class Step(TypedDict):
@@ -89,7 +149,8 @@ class Step(TypedDict):
     groups: Groups  # those shown
     rows: Rows  # of the groups shown
     numbers: dict[str, float]  # the metrics of all its rows, by name
-    warnings: list[str]  # a line for each number that is below what was set for it
+    verdict: str  # whether the reward rises, as far as this step
+    advisories: list[PageAdvisory]  # most urgent first
 
 
 class PageJudgement(TypedDict):
@@ -127,6 +188,8 @@ class PageDataRequired(TypedDict):
 class PageData(PageDataRequired, total=False):
     """The data of the page of a training, a replay, a comparison or certificates."""
 
+    symptoms: list[PageSymptom]  # of the advisories
+    run: PageRun  # when it began, and how
     versus: list[str]  # two recipes: that of `advantage`, and that of `advantage_by_row`
     certificates: list[PageCertificate]  # of a page of certificates, which has no steps
 
@@ -166,6 +229,12 @@ def check_keys(value: Mapping[str, Any], schema: type, where: str) -> None:
             continue
         if is_typeddict(hint):
             check_keys(value[key], hint, f"{where}.{key}")
-        elif get_origin(hint) is list and is_typeddict(item := get_args(hint)[0]):
+        elif get_origin(hint) is list and (item := _schema_in(get_args(hint)[0])):
             for index, entry in enumerate(value[key]):
-                check_keys(entry, item, f"{where}.{key}[{index}]")
+                if entry is not None or item is get_args(hint)[0]:
+                    check_keys(entry, item, f"{where}.{key}[{index}]")
+
+
+def _schema_in(hint: Any) -> type | None:
+    """The TypedDict that a list holds, or holds beside None."""
+    return next((each for each in (hint, *get_args(hint)) if is_typeddict(each)), None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -13,16 +13,21 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.account import Account
 from headrace.pipeline.ledger import ledger_numbers
-from headrace.pipeline.row_table import strings
+from headrace.pipeline.row_table import RowTable, labels_of_ids, strings
 from headrace.transforms import Status
 from headrace.transforms.door import enter_rows
 
-from .funnel import Level, funnel
-from .groups import groups_of, rollouts_of, staleness_of
+from .advisories import Advisory, advise
+from .funnel import Level, funnel, left_numbers
+from .groups import groups_of, rollouts_of, staleness_of, widest_first
 from .notebook import ColumnTable, report_html
 from .numbers import numbers_of
+from .responses import Decode, TokenValues, texts_of_tokens, values_by_token
 from .shared_tokens import count_shared_tokens, linear_of
-from .warnings import warnings_of
+from .user_turn import last_user_turn
+
+BY_TOKEN = ("advantage", "importance_weight", "loss_weight")
+TOKENS_READ = 50_000  # of which each has its number in a report: what a page shows of many steps is less
 
 
 class HasAccount(Protocol):
@@ -45,10 +50,12 @@ class StepReport:
             own), `reward` (the rollout's, as the advantage saw it), `advantage` (a mean over tokens, where it
             is per token), `advantage_by_row` (what it would be if each row were a rollout), `loss_weight`,
             `tokens`, `status`, `policy_version`, `expected_rollouts`, `minibatch`, `microbatch`, `rank`,
-            `counted`. An unknown float is NaN, an unknown integer -1.
+            `counted`, `logged_advantage` (that of a dump). An unknown float is NaN, an unknown integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
         actions: what happened to those rows, by code.
-        texts: N strings by name, ``prompt`` and ``response``.
+        texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``group_label`` and
+            ``rollout_label`` where ids have labels that are not the ids themselves.
+        by_token: of some rows, those of the groups first whose rewards spread most, what each token has.
         group_size: rollouts that each group was dispatched with, if the gate says so.
         solved: least reward of a solved rollout.
         each_reward: whether of several rewards each is compared, and not the one that they add up to.
@@ -65,6 +72,7 @@ class StepReport:
     solved: float = 1.0
     each_reward: bool = True
     metrics: Mapping[str, float] = field(default_factory=dict)
+    by_token: Mapping[int, TokenValues] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.columns["reason"])
@@ -74,7 +82,14 @@ class StepReport:
         return f"StepReport(step={self.step}, {trained} of {len(self)} rows trained)"
 
     def _repr_html_(self) -> str:
-        return report_html(f"step {self.step}", self.funnel, self.warnings, self.groups, self.numbers)
+        return report_html(
+            f"step {self.step}", self.funnel, [a.text for a in self.advisories], self.groups, self.numbers
+        )
+
+    def ids(self, unit: Literal["group", "rollout"], rows: np.ndarray) -> list[int] | list[str]:
+        """The ids of rows as people know them: their labels, where the batch had some; else the numbers."""
+        labels = self.texts.get(f"{unit}_label")
+        return self.columns[f"{unit}_id"][rows].tolist() if labels is None else [labels[row] for row in rows]
 
     @cached_property
     def funnel(self) -> list[Level]:
@@ -91,6 +106,19 @@ class StepReport:
         """One entry per group; empty where the batch has no groups."""
         return ColumnTable(groups_of(self.columns, self.group_size, each_reward=self.each_reward))
 
+    def asked(self, row: int) -> str | None:
+        """What the user asked last in the prompt of a row (:func:`last_user_turn`); None: not known."""
+        prompts = self.texts.get("prompt")
+        return None if prompts is None else last_user_turn(prompts[row])
+
+    def first_of_group(self, row: int) -> int | None:
+        """The first row of a row's group; None where the batch has no groups."""
+        return self._first_rows.get(int(self.columns["group_id"][row])) if self.groups else None
+
+    @cached_property
+    def _first_rows(self) -> dict[int, int]:
+        return dict(zip(self.groups["id"].tolist(), self.groups["row"].tolist(), strict=True))
+
     @cached_property
     def staleness(self) -> np.ndarray:
         """(N,) versions behind the newest policy in the batch; -1 unknown."""
@@ -105,14 +133,15 @@ class StepReport:
         return [names.get(value, str(value)) for value in self.columns["status"].tolist()]
 
     @cached_property
-    def warnings(self) -> list[str]:
-        """A line for each number that is below what its stage was told to warn of (:func:`warnings_of`)."""
-        return warnings_of(self.metrics)
+    def advisories(self) -> list[Advisory]:
+        """What the numbers of this step alone advise to look at (:func:`advise`)."""
+        return advise(self.numbers)
 
     @cached_property
     def numbers(self) -> dict[str, float]:
         """The pipeline's metrics, and the statistics of a step (:func:`numbers_of`)."""
-        return {**self.metrics, **numbers_of(self.columns, self.rollouts, self.groups, self.solved)}
+        left = left_numbers(self.funnel, self.names)
+        return {**self.metrics, **left, **numbers_of(self.columns, self.rollouts, self.groups, self.solved)}
 
 
 def make_report(
@@ -122,8 +151,12 @@ def make_report(
     solved: float = 1.0,
     batch: TensorDictBase | None = None,
     parameters: float | None = None,
+    decode: Decode | None = None,
 ) -> StepReport:
     """The report of a run, or of the last batch of a pipeline. One device read, and two of a batch's tokens.
+
+    Of a run it has numbers by token too, where a recipe writes any, of the rows of which most is to be
+    learnt: those of at most 50,000 tokens. They, and texts out of tokens, take a few reads more.
 
     Args:
         processed: a :class:`Run`, or a :class:`Pipeline` after a batch.
@@ -132,6 +165,9 @@ def make_report(
         batch: what came in, to say what its rows would cost as trees (:class:`SharedTokens`); None, and
             where it has no tokens: nothing is said of that.
         parameters: of the model, for FLOPs; None: they are relative.
+        decode: from the ids of tokens to as many strings, ``lambda ids: [tokenizer.decode([id]) for id in
+            ids]``: prompts and responses of `batch`, else of the rows of a run that stay, where the batch has
+            no texts, and the texts of tokens; None: not known.
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
@@ -160,33 +196,78 @@ def make_report(
     columns["row"] = np.arange(rows)
     if (by_row := _advantage_by_row(account, columns)) is not None:
         columns["advantage_by_row"] = by_row
-    metrics |= _shared(account, batch, columns, left, parameters)
-    decoded = {name: strings(text, rows) for name, text in table.texts.items()}
-    return StepReport(
+    if batch is not None:
+        batch = enter_rows(batch, [], reader="make_report")
+        metrics |= _shared(account, batch, columns, left, parameters)
+    there: TensorDictBase | None = getattr(processed, "ungathered", None)  # a pipeline keeps no batch
+    report = StepReport(
         step=step,
         recipe=account.recipe,
         columns=columns,
         names=tuple(ledger.names),
         actions=tuple(ledger.actions),
-        texts={name: text for name, text in decoded.items() if text is not None},
+        texts=_texts(table, columns, there if batch is None else batch, decode),
         group_size=account.group_size,
         solved=solved,
         each_reward=account.each_reward,
         metrics=metrics,
     )
+    return report if there is None else replace(report, by_token=_by_token(report, table, there, decode))
+
+
+def _texts(
+    table: RowTable,
+    columns: Mapping[str, np.ndarray],
+    batch: TensorDictBase | None,
+    decode: Decode | None,
+) -> dict[str, Sequence[str]]:
+    """Texts of all rows, and labels of their ids: those that the batch had; texts else out of its tokens."""
+    found = {name: strings(text, table.rows) for name, text in table.texts.items()}
+    for unit in ("group", "rollout"):
+        if found.get(f"{unit}_label") is not None:
+            ids = columns.get(f"{unit}_id", np.empty(0)).tolist()
+            found[f"{unit}_label"] = labels_of_ids(found[f"{unit}_label"], ids)
+    texts = {name: text for name, text in found.items() if text is not None}
+    if decode is None or batch is None or {"prompt", "response"} <= set(texts):
+        return texts
+    return texts_of_tokens(batch, table.rows, decode, table.loss_mask_key) | texts
+
+
+def _by_token(
+    report: StepReport, table: RowTable, batch: TensorDictBase, decode: Decode | None
+) -> dict[int, TokenValues]:
+    """Of the rows that come first, as many as have so many tokens together."""
+    tokens = report.columns.get("tokens", np.zeros(len(report), np.int64))
+    rows = rows_to_read(report)
+    rows = rows[np.cumsum(tokens[rows]) <= TOKENS_READ]
+    keys = {name: key for name in BY_TOKEN for key in table.keys[name][:1]}
+    return values_by_token(batch, keys, rows.tolist(), table.loss_mask_key, decode)
+
+
+def rows_to_read(report: StepReport) -> np.ndarray:
+    """(N,) row numbers in the order in which they are worth reading: the groups first that spread widest.
+
+    Example:
+        >>> columns = {"group_id": np.array([4, 5, 5, 4]), "reward": np.array([1.0, 0, 1, 1])}
+        >>> columns["reason"] = np.zeros(4, int)
+        >>> rows_to_read(StepReport(0, (), columns, ("trained",), ("trained",))).tolist()
+        [1, 2, 0, 3]
+    """
+    if not report.groups:
+        return np.arange(len(report))
+    order = widest_first(report.groups)
+    place = {group: at for at, group in enumerate(report.groups["id"][order].tolist())}
+    return np.argsort([place[group] for group in report.columns["group_id"].tolist()], kind="stable")
 
 
 def _shared(
     account: Account,
-    batch: TensorDictBase | None,
+    batch: TensorDictBase,
     columns: Mapping[str, np.ndarray],
     left: np.ndarray,
     parameters: float | None,
 ) -> dict[str, float]:
     """What the rows of a batch that stay would cost as trees."""
-    if batch is None:
-        return {}
-    batch = enter_rows(batch, [], reader="make_report")
     ids = {name: columns[name][: len(batch)] for name in ("group_id", "rollout_id") if name in columns}
     counts = count_shared_tokens(batch, ids, ~left[: len(batch)])
     return counts.numbers(linear=linear_of(account.stages.values()), parameters=parameters)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-from rich.box import SIMPLE
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.printable import printable
 
+from .advisories import Advisory
+from .fitted_table import FittedColumn, FittedTable
 from .funnel import UNITS
+from .responses import Decode
 from .shared_tokens import tree_words
 from .step import HasAccount, StepReport, make_report
 
 GROUPS = 12  # lines of the table; the number of other groups is below it
 ROLLOUTS = 8  # rewards in a line
+PROMPT = 40  # letters of it at most
 
 
 def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
@@ -34,19 +38,24 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
         >>> pipeline = Pipeline({"collapse": None})
         >>> _ = pipeline(TensorDict({"rollout_id": [0, 1]}, batch_size=[2]))
         >>> Console(width=40).print(show_report(make_report(pipeline)))
-        step 0      rows   rollouts
-        ───────────────────────────
-        collected      2          2
-        trained        2          2
+        step 0     rows  rollouts
+        ─────────────────────────
+        collected     2         2
+        trained       2         2
     """
-    blocks: list[Table | Text] = [_funnel(report)]
+    blocks: list[FittedTable | Text] = [_funnel(report)]
     if report.groups:
         blocks += [Text(), _groups(report, groups)]
         if (more := len(report.groups["id"]) - groups) > 0:
             blocks.append(Text(f"and {more:,} groups more", style="dim"))
     blocks += [Text(), Text(words)] if (words := tree_words(report.numbers)) else []
-    blocks += [Text(f"warning: {printable(line)}", style="yellow") for line in report.warnings]
-    return Group(*blocks)
+    return Group(*blocks, *show_advisories(report.advisories))
+
+
+def show_advisories(advisories: Sequence[Advisory], verdict: str | None = None) -> list[Text]:
+    """A verdict, and a line for each advisory behind the name of its symptom."""
+    lines = [] if verdict is None else [Text(printable(verdict), style="bold")]
+    return lines + [Text(f"{each.name}: {printable(each.text)}", style="yellow") for each in advisories]
 
 
 def print_report(
@@ -56,6 +65,7 @@ def print_report(
     console: Console | None = None,
     solved: float = 1.0,
     batch: TensorDictBase | None = None,
+    decode: Decode | None = None,
 ) -> StepReport:
     """Make the report of a run or a pipeline (:func:`make_report`), print it, and return it.
 
@@ -65,57 +75,65 @@ def print_report(
         console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
         solved: least reward of a solved rollout.
         batch: what came in, to say what its rows would cost as trees; None: not looked at.
+        decode: from token ids to as many strings, for texts out of tokens; None: not known.
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
     """
-    report = make_report(processed, step=step, solved=solved, batch=batch)
+    report = make_report(processed, step=step, solved=solved, batch=batch, decode=decode)
     (console or Console()).print(show_report(report))
     return report
 
 
-def _funnel(report: StepReport) -> Table:
+def _funnel(report: StepReport) -> FittedTable:
     units = [unit for unit in UNITS if getattr(report.funnel[0], unit) is not None]
-    table = Table(box=SIMPLE, pad_edge=False, header_style="bold", padding=(0, 1), show_edge=False)
-    table.add_column(f"step {report.step}")
-    for unit in units:
-        table.add_column(unit, justify="right")
+    names = [FittedColumn(unit, right=True) for unit in units]
+    table = FittedTable([FittedColumn(f"step {report.step}", gives="wrap"), *names])
     levels = report.funnel
-    table.add_row("collected", *(_count(getattr(levels[0], unit)) for unit in units))
+    table.add("collected", *(_count(getattr(levels[0], unit)) for unit in units))
     for level in levels[1:]:
         for left in level.out:
-            words = Text(f"  {printable(level.name)}: {left.reason.replace('_', ' ')}, {left.action}")
-            table.add_row(words, *(_minus(getattr(left, unit)) for unit in units), style="dim")
-    table.add_row("trained", *(_count(getattr(levels[-1], unit)) for unit in units), style="bold")
+            name = f"{printable(level.name)}: {printable(left.reason).replace('_', ' ')}, {left.action}"
+            table.add(name, *(_minus(getattr(left, unit)) for unit in units), style="dim", indent=2)
+            if left.in_part:
+                table.add(left.in_part, *("" for _ in units), style="dim", indent=4)
+    table.add("trained", *(_count(getattr(levels[-1], unit)) for unit in units), style="bold")
     return table
 
 
-def _groups(report: StepReport, most: int) -> Table:
+def _groups(report: StepReport, most: int) -> FittedTable:
     groups, each = report.groups, report.rollouts
-    text = report.texts.get("prompt")
-    table = Table(box=SIMPLE, pad_edge=False, header_style="bold", padding=(0, 1), show_edge=False)
-    table.add_column("group", justify="right", no_wrap=True)
-    if text is not None:
-        table.add_column("prompt", max_width=18, no_wrap=True, overflow="ellipsis")
-    table.add_column("rollouts", justify="right", no_wrap=True)
-    table.add_column("rows", justify="right", no_wrap=True)
-    table.add_column("rewards", max_width=24, overflow="fold")
-    table.add_column("advantages", no_wrap=True)
-    table.add_column("left", overflow="fold")
+    asked = "prompt" in report.texts
+    prompt = [FittedColumn("prompt", gives="cut", leaves=3)] if asked else []
+    table = FittedTable(
+        [
+            FittedColumn("group", gives="cut", right=True),
+            *prompt,
+            FittedColumn("rollouts", right=True),
+            FittedColumn("rows", right=True, leaves=2),
+            FittedColumn("rewards", gives="wrap"),
+            FittedColumn("advantages", leaves=1),
+            FittedColumn("left", gives="wrap"),
+        ]
+    )
     worst = np.argsort((groups["trained"] >= groups["rollouts"]) & groups["complete"], kind="stable")
+    ids = report.ids("group", groups["row"])
     for g in worst[:most]:
         rollouts = np.flatnonzero(each["group"] == groups["id"][g])
         expected = groups["expected"][g]
-        size = f"{groups['rollouts'][g]}" + (f" of {expected}" if expected >= 0 else "")
-        cells = [str(groups["id"][g]), size, str(groups["segments"][g]), _values(each["reward"][rollouts])]
-        if text is not None:
-            cells.insert(1, printable(" ".join(text[groups["row"][g]].split())))
         credit = each["advantage"][rollouts]
         credit = credit[np.isfinite(credit)]
-        cells.append(f"{credit.min():+.2f} … {credit.max():+.2f}" if len(credit) else "–")
-        cells.append(_reasons(report, each["reason"][rollouts]))
-        trains = bool(groups["trained"][g])
-        table.add_row(*(Text(cell) for cell in cells), style="" if trains else "dim")
+        cells = [
+            f"{groups['rollouts'][g]}" + (f" of {expected}" if expected >= 0 else ""),
+            str(groups["segments"][g]),
+            _values(each["reward"][rollouts]),
+            f"{credit.min():+.2f} … {credit.max():+.2f}" if len(credit) else "–",
+            _reasons(report, each["reason"][rollouts]),
+        ]
+        if asked:
+            words = " ".join((report.asked(groups["row"][g]) or "").split())
+            cells.insert(0, printable(words)[:PROMPT])
+        table.add(printable(str(ids[g])), *cells, style="" if groups["trained"][g] else "dim")
     return table
 
 
@@ -134,9 +152,10 @@ def _values(values: np.ndarray) -> str:
 
 def _reasons(report: StepReport, codes: np.ndarray) -> str:
     distinct, counts = np.unique(codes[codes > 0], return_counts=True)
+    named = (printable(report.names[code]).rpartition("/") for code in distinct)
+    words = [f"{stage}: {reason.replace('_', ' ')}" for stage, _, reason in named]
     return ", ".join(
-        printable(report.names[code].replace("_", " ")) + (f" ×{count}" if count > 1 else "")
-        for code, count in zip(distinct, counts, strict=True)
+        word + (f" ×{count}" if count > 1 else "") for word, count in zip(words, counts, strict=True)
     )
 
 
@@ -145,4 +164,4 @@ def _count(value: int | None) -> str:
 
 
 def _minus(value: int | None) -> str:
-    return "" if not value else f"−{value:,}"
+    return "" if value is None else f"−{value:,}" if value else "0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +35,17 @@ def revision_prompts(asked: Tensor, draft: Tensor) -> Tensor:
     # A stable sort by "is a token" moves the padding to the left and leaves the tokens in order.
     order = (joined != PAD).long().sort(dim=1, stable=True).indices
     return joined.gather(1, order)[:, -PROMPT_LENGTH:]
+
+
+def token_texts(ids: Sequence[int]) -> list[str]:
+    """Each token as a reader may see it.
+
+    Example:
+        >>> "".join(token_texts([1, 2, ASK, 1, 2, END, REVISE, 2, 1, END]))
+        '12 backwards? 12. Again: 21.'
+    """
+    words = {PAD: "", END: ".", ASK: " backwards? ", REVISE: " Again: "}
+    return [words.get(token, str(token)) for token in ids]
 
 
 def graded(response: Tensor, answer: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torchrl.modules.distributions import LLMMaskedCategorical
 
 from headrace.transforms import logits_of_tokens, tree_mask
 
-from .digits import END, PAD, PROMPT_LENGTH, RESPONSE_LENGTH, VOCABULARY
+from .digits import END, PAD, PROMPT_LENGTH, RESPONSE_LENGTH, VOCABULARY, token_texts
 
 
 class Block(nn.Module):
@@ -48,10 +48,18 @@ class DigitPolicy(TensorDictModuleBase):
         heads: of its attention.
         layers: blocks.
         device: of the model.
+
+    Raises:
+        ValueError: a count below 1, or a width that the heads do not divide.
     """
 
     def __init__(self, *, width: int = 64, heads: int = 4, layers: int = 2, device: str | None = None):
         super().__init__()
+        for option, count in (("width", width), ("heads", heads), ("layers", layers)):
+            if count < 1:
+                raise ValueError(f"{option} must be an integer ≥ 1; got {count}")
+        if width % heads:
+            raise ValueError(f"width must be a multiple of heads; got {width} and {heads}")
         self.in_keys = [("tokens", "prompt")]
         self.out_keys = [
             ("tokens", "response"),
@@ -65,6 +73,8 @@ class DigitPolicy(TensorDictModuleBase):
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         self.to(device)
+
+    token_texts = staticmethod(token_texts)
 
     def logits(self, tokens: Tensor, there: Tensor, packed: TensorDictBase | None = None) -> Tensor:
         """(B, T, V): logits of the next token; PAD has none. `there` (B, T) bool marks real tokens.

@@ -5,6 +5,18 @@ from .malformed import SourceError
 from .open import Source, open_source
 from .reading import Reading
 from .registry import READERS, Format
+from .regrading import Regraded, regrade
 from .sample import Sample
 
-__all__ = ["READERS", "Format", "Reading", "Sample", "Source", "SourceError", "open_source", "to_batch"]
+__all__ = [
+    "READERS",
+    "Format",
+    "Reading",
+    "Regraded",
+    "Sample",
+    "Source",
+    "SourceError",
+    "open_source",
+    "regrade",
+    "to_batch",
+]

@@ -10,6 +10,7 @@ import torch
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
+from headrace.transforms import number_labels
 from headrace.transforms.errors import listing
 from headrace.transforms.rows import as_texts
 
@@ -29,8 +30,8 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     ====================================== ================= =============================================
     column                                  shape, dtype      where
     ====================================== ================= =============================================
-    ``group_id``, ``rollout_id``            (N,) int64        a number per label, by first appearance
-    ``group_label``, ``rollout_label``      N strings         the labels (:func:`label_text`)
+    ``group_id``, ``rollout_id``            (N,) int64        the dump's own, by :func:`label_ids`
+    ``group_label``, ``rollout_label``      N strings         the same as text (:func:`label_text`)
     ``("next", "reward")``                  (N, 1) float64    NaN where a lost row has none; (N, K) of K
     ``reward_names``                        K strings         where there are K, in order of the columns
     ``status``                              (N,) int64        :class:`~headrace.transforms.Status`
@@ -40,8 +41,9 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     ``("log_probs", "full")``               (N, T) float32    rows have them; NaN outside of the response
     ``("next", "policy_version")``          (N,) int64        rows have it
     ``expected_rollouts``                   (N,) int64        rows have it
-    ``advantage_logged``                    (N,) float32      rows have it
+    ``logged_advantage``                    (N,) float32      rows have it
     ``prompt_text``, ``response_text``      N strings         rows have them
+    ``ground_truth``                        N strings         all rows have it
     ====================================== ================= =============================================
 
     Args:
@@ -52,9 +54,9 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
             than expected; what :meth:`Sample.check` refuses. The message names the rows.
 
     Example:
-        >>> batch = to_batch([Sample("a", 0, 1.0, response="yes"), Sample("b", 1, 0.0, response="no")])
+        >>> batch = to_batch([Sample(3, 0, 1.0, response="yes"), Sample(5, 1, 0.0, response="no")])
         >>> batch["group_id"].tolist(), batch["next", "reward"].flatten().tolist()
-        ([0, 1], [1.0, 0.0])
+        ([3, 5], [1.0, 0.0])
     """
     rows = [sample.check() for sample in samples]
     if not rows:
@@ -62,9 +64,7 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     check_groups(rows)
     batch = TensorDict({}, batch_size=[len(rows)])
     for name in ("group", "rollout"):
-        labels = [getattr(row, name) for row in rows]
-        number = {label: i for i, label in enumerate(dict.fromkeys(labels))}
-        batch[f"{name}_id"] = torch.tensor([number[label] for label in labels])
+        batch[f"{name}_id"] = label_ids([getattr(row, name) for row in rows])
     batch["status"] = torch.tensor([int(row.status) for row in rows])
     _add_rewards(batch, rows)
     _add_tokens(batch, rows)
@@ -82,6 +82,32 @@ def label_text(label: Label) -> str:
     if not isinstance(label, tuple):
         return str(label)
     return "/".join(str(part).replace("\\", r"\\").replace("/", r"\/") for part in label)
+
+
+def label_ids(labels: Sequence[Label]) -> Tensor:
+    """Ids for the labels of a dump, which are the labels themselves where all of them are numbers.
+
+    Others are numbered by :func:`~headrace.transforms.number_labels`, alike in every step; by first
+    appearance where two labels are written alike (7 and ``"7"``), or one is empty.
+
+    Args:
+        labels: N labels.
+
+    Returns:
+        (N,) int64 ≥ 0.
+
+    Example:
+        >>> label_ids([12, 7, 12]).tolist(), label_ids(["7", 7]).tolist()
+        ([12, 7, 12], [0, 1])
+    """
+    distinct = list(dict.fromkeys(labels))
+    if all(type(label) is int for label in distinct):
+        return torch.tensor(labels, dtype=torch.int64)
+    texts = [label_text(label) for label in distinct]
+    written_alike = len(set(texts)) < len(distinct) or "" in texts
+    numbers = range(len(distinct)) if written_alike else number_labels(texts).tolist()
+    number = dict(zip(distinct, numbers, strict=True))
+    return torch.tensor([number[label] for label in labels])
 
 
 def check_groups(rows: Sequence[Sample]) -> None:
@@ -203,14 +229,21 @@ def _add_optional(batch: TensorDict, rows: Sequence[Sample]) -> None:
     if (expected := column(rows, "expected_rollouts", default=None)) is not None:
         batch["expected_rollouts"] = torch.tensor(expected)
     if (advantage := column(rows, "advantage", default=math.nan)) is not None:
-        batch["advantage_logged"] = torch.tensor(advantage, dtype=torch.float32)
+        batch["logged_advantage"] = torch.tensor(advantage, dtype=torch.float32)
 
 
 def _add_texts(batch: TensorDict, rows: Sequence[Sample]) -> None:
     """Labels and texts, last: they take longer than all else, and a row that is refused need not wait."""
-    texts = {name: column(rows, name, default="") for name in ("prompt", "response")}
+    texts = {f"{name}_text": column(rows, name, default="") for name in ("prompt", "response")}
+    if all(row.ground_truth is not None or row.lost for row in rows):  # else only some can be graded by it
+        texts["ground_truth"] = column(rows, "ground_truth", default="")
     for name in ("group", "rollout"):
-        batch[f"{name}_label"] = as_texts([label_text(getattr(row, name)) for row in rows])
-    for name, text in texts.items():
+        given = [getattr(row, f"{name}_label") for row in rows]
+        labels = [
+            label_text(getattr(row, name)) if text is None else text
+            for row, text in zip(rows, given, strict=True)
+        ]
+        batch[f"{name}_label"] = as_texts(labels)
+    for key, text in texts.items():
         if text is not None:
-            batch[f"{name}_text"] = as_texts(text)
+            batch[key] = as_texts(text)

@@ -20,6 +20,8 @@ from .sample import MAX_CELLS, MAX_TOKENS
 
 REQUIRED = ("step", "row", "group_id", "rollout_id", "reward")
 COUNTS = {"policy_version": ("next", "policy_version"), "expected_rollouts": "expected_rollouts"}
+TEXTS = {"prompt": "prompt_text", "response": "response_text"}
+TEXTS |= {name: name for name in ("group_label", "rollout_label", "ground_truth")}
 STATUSES = {status.name.lower(): status for status in Status}
 VERSION = "1"
 UNFINISHED = "/unfinished"  # the end of a gate's reason; who left for it is not there when it is replayed
@@ -98,12 +100,12 @@ def _batch(table: pa.Table, path: Path) -> TensorDict:
             batch[key] = torch.from_numpy(_integers(table, name, path))
     batch["masks", "all_assistant_mask"] = _loss_mask(table, path)
     if "advantage" in table.column_names:
-        batch["advantage_logged"] = torch.from_numpy(_floats(table, "advantage", path)).float()
-    for name in ("prompt", "response"):
+        batch["logged_advantage"] = torch.from_numpy(_floats(table, "advantage", path)).float()
+    for name, key in TEXTS.items():
         if name in table.column_names and table[name].null_count == 0:
             if not pa.types.is_string(table.schema.field(name).type):
                 raise SourceError(f"{path}: {name!r} must be text; found {table.schema.field(name).type}")
-            batch[f"{name}_text"] = as_texts(table[name].to_pylist())
+            batch[key] = as_texts(table[name].to_pylist())
     return batch
 
 

@@ -13,6 +13,7 @@ from .files import find_files, recognise
 from .malformed import Skipped, SourceError
 from .reading import Reading
 from .registry import READERS
+from .regrading import Grade, Regraded, regrade
 from .sample import MAX_ROWS, Sample
 
 
@@ -23,10 +24,12 @@ class Source:
         format: the format's name.
         files: in the order in which they are read.
         total_bytes: of all files, on disk.
+        regraded: what another grader has changed in this pass; None where there is none.
     """
 
-    def __init__(self, format: str, files: list[Path], options: Reading):
-        self.format, self.files, self._options = format, files, options
+    def __init__(self, format: str, files: list[Path], options: Reading, grade: Grade | None = None):
+        self.format, self.files, self._options, self._grade = format, files, options, grade
+        self.regraded: Regraded | None = None
         self.total_bytes = sum(file.stat().st_size for file in files)
         self._pass = options
 
@@ -50,8 +53,24 @@ class Source:
 
         Raises:
             SourceError: a malformed record where none may be skipped; a step that is smaller than the one
-                before, or continues in another file; columns that do not agree; no records at all.
+                before, or continues in another file; columns that do not agree; no records at all; rewards
+                of another grader that are not one for each rollout, or not finite.
         """
+        self.regraded = None if self._grade is None else Regraded()
+        for step, batch in self._batches():
+            yield (step, batch) if self._grade is None else (step, self._again(step, batch, self._grade))
+
+    def _again(self, step: int, batch: TensorDictBase, grade: Grade) -> TensorDictBase:
+        """The batch graded anew."""
+        try:
+            batch, changed = regrade(batch, grade)
+        except SourceError as err:
+            raise SourceError(f"step {step}: {err}") from err
+        self.regraded = (self.regraded or Regraded()).with_step(changed)
+        return batch
+
+    def _batches(self) -> Iterator[tuple[int, TensorDictBase]]:
+        """The batches, as the files have them."""
         reading = self._pass = self._options.restarted()
         rows: list[Sample] = []
         last, file = -1, self.files[0]
@@ -108,6 +127,7 @@ def open_source(
     reward_key: str | Sequence[str] | None = None,
     group_by: Literal["prompt", "uid"] | None = None,
     group_size: int | None = None,
+    regrade: Grade | None = None,
 ) -> Source:
     """Open training rollouts that a framework has dumped.
 
@@ -120,6 +140,8 @@ def open_source(
             ``uid`` reads verl's uid as the group's id, and each row as one rollout.
         group_size: rollouts that each group was dispatched with; written as ``expected_rollouts``. A group
             with more is an error.
+        regrade: grades each rollout by its texts (:func:`headrace.pipeline.sources.regrade`), in place of the
+            rewards that the dump has. The rows of a rollout share its reward.
 
     Returns:
         An iterable of ``(step, TensorDict [N])``, with the columns of :func:`to_batch`.
@@ -155,7 +177,10 @@ def open_source(
     files = find_files(path, READERS[name])
     skipped = Skipped(allowed=skip_bad)
     return Source(
-        name, files, Reading(reward_keys=keys, group_by=group_by, group_size=group_size, skipped=skipped)
+        name,
+        files,
+        Reading(reward_keys=keys, group_by=group_by, group_size=group_size, skipped=skipped),
+        regrade,
     )
 
 

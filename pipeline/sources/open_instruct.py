@@ -23,6 +23,7 @@ from .jsonl import read_jsonl
 from .reading import Reading
 from .record import Record
 from .sample import Sample
+from .text import read_json
 
 
 def read_open_instruct(path: Path, reading: Reading) -> Iterator[Sample]:
@@ -66,6 +67,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             rollout=record.whole("sample_idx"),
             reward=record.number("reward"),
             status=Status.COMPLETED if record.text("finish_reason") == "stop" else Status.TRUNCATED,
+            ground_truth=read_json(record, "ground_truth"),
             tokens=prompt + response,
             response_length=len(response),
             log_probs=record.numbers("logprobs", optional=True),

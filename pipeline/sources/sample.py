@@ -25,11 +25,14 @@ class Sample:
     Args:
         group: label of the group, unique within its step.
         rollout: label of the rollout, unique within its step; its segments share it.
+        group_label: text of the label, where `group` is a number that was made of it.
+        rollout_label: the same of the rollout.
         reward: None where there is none.
         rewards: two or more rewards by name, instead of `reward`; NaN for one that is missing.
         status: how the rollout ended.
         prompt: text.
         response: text.
+        ground_truth: what the response is graded by, as text.
         tokens: (L,) token ids of the whole sequence.
         loss_mask: (R,) over the response or (L,) over all tokens, 1 trains; None: all of the response.
         response_length: R, in tokens.
@@ -56,6 +59,7 @@ class Sample:
     status: Status = Status.COMPLETED
     prompt: str | None = None
     response: str | None = None
+    ground_truth: str | None = None
     tokens: list[int] | None = None
     loss_mask: list[int] | None = None
     response_length: int | None = None
@@ -66,6 +70,8 @@ class Sample:
     in_loss: bool = True
     expected_rollouts: int | None = None
     scored: bool = True
+    group_label: str | None = None
+    rollout_label: str | None = None
     record: Label | None = None
     where: str = "a sample"
 

@@ -12,7 +12,8 @@ A sample that is there twice cannot be told from two segments that are alike, an
 
 Two things are called ``rollout_id``: that of the file is the step, that of a sample is the rollout. Samples
 of one rollout share the latter; where it is not set, ``index`` is the rollout (slime's customization
-guide). Evaluations, ``eval_<n>`` in the file's name, are ignored in a folder.
+guide), written ``index/7`` where other samples have a ``rollout_id``. Evaluations, ``eval_<n>`` in the file's
+name, are ignored in a folder.
 
 The file is loaded with ``weights_only=True``: nothing in it is executed. That refuses dumps with NumPy
 arrays in them (routed experts of a mixture model), or bytes. Nor does a small file become a large batch: a
@@ -33,7 +34,7 @@ from .pickled import load_plain
 from .reading import Reading, parse_records
 from .record import Record, as_number, as_whole
 from .sample import Sample
-from .text import read_text
+from .text import read_json, read_text
 
 SHARED = 2**22  # items of lists: always allowed in a file; above it no more than the file has bytes
 # A pending rollout has not ended; under partial rollouts it continues in a later step.
@@ -53,15 +54,17 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
         SourceError: the file cannot be loaded without running code, or a record is not as documented.
     """
     try:
-        step, records = _load(path)
+        step, samples = _load(path)
     except SourceError as err:
         reading.skipped.note(err)
         return
+    records = (Record(data, f"{path}, sample {i}", i + 1) for i, data in enumerate(samples))
+    named = any(data.get("rollout_id") is not None for data in samples)
     items, most = 0, max(SHARED, path.stat().st_size)
 
     def parse(record: Record, reading: Reading) -> list[Sample]:
         nonlocal items
-        samples = parse_row(record, reading, step=step)
+        samples = parse_row(record, reading, step=step, named=named)
         items += sum(len(v or ()) for s in samples for v in (s.tokens, s.loss_mask, s.log_probs))
         if items > most:  # the lists of a pickle may be one list, and its tensors one tensor
             raise record.fail(f"the lists in a file of this size have at most {most} items", items)
@@ -70,24 +73,27 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
     yield from parse_records(records, reading, parse)
 
 
-def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
-    """The sample of one dict of the dump's ``samples``.
+def parse_row(record: Record, reading: Reading, *, step: int, named: bool) -> list[Sample]:
+    """The sample of one dict of the dump's ``samples``; `named`: some of them have a ``rollout_id``.
 
     Raises:
         SourceError: it is not as documented.
     """
     status = record.choice("status", STATUSES)
     rollout = record.label("rollout_id", optional=True)
+    if rollout is None:
+        rollout = ("index", record.label("index")) if named else record.label("index")
     reward, rewards = _rewards(record, reading.reward_key)
     return [
         Sample(
             group=record.label("group_index"),
-            rollout=("index", record.label("index")) if rollout is None else rollout,
+            rollout=rollout,
             reward=reward,
             rewards=rewards,
             status=status,
             prompt=read_text(record, "prompt", optional=True),
             response=record.text("response", optional=True),
+            ground_truth=read_json(record, "label"),
             tokens=record.wholes("tokens"),
             loss_mask=record.bits("loss_mask", optional=True),
             response_length=record.whole("response_length"),
@@ -101,7 +107,7 @@ def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
     ]
 
 
-def _load(path: Path) -> tuple[int, Iterator[Record]]:
+def _load(path: Path) -> tuple[int, list[dict[Any, Any]]]:
     dump = load_plain(path)
     if not isinstance(dump, dict):
         raise SourceError(f"{path}: a dump is a dict with rollout_id and samples; found {quote(dump)}")
@@ -113,7 +119,7 @@ def _load(path: Path) -> tuple[int, Iterator[Record]]:
         )
     if not isinstance(samples, list) or not samples or not all(isinstance(s, dict) for s in samples):
         raise SourceError(f"{path}: samples must be a list of dicts, at least one; found {quote(samples)}")
-    return step, (Record(data, f"{path}, sample {i}", i + 1) for i, data in enumerate(samples))
+    return step, samples
 
 
 def _rewards(record: Record, key: str | None) -> tuple[float | None, dict[str, float] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from .record import Record, as_text
@@ -23,6 +24,25 @@ def read_text(record: Record, key: str, *, optional: bool = False) -> str | None
     if isinstance(value, str):
         return record.text(key)
     return "\n".join(f"{m.text('role')}: {_content(m)}" for m in record.records(key))
+
+
+def read_json(record: Record, key: str) -> str | None:
+    """A string as it is, any other value as JSON; None where there is none.
+
+    Raises:
+        SourceError: a string that is no valid Unicode, or a value that JSON cannot hold.
+
+    Example:
+        >>> read_json(Record({"gts": ["4"]}, "a:1"), "gts"), read_json(Record({"gts": "4"}, "a:1"), "gts")
+        ('["4"]', '4')
+    """
+    value = record.get(key, optional=True)
+    if value is None or isinstance(value, str):
+        return record.text(key, optional=True)
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise record.fail(f"{key!r} must be text, or what JSON can hold", value) from None
 
 
 def _content(message: Record) -> str:

@@ -27,7 +27,7 @@ from .jsonl import read_jsonl
 from .reading import Reading
 from .record import Record
 from .sample import Sample
-from .text import read_text
+from .text import read_json, read_text
 
 MEASURED = frozenset({"timing", "generation_ms"})
 
@@ -58,6 +58,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             status=status,
             prompt=read_text(record, "prompt", optional=status is Status.FAILED),
             response=read_text(record, "completion", optional=status is Status.FAILED),
+            ground_truth=read_json(record, "answer"),
             step=reading.file,
             expected_rollouts=reading.group_size,
             record=_digest(record) if MEASURED & record.data.keys() else None,

@@ -22,6 +22,7 @@ from .jsonl import read_jsonl
 from .reading import Reading
 from .record import Record
 from .sample import Label, Sample
+from .text import read_json
 
 
 def read_verl(path: Path, reading: Reading) -> Iterator[Sample]:
@@ -56,6 +57,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             reward=record.number(reading.reward_key or "score"),
             prompt=prompt,
             response=record.text("output"),
+            ground_truth=read_json(record, "gts"),
             step=record.whole("step"),
             expected_rollouts=reading.group_size,
             record=None if reading.group_by == "uid" else uid,

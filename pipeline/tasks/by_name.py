@@ -18,8 +18,9 @@ from .certify import certify
 from .compare import compare
 from .group_sizes import tabulate_group_sizes
 from .replay import replay
+from .settings import check_types
 
-REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, FileExistsError)
+REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, OSError)
 TASKS = {"train": train, "replay": replay, "plan": tabulate_group_sizes}
 OF_RECIPES = {"compare": compare, "certify": certify}
 
@@ -31,7 +32,11 @@ def perform(config: DictConfig, output: Path, overrides: Sequence[str]) -> float
         config: as ``conf/config.yaml`` composes it.
         output: folder for what it writes.
         overrides: the words of the command line.
+
+    Raises:
+        ConfigError: a setting that is of another type than it must be.
     """
+    check_types(config)
     if config.task in OF_RECIPES:
         return OF_RECIPES[config.task](config, output, list(overrides))
     return TASKS[config.task](config, output)

@@ -10,13 +10,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from rich.text import Text
 
 from headrace.pipeline.certify import (
@@ -28,13 +24,25 @@ from headrace.pipeline.certify import (
     certify_recipe,
     count_outcomes,
 )
-from headrace.pipeline.composing import compose_config, suggest
+from headrace.pipeline.hints import suggest
 from headrace.pipeline.load import ConfigError
+from headrace.pipeline.nodes import build_node
 from headrace.pipeline.printable import printable
 from headrace.pipeline.report import page_data, write_page
+from headrace.pipeline.report.fitted_table import FittedColumn, FittedTable
 from headrace.pipeline.report.whole_file import write_whole
 
+from .recipes import recipe_nodes
+
 Found = Certificate | Refused
+RATIO = FittedColumn("ratio to the true gradient", gives="wrap")
+NUMBERS = [
+    FittedColumn("bias", right=True),
+    FittedColumn("cosine", right=True),
+    FittedColumn("variance", right=True, leaves=3),
+    FittedColumn("loss: scale", gives="wrap", right=True, leaves=2),
+    FittedColumn("loss: cosine", gives="wrap", right=True, leaves=1),
+]
 NOTHING: dict[str, Any] = {"ratio": (), **dict.fromkeys(("relative_bias", "cosine", "variance", "scale"))}
 
 
@@ -60,7 +68,7 @@ def certify(
     most = config.certify.most
     if type(most) is not int or most < 1:
         raise ConfigError(f"certify.most must be an integer ≥ 1; got {most}")
-    tasks, nodes = small_tasks(config), recipe_nodes(config, words)
+    tasks, nodes = small_tasks(config), chosen_recipes(config, words)
     cases = [(size, task, recipe) for size in group_sizes(config) for task in tasks for recipe in nodes]
     for size, task in product(group_sizes(config), tasks):
         with suppress(GroupSizeError):  # which the table says
@@ -117,30 +125,18 @@ def small_tasks(config: DictConfig) -> dict[str, SmallTask]:
             )
     made: dict[str, SmallTask] = {}
     for name in names:
-        try:
-            made[str(name)] = instantiate(nodes[name], _convert_="all")
-        except InstantiationException as err:
-            raise ConfigError(f"certify.tasks.{name}: {err.__cause__ or err}") from err
+        made[str(name)] = build_node(nodes[name], f"certify.tasks.{name}")
         if not isinstance(made[str(name)], SmallTask):
             raise ConfigError(f"certify.tasks.{name} must be a SmallTask, with a _target_; got {nodes[name]}")
     return made
 
 
-def recipe_nodes(config: DictConfig, words: Sequence[str]) -> dict[str, DictConfig]:
-    """The composed ``pipeline`` node of each recipe, by name.
-
-    Args:
-        config: composed.
-        words: overrides of the command line.
-    """
-    if not config.pipelines:
-        named = [word.partition("=")[2] for word in words if word.startswith("pipeline=")]
-        return {named[-1] if named else "grpo": config.pipeline}
-    starts = ("pipeline.", "hydra.searchpath=")
-    shared = [word for word in words if word.lstrip("+~").startswith(starts) or "@pipeline." in word]
-    return {
-        str(name): compose_config("load", f"pipeline={name}", *shared).pipeline for name in config.pipelines
-    }
+def chosen_recipes(config: DictConfig, words: Sequence[str]) -> dict[str, DictConfig]:
+    """The composed ``pipeline`` node of each recipe, by name: of several, or of the one that is composed."""
+    if config.pipelines:
+        return recipe_nodes(config.pipelines, words)
+    named = [word.partition("=")[2] for word in words if word.startswith("pipeline=")]
+    return {named[-1] if named else "grpo": config.pipeline}
 
 
 def on_page(found: Found) -> dict[str, Any]:
@@ -159,14 +155,10 @@ def show_certificates(found: Sequence[Found], console: Console) -> None:
     certificates = [each for each in found if isinstance(each, Certificate)]
     for task, size in dict.fromkeys((each.task, each.group_size) for each in certificates):
         here = [each for each in certificates if (each.task, each.group_size) == (task, size)]
-        title = f"{printable(task)}, groups of {size}, {here[0].outcomes:,} outcomes"
-        table = Table(title=title, title_justify="left", box=SIMPLE)
-        for name in ("recipe", "ratio to the true gradient"):
-            table.add_column(name)
-        for name in ("bias", "cosine", "variance", "loss: scale", "cosine"):
-            table.add_column(name, justify="right")
+        title = f"\n{printable(task)}, groups of {size}, {here[0].outcomes:,} outcomes"
+        table = FittedTable([FittedColumn("recipe"), RATIO, *NUMBERS], title)
         for each in here:
-            table.add_row(Text(printable(each.recipe)), *cells(each))
+            table.add(printable(each.recipe), *cells(each))
         console.print(table)
     refusals: dict[tuple[str, str], list[str]] = {}
     for refusal in found:

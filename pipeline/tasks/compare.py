@@ -10,19 +10,25 @@ from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from headrace.pipeline.load import ConfigError, load_pipeline
+from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.printable import printable
-from headrace.pipeline.report import Comparison, ReportFolder, StepReport, make_report
+from headrace.pipeline.report import Comparison, ReportFolder, StepReport, gradient_share, make_report
+from headrace.pipeline.report.fitted_table import FittedColumn, FittedTable
 from headrace.pipeline.report.whole_file import write_whole
 
+from .recipes import recipe_nodes
 from .source import at_step, each_step, open_configured
 
 LINES = 8  # of a table of shares: those that differ most
+PROMPT = 40  # letters of it at most
+LABELS = {"segments": "segments of the rollout", "tokens": "tokens of the row, at most"}
+SHARE = (
+    "A row's share of a step's gradient is |advantage| × loss weight × tokens in the loss, over the sum of "
+    "all rows."
+)
 
 
 def compare(
@@ -48,8 +54,7 @@ def compare(
     names = list(config.pipelines)
     if len(names) != 2:
         raise ConfigError(f"two recipes are compared: pipelines=[as/verl,grpo]; got {names}")
-    shared = [word for word in words if word.lstrip("+~").startswith("pipeline.") or "@pipeline." in word]
-    pipelines = [load_pipeline(f"pipeline={name}", *shared) for name in names]
+    pipelines = [build_pipeline(node) for node in recipe_nodes(names, words).values()]
     source = open_configured(config)
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
@@ -71,6 +76,7 @@ def compare(
         folder.add(_beside(*reports))
     numbers = {key: None if math.isnan(value) else value for key, value in comparison.numbers.items()}
     result = {"pipelines": names, "numbers": numbers, "shares": _mean_shares(comparison)}
+    result["movers"] = [mover._asdict() for mover in comparison.movers]
     write_whole(output / "compare.json", lambda file: file.write_text(json.dumps(result, indent=1)))
     folder.close()
     show_comparison(comparison, console)
@@ -79,15 +85,15 @@ def compare(
 
 
 def _beside(first: StepReport, second: StepReport) -> StepReport:
-    """The first recipe's report, with the advantage of the second as `advantage_by_row`."""
+    """The first recipe's report, with the advantages and the shares of the second beside its own."""
     other = second.columns.get("advantage", np.full(len(second), np.nan))
-    return dataclasses.replace(first, columns={**first.columns, "advantage_by_row": other})
+    beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
+    return dataclasses.replace(first, columns={**first.columns, **beside})
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
     """Print the numbers of a comparison, and a table of each of its shares of the gradient."""
-    table = Table(title="the same rollouts", title_justify="left", box=SIMPLE, show_header=False)
-    first, second = comparison.names
+    first, second = map(printable, comparison.names)
     labels = {
         "rows": "rows",
         "trained_by_both": "trained by both",
@@ -97,24 +103,36 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         "differ": "advantages that differ",
         "sign_flips": "advantages that flip their sign",
         "gradient_moved": "share of the gradient that goes to other groups",
+        "gradient_cosine": "cosine of what rows weigh in the two gradients",
     }
+    table = FittedTable(
+        [FittedColumn("the same rollouts", gives="wrap"), FittedColumn(f"{first} and {second}", "wrap", True)]
+    )
     for key, value in comparison.numbers.items():
-        table.add_row(Text(labels[key]), _formatted(key, value))
-    console.print(table)
+        table.add(labels[key], _formatted(key, value))
+    console.print(Text(), table)
+    recipes = [FittedColumn(name, gives="wrap", right=True) for name in (first, second)]
+    console.print(Text("\n" + SHARE), soft_wrap=False)
+    movers = FittedTable(
+        [FittedColumn("step", right=True), FittedColumn("group", right=True), *recipes],
+        "\ngroups whose share of their step's gradient differs most",
+    )
+    for mover in comparison.movers:
+        movers.add(f"{mover.step:,}", str(mover.group), f"{mover.first:.1%}", f"{mover.second:.1%}")
+    if comparison.movers:
+        console.print(movers)
     for name, lines in comparison.shares.items():
-        table = Table(title=f"share of the gradient by {name}", title_justify="left", box=SIMPLE)
-        table.add_column(name, max_width=30, no_wrap=True, overflow="ellipsis")
-        for column in (first, second, "rows"):
-            table.add_column(Text(column), justify="right")
+        label = FittedColumn(LABELS.get(name, name), gives="cut")
+        table = FittedTable([label, *recipes, FittedColumn("rows", right=True)], f"\nshares by {name}")
         rows = sorted(lines.items(), key=lambda line: -abs(line[1][0] - line[1][1]))[:LINES]
-        for label, (one, other, count) in sorted(rows, key=_by_label):
+        for text, (one, other, count) in sorted(rows, key=_by_label):
             shares = (f"{one / comparison.steps:.1%}", f"{other / comparison.steps:.1%}")
-            table.add_row(Text(printable(label)), *shares, f"{count:,.0f}")
+            table.add(printable(text)[:PROMPT], *shares, f"{count:,.0f}")
         console.print(table)
 
 
 def _formatted(key: str, value: float) -> str:
-    formats = {"gradient_moved": ".1%", "correlation": ".4f"}
+    formats = {"gradient_moved": ".1%", "correlation": ".4f", "gradient_cosine": ".4f"}
     return "–" if math.isnan(value) else format(value, formats.get(key, ",.0f"))
 
 

@@ -3,51 +3,163 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from omegaconf import DictConfig
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
-from headrace.pipeline.report import SharedTokens, count_shared_tokens, tree_words
-from headrace.pipeline.report.groups import rollouts_of
+from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, make_report, tree_words
+from headrace.pipeline.report.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.report.groups import compared_values, has_reward
 from headrace.pipeline.report.shared_tokens import linear_of
-from headrace.pipeline.row_table import weights_of_stages
-from headrace.transforms.rewards import weighted_reward
 from headrace.transforms.schema import has_key
 
 from .source import at_step, each_step, open_configured
 
-BINS = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
+RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
+PARTS = 0.1  # of the rollouts must lie on either side of what counts as solved, for solve rates to say much
 
 
-def uninformative(rate: np.ndarray, group_size: int) -> np.ndarray:
-    """The probability that all rollouts of a group are solved, or none is::
+def chance_of_equal(count: np.ndarray, group: np.ndarray, group_size: int) -> np.ndarray:
+    """The chance that all of G rollouts of a prompt have one reward, estimated from a group of n.
 
-        P = p^G + (1 − p)^G
+    With n_v rollouts that have the reward v::
+
+        G ≤ n   Σ_v C(n_v, G) / C(n, G)      without bias: G of the n, drawn without replacement
+        G > n   Σ_v (n_v / n)^G              by the shares seen; too high, since n may have missed rewards
 
     Args:
-        rate: (·,) the prompt's solve rate p, in [0, 1].
+        count: (C,) n_v ≥ 1, an entry for each reward of each group.
+        group: (C,) its group, from 0 to the last.
         group_size: G ≥ 1.
 
     Returns:
-        (·,) float, in [0, 1].
+        (groups,) float, in [0, 1].
 
     Example:
-        >>> uninformative(np.array([0.5, 1.0]), 2).tolist()
-        [0.5, 1.0]
+        >>> three_solved_of_four = np.array([3, 1]), np.array([0, 0])
+        >>> chance_of_equal(*three_solved_of_four, 2), chance_of_equal(*three_solved_of_four, 8).round(3)
+        (array([0.5]), array([0.1]))
     """
-    return rate**group_size + (1 - rate) ** group_size
+    rollouts = np.bincount(group, count)[group]
+    chance = (count / rollouts) ** group_size
+    drawn = rollouts >= group_size
+    left, among = count[drawn].astype(float), rollouts[drawn].astype(float)
+    product = np.ones(len(left))
+    for taken in range(group_size if len(left) else 0):
+        product *= np.maximum(left - taken, 0) / (among - taken)
+    chance[drawn] = product
+    return np.bincount(group, chance)
+
+
+class GroupsSeen(NamedTuple):
+    """The groups of a dump as a recipe compares them, those of two rollouts or more with a reward.
+
+    What is equal is what TRL's ``frac_reward_zero_std`` is of: nothing that is compared of them differs.
+    """
+
+    mean: np.ndarray
+    """(G,) of the rewards."""
+    spread: np.ndarray
+    """(G,) their std, with divisor n − 1."""
+    low: np.ndarray
+    """(G,) the least of them."""
+    high: np.ndarray
+    """(G,) the greatest."""
+    solved: np.ndarray
+    """(G,) the share of rollouts at or above what counts as solved."""
+    equal: np.ndarray
+    """(G,) bool."""
+    count: np.ndarray
+    """(C,) rollouts, for each different reward of each group."""
+    group: np.ndarray
+    """(C,) its group, from 0 to G − 1."""
+    rewards: np.ndarray
+    """(R,) of their rollouts."""
+    compared: np.ndarray
+    """(steps,) groups of two rollouts or more, some of which may lack a reward."""
+
+
+def groups_seen(report: StepReport) -> GroupsSeen:
+    """The groups of a step, by its report.
+
+    Raises:
+        ConfigError: the batch has no groups.
+    """
+    groups, each = report.groups, report.rollouts
+    if not groups:
+        raise ConfigError("a column of groups is required, to know which are uninformative; found none")
+    scored = np.flatnonzero(has_reward(each))
+    ids, index, number = np.unique(each["group"][scored], return_inverse=True, return_counts=True)
+    several, index = number > 1, index.reshape(-1)
+    rows = scored[several[index]]
+    group = (np.cumsum(several) - 1)[index[several[index]]]
+    values = compared_values(report.columns, each, each_reward=report.each_reward)[rows]
+    owner, count = different_values(values, group)
+    reward = each["reward"][rows]
+    by_id = np.argsort(groups["id"])
+    at = by_id[np.searchsorted(groups["id"][by_id], ids[several])]
+    return GroupsSeen(
+        mean=groups["reward_mean"][at],
+        spread=groups["reward_std"][at],
+        low=groups["reward_min"][at],
+        high=groups["reward_max"][at],
+        solved=np.bincount(group, reward >= report.solved) / number[several],
+        equal=groups["zero_variance"][at],
+        count=count,
+        group=owner,
+        rewards=reward,
+        compared=np.array([(groups["rollouts"] > 1).sum()]),
+    )
+
+
+def all_groups_seen(steps: Sequence[GroupsSeen]) -> GroupsSeen:
+    """The groups of several steps, one behind the other."""
+    columns = [np.concatenate(column) for column in zip(*steps, strict=True)]
+    start = np.cumsum([0, *(len(step.equal) for step in steps)])
+    group = np.concatenate([step.group + first for step, first in zip(steps, start[:-1], strict=True)])
+    return GroupsSeen(*columns)._replace(group=group)
+
+
+def different_values(values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How often each different row of values is in each group.
+
+    A column in which a group does not differ tells none of its rollouts apart, also where some lack it.
+
+    Args:
+        values: (R, K), NaN where one is missing.
+        group: (R,) from 0 to the last.
+
+    Returns:
+        (C,) groups, and (C,) rollouts with the same values.
+
+    Example:
+        >>> different_values(np.array([[1.0], [0.0], [1.0]]), np.array([0, 0, 0]))
+        (array([0, 0]), array([1, 2]))
+    """
+    known = np.isfinite(values)
+    size = int(group.max()) + 1 if len(group) else 0
+    parts = [group.astype(float)[:, None]]
+    for column, there in zip(values.T, known.T, strict=True):
+        low, high = np.full(size, np.inf), np.full(size, -np.inf)
+        np.minimum.at(low, group[there], column[there])
+        np.maximum.at(high, group[there], column[there])
+        differs = (low < high)[group]
+        parts.append(np.stack([np.where(there & differs, column, 0.0), there & differs], 1))
+    rows, count = np.unique(np.concatenate(parts, 1), axis=0, return_counts=True)
+    return rows[:, 0].astype(int), count
 
 
 def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | None = None) -> float:
-    """Print the share of uninformative groups by solve rate and group size, given the solve rates of a dump.
+    """Print the share of uninformative groups by group size, given the rewards of a dump under a recipe.
 
-    Where the dump has tokens, also what its rows would cost as trees.
+    The recipe is what ``task=replay`` runs: its rewards are compared, after its gate, its shaping and its
+    weights. Where the dump has tokens, also what its rows would cost as trees.
 
     Args:
         config: as ``task=plan`` composes it.
@@ -55,62 +167,33 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
         console: where to print; None: standard output.
 
     Returns:
-        The share of groups in the dump that are uninformative.
+        The share of groups in the dump that are uninformative, ``frac_reward_zero_std`` of a replay.
 
     Raises:
-        ConfigError: no path, a group size that is no integer ≥ 1, or no rollout with a reward.
+        ConfigError: no path, a group size that is no integer ≥ 1, or no group of two rollouts with a reward.
         SourceError: a file that cannot be read.
-        BatchError: the recipe's weights are not those of as many rewards as the dump has.
+        BatchError: a stage refused a step's batch.
     """
     console = console or Console()
     sizes = list(config.plan.group_sizes)
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise ConfigError(f"plan.group_sizes must be integers ≥ 1; got {sizes}")
-    rates, counts, tokens = [], [], SharedTokens({}, {})
-    stages = build_pipeline(config.pipeline).stages.values()
-    weights = weights_of_stages(stages)
+    steps, tokens, pipeline = [], SharedTokens({}, {}), build_pipeline(config.pipeline)
     for step, batch in each_step(open_configured(config), console):
         with at_step(step):
-            rate, count = solve_rates(batch, config.report.solved, weights)
+            run = pipeline.run(batch)
+        steps.append(groups_seen(make_report(run, step=step, solved=config.report.solved)))
         tokens = tokens + count_shared_tokens(batch, row_ids(batch))
-        rates.append(rate)
-        counts.append(count)
-    rate, count = (np.concatenate([np.empty(0), *arrays]) for arrays in (rates, counts))
-    if len(rate) == 0:
+    seen = all_groups_seen(steps)
+    if not len(seen.equal):
         raise ConfigError(
-            "a rollout with a reward is required, to know a solve rate; found none in any group of the dump"
+            "a group of two rollouts with a reward is required, to know how rewards differ; found none in "
+            "the dump"
         )
-    show_group_sizes(rate, count, sizes, config.report.solved, console)
-    if words := tree_words(tokens.numbers(linear=linear_of(stages))):
+    show_group_sizes(seen, sizes, config.report.solved, console)
+    if words := tree_words(tokens.numbers(linear=linear_of(pipeline.stages.values()))):
         console.print(words, highlight=False)
-    return float(((rate == 0) | (rate == 1)).mean())
-
-
-def solve_rates(
-    batch: TensorDictBase, solved: float, weights: Sequence[float] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """The solve rate of each group, over its rollouts that have a reward and neither failed nor were aborted.
-
-    Args:
-        batch: TensorDict ``[N]``.
-        solved: least reward of a solved rollout; of several rewards, their weighted sum.
-        weights: of several rewards; None: all 1.
-
-    Returns:
-        (G,) float, the share of its rollouts that are solved, and (G,) their number; groups without such
-        rollouts are omitted.
-    """
-    columns = {"reason": np.zeros(len(batch), int)} | row_ids(batch)
-    if has_key(batch, "status"):
-        columns["status"] = batch.get("status").reshape(-1).numpy()
-    rewards = batch.get(("next", "reward")).reshape(len(batch), -1).double()
-    columns["reward"] = weighted_reward(rewards, weights).numpy()
-    each = rollouts_of(columns)
-    scored = np.isfinite(each["reward"]) & ~each["lost"]
-    _, group = np.unique(each["group"], return_inverse=True)
-    count = np.bincount(group.reshape(-1), scored)
-    solved_count = np.bincount(group.reshape(-1), scored & (each["reward"] >= solved))
-    return (solved_count / np.maximum(count, 1))[count > 0], count[count > 0]
+    return float(seen.equal.sum() / seen.compared.sum())
 
 
 def row_ids(batch: TensorDictBase) -> dict[str, np.ndarray]:
@@ -119,45 +202,67 @@ def row_ids(batch: TensorDictBase) -> dict[str, np.ndarray]:
     return {name: batch.get(name).reshape(-1).numpy() for name in names}
 
 
-def show_group_sizes(
-    rate: np.ndarray, count: np.ndarray, sizes: Sequence[int], solved: float, console: Console
-) -> None:
-    """Print a table with a line per range of solve rates and a column per group size.
+def show_group_sizes(seen: GroupsSeen, sizes: Sequence[int], solved: float, console: Console) -> None:
+    """Print a table with a line per range of solve rates, or of spreads, and a column per group size.
 
     Args:
-        rate: (G,) solve rates.
-        count: (G,) rollouts of each group.
+        seen: the groups.
         sizes: group sizes.
-        solved: least reward of a solved rollout, for the title.
+        solved: least reward of a solved rollout.
         console: where to print.
     """
-    table = Table(
-        title=f"P(uninformative) = p^G + (1 − p)^G, a rollout being solved at a reward ≥ {solved:g}",
-        title_justify="left",
-        box=SIMPLE,
-    )
-    table.add_column("solve rate p")
-    table.add_column("groups", justify="right")
-    for size in sizes:
-        table.add_column(f"G={size}", justify="right")
-    for low, high in BINS:
-        inside = (rate == low) if low == high else (rate > low) & (rate < 1 if high == 1.0 else rate <= high)
-        inside &= (rate < 1) | (low == 1.0)
-        if inside.any():
-            label = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-            cells = [f"{uninformative(rate[inside], size).mean():.0%}" for size in sizes]
-            table.add_row(label, f"{inside.sum():,}", *cells)
-    shares = [float(uninformative(rate, size).mean()) for size in sizes]
-    table.add_section()
-    table.add_row("all", f"{len(rate):,}", *(f"{share:.0%}" for share in shares), style="bold")
-    needed = [
-        f"{size / (1 - share):,.0f}" if share < 1 else "∞" for size, share in zip(sizes, shares, strict=True)
+    rollouts = np.bincount(seen.group, seen.count)
+    chances = {size: chance_of_equal(seen.count, seen.group, size) for size in sizes}
+    name, lines = lines_of(seen, solved)
+    columns = [
+        FittedColumn(f"G={size}" + ("*" if (rollouts < size).any() else ""), right=True) for size in sizes
     ]
-    table.add_row("rollouts per informative group", "", *needed)
+    head = [FittedColumn(name, gives="wrap"), FittedColumn("groups", right=True)]
+    title = "the chance that all rewards of a group are equal, by its number of rollouts G"
+    table = FittedTable([*head, *columns], title)
+    for label, inside in lines:
+        if inside.any():
+            cells = [f"{chances[size][inside].mean():.0%}" for size in sizes]
+            table.add(label, f"{inside.sum():,}", *cells)
+    shares = [float(chances[size].mean()) for size in sizes]
+    table.add("all", f"{len(rollouts):,}", *(f"{share:.0%}" for share in shares), style="bold")
+    pairs = zip(sizes, shares, strict=True)
+    needed = [f"{size / (1 - share):,.0f}" if share < 1 else "∞" for size, share in pairs]
+    table.add("rollouts per informative group", "", *needed)
     console.print(table)
-    seen = float(((rate == 0) | (rate == 1)).mean())
+    if (rollouts < max(sizes)).any():
+        words = "* for groups of fewer rollouts than G by the shares of the rewards seen, which is too high"
+        console.print(
+            f"{words}: a prompt may have rewards that its few rollouts have missed.", highlight=False
+        )
     console.print(
-        f"{seen:.0%} of the groups in the dump are uninformative, with {count.mean():.1f} rollouts each. "
-        "A rate of so few rollouts is an estimate: a prompt with a rate of 0 or 1 may be solved sometimes.",
+        f"{seen.equal.sum() / seen.compared.sum():.0%} of the groups in the dump are uninformative under "
+        f"this recipe, with {rollouts.mean():.1f} rollouts each.",
         highlight=False,
     )
+
+
+def lines_of(seen: GroupsSeen, solved: float) -> tuple[str, list[tuple[str, np.ndarray]]]:
+    """The lines of the table: what their ranges are of, and for each its label and (G,) bool.
+
+    Ranges are of the solve rate where rewards have two values, of which the greater is solved, or where a
+    tenth of the rollouts or more are on either side of `solved`; else of the rewards' spread.
+    """
+    values, rate = np.unique(seen.rewards), seen.solved
+    if len(values) == 2:
+        solved = values[1]
+        rate = np.where(seen.low == solved, 1.0, (seen.mean - values[0]) / (solved - values[0]))
+    reached = float(np.mean(seen.rewards >= solved))
+    if len(values) == 2 or PARTS <= reached <= 1 - PARTS:
+        return f"solve rate, at {solved:g}", [_rates_within(rate, *ends) for ends in RATES]
+    spread = np.where(seen.low == seen.high, 0.0, seen.spread)
+    positive = spread[spread > 0]
+    ends = np.unique([0.0, *(np.quantile(positive, (0.25, 0.5, 0.75, 1)) if len(positive) else ())])
+    lines = [(f"{a:.3g} to {b:.3g}", (spread > a) & (spread <= b)) for a, b in pairwise(ends)]
+    return "std of the rewards", [("0", spread == 0), *lines]
+
+
+def _rates_within(rate: np.ndarray, low: float, high: float) -> tuple[str, np.ndarray]:
+    if low == high:
+        return f"{low:g}", rate == low
+    return f"{low:g} to {high:g}", (rate > low) & (rate <= high) & (rate < 1)

@@ -10,9 +10,11 @@ from rich.text import Text
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.printable import printable
-from headrace.pipeline.report import ReportFolder, make_report, show_report, tree_words
+from headrace.pipeline.printed import show_pipeline
+from headrace.pipeline.report import ReportFolder, make_report, show_advisories, show_report, tree_words
 from headrace.pipeline.train import history_table
 
+from .logged import LoggedAdvantages
 from .source import at_step, each_step, open_configured
 
 
@@ -37,15 +39,16 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     source = open_configured(config)
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
-    console.print(pipeline, markup=False, highlight=False)
+    console.print(show_pipeline(pipeline))
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
-    history, report = [], None
+    history, report, logged = [], None, LoggedAdvantages()
     for step, batch in each_step(source, console):
         with at_step(step):
             run = pipeline.run(batch)
         how = {"solved": config.report.solved, "parameters": config.report.parameters}
         report = make_report(run, step=step, batch=batch, **how)
         history.append(dict(report.numbers))
+        logged.add(report)
         folder.add(report)
     page = folder.close()
     if report is not None and len(history) == 1:
@@ -55,5 +58,8 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         names = {name for numbers in history for name in numbers if name.startswith("tree/tokens/")}
         in_all = {name: sum(numbers.get(name, 0.0) for numbers in history) for name in names}
         console.print(Text(tree_words(in_all)))
+        console.print(*show_advisories(folder.advisories, folder.verdict), sep="\n")
+    if words := logged.words():
+        console.print(Text(words))
     console.print(Text(printable(f"written to {page or output}")), soft_wrap=True)
     return sum(numbers["rows/trained"] for numbers in history)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,7 +22,7 @@ def open_configured(config: DictConfig) -> Source:
     """Open the dump that ``source:`` of a composed configuration describes.
 
     Raises:
-        ConfigError: no path, or an option with a wrong name or value.
+        ConfigError: no path, or an option with a wrong name or value; a grader that cannot be imported.
         SourceError: no file, or a format that is not clear.
     """
     options = OmegaConf.to_container(config.source, resolve=True)
@@ -28,12 +30,51 @@ def open_configured(config: DictConfig) -> Source:
         raise ConfigError(
             "a dump to read is required: source.path=FILE, FOLDER or a glob in quotes; got none"
         )
+    if options.get("regrade") is not None:
+        options["regrade"] = grader_of(options["regrade"])
+        _check_sums(config)
     try:
         return open_source(**{str(name): value for name, value in options.items()})
     except SourceError:
         raise
     except (TypeError, ValueError) as err:
         raise ConfigError(f"source: {err}") from err
+
+
+def grader_of(node: Any) -> Callable[..., Any]:
+    """The grader that ``source.regrade`` names.
+
+    Args:
+        node: the name of a callable, ``my.module.grade``, or a node with a ``_target_``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        grade = get_object(node) if isinstance(node, str) else instantiate(node, _convert_="all")
+    except Exception as err:  # what a module raises when it is imported may be anything
+        cause = err.__cause__ or err
+        raise ConfigError(
+            f"source.regrade: {node!r} cannot be imported: {cause}. A module in this folder is found with "
+            "PYTHONPATH=. in front of the command"
+        ) from err
+    if not callable(grade):
+        raise ConfigError(f"source.regrade must name a callable, or a node with a _target_; got {node!r}")
+    return grade
+
+
+def _check_sums(config: DictConfig) -> None:
+    """Check that no stage adds up the rewards of segments, all of which a grader gives the rollout's.
+
+    Raises:
+        ConfigError: one does.
+    """
+    for name, stage in (config.pipeline.stages or {}).items():
+        if OmegaConf.is_dict(stage) and stage.get("reward") == "sum":
+            raise ConfigError(
+                "source.regrade gives each row of a rollout the reward of the whole; "
+                f"pipeline.stages.{name}.reward must be shared, got sum, which would count it once a row"
+            )
 
 
 def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDictBase]]:
@@ -57,6 +98,8 @@ def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDic
         for step, batch in source:
             progress.update(task, completed=source.read_bytes, step=step)
             yield step, batch
+    if source.regraded is not None:
+        console.print(Text(str(source.regraded)), soft_wrap=True)
     if source.skipped:
         console.print(f"[yellow]{source.skipped} malformed records were skipped[/]", highlight=False)
         for message in source.messages:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.text import Text
+
+from headrace.pipeline.printable import printable
+from headrace.pipeline.report.fitted_table import FittedColumn, FittedTable
+
+UNITS = ("rows", "rollouts", "groups")
 
 
 class TrainingDisplay:
@@ -61,11 +66,19 @@ class TrainingDisplay:
         )
         write_csv(self.csv_path, self.history)
 
-    def close(self, title: str) -> None:
-        """Print the table over all steps, if there was one."""
+    def close(self, title: str, *, page: Path | None = None, lines: Sequence[Text] = ()) -> None:
+        """Print the table over all steps, if there was one, further lines, and where files are.
+
+        Args:
+            title: of the table.
+            page: that was written, as a link that terminals open.
+            lines: below the table.
+        """
         if self.history:
-            self.console.print(history_table(self.history, title))
-            self.console.print(f"written to {self.csv_path.parent}", soft_wrap=True, highlight=False)
+            self.console.print(history_table(self.history, title), *lines, sep="\n")
+            shown = f"written to {self.csv_path.parent}"
+            shown += f"; the page: {page.resolve().as_uri()}" if page else ""
+            self.console.print(Text(printable(shown)), soft_wrap=True)
 
 
 def write_csv(path: Path, history: list[dict[str, float]]) -> None:
@@ -80,32 +93,39 @@ def write_csv(path: Path, history: list[dict[str, float]]) -> None:
         writer.writerows(history if rewrite else history[-1:])
 
 
-def history_table(history: list[dict[str, float]], title: str) -> Table:
+def history_table(history: list[dict[str, float]], title: str) -> FittedTable:
     """Rows, rollouts and groups summed over steps: collected, left by stage and reason, trained.
+
+    A rollout or group leaves with its last row: a reason that took only parts of some has a 0 there.
 
     Args:
         history: numbers of each step, as :attr:`StepReport.numbers`.
         title: of the table.
     """
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for unit in ("rows", "rollouts", "groups"):
-        table.add_column(unit, justify="right")
+    table = FittedTable(
+        [FittedColumn("", gives="wrap"), *(FittedColumn(unit, right=True) for unit in UNITS)], title
+    )
 
-    def total(key: str) -> str:
+    def total(key: str) -> float | None:
         known = [numbers[key] for numbers in history if key in numbers]
-        return f"{sum(known):,.0f}" if known else ""
+        return sum(known) if known else None
 
-    units = ("rows", "rollouts", "groups")
-    table.add_row("collected", *(total(f"{unit}/in") for unit in units))
-    reasons = dict.fromkeys(key for numbers in history for key in numbers if key.startswith("out/"))
-    for key in reasons:
-        if any(numbers.get(key) for numbers in history):
+    def minus(key: str) -> str:
+        count = total(key)
+        return "" if count is None else f"−{count:,.0f}" if count else "0"
+
+    def plain(key: str) -> str:
+        count = total(key)
+        return "" if count is None else f"{count:,.0f}"
+
+    table.add("collected", *(plain(f"{unit}/in") for unit in UNITS))
+    for key in dict.fromkeys(key for numbers in history for key in numbers if key.startswith("out/")):
+        if total(key):
             stage, reason = key.split("/")[1:]
-            table.add_row(f"  {stage}: {reason.replace('_', ' ')}", f"−{total(key)}", "", "")
-    table.add_row("trained", *(total(f"{unit}/trained") for unit in units), style="bold")
+            counts = (minus(key), minus(f"rollouts/{key}"), minus(f"groups/{key}"))
+            table.add(f"{stage}: {reason.replace('_', ' ')}", *counts, indent=2)
+    table.add("trained", *(plain(f"{unit}/trained") for unit in UNITS), style="bold")
     rewards = [numbers["reward"] for numbers in history if "reward" in numbers]
     if rewards:
         table.caption = f"reward {rewards[0]:.3f} → {rewards[-1]:.3f}, mean over rollouts"
-        table.caption_justify = "left"
     return table

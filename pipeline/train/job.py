@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase
 from torchrl.collectors import Collector
 from torchrl.envs import EnvBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
+from headrace.pipeline.nodes import build_node
 from headrace.pipeline.pipeline import Pipeline
-from headrace.pipeline.report import ReportFolder, StepReport, make_report
+from headrace.pipeline.printed import show_pipeline
+from headrace.pipeline.report import ReportFolder, StepReport, decoder_of, make_report, show_advisories
 from headrace.transforms import weighted_loss
 
 from .display import TrainingDisplay
@@ -53,7 +54,7 @@ def train(config: DictConfig, output: Path) -> float:
     collector = _make_collector(components, config.train.steps)
     display = TrainingDisplay(config.train.steps, output / "metrics.csv")
     folder = ReportFolder.configured(config, output, title=f"headrace, {config.train.steps} steps")
-    display.console.print(pipeline)
+    display.console.print(show_pipeline(pipeline))
     ending = "where the rows went"
     try:
         with display:
@@ -68,8 +69,9 @@ def train(config: DictConfig, output: Path) -> float:
         raise TrainingInterrupted(ending) from stop
     finally:
         collector.shutdown()
-        folder.close()
-        display.close(ending)
+        page = folder.close()
+        advice = show_advisories(folder.advisories, folder.verdict)
+        display.close(ending, page=page, lines=advice)
     return display.history[-1].get("reward", float("nan"))
 
 
@@ -109,7 +111,8 @@ def _train_step(
         log_prob_key=pipeline.log_prob_key,
     )
     how = {"solved": config.report.solved, "parameters": config.report.parameters}
-    return taken, make_report(run, step=step, batch=batch, **how)
+    decode = decoder_of(components["env"], components["policy"])
+    return taken, make_report(run, step=step, batch=batch, decode=decode, **how)
 
 
 def check_settings(config: DictConfig) -> None:
@@ -149,14 +152,13 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def _instantiate_components(config: DictConfig, device: torch.device) -> dict[str, Any]:
-    sampler = instantiate(config.sampler, _convert_="all")
-    policy = instantiate(config.policy, device=str(device), _convert_="all")
+    sampler = build_node(config.sampler, "sampler")
+    policy = build_node(config.policy, "policy", device=str(device))
     transform = config.train.transform
-    loss = instantiate(config.loss, actor_network=policy, _convert_="all")
     return {
-        "env": instantiate(config.env, sampler=sampler, device=str(device), _convert_="all"),
+        "env": build_node(config.env, "env", sampler=sampler, device=str(device)),
         "policy": policy,
-        "loss": loss,
-        "transform": transform if isinstance(transform, str) else instantiate(transform, _convert_="all"),
-        "optimizer": instantiate(config.optimizer, params=policy.parameters(), _convert_="all"),
+        "loss": build_node(config.loss, "loss", actor_network=policy),
+        "transform": build_node(transform, "train.transform") if OmegaConf.is_dict(transform) else transform,
+        "optimizer": build_node(config.optimizer, "optimizer", params=list(policy.parameters())),
     }

@@ -1,7 +1,9 @@
-// Each row's advantage, against what it would be if each row of a fan-out were a rollout.
-import { h, message, plainTable, s } from "./dom.js";
+// Each row's advantage, against what it would be if each row of a fan-out were a rollout, or under another
+// recipe.
+import { byId, h, message, plainTable, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
 import { count, extent, isNumber, number, plural, scale, ticks } from "./numbers.js";
+import { drawShares } from "./shares.js";
 import { tip } from "./tip.js";
 
 const CLOSE = 1e-5; // a few float32 roundings
@@ -134,5 +136,20 @@ export function drawCompare({ page, model, width }) {
     ]),
     furthest(pairs, named),
   );
-  return [h("div", { class: "beside" }, scatter(pairs, width, named), side)];
+  const drawn = h("div", { class: "beside" }, scatter(pairs, width, named), side);
+  return [drawn, ...(named.other ? drawShares(page, model) : [])];
+}
+
+const OF_ONE_RECIPE = ["funnel", "strip", "tree", "tape", "lengths", "lag", "curves", "numbers"];
+
+// A page of two recipes says which of them each panel shows.
+export function nameRecipes(page) {
+  if (!page.versus) return;
+  const [first, second] = page.versus;
+  for (const name of OF_ONE_RECIPE) byId(`${name}-title`).append(h("span", { class: "of-recipe" }, `under ${first}`));
+  byId("recipe-title").textContent = `Recipe ${first}`;
+  byId("compare-title").textContent = `${first} against ${second}`;
+  byId("compare").querySelector(".about").textContent =
+    `Across, each row's advantage under ${first}; up, the same row's under ${second}. The other panels ` +
+    `show what ${first} does.`;
 }

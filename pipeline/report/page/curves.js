@@ -1,7 +1,8 @@
 // Small multiples: one metric each, with the step that the page shows marked.
 import { h, message, moreButton, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
-import { count, extent, isNumber, number, plural, scale } from "./numbers.js";
+import { count, extent, isNumber, plural, scale } from "./numbers.js";
+import { measured, measuredRange } from "./units.js";
 
 const FIRST = 12;
 let allCurves = false;
@@ -18,19 +19,24 @@ function path(xs, ys) {
     .join("");
 }
 
-function drawCurve(name, values, steps, current, width) {
-  const height = 64;
+// A long name may be broken after a slash or an underscore, and not within a word.
+const breakable = (name) => name.split(/(?<=[/_])/).flatMap((word, i) => (i ? [h("wbr"), word] : [word]));
+
+// Those that never change say little, and come last.
+function inOrder(page) {
+  const flat = (name) => {
+    const range = extent(page.curves[name]);
+    return !range || range[0] === range[1];
+  };
+  const names = Object.keys(page.curves);
+  return [...names.filter((name) => !flat(name)), ...names.filter(flat)];
+}
+
+// The line of a metric over the steps, as wide as it is given room, less `gutter` for text on its right.
+export function curveOf(name, values, steps, current, { width, height, gutter = 0 }) {
   const range = extent(values);
   const at = steps.indexOf(current);
-  const now = at < 0 ? null : values[at];
-  const head = h(
-    "figcaption",
-    {},
-    h("span", { class: "name" }, name),
-    h("span", { class: "number" }, number(now)),
-  );
-  if (!range) return h("figure", {}, head, message("no number at any step"));
-  const x = scale(extent(steps), [7, width - 7]);
+  const x = scale(extent(steps), [7, width - 7 - gutter]);
   const y = scale(range, [height - 7, 7]);
   const xs = steps.map(x);
   const ys = values.map((value) => (isNumber(value) ? y(value) : null));
@@ -38,28 +44,38 @@ function drawCurve(name, values, steps, current, width) {
   const alone = xs
     .map((_, i) => i)
     .filter((i) => ys[i] !== null && (ys[i - 1] ?? null) === null && (ys[i + 1] ?? null) === null);
-  const drawing = s(
+  const label =
+    `${name} over ${plural(steps.length, "step")}, from ${measuredRange(name, ...range)}; ` +
+    `at step ${current}: ${measured(name, at < 0 ? null : values[at])}`;
+  return s(
     "svg",
-    {
-      width,
-      height,
-      role: "img",
-      "aria-label":
-        `${name} over ${plural(steps.length, "step")}, from ${number(range[0])} to ${number(range[1])}; ` +
-        `at step ${current}: ${number(now)}`,
-    },
+    { width, height, role: "img", "aria-label": label },
     at < 0 ? null : s("line", { class: "now", x1: xs[at], x2: xs[at], y1: 0, y2: height }),
     s("path", { class: "curve", d: path(xs, ys) }),
     alone.map((i) => s("circle", { class: "alone", cx: xs[i], cy: ys[i], r: 2 })),
     at < 0 || ys[at] === null ? null : s("circle", { class: "here", cx: xs[at], cy: ys[at], r: 4 }),
   );
+}
+
+function drawCurve(name, values, steps, current, width) {
+  const range = extent(values);
+  const at = steps.indexOf(current);
+  const now = at < 0 ? null : values[at];
+  const head = h(
+    "figcaption",
+    {},
+    h("span", { class: "name" }, breakable(name)),
+    h("span", { class: "number" }, measured(name, now)),
+  );
+  if (!range) return h("figure", {}, head, message("no number at any step"));
+  const drawing = curveOf(name, values, steps, current, { width, height: 64 });
   const ends =
-    range[0] === range[1] ? [`always ${number(range[0])}`] : [`${number(range[0])} to ${number(range[1])}`];
+    range[0] === range[1] ? [`always ${measured(name, range[0])}`] : [measuredRange(name, ...range)];
   return h("figure", {}, head, drawing, h("p", { class: "range" }, ends));
 }
 
 export function drawCurves({ page, step, width, redraw }) {
-  const names = Object.keys(page.curves);
+  const names = inOrder(page);
   if (!names.length) return message("No metric was recorded over the steps.");
   const columns = Math.max(1, Math.floor((width + 20) / 220));
   const each = (width - 20 * (columns - 1)) / columns;
@@ -104,7 +120,7 @@ export function drawNumbers({ step }) {
       h(
         "dl",
         {},
-        numbers.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, number(value)))),
+        numbers.map(([name, value]) => h("div", {}, h("dt", {}, breakable(name)), h("dd", {}, measured(name, value)))),
       ),
     ),
   ];

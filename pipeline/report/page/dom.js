@@ -27,6 +27,19 @@ export function moreButton(text, click) {
   return h("button", { type: "button", class: "more", on: { click } }, text);
 }
 
+// Content is made at the first opening, and kept.
+export function lazily(name, kind, content) {
+  const details = h("details", { class: kind }, h("summary", {}, name));
+  const fill = () => {
+    if (details.childElementCount === 1) details.append(...content());
+  };
+  details.addEventListener("toggle", () => {
+    if (details.open) fill();
+  });
+  details.fill = fill;
+  return details;
+}
+
 // A table that scrolls by itself where the page is narrow.
 export function plainTable(label, names, lines, caption = null) {
   const head = h(

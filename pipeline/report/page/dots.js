@@ -1,5 +1,6 @@
 // A dot per rollout: its area by its segments, its colour by its advantage; dots that would overlap are
 // stacked.
+import { diverging } from "./colour.js";
 import { s } from "./dom.js";
 import { compareIds, fate } from "./model.js";
 import { extent, number, plural } from "./numbers.js";
@@ -8,12 +9,6 @@ import { tip } from "./tip.js";
 const DOT = 4.8;
 
 export const radius = (segments) => Math.min(DOT * Math.sqrt(Math.max(1, segments)), 11);
-
-// How far towards the end of the palette, in steps of a twentieth; the browser mixes by theme.
-function advantageColour(advantage, most) {
-  const percent = most ? Math.round((Math.abs(advantage) / most) * 20) * 5 : 0;
-  return `color-mix(in srgb, var(--${advantage < 0 ? "low" : "high"}) ${Math.min(percent, 100)}%, var(--middle))`;
-}
 
 // Levels 0, 1, −1, 2, … : each dot takes the one nearest to the line on which it touches no other.
 export function stack(rollouts, x) {
@@ -57,7 +52,7 @@ export function drawDot({ rollout, x, dy, r }, y, most) {
     "aria-label": dotTip(rollout).join("; "),
     "data-rollout": rollout.id,
     "data-group": group.id,
-    style: kind === "scaled" ? { fill: advantageColour(rollout.advantage, most) } : {},
+    style: kind === "scaled" ? { fill: diverging(rollout.advantage, most) } : {},
   });
   return tip(dot, () => dotTip(rollout));
 }

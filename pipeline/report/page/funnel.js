@@ -1,8 +1,8 @@
-// A waterfall: what is still in the loss after each stage, and the pieces that left, where they were.
+// A waterfall: what is still in the loss after each stage that took something out, and what left, and where.
 import { UNITS } from "./data.js";
 import { h, message, s } from "./dom.js";
 import { legend, rowSwatch } from "./legend.js";
-import { count, isNumber, sum } from "./numbers.js";
+import { count, isNumber, andList } from "./numbers.js";
 
 const ACTIONS = {
   dropped: "dropped: gone from the batch",
@@ -34,7 +34,13 @@ function bar(unit, whole, from, size, kind) {
 }
 
 // On a narrow page the unit stands after its number.
-const unitOf = (unit, text) => ` ${/^−?1$/.test(text) ? unit.slice(0, -1) : unit}`;
+const unitOf = (unit, n) => ` ${n === 1 ? unit.slice(0, -1) : unit}`;
+
+// A number, or "parts of" one where only some of its rows left.
+const withUnit = (unit, n, before = "") => [
+  h("span", { class: "number" }, `${before}${count(n)}`),
+  h("span", { class: "unit" }, unitOf(unit, n)),
+];
 
 function funnelRow(name, cells, kind) {
   const head = h("th", { scope: "row", role: "rowheader" }, name);
@@ -42,43 +48,40 @@ function funnelRow(name, cells, kind) {
     "tr",
     { class: kind, role: "row" },
     head,
-    cells.map(([unit, text, drawing]) =>
-      h(
-        "td",
-        { role: "cell", "data-unit": unit },
-        h("span", { class: "number" }, text),
-        h("span", { class: "unit" }, unitOf(unit, text)),
-        drawing,
-      ),
-    ),
+    cells.map(([unit, said, drawing]) => h("td", { role: "cell", "data-unit": unit }, said, drawing)),
   );
 }
 
-function stageRows(stage, before, whole) {
-  const cells = UNITS.map((unit) => [
-    unit,
-    count(stage[unit]),
-    bar(unit, whole[unit], 0, stage[unit], "kept"),
-  ]);
-  const rows = [funnelRow(stage.name, cells, "stage")];
-  const gone = Object.fromEntries(UNITS.map((unit) => [unit, stage[unit] || 0]));
-  // Rows that leave take their rollout and group along only where none of its rows stays.
-  const wholly = (unit) => sum(stage.out.map((out) => out[unit])) <= (before[unit] || 0) - (stage[unit] || 0);
-  for (const out of stage.out) {
-    const action = actionOf(out);
-    const pieces = UNITS.map((unit) => {
-      const left = wholly(unit);
-      const piece = left && out[unit] ? bar(unit, whole[unit], gone[unit], out[unit], action) : null;
-      gone[unit] += out[unit] || 0;
-      return [unit, `${left && out[unit] ? "−" : ""}${count(out[unit])}`, piece];
-    });
-    const why = [h("span", { class: "why" }, String(out.reason).replaceAll("_", " ")), `, ${out.action}`];
-    rows.push(funnelRow(why, pieces, "out"));
-  }
-  return rows;
+function leftCell(unit, out, whole, before) {
+  const parts = { rollouts: out.rollouts_in_part, groups: out.groups_in_part }[unit] || 0;
+  const some = parts ? h("span", { class: "parts" }, withUnit(unit, parts, "parts of ")) : null;
+  const size = out[unit];
+  const said = size || !parts ? withUnit(unit, size, size ? "−" : "") : [];
+  return [unit, [...said, some], size ? bar(unit, whole, before - size, size, actionOf(out)) : null];
 }
 
-export function drawFunnel({ step }) {
+function stageRows(stage, before, whole) {
+  const rows = [];
+  const inside = Object.fromEntries(UNITS.map((unit) => [unit, before[unit] || 0]));
+  for (const out of stage.out) {
+    const cells = UNITS.map((unit) => leftCell(unit, out, whole[unit], inside[unit]));
+    for (const unit of UNITS) inside[unit] -= out[unit] || 0;
+    const why = [h("span", { class: "why" }, String(out.reason).replaceAll("_", " ")), `, ${out.action}`];
+    rows.push(funnelRow(why, cells, "out"));
+  }
+  const kept = (unit) => [
+    unit,
+    withUnit(unit, stage[unit]),
+    bar(unit, whole[unit], 0, stage[unit], "kept"),
+  ];
+  return [funnelRow(stage.name, UNITS.map(kept), "stage"), ...rows];
+}
+
+// A stage that took rows out, or changed what is counted of those that stay.
+const didSomething = (stage, before) =>
+  stage.out.length > 0 || UNITS.some((unit) => stage[unit] !== before[unit]);
+
+export function drawFunnel({ page, step }) {
   const stages = step.funnel;
   if (!stages.length) return message("No stage was recorded at this step, so there is nothing to count.");
   const whole = Object.fromEntries(
@@ -94,10 +97,12 @@ export function drawFunnel({ step }) {
       UNITS.map((unit) => h("th", { scope: "col", role: "columnheader" }, unit)),
     ),
   );
+  const busy = stages.filter((stage, k) => !k || didSomething(stage, stages[k - 1]));
+  const idle = page.recipe.map((stage) => stage.name).filter((name) => !busy.some((stage) => stage.name === name));
   const body = h(
     "tbody",
     { role: "rowgroup" },
-    stages.flatMap((stage, k) => stageRows(stage, stages[k - 1] || whole, whole)),
+    busy.flatMap((stage, k) => stageRows(stage, busy[k - 1] || stage, whole)),
   );
   const used = new Set(stages.flatMap((stage) => stage.out.map(actionOf)));
   const marks = ["kept", ...Object.keys(ACTIONS).filter((action) => used.has(action))].map((kind) => [
@@ -118,5 +123,6 @@ export function drawFunnel({ step }) {
       : null,
     legend(marks),
     table,
+    idle.length ? h("p", { class: "note idle-stages" }, `${andList(idle)} took nothing out.`) : null,
   ].flat();
 }

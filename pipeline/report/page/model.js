@@ -1,6 +1,7 @@
 // Groups of rollouts of rows, made once per step. Ids are labels: compared, never counted with.
 import { readGroups, readRows, unknownGroup } from "./data.js";
 import { common, count, isNumber } from "./numbers.js";
+import { matches } from "./search.js";
 
 const models = new WeakMap();
 
@@ -16,7 +17,8 @@ function makeModel(step) {
   for (const row of rows) placeRow(groups, row);
   const all = [...groups.values()];
   for (const group of all) group.members = [...group.members.values()].map(withSummary);
-  return { rows, groups: all };
+  const texts = rows.some((row) => row.response || row.by_token?.texts);
+  return { rows, groups: all, texts };
 }
 
 function placeRow(groups, row) {
@@ -39,9 +41,10 @@ function withSummary(rollout) {
   return rollout;
 }
 
-// Ids may be longer than a double holds; those come as strings of digits.
+// Ids may be longer than a double holds; those come as strings of digits. Others are labels.
 export function compareIds(a, b) {
   if (typeof a === "number" && typeof b === "number") return a - b;
+  if (![a, b].every((id) => /^-?\d+$/.test(id ?? -1))) return String(a).localeCompare(String(b), "en", { numeric: true });
   const [x, y] = [BigInt(a ?? -1), BigInt(b ?? -1)];
   return x < y ? -1 : x > y ? 1 : 0;
 }
@@ -53,13 +56,22 @@ const orders = {
   lag: (a, b) => (b.staleness ?? -1) - (a.staleness ?? -1),
 };
 
-// Groups in the order chosen, each with the rollouts that the filter lets through.
-export function chosen(model, sort, filter) {
+// Groups that match, in the order chosen, each with the rollouts that the filter lets through.
+export function chosen(model, { sort, filter, search = "" }) {
   const passes = { all: () => true, trained: (r) => r.trained, left: (r) => !r.trained }[filter];
   return model.groups
+    .filter((group) => matches(group, search))
     .map((group) => ({ group, rollouts: group.members.filter(passes) }))
     .filter(({ rollouts }) => filter === "all" || rollouts.length)
     .sort((a, b) => orders[sort](a.group, b.group) || compareIds(a.group.id, b.group.id));
+}
+
+// Why there is nothing to draw.
+export function whyNone({ filter, search }) {
+  if (search.trim()) return `No group has “${search.trim()}” in its ids, texts or reasons.`;
+  return filter === "trained"
+    ? "No rollout of this step is in the loss: all of them left."
+    : "No rollout left: all of them are in the loss.";
 }
 
 export function fate(rollout) {

@@ -5,6 +5,10 @@ export const isNumber = (value) => typeof value === "number" && Number.isFinite(
 export const sum = (values) => values.reduce((total, value) => total + (value || 0), 0);
 export const plural = (n, word, many = `${word}s`) => `${count(n)} ${n === 1 ? word : many}`;
 
+// "a, b and c"
+export const andList = (words) =>
+  words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
+
 export function extent(values) {
   let low = Infinity;
   let high = -Infinity;

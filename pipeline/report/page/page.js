@@ -1,27 +1,34 @@
 // The state of the page, and the panels that draw it.
+import { drawRun } from "./about.js";
+import { readAddress, writeAddress } from "./address.js";
+import { drawTiles, sayAdvice } from "./answer.js";
 import { drawCertificates } from "./certificates.js";
-import { drawCompare } from "./compare.js";
+import { drawCompare, nameRecipes } from "./compare.js";
 import { drawCurves, drawNumbers } from "./curves.js";
 import { UNITS, readPage } from "./data.js";
 import { byId, h } from "./dom.js";
 import { drawFunnel } from "./funnel.js";
 import { drawLag } from "./lag.js";
-import { modelOf } from "./model.js";
-import { count } from "./numbers.js";
+import { drawLengths } from "./lengths.js";
+import { followRun } from "./live.js";
+import { chosen, modelOf } from "./model.js";
+import { count, plural } from "./numbers.js";
 import { drawStrip } from "./strip.js";
 import { drawTape } from "./tape.js";
 import { hideTip, listenForTips } from "./tip.js";
-import { drawTree } from "./tree.js";
+import { drawTree, openGroup } from "./tree.js";
 
 const page = readPage(byId("page-data").textContent);
 const NARROWEST = 260; // a page that is laid out later, in a hidden tab, has no width yet
-const state = { index: 0, sort: "id", filter: "all" };
+const state = { index: 0, sort: "std", filter: "all", search: "", group: null };
 const PANELS = {
+  answer: drawTiles,
   funnel: drawFunnel,
   strip: drawStrip,
   compare: drawCompare,
   tree: drawTree,
   tape: drawTape,
+  lengths: drawLengths,
   lag: drawLag,
   curves: drawCurves,
   numbers: drawNumbers,
@@ -38,6 +45,9 @@ function draw(names = Object.keys(PANELS)) {
       width: Math.max(body.clientWidth, NARROWEST),
       sort: state.sort,
       filter: state.filter,
+      search: state.search,
+      group: state.group,
+      choose: chooseGroup,
       redraw: () => draw([name]),
     });
     // Built away from the page and put in at once, so that the page does not jump.
@@ -59,8 +69,7 @@ function show(index) {
   const step = page.steps[state.index];
   hideTip();
   byId("summary").textContent = summarise(step);
-  byId("warnings").hidden = !step.warnings.length;
-  byId("warnings").replaceChildren(...step.warnings.map((line) => h("li", {}, line)));
+  sayAdvice(page, step);
   const shown = step.shown;
   byId("sampled").hidden = !(shown.groups < shown.of);
   byId("sampled").textContent =
@@ -70,7 +79,67 @@ function show(index) {
   byId("number").value = step.step;
   byId("previous").disabled = state.index === 0;
   byId("next").disabled = state.index === page.steps.length - 1;
-  draw();
+  byId("elsewhere").hidden = true;
+  draw(Object.keys(PANELS).filter((name) => !["strip", "tree"].includes(name)));
+  drawGroups();
+}
+
+function chooseGroup(id) {
+  state.group = id;
+  remember();
+}
+
+const remember = () =>
+  writeAddress({ step: page.steps[state.index].step, group: state.group, search: state.search });
+
+function drawGroups() {
+  const { groups } = modelOf(page.steps[state.index]);
+  const found = chosen(modelOf(page.steps[state.index]), state).length;
+  byId("found").textContent = state.search.trim()
+    ? `${count(found)} of ${plural(groups.length, "group")} ${found === 1 ? "matches" : "match"}`
+    : "";
+  draw(["strip", "tree"]);
+}
+
+// A reader has chosen another step.
+function turnTo(index) {
+  state.group = null;
+  show(index);
+  remember();
+}
+
+// Go where the address says, and say so where there is no such place.
+function follow(address) {
+  const wanted = address.step?.trim() ? Number(address.step) : NaN;
+  const index = Number.isFinite(wanted) ? nearest(wanted) : state.index;
+  state.search = byId("search").value = address.search ?? "";
+  const there = chosen(modelOf(page.steps[index]), state).some(({ group }) => String(group.id) === address.group);
+  state.group = there ? address.group : null;
+  show(index);
+  if (there) openGroup(address.group);
+  const now = page.steps[index].step;
+  const lost = [];
+  if (address.step !== null && now !== wanted) {
+    const how = Number.isFinite(wanted) ? ", the nearest" : "";
+    lost.push(`There is no step ${address.step} on this page: this is step ${count(now)}${how}.`);
+  }
+  if (address.group !== null && !there)
+    lost.push(`There is no group ${address.group} to show at step ${count(now)}.`);
+  byId("elsewhere").textContent = lost.join(" ");
+  byId("elsewhere").hidden = !lost.length;
+}
+
+function listenForSearch() {
+  byId("search").addEventListener("input", (e) => {
+    state.search = e.target.value;
+    drawGroups();
+    remember();
+  });
+  document.addEventListener("keydown", (e) => {
+    if (e.key !== "/" || e.ctrlKey || e.metaKey || e.altKey || e.target.matches("input, select, textarea")) return;
+    e.preventDefault();
+    byId("search").focus();
+  });
 }
 
 // The step with the number nearest to the one typed.
@@ -81,6 +150,7 @@ function nearest(wanted) {
 
 function start() {
   listenForTips();
+  nameRecipes(page);
   document.title = `${page.title} · headrace`;
   byId("title").textContent = page.title;
   byId("recipe").append(
@@ -88,13 +158,15 @@ function start() {
   );
   byId("recipe-box").hidden = !page.recipe.length;
   byId("curves").hidden = page.curve_steps.length < 2;
+  drawRun(page.run);
   byId("certificates").hidden = !page.certificates;
   if (page.certificates) byId("certificates").querySelector(".body").replaceChildren(...drawCertificates(page));
   if (!page.steps.length) {
     byId("summary").textContent = page.certificates ? "" : "No step was recorded.";
     byId("stepper").hidden = true;
     document.querySelector("main").hidden = !page.certificates;
-    for (const name of Object.keys(PANELS)) byId(name).hidden = true;
+    for (const name of ["groups", ...Object.keys(PANELS)]) byId(name).hidden = true;
+    followRun(page, state, () => {});
     return;
   }
   const last = page.steps.length - 1;
@@ -104,17 +176,18 @@ function start() {
   byId("number").max = page.steps[last].step;
   byId("of").textContent =
     `${count(page.steps.length)} steps, ${count(page.steps[0].step)} to ${count(page.steps[last].step)}`;
-  byId("slider").addEventListener("input", (e) => show(Number(e.target.value)));
-  byId("number").addEventListener("change", (e) => show(nearest(Number(e.target.value))));
-  byId("previous").addEventListener("click", () => show(state.index - 1));
-  byId("next").addEventListener("click", () => show(state.index + 1));
+  byId("slider").addEventListener("input", (e) => turnTo(Number(e.target.value)));
+  byId("number").addEventListener("change", (e) => turnTo(nearest(Number(e.target.value))));
+  byId("previous").addEventListener("click", () => turnTo(state.index - 1));
+  byId("next").addEventListener("click", () => turnTo(state.index + 1));
   for (const name of ["sort", "filter"]) {
     byId(name).value = state[name]; // browsers keep what was chosen before a reload
     byId(name).addEventListener("change", (e) => {
       state[name] = e.target.value;
-      draw(["strip", "tree"]);
+      drawGroups();
     });
   }
+  listenForSearch();
   let wide = document.documentElement.clientWidth;
   window.addEventListener("resize", () =>
     requestAnimationFrame(() => {
@@ -123,7 +196,14 @@ function start() {
       wide = now;
     }),
   );
-  show(last);
+  state.index = last;
+  window.addEventListener("hashchange", () => follow(readAddress()));
+  follow(readAddress());
+  followRun(page, state, (kept) => {
+    for (const name of ["sort", "filter"]) byId(name).value = state[name] = kept[name];
+    // Who was at the newest step stays there, whatever its number was.
+    follow(kept.step === null ? { ...readAddress(), step: null, group: null } : readAddress());
+  });
 }
 
 start();

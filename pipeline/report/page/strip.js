@@ -2,13 +2,14 @@
 import { h, message, s } from "./dom.js";
 import { drawDot, radius, stack } from "./dots.js";
 import { legend, swatch } from "./legend.js";
-import { chosen, ofExpected } from "./model.js";
+import { chosen, ofExpected, whyNone } from "./model.js";
 import { extent, isNumber, number, plural, scale, ticks } from "./numbers.js";
 import { walk } from "./walk.js";
 
 function groupName(group, room) {
-  const text = group.label ? `${group.id}  ${group.label.replace(/\s+/g, " ")}` : `group ${group.id}`;
-  const letters = Math.floor(room / 6.6);
+  const named = group.label ? `${group.id}  ${group.label.replace(/\s+/g, " ")}` : `group ${group.id}`;
+  const letters = Math.floor(room / 7.6);
+  const text = named.length > letters && !group.label ? String(group.id) : named;
   return text.length > letters ? `${text.slice(0, Math.max(1, letters - 1))}…` : text;
 }
 
@@ -121,16 +122,11 @@ function stripLegend(lines, most) {
   ]);
 }
 
-export function drawStrip({ model, width, sort, filter }) {
+export function drawStrip(view) {
+  const { model, width } = view;
   if (!model.groups.length) return message("There are no rows at this step, so there is no rollout to draw.");
-  const lines = chosen(model, sort, filter);
-  if (!lines.length) {
-    return message(
-      filter === "trained"
-        ? "No rollout of this step is in the loss: all of them left."
-        : "No rollout left: all of them are in the loss.",
-    );
-  }
+  const lines = chosen(model, view);
+  if (!lines.length) return message(whyNone(view));
   const frame = stripFrame(lines, width - 18); // room for the scroll bar
   let y = 0;
   const drawn = lines.map((line) => {

@@ -52,7 +52,7 @@ function drawPiece([name, piece], from, whole, width, unit) {
 
 function drawTapes({ name, ranks }, width, unit) {
   const whole = Math.max(...ranks.map((rank) => rank.size));
-  const room = width - 150;
+  const room = width - 174;
   const title = name === null ? "not split into minibatches" : `minibatch ${count(name)}`;
   const all = ranks.flatMap((rank) => rank.pieces.map(([, piece]) => piece.size));
   const overRanks = `${imbalance(ranks.map((rank) => rank.size))} over ${plural(ranks.length, "rank")}`;
@@ -90,7 +90,7 @@ function drawTapes({ name, ranks }, width, unit) {
           idle,
           drawn,
         ),
-        h("span", { class: "size" }, count(size)),
+        h("span", { class: "size" }, `${count(size)} ${unit}`),
       );
     }),
   );

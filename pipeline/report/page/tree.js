@@ -1,63 +1,12 @@
-// Groups, their rollouts and their rows, each built when it is opened.
-import { byId, h, message, moreButton, plainTable, reducedMotion } from "./dom.js";
-import { chosen, fate, ofExpected } from "./model.js";
-import { NONE, count, isNumber, number, plural } from "./numbers.js";
+// Groups, one below the other; what a group holds is drawn when it is opened.
+import { drawGroup } from "./cards.js";
+import { byId, h, lazily, message, moreButton, reducedMotion } from "./dom.js";
+import { chosen, ofExpected, whyNone } from "./model.js";
+import { count, isNumber, number } from "./numbers.js";
 
 const PAGE = 25;
 let treeShown = PAGE;
 let treeView = null;
-
-// Content is made at the first opening, and kept.
-function lazily(name, kind, content) {
-  const details = h("details", { class: kind }, h("summary", {}, name));
-  const fill = () => {
-    if (details.childElementCount === 1) details.append(...content());
-  };
-  details.addEventListener("toggle", () => {
-    if (details.open) fill();
-  });
-  details.fill = fill;
-  return details;
-}
-
-const ROW_COLUMNS = [
-  ["row", (row) => String(row.row)],
-  ["reward", (row) => number(row.reward)],
-  ["rewards", (row) => (row.rewards ? row.rewards.map(number).join(", ") : NONE)],
-  ["advantage", (row) => number(row.advantage)],
-  ["tokens", (row) => count(row.tokens)],
-  ["weight", (row) => number(row.weight)],
-  ["status", (row) => row.status ?? NONE],
-  ["where it went", (row) => (row.reason ? `left: ${row.reason}` : "in the loss")],
-  ["staleness", (row) => count(row.staleness)],
-  ["minibatch", (row) => count(row.minibatch)],
-  ["micro-batch", (row) => count(row.microbatch)],
-  ["rank", (row) => count(row.rank)],
-];
-
-function rowTable(rollout) {
-  const several = rollout.rows.some((row) => row.rewards);
-  const columns = ROW_COLUMNS.filter(([name]) => several || name !== "rewards");
-  return plainTable(
-    `Rows of rollout ${rollout.id}`,
-    columns.map(([name]) => name),
-    rollout.rows.map((row) => columns.map(([, cell]) => cell(row))),
-  );
-}
-
-function rolloutNode(rollout) {
-  const name = [
-    h("span", { class: "name" }, `rollout ${rollout.id}`),
-    h(
-      "span",
-      { class: "facts" },
-      `reward ${number(rollout.reward)} · advantage ${number(rollout.advantage)}`,
-      ` · ${plural(rollout.rows.length, "row")}`,
-    ),
-    h("span", { class: rollout.trained ? "fate" : "fate gone" }, fate(rollout)),
-  ];
-  return lazily(name, "rollout", () => [rowTable(rollout)]);
-}
 
 function groupNode({ group, rollouts }) {
   const facts = [
@@ -74,51 +23,54 @@ function groupNode({ group, rollouts }) {
     group.label ? h("span", { class: "prompt" }, group.label) : null,
     h("span", { class: "facts" }, facts),
   ];
-  const node = lazily(name, "group", () =>
-    [
-      group.label ? h("p", { class: "prompt" }, group.label) : null,
-      ...(rollouts.length ? rollouts.map(rolloutNode) : message("No row of this group is recorded.")),
-    ].filter(Boolean),
-  );
+  const node = lazily(name, "group", () => drawGroup(group, rollouts, treeView.model.texts));
   node.dataset.group = group.id;
+  node.firstChild.addEventListener("click", () => treeView.choose(node.open ? null : group.id));
   return node;
 }
 
 export function drawTree(view) {
   treeView = view;
-  const lines = chosen(view.model, view.sort, view.filter);
+  const lines = chosen(view.model, view);
   if (!view.model.groups.length) return message("There are no groups at this step.");
-  if (!lines.length) return message("No rollout passes the filter chosen above.");
+  if (!lines.length) return message(whyNone(view));
   const rest = lines.length - treeShown;
   const showMore = () => {
     treeShown += PAGE;
     growTree(lines);
   };
   const more = `show ${count(Math.min(rest, PAGE))} more of ${count(rest)}`;
-  return [...lines.slice(0, treeShown).map(groupNode), ...(rest > 0 ? [moreButton(more, showMore)] : [])];
+  const nodes = lines.slice(0, treeShown).map(groupNode);
+  if (view.group === null) unfold(nodes[0]); // where most is to be learnt, in the order that the page begins with
+  return [...nodes, ...(rest > 0 ? [moreButton(more, showMore)] : [])];
 }
 
-// Those that are open stay open.
+function unfold(node) {
+  node.fill();
+  node.open = true;
+}
+
+// Those that are open stay open, and those that were closed stay closed.
 function growTree(lines) {
   const body = byId("tree").querySelector(".body");
-  const open = new Map([...body.querySelectorAll("details.group")].map((node) => [node.dataset.group, node]));
+  const known = new Map([...body.querySelectorAll("details.group")].map((node) => [node.dataset.group, node]));
   const fresh = drawTree(treeView);
-  body.replaceChildren(...fresh.map((node) => open.get(node.dataset.group) || node));
+  body.replaceChildren(...fresh.map((node) => known.get(node.dataset.group) || node));
   const first = lines[treeShown - PAGE];
   if (first) body.querySelectorAll("details.group")[treeShown - PAGE].firstChild.focus();
 }
 
 export function openGroup(id) {
-  const lines = chosen(treeView.model, treeView.sort, treeView.filter);
+  const lines = chosen(treeView.model, treeView);
   const at = lines.findIndex(({ group }) => String(group.id) === String(id));
+  if (at < 0) return;
   while (at >= treeShown) {
     treeShown += PAGE;
     growTree(lines);
   }
   const node = byId("tree").querySelectorAll("details.group")[at];
-  if (!node) return;
-  node.fill();
-  node.open = true;
+  unfold(node);
+  treeView.choose(lines[at].group.id);
   node.scrollIntoView({ block: "start", behavior: reducedMotion() ? "auto" : "smooth" });
   node.firstChild.focus({ preventScroll: true });
 }

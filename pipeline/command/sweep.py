@@ -1,0 +1,140 @@
+"""The end of a sweep, ``headrace -m``: a table with a line for each job, and why some failed.
+
+Each job leaves a file in its folder, whatever launched it and wherever; the table is made of those.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headrace.pipeline.printable import printable
+
+FILE = "job.json"
+NUMBERS = {  # what the number of a task is; of a training there are more
+    "train": "",
+    "replay": "rows trained",
+    "compare": "correlation",
+    "plan": "uninformative",
+    "certify": "greatest bias",
+}
+
+
+class SweepTable(Callback):
+    """Print the table of a sweep when all its jobs have run; exit with status 2 where one has failed."""
+
+    def __init__(self) -> None:
+        self.began = 0.0
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Remember when: a folder may have jobs of an earlier sweep."""
+        self.began = time.time()
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Print the table.
+
+        Raises:
+            SystemExit: a job has failed.
+        """
+        folder = Path(config.hydra.sweep.dir)
+        jobs = [json.loads(path.read_text()) for path in folder.rglob(FILE)]
+        jobs = sorted((job for job in jobs if job["ended"] >= self.began), key=lambda job: job["job"])
+        show_sweep(jobs, folder, Console())
+        if any(job["failure"] for job in jobs):
+            sys.exit(2)
+
+
+def record_job(
+    output: Path,
+    *,
+    job: int,
+    task: str,
+    words: Sequence[str],
+    began: float,
+    number: float | None,
+    failure: str,
+) -> None:
+    """Leave in the folder of a job what the table says of it.
+
+    Args:
+        output: the job's folder.
+        job: its number in the sweep.
+        task: that it performed.
+        words: of the command line, this job's.
+        began: when, in seconds.
+        number: that the task returned; None where it failed.
+        failure: why it failed; empty where it did not.
+    """
+    ended = time.time()
+    found: dict[str, Any] = {"job": job, "task": task, "words": list(words), "folder": str(output)}
+    found |= {"seconds": ended - began, "ended": ended, "number": number, "failure": failure}
+    output.mkdir(parents=True, exist_ok=True)
+    (output / FILE).write_text(json.dumps(found | _training(output / "metrics.csv", began), indent=1))
+
+
+def _training(path: Path, began: float) -> dict[str, Any]:
+    """Of the steps of a training: how many, the first and the last reward, and the share of rows trained."""
+    if not path.exists() or path.stat().st_mtime < began:  # of an earlier job
+        return {}
+    with path.open(newline="") as file:
+        steps = list(csv.DictReader(file))
+    rewards = [float(step["reward"]) for step in steps if step.get("reward")]
+    rows, trained = (
+        sum(float(step.get(name) or 0) for step in steps) for name in ("rows/in", "rows/trained")
+    )
+    share = trained / rows if rows else None
+    return {"steps": len(steps), "rewards": rewards[:1] + rewards[-1:], "trained": share}
+
+
+def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
+    """Print a line for each job, with the words in which jobs differ, and below it why jobs failed.
+
+    Args:
+        jobs: what :func:`record_job` left.
+        folder: of the sweep.
+        console: where to print.
+    """
+    said = [dict(word.lstrip("+").partition("=")[::2] for word in job["words"]) for job in jobs]
+    typed = dict.fromkeys(key for each in said for key in each)
+    keys = [key for key in typed if len({each.get(key) for each in said}) > 1]
+    task = jobs[0]["task"] if jobs else "train"
+    names = ["reward", "trained", "steps"] if task == "train" else [NUMBERS.get(task, "number")]
+    table = Table(title=f"a sweep of {len(jobs)} jobs", title_justify="left", box=SIMPLE)
+    table.add_column("job", justify="right")
+    for key in keys:
+        short = key.split(".")[-1]
+        table.add_column(Text(short if sum(other.split(".")[-1] == short for other in keys) == 1 else key))
+    for name in (*names, "seconds"):
+        table.add_column(name, justify="right")
+    for job, each in zip(jobs, said, strict=True):
+        values = (Text(printable(str(each.get(key, "–")))) for key in keys)
+        table.add_row(str(job["job"]), *values, *_cells(job, task), f"{job['seconds']:.1f}")
+    console.print(table)
+    for job in jobs:
+        if job["failure"]:
+            console.print(
+                Text(f"job {job['job']} failed: {printable(job['failure'])}", "yellow"), soft_wrap=True
+            )
+    console.print(Text(printable(f"written to {folder}, a folder for each job")), soft_wrap=True)
+
+
+def _cells(job: dict[str, Any], task: str) -> list[str]:
+    """What came out of a job; of one that failed, how far it came."""
+    if task != "train":
+        return ["failed" if job["failure"] else "–" if job["number"] is None else f"{job['number']:,.4g}"]
+    rewards, share = job.get("rewards") or [], job.get("trained")
+    reward = f"{rewards[0]:.3f} → {rewards[-1]:.3f}" if rewards else "–"
+    trained = "–" if share is None else f"{share:.0%}"
+    return ["failed" if job["failure"] else reward, trained, str(job.get("steps", "–"))]

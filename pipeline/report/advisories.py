@@ -1,0 +1,246 @@
+"""What the numbers of a step, and of those before it, advise to look at; and whether the reward rises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from .trend import MIN_STEPS, Trend, mean, trend_of
+
+Numbers = Mapping[str, float]
+History = Sequence[tuple[int, Numbers]]
+RECENT = 5  # steps over which a number is judged by its mean
+REWARD, LENGTH = "reward/all/mean", "response_length/mean"
+LENGTHS = 2.0  # times as long as in the beginning is too long
+NAMED = 6  # steps that a sentence names
+
+
+class Advisory(NamedTuple):
+    """A rule that the numbers break."""
+
+    name: str
+    """Of the symptom, as in docs/symptoms.md."""
+    text: str
+    """A sentence, with the number."""
+    number: str
+    """The name of the number by which it is judged."""
+    steps: tuple[int, ...]
+    """At which the number was beyond the bound, by itself."""
+
+
+Advice = tuple[str, list[Advisory]]  # a verdict, and what else is worth a look
+
+
+class Bound(NamedTuple):
+    """A rule of one number: beyond `limit`, its mean over the last five steps is worth a sentence."""
+
+    name: str
+    number: str
+    limit: float
+    words: Callable[[float, Numbers], str]
+    """The sentence, of the mean, and of the means of all numbers that are read."""
+    holds: Callable[[Numbers], bool] = lambda numbers: True
+    """Of the numbers of a step: whether the rule is for it."""
+
+
+def percent(share: float) -> str:
+    """A share in words: as a percentage without digits, where it is not next to none or all.
+
+    Example:
+        >>> percent(0.5), percent(0.004), percent(0.999)
+        ('50 %', '0.4 %', '99.9 %')
+    """
+    digits = 0 if 0.01 <= share <= 0.99 or share in (0, 1) else 1
+    return f"{100 * share:.{digits}f} %"
+
+
+def _equal_words(share: float, numbers: Numbers) -> str:
+    words = f"{percent(share)} of the groups have equal rewards, and teach nothing"
+    solved, unsolved = numbers.get("solve_all", 0.0), numbers.get("solve_none", 0.0)
+    if max(solved, unsolved) > 0:
+        words += f"; {percent(solved)} of all groups are solved by every rollout, {percent(unsolved)} by none"
+    return words
+
+
+BOUNDS = (
+    Bound("advantage-all-zero", "frac_reward_zero_std", 0.5, _equal_words),
+    Bound(
+        "rollouts-truncated",
+        "rollouts/truncated",
+        0.25,
+        lambda share, _: f"{percent(share)} of the rollouts were cut off before their end",
+    ),
+    Bound(
+        "rollouts-lost",
+        "rollouts/lost",
+        0.1,
+        lambda share, _: f"{percent(share)} of the rollouts failed or were aborted",
+    ),
+    Bound(
+        "groups-incomplete",
+        "groups/incomplete",
+        0.1,
+        lambda share, _: f"{percent(share)} of the groups lack rollouts that were dispatched",
+    ),
+    Bound(
+        "gradient-spikes",
+        "groups/largest_gradient_share",
+        0.5,
+        lambda share, _: f"One group makes {percent(share)} of the gradient of its step",
+        # Of three groups or fewer one always makes much.
+        lambda numbers: numbers.get("groups/in", 0.0) >= 4,
+    ),
+    Bound(
+        "stale",
+        "staleness/mean",
+        2.0,
+        lambda lag, _: f"The rollouts are {lag:.3g} policy versions behind the newest, on average",
+    ),
+)
+
+READ = [  # of the steps before
+    *("rows/trained", "groups/in", "solve_all", "solve_none"),
+    *(REWARD, "reward/all/min", "reward/all/max", LENGTH),
+    *(rule.number for rule in BOUNDS),
+]
+
+
+def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
+    """What is worth a look at a step, most urgent first.
+
+    ========================= ===============================================================================
+    ``nothing-trains``        no row was trained at this step, or at one before
+    a bound                   the mean of the number over the last five steps is above its bound:
+                              `advantage-all-zero` ½ of ``frac_reward_zero_std``, `rollouts-truncated` ¼,
+                              `rollouts-lost` and `groups-incomplete` a tenth, `gradient-spikes` ½ of the
+                              gradient in one of four groups or more, `stale` 2 versions in the mean
+    `off-policy`              a stage's number is below what it was told to warn of: ``<stage>/ess_token``
+                              below ``<stage>/least_ess``, and so for every option ``least_<name>``
+    `reward-flat`, `stalled`  the reward does not move (:func:`trend_of`)
+    `lengths-explode`         over at least 12 steps: the mean response length of the last five is more than
+                              twice that of the first five
+    ========================= ===============================================================================
+
+    Args:
+        numbers: of the step.
+        history: (step, numbers) of the steps before it and of itself; empty: of no others.
+
+    Example:
+        >>> for advisory in advise({"rows/in": 8.0, "rows/trained": 4.0, "rollouts/truncated": 0.5}):
+        ...     print(f"{advisory.name}: {advisory.text}")
+        rollouts-truncated: 50 % of the rollouts were cut off before their end.
+    """
+    history = history or [(0, numbers)]
+    found = [_nothing_trains(history), *(_bound(rule, history) for rule in BOUNDS)]
+    return [each for each in [*found, *_least(numbers), *_trends(history)] if each is not None]
+
+
+def verdict(numbers: Numbers, history: History = ()) -> str:
+    """Whether the reward rises, in a sentence; and where it does not, the most urgent advisory.
+
+    Args:
+        numbers: as for :func:`advise`.
+        history: as for :func:`advise`.
+
+    Example:
+        >>> verdict({"reward/all/mean": 0.5})
+        'The mean reward is 0.5.'
+    """
+    return advice_at(numbers, history)[0]
+
+
+def advice_at(numbers: Numbers, history: History = ()) -> Advice:
+    """The :func:`verdict` and what :func:`advise` says, of the same arguments."""
+    advisories = advise(numbers, history)
+    trend = _reward_trend(history or [(0, numbers)])
+    if trend is None:
+        return "No reward was recorded.", advisories
+    if trend.steps == 1:
+        return f"The mean reward is {trend.last:.3g}.", advisories
+    words = f"The reward {trend.words} over {trend.steps:,} steps"
+    if trend.kind == "short":
+        return f"{words}: too few to say whether it learns.", advisories
+    others = [each.text for each in advisories if each.name not in ("reward-flat", "stalled")]
+    why = others[:1] if trend.kind != "rose" else []
+    return " ".join([f"{words}.", *why]), advisories
+
+
+def said_at(steps: Sequence[int], of: int) -> str:
+    """At which steps, in words; empty where it is the only one there is.
+
+    Example:
+        >>> said_at([3], 60), said_at([1, 2, 3], 3), said_at([], 1)
+        ('at step 3', 'at each of 3 steps', '')
+    """
+    if of < 2 or not steps:
+        return ""
+    if len(steps) == of:
+        return f"at each of {of:,} steps"
+    if len(steps) <= NAMED:
+        named = [f"{step:,}" for step in steps]
+        listed = ", ".join(named[:-1]) + (" and " if len(named) > 1 else "") + named[-1]
+        return f"at step{'s' * (len(named) > 1)} {listed}"
+    return f"at {len(steps):,} of {of:,} steps, first at {steps[0]:,} and last at {steps[-1]:,}"
+
+
+def _advisory(name: str, words: str, number: str, steps: Sequence[int], of: int) -> Advisory:
+    where = said_at(steps, of)
+    return Advisory(name, f"{words} ({where})." if where else f"{words}.", number, tuple(steps))
+
+
+def _nothing_trains(history: History) -> Advisory | None:
+    steps = [step for step, numbers in history if numbers.get("rows/trained") == 0]
+    words = "Nothing was trained" + (f" {said_at(steps, len(history))}" if len(history) > 1 else "")
+    return Advisory("nothing-trains", f"{words}.", "rows/trained", tuple(steps)) if steps else None
+
+
+def _bound(rule: Bound, history: History) -> Advisory | None:
+    known = [(step, each) for step, each in history if rule.number in each and rule.holds(each)]
+    recent = [each for _, each in history[-RECENT:] if rule.number in each and rule.holds(each)]
+    means = {
+        key: mean([each[key] for each in recent if key in each])
+        for key in READ
+        if any(key in each for each in recent)
+    }
+    if means.get(rule.number, -math.inf) <= rule.limit:
+        return None
+    steps = [step for step, each in known if each[rule.number] > rule.limit]
+    return _advisory(rule.name, rule.words(means[rule.number], means), rule.number, steps, len(history))
+
+
+def _least(numbers: Numbers) -> list[Advisory]:
+    """A stage that measures its option ``least_<name>`` beside ``<name>_…`` asks for it."""
+    found = []
+    for bound, least in numbers.items():
+        stage, _, option = bound.partition("/least_")
+        for key, value in numbers.items() if option else ():
+            if key.startswith(f"{stage}/{option}_") and value < least:
+                words = f"{stage}: {key.removeprefix(f'{stage}/')} is {value:.3g}, below {least:g}"
+                found.append(Advisory("off-policy", f"{words} (least_{option}).", key, ()))
+    return found
+
+
+def _reward_trend(history: History) -> Trend | None:
+    known = [numbers for _, numbers in history if REWARD in numbers]
+    if not known:
+        return None
+    low = min(numbers.get("reward/all/min", numbers[REWARD]) for numbers in known)
+    high = max(numbers.get("reward/all/max", numbers[REWARD]) for numbers in known)
+    return trend_of([numbers[REWARD] for numbers in known], low=low, high=high)
+
+
+def _trends(history: History) -> list[Advisory]:
+    """What only several steps can say."""
+    found = []
+    trend = _reward_trend(history)
+    if trend is not None and trend.kind in ("flat", "stalled", "fell"):
+        name = "stalled" if trend.kind == "stalled" else "reward-flat"
+        found.append(Advisory(name, f"The reward {trend.words}.", REWARD, ()))
+    lengths = [numbers[LENGTH] for _, numbers in history if LENGTH in numbers]
+    if len(lengths) >= MIN_STEPS:
+        first, last = mean(lengths[:RECENT]), mean(lengths[-RECENT:])
+        if last > LENGTHS * first:
+            words = f"Responses grew from {first:,.3g} to {last:,.3g} tokens"
+            found.append(Advisory("lengths-explode", f"{words}.", LENGTH, ()))
+    return found

@@ -1,0 +1,160 @@
+"""A table for a terminal that breaks no word: where there is little room it wraps, cuts and leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rich.box import SIMPLE
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+GAP = 2  # between columns
+LONGEST_WORD = 28  # a longer one may be broken: a reason is made of words, and only data are as long as that
+SHORTEST_CUT = 10  # of a cell that is cut, with its ellipsis
+
+Give = Literal["nothing", "wrap", "cut"]
+
+
+@dataclass
+class FittedColumn:
+    """A column, and what it does where there is too little room.
+
+    Attributes:
+        name: in the table's head.
+        gives: ``nothing``, to ``wrap`` between words, or to be ``cut``, with an ellipsis.
+        right: whether it stands on the right, as numbers do.
+        leaves: where the others still do not fit, the column with the greatest number is left out first;
+            0: it stays.
+    """
+
+    name: str
+    gives: Give = "nothing"
+    right: bool = False
+    leaves: int = 0
+
+    def widths(self, cell: Text) -> tuple[int, int]:
+        """The least width at which no word of a cell is broken, and that at which nothing wraps."""
+        widest = max(map(cell_len, cell.plain.splitlines()), default=0)
+        if self.gives == "nothing":
+            return widest, widest
+        longest = max(map(cell_len, cell.plain.split()), default=0)
+        return min(widest, SHORTEST_CUT if self.gives == "cut" else min(longest, LONGEST_WORD)), widest
+
+
+@dataclass
+class FittedTable:
+    """A table of texts, laid out when its width is known.
+
+    Attributes:
+        columns: in order.
+        title: above it; empty: none.
+        caption: below it; empty: none.
+        rows: cells, style and indentation of each row.
+
+    Example:
+        >>> from rich.console import Console
+        >>> table = FittedTable([FittedColumn("left", gives="wrap"), FittedColumn("rows", right=True)])
+        >>> table.add("gate: incomplete", "-12")
+        >>> Console(width=17).print(table)  # doctest: +NORMALIZE_WHITESPACE
+        left         rows
+        ─────────────────
+        gate:         -12
+        incomplete
+    """
+
+    columns: Sequence[FittedColumn]
+    title: str = ""
+    caption: str = ""
+    rows: list[tuple[list[Text], str, int]] = field(default_factory=list)
+
+    def add(self, *cells: str | Text, style: str = "", indent: int = 0) -> None:
+        """Add a row, the first cell `indent` letters from the left. A string is never read as markup."""
+        texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+        self.rows.append((texts, style, indent))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        bounds = [self.bounds(k) for k in range(len(self.columns))]
+        shown = columns_that_fit(self.columns, [least for least, _ in bounds], options.max_width)
+        widths = widths_within([bounds[k] for k in shown], options.max_width - GAP * (len(shown) - 1))
+        if self.title:
+            yield Text(self.title, "italic")
+        table = Table(box=SIMPLE, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        for k, width in zip(shown, widths, strict=True):
+            column = self.columns[k]
+            one_line = column.gives != "wrap"
+            table.add_column(
+                Text(column.name),
+                justify="right" if column.right else "left",
+                width=width,
+                overflow="ellipsis" if one_line else "fold",
+            )
+        for texts, style, indent in self.rows:
+            row = [texts[k].copy() for k in shown]
+            for k, text in zip(shown, row, strict=True):
+                text.no_wrap = self.columns[k].gives == "cut"
+            table.add_row(Padding(row[0], (0, 0, 0, indent)), *row[1:], style=style)
+        yield table
+        if self.caption:
+            yield Text(self.caption, "dim italic")
+
+    def bounds(self, k: int) -> tuple[int, int]:
+        """The least width of column `k` at which no word is broken, and that at which nothing wraps."""
+        column = self.columns[k]
+        least, most = column.widths(Text(column.name))
+        most = least if column.gives == "wrap" else most  # a name may wrap where its cells need no more room
+        for texts, _, indent in self.rows:
+            within = column.widths(texts[k])
+            least, most = (max(a, b + indent * (k == 0)) for a, b in zip((least, most), within, strict=True))
+        return least, most
+
+
+def columns_that_fit(columns: Sequence[FittedColumn], least: Sequence[int], width: int) -> list[int]:
+    """The indices of the columns that are shown, in order.
+
+    Args:
+        columns: of the table.
+        least: widths.
+        width: of the terminal.
+
+    Example:
+        >>> columns = [FittedColumn("id"), FittedColumn("prompt", leaves=2), FittedColumn("rows", leaves=1)]
+        >>> columns_that_fit(columns, [5, 10, 4], 12)
+        [0, 2]
+    """
+    shown = list(range(len(columns)))
+    while sum(least[k] for k in shown) + GAP * (len(shown) - 1) > width:
+        spare = [k for k in shown if columns[k].leaves]
+        if not spare:
+            break
+        shown.remove(max(spare, key=lambda k: columns[k].leaves))
+    return shown
+
+
+def widths_within(bounds: Sequence[tuple[int, int]], width: int) -> list[int]:
+    """Widths of columns: what each needs, and of the rest as much as it can use, the widest last.
+
+    Args:
+        bounds: the least and the greatest width of each.
+        width: of all together.
+
+    Example:
+        >>> widths_within([(5, 5), (4, 30), (3, 8)], 30)
+        [5, 17, 8]
+    """
+    widths = [least for least, _ in bounds]
+    rest = width - sum(widths)
+    if rest < 0:  # there is no room for all words
+        widest = max(range(len(widths)), key=widths.__getitem__)
+        widths[widest] = max(1, widths[widest] + rest)
+        return widths
+    wanting = sorted(range(len(bounds)), key=lambda k: bounds[k][1] - bounds[k][0])
+    for place, k in enumerate(wanting):
+        more = max(0, min(bounds[k][1] - bounds[k][0], rest // (len(wanting) - place)))
+        widths[k] += more
+        rest -= more
+    return widths

@@ -1,0 +1,99 @@
+// The answer first: a verdict in words, the numbers by which one sees it, and what to look at.
+import { curveOf } from "./curves.js";
+import { byId, h, s } from "./dom.js";
+import { NONE, count, extent, isNumber, number } from "./numbers.js";
+
+const short = (value) => number(isNumber(value) ? Number(value.toPrecision(3)) : value);
+const inPercent = (share) => (isNumber(share) ? `${short(100 * share)} %` : NONE);
+const TILES = [
+  { metric: /^reward\/all\/mean$/, label: "reward", unit: "mean over rollouts", text: short },
+  {
+    metric: /^groups\/informative$/,
+    label: "informative groups",
+    unit: "of groups: rewards differ",
+    text: inPercent,
+  },
+  { metric: /^response_length\/mean$/, label: "response length", unit: "tokens per rollout", text: short },
+  { metric: /^rollouts\/truncated$/, label: "truncated", unit: "of the rollouts", text: inPercent },
+  { metric: /\/ess_token$/, label: "effective sample size", unit: "of the tokens", text: inPercent },
+  { metric: /^staleness\/mean$/, label: "staleness", unit: "policy versions behind", text: short },
+];
+const GAP = 12;
+const TILE = 176; // as narrow as a tile is, where several fit
+const PADDING = 10;
+const GUTTER = 46;
+
+// The ends of the scale of values, on the right of a curve.
+function valueAxis(low, high, text, width, height) {
+  const each = (value, y) => s("text", { class: "end", x: width - 1, y }, text(value));
+  return low === high ? [each(low, height / 2 + 4)] : [each(high, 12), each(low, height - 3)];
+}
+
+function drawTile({ label, unit, text }, name, page, step, width) {
+  const values = page.curves[name] ?? [];
+  const steps = page.curve_steps;
+  const range = extent(values);
+  const head = [
+    h("h2", {}, label),
+    h("p", { class: "big" }, text(step.numbers[name]), " ", h("span", { class: "note" }, unit)),
+  ];
+  if (!range || steps.length < 2) return h("div", { class: "tile" }, head);
+  const height = 46;
+  const drawing = curveOf(label, values, steps, step.step, { width: width - 2 * PADDING - 2, height, gutter: GUTTER });
+  drawing.append(...valueAxis(...range, text, width - 2 * PADDING - 2, height));
+  const known = values.filter(isNumber);
+  return h(
+    "div",
+    { class: "tile" },
+    head,
+    drawing,
+    h("p", { class: "range" }, `${text(known[0])} → ${text(known.at(-1))}, steps ${count(steps[0])} to ${count(steps.at(-1))}`),
+  );
+}
+
+export function drawTiles({ page, step, width }) {
+  const names = [...new Set([...Object.keys(page.curves), ...Object.keys(step.numbers)])];
+  const tiles = TILES.map((tile) => [tile, names.find((name) => tile.metric.test(name))]);
+  const known = tiles.filter(([, name]) => name !== undefined);
+  const fit = Math.max(1, Math.floor((width + GAP) / (TILE + GAP)));
+  const columns = width < 2 * TILE ? Math.min(2, known.length) : Math.min(fit, known.length);
+  const each = (width - GAP * (columns - 1)) / columns;
+  const style = { "grid-template-columns": `repeat(${columns}, minmax(0, 1fr))` };
+  return known.length
+    ? [h("div", { class: "tiles", style }, known.map(([tile, name]) => drawTile(tile, name, page, step, each)))]
+    : [];
+}
+
+// Text in which `words between these` are code.
+const withCode = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
+
+function adviceLine(page, advisory) {
+  const symptom = page.symptoms.find((each) => each.name === advisory.name);
+  if (!symptom) return h("li", {}, advisory.text);
+  return h(
+    "li",
+    {},
+    h(
+      "details",
+      { id: `symptom-${symptom.name}` },
+      h("summary", {}, advisory.text, " ", h("span", { class: "note" }, "what to do")),
+      h("h3", {}, symptom.title),
+      h("p", {}, withCode(symptom.means)),
+      h(
+        "ul",
+        {},
+        symptom.remedies.map((remedy) =>
+          h("li", {}, withCode(remedy.text), remedy.words && [": ", h("code", {}, remedy.words)]),
+        ),
+      ),
+      h("p", { class: "note" }, "Shown by ", withCode(symptom.shows)),
+    ),
+  );
+}
+
+export function sayAdvice(page, step) {
+  byId("verdict").textContent = step.verdict;
+  byId("verdict").hidden = !step.verdict;
+  byId("advisories").hidden = !step.advisories.length;
+  byId("advisories").replaceChildren(...step.advisories.map((advisory) => adviceLine(page, advisory)));
+}

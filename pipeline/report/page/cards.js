@@ -1,0 +1,129 @@
+// What a group holds: its prompt, and its rollouts side by side, the best first.
+import { h, lazily, message, moreButton, plainTable } from "./dom.js";
+import { fate } from "./model.js";
+import { NONE, count, isNumber, number, plural, sum } from "./numbers.js";
+import { drawTokens, shadeLegend, shadePicker, shadesOf } from "./spans.js";
+
+const FOLDED = 700; // characters, or so many lines, of a text that is folded at first
+const LINES = 12;
+let shade = null; // by which number tokens are coloured, of all groups
+
+const ROW_COLUMNS = [
+  ["row", (row) => String(row.row)],
+  ["reward", (row) => number(row.reward)],
+  ["rewards", (row) => (row.rewards ? row.rewards.map(number).join(", ") : NONE)],
+  ["advantage", (row) => number(row.advantage)],
+  ["tokens", (row) => count(row.tokens)],
+  ["weight", (row) => number(row.weight)],
+  ["status", (row) => row.status ?? NONE],
+  ["where it went", (row) => (row.reason ? `left: ${row.reason}` : "in the loss")],
+  ["staleness", (row) => count(row.staleness)],
+  ["minibatch", (row) => count(row.minibatch)],
+  ["micro-batch", (row) => count(row.microbatch)],
+  ["rank", (row) => count(row.rank)],
+];
+
+function rowTable(rollout) {
+  const several = rollout.rows.some((row) => row.rewards);
+  const columns = ROW_COLUMNS.filter(([name]) => several || name !== "rewards");
+  return plainTable(
+    `Rows of rollout ${rollout.id}`,
+    columns.map(([name]) => name),
+    rollout.rows.map((row) => columns.map(([, cell]) => cell(row))),
+  );
+}
+
+const isLong = (text) => text.length > FOLDED || text.split("\n").length > LINES;
+
+// A long text shows its beginning, and all of it when asked.
+function foldable(element) {
+  if (!isLong(element.textContent)) return [element];
+  element.classList.add("folded");
+  const button = moreButton("show all", () => {
+    const folded = element.classList.toggle("folded");
+    button.textContent = folded ? "show all" : "show less";
+    button.setAttribute("aria-expanded", String(!folded));
+  });
+  button.setAttribute("aria-expanded", "false");
+  return [element, button];
+}
+
+function excerptText(excerpt) {
+  const gap = h("span", { class: "gap" }, ` … ${count(excerpt.missing)} characters left out … `);
+  return [excerpt.start, excerpt.missing ? gap : null, excerpt.end];
+}
+
+function drawPrompt(group) {
+  const asked = group.asked ? excerptText(group.asked) : [group.label];
+  const line = h("p", { class: "prompt" }, asked);
+  if (!group.prompt) return foldable(line);
+  const button = moreButton("show the whole prompt", () => {
+    const full = button.getAttribute("aria-expanded") !== "true";
+    line.replaceChildren(...(full ? excerptText(group.prompt) : asked).filter(Boolean));
+    button.setAttribute("aria-expanded", String(full));
+    button.textContent = full ? "show the last turn alone" : "show the whole prompt";
+  });
+  button.setAttribute("aria-expanded", "false");
+  return [line, button];
+}
+
+function drawResponse(row, shades, texts) {
+  if (row.by_token) {
+    const tokens = drawTokens(row.by_token, shade, shades.get(shade) ?? 0);
+    const text = row.response ? h("p", { class: "text" }, excerptText(row.response)) : null;
+    return [...(text ? foldable(text) : []), ...foldable(tokens)];
+  }
+  if (row.response) {
+    if (!row.response.start) return [h("p", { class: "note" }, "An empty response.")];
+    return foldable(h("p", { class: "text" }, excerptText(row.response)));
+  }
+  return texts ? [h("p", { class: "note" }, "Its text has no room on this page; a dump has all.")] : [];
+}
+
+function drawRollout(rollout, shades, texts) {
+  const tokens = rollout.rows.map((row) => row.tokens);
+  const statuses = [...new Set(rollout.rows.map((row) => row.status).filter(Boolean))];
+  const facts = [
+    `reward ${number(rollout.reward)}`,
+    `advantage ${number(rollout.advantage)}`,
+    tokens.some(isNumber) ? plural(sum(tokens), "token") : null,
+    ...statuses,
+  ];
+  const several = rollout.rows.length > 1;
+  const heading = (i) => h("h4", {}, `segment ${i + 1} of ${count(rollout.rows.length)}`);
+  return h(
+    "article",
+    { class: rollout.trained ? "rollout" : "rollout gone", "aria-label": `rollout ${rollout.id}` },
+    h("h3", { class: "name" }, `rollout ${rollout.id}`),
+    h("p", { class: "facts" }, facts.filter(Boolean).join(" · ")),
+    h("p", { class: rollout.trained ? "fate" : "fate gone" }, fate(rollout)),
+    rollout.rows.map((row, i) => {
+      const response = drawResponse(row, shades, texts);
+      return several && response.length ? [heading(i), ...response] : response;
+    }).flat(),
+    lazily(plural(rollout.rows.length, "row"), "rows", () => [rowTable(rollout)]),
+  );
+}
+
+export function drawGroup(group, rollouts, texts) {
+  if (!rollouts.length) return message("No row of this group is recorded.");
+  const shades = shadesOf(rollouts);
+  if (!shades.has(shade)) shade = [...shades.keys()][0] ?? null;
+  const best = rollouts.toSorted((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+  const box = h("div", { class: "rollouts" });
+  const change = (name) => {
+    shade = name;
+    box.replaceChildren(...drawGroup(group, rollouts, texts));
+    box.querySelector(".shade select").focus();
+  };
+  box.append(
+    ...[
+      ...(group.asked || group.label ? drawPrompt(group) : []),
+      texts ? null : h("p", { class: "note" }, "No response is known as text: the batch had tokens alone."),
+      shade === null ? null : shadeLegend(shade, shades.get(shade), rollouts),
+      shadePicker([...shades.keys()], shade, change),
+      h("div", { class: "cards" }, best.map((rollout) => drawRollout(rollout, shades, texts))),
+    ].filter(Boolean),
+  );
+  return [box];
+}

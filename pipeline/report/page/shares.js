@@ -1,0 +1,66 @@
+// Which groups the gradient comes from, under either of two recipes.
+import { h, plainTable } from "./dom.js";
+import { count, isNumber, number, sum } from "./numbers.js";
+
+const MOST_GROUPS = 10;
+
+const perCent = (share) => `${(100 * share).toFixed(1)} %`;
+const points = (gap) => `${gap < 0 ? "−" : "+"}${Math.abs(100 * gap).toFixed(1)}`;
+
+function sharesByGroup(model) {
+  return model.groups
+    .map((group) => {
+      const rows = group.members.flatMap((rollout) => rollout.rows);
+      const [one, other] = [sum(rows.map((row) => row.share)), sum(rows.map((row) => row.other_share))];
+      return { group, one, other };
+    })
+    .sort((a, b) => Math.abs(b.one - b.other) - Math.abs(a.one - a.other));
+}
+
+// The cosine between what rows weigh under either recipe, of shares with the signs of the advantages.
+function cosineOf(rows) {
+  const pairs = rows.map((row) => [
+    Math.sign(row.advantage || 0) * (row.share || 0),
+    Math.sign(row.advantage_by_row || 0) * (row.other_share || 0),
+  ]);
+  const dot = (i, j) => sum(pairs.map((pair) => pair[i] * pair[j]));
+  return dot(0, 1) / Math.sqrt(dot(0, 0) * dot(1, 1));
+}
+
+export function drawShares(page, model) {
+  const [first, second] = page.versus;
+  const groups = sharesByGroup(model);
+  const moved = sum(groups.map(({ one, other }) => Math.abs(one - other))) / 2;
+  const cosine = cosineOf(model.rows);
+  const some = groups.slice(0, MOST_GROUPS).filter(({ one, other }) => one || other);
+  const less = groups.length - some.length;
+  return [
+    h("h3", {}, "Which groups the gradient comes from"),
+    h(
+      "p",
+      { class: "sentence" },
+      `${perCent(moved)} of the gradient goes to other groups under ${second}`,
+      isNumber(cosine) ? `; the cosine of what rows weigh is ${number(cosine)}.` : ".",
+    ),
+    h(
+      "p",
+      { class: "about" },
+      "A row's share of the gradient is |advantage| × loss weight × tokens in the loss (where an advantage is " +
+        "per token, |advantage| summed over them), over the sum of all rows of the step. The cosine is of " +
+        "the same with its sign, by row: 1, both recipes pull at the same rows alike.",
+    ),
+    some.length
+      ? plainTable(
+          "Shares of the gradient by group",
+          ["group", first, second, "points"],
+          some.map(({ group, one, other }) => [
+            String(group.id),
+            perCent(one),
+            perCent(other),
+            points(other - one),
+          ]),
+          h("caption", {}, less > 0 ? `those that move most; ${count(less)} more` : "by how much they move"),
+        )
+      : null,
+  ];
+}

@@ -1,0 +1,197 @@
+"""Rewards given anew: a callable grades the texts of a dump."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from headrace.transforms import Status
+from headrace.transforms.errors import listing
+from headrace.transforms.ids import first_row, is_first, reduce_by, sum_by
+from headrace.transforms.rows import listed, shallow_copy
+from headrace.transforms.schema import has_key
+
+from .malformed import SourceError, first_line, quote
+
+Grade = Callable[..., Any]
+STALE = ("logged_advantage", "reward_names")  # of the rewards that were there before
+
+
+class Regraded(NamedTuple):
+    """What another grader has changed; those of several steps add up by :meth:`with_step`."""
+
+    rollouts: int = 0
+    """That were graded."""
+    changed: int = 0
+    """That have another reward than before."""
+    known: int = 0
+    """That had a reward before."""
+    before: float = 0.0
+    """Sum of the rewards before, over the known; of several their sum."""
+    after: float = 0.0
+    """Sum of the new ones over the same rollouts."""
+    groups: int = 0
+    """Of two graded rollouts or more."""
+    gained: int = 0
+    """Groups whose rewards differ now, and did not."""
+    lost: int = 0
+    """Groups whose rewards differed, and no longer do."""
+
+    def with_step(self, step: Regraded) -> Regraded:
+        """This and another step."""
+        return Regraded(*(a + b for a, b in zip(self, step, strict=True)))  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        means = f"mean {self.before / self.known:.4g} → {self.after / self.known:.4g}; " if self.known else ""
+        share = f" ({self.changed / self.rollouts:.0%})" if self.rollouts else ""
+        return (
+            f"re-graded: {self.rollouts:,} rollouts, {self.changed:,}{share} have another reward; {means}"
+            f"of {self.groups:,} groups {self.gained:,} became informative and {self.lost:,} uninformative"
+        )
+
+
+def regrade(batch: TensorDictBase, grade: Grade) -> tuple[TensorDictBase, Regraded]:
+    """Grade the rollouts of a batch that :func:`open_source` has read, each once, by their texts.
+
+    A rollout of several rows is one text: their responses in the order of the rows, a line break between
+    them, after the prompt of the first. Each of its rows gets its reward. Rollouts that failed or were
+    aborted are not graded.
+
+    Args:
+        batch: TensorDict ``[N]``, which is left alone.
+        grade: takes two lists of R strings, prompts (empty where the dump has none) and responses, and
+            returns R rewards, or R lists of K. A parameter ``columns``, if it has one, is a dict of lists of
+            R: ``group`` and ``rollout`` (their labels), ``reward`` (as it was), and where the dump has one
+            ``ground_truth`` (text).
+
+    Returns:
+        The batch with the new rewards, (N, K) float64, without logged advantages, which were of the old ones;
+        and what has changed.
+
+    Raises:
+        SourceError: the batch has no texts; not one reward for each rollout; a reward that is not finite.
+
+    Example:
+        >>> from headrace.pipeline.sources import Sample, to_batch
+        >>> batch = to_batch([Sample("a", i, 0.0, response=text) for i, text in enumerate(["4", "5"])])
+        >>> again, changed = regrade(batch, lambda prompts, responses: [text == "4" for text in responses])
+        >>> again["next", "reward"].flatten().tolist(), changed.changed, changed.gained
+        ([1.0, 0.0], 1, 1)
+    """
+    if not has_key(batch, "response_text"):
+        raise SourceError("to grade again takes the texts of the responses, and this dump has none")
+    rollout, status = first_row(batch.get("rollout_id")), batch.get("status", None)
+    lost = torch.zeros(len(batch), dtype=torch.bool)
+    if status is not None:
+        lost = torch.isin(status, torch.tensor([Status.FAILED, Status.ABORTED]))
+    lost = reduce_by(rollout, lost.to(torch.uint8), "amax").bool()
+    heads = (is_first(rollout) & ~lost).nonzero().flatten()
+    changed = shallow_copy(batch).exclude(*STALE)
+    old = batch.get(("next", "reward")).double().reshape(len(batch), -1)
+    if not len(heads):
+        return changed, Regraded()
+    new = _grades(batch, grade, heads, rollout, old)
+    place = torch.zeros(len(batch), dtype=torch.int64)
+    place[heads] = torch.arange(len(heads))
+    rewards = (
+        old.clone()
+        if old.shape[1] == new.shape[1]
+        else old.new_full((len(batch), new.shape[1]), float("nan"))
+    )
+    rewards[~lost] = new[place[rollout[~lost]]]
+    changed["next", "reward"] = rewards
+    return changed, _change(old[heads], new, batch.get("group_id")[heads])
+
+
+def _grades(batch: TensorDictBase, grade: Grade, heads: Tensor, rollout: Tensor, old: Tensor) -> Tensor:
+    """(R, K) float64 what the grader gives the rollouts that begin at the rows `heads` (R,)."""
+    responses: dict[int, list[str]] = {}
+    for head, text in zip(rollout.tolist(), _texts(batch, "response_text"), strict=True):
+        responses.setdefault(head, []).append(text)
+    at = heads.tolist()
+
+    def of_heads(key: str) -> list[str]:
+        values = _texts(batch, key)
+        return [values[row] for row in at]
+
+    prompts = of_heads("prompt_text") if has_key(batch, "prompt_text") else [""] * len(at)
+    labels = (
+        of_heads("rollout_label") if has_key(batch, "rollout_label") else batch["rollout_id"][heads].tolist()
+    )
+    groups = of_heads("group_label") if has_key(batch, "group_label") else batch["group_id"][heads].tolist()
+    reward = old[heads]
+    columns = {"group": groups, "rollout": labels}
+    columns["reward"] = reward.flatten().tolist() if reward.shape[1] == 1 else reward.tolist()
+    if has_key(batch, "ground_truth"):
+        columns["ground_truth"] = of_heads("ground_truth")
+    more = {"columns": columns} if _takes_columns(grade) else {}
+    given = grade(prompts, ["\n".join(responses[head]) for head in at], **more)
+    return _checked(given, [str(label) for label in labels])
+
+
+def _takes_columns(grade: Grade) -> bool:
+    parameters = inspect.signature(grade).parameters.values()
+    return any(each.name == "columns" or each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def _checked(given: Any, labels: Sequence[str]) -> Tensor:
+    """(R, K) float64, finite.
+
+    Raises:
+        SourceError: it is not.
+    """
+    try:
+        new = torch.as_tensor(given, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise SourceError(
+            f"a grader returns a number, or K of them, for each rollout; found {quote(given)}: "
+            f"{first_line(err)}"
+        ) from err
+    if new.ndim not in (1, 2) or len(new) != len(labels) or new.numel() == 0:
+        raise SourceError(
+            f"a grader returns ({len(labels)},) or ({len(labels)}, K) rewards, one for each rollout; found "
+            f"{tuple(new.shape)} for the rollouts {listing(labels)}"
+        )
+    new = new.reshape(len(new), -1)
+    if len(bad := (~new.isfinite()).any(1).nonzero().flatten().tolist()):
+        found = listing(f"{quote(new[row].tolist())} for the rollout {labels[row]}" for row in bad)
+        raise SourceError(f"a reward is finite; found {found}")
+    return new
+
+
+def _texts(batch: TensorDictBase, key: str) -> list[str]:
+    return listed(batch.get(key))
+
+
+def _change(old: Tensor, new: Tensor, group: Tensor) -> Regraded:
+    """What changed for R rollouts, (R, K) each."""
+    same = old.shape == new.shape
+    changed = (old != new).any(1) if same else torch.ones(len(new), dtype=torch.bool)
+    known = ~old.isnan().all(1)
+    first = first_row(group)
+    several = is_first(first) & (sum_by(first, torch.ones_like(first)) > 1)
+    differed, differ = (_differ(values, first) for values in (old, new))
+    return Regraded(
+        rollouts=len(new),
+        changed=int(changed.sum()),
+        known=int(known.sum()),
+        before=float(old[known].nansum()),
+        after=float(new[known].sum()),
+        groups=int(several.sum()),
+        gained=int((several & differ & ~differed).sum()),
+        lost=int((several & differed & ~differ).sum()),
+    )
+
+
+def _differ(values: Tensor, first: Tensor) -> Tensor:
+    """(R,) bool: whether one of the K rewards (R, K) differs within the rollout's group."""
+    differ = torch.zeros(len(values), dtype=torch.bool)
+    for column in values.T:
+        low, high = (column.nan_to_num(nan=end) for end in (float("inf"), float("-inf")))
+        differ |= reduce_by(first, high, "amax") > reduce_by(first, low, "amin")
+    return differ

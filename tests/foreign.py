@@ -1,0 +1,192 @@
+"""Stand-ins for trainers that are not installed: what an adapter touches, and their formulas as loops.
+
+Where the real package can be imported, tests take that.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+
+def module_of(monkeypatch: pytest.MonkeyPatch, name: str, stand_in: dict[str, Any]) -> ModuleType:
+    """The module, or where its package is not installed one that has what `stand_in` says."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as err:
+        if not (err.name or "").startswith(name.partition(".")[0]):
+            raise  # it is installed, and something that it needs is not
+    parts = name.split(".")
+    for length in range(1, len(parts) + 1):
+        inner = ".".join(parts[:length])
+        if inner not in sys.modules:
+            module = ModuleType(inner)
+            module.__path__ = []  # type: ignore[attr-defined]  # so that it counts as a package
+            monkeypatch.setitem(sys.modules, inner, module)
+    vars(sys.modules[name]).update(stand_in)
+    return sys.modules[name]
+
+
+# -- verl: trainer/ppo/core_algos.py ------------------------------------------------------------------------
+
+
+def verl_core_algos(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    registry: dict[str, Any] = {}
+
+    def register_adv_est(name):
+        return lambda function: registry.setdefault(name, function)
+
+    names = {
+        "register_adv_est": register_adv_est,
+        "get_adv_estimator_fn": registry.__getitem__,
+        "ADV_ESTIMATOR_REGISTRY": registry,
+        "compute_grpo_outcome_advantage": verl_advantages,
+    }
+    return module_of(monkeypatch, "verl.trainer.ppo.core_algos", names)
+
+
+def verl_advantages(token_level_rewards, response_mask, index, epsilon=1e-6):
+    """(R - mean) / (std + ε) by uid; a lone reward over 1 + ε."""
+    rewards = token_level_rewards.sum(-1).tolist()
+    by_uid = defaultdict(list)
+    for uid, reward in zip(index, rewards, strict=True):
+        by_uid[uid].append(reward)
+    found = []
+    for uid, reward in zip(index, rewards, strict=True):
+        group = by_uid[uid]
+        mean, std = (0.0, 1.0) if len(group) == 1 else (statistics.fmean(group), statistics.stdev(group))
+        found.append((reward - mean) / (std + epsilon))
+    found = torch.tensor(found, dtype=torch.float32).unsqueeze(1) * response_mask
+    return found, found
+
+
+# -- slime and miles: utils/types.py and ray/rollout ----------------------------------------------------
+
+
+class SlimeStatus(enum.Enum):
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass
+class SlimeSample:
+    """What the hook reads of ``Sample``, with its defaults."""
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    response_length: int = 3
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    remove_sample: bool = False
+    status: SlimeStatus = SlimeStatus.COMPLETED
+
+    def get_reward_value(self, args) -> Any:
+        return self.reward if not args.reward_key else self.reward[args.reward_key]
+
+
+def slime_args(group_size: int, groups: int, reward_key: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(n_samples_per_prompt=group_size, rollout_batch_size=groups, reward_key=reward_key)
+
+
+def slime_rewards(args, rewards: Sequence[float]) -> list[float]:
+    """In chunks of `n_samples_per_prompt`, or all as one group where there is another number of them."""
+    whole = len(rewards) == args.n_samples_per_prompt * args.rollout_batch_size
+    size = args.n_samples_per_prompt if whole else len(rewards)
+    found = []
+    for start in range(0, len(rewards), size):
+        group = rewards[start : start + size]
+        mean, std = statistics.fmean(group), statistics.stdev(group)
+        found += [(reward - mean) / (std + 1e-6) for reward in group]
+    return found
+
+
+def miles_rewards(samples: Sequence[SlimeSample]) -> list[float]:
+    """Of the rollouts of a `group_index`, each once however many samples it has."""
+    rollouts: dict[Any, dict[Any, float]] = defaultdict(dict)
+    for sample in samples:
+        rollout = sample.index if sample.rollout_id is None else sample.rollout_id
+        rollouts[sample.group_index][rollout] = sample.reward
+    found = []
+    for sample in samples:
+        group = list(rollouts[sample.group_index].values())
+        std = statistics.stdev(group) if len(group) > 1 else 0.0
+        centred = sample.reward - statistics.fmean(group)
+        found.append(centred / (std + 1e-6) if std > 0 else centred)
+    return found
+
+
+# -- prime-rl: orchestrator/algo/base.py and routing.py -----------------------------------------------------
+
+
+@dataclass
+class Node:
+    mask: list[bool]
+    advantages: list[float] | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [0] * len(self.mask)
+
+
+@dataclass
+class Trace:
+    reward: float
+    nodes: list[Node]
+    agent: Any = field(default_factory=lambda: SimpleNamespace(name="solver", trainable=True))
+    has_error: bool = False
+    id: str = "trace"
+
+
+@dataclass
+class Episode:
+    traces: list[Trace]
+    id: str = "episode"
+
+
+def prime_rl_algo(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
+    def iter_trainable_traces(episodes):
+        for episode in episodes:
+            for trace in episode.traces:
+                if not trace.has_error and trace.agent.trainable and any(any(n.mask) for n in trace.nodes):
+                    yield episode, trace
+
+    def assign_advantages(trace, values):
+        total = sum(sum(node.mask) for node in trace.nodes)
+        values = [float(values)] * total if isinstance(values, int | float) else list(values)
+        if len(values) != total:
+            raise ValueError(f"{len(values)} advantages for {total} sampled tokens")
+        for node in trace.nodes:
+            if any(node.mask):
+                node.advantages, values = values[: sum(node.mask)], values[sum(node.mask) :]
+
+    class Algorithm:
+        def __init__(self, config, policy_pool):
+            self.policy_pool = policy_pool
+
+    base = {"Algorithm": Algorithm, "iter_trainable_traces": iter_trainable_traces}
+    routing = {"assign_advantages": assign_advantages}
+    return (
+        module_of(monkeypatch, "prime_rl.orchestrator.algo.base", base),
+        module_of(monkeypatch, "prime_rl.orchestrator.algo.routing", routing),
+    )
+
+
+def prime_rl_advantages(episodes: Sequence[Episode]) -> list[float]:
+    """R - mean over the traces that can train."""
+    rewards = [t.reward for e in episodes for t in e.traces if not t.has_error and t.agent.trainable]
+    return [reward - math.fsum(rewards) / len(rewards) for reward in rewards]

@@ -1,0 +1,294 @@
+"""A report says in words what its numbers advise to look at, just beyond the bounds and not below."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from busy import busy_batch, reported, stages
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from headrace.pipeline import Pipeline, build_pipeline, load_pipeline, make_report
+from headrace.pipeline.composing import compose_config
+from headrace.pipeline.report import advise, show_report, symptoms, verdict
+from headrace.pipeline.report.gradient_share import gradient_share
+from headrace.pipeline.report.thinned import Thinned
+from headrace.transforms import GroupRelativeAdvantage, LossWeight, Status
+
+ROOT = Path(__file__).parent.parent
+QUIET = {"rows/in": 32.0, "rows/trained": 32.0, "groups/in": 4.0}
+BEYOND = 1e-9
+
+
+def names(numbers, history=()):
+    return [advisory.name for advisory in advise(numbers, history)]
+
+
+def steps_of(key, values, **more):
+    return [(step, QUIET | {key: value} | more) for step, value in enumerate(values)]
+
+
+# -- one rule, one bound ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "bound"),
+    [
+        ("advantage-all-zero", "frac_reward_zero_std", 0.5),
+        ("rollouts-truncated", "rollouts/truncated", 0.25),
+        ("rollouts-lost", "rollouts/lost", 0.1),
+        ("groups-incomplete", "groups/incomplete", 0.1),
+        ("gradient-spikes", "groups/largest_gradient_share", 0.5),
+        ("stale", "staleness/mean", 2.0),
+    ],
+)
+def test_each_rule_fires_just_beyond_its_bound_and_not_at_it(name, number, bound):
+    assert names(QUIET | {number: bound}) == []
+    assert names(QUIET | {number: bound + BEYOND}) == [name]
+    (found,) = advise(
+        QUIET | {number: 2 * bound}, steps_of(number, [0.0, 0.0, 2 * bound, 2 * bound, 2 * bound])
+    )
+    assert found.number == number
+    assert found.steps == (2, 3, 4)
+    assert "at step" in found.text
+    assert symptoms()[name].title
+
+
+def test_a_number_is_judged_by_its_last_five_steps():
+    for old, new in ((1.0, 0.0), (0.0, 1.0)):
+        history = steps_of("rollouts/truncated", [old] * 7 + [new] * 5)
+        assert names(history[-1][1], history) == (["rollouts-truncated"] if new else [])
+    history = steps_of("rollouts/truncated", [0.0, 0.0, 0.0, 0.0, 1.0])
+    assert names(history[-1][1], history) == []  # one of five is a mean of 0.2
+
+
+def test_one_group_of_three_may_carry_the_gradient():
+    assert names(QUIET | {"groups/in": 3.0, "groups/largest_gradient_share": 0.9}) == []
+
+
+def test_every_step_at_which_nothing_trained_is_named():
+    trained = [4.0, 0.0, 4.0, 0.0, 4.0]
+    history = steps_of("rows/trained", trained)
+    (found,) = advise(history[-1][1], history)
+    assert (found.name, found.steps) == ("nothing-trains", (1, 3))
+    assert found.text == "Nothing was trained at steps 1 and 3."
+    assert names(*history[0][1:]) == []
+
+
+@pytest.mark.parametrize(("value", "fires"), [(0.5, False), (0.5 - BEYOND, True)])
+def test_a_stage_is_warned_of_below_its_own_least(value, fires):
+    numbers = QUIET | {"mine/reach_mean": value, "mine/least_reach": 0.5, "other/reach_mean": 0.0}
+    found = advise(numbers)
+    assert [each.number for each in found] == (["mine/reach_mean"] if fires else [])
+
+
+def test_lengths_explode_beyond_twice_the_beginning():
+    for factor, fires in ((2.0, False), (2.001, True)):
+        history = steps_of("response_length/mean", [100.0] * 7 + [100.0 * factor] * 5)
+        assert names(history[-1][1], history) == (["lengths-explode"] if fires else [])
+    history = steps_of("response_length/mean", [1.0] * 6 + [100.0] * 5)
+    assert names(history[-1][1], history) == []  # eleven steps are too few
+
+
+# -- whether it learns -----------------------------------------------------------------------------------
+
+RANGE = {"reward/all/min": 0.0, "reward/all/max": 1.0}
+
+
+def of_rewards(*quarters):
+    """Four steps of each reward, of rollouts between 0 and 1."""
+    values = [value for value in quarters for _ in range(4)]
+    history = steps_of("reward/all/mean", values, **RANGE)
+    return names(history[-1][1], history), verdict(history[-1][1], history)
+
+
+@pytest.mark.parametrize(
+    ("quarters", "found", "said"),
+    [
+        ((0.1, 0.3, 0.5, 0.7), [], "The reward rose from 0.1 to 0.7 over 16 steps."),
+        ((0.1, 0.1, 0.1, 0.1201), [], "The reward rose from 0.1 to 0.12 over 16 steps."),
+        ((0.1, 0.1, 0.1, 0.1199), ["reward-flat"], "The reward is flat at 0.12 over 16 steps."),
+        ((0.1, 0.1, 0.1, 0.0801), ["reward-flat"], "The reward is flat at 0.0801 over 16 steps."),
+        ((0.1, 0.1, 0.1, 0.0799), ["reward-flat"], "The reward fell from 0.1 to 0.0799 over 16 steps."),
+        ((0.1, 0.3, 0.5, 0.5199), ["stalled"], "The reward rose from 0.1 to 0.52, and no longer rises"),
+        ((0.1, 0.3, 0.5, 0.5201), [], "The reward rose from 0.1 to 0.52 over 16 steps."),
+        ((0.1, 0.5, 0.9, 0.9), [], "The reward rose from 0.1 to 0.9 over 16 steps."),  # at its top
+        ((0.95, 0.95, 0.95, 0.95), [], "The reward stays at 0.95, near the greatest seen, over 16 steps."),
+    ],
+)
+def test_flat_stalled_and_falling_are_told_by_their_rule(quarters, found, said):
+    fired, words = of_rewards(*quarters)
+    assert fired == found
+    assert words.startswith(said)
+
+
+def test_a_reward_that_does_not_rise_says_why():
+    history = steps_of("reward/all/mean", [0.1] * 16, **RANGE, frac_reward_zero_std=0.92)
+    assert verdict(history[-1][1], history) == (
+        "The reward is flat at 0.1 over 16 steps. 92 % of the groups have equal rewards, and teach nothing "
+        "(at each of 16 steps)."
+    )
+
+
+def test_eleven_steps_are_too_few_to_say():
+    history = steps_of("reward/all/mean", [0.1] * 11, **RANGE)
+    assert verdict(history[-1][1], history).endswith("over 11 steps: too few to say whether it learns.")
+    assert verdict(QUIET, steps_of("rows/in", [4.0] * 20)) == "No reward was recorded."
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0.01, 100), st.floats(-50, 50))
+def test_the_unit_of_the_reward_changes_no_verdict(values, factor, shift):
+    """Rewards times a factor, and moved: numbers are others, what is said of them is not."""
+
+    def kinds(rewards, low, high):
+        more = {"reward/all/min": low, "reward/all/max": high}
+        history = steps_of("reward/all/mean", rewards, **more)
+        return names(history[-1][1], history)
+
+    def bounds_are_near(rewards):
+        size = len(rewards) // 4
+        if len(rewards) < 12:
+            return False
+        quarters = [np.mean(rewards[:size]), np.mean(rewards[-2 * size : -size]), np.mean(rewards[-size:])]
+        gains = [quarters[2] - quarters[0], quarters[2] - quarters[1]]
+        marks = [abs(abs(gain) - 0.02) for gain in gains] + [abs(1 - quarters[2] - 0.1)]
+        return min(marks) < 1e-6
+
+    if not bounds_are_near(values):
+        moved = [factor * value + shift for value in values]
+        assert kinds(values, 0.0, 1.0) == kinds(moved, shift, factor + shift)
+
+
+# -- the numbers that rules read -------------------------------------------------------------------------
+
+
+def test_the_numbers_behind_the_rules_by_hand(make_batch):
+    """Rollout 1 has two rows, one truncated; rollout 2 failed. Tokens by rollout: 2, 4, 2 and 2."""
+    batch = make_batch([1.0, 3, 3, 5, 1], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3])
+    batch["status"] = torch.tensor(
+        [int(Status[name]) for name in ("COMPLETED", "COMPLETED", "TRUNCATED", "FAILED", "COMPLETED")]
+    )
+    batch["masks", "all_assistant_mask"] = torch.tensor([[True, False, True, False]] * 5)
+    numbers = make_report(Pipeline({}).run(batch)).numbers
+    assert numbers["rollouts/truncated"] == 0.25
+    assert numbers["rollouts/lost"] == 0.25
+    assert numbers["response_length/mean"] == 2.5
+    assert numbers["response_length/max"] == 4
+
+
+def test_permuted_rows_have_the_same_numbers(make_batch):
+    batch = busy_batch(make_batch)
+    batch["status"] = torch.tensor([0, 0, 0, 1, 0, 0, 0, 3, 0])
+    found = []
+    for order in (torch.arange(9), torch.randperm(9, generator=torch.Generator().manual_seed(3))):
+        pipeline = Pipeline(stages(split=None, weight=LossWeight()))
+        pipeline(batch[order])
+        found.append(make_report(pipeline).numbers)
+    keys = ("rollouts/truncated", "rollouts/lost", "response_length/mean", "groups/informative")
+    for key in (*keys, "groups/incomplete", "groups/largest_gradient_share"):
+        assert found[0][key] == pytest.approx(found[1][key], rel=1e-12), key
+
+
+def test_groups_are_informative_or_equal_or_alone(make_batch):
+    """Of four groups one is equal, one differs, one is alone and in no share, and one lacks rewards."""
+    batch = make_batch([1.0, 1, 0, 1, 5, float("nan"), float("nan")], [0, 0, 1, 1, 2, 3, 3])
+    pipeline = Pipeline({})
+    pipeline(batch)
+    numbers = make_report(pipeline).numbers
+    assert numbers["groups/informative"] == pytest.approx(1 / 3)
+    assert numbers["frac_reward_zero_std"] == pytest.approx(1 / 3)
+
+
+@given(
+    st.integers(1, 6).flatmap(
+        lambda n: st.lists(
+            st.tuples(st.integers(0, 2), st.floats(-3, 3), st.floats(0, 2), st.integers(0, 5)),
+            min_size=n,
+            max_size=n,
+        )
+    )
+)
+def test_the_gradient_share_is_the_loop_over_tokens(rows):
+    columns = {
+        "reason": np.array([row[0] for row in rows]),
+        "advantage": np.array([row[1] for row in rows]),
+        "loss_weight": np.array([row[2] for row in rows]),
+        "tokens": np.array([row[3] for row in rows]),
+    }
+    each = [sum(abs(a) * w for _ in range(tokens)) if reason == 0 else 0.0 for reason, a, w, tokens in rows]
+    whole = sum(each)
+    expected = [size / whole if whole else 0.0 for size in each]
+    assert gradient_share(columns).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_group_of_large_rewards_carries_the_gradient(make_batch):
+    """Advantages ±1 in four groups and ±9 in one, of one token each: 18 of 26."""
+    rewards = [value for size in (1, 1, 1, 1, 9) for value in (size, -size)]
+    pipeline = Pipeline({"advantage": GroupRelativeAdvantage(scale="none")})
+    batch = make_batch([float(value) for value in rewards], [i // 2 for i in range(10)])
+    batch["masks", "all_assistant_mask"] = torch.tensor([[True, False, False, False]] * 10)
+    pipeline(batch)
+    report = make_report(pipeline)
+    assert report.numbers["groups/largest_gradient_share"] == pytest.approx(18 / 26)
+    (found,) = report.advisories
+    assert found.text == "One group makes 69 % of the gradient of its step."
+
+
+# -- the terminal ----------------------------------------------------------------------------------------
+
+
+def test_a_printed_report_has_a_line_for_each_advisory(make_batch):
+    _, report = reported(make_batch)
+    report.metrics["rows/trained"] = 0.0
+    text = io.StringIO()
+    Console(file=text, width=80).print(show_report(report))
+    assert "nothing-trains: Nothing was trained." in text.getvalue()
+    assert max(map(len, text.getvalue().splitlines())) <= 80
+
+
+# -- symptoms --------------------------------------------------------------------------------------------
+
+
+def test_every_advisory_there_is_has_a_symptom():
+    source = (ROOT / "pipeline/report/advisories.py").read_text()
+    named = set(re.findall(r'"([a-z]+(?:-[a-z]+)+|stale|stalled)"', source))
+    assert named == set(symptoms())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [(name, each.words) for name, symptom in symptoms().items() for each in symptom.remedies if each.words],
+)
+def test_the_words_against_a_symptom_compose_and_build(name, words):
+    build_pipeline(compose_config("config", *words.split()).pipeline)
+    of_pipeline = [word for word in words.split() if word.startswith(("pipeline", "+pipeline", "criterion@"))]
+    load_pipeline(*of_pipeline)
+
+
+def test_the_page_of_symptoms_is_up_to_date():
+    done = subprocess.run([sys.executable, "tools/make_symptoms.py", "--check"], cwd=ROOT, check=False)
+    assert done.returncode == 0, "run `make generate`"
+
+
+# -- some of many ----------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 9), st.integers(1, 200))
+def test_thinned_things_are_few_evenly_spread_and_have_both_ends(most, number):
+    some = Thinned(most)
+    for item in range(number):
+        some.add(item)
+        kept = some.all()
+        assert (kept[0], kept[-1]) == (0, item)
+        assert len(kept) <= most
+        gaps = {b - a for a, b in pairwise(kept[:-1])}
+        assert len(gaps) <= 1

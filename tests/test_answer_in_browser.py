@@ -1,0 +1,167 @@
+"""The page answers before one scrolls, and follows a run that goes on."""
+
+# ruff: noqa: F811
+
+from __future__ import annotations
+
+import time
+
+import pages
+import pytest
+from test_page_in_browser import driver, look  # noqa: F401, the fixtures
+
+from headrace.pipeline.report import symptoms, write_page
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+STEPS = list(range(60))
+CURVES = {
+    "reward/all/mean": [0.07 + 0.89 * step / 59 for step in STEPS],
+    "groups/informative": [1 - step / 80 for step in STEPS],
+    "response_length/mean": [400.0 + step for step in STEPS],
+    "rollouts/truncated": [0.3 for _ in STEPS],
+    "correction/ess_token": [0.9 - step / 100 for step in STEPS],
+    "staleness/mean": [None if step % 7 == 4 else 1.5 for step in STEPS],
+}
+FIRED = ("rollouts-truncated", "advantage-all-zero", "off-policy", "stale", "gradient-spikes", "stalled")
+
+
+def long_run(**run):
+    """Sixty steps with every tile and six advisories, on a page of five steps."""
+    fan_out = pages.fan_out_run(5)["steps"]
+    steps = []
+    for place, step in enumerate(fan_out):
+        at = (0, 15, 30, 45, 59)[place]
+        numbers = {name: values[at] for name, values in CURVES.items() if values[at] is not None}
+        said = [
+            {
+                "name": name,
+                "text": f"Step {at} has `{name}`, and it has been so at 44 of 60 steps, first at 3 "
+                "and last at 59, for which there is a word or two to say.",
+            }
+            for name in FIRED
+        ]
+        steps.append(
+            step
+            | {
+                "step": at,
+                "numbers": numbers,
+                "verdict": f"The reward rose to step {at}.",
+                "advisories": said,
+            }
+        )
+    known = [
+        symptoms()[name]._asdict() | {"remedies": [each._asdict() for each in symptoms()[name].remedies]}
+        for name in FIRED
+    ]
+    made = {"curve_steps": STEPS, "curves": CURVES, "symptoms": known}
+    return pages.run_of(*steps, title="sixty steps", **made) | ({"run": about(**run)} if run else {})
+
+
+def about(**changes):
+    facts = {"began": "2026-11-22T04:19:11+00:00", "written": now(), "live": None, "words": ["pipeline=rloo"]}
+    return facts | {"versions": {"headrace": "0.5", "torch": "2.9"}, "config": "a: <i>1</i>\n"} | changes
+
+
+def now(ago=0.0):
+    return time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - ago))
+
+
+def test_the_first_screen_answers(look):
+    page = look(long_run(live=None), width=1280)
+    bottom = "return Math.max(...[...document.querySelectorAll('#verdict, #answer .tile, #advisories > li')]"
+    assert page.driver.execute_script(f"{bottom}.map((e) => e.getBoundingClientRect().bottom))") <= 800
+    assert page.seen("#verdict") == "The reward rose to step 59."
+    assert page.texts("#answer .big") == [
+        "0.96 mean over rollouts",
+        "26.3 % of groups: rewards differ",
+        "459 tokens per rollout",
+        "30 % of the rollouts",
+        "31 % of the tokens",
+        "1.5 policy versions behind",
+    ]
+    assert page.count("#answer svg .curve") == 6
+    assert page.texts("#answer .range")[0] == "0.07 → 0.96, steps 0 to 59"
+    assert not page.one("#recipe").is_displayed()
+
+
+def test_a_tile_shows_the_step_that_is_chosen(look):
+    page = look(long_run(live=None))
+    page.choose("number", "0")
+    assert page.texts("#answer .big")[0] == "0.07 mean over rollouts"
+    assert page.seen("#verdict") == "The reward rose to step 0."
+    assert page.texts("#advisories summary")[0].startswith("Step 0 has")
+
+
+def test_an_advisory_opens_what_is_known_of_its_symptom(look):
+    page = look(long_run(live=None))
+    first = "#symptom-rollouts-truncated"
+    assert "pipeline=dapo" not in page.seen(first)
+    page.one(f"{first} summary").click()
+    assert "pipeline=dapo" in page.seen(first)
+    assert symptoms()["rollouts-truncated"].title in page.seen(first)
+
+
+def test_a_run_without_numbers_or_advice_has_no_tile_and_no_gap(look):
+    page = look(pages.incomplete_run())
+    assert page.count("#answer .tile") == 0
+    assert not page.one("#verdict").is_displayed()
+    assert not page.one("#advisories").is_displayed()
+    assert not page.one("#run").is_displayed()
+
+
+def test_the_foot_says_when_and_how_the_run_was_made(look):
+    page = look(long_run(live=None))
+    assert page.seen("#run") == "This run: began 2026-11-22T04:19:11+00:00"
+    page.one("#run > summary").click()
+    assert "headrace pipeline=rloo" in page.seen("#run")
+    assert "headrace 0.5, torch 2.9" in page.seen("#run")
+    assert "a: <i>1</i>" in page.seen("#run")
+
+
+@pytest.mark.parametrize("width", [360, 1600])
+def test_nothing_of_the_answer_is_wider_than_the_window(look, width):
+    page = look(long_run(live=None), width=width)
+    for fold in page.all("#advisories summary"):
+        fold.click()
+    page.one("#run > summary").click()
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def wait_for(condition):
+    for _ in range(80):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it did not come")
+
+
+def test_a_live_page_follows_its_run_and_stops_with_it(look, tmp_path):
+    run = long_run(live=1.0)
+    some = run | {"steps": run["steps"][:3]}
+    page = look(some)
+    assert page.seen("#live").startswith("The run goes on: last written 20")
+    page.choose("filter", "trained")
+    page.one("#symptom-stale summary").click()
+    page.driver.execute_script("window.scrollTo(0, 500)")
+    write_page(run, tmp_path / "page.html")
+    wait_for(lambda: page.texts("#verdict") == ["The reward rose to step 59."])
+    assert page.driver.execute_script("return document.getElementById('filter').value") == "trained"
+    assert page.driver.execute_script("return window.scrollY") == 500
+    assert page.one("#symptom-stale").get_attribute("open")
+    page.choose("number", "15")
+    write_page(run | {"run": about(live=None)}, tmp_path / "page.html")
+    wait_for(lambda: page.seen("#live") == "")
+    assert page.seen("#verdict") == "The reward rose to step 15."  # the step that was chosen
+    page.driver.execute_script("window.same = true")
+    time.sleep(1.5)
+    assert page.driver.execute_script("return window.same")
+
+
+def test_a_page_of_a_run_that_was_killed_says_when_it_was_written(look):
+    written = now(ago=3600.0)
+    page = look(long_run(live=1.0, written=written))
+    assert page.seen("#live") == f"The run goes on, or was stopped: last written {written}."
+    page.driver.execute_script("window.same = true")
+    time.sleep(1.5)
+    assert page.driver.execute_script("return window.same")  # it asks rarely: after a tenth of its age

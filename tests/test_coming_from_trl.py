@@ -1,0 +1,200 @@
+"""The adapter of docs/coming-from/trl.md, inside TRL's own GRPOTrainer."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from headrace.pipeline import load_pipeline
+from headrace.transforms import IncompleteGroupsError
+
+pytest.importorskip("transformers", reason="the extra `llm` is not installed")
+pytestmark = [
+    pytest.mark.llm,
+    pytest.mark.slow,
+    # transformers 5 warns of names that its own Trainer uses.
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning"),
+]
+trl = pytest.importorskip("trl", reason="TRL is not installed")
+GROUP_SIZE, ROWS = 4, 8
+
+
+@pytest.fixture(scope="module")
+def adapter() -> ModuleType:
+    path = Path(__file__).parent.parent / "examples" / "adapters" / "headrace_trl.py"
+    spec = importlib.util.spec_from_file_location("headrace_trl", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def theirs(monkeypatch) -> list[torch.Tensor]:
+    """The advantages that TRL itself computes, batch after batch."""
+    found, own = [], trl.GRPOTrainer._generate_and_score_completions
+
+    def spy(self, inputs):
+        output = own(self, inputs)
+        found.append(output["advantages"].clone())
+        return output
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate_and_score_completions", spy)
+    return found
+
+
+def ones(completions, **others) -> list[float]:
+    return [completion.count("1") + 0.1 * len(completion) for completion in completions]
+
+
+def short_or_none(completions, **others) -> list[float | None]:
+    return [None if "2" in completion else -float(len(completion)) for completion in completions]
+
+
+def none_of_odd(completions, **others) -> list[float | None]:
+    """None where `short_or_none` has none, and for others, too."""
+    return [None if "2" in completion or "3" in completion else 1.0 for completion in completions]
+
+
+@pytest.fixture
+def make_trainer(adapter, tmp_path):
+    """A trainer of a model of one layer, and the batches that it makes its loss of."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    def make(*words, rewards=(ones,), steps=2, trainer=None, **options):
+        tokens = Tokenizer(models.WordLevel({token: i for i, token in enumerate("_$0123456789")}))
+        tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=tokens, pad_token="_", eos_token="$", padding_side="left"
+        )
+        torch.manual_seed(0)
+        size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+        config = trl.GRPOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=ROWS,
+            num_generations=GROUP_SIZE,
+            max_completion_length=4,
+            max_steps=steps,
+            learning_rate=1e-2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            save_strategy="no",
+            **options,
+        )
+        made = (trainer or adapter.HeadraceGRPOTrainer)(
+            model=LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **ids)),
+            args=config,
+            reward_funcs=list(rewards),
+            train_dataset=Dataset.from_dict({"prompt": ["12", "34", "56", "78", "9", "0", "1", "2"]}),
+            processing_class=tokenizer,
+            pipeline=load_pipeline(*words),
+        )
+        return SimpleNamespace(trainer=made, batches=record(made))
+
+    return make
+
+
+def record(trainer) -> list[dict]:
+    """What it makes its loss of, with the rewards."""
+    batches, own = [], trainer._generate_and_score_completions
+
+    def spy(inputs):
+        output = own(inputs)
+        batches.append({**output, "rewards": trainer._scored["next", "reward"]})
+        return output
+
+    trainer._generate_and_score_completions = spy
+    return batches
+
+
+def test_with_its_own_recipe_trl_trains_on_its_own_advantages(make_trainer, theirs):
+    run = make_trainer("pipeline=as/trl", steps=3)
+    before = [p.detach().clone() for p in run.trainer.model.parameters()]
+    run.trainer.train()
+    assert len(run.batches) == len(theirs) == 3
+    for batch, advantages in zip(run.batches, theirs, strict=True):
+        assert advantages.abs().max() > 0.5
+        torch.testing.assert_close(batch["advantages"].squeeze(1), advantages, rtol=1e-4, atol=1e-5)
+        assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
+    after = [p.detach() for p in run.trainer.model.parameters()]
+    assert any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+def test_several_rewards_of_which_some_are_none_are_added_up_as_trl_does(make_trainer, theirs):
+    words = "pipeline.stages.collapse.columns=2", "pipeline.stages.collapse.weights=[1.0,0.5]"
+    rewards = short_or_none, none_of_odd
+    run = make_trainer("pipeline=as/trl", *words, rewards=rewards, steps=4, reward_weights=[1.0, 0.5])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trl.trainer.grpo_trainer.logger.warning", lambda *args, **kwargs: None)
+        run.trainer.train()
+    missing = torch.cat([batch["rewards"].isnan() for batch in run.batches])
+    assert missing.all(1).any()
+    assert (missing.any(1) & ~missing.all(1)).any()
+    for batch, advantages in zip(run.batches, theirs, strict=True):
+        torch.testing.assert_close(batch["advantages"].squeeze(1), advantages, rtol=1e-4, atol=1e-5)
+
+
+def test_another_recipe_is_one_word(make_trainer):
+    run = make_trainer("pipeline=rloo", "~pipeline.stages.filter")
+    run.trainer.train()
+    for batch in run.batches:
+        groups = batch["rewards"].view(-1, GROUP_SIZE)
+        others = (groups.sum(1, keepdim=True) - groups) / (GROUP_SIZE - 1)
+        torch.testing.assert_close(batch["advantages"].view(-1, GROUP_SIZE), groups - others)
+
+
+def test_what_a_recipe_takes_out_of_the_loss_counts_no_tokens(make_trainer):
+    words = (
+        "criterion@pipeline.stages.filter.criterion=not_truncated",
+        "pipeline.stages.filter.action=exclude",
+    )
+    run = make_trainer("pipeline=dr_grpo", *words)
+    run.trainer.train()
+    silent = 0
+    for batch in run.batches:
+        last = batch["completion_mask"].sum(1, keepdim=True) - 1
+        ended = batch["completion_ids"].gather(1, last).squeeze(1) <= 1  # the end, or padding: TRL's rule
+        for start in range(0, ROWS, GROUP_SIZE):
+            rows = range(start, start + GROUP_SIZE)
+            mine = [batch["rewards"][row].item() for row in rows if ended[row]]
+            for row in rows:
+                expected = batch["rewards"][row].item() - math.fsum(mine) / len(mine) if ended[row] else 0.0
+                assert batch["advantages"][row].item() == pytest.approx(expected, abs=1e-5)
+        assert torch.equal(batch["tool_mask"], batch["completion_mask"] * ended[:, None])
+        assert batch["num_items_in_batch"] == batch["tool_mask"].sum()
+        silent += int((~ended).sum())
+    assert silent
+
+
+def test_trl_logs_the_advantages_that_train(make_trainer):
+    run = make_trainer("pipeline=dr_grpo", "~pipeline.stages.filter", steps=1)
+    run.trainer.train()
+    logged = list(run.trainer._logs["advantages"])
+    assert logged == pytest.approx(run.batches[0]["advantages"].flatten().tolist())
+
+
+def test_groups_of_an_evaluation_have_their_own_size(make_trainer, theirs):
+    run = make_trainer("pipeline=as/trl", num_generations_eval=2, per_device_eval_batch_size=4)
+    from datasets import Dataset
+
+    run.trainer.evaluate(Dataset.from_dict({"prompt": ["1", "2"]}))
+    torch.testing.assert_close(run.batches[0]["advantages"].squeeze(1), theirs[0], rtol=1e-4, atol=1e-5)
+
+
+def test_prompts_that_are_not_repeated_are_refused_where_trl_compares_them(adapter, make_trainer, theirs):
+    class OneOfEach(adapter.HeadraceGRPOTrainer):
+        def _get_train_sampler(self, dataset=None):
+            return torch.utils.data.SequentialSampler(dataset or self.train_dataset)
+
+    run = make_trainer("pipeline=as/trl", trainer=OneOfEach, steps=1)
+    with pytest.raises(IncompleteGroupsError, match=r"0: 12.* 1 of 4"):
+        run.trainer.train()
+    assert theirs[0].abs().max() > 0.1  # of prompts that have nothing to do with one another

@@ -1,0 +1,108 @@
+"""Rows keep the ids that they have in the dump: in reports, ledgers, errors, and the dump of a replay."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pyarrow.parquet as pq
+import pytest
+from composed import composed, configure
+from dumps import slime_dump, slime_sample, tinker_row, verl_row, write_lines
+from rich.console import Console
+
+from headrace.pipeline import make_report, page_data, write_page
+from headrace.pipeline.report import show_report
+from headrace.pipeline.report.loggers import group_rows
+from headrace.pipeline.sources import open_source
+from headrace.pipeline.tasks.replay import replay
+from headrace.transforms import BatchError
+
+WORDS = ("pipeline=grpo", "pipeline.stages.split.remainder=uneven", "pipeline.stages.split.shuffle=false")
+
+
+def slime(folder):
+    samples = [slime_sample(40 + i // 2, 900 + 3 * i, float(i % 2)) for i in range(4)]
+    return slime_dump(folder / "5.pt", 5, samples), [40, 40, 41, 41], [900, 903, 906, 909]
+
+
+def verl(folder):
+    uids = [f"7f3a_{i // 2}_{i % 2}_0" for i in range(4)]
+    rows = [verl_row(uid, float(i % 2), prompt=uid[:6]) for i, uid in enumerate(uids)]
+    path = write_lines(folder / "7.jsonl", rows)
+    return path, ["7f3a_0", "7f3a_0", "7f3a_1", "7f3a_1"], ["7f3a_0_0", "7f3a_0_1", "7f3a_1_0", "7f3a_1_1"]
+
+
+def tinker(folder):
+    path = folder / "train_rollout_summaries.jsonl"
+    write_lines(path, [tinker_row(3 + i // 2, i % 2, float(i % 2)) for i in range(4)])
+    return path, [3, 3, 4, 4], ["3/0", "3/1", "4/0", "4/1"]
+
+
+def reported(path, *words):
+    ((step, batch),) = open_source(path)
+    run = composed(*WORDS, "pipeline.stages.gate.group_size=2", *words).run(batch)
+    return run, make_report(run, step=step)
+
+
+@pytest.mark.parametrize("write", [slime, verl, tinker])
+def test_report_ledger_and_page_say_the_ids_of_the_dump(write, tmp_path):
+    path, groups, rollouts = write(tmp_path)
+    run, report = reported(path)
+    trained = run.ledger.rows("trained")
+    assert [row["group"] for row in trained] == groups
+    assert [row["rollout"] for row in trained] == rollouts
+    data = page_data([report], title="ids")["steps"][0]
+    assert data["rows"]["group"] == groups
+    assert data["rows"]["rollout"] == rollouts
+    assert data["groups"]["id"] == list(dict.fromkeys(groups))
+    write_page(page_data([report], title="ids"), tmp_path / "page.html")
+    names, rows = group_rows(report)
+    assert [row[names.index("group")] for row in rows] == list(dict.fromkeys(groups))
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(show_report(report))
+    shown = console.export_text()
+    assert all(re.search(rf"^ *{group} ", shown, re.M) for group in groups), shown
+
+
+@pytest.mark.parametrize("write", [slime, verl, tinker])
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_a_replay_of_a_replay_keeps_them_too(write, format, tmp_path):
+    path, groups, rollouts = write(tmp_path)
+    for name in ("one", "two"):
+        words = (*WORDS, f"source.path={path}", f"report.dump={format}", "pipeline.stages.gate.group_size=2")
+        config = configure("config", "task=replay", *words)
+        replay(config, tmp_path / name, Console(file=io.StringIO()))
+        path = tmp_path / name / "rollouts"
+    (file,) = path.iterdir()
+    if format == "parquet":
+        rows = pq.read_table(file).to_pylist()
+    else:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row.get("group_label", row["group_id"]) for row in rows] == groups
+    assert [row.get("rollout_label", row["rollout_id"]) for row in rows] == rollouts
+    ((_, again),) = open_source(path)
+    ((_, first),) = open_source(write(tmp_path)[0])
+    assert again["group_id"].tolist() == first["group_id"].tolist()
+    assert again["rollout_id"].tolist() == first["rollout_id"].tolist()
+
+
+@pytest.mark.parametrize(("write", "named"), [(slime, "40"), (verl, "'7f3a_0'"), (tinker, "3")])
+def test_an_error_says_them(write, named, tmp_path):
+    path, *_ = write(tmp_path)
+    ((_, batch),) = open_source(path)
+    with pytest.raises(BatchError, match=f"group {named} has 2 of 3"):
+        composed(*WORDS, "pipeline.stages.gate.group_size=3").run(batch)
+
+
+def test_ids_that_are_text_are_said_where_there_is_no_dump(make_batch):
+    batch = make_batch([0.0, 1.0], [0, 0])
+    batch["group_id"] = ["left", "left"]
+    run = composed(*WORDS, "pipeline.stages.gate.group_size=2").run(batch)
+    assert [row["group"] for row in run.ledger.rows("trained")] == ["left", "left"]
+    assert page_data([make_report(run)], title="ids")["steps"][0]["groups"]["id"] == ["left"]
+    batch["group_id"] = [7, 7]
+    batch["group_label"] = ["one", "two"]  # names no group: two labels of one id
+    run = composed(*WORDS, "pipeline.stages.gate.group_size=2").run(batch)
+    assert [row["group"] for row in run.ledger.rows("trained")] == [7, 7]

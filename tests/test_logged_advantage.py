@@ -1,0 +1,232 @@
+"""A dump's logged advantages are compared with ours, and the difference is explained."""
+
+from __future__ import annotations
+
+import io
+import statistics
+
+import numpy as np
+import pytest
+from composed import configure
+from dumps import nemo_row, open_instruct_row, trl_dump, write_lines
+from rich.console import Console
+
+from headrace.pipeline import Pipeline, make_report, write_dump
+from headrace.pipeline.report.logged_advantage import LoggedRows, nearest_convention, relation
+from headrace.pipeline.report.numbers import logged_numbers
+from headrace.pipeline.sources import open_source
+from headrace.pipeline.tasks import logged
+from headrace.pipeline.tasks.replay import replay
+
+REWARDS = {3: [1.0, 0, 0.5, 1], 5: [0.0, 0, 0, 2], 8: [3.0, 1, 4, 1.5], 9: [0.25, 0.5, 0.125, 1]}
+TOKENS = [1, 5, 2, 7, 3, 3, 1, 4, 9, 2, 6, 1, 2, 8, 1, 5]
+
+
+def rows(theirs, ours=None, rewards=REWARDS):
+    """Groups of four with what two formulas make of them, group by group in plain Python."""
+    flat = [reward for group in rewards.values() for reward in group]
+    groups = [group for group, members in rewards.items() for _ in members]
+    their = [each for members in rewards.values() for each in theirs(members)]
+    our = [each for members in rewards.values() for each in (ours or theirs)(members)]
+    reward, number = np.array(flat), np.arange(len(flat))
+    return LoggedRows(
+        np.array(their, dtype=np.float32).astype(float),
+        np.array(our),
+        reward,
+        reward,
+        np.array(groups),
+        number,
+        np.array(TOKENS[: len(flat)]),
+    )
+
+
+def centred(group):
+    return [reward - statistics.mean(group) for reward in group]
+
+
+def scaled(eps, deviation=statistics.stdev):
+    return lambda group: [each / (deviation(group) + eps) for each in centred(group)]
+
+
+def against_others(group):
+    return [reward - statistics.mean(group[:i] + group[i + 1 :]) for i, reward in enumerate(group)]
+
+
+def nemo(group):
+    def one(i, reward):
+        others = group[:i] + group[i + 1 :]
+        spread = statistics.stdev(others)
+        return (reward - statistics.mean(others)) / (spread + 1e-6 if spread > 0 else 1)
+
+    return [one(i, reward) for i, reward in enumerate(group)]
+
+
+FRAMEWORKS = {
+    "verl": scaled(1e-6),
+    "trl": scaled(1e-4),
+    "open_instruct": scaled(1e-8, statistics.pstdev),
+    "rllm": scaled(1e-6, statistics.pstdev),
+    "prime_rl": centred,
+    "tinker": centred,
+    "nemo_rl": nemo,
+    "slime": scaled(1e-6),
+    "miles": scaled(1e-6),
+    "skyrl": scaled(1e-6),
+    "openrlhf": scaled(1e-9),
+    "torchrl": scaled(0.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch):
+    """Composing thirteen recipes takes longer than all that is done with them."""
+    from composed import composed
+
+    monkeypatch.setattr(logged, "load_pipeline", composed)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_the_framework_is_known_by_its_convention(name):
+    clauses = logged.explain_logged([rows(FRAMEWORKS[name], ours=against_others)])
+    assert clauses[0].startswith("they are those of as/"), clauses
+    near = logged.distance([rows(FRAMEWORKS[name])], f"as/{name}")
+    assert near < 1e-5
+    others = [each for each in FRAMEWORKS if FRAMEWORKS[each] is FRAMEWORKS[name] and each < name]
+    assert f"as/{name}" in clauses[0] or others or " more" in clauses[0], clauses
+
+
+def test_areal_whitens_over_the_tokens_of_the_step():
+    step = rows(scaled(1e-5))
+    mean = sum(a * t for a, t in zip(step.logged, TOKENS, strict=True)) / sum(TOKENS)
+    squares = sum(t * (a - mean) ** 2 for a, t in zip(step.logged, TOKENS, strict=True))
+    white = (step.logged - mean) / ((squares / (sum(TOKENS) - 1)) ** 0.5 + 1e-5)
+    clauses = logged.explain_logged([step._replace(logged=white)])
+    assert clauses[0].startswith("they are those of as/areal to "), clauses
+    assert "whitened over the batch" in clauses[1]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        (scaled(0, statistics.pstdev), scaled(0), "× 1.155 = √(n/(n − 1)): their std has ddof 0"),
+        (scaled(0), scaled(0, statistics.pstdev), "× 0.866 = √((n − 1)/n): their std has ddof 1"),
+        (against_others, centred, "× 1.333 = n/(n − 1): their baseline leaves the rollout out"),
+        (centred, against_others, "× 0.75 = (n − 1)/n: your baseline leaves the rollout out"),
+        (centred, scaled(0), "a factor for each group = std: yours are divided by the group's std (ddof 1)"),
+        (
+            scaled(0),
+            centred,
+            "a factor for each group = 1/std: theirs are divided by the group's std (ddof 1)",
+        ),
+        (
+            against_others,
+            scaled(0, statistics.pstdev),
+            "= n/(n − 1) × std: their baseline leaves the rollout out; yours are divided by",
+        ),
+        (lambda g: [r - max(g) for r in g], centred, "an offset for each group: another baseline"),
+        (lambda g: [3 * r for r in centred(g)], centred, "they are yours × 3"),
+        (centred, centred, ""),
+        (lambda g: [r * r for r in g], centred, ""),
+    ],
+)
+def test_how_they_follow_from_ours(theirs, ours, said):
+    words = relation([rows(theirs, ours)])
+    assert said in words
+    assert bool(said) == bool(words), words
+
+
+@pytest.mark.parametrize(
+    ("theirs", "found"),
+    [
+        (against_others, "baseline=leave_one_out, scale=none"),
+        (scaled(1e-4), "baseline=mean, scale=group, ddof=1, eps=0.0001"),
+        (scaled(1e-6, statistics.pstdev), "baseline=mean, scale=group, ddof=0, eps=1e-06"),
+    ],
+)
+def test_the_convention_is_found(theirs, found):
+    convention, apart = nearest_convention([rows(theirs)])
+    assert str(convention) == found
+    assert apart < 1e-6
+
+
+def test_a_vote_for_each_row_and_rewards_before_shaping_are_found():
+    fanned = rows(centred, rewards={0: [1.0, 1.0, 0.0]})._replace(rollout=np.array([4, 4, 5]))
+    assert str(nearest_convention([fanned])[0]) == "baseline=mean, scale=none, each row a vote"
+    shaped = rows(centred)
+    shaped = shaped._replace(reward=shaped.reward - np.arange(16.0) ** 2)
+    assert str(nearest_convention([shaped])[0]).endswith("scale=none, of the rewards as collected")
+
+
+def test_a_convention_that_nobody_has_is_called_none():
+    clauses = logged.explain_logged([rows(lambda g: [r * r for r in g], centred)])
+    assert clauses[0].startswith("they are of no framework's recipe (as/")
+    assert "come nearest, to " in clauses[1]
+
+
+def test_the_numbers_by_hand():
+    columns = {
+        "logged_advantage": np.array([1.0, -1.0, np.nan, 2.0]),
+        "advantage": np.array([1, -1.5, 0, np.nan]),
+    }
+    assert logged_numbers(columns) == {
+        "logged_advantage/rows": 2.0,
+        "logged_advantage/max_difference": 0.5,
+        "logged_advantage/mean_difference": 0.25,
+        "logged_advantage/agree": 0.5,
+    }
+    assert logged_numbers({"advantage": np.ones(2)}) == {}
+
+
+# -- from dumps --------------------------------------------------------------------------------------
+
+
+def told(path, folder, *words):
+    shared = (f"source.path={path}", "report.html=false", "pipeline.stages.gate.group_size=4")
+    config = configure("config", "task=replay", *shared, *words)
+    console = Console(width=400, record=True, file=io.StringIO())
+    replay(config, folder / "out", console)
+    return console.export_text()
+
+
+def test_a_trl_dump_says_whose_advantages_it_has(tmp_path):
+    flat = [reward for group in REWARDS.values() for reward in group]
+    columns = {
+        "step": [4] * 16,
+        "prompt": [f"prompt {i // 4}" for i in range(16)],
+        "completion": [str(i) for i in range(16)],
+        "accuracy": flat,
+        "advantage": [each for group in REWARDS.values() for each in scaled(1e-4)(group)],
+    }
+    path = trl_dump(tmp_path / "completions.parquet", **columns)
+    text = told(path, tmp_path, "source.group_by=prompt", "pipeline=rloo")
+    assert "logged advantages: 16 rows have one, " in text
+    assert "they are those of as/trl to " in text
+    assert "theirs are divided by the group's std (ddof 1)" in text
+    ((_, batch),) = open_source(tmp_path / "out" / "rollouts")
+    assert "logged_advantage" in batch.keys()
+    text = told(path, tmp_path / "again", "source.group_by=prompt", "pipeline=as/trl")
+    assert "100% agree with yours within 0.0001" in text
+    assert "they are those of" not in text
+
+
+def test_open_instruct_and_nemo_rl_have_them_too(tmp_path):
+    flat = [reward for group in REWARDS.values() for reward in group]
+    credit = [each for group in REWARDS.values() for each in scaled(1e-8, statistics.pstdev)(group)]
+    rows = [open_instruct_row(i, i // 4, flat[i], advantage=credit[i]) for i in range(16)]
+    path = write_lines(tmp_path / "run_rollouts_000000.jsonl", rows)
+    assert "they are those of as/open_instruct" in told(path, tmp_path)
+    credit = [each for group in REWARDS.values() for each in nemo(group)]
+    rows = [nemo_row(i, flat[i], prompt=i // 4, advantages=[[credit[i]] * 5]) for i in range(16)]
+    path = write_lines(tmp_path / "train_data_step1.jsonl", rows)
+    text = told(path, tmp_path / "nemo", "source.group_by=prompt")
+    assert "they are those of as/nemo_rl to " in text
+
+
+def test_a_dump_of_ours_is_compared_with_what_trained(make_batch, tmp_path):
+    from busy import stages
+
+    run = Pipeline(stages()).run(make_batch([1.0, 3, 5], [0, 0, 0]))
+    write_dump(make_report(run), tmp_path)
+    words = ("pipeline=grpo", "pipeline.stages.gate.group_size=3")
+    text = told(tmp_path, tmp_path, *words)
+    assert "they are yours × 2 = std: yours are divided by the group's std (ddof 1)" in text

@@ -1,0 +1,150 @@
+"""Values on the command line that are of the wrong type: refused in its words, before anything is made."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict.utils import NestedKey
+
+from headrace.pipeline import ConfigError
+from headrace.pipeline.composing import TASKS, compose_config, recipes
+from headrace.pipeline.hints import leaves
+from headrace.pipeline.nodes import build_node
+from headrace.pipeline.option_types import annotations_of, misfit
+from headrace.pipeline.tasks.settings import TYPES, check_types
+from headrace.transforms import CompletenessGate
+
+PYTHON = ("Error", "None", "__init__", "<class", "Traceback", "object at")
+WRONG = ("abc", -1, [], None)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "wanted"),
+    [
+        (3, int, None),
+        (True, int, "an integer"),
+        (3.5, int, "an integer"),
+        (3, float, None),
+        ("3", float, "a number"),
+        (False, float, "a number"),
+        (None, int | None, None),
+        (None, int, "an integer"),
+        ("abc", int | None, "an integer or null"),
+        (1, bool, "true or false"),
+        ("sum", Literal["sum", "mean"], None),
+        (True, Literal[1], "one of 1"),
+        ("maen", Literal["sum", "mean"], "one of 'sum', 'mean' (did you mean 'mean'?)"),
+        ([1, 2], Sequence[int], None),
+        ([1, "b"], list[int], "a list, each an integer"),
+        ("ab", Sequence[str], "a list, each a word"),
+        ([1.0, 2.0], tuple[float, float], None),
+        ([1.0], tuple[float, float], "a list of 2, each a number"),
+        ({"a": 1}, Mapping[str, int], None),
+        ([], Mapping[str, int], "names and values in braces"),
+        (["next", "reward"], NestedKey, None),
+        ([], NestedKey, "a column, as a name or a list of names"),
+        (-1, NestedKey | None, "a column, as a name or a list of names or null"),
+        ("abc", Callable[[int], int], "a node with a _target_"),
+        ({"_target_": "my.module.term"}, Callable[[int], int], None),
+        (object(), int, None),
+        ("anything", Any, None),
+    ],
+)
+def test_a_value_fits_a_type_or_what_it_must_be_is_said(value, hint, wanted):
+    assert misfit(value, hint) == wanted
+
+
+def test_annotations_are_resolved_and_those_that_cannot_be_say_nothing():
+    assert annotations_of(CompletenessGate)["group_size"] == int | None
+
+    def of_others(count: int, thing: NotImported) -> None: ...  # noqa: F821
+
+    assert annotations_of(of_others)["thing"] is Any
+
+
+def options_of_nodes():
+    """A path in some recipe for each option of each class that stands in one."""
+    found = {}
+    for recipe in recipes():
+        plain = OmegaConf.to_container(compose_config("load", f"pipeline={recipe}").pipeline.stages)
+        for path in leaves(plain):
+            *places, option = path.split(".")
+            node = plain
+            for place in places:
+                node = node[place]
+            if places and "_target_" in node and option != "_target_":
+                found.setdefault((node["_target_"], option), (recipe, path))
+    return sorted(set(found.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", WRONG, ids=str)
+def test_an_option_takes_a_value_or_says_so_by_its_name_and_without_words_of_python(value):
+    composed, refused = {}, 0
+    options = options_of_nodes()
+    assert len(options) > 200
+    for recipe, path in options:
+        if recipe not in composed:
+            composed[recipe] = compose_config("load", f"pipeline={recipe}")
+        config = copy.deepcopy(composed[recipe])
+        OmegaConf.update(config, f"pipeline.stages.{path}", value, merge=False)
+        stage, option = path.split(".")[0], path.split(".")[-1]
+        try:
+            build_node(config.pipeline.stages[stage], f"pipeline.stages.{stage}")
+        except ConfigError as err:
+            refused += 1
+            said = str(err)
+            assert said.startswith(f"pipeline.stages.{stage}"), said
+            assert option in said
+            assert not [word for word in PYTHON if word in said], said
+    assert refused > 50
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_setting_without_a_target_has_a_type_and_its_default_fits(task):
+    config = compose_config("config", f"task={task}")
+    check_types(config)
+    assert not [path for path in settings_of(config) if path not in TYPES], "in tasks/settings.py"
+
+
+def settings_of(config):
+    """Their paths; those of a node with a `_target_` are its own business."""
+    found = leaves(of_no_target(OmegaConf.to_container(config, resolve=True)))
+    return [path for path, value in found.items() if value != {}]
+
+
+def of_no_target(node):
+    return {
+        name: of_no_target(value) if isinstance(value, dict) else value
+        for name, value in node.items()
+        if not (isinstance(value, dict) and "_target_" in value)
+    }
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_setting_of_the_wrong_type_is_refused_by_its_name(task):
+    config = compose_config("config", f"task={task}")
+    for path in settings_of(config):
+        wrong = copy.deepcopy(config)
+        OmegaConf.update(wrong, path, {"nothing": [{}]}, merge=False)
+        with pytest.raises(ConfigError) as refusal:
+            check_types(wrong)
+        assert str(refusal.value).startswith(path)
+
+
+def test_one_value_for_several_settings_is_refused():
+    config = compose_config("config")
+    config.train = 3
+    with pytest.raises(ConfigError, match=r"train has settings of its own, such as train\.NAME=VALUE; got 3"):
+        check_types(config)
+
+
+def test_a_constructor_that_names_no_option_is_quoted_after_the_one_without_which_it_goes_through():
+    config = compose_config("config", "optimizer.lr=-1", "task=train").optimizer
+    with pytest.raises(ConfigError, match=r"^optimizer\.lr=-1: Invalid learning rate: -1$"):
+        build_node(config, "optimizer", params=[torch.zeros(1, requires_grad=True)])

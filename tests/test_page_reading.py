@@ -1,0 +1,248 @@
+"""What is to be read on the page: groups and their responses, found by a search, linked to by an address."""
+
+# ruff: noqa: F811  (fixtures by their names)
+from __future__ import annotations
+
+import re
+
+import pages
+import pytest
+from test_page_in_browser import driver, look  # noqa: F401
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+ENTER, RIGHT, SLASH = "\ue007", "\ue014", "/"
+
+
+def opened(page) -> list[str]:
+    return page.values("#tree details.group[open]", "data-group")
+
+
+def found(page) -> list[str]:
+    return page.values("#tree details.group", "data-group")
+
+
+def search(page, text: str) -> None:
+    script = "const e = document.getElementById('search'); e.value = arguments[0]; "
+    page.driver.execute_script(script + "e.dispatchEvent(new Event('input'))", text)
+
+
+def focus(page, selector: str) -> None:
+    """The last such element; when the page has come to rest, since a tip goes when it scrolls."""
+    script = "const all = document.querySelectorAll(arguments[0]); all[all.length - 1].scrollIntoView(); "
+    page.driver.execute_async_script(script + "setTimeout(arguments[1], 100)", selector)
+    page.driver.execute_script(
+        "[...document.querySelectorAll(arguments[0])].at(-1).focus({preventScroll: true})", selector
+    )
+
+
+def hash_of(page) -> str:
+    return page.driver.execute_script("return location.hash")
+
+
+def card(page, rollout: int):
+    return page.one(f"#tree article[aria-label='rollout {rollout}']")
+
+
+def test_the_page_opens_the_group_where_most_is_to_be_learnt(look):
+    """Spreads of 0.5, 0.25, 0.1 and 0: groups 2, 4, 3 and 1."""
+    page = look(pages.reading_run())
+    assert found(page) == page.values("#strip .line", "data-group") == ["2", "4", "3", "1"]
+    assert opened(page) == ["2"]
+    assert hash_of(page) == "", "an address is of what a reader chose"
+    page.choose("sort", "mean")
+    assert opened(page) == found(page)[:1]
+
+
+def test_each_rollout_is_told_beside_the_others(look):
+    page = look(pages.reading_run())
+    assert page.texts("#tree article h3") == ["rollout 201", "rollout 200"]
+    assert "No idea." in card(page, 200).text
+    facts = page.texts("#tree article .facts")[1]
+    assert re.fullmatch(r"reward 0 · advantage −0\.7071 · \d+ tokens · completed", facts)
+    page.open("details.group")
+    assert "left: filter/zero_variance" in card(page, 100).text
+
+
+@pytest.mark.parametrize(("width", "columns"), [(1200, 2), (360, 1)])
+def test_rollouts_stand_side_by_side_and_on_a_narrow_page_one_below_the_other(look, width, columns):
+    page = look(pages.reading_run(), width=width)
+    places = [article.rect for article in page.all("#tree article")]
+    assert len({place["x"] for place in places}) == columns
+    assert len({place["y"] for place in places}) == 3 - columns
+
+
+def test_the_prompt_is_the_last_turn_and_whole_when_asked(look):
+    page = look(pages.reading_run())
+    assert page.texts("p.prompt") == ["What is 2 + 2?"]
+    button = page.one("p.prompt + button")
+    button.click()
+    assert page.texts("p.prompt")[0].startswith("<|im_start|>system\nBe brief.")
+    assert button.get_attribute("aria-expanded") == "true"
+    button.click()
+    assert page.texts("p.prompt") == ["What is 2 + 2?"]
+
+
+def test_a_long_response_is_folded_and_one_that_was_cut_says_how_much_is_missing(look):
+    page = look(pages.reading_run())
+    folded = page.one("p.text.folded")
+    before = folded.size["height"]
+    page.one("p.text.folded + button").click()
+    assert page.one("article p.text + button").text == "show less"
+    assert folded.size["height"] > before
+    page.open("details.group")
+    assert "It begins … 1,234 characters left out … and ends." in card(page, 101).text
+
+
+def test_tokens_are_coloured_by_their_number_which_the_tip_says(look):
+    """Orange below zero and blue above; one that is not in the loss has no colour."""
+    page = look(pages.reading_run(), address="#group=3", motion="reduce")
+    tokens = "article[aria-label='rollout 300'] .token"
+    assert page.texts(tokens) == ["low", " out", " <b>high"]
+    colours = page.css(tokens, "backgroundColor")
+    red, _, blue = (float(part) for part in re.findall(r"[\d.]+", colours[0])[:3])
+    assert red > blue
+    red, _, blue = (float(part) for part in re.findall(r"[\d.]+", colours[2])[:3])
+    assert red < blue
+    assert colours[1] == "rgba(0, 0, 0, 0)"
+    focus(page, f"{tokens}:first-child")
+    assert page.one("#tip").text == 'token 0: "low"\nadvantage −1\nimportance weight 0.5'
+    page.driver.switch_to.active_element.send_keys(RIGHT + RIGHT)
+    assert page.one("#tip").text.endswith("advantage 1\nimportance weight 2")
+
+
+def test_tokens_without_texts_are_a_strip_of_cells(look):
+    page = look(pages.reading_run(), address="#group=3", motion="reduce")
+    cells = "article[aria-label='rollout 301'] .cells .token"
+    assert page.texts(cells) == ["", "", ""]
+    assert len({*page.css(cells, "backgroundColor")}) == 3
+    assert page.texts("article .cells .gap") == [" … 70 tokens left out … "]
+    focus(page, cells)
+    assert page.one("#tip").text == "token 72\nadvantage 0.5"
+
+
+def test_of_several_numbers_one_is_chosen(look):
+    """An importance weight of 1 leaves a token as it is: it has the colour of the middle."""
+    page = look(pages.reading_run(), address="#group=3", motion="reduce")
+    tokens = "article[aria-label='rollout 300'] .token"
+    before = page.css(tokens, "backgroundColor")
+    script = "const e = document.querySelector('.shade select'); e.value = 'importance_weight'; "
+    page.driver.execute_script(script + "e.dispatchEvent(new Event('change'))")
+    after = page.css(tokens, "backgroundColor")
+    assert before != after
+    assert "tokens by importance weight, 0 to 2" in page.texts("[data-legend=shade]")
+    assert not page.all("article[aria-label='rollout 300'] .token.out"), "each has a weight"
+
+
+def test_a_text_for_which_there_is_no_room_says_so(look):
+    page = look(pages.reading_run(), address="#group=4")
+    assert "no room on this page" in card(page, 400).text
+    assert "the batch had tokens alone" in look(pages.fan_out_run(1)).one("#tree").text
+
+
+@pytest.mark.parametrize(
+    ("words", "groups"),
+    [
+        ("question 4", ["4"]),  # the prompt, in whatever case
+        ("NO IDEA", ["2"]),  # a response
+        ("is brief", []),
+        ("be brief", ["2"]),  # the whole prompt
+        ("zero variance", ["1"]),  # a reason, in words or as it is
+        ("filter/zero_variance", ["1"]),
+        ("301", ["3"]),  # an id
+        ("low out <b>high", ["3"]),  # across tokens
+        ("  ", ["2", "4", "3", "1"]),
+    ],
+)
+def test_a_search_finds_groups_by_id_text_and_reason(look, words, groups):
+    page = look(pages.reading_run())
+    search(page, words)
+    if not groups:
+        assert page.texts("#tree .empty") == [f"No group has “{words}” in its ids, texts or reasons."]
+    assert found(page) == page.values("#strip .line", "data-group") == groups
+    said = f"{len(groups)} of 4 groups {'matches' if len(groups) == 1 else 'match'}"
+    assert page.one("#found").text == (said if words.strip() else "")
+    assert opened(page) == groups[:1]
+
+
+def test_a_search_is_typed_and_taken_back_by_the_keyboard(look):
+    page = look(pages.reading_run())
+    page.one("body").send_keys(SLASH)
+    page.driver.switch_to.active_element.send_keys("Question 4")
+    assert found(page) == ["4"]
+    assert hash_of(page) == "#step=20&search=Question+4"
+    for _ in range(10):
+        page.driver.switch_to.active_element.send_keys("\ue003")  # backspace
+    assert found(page) == ["2", "4", "3", "1"]
+    assert hash_of(page) == "#step=20"
+
+
+def test_an_address_leads_to_its_step_group_and_search(look):
+    page = look(pages.reading_run(), address="#step=10&group=3&search=question")
+    assert page.one("#summary").text.startswith("Step 10:")
+    assert opened(page) == ["3"]
+    assert page.one("#search").get_attribute("value") == "question"
+    assert not page.one("#elsewhere").is_displayed()
+
+
+def test_what_a_reader_chooses_is_in_the_address(look):
+    page = look(pages.reading_run(), motion="reduce")
+    page.one("#previous").click()
+    assert hash_of(page) == "#step=10"
+    page.one("details[data-group='3'] > summary").click()
+    assert hash_of(page) == "#step=10&group=3"
+    page.one("details[data-group='3'] > summary").click()
+    assert hash_of(page) == "#step=10"
+    page.driver.execute_script(
+        "document.querySelector('.dot[data-group=\"4\"]').dispatchEvent(new Event('click', {bubbles: true}))"
+    )
+    assert hash_of(page) == "#step=10&group=4"
+    page.one("#next").click()
+    assert hash_of(page) == "#step=20", "a group is of its step"
+
+
+def test_back_and_forward_follow_the_address(look):
+    page = look(pages.reading_run())
+    for words, step, groups in (("step=10", "Step 10:", ["2"]), ("step=20&group=4", "Step 20:", ["4"])):
+        page.driver.execute_script("location.hash = arguments[0]", words)
+        page.driver.execute_async_script("setTimeout(arguments[0], 50)")
+        assert page.one("#summary").text.startswith(step)
+        assert opened(page) == groups
+    page.driver.back()
+    page.driver.execute_async_script("setTimeout(arguments[0], 50)")
+    assert page.one("#summary").text.startswith("Step 10:")
+
+
+@pytest.mark.parametrize(
+    ("address", "step", "words"),
+    [
+        ("#step=13", "10", "There is no step 13 on this page: this is step 10, the nearest."),
+        ("#step=99", "20", "There is no step 99 on this page: this is step 20, the nearest."),
+        ("#step=ten", "20", "There is no step ten on this page: this is step 20."),
+        ("#group=7", "20", "There is no group 7 to show at step 20."),
+        ("#step=%3Cimg%3E", "20", "There is no step <img> on this page: this is step 20."),
+        ("#nothing", "20", ""),
+    ],
+)
+def test_an_address_of_nothing_says_so_and_shows_what_is_nearest(look, address, step, words):
+    page = look(pages.reading_run(), address=address)
+    assert page.one("#summary").text.startswith(f"Step {step}:")
+    assert page.one("#elsewhere").text == words
+    assert opened(page) == ["2"]
+
+
+def test_hostile_responses_and_tokens_stay_text(look):
+    run = pages.reading_run()
+    rows = run["steps"][-1]["rows"]
+    rows["response"][2] = pages.excerpt(pages.HOSTILE, 3, pages.HOSTILE)
+    rows["by_token"][4] = pages.by_token([1.0], [pages.HOSTILE])
+    run["steps"][-1]["groups"]["prompt"][1] = pages.excerpt(pages.HOSTILE)
+    page = look(run)
+    page.one("p.prompt + button").click()
+    page.open("details.group")
+    assert page.texts("p.prompt")[0] == pages.HOSTILE
+    assert pages.HOSTILE in page.texts(".token")
+    search(page, pages.HOSTILE)
+    assert found(page) == ["2", "3"]
+    assert page.driver.execute_script("return window.ran") is None
+    assert page.count("script") == 2
+    assert not page.all("img")

@@ -1,0 +1,172 @@
+"""``task=plan``: what is uninformative is what a replay says, and chances are those of counting."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections import Counter
+from math import comb
+
+import numpy as np
+import pytest
+import torch
+from composed import configure
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from headrace.pipeline import ConfigError, Pipeline, build_pipeline, make_report, write_dump
+from headrace.pipeline.sources import open_source
+from headrace.pipeline.tasks.group_sizes import chance_of_equal, different_values, tabulate_group_sizes
+from headrace.transforms import BatchError
+
+
+def told(config, folder):
+    console = Console(width=120, record=True, file=io.StringIO())
+    return tabulate_group_sizes(config, folder, console), console.export_text()
+
+
+def configured(dump, *words):
+    gate = ("pipeline.stages.gate.group_size=2", "pipeline.stages.gate.on_incomplete=drop")
+    return configure("config", "task=plan", f"source.path={dump}", *gate, *words)
+
+
+# -- chances -----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=7), st.integers(1, 9))
+def test_the_chance_is_that_of_all_draws(rewards, size):
+    counts = Counter(rewards)
+    [chance] = chance_of_equal(np.array([*counts.values()]), np.zeros(len(counts), int), size)
+    if size <= len(rewards):
+        draws = list(itertools.combinations(rewards, size))
+    else:
+        draws = list(itertools.product(rewards, repeat=min(size, 4)))
+        size = min(size, 4)
+        [chance] = [sum((n / len(rewards)) ** size for n in counts.values())]
+    assert chance == pytest.approx(np.mean([len(set(draw)) == 1 for draw in draws]))
+
+
+def test_the_chance_of_two_rewards_beyond_a_group_is_that_of_its_solve_rate():
+    assert chance_of_equal(np.array([3, 5]), np.array([0, 0]), 16) == pytest.approx(
+        (3 / 8) ** 16 + (5 / 8) ** 16
+    )
+
+
+def test_the_chance_is_without_bias():
+    """The mean of the estimate over all groups of six, each solved at 0.3, is the chance of four."""
+    estimate = sum(
+        comb(6, k)
+        * 0.3**k
+        * 0.7 ** (6 - k)
+        * chance_of_equal(np.array([n for n in (k, 6 - k) if n]), np.zeros((k > 0) + (k < 6), int), 4)[0]
+        for k in range(7)
+    )
+    assert estimate == pytest.approx(0.3**4 + 0.7**4)
+
+
+def test_groups_of_two_sizes_stay_apart():
+    count, group = np.array([2, 2, 1, 3]), np.array([0, 1, 1, 2])
+    assert chance_of_equal(count, group, 3).tolist() == pytest.approx([1.0, 0.0, 1.0])
+    assert chance_of_equal(count, group, 2).tolist() == pytest.approx([1.0, 1 / 3, 1.0])
+
+
+def test_a_reward_that_some_lack_tells_nobody_apart_where_it_does_not_differ():
+    values = np.array([[1.0, np.nan], [1.0, 0.0], [1.0, 2.0], [1.0, np.nan]])
+    group, count = different_values(values, np.array([0, 0, 1, 1]))
+    assert (group.tolist(), count.tolist()) == ([0, 1], [2, 2])
+    group, count = different_values(values, np.zeros(4, int))
+    assert sorted(count.tolist()) == [1, 1, 2]
+
+
+# -- the same as a replay ----------------------------------------------------------------------------
+
+RECIPES = {
+    "grpo": (),
+    "dapo": (
+        "pipeline.stages.overlong.max_length=4",
+        "pipeline.stages.overlong.cache=3",
+        "pipeline.stages.filter.action=drop",
+    ),
+    "length_bonus": (),
+    "gdpo": ("pipeline.stages.collapse.columns=2",),
+    "grpo weighted": ("pipeline.stages.collapse.columns=2", "pipeline.stages.collapse.weights=[1,0.5]"),
+    "grpo missing": ("pipeline.stages.collapse.missing=skip",),
+    "rloo": (),
+}
+
+
+def dumped(make_batch, folder, several):
+    """Groups that are equal, differ, fan out, differ in length alone, by a part alone, and lost a rollout."""
+    reward = torch.tensor([1.0, 1, 0, 1, 1, 0, 0, 0.25, 0.75, 0.5, 0.5, 3])
+    batch = make_batch(reward.tolist(), [0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5], [0, 1, 2, 3, 3, *range(4, 11)])
+    batch["status"] = torch.tensor([0] * 10 + [3, 0])
+    mask = batch["masks", "all_assistant_mask"]
+    mask[5, :2] = False
+    if several:
+        other = torch.tensor([0.0, 1, 2, 0, 0, 1, 1, 1, 0, 0, 0, 0])
+        batch["next", "reward"] = torch.stack([reward, other], 1)
+    for step in range(2):
+        write_dump(make_report(Pipeline({}).run(batch[: 12 - 5 * step]), step=step), folder)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_share_is_frac_reward_zero_std_of_a_replay(recipe, make_batch, tmp_path):
+    words = (f"pipeline={recipe.split()[0]}", *RECIPES[recipe])
+    dumped(make_batch, tmp_path, several="columns=2" in str(words))
+    config = configured(tmp_path, *words)
+    share, text = told(config, tmp_path)
+    reports = [make_report(build_pipeline(config.pipeline).run(batch)) for _, batch in open_source(tmp_path)]
+    compared = np.array([(report.groups["rollouts"] > 1).sum() for report in reports])
+    zero = np.array([report.numbers["frac_reward_zero_std"] for report in reports])
+    assert share == pytest.approx((zero * compared).sum() / compared.sum())
+    assert f"{share:.0%} of the groups in the dump are uninformative" in text
+    assert 0 < share < 1
+
+
+def test_rewards_below_one_are_no_failures(make_batch, tmp_path):
+    """All rewards are below 1, where nothing counts as solved, and all groups differ."""
+    batch = make_batch([0.1, 0.2, 0.3, 0.5, 0.6, 0.9, 0.7, 0.2], [0, 0, 1, 1, 2, 2, 3, 3])
+    write_dump(make_report(Pipeline({}).run(batch)), tmp_path)
+    share, text = told(configured(tmp_path, "plan.group_sizes=[2]"), tmp_path)
+    assert share == 0
+    assert "std of the rewards" in text
+    assert re.search(r"all +4 +0%", text)
+
+
+# -- the table ---------------------------------------------------------------------------------------
+
+
+def test_the_plan_by_hand(make_batch, tmp_path):
+    """Solve rates 0, ½ and 1 in groups of two; of four, half of 2⁻³ by the shares seen."""
+    write_dump(make_report(Pipeline({}).run(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))), tmp_path)
+    share, text = told(configured(tmp_path, "plan.group_sizes=[2,4]"), tmp_path)
+    assert share == pytest.approx(2 / 3)
+    assert re.search(r"solve rate, at 1 +groups +G=2 +G=4\*", text)
+    assert re.search(r"0\.25 to 0\.5 +1 +0% +12%", text)
+    assert re.search(r"all +3 +67% +71%", text)
+    assert re.search(r"rollouts per informative group +6 +14", text)
+
+
+def test_of_two_rewards_the_greater_is_solved_and_of_many_by_what_is_asked(make_batch, tmp_path):
+    write_dump(make_report(Pipeline({}).run(make_batch([-1.0, -1, -1, 0.5], [0, 0, 1, 1]))), tmp_path / "two")
+    _, text = told(configured(tmp_path / "two", "plan.group_sizes=[2]"), tmp_path)
+    assert "solve rate, at 0.5" in text
+    assert re.search(r"\n +0 +1 +100%", text)
+    batch = make_batch([0.1, 0.2, 0.6, 0.7], [0, 0, 1, 1])
+    write_dump(make_report(Pipeline({}).run(batch)), tmp_path / "many")
+    _, text = told(configured(tmp_path / "many", "report.solved=0.5"), tmp_path)
+    assert "solve rate, at 0.5" in text
+    assert re.search(r"\n +0 +1 +0% .*\n +1 +1 +0% ", text)
+
+
+def test_what_cannot_be_planned_is_refused(make_batch, tmp_path):
+    write_dump(make_report(Pipeline({}).run(make_batch([0.0, 1.0], [0, 1]))), tmp_path)
+    with pytest.raises(ConfigError, match="a group of two rollouts with a reward is required"):
+        told(configured(tmp_path), tmp_path)
+    with pytest.raises(ConfigError, match="group_sizes must be integers ≥ 1"):
+        told(configured(tmp_path, "plan.group_sizes=[0]"), tmp_path)
+    wrong = configured(tmp_path, "pipeline.stages.gate.on_incomplete=raise")
+    with pytest.raises(BatchError, match="step 0: stage 'gate'"):
+        told(wrong, tmp_path)

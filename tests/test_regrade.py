@@ -1,0 +1,231 @@
+"""A dump is graded again: a callable from texts to rewards, and then the same recipe."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from composed import configure
+from dumps import (
+    open_instruct_row,
+    slime_dump,
+    slime_sample,
+    tinker_row,
+    verifiers_row,
+    verl_row,
+    write_lines,
+)
+from rich.console import Console
+
+from headrace.pipeline import ConfigError
+from headrace.pipeline.sources import Sample, SourceError, open_source, regrade, to_batch
+from headrace.pipeline.tasks.compare import compare
+from headrace.pipeline.tasks.group_sizes import tabulate_group_sizes
+from headrace.pipeline.tasks.replay import replay
+from headrace.transforms import Status
+
+
+def by_length(prompts, responses):
+    return [float(len(text)) for text in responses]
+
+
+class Matches:
+    """Right where the response has the truth in it."""
+
+    def __init__(self, bonus=0.0):
+        self.bonus = bonus
+
+    def __call__(self, prompts, responses, *, columns):
+        pairs = zip(responses, columns["ground_truth"], strict=True)
+        return np.array([(truth in text) + self.bonus for text, truth in pairs])
+
+
+@pytest.fixture(autouse=True)
+def my_module(monkeypatch):
+    module = types.ModuleType("my_graders")
+    module.by_length, module.Matches, module.number = by_length, Matches, 3
+    monkeypatch.setitem(sys.modules, "my_graders", module)
+
+
+def batch_of(*texts, group="g", **changes):
+    return to_batch([Sample(group, i, 0.0, response=text, **changes) for i, text in enumerate(texts)])
+
+
+@pytest.fixture
+def dump(tmp_path):
+    rows = [{**verl_row(f"a_{i}_0", 0.0, prompt="1+1?"), "output": text} for i, text in enumerate("2345")] + [
+        {**verl_row(f"b_{i}_0", 1.0, prompt="1+2?"), "output": "x" * 3, "gts": "x"} for i in range(4)
+    ]
+    return write_lines(tmp_path / "7.jsonl", rows)
+
+
+# -- the function ------------------------------------------------------------------------------------
+
+
+def test_each_rollout_is_graded_once_and_its_rows_share_the_reward():
+    seen = []
+
+    def grade(prompts, responses):
+        seen.append((prompts, responses))
+        return torch.tensor([5.0, 7.0])
+
+    rows = [("x", "one"), ("y", "other"), ("x", "two")]
+    batch = to_batch([Sample("g", r, 1.0, prompt=f"p{i}", response=text) for i, (r, text) in enumerate(rows)])
+    again, changed = regrade(batch, grade)
+    assert seen == [(["p0", "p1"], ["one\ntwo", "other"])]
+    assert again["next", "reward"].flatten().tolist() == [5.0, 7.0, 5.0]
+    assert batch["next", "reward"].flatten().tolist() == [1.0] * 3, "the input is left alone"
+    assert (changed.rollouts, changed.changed, changed.gained) == (2, 2, 1)
+
+
+def test_a_grader_gets_what_the_dump_has_if_it_asks_for_it():
+    batch = batch_of("a", "b", ground_truth="a", prompt="?")
+    got = {}
+
+    def grade(prompts, responses, columns):
+        got.update(columns)
+        return [0, 0]
+
+    regrade(batch, grade)
+    assert got == {
+        "group": ["g", "g"],
+        "rollout": ["0", "1"],
+        "reward": [0.0, 0.0],
+        "ground_truth": ["a", "a"],
+    }
+    regrade(batch, lambda prompts, responses, **more: [len(more["columns"])] * 2)
+
+
+def test_lost_rollouts_are_not_graded():
+    batch = to_batch(
+        [
+            Sample("g", 0, 1.0, response="a"),
+            Sample("g", 1, status=Status.FAILED),
+            Sample("g", 2, 0.5, response="b"),
+        ]
+    )
+    again, changed = regrade(batch, lambda prompts, responses: [len(responses)] * len(responses))
+    assert again["next", "reward"][[0, 2]].flatten().tolist() == [2.0, 2.0]
+    assert again["next", "reward"][1].isnan()
+    assert (changed.rollouts, changed.lost) == (2, 1)
+
+
+def test_several_rewards_take_the_place_of_one():
+    again, changed = regrade(batch_of("a", "bb"), lambda prompts, responses: [[1, 0], [1, 2]])
+    assert again["next", "reward"].tolist() == [[1.0, 0.0], [1.0, 2.0]]
+    assert (changed.changed, changed.gained, changed.after) == (2, 1, 4.0)
+
+
+def test_advantages_that_were_logged_of_the_old_rewards_are_gone():
+    batch = batch_of("a", "b", advantage=0.5)
+    assert "logged_advantage" in batch.keys()
+    assert "logged_advantage" not in regrade(batch, by_length)[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([1.0], r"\(2,\) or \(2, K\) rewards, one for each rollout; found \(1,\) for the rollouts 0, 1"),
+        ([1.0, float("nan")], r"a reward is finite; found \[nan\] for the rollout 1"),
+        ([float("inf"), 1.0], r"a reward is finite; found \[inf\] for the rollout 0"),
+        (["right", "wrong"], "a number, or K of them, for each rollout; found .*right"),
+        ([None, 1.0], "a number, or K of them, for each rollout"),
+        (None, "a number, or K of them, for each rollout; found None"),
+        ([[], []], r"found \(2, 0\)"),
+        (1.0, r"found \(\)"),
+    ],
+)
+def test_what_is_no_grade_is_refused_with_the_rollouts(given, message):
+    with pytest.raises(SourceError, match=message):
+        regrade(batch_of("a", "b"), lambda prompts, responses: given)
+
+
+def test_a_dump_without_texts_is_refused(tmp_path):
+    path = write_lines(tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, i, 1.0) for i in range(2)])
+    with pytest.raises(SourceError, match=r"step 6: to grade again takes the texts of the responses"):
+        list(open_source(path, regrade=by_length))
+
+
+@pytest.mark.parametrize(
+    ("write", "truth"),
+    [
+        (lambda p: slime_dump(p / "1.pt", 1, [slime_sample(0, i, 0.0) for i in range(2)]), "42"),
+        (lambda p: write_lines(p / "7.jsonl", [verl_row(f"a_{i}_0", 0.0) for i in range(2)]), "2"),
+        (
+            lambda p: write_lines(
+                p / "results.jsonl", [verifiers_row(0, 0.0, answer="4", generation_ms=i) for i in range(2)]
+            ),
+            "4",
+        ),
+        (
+            lambda p: write_lines(p / "a_rollouts_0.jsonl", [open_instruct_row(i, 0, 0.0) for i in range(2)]),
+            "[4]",
+        ),
+    ],
+)
+def test_the_ground_truth_of_a_dump_is_read(write, truth, tmp_path):
+    ((_, batch),) = open_source(write(tmp_path))
+    assert list(batch["ground_truth"]) == [truth] * 2
+
+
+# -- the tasks ---------------------------------------------------------------------------------------
+
+
+def told(task, name, path, folder, *words):
+    shared = (f"source.path={path}", "report.html=false", "pipeline.stages.gate.group_size=4")
+    config = configure("config", f"task={name}", *shared, *words)
+    console = Console(width=300, record=True, file=io.StringIO())
+    arguments = [["pipeline.stages.gate.group_size=4"]] if name == "compare" else []
+    return task(config, folder / name, *arguments, console), console.export_text()
+
+
+CHANGED = (
+    "re-graded: 8 rollouts, 1 (12%) have another reward; mean 0.5 → 0.625; of 2 groups 1 became informative"
+)
+NODE = "source.regrade={_target_: my_graders.Matches}"
+
+
+def test_a_replay_grades_again_and_says_what_changed(dump, tmp_path):
+    trained, _ = told(replay, "replay", dump, tmp_path / "before")
+    assert trained == 0
+    trained, text = told(replay, "replay", dump, tmp_path, NODE)
+    assert trained == 4
+    assert CHANGED in text
+    ((_, again),) = open_source(tmp_path / "replay" / "rollouts")
+    assert again["next", "reward"].flatten().tolist() == [1.0, 0, 0, 0, 1, 1, 1, 1]
+    words = ("source.regrade={_target_: my_graders.Matches, bonus: 1}", "report.dump=null")
+    _, text = told(replay, "replay", tmp_path / "replay" / "rollouts", tmp_path / "again", *words)
+    assert "8 (100%) have another reward; mean 0.625 → 1.625; of 2 groups 0 became informative" in text
+
+
+def test_plan_and_compare_grade_again_too(dump, tmp_path):
+    share, text = told(tabulate_group_sizes, "plan", dump, tmp_path, NODE)
+    assert share == 0.5
+    assert CHANGED in text
+    _, text = told(compare, "compare", dump, tmp_path, NODE, "pipelines=[grpo,dr_grpo]")
+    assert CHANGED in text
+    found = json.loads((tmp_path / "compare" / "compare.json").read_text())
+    assert found["numbers"]["trained_by_both"] == 4
+
+
+def test_a_name_is_enough_and_a_wrong_one_is_refused(dump, tmp_path):
+    _, text = told(replay, "replay", dump, tmp_path, "source.regrade=my_graders.by_length")
+    assert "re-graded: 8 rollouts" in text
+    for word, message in (
+        ("source.regrade=my_graders.nothing", "source.regrade: 'my_graders.nothing' cannot be imported"),
+        ("source.regrade=no_module.grade", "cannot be imported: .*PYTHONPATH=. in front"),
+        ("source.regrade=my_graders.number", "must name a callable"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            told(replay, "replay", dump, tmp_path / "no", word)
+
+
+def test_a_recipe_that_adds_up_segments_is_refused(dump, tmp_path):
+    words = ("source.regrade=my_graders.by_length", "pipeline.stages.collapse.reward=sum")
+    with pytest.raises(ConfigError, match=r"pipeline.stages.collapse.reward must be shared, got sum"):
+        told(replay, "replay", dump, tmp_path, *words)

@@ -1,0 +1,148 @@
+"""The page of a run grows with it, costs little, and says when the run is over."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from busy import reported
+
+from headrace.pipeline import ReportFolder
+from headrace.pipeline.report import folder as folders
+
+
+def data_of(path):
+    return json.loads(path.read_text(encoding="utf-8").split('id="page-data">')[1].split("</script>")[0])
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass when a test says so, and while a page is written."""
+
+    class Clock:
+        now, writing, pages = 0.0, 0.0, 0
+
+        def monotonic(self):
+            return self.now
+
+    clock, write = Clock(), folders.write_page
+
+    def slowly(data, path):
+        clock.now, clock.pages = clock.now + clock.writing, clock.pages + 1
+        write(data, path)
+
+    monkeypatch.setattr(folders.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(folders, "write_page", slowly)
+    return clock
+
+
+def test_a_page_is_live_until_its_folder_is_closed(make_batch, tmp_path, clock):
+    with ReportFolder(tmp_path / "new", every=2.0) as folder:
+        assert not (tmp_path / "new").exists()
+        for step in range(3):
+            folder.add(reported(make_batch, step=step)[1])
+            clock.now += 2.0
+            data = data_of(tmp_path / "new" / "report.html")
+            assert [each["step"] for each in data["steps"]] == list(range(step + 1))
+            assert data["run"]["live"] == 2.0
+        assert [file.name for file in (tmp_path / "new").iterdir()] == ["report.html"]
+    assert data_of(tmp_path / "new" / "report.html")["run"]["live"] is None
+
+
+def test_a_loop_that_fails_closes_its_page(make_batch, tmp_path):
+    report = reported(make_batch)[1]
+
+    def loop():
+        with ReportFolder(tmp_path) as folder:
+            folder.add(report)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    data = data_of(tmp_path / "report.html")
+    assert data["run"]["live"] is None
+    assert data["curve_steps"] == [0]
+
+
+def test_between_two_pages_are_as_many_seconds_as_were_asked_for(make_batch, tmp_path, clock):
+    report = reported(make_batch)[1]
+    folder = ReportFolder(tmp_path, every=5.0)
+    for _ in range(100):
+        folder.add(report)
+        clock.now += 1.0
+    assert clock.pages == 20
+
+
+@pytest.mark.parametrize("writing", [0.5, 3.0])
+def test_writing_pages_takes_two_percent_of_the_time_at_most(make_batch, tmp_path, clock, writing):
+    report = reported(make_batch)[1]
+    clock.writing = writing
+    folder = ReportFolder(tmp_path, every=1.0)
+    for _ in range(1000):
+        folder.add(report)
+        clock.now += 1.0
+    assert clock.pages > 1
+    assert (clock.pages - 1) * writing <= 0.02 * clock.now  # but for the first, which one waits for
+
+
+def test_without_seconds_the_page_is_written_at_the_end_alone(make_batch, tmp_path, clock):
+    folder = ReportFolder(tmp_path, every=None)
+    folder.add(reported(make_batch)[1])
+    assert clock.pages == 0
+    folder.close()
+    assert clock.pages == 1
+
+
+def test_a_long_run_has_a_page_of_bounded_size_and_rules_of_all_its_steps(make_batch, tmp_path):
+    report = reported(make_batch)[1]
+    empty = {"rows/trained": 0.0}
+    folder = ReportFolder(tmp_path, every=None)
+    for step in range(2000):
+        folder.add(_with(report, step, empty if step == 777 else {}))
+    data = data_of(folder.close())
+    assert 250 <= len(data["curve_steps"]) <= 500
+    assert data["curve_steps"][0] == 0
+    assert data["curve_steps"][-1] == 1999
+    assert len(data["steps"]) <= 20
+    assert "Nothing was trained at step 777." in [each["text"] for each in data["steps"][-1]["advisories"]]
+
+
+def _with(report, step, numbers):
+    """The report of another step, with other numbers."""
+    import dataclasses
+
+    other = dataclasses.replace(report, step=step)
+    other.__dict__["numbers"] = report.numbers | numbers
+    other.__dict__.update({name: getattr(report, name) for name in ("funnel", "rollouts", "groups")})
+    return other
+
+
+def test_the_page_has_the_symptoms_of_its_advisories_and_no_others(make_batch, tmp_path):
+    report = reported(make_batch)[1]
+    folder = ReportFolder(tmp_path)
+    folder.add(_with(report, 0, {"rollouts/truncated": 0.9, "groups/incomplete": 0.0, "staleness/mean": 0.0}))
+    data = data_of(folder.close())
+    fired = {each["name"] for step in data["steps"] for each in step["advisories"]}
+    assert "rollouts-truncated" in fired
+    assert {each["name"] for each in data["symptoms"]} == fired
+    assert folder.advisories[0].name in fired
+    assert folder.verdict == "The mean reward is 3."
+
+
+def test_the_page_says_when_the_run_began_and_how(make_batch, tmp_path):
+    config = "pipeline: {a: <b>}\n"
+    folder = ReportFolder(tmp_path, config=config, words=["pipeline=grpo"])
+    folder.add(reported(make_batch)[1])
+    run = data_of(folder.close())["run"]
+    assert run["config"] == config
+    assert run["words"] == ["pipeline=grpo"]
+    assert set(run["versions"]) >= {"torch", "torchrl"}
+    assert run["began"] <= run["written"]
+    assert run["began"].endswith("+00:00")
+    assert not [value for value in os.environ.values() if len(value) > 12 and value in json.dumps(run)]
+
+
+def test_seconds_below_none_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"every must be seconds ≥ 0, or null for the end alone; got -1"):
+        ReportFolder(tmp_path, every=-1)
