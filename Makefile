@@ -48,4 +48,4 @@ dist: $(STAMP)
 	$(BIN)/twine check --strict dist/*
 
 clean:
-	rm -rf .venv build dist *.egg-info outputs multirun
+	rm -rf .venv build dist src/*.egg-info outputs multirun
