@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test check lint types bench generate clean
+.PHONY: demo test check lint types bench generate docs clean
 
 demo: $(STAMP)
 	$(BIN)/headrace $(ARGS)
@@ -36,6 +36,10 @@ generate: $(STAMP)
 	$(BIN)/python tools/make_certificates.py
 	$(BIN)/python tools/make_recipes.py
 
+# The site, in site/; a link without an end, or any other warning, is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # torch alone and first: see constraints.txt.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -44,4 +48,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info outputs multirun
+	rm -rf .venv build site dist *.egg-info outputs multirun
