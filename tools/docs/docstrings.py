@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import griffe
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from topics import WITHOUT_MEMBERS, entries_by_topic
 
 ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`([~.\w]+)`")
 RULER = re.compile(r"^ *=+( +=+)+ *$")
@@ -18,8 +24,6 @@ RETURNS = re.compile(r"^(Returns|Yields|Return):\n((?:(?:    .*)?\n)*(?:    .*)?
 @cache
 def public_paths() -> dict[str, str]:
     """Where each public name is documented, by that name."""
-    from topics import entries_by_topic
-
     return {path.rpartition(".")[2]: path for entries in entries_by_topic().values() for path in entries}
 
 
@@ -28,7 +32,8 @@ def has_entry(path: str, member: str) -> bool:
     """Whether a class's member is documented with it: it is its own, and says what it is."""
     module, _, name = path.rpartition(".")
     own = vars(getattr(import_module(module), name)).get(member)
-    return bool(getattr(own, "__doc__", None)) and member not in ("apply", "forward")
+    bare = any(path in entries_by_topic()[page] for page in WITHOUT_MEMBERS)
+    return bool(getattr(own, "__doc__", None)) and member not in ("apply", "forward") and not bare
 
 
 def link(target: str, owner: str) -> str:
@@ -44,8 +49,15 @@ def link(target: str, owner: str) -> str:
 
 
 def as_table(lines: list[str]) -> list[str]:
-    """A table between rulers of ``===``, as one between bars. A line without a first cell goes on."""
+    """A table between rulers of ``===``, as one between bars. A line without a first cell goes on.
+
+    Raises:
+        ValueError: a cell is wider than its column.
+    """
     starts = [found.start() for found in re.finditer(r"=+", lines[0])]
+    for line in lines:
+        if any(line[start - 1 : start].strip() for start in starts[1:]):
+            raise ValueError(f"a cell is wider than its column: {line.strip()}")
     ends = [*(start - 1 for start in starts[1:]), None]
 
     def cells(line: str) -> list[str]:
@@ -114,10 +126,21 @@ def as_markdown(text: str, owner: str = "") -> str:
 
 
 class PlainDocstrings(griffe.Extension):
-    """Convert each docstring before it is parsed."""
+    """Convert each docstring before it is parsed, and let each public name lead to where it is defined."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Convert what was found in the source."""
         if obj.docstring is not None:
             parent = obj.parent if obj.parent is not None and obj.parent.is_class else obj
             obj.docstring.value = as_markdown(obj.docstring.value, parent.name)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Of a function in a file of its name griffe takes the file."""
+        for path in public_paths().values():
+            listing, _, name = path.rpartition(".")
+            thing = getattr(import_module(listing), name)
+            inner = listing.removeprefix("headrace.").split(".")
+            if hasattr(thing, "__qualname__"):
+                target = f"{thing.__module__}.{thing.__qualname__}"
+                parent = pkg[inner]
+                parent.members[name] = griffe.Alias(name, target, parent=parent)

@@ -8,6 +8,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+NO_PROSE = (
+    "#",
+    "|",
+    "!",
+    "- ",
+    ":::",
+    "*A headrace",
+)  # headings, tables, pictures, lists, entries, the motto
+
 
 class SitePage(NamedTuple):
     """A page of the site: its address, title, section of the navigation, and Markdown."""
@@ -20,11 +29,11 @@ class SitePage(NamedTuple):
 
 def first_sentence(text: str) -> str:
     """What a page says of itself: its first sentence behind the heading, as plain words."""
-    body = re.sub(r"<!--.*?-->", "", re.sub(r"^# .*\n", "", text, count=1), flags=re.DOTALL)
+    body = re.sub(r"<!--.*?-->|^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", body)]
-    prose = next((part for part in paragraphs if part and part[0] not in "#|`!-:<>["), "")
+    prose = next((part for part in paragraphs if part and not part.startswith(NO_PROSE)), "")
     line = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(prose.split()))
-    return re.split(r"(?<=[.:!?]) ", line.replace("**", ""))[0].rstrip(":")
+    return re.split(r"(?<=[.!?]) ", line.replace("*", ""))[0].rstrip(":")
 
 
 def described(path: str) -> str:
@@ -51,7 +60,7 @@ def index(name: str, about: str, pages: list[SitePage]) -> str:
 
 def full(pages: list[SitePage]) -> str:
     """All pages, with docstrings where the API's have references."""
-    entry = re.compile(r"^::: (\S+)$", re.MULTILINE)
+    entry = re.compile(r"^::: (\S+)$(?:\n    .*)*", re.MULTILINE)
     return "\n\n".join(entry.sub(lambda found: described(found[1]), page.text) for page in pages)
 
 

@@ -16,6 +16,8 @@ LISTINGS = (
     "headrace.pipeline.certify",
 )
 
+WITHOUT_MEMBERS = ("stages", "criteria", "loss-rows")  # which are those of their contract, in "own-parts"
+
 
 def _of(*modules: str) -> Callable[[Any, str], bool]:
     return lambda thing, home: home.startswith(tuple(f"headrace.{module}" for module in modules))
@@ -115,7 +117,8 @@ def page_text(page: str) -> str:
     """The page of a topic, in Markdown: its classes first."""
     title, about, _ = topics()[page]
     names = sorted(entries_by_topic()[page], key=lambda path: path.rpartition(".")[2].swapcase())
-    return "\n\n".join([f"# {title}", about, *(f"::: {name}" for name in names)]) + "\n"
+    options = "\n    options:\n      members: false" if page in WITHOUT_MEMBERS else ""
+    return "\n\n".join([f"# {title}", about, *(f"::: {name}{options}" for name in names)]) + "\n"
 
 
 def index_text() -> str:
