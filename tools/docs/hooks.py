@@ -99,6 +99,11 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return outside_fences(markdown, lambda text: LINK.sub(moved, text))
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Name source files as they are named in the repository."""
+    return html.replace("<code>build/docs/headrace/", "<code>")
+
+
 def on_nav(nav: Any, **_: Any) -> None:
     """Keep the navigation, whose pages get their text later."""
     NAV[:] = nav.pages

@@ -1,0 +1,76 @@
+"""Every command that a page shows runs, in order, and in a folder of the page's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import QUICK, headrace_here
+
+from pages_as_written import PAGES, ROOT, Fence, commands, fences
+
+pytestmark = pytest.mark.slow
+INSTALLS = ("make ", "pip ", "python -m venv ", "pre-commit ")  # tried by continuous integration
+SHORT = {"--steps": "2", "--batches": "2"}  # of the examples, which have tests of their own
+
+
+def words_of(line: str) -> list[str]:
+    """The words behind the command; a training run becomes a short one, and a sweep stays in the folder."""
+    words = shlex.split(line)
+    trains = not any(word.startswith(("task=", "--")) for word in words)
+    return [*words, *(QUICK if trains else [])]
+
+
+def run_example(line: str, folder: Path) -> None:
+    program, *words = shlex.split(line)
+    words = [SHORT.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
+    module = ["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else []
+    done = subprocess.run(
+        [sys.executable, *module, *words], cwd=folder, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def run_with_a_module(line: str, page: str, folder: Path) -> None:
+    """A command that imports what the page's blocks define."""
+    for module in re.findall(r"_target_: (\w+)\.", line):
+        blocks = [block.text for block in fences(page, "python") if block.mark is None]
+        (folder / f"{module}.py").write_text("\n".join(blocks))
+    words = words_of(line.removeprefix("PYTHONPATH=. headrace"))
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace.pipeline", *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def run_block(block: Fence, folder: Path) -> None:
+    for line in commands(block.text):
+        if line.startswith("headrace"):
+            fails = block.mark == "fails"
+            done = headrace_here(folder, *words_of(line.removeprefix("headrace")), check=not fails)
+            assert not fails or (done.returncode and block.said in done.stdout + done.stderr), done
+        elif line.startswith("PYTHONPATH=. headrace"):
+            run_with_a_module(line, block.page, folder)
+        elif line.startswith(("python examples/", "torchrun ")):
+            run_example(line, folder)
+        else:
+            assert line.startswith(INSTALLS), f"{block.page}: what runs this? {line}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "sh")])
+def test_commands_run_in_order(page, tmp_path):
+    for block in fences(page, "sh"):
+        if block.mark != "not run":
+            run_block(block, tmp_path)
