@@ -1,7 +1,8 @@
 """The pages of the docs and the fenced blocks in them.
 
-A block is executed unless a comment above it says otherwise: ``<!-- not run: why -->``; ``<!-- from: file -->``,
-where it is an excerpt; ``<!-- fails: word -->``, where a command is refused with that word.
+A block is executed unless a comment above it says otherwise: ``<!-- not run: why -->``;
+``<!-- from: file -->``, where it is an excerpt; ``<!-- fails: word -->``, where a command is refused with
+that word.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from command import QUICK, headrace_here
-
 from pages_as_written import PAGES, ROOT, Fence, commands, fences
 
 pytestmark = pytest.mark.slow
@@ -20,30 +19,35 @@ SHORT = {"--steps": "2", "--batches": "2"}  # of the examples, which have tests 
 
 
 def words_of(line: str) -> list[str]:
-    """The words behind the command; a training run becomes a short one, and a sweep stays in the folder."""
+    """The words behind the command; a training run becomes a short one."""
     words = shlex.split(line)
     trains = not any(word.startswith(("task=", "--")) for word in words)
     return [*words, *(QUICK if trains else [])]
 
 
-def run_example(line: str, folder: Path) -> None:
+def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
     program, *words = shlex.split(line)
     words = [SHORT.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
     module = ["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else []
     done = subprocess.run(
-        [sys.executable, *module, *words], cwd=folder, capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, *module, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def run_with_a_module(line: str, page: str, folder: Path) -> None:
+def run_with_a_module(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:
     """A command that imports what the page's blocks define."""
     for module in re.findall(r"_target_: (\w+)\.", line):
         blocks = [block.text for block in fences(page, "python") if block.mark is None]
         (folder / f"{module}.py").write_text("\n".join(blocks))
     words = words_of(line.removeprefix("PYTHONPATH=. headrace"))
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "headrace.pipeline", *words],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": "."},
@@ -52,21 +56,28 @@ def run_with_a_module(line: str, page: str, folder: Path) -> None:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def run_line(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:
+    if line.startswith("headrace"):
+        return headrace_here(folder, *words_of(line.removeprefix("headrace")), check=False)
+    if line.startswith("PYTHONPATH=. headrace"):
+        return run_with_a_module(line, page, folder)
+    assert line.startswith(("python examples/", "torchrun ")), f"{page}: what runs this? {line}"
+    return run_example(line, folder)
 
 
 def run_block(block: Fence, folder: Path) -> None:
     for line in commands(block.text):
-        if line.startswith("headrace"):
-            fails = block.mark == "fails"
-            done = headrace_here(folder, *words_of(line.removeprefix("headrace")), check=not fails)
-            assert not fails or (done.returncode and block.said in done.stdout + done.stderr), done
-        elif line.startswith("PYTHONPATH=. headrace"):
-            run_with_a_module(line, block.page, folder)
-        elif line.startswith(("python examples/", "torchrun ")):
-            run_example(line, folder)
+        if line.startswith(INSTALLS):
+            continue
+        done = run_line(line, block.page, folder)
+        said = done.stdout + done.stderr
+        if block.mark == "fails":
+            assert done.returncode, line
+            assert block.said in said
         else:
-            assert line.startswith(INSTALLS), f"{block.page}: what runs this? {line}"
+            assert done.returncode == 0, said[-4000:]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "sh")])

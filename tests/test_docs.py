@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pages_as_written import PAGES, fences
 from tensordict import TensorDict
 
 import headrace.pipeline
 import headrace.transforms
 from headrace.pipeline import ConfigError, load_pipeline
-from pages_as_written import PAGES, fences
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
