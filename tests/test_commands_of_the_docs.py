@@ -30,7 +30,7 @@ def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
     words = [SHORT.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
     module = ["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else []
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *module, *words],
         cwd=folder,
         capture_output=True,
@@ -38,7 +38,6 @@ def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
         timeout=500,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def run_with_a_module(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:
