@@ -36,7 +36,7 @@ generate: $(STAMP)
 	$(BIN)/python tools/make_certificates.py
 	$(BIN)/python tools/make_recipes.py
 
-# The site, in site/; a link without an end, or any other warning, is an error.
+# The site, in site/, where a warning is an error. Its search needs a server: python -m http.server -d site
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 

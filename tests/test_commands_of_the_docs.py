@@ -21,7 +21,7 @@ SHORT = {"--steps": "2", "--batches": "2"}  # of the examples, which have tests 
 def words_of(line: str) -> list[str]:
     """The words behind the command; a training run becomes a short one."""
     words = shlex.split(line)
-    trains = not any(word.startswith(("task=", "--")) for word in words)
+    trains = not any(word.startswith(("task=", "--")) or word.isalpha() for word in words)
     return [*words, *(QUICK if trains else [])]
 
 
