@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tools" / "docs"))
 
 from docstrings import as_markdown
 from hooks import expanded
-from topics import entries_by_topic, topics
+from topics import SHOWN, entries_by_topic, topics
 
 ENTRIES = [path for paths in entries_by_topic().values() for path in paths]
 
@@ -29,6 +29,7 @@ def test_every_public_name_belongs_to_one_page():
     assert len(set(names)) == len(names)
     assert {*headrace.transforms.__all__, *headrace.pipeline.__all__} <= set(names)
     assert all(entries_by_topic()[page] for page in topics())
+    assert sorted(SHOWN) == sorted(topics())
 
 
 def test_roles_tables_and_literal_blocks_become_markdown():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -16,6 +18,18 @@ LISTINGS = (
     "headrace.pipeline.certify",
 )
 
+SHOWN = (
+    "stages",
+    "functions",
+    "criteria",
+    "loss-rows",
+    "pipeline",
+    "collect",
+    "reports",
+    "sources",
+    "certify",
+)
+SHOWN += ("own-parts",)
 WITHOUT_MEMBERS = ("stages", "criteria", "loss-rows")  # which are those of their contract, in "own-parts"
 
 
@@ -87,38 +101,51 @@ def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
     }  # fmt: skip
 
 
+def public_things() -> dict[str, Any]:
+    """Everything public by its full name, as it is first listed."""
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchrl warns of its own classes, and mkdocs shows it
+        for listing in LISTINGS:
+            package = import_module(listing)
+            for name in package.__all__:
+                thing = getattr(package, name)
+                if all(thing is not other for other in found.values()):
+                    found[f"{listing}.{name}"] = thing
+    return found
+
+
 @cache
 def entries_by_topic() -> dict[str, list[str]]:
-    """The full name of every public thing, once, by page; as it is first listed.
+    """The full name of everything public, once, by page.
 
     Raises:
         LookupError: a public name that belongs to no page.
     """
     pages: dict[str, list[str]] = {page: [] for page in topics()}
-    seen: list[Any] = []
-    for listing in LISTINGS:
-        package = import_module(listing)
-        for name in package.__all__:
-            thing = getattr(package, name)
-            if any(thing is other for other in seen):
-                continue
-            seen.append(thing)
-            home = thing.__name__ if inspect.ismodule(thing) else getattr(thing, "__module__", listing)
-            found = next(
-                (page for page, (_, _, belongs) in topics().items() if belongs(thing, home or listing)), None
-            )
-            if found is None:
-                raise LookupError(f"{listing}.{name} belongs to no page of tools/docs/topics.py")
-            pages[found].append(f"{listing}.{name}")
+    for path, thing in public_things().items():
+        listing = path.rpartition(".")[0]
+        home = thing.__name__ if inspect.ismodule(thing) else getattr(thing, "__module__", listing)
+        found = [page for page, (_, _, belongs) in topics().items() if belongs(thing, home)]
+        if not found:
+            raise LookupError(f"{path} belongs to no page of tools/docs/topics.py")
+        pages[found[0]].append(entry_of(path, thing))
     return pages
 
 
+def entry_of(path: str, thing: Any) -> str:
+    """The full name of a public thing: where it is defined, if the listing has a module of that name."""
+    hidden = path in sys.modules and not inspect.ismodule(thing)
+    return f"{thing.__module__}.{thing.__qualname__}" if hidden else path
+
+
 def page_text(page: str) -> str:
-    """The page of a topic, in Markdown: its classes first."""
+    """The page of a topic, in Markdown: its classes first, but where it is about functions."""
     title, about, _ = topics()[page]
-    names = sorted(entries_by_topic()[page], key=lambda path: path.rpartition(".")[2].swapcase())
+    names = {path.rpartition(".")[2]: path for path in entries_by_topic()[page]}
+    order = sorted(names, key=str.swapcase if page == "functions" else str)
     options = "\n    options:\n      members: false" if page in WITHOUT_MEMBERS else ""
-    return "\n\n".join([f"# {title}", about, *(f"::: {name}{options}" for name in names)]) + "\n"
+    return "\n\n".join([f"# {title}", about, *(f"::: {names[name]}{options}" for name in order)]) + "\n"
 
 
 def index_text() -> str:
@@ -129,7 +156,8 @@ def index_text() -> str:
         "Every public name, by topic, out of its docstring. Import it from where it stands here.",
         "",
     ]
-    for page, (title, about, _) in topics().items():
+    for page in SHOWN:
+        title, about, _ = topics()[page]
         names = ", ".join(f"[`{path.rpartition('.')[2]}`][{path}]" for path in entries_by_topic()[page])
         lines += [f"## [{title}]({page}.md)", "", f"{about}", "", names, ""]
     return "\n".join(lines)
