@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import sys
 import traceback
 import unicodedata
 import zipfile
+from functools import cache
 from itertools import islice
 
 import numpy as np
@@ -15,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from composed import composed, configure
+from composed import configure
 from dumps import (
     episode,
     in_order,
@@ -419,7 +421,8 @@ def files_of_all_formats(folder, dump):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_nothing_in_a_file_of_any_format_reaches_the_terminal_unescaped(tmp_path, dump, task, monkeypatch):
-    monkeypatch.setattr("headrace.pipeline.tasks.compare.load_pipeline", composed)
+    recipes = sys.modules["headrace.pipeline.tasks.recipes"]  # composed once, and not for each file
+    monkeypatch.setattr(recipes, "compose_config", cache(recipes.compose_config))
     words = [f"task={task}", "source.path=x", "source.skip_bad=true", "report.html=false", "report.dump=null"]
     gate = "~pipeline.stages.gate"
     config = configure("config", *words, *(["pipelines=[grpo,dr_grpo]"] if task == "compare" else [gate]))
