@@ -128,7 +128,7 @@ class Ledger:
         found = (self.reason == self.names.index(name)).nonzero().flatten()
         columns: dict[str, list] = {"row": found.tolist()}
         for unit, ids in self.ids.items():
-            labels = labels_of_ids(self._labels[unit], ids.tolist())
+            labels = labels_of_ids(self._labels[unit], ids.tolist()) if len(self._labels[unit]) else None
             named = ids[found].tolist() if labels is None else [labels[row] for row in columns["row"]]
             columns[unit.removesuffix("s")] = named
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
