@@ -102,8 +102,10 @@ def _no_such_key(path: str, overrides: Sequence[str], config_name: str) -> str |
         overrides: the words, of which one begins with it.
         config_name: of the configuration that was composed.
     """
-    typed = next((word.lstrip("+~") for word in overrides if word.lstrip("+~").startswith(path)), path)
-    typed, equals, value = typed.partition("=")
+    split = [word.lstrip("+~").partition("=") for word in overrides]
+    typed, equals, value = next(
+        (word for word in split if f"{word[0]}.".startswith(f"{path}.")), (path, "", "")
+    )
     groups = [word for word in overrides if re.fullmatch(rf"({'|'.join(GROUPS)}|[\w/]+@[\w.]+)=[\w/]+", word)]
     try:
         base = compose_config(config_name, *groups)

@@ -96,7 +96,10 @@ def test_it_holds_the_packages_and_every_recipe(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder in ("transforms", "pipeline", "conf"):
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".yaml", ".html", ".css", ".js") or path.name == "py.typed":
+            if path.suffix in (".py", ".yaml", ".html", ".css", ".js") or path.name in (
+                "py.typed",
+                "constraints.txt",
+            ):
                 assert f"headrace/{path.relative_to(ROOT)}" in names
     assert {name.split("/")[0] for name in names} == {"headrace", f"headrace-{VERSION}.dist-info"}
 
