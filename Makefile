@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test check lint types bench generate dist clean
+.PHONY: demo test check lint types bench generate docs dist clean
 
 demo: $(STAMP)
 	$(BIN)/headrace $(ARGS)
@@ -34,6 +34,10 @@ generate: $(STAMP)
 	$(BIN)/python tools/make_recipes.py
 	$(BIN)/python tools/make_symptoms.py
 
+# The site, in site/, where a warning is an error. Its search needs a server: python -m http.server -d site
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # torch alone and first: see constraints.txt.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -48,4 +52,4 @@ dist: $(STAMP)
 	$(BIN)/twine check --strict dist/*
 
 clean:
-	rm -rf .venv build dist src/*.egg-info outputs multirun
+	rm -rf .venv build site dist src/*.egg-info outputs multirun

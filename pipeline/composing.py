@@ -57,7 +57,7 @@ def compose_config(config_name: str, *overrides: str) -> DictConfig:
             GlobalHydra.instance().initialize(outer)
 
 
-def explain_composition(error: Exception, overrides: Sequence[str], config_name: str) -> str:
+def explain_composition(error: Exception, overrides: Sequence[str] = (), config_name: str = "load") -> str:
     """Hydra's message; where it is about an unknown name, one with the nearest names that exist.
 
     Args:
@@ -79,10 +79,10 @@ def explain_composition(error: Exception, overrides: Sequence[str], config_name:
     path = path or re.search(r"delete from config. '([\w.]+)' does not exist", message)
     path = path or re.search(r"Could not override '([\w.]+)'", message)
     if path:
-        return _no_such_key(path[1], overrides, config_name) or str(error)
-    if name := getattr(error, "full_key", None):  # of an interpolation, or a value that is required
-        return f"{name}: {str(error).splitlines()[0]}"
-    return str(error)
+        return _no_such_key(path[1], overrides, config_name) or f"there is no {path[1]!r}"
+    place = getattr(error, "full_key", None)  # of an interpolation, or a value that is required
+    said = re.sub(r"Interpolation key '(.*)' not found", r"it follows ${\1}, which there is not", message)
+    return f"{place}: {said.splitlines()[0]}" if place else said
 
 
 def _no_such_choice(group: str, name: str, listed: Sequence[str]) -> str:
@@ -109,15 +109,15 @@ def _no_such_key(path: str, overrides: Sequence[str], config_name: str) -> str |
         base = compose_config(config_name, *groups)
     except ConfigError:
         return None
-    if config_name == "config" and (tasks := _tasks_with(typed)):
-        return f"there is no {typed!r} here: it is a word of {tasks}"
     known = leaves(OmegaConf.to_container(base))
+    found = deeper(typed, known)
+    if not found and config_name == "config" and (tasks := _tasks_with(typed)):
+        return f"there is no {typed!r} here: it is a word of {tasks}"
     parent: Any = base
     for key in path.split(".")[:-1]:
         parent = parent.get(key) if isinstance(parent, DictConfig) else None
     names = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
     name, last = path.split(".")[-1], typed.split(".")[-1]
-    found = deeper(typed, known)
     if not found and not suggest(name, names):
         found = deeper(last, known) or deeper(_nearest_name(last, known), known)
     if found:

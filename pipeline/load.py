@@ -17,7 +17,7 @@ from headrace.transforms.distributed import SharedIds
 from headrace.transforms.gate.stage import OnIncomplete
 from headrace.transforms.weight.loss_weight import Mean
 
-from .composing import ConfigError, compose_config, leave_out
+from .composing import ConfigError, compose_config, explain_composition, leave_out
 from .keywords import KEYWORDS, apply_settings, refuse_unknown, settings_of
 from .nodes import build_node, check_stage
 from .pipeline import Pipeline
@@ -142,8 +142,12 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as err:
-        raise ConfigError(f"the pipeline's configuration does not resolve: {err}") from err
+        raise ConfigError(
+            f"the pipeline's configuration does not resolve: {explain_composition(err)}"
+        ) from err
     stages = plain.get("stages") or {} if isinstance(plain, dict) else {}
+    if not isinstance(stages, dict):
+        raise ConfigError(f"pipeline.stages must be names and nodes; got {stages!r}")
     for name, node in stages.items():
         if node is not None:
             check_stage(f"stage {name!r}", name, node, [other for other in stages if other != name])

@@ -6,15 +6,16 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from .command.refusing import EARLY, give_up, refuse
 from .command.sweep import record_job
-from .command.words import answer, in_order
+from .command.words import answer, ready_words
 
 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
@@ -24,8 +25,8 @@ def run_task(config: DictConfig) -> float:
     from .train import TrainingInterrupted
 
     hydra_config = HydraConfig.get()
-    found_in = [word for word in hydra_config.overrides.hydra if word.startswith("hydra.searchpath=")]
-    words = [*hydra_config.overrides.task, *found_in]
+    typed: Any = OmegaConf.to_container(hydra_config.overrides)  # as they are, with their interpolations
+    words = [*typed["task"], *(word for word in typed["hydra"] if word.startswith("hydra.searchpath="))]
     output, began, failure = Path(hydra_config.runtime.output_dir), time.time(), ""
     in_sweep, number = hydra_config.mode == RunMode.MULTIRUN, float("nan")
     try:
@@ -50,9 +51,11 @@ def main() -> None:
     try:
         if (status := answer(sys.argv[1:])) is not None:
             sys.exit(status)
-        sys.argv[1:] = in_order(sys.argv[1:])
+        sys.argv[1:] = ready_words(sys.argv[1:])
         run_task()
     except EARLY as err:
         refuse(err)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as err:
+        give_up(err)

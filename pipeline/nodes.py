@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -52,13 +53,31 @@ def _check_values(path: str, plain: Any) -> None:
         return
     known = {}
     if isinstance(plain.get("_target_"), str):
-        with suppress(Exception):  # what cannot be imported is said by who imports it
-            known = annotations_of(get_object(plain["_target_"]))
+        known = annotations_of(_imported(path, plain["_target_"]))
     for option, value in plain.items():
         if wanted := misfit(value, known.get(option, Any)):
             raise ConfigError(f"{path}.{option} must be {wanted}; got {as_typed(value)}")
     for option, value in plain.items():  # which follow those above, by interpolations
         _check_values(f"{path}.{option}", value)
+
+
+def _imported(where: str, target: str) -> Callable[..., Any]:
+    """What a ``_target_`` names.
+
+    Raises:
+        ConfigError: there is no such thing.
+    """
+    log = logging.getLogger("hydra.utils")  # which prints what is raised anyway
+    before, log.disabled = log.disabled, True
+    try:
+        return get_object(target)
+    except Exception as err:
+        reason: BaseException = err
+        while reason.__cause__ is not None:
+            reason = reason.__cause__
+        raise ConfigError(f"{where}: _target_ {target!r} cannot be imported: {reason}") from err
+    finally:
+        log.disabled = before
 
 
 def _inner(plain: Any, path: str) -> Any:
@@ -107,11 +126,7 @@ def check_stage(where: str, name: str, node: Any, siblings: Sequence[str]) -> No
     if node.get("_partial_") or "_args_" in node:
         return
     target = node["_target_"]
-    try:
-        thing: Callable[..., Any] = get_object(target)
-    except Exception as err:
-        raise ConfigError(f"{where}: _target_ {target!r} cannot be imported: {err}") from err
-    parameters = inspect.signature(thing).parameters
+    parameters = inspect.signature(_imported(where, target)).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for option, value in node.items():

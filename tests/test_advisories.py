@@ -134,8 +134,7 @@ def test_flat_stalled_and_falling_are_told_by_their_rule(quarters, found, said):
 def test_a_reward_that_does_not_rise_says_why():
     history = steps_of("reward/all/mean", [0.1] * 16, **RANGE, frac_reward_zero_std=0.92)
     assert verdict(history[-1][1], history) == (
-        "The reward is flat at 0.1 over 16 steps. 92 % of the groups have equal rewards, and teach nothing "
-        "(at each of 16 steps)."
+        "The reward is flat at 0.1 over 16 steps. 92 % of the groups have equal rewards, and teach nothing."
     )
 
 

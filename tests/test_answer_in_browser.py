@@ -8,7 +8,7 @@ import time
 
 import pages
 import pytest
-from test_page_in_browser import driver, look  # noqa: F401, the fixtures
+from test_page_in_browser import CONTRAST, driver, look  # noqa: F401, the fixtures
 
 from headrace.pipeline.report import symptoms, write_page
 
@@ -165,3 +165,12 @@ def test_a_page_of_a_run_that_was_killed_says_when_it_was_written(look):
     page.driver.execute_script("window.same = true")
     time.sleep(1.5)
     assert page.driver.execute_script("return window.same")  # it asks rarely: after a tenth of its age
+
+
+def test_the_text_of_the_answer_has_a_contrast_of_at_least_4_5(look):
+    page = look(long_run(live=1.0, written=now(ago=3600.0)))
+    for fold in (*page.all("#advisories summary"), page.one("#run > summary")):
+        fold.click()
+    for scheme in ("light", "dark"):
+        page.show_as(scheme)
+        assert [entry for entry in page.driver.execute_script(CONTRAST) if entry[0] < 4.5] == []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pages_as_written import PAGES, fences
 from tensordict import TensorDict
 
 import headrace.pipeline
@@ -23,17 +24,10 @@ MODULES = [
     for _, name, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not name.endswith("__main__")
 ]
-COMING_FROM = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "coming-from").glob("*.md"))
-RUN = ("README.md", "CONTRIBUTING.md", *COMING_FROM, "docs/certificates.md", "docs/trees.md", "docs/dumps.md")
-PAGES = [
-    *RUN,
-    "CHANGELOG.md",
-    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))),
-]
-PAGES = list(dict.fromkeys(PAGES))
 NOW = [page for page in PAGES if page != "CHANGELOG.md"]  # a changelog names what is gone
 DECISIONS = sorted(path for path in (ROOT / "docs" / "decisions").glob("*.md") if path.name != "README.md")
 LITERAL = re.compile(r"#  ?((?:[\[({'\"\d-]|Ledger\(|tensor\().*)$", re.MULTILINE)
+NOT_RUN = 4  # blocks in all pages
 every_page = pytest.mark.parametrize("page", PAGES)
 
 
@@ -47,28 +41,44 @@ def test_every_exported_transform_and_function_has_an_example():
     for package in (headrace.transforms, headrace.pipeline):
         for name in package.__all__:
             thing = getattr(package, name)
-            abstract = name in ("BatchTransform", "build_pipeline", "optimise")  # shown in the README
+            abstract = name in ("BatchTransform", "build_pipeline", "optimise")  # shown in the docs
             if not abstract and (not isinstance(thing, type) or hasattr(thing, "forward")):
                 assert ">>>" in thing.__doc__, name
 
 
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "python")])
 def test_python_blocks_run_in_order_and_print_what_they_say(page, capsys):
-    blocks = re.findall(r"(?<! -->\n)```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert blocks
     scope: dict = {"__name__": "readme"}
-    for block in blocks:
-        exec(compile(block, page, "exec"), scope)
+    for block in fences(page, "python"):
+        if block.mark == "from":
+            assert block.text in (ROOT / block.said).read_text(), block.text
+        if block.mark is not None:
+            continue
+        exec(compile(block.text, page, "exec"), scope)
         printed = capsys.readouterr().out
-        for line in block.splitlines():
+        for line in block.text.splitlines():
             said = LITERAL.search(line)
             if "print(" in line and said and "…" not in said[1]:
                 assert said[1] in printed, line
 
 
+def test_blocks_that_are_not_run_say_why_and_are_few():
+    blocks = [block for page in PAGES for language in ("python", "sh") for block in fences(page, language)]
+    assert {block.mark for block in blocks} <= {None, "from", "fails", "not run"}
+    not_run = [(block.page, block.said) for block in blocks if block.mark == "not run"]
+    assert all(len(said.split()) > 2 for _, said in not_run)
+    assert len(not_run) <= NOT_RUN, not_run
+
+
+def test_the_readme_is_read_in_five_minutes():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert max(len(line) for line in lines if not line.startswith("|")) <= 120
+
+
 @every_page
 def test_links_within_the_project_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), target
 
 

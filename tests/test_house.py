@@ -113,6 +113,16 @@ INNER = {
     "pages.py": {"pipeline.report.page_schema"},
     "test_sources_fuzz.py": {"pipeline.sources.malformed"},
     "command.py": {"pipeline.main"},
+    "test_command_words.py": {"pipeline.command.words", "pipeline.composing"},
+    "test_doctor.py": {"pipeline.command.doctor"},
+    "test_option_types.py": {
+        "pipeline.composing",
+        "pipeline.hints",
+        "pipeline.nodes",
+        "pipeline.option_types",
+        "pipeline.tasks.settings",
+    },
+    "test_sweep.py": {"pipeline.command.sweep", "pipeline.train.job"},
     "composed.py": {"pipeline.last_run"},
 }
 every_module = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -256,6 +256,15 @@ def test_ids_beyond_a_double_are_told_apart_and_in_order(look):
     assert page.count("#strip .scroll .dot") == 4
 
 
+def test_ids_that_are_text_are_told_apart_and_in_order(look):
+    rows = pages.rollouts_of(0, [0, 1]) + pages.rollouts_of(1, [0, 1])
+    for row, group in zip(rows, ["math_10/0", "math_10/0", 'math_9"]', 'math_9"]'], strict=True):
+        row["group"], row["rollout"] = group, f"{group}_{row['rollout']}"
+    page = look(pages.run_of(pages.step_of(rows, size=2)))
+    assert page.values("#strip .line", "data-group") == ['math_9"]', "math_10/0"]
+    assert page.count("#strip .scroll .dot") == 4
+
+
 def test_rows_that_a_count_by_rows_would_change_are_counted(look):
     """Groups 3 (equal) and 6 (no fan-out) stay as they are."""
     run = pages.fan_out_run(1)

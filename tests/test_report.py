@@ -68,6 +68,10 @@ def test_the_funnel_by_hand(report):
     silent = levels["pipeline"].out[0]
     # The rollout of that row has another row in the loss: it did not leave.
     assert (silent.reason, silent.rows, silent.rollouts, silent.groups) == ("no_loss_tokens", 1, 0, 0)
+    assert silent.in_part == "parts of 1 rollout and 1 group"
+    assert not gone.in_part
+    assert report.numbers["rollouts/out/gate/incomplete"] == 2
+    assert report.numbers["groups/out/pipeline/no_loss_tokens"] == 0
     assert levels["pipeline"][1:4] == (3, 3, 1)
 
 
@@ -154,6 +158,11 @@ def test_kept_and_left_add_up_at_every_stage(rows, action, remainder):
         for unit in ("rows", "rollouts", "groups", "tokens"):
             left = sum(getattr(gone, unit) for gone in after.out)
             assert getattr(before, unit) == getattr(after, unit) + left, (after.name, unit)
+        for gone in after.out:  # of all that lost a row for this reason
+            touched = report.columns["reason"] == report.names.index(f"{after.name}/{gone.reason}")
+            for unit, key in (("rollouts", "rollout_id"), ("groups", "group_id")):
+                counted = getattr(gone, unit) + getattr(gone, f"{unit}_in_part")
+                assert counted == len(set(report.columns[key][touched].tolist()))
     assert (
         report.funnel[-1].rows == int((report.columns["reason"] == 0).sum()) == report.numbers["rows/trained"]
     )

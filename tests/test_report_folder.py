@@ -108,6 +108,23 @@ def test_a_long_run_has_a_page_of_bounded_size_and_rules_of_all_its_steps(make_b
     assert "Nothing was trained at step 777." in [each["text"] for each in data["steps"][-1]["advisories"]]
 
 
+def test_reports_that_all_say_step_0_are_told_apart(make_batch, tmp_path):
+    report = reported(make_batch)[1]
+    folder = ReportFolder(tmp_path, every=0.0)
+    for rows in (8.0, 0.0):
+        folder.add(_with(report, 0, {"rows/trained": rows}))
+    said = [[each["name"] for each in step["advisories"]] for step in data_of(folder.close())["steps"]]
+    assert ["nothing-trains" in names for names in said] == [False, True]
+
+
+def test_a_closed_page_is_written_once_and_after_more_steps_again(make_batch, tmp_path, clock):
+    folder = ReportFolder(tmp_path, every=None)
+    for pages in (1, 2):
+        folder.add(reported(make_batch)[1])
+        assert folder.close() == folder.close() == tmp_path / "report.html"
+        assert clock.pages == pages
+
+
 def _with(report, step, numbers):
     """The report of another step, with other numbers."""
     import dataclasses

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
+import numpy as np
 import pytest
 from busy import busy_batch, stages
 from command import headrace_here
@@ -72,10 +74,39 @@ def test_two_recipes_over_the_same_rollouts(dump, tmp_path):
     found = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert found["numbers"]["rows"] == 27
     assert found["numbers"]["trained_by_both"] == 9
+    assert found["numbers"]["gradient_cosine"] == pytest.approx(1)  # one group alone trains
+    assert found["movers"] == []
     page = (tmp_path / "out" / "report.html").read_text()
     assert '"versus":["grpo","dr_grpo"]' in page
     with pytest.raises(ConfigError, match=r"two recipes are compared.*got \['grpo'\]"):
         told(compare, configured("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
+
+
+def test_the_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
+    """Rewards 0, 2 and 0, 6: by their spread each group has a half, without it ¼ and ¾; a cosine of 2/√5."""
+    batch = make_batch([0.0, 2, 0, 6], [5, 5, 9, 9])
+    batch["masks", "all_assistant_mask"][:] = True
+    write_dump(make_report(Pipeline({}).run(batch)), tmp_path / "dump")
+    config = configured("compare", tmp_path / "dump", "pipelines=[grpo,dr_grpo]")
+    _, text = told(compare, config, tmp_path / "out", ("pipeline.stages.gate.group_size=2",))
+    found = json.loads((tmp_path / "out" / "compare.json").read_text())
+    movers = sorted(found["movers"], key=lambda each: each["group"])
+    assert [(each["group"], each["step"]) for each in movers] == [(5, 0), (9, 0)]
+    shares = [[each["first"], each["second"]] for each in movers]
+    assert np.array(shares) == pytest.approx(np.array([[0.5, 0.25], [0.5, 0.75]]), abs=1e-6)
+    assert found["numbers"]["gradient_moved"] == pytest.approx(0.25)
+    assert found["numbers"]["gradient_cosine"] == pytest.approx(2 / 5**0.5)
+    assert re.search(r"0 +5 +50\.0% +25\.0%", text)
+
+
+def test_a_recipe_of_ones_own_is_compared(dump, tmp_path):
+    (tmp_path / "mine" / "pipeline").mkdir(parents=True)
+    (tmp_path / "mine" / "pipeline" / "own.yaml").write_text("defaults: [grpo]\n")
+    words = [f"hydra.searchpath=[file://{tmp_path}/mine]", "pipelines=[own,dr_grpo]", *COUNTED]
+    done = headrace_here(
+        tmp_path, "task=compare", f"source.path={dump}", *words, f"hydra.run.dir={tmp_path}/out"
+    )
+    assert "the same rollouts under own and dr_grpo" in done.stdout
 
 
 @pytest.mark.parametrize(

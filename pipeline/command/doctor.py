@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.pipeline.printable import printable
+from headrace.pipeline.versions import version_of
 
-from .help import CONF, version_of
+from .help import CONF
 
 NEEDED = ("torch", "torchrl", "tensordict", "hydra-core", "omegaconf", "rich", "pyarrow")
 EXTRAS = {"llm": "transformers", "ray": "ray", "tq": "TransferQueue"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
 from headrace.pipeline.composing import ConfigError, recipes
 from headrace.pipeline.hints import suggest
+from headrace.pipeline.versions import PACKAGES, versions
 
 HELP = """\
 headrace carries rollouts from a collector to a group-relative loss.
@@ -48,21 +48,13 @@ Examples
 
 README.md and docs/ say more; --hydra-help has the flags of Hydra.
 """
-PACKAGES = {"headrace": "headrace", "torch": "torch", "torchrl": "torchrl", "tensordict": "tensordict"}
 CONF = Path(str(files("headrace.conf")))
 
 
-def versions() -> str:
+def list_versions() -> str:
     """A line for each package, with the version that is installed."""
-    return "\n".join(f"{name} {version_of(name) or 'is not installed'}" for name in PACKAGES)
-
-
-def version_of(package: str) -> str | None:
-    """The version of an installed package, which is not imported; None where there is none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    found = versions()
+    return "\n".join(f"{name} {found.get(name) or 'is not installed'}" for name in PACKAGES)
 
 
 def list_recipes() -> str:

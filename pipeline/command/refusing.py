@@ -58,11 +58,11 @@ def _print_error(err: Exception, text: str, status: int | None) -> str:
 
 def paragraph_of(err: Exception) -> str:
     """What an error says to who typed the words."""
+    if isinstance(err, HydraException | OmegaConfBaseException):  # some of which are an OSError, too
+        words = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
+        return explain_composition(err, words, "config")
     if isinstance(err, OSError) and not isinstance(err, FileExistsError):
         reason = (err.strerror or str(err)).lower()
         where = f"{err.filename}: " if err.filename else ""
         return f"{where}{reason}. hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER) is where files go"
-    if isinstance(err, HydraException | OmegaConfBaseException):
-        words = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
-        return explain_composition(err, words, "config")
     return str(err)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from hydra._internal.utils import get_args_parser
@@ -9,7 +10,7 @@ from hydra._internal.utils import get_args_parser
 from headrace.pipeline.composing import TASKS, ConfigError, leave_out, recipes
 from headrace.pipeline.hints import suggest
 
-from .help import HELP, list_recipes, list_stages, print_file, versions
+from .help import HELP, list_recipes, list_stages, list_versions, print_file
 
 ALONE = ("recipes", "stages", "doctor", "help", "version")
 
@@ -27,7 +28,7 @@ def answer(words: Sequence[str]) -> int | None:
     if first == "help" or any(word in ("--help", "-h") for word in words):
         return _say(HELP.rstrip())
     if first == "version" or "--version" in words:
-        return _say(versions())
+        return _say(list_versions())
     if first == "doctor" and len(words) == 1:
         from .doctor import examine  # which imports torch, if it can
 
@@ -39,7 +40,7 @@ def answer(words: Sequence[str]) -> int | None:
     return None
 
 
-def in_order(words: Sequence[str]) -> list[str]:
+def ready_words(words: Sequence[str]) -> list[str]:
     """The words as Hydra reads them: flags first, ``~pipeline.stages.NAME`` as its value null.
 
     Raises:
@@ -58,6 +59,8 @@ def in_order(words: Sequence[str]) -> list[str]:
     for word in read.overrides:
         if "=" not in word and not word.startswith("~"):
             raise ConfigError(f"a word is NAME=VALUE; got {word!r}{_meant(word)}")
+        if re.fullmatch(r"(pipeline|task|report)=(null)?", word):
+            raise ConfigError(f"{word}: a name is required; headrace --help says which there are")
     values = [word for word in words if word in read.overrides]
     flags = [word for word in words if word not in read.overrides]
     return [*flags, *map(leave_out, values)]

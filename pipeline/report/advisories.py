@@ -162,8 +162,10 @@ def advice_at(numbers: Numbers, history: History = ()) -> Advice:
     if trend.kind == "short":
         return f"{words}: too few to say whether it learns.", advisories
     others = [each.text for each in advisories if each.name not in ("reward-flat", "stalled")]
-    why = others[:1] if trend.kind != "rose" else []
-    return " ".join([f"{words}.", *why]), advisories
+    if trend.kind == "rose" or not others:
+        return f"{words}.", advisories
+    why = others[0].partition(" (at ")[0].removesuffix(".")  # the steps stand in the advisory
+    return f"{words}. {why}.", advisories
 
 
 def said_at(steps: Sequence[int], of: int) -> str:

@@ -13,13 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.printable import printable
+from headrace.pipeline.versions import versions
 
 from .advisories import READ, Advice, Advisory, advice_at
 from .dump import write_dump
 from .html import write_page
 from .page_data import page_data
 from .page_schema import PageRun
-from .run_facts import now, versions
+from .run_facts import now
 from .step import StepReport
 from .thinned import Thinned
 
@@ -90,11 +91,11 @@ class ReportFolder:
             )
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
         self.every, self.config, self.words, self.versus = every, config, words, versus
-        self._began, self._due = now(), 0.0
-        self._kept: Thinned[StepReport] = Thinned(steps)
+        self._began, self._due, self._closed = now(), 0.0, False
+        self._kept: Thinned[tuple[int, StepReport]] = Thinned(steps)  # by place among all that were taken
         self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
         self._read: list[tuple[int, Mapping[str, float]]] = []  # what rules read of all steps
-        self._advice: dict[int, Advice] = {}  # of the steps shown, up to each
+        self._advice: dict[int, Advice] = {}  # of those that the page shows, by place
 
     @classmethod
     def configured(cls, config: DictConfig, folder: Path, *, title: str) -> ReportFolder:
@@ -144,7 +145,8 @@ class ReportFolder:
         """Take the report of the next step; write the page, where that is due."""
         if self.dump is not None:
             write_dump(report, self.folder / "rollouts", format=self.dump, config=self.config)
-        self._kept.add(report)
+        self._closed = False
+        self._kept.add((len(self._read), report))
         self._curves.add((report.step, dict(report.numbers)))
         self._read.append((report.step, {key: report.numbers[key] for key in READ if key in report.numbers}))
         if self.page and self.every is not None and time.monotonic() >= self._due:
@@ -155,20 +157,26 @@ class ReportFolder:
 
     def close(self) -> Path | None:
         """Write the page of a run that is over, and return its path; None where no page is written."""
-        return self._write(live=None) if self.page else None
+        if self.page and not self._closed:
+            self._write(live=None)
+            self._closed = True
+        return self.folder / "report.html" if self.page else None
 
-    def _write(self, *, live: float | None) -> Path:
-        reports = self._kept.all()
-        advice = {report.step: self._advice.get(report.step) or self._advice_of(report) for report in reports}
-        self._advice = advice
-        data = page_data(reports, title=self.title, history=self._curves.all(), advice=advice)
+    def _write(self, *, live: float | None) -> None:
+        kept = self._kept.all()
+        self._advice = {place: self._advice.get(place) or self._advice_at(place) for place, _ in kept}
+        data = page_data(
+            [report for _, report in kept],
+            title=self.title,
+            history=self._curves.all(),
+            advice=[*self._advice.values()],
+        )
         data["run"] = self._facts(live)
         if self.versus is not None:
             data["versus"] = list(self.versus)
         path = self.folder / "report.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_page(data, path)
-        return path
 
     def _facts(self, live: float | None) -> PageRun:
         return {
@@ -180,9 +188,10 @@ class ReportFolder:
             "config": None if self.config is None else printable(self.config, keep="\n"),
         }
 
-    def _advice_of(self, report: StepReport) -> Advice:
-        return advice_at(report.numbers, [point for point in self._read if point[0] <= report.step])
+    def _advice_at(self, place: int) -> Advice:
+        """Of what was taken at this place, and before it."""
+        report = next(report for index, report in self._kept.all() if index == place)
+        return advice_at(report.numbers, self._read[: place + 1])
 
     def _advice_at_last(self) -> Advice:
-        reports = self._kept.all()
-        return self._advice_of(reports[-1]) if reports else ("No step was recorded.", [])
+        return self._advice_at(len(self._read) - 1) if self._read else ("No step was recorded.", [])

@@ -26,7 +26,7 @@ def page_data(
     *,
     title: str,
     history: History | None = None,
-    advice: Mapping[int, Advice] | None = None,
+    advice: Sequence[Advice] | None = None,
 ) -> PageData:
     """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
 
@@ -40,7 +40,7 @@ def page_data(
         reports: of the steps that can be chosen on the page.
         title: of the page.
         history: (step, numbers) of all steps, for the curves; None: those of the reports.
-        advice: verdict and advisories by step; None: they follow from the history up to it.
+        advice: verdict and advisories of each report; None: they follow from the history up to its step.
 
     Example:
         >>> page_data([], title="GRPO")["steps"]
@@ -49,16 +49,19 @@ def page_data(
     points = [(report.step, report.numbers) for report in reports] if history is None else history
     names = dict.fromkeys(name for _, numbers in points for name in numbers)
     if advice is None:
-        advice = {
-            report.step: advice_at(report.numbers, [point for point in points if point[0] <= report.step])
+        advice = [
+            advice_at(report.numbers, [point for point in points if point[0] <= report.step])
             for report in reports
-        }
-    fired = dict.fromkeys(each.name for _, advisories in advice.values() for each in advisories)
+        ]
+    fired = dict.fromkeys(each.name for _, advisories in advice for each in advisories)
     known = [symptoms()[name] for name in fired if name in symptoms()]
     return {
         "title": printable(title),
         "recipe": [{"name": name, "text": text} for name, text in (reports[0].recipe if reports else ())],
-        "steps": [_step(report, PAGE_TEXTS // len(reports), *advice[report.step]) for report in reports],
+        "steps": [
+            _step(report, PAGE_TEXTS // len(reports), *said)
+            for report, said in zip(reports, advice, strict=True)
+        ],
         "curve_steps": [step for step, _ in points],
         "curves": {name: [numbers.get(name) for _, numbers in points] for name in names},
         "symptoms": [_symptom(symptom) for symptom in known],

@@ -64,21 +64,22 @@ def compare(
         title=f"{names[0]} and {names[1]}",
         steps=config.report.steps,
         page=config.report.html,
+        every=config.report.every,
         versus=names,
     )
-    for step, batch in each_step(source, console):
-        reports = []
-        for pipeline in pipelines:
-            with at_step(step):
-                run = pipeline.run(batch)
-            reports.append(make_report(run, step=step, solved=config.report.solved))
-        comparison.add(*reports)
-        folder.add(_beside(*reports))
+    with folder:
+        for step, batch in each_step(source, console):
+            reports = []
+            for pipeline in pipelines:
+                with at_step(step):
+                    run = pipeline.run(batch)
+                reports.append(make_report(run, step=step, solved=config.report.solved))
+            comparison.add(*reports)
+            folder.add(_beside(*reports))
     numbers = {key: None if math.isnan(value) else value for key, value in comparison.numbers.items()}
     result = {"pipelines": names, "numbers": numbers, "shares": _mean_shares(comparison)}
     result["movers"] = [mover._asdict() for mover in comparison.movers]
     write_whole(output / "compare.json", lambda file: file.write_text(json.dumps(result, indent=1)))
-    folder.close()
     show_comparison(comparison, console)
     console.print(Text(printable(f"written to {output}")), soft_wrap=True)
     return comparison.numbers["correlation"]
@@ -105,12 +106,11 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         "gradient_moved": "share of the gradient that goes to other groups",
         "gradient_cosine": "cosine of what rows weigh in the two gradients",
     }
-    table = FittedTable(
-        [FittedColumn("the same rollouts", gives="wrap"), FittedColumn(f"{first} and {second}", "wrap", True)]
-    )
+    title = f"\nthe same rollouts under {first} and {second}"
+    table = FittedTable([FittedColumn("", gives="wrap"), FittedColumn("", right=True)], title)
     for key, value in comparison.numbers.items():
         table.add(labels[key], _formatted(key, value))
-    console.print(Text(), table)
+    console.print(table)
     recipes = [FittedColumn(name, gives="wrap", right=True) for name in (first, second)]
     console.print(Text("\n" + SHARE), soft_wrap=False)
     movers = FittedTable(

@@ -42,14 +42,15 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     console.print(show_pipeline(pipeline))
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
     history, report, logged = [], None, LoggedAdvantages()
-    for step, batch in each_step(source, console):
-        with at_step(step):
-            run = pipeline.run(batch)
-        how = {"solved": config.report.solved, "parameters": config.report.parameters}
-        report = make_report(run, step=step, batch=batch, **how)
-        history.append(dict(report.numbers))
-        logged.add(report)
-        folder.add(report)
+    with folder:
+        for step, batch in each_step(source, console):
+            with at_step(step):
+                run = pipeline.run(batch)
+            how = {"solved": config.report.solved, "parameters": config.report.parameters}
+            report = make_report(run, step=step, batch=batch, **how)
+            history.append(dict(report.numbers))
+            logged.add(report)
+            folder.add(report)
     page = folder.close()
     if report is not None and len(history) == 1:
         console.print(show_report(report))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -51,7 +52,11 @@ def grader_of(node: Any) -> Callable[..., Any]:
         ConfigError: there is none.
     """
     try:
-        grade = get_object(node) if isinstance(node, str) else instantiate(node, _convert_="all")
+        if isinstance(node, str):
+            module, _, name = node.rpartition(".")
+            grade = getattr(import_module(module), name)
+        else:
+            grade = instantiate(node, _convert_="all")
     except Exception as err:  # what a module raises when it is imported may be anything
         cause = err.__cause__ or err
         raise ConfigError(

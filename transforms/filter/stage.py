@@ -26,13 +26,13 @@ EFFECTS: dict[str, Effect] = {"mask": "masked", "exclude": "excluded", "drop": "
 class SampleFilter(BatchTransform):
     """Take rows that fail a criterion out of the loss, out of the statistics, or away.
 
-    ============ ============ ====================== ==========
-    action        in the loss  in the statistics      row there
-    ============ ============ ====================== ==========
-    ``mask``      no           yes                    yes
-    ``exclude``   no           no, its advantage is 0 yes
-    ``drop``      no           no                     no
-    ============ ============ ====================== ==========
+    =========== ============ ======================== =========
+    action      in the loss  in the statistics        row there
+    =========== ============ ======================== =========
+    ``mask``    no           yes                      yes
+    ``exclude`` no           no, its advantage is 0   yes
+    ``drop``    no           no                       no
+    =========== ============ ======================== =========
 
     Statistics are those of later stages: a filter after the advantage changes no baseline. Out of the loss
     is meant for good: the row's loss mask becomes False and its behaviour log-probabilities NaN, which

@@ -22,14 +22,19 @@ function path(xs, ys) {
 // A long name may be broken after a slash or an underscore, and not within a word.
 const breakable = (name) => name.split(/(?<=[/_])/).flatMap((word, i) => (i ? [h("wbr"), word] : [word]));
 
-// Those that never change say little, and come last.
+const FIRST_CURVES = ["reward", "frac_reward_zero_std", "solve_", "tokens/", "staleness/", "advantages/", "rows/"];
+
+// What a run is about comes first; what it took, and what never changes, says less, and comes last.
 function inOrder(page) {
   const flat = (name) => {
     const range = extent(page.curves[name]);
     return !range || range[0] === range[1];
   };
-  const names = Object.keys(page.curves);
-  return [...names.filter((name) => !flat(name)), ...names.filter(flat)];
+  const place = (name) => {
+    const found = FIRST_CURVES.findIndex((start) => name.startsWith(start));
+    return (flat(name) ? 200 : name.startsWith("time/") ? 100 : 0) + (found < 0 ? FIRST_CURVES.length : found);
+  };
+  return Object.keys(page.curves).sort((a, b) => place(a) - place(b));
 }
 
 // The line of a metric over the steps, as wide as it is given room, less `gutter` for text on its right.

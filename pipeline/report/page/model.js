@@ -44,7 +44,8 @@ function withSummary(rollout) {
 // Ids may be longer than a double holds; those come as strings of digits. Others are labels.
 export function compareIds(a, b) {
   if (typeof a === "number" && typeof b === "number") return a - b;
-  if (![a, b].every((id) => /^-?\d+$/.test(id ?? -1))) return String(a).localeCompare(String(b), "en", { numeric: true });
+  const numbers = [a, b].every((id) => /^-?\d+$/.test(id ?? -1));
+  if (!numbers) return String(a).localeCompare(String(b), "en", { numeric: true });
   const [x, y] = [BigInt(a ?? -1), BigInt(b ?? -1)];
   return x < y ? -1 : x > y ? 1 : 0;
 }

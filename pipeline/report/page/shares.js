@@ -52,7 +52,7 @@ export function drawShares(page, model) {
     some.length
       ? plainTable(
           "Shares of the gradient by group",
-          ["group", first, second, "points"],
+          ["group", first, second, "difference, in points"],
           some.map(({ group, one, other }) => [
             String(group.id),
             perCent(one),

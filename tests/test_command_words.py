@@ -1,0 +1,199 @@
+"""What the command says of itself and of words that it does not know: no task, mostly without torch."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+from command import headrace_here
+
+from headrace.pipeline import ConfigError, load_pipeline
+from headrace.pipeline.command.words import ready_words
+from headrace.pipeline.composing import TASKS, recipes
+
+
+def test_help_fits_a_terminal_and_has_every_task_and_command(tmp_path):
+    shown = headrace_here(tmp_path, "--help").stdout
+    lines = shown.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    for word in (
+        *(f"task={task} " for task in TASKS),
+        "recipes",
+        "stages",
+        "doctor",
+        "--version",
+        "--cfg job",
+    ):
+        assert word in shown
+    assert (
+        headrace_here(tmp_path, "task=replay", "-h").stdout == shown == headrace_here(tmp_path, "help").stdout
+    )
+
+
+def test_every_example_of_the_help_composes(tmp_path):
+    shown = headrace_here(tmp_path, "--help").stdout
+    examples = shown.split("Examples\n")[1].split("\n\n")[0].splitlines()
+    assert len(examples) == 5
+    for example in examples:
+        words = [word for word in shlex.split(example)[1:] if word not in ("-m", "--cfg", "job")]
+        words = [word if "[" in word else word.split(",")[0] for word in words]
+        assert headrace_here(tmp_path, "--cfg", "job", *words).stdout
+
+
+def test_the_version_is_said_with_those_it_stands_on(tmp_path):
+    names = [line.split()[0] for line in headrace_here(tmp_path, "--version").stdout.splitlines()]
+    assert names == ["headrace", "torch", "torchrl", "tensordict"]
+
+
+def test_recipes_and_stages_are_listed_with_what_they_are(tmp_path):
+    shown = headrace_here(tmp_path, "recipes").stdout
+    listed = {line.split()[0]: line for line in shown.splitlines() if line.startswith("  ")}
+    assert list(listed) == recipes()
+    assert "DAPO (arXiv:2503.14476)" in listed["dapo"]
+    assert max(map(len, shown.splitlines())) <= 120
+    shown = headrace_here(tmp_path, "stages").stdout
+    for word in ("gate ", "rewards_vary ", "log_ratio "):
+        assert f"  {word}" in shown
+    assert "group_size: null # rollouts that" in headrace_here(tmp_path, "stages", "gate").stdout
+    assert "scale: none" in headrace_here(tmp_path, "recipes", "dr_grpo").stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--version"], ["recipes"], ["stages", "gate"], ["grpo"], ["sed=1"]])
+def test_what_prints_or_hints_needs_no_torch(tmp_path, words):
+    code = (
+        "import sys\nfrom headrace.pipeline.main import main\n"
+        "try: main()\n"
+        "finally: print([name for name in ('torch', 'tensordict', 'pyarrow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["task=replay", "group_size=3"],
+            "here (did you mean source.group_size=3 or pipeline.stages.gate.group_size=3",
+        ),
+        (["advantage.scale=none"], "(did you mean pipeline.stages.advantage.scale=none?)"),
+        (["gate.group_size=4"], "(did you mean pipeline.stages.gate.group_size=4?)"),
+        (["scale=mad"], "(did you mean pipeline.stages.advantage.scale=mad?)"),
+        (["pipeline.stages.gate.scale=mad"], "(did you mean pipeline.stages.advantage.scale=mad?)"),
+        (["epochs=3"], "(did you mean train.epochs=3?)"),
+        (["task=replay", "groupsize=3"], "source.group_size=3"),
+        (["task=replay", "train.steps=3"], "there is no 'train.steps' here: it is a word of task=train"),
+        (["pipelines=[a,b]"], "it is a word of task=compare and task=certify"),
+        (["foo=3"], "there is no 'foo'; there are pipeline, report"),
+        (
+            ["criterion@pipeline.stages.filter.criterion=rewards_varry"],
+            "no criterion 'rewards_varry' (did you",
+        ),
+        (["report=fles"], "there is no report 'fles' (did you mean 'files'?); there are files"),
+        (["pipeline=as/verll"], "did you mean 'as/verl'"),
+        (["pipeline=null"], "pipeline=null: a name is required"),
+        (["seed=1,2"], "several values are a sweep, headrace -m seed=1,2"),
+        (["seed=[1,"], "'seed=[1,' cannot be read as NAME=VALUE"),
+        (["--verison"], "there is no flag '--verison' (did you mean '--version'"),
+        (["--cfg", "jub"], "invalid choice: 'jub'"),
+        (["-m", "--cfg", "job", "seed=1,2"], "take one of them"),
+        (["grpo"], "got 'grpo' (did you mean pipeline=grpo?)"),
+        (["replay"], "got 'replay' (did you mean task=replay?)"),
+        (["repaly"], "got 'repaly' (did you mean 'replay'"),
+        (["seed=1", "doctor"], "headrace doctor is a command of its own"),
+        (["recipes", "dapoo"], "there is no recipe 'dapoo' (did you mean 'dapo'"),
+        (["stages", "gaet"], "there is no stage 'gaet' (did you mean 'gate'"),
+        (["hydra.foo=3"], "there is no 'hydra.foo'"),
+    ],
+)
+def test_a_word_that_there_is_not_is_refused_with_the_one_that_may_be_meant(tmp_path, words, message):
+    done = headrace_here(tmp_path, *words, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("headrace: ")
+    assert not [word for word in ("Traceback", "Error", "None") if word in done.stderr]
+
+
+def test_the_hint_of_python_is_that_of_the_command():
+    with pytest.raises(ConfigError, match=r"did you mean pipeline\.stages\.gate\.group_size=3 or"):
+        load_pipeline("group_size=3")
+
+
+def test_flags_may_stand_among_the_words():
+    assert ready_words(["a=1", "--cfg", "job", "~pipeline.stages.filter"]) == [
+        "--cfg",
+        "job",
+        "a=1",
+        "pipeline.stages.filter=null",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["hydra.run.dir=/dev/null/x"], "/dev/null/x: not a directory. hydra.run.dir=FOLDER"),
+        (["pipeline.stages.gate.group_size=${nope}"], "group_size: it follows ${nope}, which there is not"),
+        (["seed=${nope}"], "seed: it follows ${nope}, which there is not"),
+        (["task=replay", "source.path=no/where"], "no/where: there is no such file or folder"),
+        (
+            ["task=compare", "source.path=x", "pipelines=abc"],
+            "pipelines must be a list, each a word; got 'abc'",
+        ),
+        (["train=3"], "train has settings of its own, such as train.NAME=VALUE; got 3"),
+        (["sampler=3"], "sampler must be a node with a _target_; got 3"),
+        (["policy.width=30"], "policy.width must be a multiple of heads; got 30 and 4"),
+        (["optimizer.lr=-1"], "optimizer.lr=-1: Invalid learning rate: -1"),
+        (["report.steps=1"], "report.steps must be ≥ 2; got 1"),
+        (
+            ["train.transform={_target_: no.where}"],
+            "_target_ 'no.where' cannot be imported: No module named 'no'",
+        ),
+        (["pipeline.stages=3"], "pipeline.stages must be names and nodes; got 3"),
+        (["pipeline.stages.advantage.scale=nonee"], "'none' (did you mean 'none' or"),
+    ],
+)
+def test_what_cannot_be_is_one_paragraph_in_the_words_of_the_command(tmp_path, words, message):
+    done = headrace_here(tmp_path, *words, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("headrace: ")
+    assert not [word for word in ("Traceback", "Error", "None", "__init__", "<class") if word in done.stderr]
+
+
+def test_a_full_disk_is_one_paragraph(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", "metrics.csv")
+
+    monkeypatch.setattr("headrace.pipeline.train.display.write_csv", full)
+    done = headrace_here(
+        tmp_path, "train.steps=1", "sampler.prompts_per_batch=2", "policy.width=16", check=False
+    )
+    assert (done.returncode, "metrics.csv: no space left on device." in done.stderr) == (2, True)
+
+
+def test_what_nobody_foresaw_says_how_to_see_where_it_comes_from(tmp_path, monkeypatch):
+    def break_down(*_, **__):
+        raise KeyError("out of the blue")
+
+    monkeypatch.setattr("headrace.pipeline.train.job.build_pipeline", break_down)
+    done = headrace_here(tmp_path, check=False)
+    assert done.returncode == 1
+    assert "out of the blue" in done.stderr
+    assert "HYDRA_FULL_ERROR=1 before the command shows where" in done.stderr
+
+
+def test_a_word_that_follows_another_reaches_the_task_as_it_was_typed(tmp_path):
+    words = [
+        "train.steps=1",
+        "policy.width=16",
+        "hydra.run.dir=out",
+        "sampler.prompts_per_batch=${group_size}",
+    ]
+    assert "trained" in headrace_here(tmp_path, *words).stdout
+    assert (
+        f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in headrace_here(tmp_path, *words).stdout
+    )

@@ -1,0 +1,92 @@
+"""Every command that a page shows runs, in order, and in a folder of the page's own.
+
+Where a page looks at ``run/rollouts`` that it has not written, there is a dump of the demo.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import QUICK, headrace_here
+from pages_as_written import PAGES, ROOT, Fence, commands, fences
+
+pytestmark = pytest.mark.slow
+INSTALLS = ("make ", "pip ", "python -m venv ", "pre-commit ")  # tried by continuous integration
+YOURS = re.compile(r"\b(my|your)\.module\.")  # which nobody has
+SHORT = {"--steps": "2", "--batches": "2"}  # of the examples, which have tests of their own
+
+
+def words_of(line: str) -> list[str]:
+    """The words behind the command; a training run becomes a short one."""
+    words = shlex.split(line)
+    trains = not any(word.startswith(("task=", "--")) or word.isalpha() for word in words)
+    return [*words, *(QUICK if trains else [])]
+
+
+def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
+    program, *words = shlex.split(line)
+    words = [SHORT.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
+    module = ["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else []
+    return subprocess.run(
+        [sys.executable, *module, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+
+
+def run_with_a_module(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:
+    """A command that imports what the page's blocks define."""
+    for module in re.findall(r"_target_: (\w+)\.", line):
+        blocks = [block.text for block in fences(page, "python") if block.mark is None]
+        (folder / f"{module}.py").write_text("\n".join(blocks))
+    words = words_of(line.removeprefix("PYTHONPATH=. headrace"))
+    return subprocess.run(
+        [sys.executable, "-m", "headrace.pipeline", *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def run_line(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:
+    if line.startswith("headrace"):
+        return headrace_here(folder, *words_of(line.removeprefix("headrace")), check=False)
+    if line.startswith("PYTHONPATH=. headrace"):
+        return run_with_a_module(line, page, folder)
+    assert line.startswith(("python examples/", "torchrun ")), f"{page}: what runs this? {line}"
+    return run_example(line, folder)
+
+
+def run_block(block: Fence, folder: Path) -> None:
+    for line in commands(block.text):
+        if line.startswith(INSTALLS) or YOURS.search(line):
+            continue
+        if "run/rollouts" in line and "task=" in line and not (folder / "run").exists():
+            headrace_here(folder, "report.dump=parquet", "hydra.run.dir=run", *QUICK)
+        done = run_line(line, block.page, folder)
+        said = done.stdout + done.stderr
+        if block.mark == "fails":
+            assert done.returncode, line
+            assert block.said in said
+        else:
+            assert done.returncode == 0, said[-4000:]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "sh")])
+def test_commands_run_in_order(page, tmp_path):
+    for block in fences(page, "sh"):
+        if block.mark != "not run":
+            run_block(block, tmp_path)

@@ -1,0 +1,126 @@
+"""The site is built without a warning, has every public name once, and asks nothing of anybody else."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages_as_written import ROOT
+
+import headrace.pipeline
+import headrace.transforms
+
+pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
+sys.path.insert(0, str(ROOT / "tools" / "docs"))
+
+from docstrings import as_markdown
+from hooks import expanded
+from topics import SHOWN, entries_by_topic, topics
+
+ENTRIES = [path for paths in entries_by_topic().values() for path in paths]
+
+
+def test_every_public_name_belongs_to_one_page():
+    names = [path.rpartition(".")[2] for path in ENTRIES]
+    assert len(set(names)) == len(names)
+    assert {*headrace.transforms.__all__, *headrace.pipeline.__all__} <= set(names)
+    assert all(entries_by_topic()[page] for page in topics())
+    assert sorted(SHOWN) == sorted(topics())
+
+
+def test_roles_tables_and_literal_blocks_become_markdown():
+    text = as_markdown(
+        "As :func:`pack`, not :func:`of_nobody`; with :meth:`put`::\n\n    a = b\n\n"
+        "=== =====\nkey what\n=== =====\n``a`` x\n    y\n=== =====\n".replace("``a`` x", "a   x"),
+        "GroupAssembler",
+    )
+    assert "[`pack`][headrace.transforms.pack], not `of_nobody`" in text
+    assert "[`put`][headrace.transforms.GroupAssembler.put]:\n\n```text\na = b\n```" in text
+    assert "| key | what |\n| --- | --- |\n| a | x y |" in text
+
+
+def test_what_is_returned_is_no_type():
+    text = as_markdown("Add.\n\nReturns:\n    (N,) sums: of rows.\n\nRaises:\n    E: x.")
+    assert text.startswith("Add.\n\n**Returns:**\n\n(N,) sums: of rows.\n")
+    assert text.endswith("\n\nRaises:\n    E: x.")
+
+
+def test_a_cell_that_is_wider_than_its_column_is_refused():
+    with pytest.raises(ValueError, match="wider than its column: abcd x"):
+        as_markdown("=== ==\nabcd x\n=== ==\n")
+
+
+def test_a_pattern_in_the_navigation_takes_each_page_once_and_a_readme_first():
+    nav = [{"One": ["a.md", "to/*.md"]}, {"Rest": ["*.md"]}]
+    unnamed = ["b.md", "to/b.md", "to/README.md", "to/deep/c.md"]
+    assert expanded(nav, unnamed) == [{"One": ["a.md", "to/README.md", "to/b.md"]}, {"Rest": ["b.md"]}]
+    assert unnamed == ["to/deep/c.md"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_every_public_name_has_one_entry(site):
+    ids = [
+        found
+        for path in (site / "api").glob("*.html")
+        for found in re.findall(r'id="([^"]+)"', path.read_text())
+    ]
+    assert [path for path in ENTRIES if ids.count(path) != 1] == []
+
+
+@pytest.mark.slow
+def test_no_markup_of_docstrings_is_left(site):
+    for path in (site / "api").glob("*.html"):
+        text = re.sub(r"<details.*?</details>", "", path.read_text(), flags=re.DOTALL)  # the source code
+        text = re.sub(r"<div class=\"[^\"]*highlight.*?</div>", "", text, flags=re.DOTALL)
+        for markup in (r":(?:func|class|meth|mod):", r"={4,}", r"::\s*</p>", r"\| ---", r"build/docs"):
+            assert not re.findall(markup, text), f"{path.name}: {markup}"
+
+
+@pytest.mark.slow
+def test_nothing_is_fetched_from_elsewhere(site):
+    for path in site.rglob("*.html"):
+        fetched = re.findall(r'<(?:script|img|iframe)[^>]* src="([^"]+)"', path.read_text())
+        fetched += re.findall(
+            r'<link[^>]* rel="(?:stylesheet|icon|preload)"[^>]* href="([^"]+)"', path.read_text()
+        )
+        fetched += re.findall(
+            r'<link[^>]* href="([^"]+)"[^>]* rel="(?:stylesheet|icon|preload)"', path.read_text()
+        )
+        assert fetched
+        assert [address for address in fetched if "//" in address] == []
+
+
+@pytest.mark.slow
+def test_llms_txt_leads_to_every_page_in_a_line(site):
+    index = (site / "llms.txt").read_text()
+    lines = re.findall(r"^- \[([^]]+)\]\(([^)]+)\): (.+)$", index, re.MULTILINE)
+    assert len(lines) == len(re.findall(r"^- ", index, re.MULTILINE)) > 40
+    for _, address, _ in lines:
+        assert (site / address).exists(), address
+    shown = {str(path.relative_to(site)) for path in site.rglob("*.html")}
+    others = {path for path in shown if not path.startswith("source/")} - {address for _, address, _ in lines}
+    assert others == {"404.html"}
+    full = (site / "llms-full.txt").read_text()
+    assert not re.findall(r"^::: ", full, re.MULTILINE)
+    assert "headrace.transforms.group_relative_advantage(reward" in full

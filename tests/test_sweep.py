@@ -1,0 +1,88 @@
+"""The end of a sweep: a line for each job, whatever became of it."""
+
+from __future__ import annotations
+
+import pytest
+from command import QUICK, headrace_here
+
+from headrace.pipeline.command.sweep import FILE
+
+pytestmark = pytest.mark.slow
+
+
+def table(done):
+    """The cells of the table's lines, and what stands below it."""
+    after = done.stdout[done.stdout.index("a sweep of ") :].splitlines()
+    lines = [line.split() for line in after if line.strip()]
+    rule = next(place for place, line in enumerate(lines) if line[0].startswith("──"))
+    return lines[1], [line for line in lines[rule + 1 :] if line[0].isdecimal()], "\n".join(after)
+
+
+def test_a_sweep_ends_with_the_words_that_differ_and_what_came_out(tmp_path):
+    done = headrace_here(tmp_path, "-m", "pipeline=grpo,dr_grpo", "seed=1,2", *QUICK, "hydra.sweep.dir=sweep")
+    head, lines, after = table(done)
+    assert head == ["job", "pipeline", "seed", "reward", "trained", "steps", "seconds"]
+    assert [line[:3] for line in lines] == [
+        ["0", "grpo", "1"],
+        ["1", "grpo", "2"],
+        ["2", "dr_grpo", "1"],
+        ["3", "dr_grpo", "2"],
+    ]
+    assert all(line[4] == "→" and line[-2] == "2" for line in lines)
+    assert lines[0][3] == lines[2][3] != lines[1][3]  # the first rollouts are those of the seed
+    assert "written to sweep, a folder for each job" in after
+    assert max(map(len, after.splitlines())) <= 80
+
+
+def test_a_job_that_fails_says_why_and_the_others_run(tmp_path):
+    words = ["seed=1,abc,3", *QUICK, "train.steps=1", "hydra.sweep.dir=sweep"]
+    done = headrace_here(tmp_path, "-m", *words, check=False)
+    _, lines, after = table(done)
+    assert done.returncode == 2
+    assert [line[2] == "failed" for line in lines] == [False, True, False]
+    assert "job 1 failed: seed must be an integer; got 'abc'" in after
+    assert "Traceback" not in done.stderr
+
+
+def test_what_nobody_foresaw_ends_its_own_job_alone(tmp_path, monkeypatch):
+    from headrace.pipeline.train import job
+
+    build, built = job.build_pipeline, []
+
+    def sometimes(config):
+        built.append(config)
+        if len(built) == 1:
+            raise KeyError("out of the blue")
+        return build(config)
+
+    monkeypatch.setattr(job, "build_pipeline", sometimes)
+    words = ["seed=1,2", *QUICK, "train.steps=1", "hydra.sweep.dir=sweep"]
+    _, lines, after = table(headrace_here(tmp_path, "-m", *words, check=False))
+    assert [line[2] == "failed" for line in lines] == [True, False]
+    assert "job 0 failed: KeyError('out of the blue')" in after
+
+
+def test_a_folder_that_has_jobs_of_an_earlier_sweep_shows_those_of_this_one(tmp_path):
+    words = [*QUICK, "train.steps=1", "hydra.sweep.dir=sweep"]
+    headrace_here(tmp_path, "-m", "seed=1,2,3", *words)
+    _, lines, _ = table(headrace_here(tmp_path, "-m", "seed=4,5", *words))
+    assert [line[:2] for line in lines] == [["0", "4"], ["1", "5"]]
+    assert len(list(tmp_path.rglob(FILE))) == 3
+
+
+def test_replays_and_comparisons_show_their_number(tmp_path):
+    words = [*QUICK, "train.steps=1", "report.dump=jsonl", "hydra.run.dir=run"]
+    headrace_here(tmp_path, *words)
+    source = "source.path=run/rollouts"
+    head, lines, _ = table(headrace_here(tmp_path, "-m", "task=replay", source, "pipeline=rloo,dr_grpo"))
+    assert head == ["job", "pipeline", "rows", "trained", "seconds"]
+    assert all(float(line[2]) > 0 for line in lines)
+    pairs = "pipelines=[grpo,rloo],[grpo,dr_grpo]"
+    head, lines, _ = table(headrace_here(tmp_path, "-m", "task=compare", source, pairs))
+    assert head == ["job", "pipelines", "correlation", "seconds"]
+    assert [line[0] for line in lines] == ["0", "1"]
+
+
+def test_one_job_leaves_no_file_of_a_sweep(tmp_path):
+    headrace_here(tmp_path, *QUICK, "train.steps=1", "hydra.run.dir=run")
+    assert not list(tmp_path.rglob(FILE))

@@ -1,0 +1,146 @@
+"""Docstrings as mkdocstrings takes them: Sphinx roles, tables and literal blocks become Markdown."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from topics import WITHOUT_MEMBERS, entries_by_topic
+
+ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`([~.\w]+)`")
+RULER = re.compile(r"^ *=+( +=+)+ *$")
+RETURNS = re.compile(r"^(Returns|Yields|Return):\n((?:(?:    .*)?\n)*(?:    .*)?)", re.MULTILINE)
+
+
+@cache
+def public_paths() -> dict[str, str]:
+    """Where each public name is documented, by that name."""
+    return {path.rpartition(".")[2]: path for entries in entries_by_topic().values() for path in entries}
+
+
+@cache
+def has_entry(path: str, member: str) -> bool:
+    """Whether a class's member is documented with it: it is its own, and says what it is."""
+    module, _, name = path.rpartition(".")
+    own = vars(getattr(import_module(module), name)).get(member)
+    bare = any(path in entries_by_topic()[page] for page in WITHOUT_MEMBERS)
+    return bool(getattr(own, "__doc__", None)) and member not in ("apply", "forward") and not bare
+
+
+def link(target: str, owner: str) -> str:
+    """A role's target as a reference to its entry, or as code without one; `owner` is a class."""
+    *outer, name = target.lstrip("~.").split(".")
+    paths = public_paths()
+    if name in paths:
+        return f"[`{name}`][{paths[name]}]"
+    holder = outer[-1] if outer else owner
+    if holder in paths and has_entry(paths[holder], name):
+        return f"[`{'.'.join([*outer[-1:], name])}`][{paths[holder]}.{name}]"
+    return f"`{name}`"
+
+
+def as_table(lines: list[str]) -> list[str]:
+    """A table between rulers of ``===``, as one between bars. A line without a first cell goes on.
+
+    Raises:
+        ValueError: a cell is wider than its column.
+    """
+    starts = [found.start() for found in re.finditer(r"=+", lines[0])]
+    for line in lines:
+        if any(line[start - 1 : start].strip() for start in starts[1:]):
+            raise ValueError(f"a cell is wider than its column: {line.strip()}")
+    ends = [*(start - 1 for start in starts[1:]), None]
+
+    def cells(line: str) -> list[str]:
+        return [line[start:end].strip().replace("|", "\\|") for start, end in zip(starts, ends, strict=True)]
+
+    inner = [i for i, line in enumerate(lines) if RULER.match(line)]
+    head = cells(lines[1]) if len(inner) == 3 else [" "] * len(starts)
+    rows: list[list[str]] = []
+    for line in lines[inner[-2] + 1 : inner[-1]]:
+        if cells(line)[0] or not rows:
+            rows.append(cells(line))
+        else:
+            rows[-1] = [f"{old} {new}".strip() for old, new in zip(rows[-1], cells(line), strict=True)]
+    indent = " " * starts[0]
+    bars = [head, ["---"] * len(starts), *rows]
+    return [f"{indent}| {' | '.join(row)} |" for row in bars]
+
+
+def with_tables(text: str) -> str:
+    """All tables of a text between bars."""
+    lines, out = text.split("\n"), []
+    while lines:
+        if not RULER.match(lines[0]):
+            out.append(lines.pop(0))
+            continue
+        end = 1
+        while lines[end].strip():
+            end += 1
+        out += as_table(lines[:end])
+        lines = lines[end:]
+    return "\n".join(out)
+
+
+def with_fences(text: str) -> str:
+    """Literal blocks, which follow ``::``, between fences."""
+    out: list[str] = []
+    lines = text.split("\n")
+    while lines:
+        line = lines.pop(0)
+        if not line.endswith("::"):
+            out.append(line)
+            continue
+        indent = len(line) - len(line.lstrip())
+        block = []
+        while lines and (not lines[0].strip() or len(lines[0]) - len(lines[0].lstrip()) > indent):
+            block.append(lines.pop(0))
+        said = line.rstrip(":").rstrip()
+        out += [said + ":" if said.strip() else "", ""]
+        code = textwrap.indent(textwrap.dedent("\n".join(block)).strip("\n"), " " * indent)
+        out += [f"{' ' * indent}```text", *code.split("\n"), f"{' ' * indent}```", ""]
+    return "\n".join(out)
+
+
+def as_markdown(text: str, owner: str = "") -> str:
+    """A docstring of this project, as Google-style Markdown.
+
+    Example:
+        >>> as_markdown("Sum::\\n\\n    a + b\\n")
+        'Sum:\\n\\n```text\\na + b\\n```\\n'
+    """
+    text = with_tables(with_fences(text))
+    text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+    # What is returned is a sentence with a shape in it, and no "type: description".
+    text = RETURNS.sub(lambda found: f"**{found[1]}:**\n\n{textwrap.dedent(found[2])}\n", text)
+    return ROLE.sub(lambda found: link(found[1], owner), text)
+
+
+class PlainDocstrings(griffe.Extension):
+    """Convert each docstring before it is parsed, and let each public name lead to where it is defined."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Convert what was found in the source."""
+        if obj.docstring is not None:
+            parent = obj.parent if obj.parent is not None and obj.parent.is_class else obj
+            obj.docstring.value = as_markdown(obj.docstring.value, parent.name)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Of a function in a file of its name griffe takes the file."""
+        for path in public_paths().values() if pkg.name == "headrace" else ():
+            listing, _, name = path.rpartition(".")
+            thing = getattr(import_module(listing), name)
+            inner = listing.removeprefix("headrace.").split(".")
+            target = f"{thing.__module__}.{thing.__qualname__}" if hasattr(thing, "__qualname__") else path
+            if target != path:
+                parent = pkg[inner]
+                parent.members[name] = griffe.Alias(name, target, parent=parent)

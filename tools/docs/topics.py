@@ -1,0 +1,163 @@
+"""Which public name is documented on which page."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+LISTINGS = (
+    "headrace.transforms",
+    "headrace.pipeline",
+    "headrace.pipeline.report",
+    "headrace.pipeline.sources",
+    "headrace.pipeline.certify",
+)
+
+SHOWN = (
+    "stages",
+    "functions",
+    "criteria",
+    "loss-rows",
+    "pipeline",
+    "collect",
+    "reports",
+    "sources",
+    "certify",
+)
+SHOWN += ("own-parts",)
+WITHOUT_MEMBERS = ("stages", "criteria", "loss-rows")  # which are those of their contract, in "own-parts"
+
+
+def _of(*modules: str) -> Callable[[Any, str], bool]:
+    return lambda thing, home: home.startswith(tuple(f"headrace.{module}" for module in modules))
+
+
+def _kind(*bases: str) -> Callable[[Any, str], bool]:
+    transforms = import_module("headrace.transforms")
+    classes = tuple(getattr(transforms, base) for base in bases)
+    return lambda thing, home: isinstance(thing, type) and issubclass(thing, classes)
+
+
+@cache
+def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
+    """By page: its title, what it is about, and who belongs there, of those whom no page before it has."""
+    return {
+        "own-parts": (
+            "Parts of your own",
+            "What a stage, a criterion or a rule is made of, the errors, and the columns that stages write.",
+            _of(*(f"transforms.{name}" for name in ("base", "checks", "errors", "rows", "schema")),
+                "transforms.distributed", "transforms.ids"),
+        ),
+        "loss-rows": (
+            "Rows for the loss",
+            "Ragged rows made dense, scored, packed, merged, or laid out as a tree.",
+            _of("transforms.loss_rows"),
+        ),
+        "criteria": (
+            "Criteria and token terms",
+            "What `SampleFilter`, `TokenFilter` and `TokenAdvantage` ask of a row or a token.",
+            _kind("Criterion", "TokenTerm"),
+        ),
+        "collect": (
+            "Collecting",
+            "Who stamps ids, and how rows that come one by one become whole groups.",
+            _of("pipeline.collect", "transforms.stream", "pipeline.train.sampler"),
+        ),
+        "reports": (
+            "Reports",
+            "What happened to a batch: in the terminal, on a page, in a dump, in a tracker.",
+            _of("pipeline.report"),
+        ),
+        "sources": (
+            "Sources",
+            "Dumps of this library and of others, read as batches.",
+            _of("pipeline.sources"),
+        ),
+        "certify": (
+            "Certificates",
+            "The exact bias and variance of a recipe's gradient, on small tasks.",
+            _of("pipeline.certify"),
+        ),
+        "pipeline": (
+            "Pipeline and steps",
+            "How stages are chained and run, and optimiser steps taken.",
+            _of("pipeline"),
+        ),
+        "stages": (
+            "Stages",
+            "TensorDict in, TensorDict out: each reads the columns `in_keys` and writes `out_keys`.",
+            _kind("BatchTransform"),
+        ),
+        "functions": (
+            "Functions",
+            "Tensors in, tensors out: the arithmetic of the stages, for anybody's loop.",
+            _of("transforms"),
+        ),
+    }  # fmt: skip
+
+
+def public_things() -> dict[str, Any]:
+    """Everything public by its full name, as it is first listed."""
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchrl warns of its own classes, and mkdocs shows it
+        for listing in LISTINGS:
+            package = import_module(listing)
+            for name in package.__all__:
+                thing = getattr(package, name)
+                if all(thing is not other for other in found.values()):
+                    found[f"{listing}.{name}"] = thing
+    return found
+
+
+@cache
+def entries_by_topic() -> dict[str, list[str]]:
+    """The full name of everything public, once, by page.
+
+    Raises:
+        LookupError: a public name that belongs to no page.
+    """
+    pages: dict[str, list[str]] = {page: [] for page in topics()}
+    for path, thing in public_things().items():
+        listing = path.rpartition(".")[0]
+        home = thing.__name__ if inspect.ismodule(thing) else getattr(thing, "__module__", listing)
+        found = [page for page, (_, _, belongs) in topics().items() if belongs(thing, home)]
+        if not found:
+            raise LookupError(f"{path} belongs to no page of tools/docs/topics.py")
+        pages[found[0]].append(entry_of(path, thing))
+    return pages
+
+
+def entry_of(path: str, thing: Any) -> str:
+    """The full name of a public thing: where it is defined, if the listing has a module of that name."""
+    hidden = path in sys.modules and not inspect.ismodule(thing)
+    return f"{thing.__module__}.{thing.__qualname__}" if hidden else path
+
+
+def page_text(page: str) -> str:
+    """The page of a topic, in Markdown: its classes first, but where it is about functions."""
+    title, about, _ = topics()[page]
+    names = {path.rpartition(".")[2]: path for path in entries_by_topic()[page]}
+    order = sorted(names, key=str.swapcase if page == "functions" else str)
+    options = "\n    options:\n      members: false" if page in WITHOUT_MEMBERS else ""
+    return "\n\n".join([f"# {title}", about, *(f"::: {names[name]}{options}" for name in order)]) + "\n"
+
+
+def index_text() -> str:
+    """The list of topics, with the names on each."""
+    lines = [
+        "# API",
+        "",
+        "Every public name, by topic, out of its docstring. Import it from where it stands here.",
+        "",
+    ]
+    for page in SHOWN:
+        title, about, _ = topics()[page]
+        names = ", ".join(f"[`{path.rpartition('.')[2]}`][{path}]" for path in entries_by_topic()[page])
+        lines += [f"## [{title}]({page}.md)", "", f"{about}", "", names, ""]
+    return "\n".join(lines)
