@@ -140,7 +140,7 @@ def test_rows_are_a_keyword_too():
             r"stage 'advantage' .*no option 'clp' \(did you mean 'clip'",
         ),
         (["as/verl"], {"stages": {"filter": {"action": "drop"}}}, "no stage 'filter'; there are gate, "),
-        (["grpo"], {"scale": "nose"}, "pipeline.stages.advantage: scale must be one of 'group'"),
+        (["grpo"], {"scale": "nose"}, "scale must be one of 'group'"),
         (["grpo"], {"seed": object()}, "pipeline.stages.split.seed takes what YAML has; got <object"),
         (["grpo", "pipeline.stages.split.seed=1"], {"seed": 1}, "split.seed is said twice, by seed=1 and by"),
         (["grpo", "~pipeline.stages.split"], {"seed": 1}, "twice, by seed=1 and by .*split=null"),
