@@ -1,6 +1,6 @@
 """Every command that a page shows runs, in order, and in a folder of the page's own.
 
-Where a page looks at ``run/rollouts`` that it has not written, there is a dump of the demo.
+Where a page looks at ``run/rollouts`` that it has not written, there is a dump of plain rollouts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,34 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from command import QUICK, headrace_here
 from pages_as_written import PAGES, ROOT, Fence, commands, fences
+from tensordict import TensorDict
+
+from headrace.pipeline import load_pipeline, make_report, write_dump
 
 pytestmark = pytest.mark.slow
 INSTALLS = ("make ", "pip ", "python -m venv ", "pre-commit ")  # tried by continuous integration
 YOURS = re.compile(r"\b(my|your)\.module\.")  # which nobody has
 SHORT = {"--steps": "2", "--batches": "2"}  # of the examples, which have tests of their own
+
+
+def write_rollouts(folder: Path) -> None:
+    """A dump of two steps, of whole groups of four."""
+    for step in range(2):
+        batch = TensorDict(
+            {
+                "group_id": torch.arange(16) // 4,
+                "rollout_id": torch.arange(16),
+                "expected_rollouts": torch.full((16,), 4),
+                ("next", "reward"): torch.arange(16.0) % 3,
+                ("masks", "all_assistant_mask"): torch.ones(16, 4, dtype=torch.bool),
+            },
+            batch_size=[16],
+        )
+        run = load_pipeline("pipeline=grpo").run(batch)
+        write_dump(make_report(run, step=step, batch=batch), folder)
 
 
 def words_of(line: str) -> list[str]:
@@ -75,7 +96,7 @@ def run_block(block: Fence, folder: Path) -> None:
         if line.startswith(INSTALLS) or YOURS.search(line):
             continue
         if "run/rollouts" in line and "task=" in line and not (folder / "run").exists():
-            headrace_here(folder, "report.dump=parquet", "hydra.run.dir=run", *QUICK)
+            write_rollouts(folder / "run" / "rollouts")
         done = run_line(line, block.page, folder)
         said = done.stdout + done.stderr
         if block.mark == "fails":

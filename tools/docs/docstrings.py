@@ -137,10 +137,9 @@ class PlainDocstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Of a function in a file of its name griffe takes the file."""
         for path in public_paths().values() if pkg.name == "headrace" else ():
-            listing, _, name = path.rpartition(".")
+            listing, name = path.rsplit(".", 1)
             thing = getattr(import_module(listing), name)
-            inner = listing.removeprefix("headrace.").split(".")
             target = f"{thing.__module__}.{thing.__qualname__}" if hasattr(thing, "__qualname__") else path
             if target != path:
-                parent = pkg[inner]
+                parent = pkg[listing.removeprefix("headrace.")]
                 parent.members[name] = griffe.Alias(name, target, parent=parent)

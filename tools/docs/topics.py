@@ -18,18 +18,10 @@ LISTINGS = (
     "headrace.pipeline.certify",
 )
 
-SHOWN = (
-    "stages",
-    "functions",
-    "criteria",
-    "loss-rows",
-    "pipeline",
-    "collect",
-    "reports",
-    "sources",
-    "certify",
+SHOWN = (  # in this order
+    *("stages", "functions", "criteria", "loss-rows", "pipeline", "collect", "reports", "sources", "certify"),
+    "own-parts",
 )
-SHOWN += ("own-parts",)
 WITHOUT_MEMBERS = ("stages", "criteria", "loss-rows")  # which are those of their contract, in "own-parts"
 
 
