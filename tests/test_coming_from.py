@@ -219,3 +219,16 @@ class Position:
 
 def test_a_group_of_prime_rl_without_a_trace_to_train_stays_as_it_is(prime_rl):
     assert score(prime_rl, [episode(1.0, [False]), episode(0.0, [True], has_error=True)]) == [None, None]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_recipes_criteria_and_options_that_a_page_names_are_there(page):
+    text = page.read_text()
+    for cell in re.findall(r"`pipeline=[^|\n]*", text):
+        for name in re.findall(r"`(?:pipeline=)?([\w/]+)`", cell):
+            assert (ROOT / "conf" / "pipeline" / f"{name}.yaml").exists(), name
+    for name in re.findall(r"`(as/\w+)`", text):
+        assert (ROOT / "conf" / "pipeline" / f"{name}.yaml").exists(), name
+    for stage, option in re.findall(r"`(?:pipeline\.stages\.)?(\w+)\.(\w+)(?:=[^`]*)?`", text):
+        node = ROOT / "conf" / "stage" / f"{stage}.yaml"
+        assert not node.exists() or re.search(rf"^{option}:", node.read_text(), re.MULTILINE), option

@@ -131,7 +131,8 @@ def test_with_its_own_recipe_trl_trains_on_its_own_advantages(make_trainer, thei
 def test_several_rewards_of_which_some_are_none_are_added_up_as_trl_does(make_trainer, theirs):
     words = "pipeline.stages.collapse.columns=2", "pipeline.stages.collapse.weights=[1.0,0.5]"
     rewards = short_or_none, none_of_odd
-    run = make_trainer("pipeline=as/trl", *words, rewards=rewards, steps=4, reward_weights=[1.0, 0.5])
+    run = make_trainer("pipeline=as/trl", *words, rewards=rewards, steps=4)
+    run.trainer.reward_weights = torch.tensor([1.0, 0.5])  # for the numbers to compare with
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trl.trainer.grpo_trainer.logger.warning", lambda *args, **kwargs: None)
         run.trainer.train()
@@ -140,6 +141,11 @@ def test_several_rewards_of_which_some_are_none_are_added_up_as_trl_does(make_tr
     assert (missing.any(1) & ~missing.all(1)).any()
     for batch, advantages in zip(run.batches, theirs, strict=True):
         torch.testing.assert_close(batch["advantages"].squeeze(1), advantages, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_rewards_are_said_once(make_trainer):
+    with pytest.raises(ValueError, match=r"set collapse\.weights, and no"):
+        make_trainer("pipeline=as/trl", rewards=(ones, short_or_none), reward_weights=[1.0, 0.5])
 
 
 def test_another_recipe_is_one_word(make_trainer):

@@ -77,13 +77,14 @@ def test_what_came_in_is_left_alone_and_a_pipeline_serves_again():
     assert (batch == before).all()
 
 
-def test_without_a_loss_mask_each_row_is_in_the_loss_that_stays():
+def test_without_a_loss_mask_rows_that_stay_are_in_the_loss():
     batch = rows(seed=5).exclude("masks")
-    pipeline = load_pipeline(
-        "pipeline=dr_grpo", "pipeline.stages.gate.group_size=4", "~pipeline.stages.filter"
-    )
-    credit = advantages_of(pipeline, batch)
-    assert credit.in_loss.tolist() == [[True]] * 20
+    words = "pipeline.stages.gate.group_size=4", "pipeline.stages.filter.action=drop"
+    credit = advantages_of(load_pipeline("pipeline=dr_grpo", *words), batch)
+    rewards = batch["next", "reward"].new_zeros(5).index_add_(0, batch["group_id"], batch["next", "reward"])
+    varies = ((rewards > 0) & (rewards < 4))[batch["group_id"]]
+    assert 0 < varies.sum() < 20
+    assert credit.in_loss.flatten().tolist() == varies.tolist()
 
 
 @pytest.mark.parametrize("number", [0, 1])

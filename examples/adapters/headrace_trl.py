@@ -12,6 +12,8 @@ class HeadraceGRPOTrainer(GRPOTrainer):
     def __init__(self, *args, pipeline: Pipeline, **kwargs):
         super().__init__(*args, **kwargs)
         self.pipeline = pipeline
+        if (self.reward_weights != 1).any():
+            raise ValueError("the recipe weighs rewards: set collapse.weights, and no reward_weights")
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
