@@ -89,7 +89,7 @@ def composed_once(monkeypatch):
 def test_the_framework_is_known_by_its_convention(name):
     clauses = logged.explain_logged([rows(FRAMEWORKS[name], ours=against_others)])
     assert clauses[0].startswith("they are those of as/"), clauses
-    near = logged.farthest_from([rows(FRAMEWORKS[name])], f"as/{name}")
+    near = logged.distance_from_recipe([rows(FRAMEWORKS[name])], f"as/{name}")
     assert near < 1e-5
     others = [each for each in FRAMEWORKS if FRAMEWORKS[each] is FRAMEWORKS[name] and each < name]
     assert f"as/{name}" in clauses[0] or others or " more" in clauses[0], clauses

@@ -65,7 +65,9 @@ class LoggedAdvantages:
 
 def explain_logged(steps: Sequence[LoggedRows]) -> list[str]:
     """What the logged advantages are, in clauses: whose recipe or which convention, and how from ours."""
-    names, least = nearest({name: farthest_from(steps, name) for name in recipes() if name.startswith("as/")})
+    names, least = nearest(
+        {name: distance_from_recipe(steps, name) for name in recipes() if name.startswith("as/")}
+    )
     if least <= AGREE:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         found = [f"they are those of {', '.join(names[:SHOWN])}{more} to {least:.1g}"]
@@ -77,7 +79,7 @@ def explain_logged(steps: Sequence[LoggedRows]) -> list[str]:
     return [*found, *filter(None, [relation(steps)])]
 
 
-def farthest_from(steps: Sequence[LoggedRows], name: str) -> float:
+def distance_from_recipe(steps: Sequence[LoggedRows], name: str) -> float:
     """How far logged advantages are at most from those of a recipe, of rewards as collected or as shaped."""
     advantage = advantage_as(name)
     return min(
