@@ -8,7 +8,7 @@ from .gradient_share import gradient_cosine, gradient_share
 from .html import render_page, write_page
 from .loggers import log_report
 from .page_data import page_data
-from .responses import Decode, decoder_of
+from .responses import decoder_of
 from .shared_tokens import SharedTokens, count_shared_tokens, tree_words
 from .step import StepReport, make_report
 from .symptoms import Symptom, symptoms
@@ -18,7 +18,6 @@ from .user_turn import last_user_turn
 __all__ = [
     "Advisory",
     "Comparison",
-    "Decode",
     "ReportFolder",
     "SharedTokens",
     "StepReport",
