@@ -11,7 +11,8 @@ from tensordict import TensorDictBase
 
 from .account import Account
 from .ledger import Ledger
-from .report import Decode, StepReport, print_report
+from .report import StepReport, print_report
+from .report.responses import Decode
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from headrace.transforms.split.steps import OptimiserSteps
 
 from .account import Account
 from .ledger import Ledger
-from .report import Decode, StepReport, print_report
+from .report import StepReport, print_report
+from .report.responses import Decode
 
 
 class Run:
