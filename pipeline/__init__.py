@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .chain.stage import StageError
     from .collect.assembling import assembled
     from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from .pipeline import Pipeline
     from .report import ReportFolder, StepReport, log_report, make_report, page_data, write_dump, write_page
     from .run import Run
-    from .stage import StageError
     from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
@@ -104,7 +104,7 @@ _HOMES = {
         "write_page",
     ),
     "run": ("Run",),
-    "stage": ("StageError",),
+    "chain.stage": ("StageError",),
     "train": (
         "RepeatSampler",
         "TokenGRPOLoss",

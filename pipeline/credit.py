@@ -12,7 +12,7 @@ from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import ROW, has_key
 
-from .order import place_of_cut
+from .chain.order import place_of_cut
 from .pipeline import Pipeline
 from .run import Run
 

@@ -17,12 +17,12 @@ from headrace.transforms.distributed import SharedIds
 from headrace.transforms.gate.stage import OnIncomplete
 from headrace.transforms.weight.loss_weight import Mean
 
+from .chain.rules import Validate
 from .composing import ConfigError, compose_config, explain_composition, leave_out
-from .keywords import KEYWORDS, apply_settings, refuse_unknown, settings_of
-from .nodes import build_node, check_stage
+from .composing.keywords import KEYWORDS, apply_settings, refuse_unknown, settings_of
+from .composing.nodes import build_node, check_stage
+from .composing.recipe_names import Recipe
 from .pipeline import Pipeline
-from .recipe_names import Recipe
-from .rules import Validate
 
 log = logging.getLogger(__name__)
 

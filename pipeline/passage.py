@@ -26,12 +26,12 @@ from headrace.transforms.tokens import (
     silencing_later,
 )
 
-from .keys import Keys
-from .ledger import Ledger
-from .order import place_of_cut
-from .row_table import RowTable
-from .rules import Rules, own_numbers
-from .stage import with_stage
+from .accounting.keys import Keys
+from .accounting.ledger import Ledger
+from .accounting.row_table import RowTable
+from .chain.order import place_of_cut
+from .chain.rules import Rules, own_numbers
+from .chain.stage import with_stage
 
 
 class Passage:

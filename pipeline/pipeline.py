@@ -15,18 +15,18 @@ from headrace.transforms.once import asking_once
 from headrace.transforms.options import nested_key
 from headrace.transforms.rows import shallow_copy
 
-from .account import Account
-from .halves import Half, check_half, check_place, cut_in_two
-from .keys import Keys
-from .last_run import LastRun
+from .accounting.account import Account
+from .accounting.keys import Keys
+from .accounting.last_run import LastRun
+from .accounting.row_table import KEYS
+from .chain.halves import Half, check_half, check_place, cut_in_two
+from .chain.order import arrange, check_order
+from .chain.rank_options import RankOptions
+from .chain.rules import Deferred, Validate, check_validate
+from .chain.stage import as_module
 from .logs import log_batch, logging_refusals
-from .order import arrange, check_order
 from .passage import Passage, run_empty
-from .rank_options import RankOptions
-from .row_table import KEYS
-from .rules import Deferred, Validate, check_validate
 from .run import Run
-from .stage import as_module
 from .stage_listing import StageListing
 
 

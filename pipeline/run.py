@@ -12,8 +12,8 @@ from headrace.transforms.checks import Rule
 from headrace.transforms.rows import shallow_copy
 from headrace.transforms.split.steps import OptimiserSteps
 
-from .account import Account
-from .ledger import Ledger
+from .accounting.account import Account
+from .accounting.ledger import Ledger
 from .report import StepReport, print_report
 from .report.responses import Decode
 

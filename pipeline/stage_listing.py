@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .report.notebook import stages_html
+from .report.shown.notebook import stages_html
 
 
 class StageListing:

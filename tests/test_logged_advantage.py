@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headrace.pipeline import Pipeline, make_report, write_dump
 from headrace.pipeline.report.logged_advantage import LoggedRows, nearest_convention, relation
-from headrace.pipeline.report.numbers import logged_numbers
+from headrace.pipeline.report.measuring.numbers import logged_numbers
 from headrace.pipeline.sources import open_source
 from headrace.pipeline.tasks import logged
 from headrace.pipeline.tasks.replay import replay

@@ -15,7 +15,7 @@ from headrace.pipeline import Pipeline, load_pipeline, make_report
 from headrace.pipeline.certify import Certificate, Judgement
 from headrace.pipeline.printed import show_pipeline
 from headrace.pipeline.report import Comparison, show_report
-from headrace.pipeline.report.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.report.shown.fitted_table import FittedColumn, FittedTable
 from headrace.pipeline.tasks.certify import show_certificates
 from headrace.pipeline.tasks.compare import show_comparison
 from headrace.pipeline.tasks.group_sizes import show_group_sizes

@@ -13,9 +13,9 @@ from tensordict.utils import NestedKey
 
 from headrace.pipeline import ConfigError
 from headrace.pipeline.composing import TASKS, compose_config, recipes
-from headrace.pipeline.hints import leaves
-from headrace.pipeline.nodes import build_node
-from headrace.pipeline.option_types import annotations_of, misfit
+from headrace.pipeline.composing.hints import leaves
+from headrace.pipeline.composing.nodes import build_node
+from headrace.pipeline.composing.option_types import annotations_of, misfit
 from headrace.pipeline.tasks.settings import TYPES, check_types
 from headrace.transforms import CompletenessGate
 

@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-from headrace.pipeline.report.bundle import bundle
-from headrace.pipeline.report.html import read_modules
+from headrace.pipeline.report.written.bundle import bundle
+from headrace.pipeline.report.written.html import read_modules
 
 DIAMOND = {
     "page.js": 'import { left } from "./left.js";\nimport {\n  right,\n} from "./right.js";\nsay();\n',

@@ -11,8 +11,8 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from headrace.pipeline.accounting.row_table import weights_of_stages
 from headrace.pipeline.load import ConfigError
-from headrace.pipeline.row_table import weights_of_stages
 from headrace.transforms.errors import BatchError
 
 from .exact_gradient import gradients_of

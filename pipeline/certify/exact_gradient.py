@@ -9,8 +9,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
+from headrace.pipeline.accounting.row_table import keys_of_stages
 from headrace.pipeline.pipeline import Pipeline
-from headrace.pipeline.row_table import keys_of_stages
 from headrace.transforms.errors import BatchError
 
 from .outcomes import ACTIONS, LOSS_MASK, OUTCOME

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from headrace.pipeline.composing import ConfigError, recipes
-from headrace.pipeline.hints import suggest
+from headrace.pipeline.composing.hints import suggest
 from headrace.pipeline.versions import PACKAGES, versions
 
 HELP = """\

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hydra._internal.utils import get_args_parser
 
 from headrace.pipeline.composing import TASKS, ConfigError, leave_out, recipes
-from headrace.pipeline.hints import suggest
+from headrace.pipeline.composing.hints import suggest
 
 from .help import HELP, list_recipes, list_stages, list_versions, print_file
 

@@ -1,19 +1,19 @@
 """Reports of what happened to a batch, printed, logged, dumped and drawn on a page."""
 
-from .advisories import Advisory, advise, verdict
+from .advice.advisories import Advisory, advise, verdict
+from .advice.symptoms import Symptom, symptoms
 from .comparison import Comparison
-from .dump import report_table, write_dump
-from .folder import ReportFolder
-from .gradient_share import gradient_cosine, gradient_share
-from .html import render_page, write_page
-from .loggers import log_report
-from .page_data import page_data
+from .measuring.gradient_share import gradient_cosine, gradient_share
+from .measuring.shared_tokens import SharedTokens, count_shared_tokens, tree_words
 from .responses import decoder_of
-from .shared_tokens import SharedTokens, count_shared_tokens, tree_words
+from .shown.terminal import print_report, show_advisories, show_report
 from .step import StepReport, make_report
-from .symptoms import Symptom, symptoms
-from .terminal import print_report, show_advisories, show_report
 from .user_turn import last_user_turn
+from .written.dump import report_table, write_dump
+from .written.folder import ReportFolder
+from .written.html import render_page, write_page
+from .written.loggers import log_report
+from .written.page_data import page_data
 
 __all__ = [
     "Advisory",

@@ -11,7 +11,7 @@ import torch
 
 from headrace.transforms import BatchError, group_relative_advantage, whiten
 
-from .numbers import AGREE
+from .measuring.numbers import AGREE
 from .step import StepReport
 
 CLOSE = 1e-6  # what is this near is as good as the nearest

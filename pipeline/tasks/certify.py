@@ -24,13 +24,13 @@ from headrace.pipeline.certify import (
     certify_recipe,
     count_outcomes,
 )
-from headrace.pipeline.hints import suggest
+from headrace.pipeline.composing.hints import suggest
+from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError
-from headrace.pipeline.nodes import build_node
 from headrace.pipeline.printable import printable
 from headrace.pipeline.report import page_data, write_page
-from headrace.pipeline.report.fitted_table import FittedColumn, FittedTable
-from headrace.pipeline.report.whole_file import write_whole
+from headrace.pipeline.report.shown.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.report.written.whole_file import write_whole
 
 from .recipes import recipe_nodes
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline.composing import ConfigError
-from headrace.pipeline.hints import leaves
-from headrace.pipeline.option_types import annotations_of, as_typed, described, misfit
+from headrace.pipeline.composing.hints import leaves
+from headrace.pipeline.composing.option_types import annotations_of, as_typed, described, misfit
 from headrace.pipeline.sources import open_source
 
 TYPES: dict[str, Any] = {

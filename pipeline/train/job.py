@@ -11,8 +11,8 @@ from tensordict import TensorDictBase
 from torchrl.collectors import Collector
 from torchrl.envs import EnvBase
 
+from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError, build_pipeline
-from headrace.pipeline.nodes import build_node
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.printed import show_pipeline
 from headrace.pipeline.report import ReportFolder, StepReport, decoder_of, make_report, show_advisories

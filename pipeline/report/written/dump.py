@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .step import StepReport
+from headrace.pipeline.report.step import StepReport
+
 from .whole_file import write_whole
 
 SCHEMA_VERSION = 1

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from headrace.pipeline.printable import printable
+from headrace.pipeline.report.responses import TokenValues
+from headrace.pipeline.report.step import StepReport
 
 from .html import embed
 from .page_schema import PageText, PageTokens
-from .responses import TokenValues
-from .step import StepReport
 
 PAGE_TEXTS = 3_000_000  # bytes of all prompts and responses of a page, which its steps share evenly
 CHARACTERS = 4000  # of a prompt or response; of a longer one three quarters of that are its beginning

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace.pipeline.printable import printable
-
-from .funnel import UNITS, Level, funnel
+from headrace.pipeline.report.measuring.funnel import UNITS, Level, funnel
 
 GROUPS = 12  # lines of a table of groups; the number of other groups is below it
 CELL = "padding:.1em .7em;border:0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"

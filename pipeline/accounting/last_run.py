@@ -9,10 +9,11 @@ from collections.abc import Callable
 from rich.console import Console
 from tensordict import TensorDictBase
 
+from headrace.pipeline.report import StepReport, print_report
+from headrace.pipeline.report.responses import Decode
+
 from .account import Account
 from .ledger import Ledger
-from .report import StepReport, print_report
-from .report.responses import Decode
 
 log = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.printable import printable
+from headrace.pipeline.report.advice.advisories import READ, Advice, Advisory, advice_at
+from headrace.pipeline.report.step import StepReport
 from headrace.pipeline.versions import versions
 
-from .advisories import READ, Advice, Advisory, advice_at
 from .dump import write_dump
 from .html import write_page
 from .page_data import page_data
 from .page_schema import PageRun
 from .run_facts import now
-from .step import StepReport
 from .thinned import Thinned
 
 POINTS = 500  # most steps of the curves, so that a page of a long run is as quick to write and to read

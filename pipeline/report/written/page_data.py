@@ -8,15 +8,15 @@ from typing import Literal, cast
 import numpy as np
 
 from headrace.pipeline.printable import printable
+from headrace.pipeline.report.advice.advisories import Advice, Advisory, History, advice_at
+from headrace.pipeline.report.advice.symptoms import Symptom, symptoms
+from headrace.pipeline.report.measuring import funnel
+from headrace.pipeline.report.measuring.gradient_share import gradient_share
+from headrace.pipeline.report.measuring.groups import widest_first
+from headrace.pipeline.report.step import StepReport, rows_to_read
 
-from . import funnel
-from .advisories import Advice, Advisory, History, advice_at
-from .gradient_share import gradient_share
-from .groups import widest_first
 from .page_schema import Groups, PageData, PageLevel, PageSymptom, Rows, Step
 from .page_texts import LABEL, PAGE_TEXTS, PageTexts, fitting_texts
-from .step import StepReport, rows_to_read
-from .symptoms import Symptom, symptoms
 
 GROUPS, ROWS = 200, 5000  # on a page, per step; with more a browser becomes slow
 

@@ -13,7 +13,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from .composing import ConfigError
+from .compose import ConfigError
 from .hints import suggest
 from .option_types import annotations_of, as_typed, misfit
 

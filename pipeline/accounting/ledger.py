@@ -142,7 +142,8 @@ class Ledger:
         return f"Ledger({', '.join(f'{name}: {count}' for name, count in self.counts().items() if count)})"
 
     def _repr_html_(self) -> str:
-        from .report.notebook import ledger_html  # which shows reports too, and those import this
+        # Here: it shows reports too, and those import this.
+        from headrace.pipeline.report.shown.notebook import ledger_html
 
         ids = {unit: column.cpu().numpy() for unit, column in self.ids.items()}
         return ledger_html(self.reason.cpu().numpy(), self.names, self.actions, ids)

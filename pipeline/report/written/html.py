@@ -17,7 +17,7 @@ from .bundle import bundle
 from .page_schema import PageData, check_keys
 from .whole_file import write_whole
 
-PAGE = files(__package__) / "page"
+PAGE = files("headrace.pipeline.report") / "page"
 EXACT_IN_JAVASCRIPT = 2**53
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from headrace.pipeline.composing.hints import suggest
 from headrace.transforms.schema import MINIBATCH, REWARD
 
-from .hints import suggest
 from .pairs import among_others, wrong_pair
 
 

@@ -10,13 +10,13 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.printable import printable
+from headrace.pipeline.report.advice.advisories import Advisory
+from headrace.pipeline.report.measuring.funnel import UNITS
+from headrace.pipeline.report.measuring.shared_tokens import tree_words
+from headrace.pipeline.report.responses import Decode
+from headrace.pipeline.report.step import HasAccount, StepReport, make_report
 
-from .advisories import Advisory
 from .fitted_table import FittedColumn, FittedTable
-from .funnel import UNITS
-from .responses import Decode
-from .shared_tokens import tree_words
-from .step import HasAccount, StepReport, make_report
 
 GROUPS = 12  # lines of the table; the number of other groups is below it
 ROLLOUTS = 8  # rewards in a line

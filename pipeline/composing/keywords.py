@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from .composing import ConfigError
+from .compose import ConfigError
 from .hints import suggest
 
 OF_THE_PIPELINE = (

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from headrace.pipeline.passage import Passage
 from headrace.transforms.base import read_numbers
 
 from .ledger import Ledger
-from .passage import Passage
 from .row_table import RowTable
 
 

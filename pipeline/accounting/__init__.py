@@ -1,0 +1,1 @@
+"""What is known of one batch: where each row went, and what was measured."""

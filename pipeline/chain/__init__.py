@@ -1,0 +1,1 @@
+"""How stages follow one another, are run over a batch, and keep their rules."""

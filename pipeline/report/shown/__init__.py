@@ -1,0 +1,1 @@
+"""Reports, ledgers and pipelines as a terminal and a notebook show them."""

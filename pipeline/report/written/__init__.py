@@ -1,0 +1,1 @@
+"""Reports as files: the page, the dump, the folder of a run; and as trackers take them."""
