@@ -27,7 +27,7 @@ from .chain.stage import as_module
 from .logs import log_batch, logging_refusals
 from .passage import Passage, run_empty
 from .run import Run
-from .stage_listing import StageListing
+from .shown.stage_listing import StageListing
 
 
 class Pipeline(StageListing, LastRun, BatchTransform):

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from headrace.pipeline import Pipeline, load_pipeline, make_report
 from headrace.pipeline.certify import Certificate, Judgement
-from headrace.pipeline.printed import show_pipeline
 from headrace.pipeline.report import Comparison, show_report
-from headrace.pipeline.report.shown.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.shown.stage_listing import show_pipeline
 from headrace.pipeline.tasks.certify import show_certificates
 from headrace.pipeline.tasks.compare import show_comparison
-from headrace.pipeline.tasks.group_sizes import show_group_sizes
+from headrace.pipeline.tasks.group_sizes import GroupsSeen, show_group_sizes
 from headrace.pipeline.train import history_table
 from headrace.transforms import (
     CompletenessGate,
@@ -116,9 +116,22 @@ def test_certificates_break_no_word(width):
 
 @WIDTHS
 def test_a_plan_breaks_no_word(width):
-    rate, count = np.array([0.0, 0.3, 1.0] * 500), np.full(1500, 8)
-    text = printed(width, show_group_sizes, rate, count, [2, 4, 8, 16, 32, 64], 0.123456)
-    assert_whole(text, "rollouts per informative group", "1,500", "0.25 to 0.5", "reward ≥ 0.123456")
+    rewards = np.tile(np.repeat([0.0, 1.0, 0.0, 1.0], [8, 3, 5, 8]), (500, 1)).reshape(1500, 8) * 0.123456
+    low, high = rewards.min(1), rewards.max(1)
+    seen = GroupsSeen(
+        mean=rewards.mean(1),
+        spread=rewards.std(1, ddof=1),
+        low=low,
+        high=high,
+        solved=(rewards > 0).mean(1),
+        equal=low == high,
+        count=np.tile([8, 3, 5, 8], 500),
+        group=np.repeat(np.arange(1500), [1, 2, 1] * 500),
+        rewards=rewards.ravel(),
+        compared=np.array([1500]),
+    )
+    text = printed(width, show_group_sizes, seen, [2, 4, 8, 16, 32, 64], 1.0)
+    assert_whole(text, "rollouts per informative group", "1,500", "0.25 to 0.5", "solve rate, at 0.123456")
 
 
 @WIDTHS

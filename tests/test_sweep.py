@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 from command import QUICK, headrace_here
+from rich.console import Console
 
-from headrace.pipeline.command.sweep import FILE
+from headrace.pipeline.command.sweep import FILE, show_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -86,3 +89,14 @@ def test_replays_and_comparisons_show_their_number(tmp_path):
 def test_one_job_leaves_no_file_of_a_sweep(tmp_path):
     headrace_here(tmp_path, *QUICK, "train.steps=1", "hydra.run.dir=run")
     assert not list(tmp_path.rglob(FILE))
+
+
+def test_its_table_breaks_no_word_in_a_narrow_terminal(tmp_path):
+    words = ["pipeline=reinforce_pp_baseline", "pipeline.stages.split.minibatches=4", "seed=1"]
+    job = {"task": "train", "failure": "", "seconds": 1234.5, "steps": 1000, "trained": 0.375}
+    jobs = [{**job, "job": k, "words": words[k:], "rewards": [0.125, 0.875]} for k in range(3)]
+    console = Console(width=80, record=True, file=io.StringIO())
+    show_sweep(jobs, tmp_path, console)
+    shown = set(console.export_text().split())
+    assert {"job", "pipeline", "minibatches", "reward", "trained", "steps", "seconds"} <= shown
+    assert {"reinforce_pp_baseline", "0.125", "0.875", "1234.5", "38%", "1000"} <= shown

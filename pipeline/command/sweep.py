@@ -15,12 +15,11 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from headrace.pipeline.printable import printable
+from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
 
 FILE = "job.json"
 NUMBERS = {  # what the number of a task is; of a training there are more
@@ -111,16 +110,14 @@ def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -
     keys = [key for key in typed if len({each.get(key) for each in said}) > 1]
     task = jobs[0]["task"] if jobs else "train"
     names = ["reward", "trained", "steps"] if task == "train" else [NUMBERS.get(task, "number")]
-    table = Table(title=f"a sweep of {len(jobs)} jobs", title_justify="left", box=SIMPLE)
-    table.add_column("job", justify="right")
-    for key in keys:
-        short = key.split(".")[-1]
-        table.add_column(Text(short if sum(other.split(".")[-1] == short for other in keys) == 1 else key))
-    for name in (*names, "seconds"):
-        table.add_column(name, justify="right")
+    last = [key.split(".")[-1] for key in keys]
+    words = [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
+    columns = [FittedColumn("job", right=True), *(FittedColumn(word, gives="wrap") for word in words)]
+    columns += [FittedColumn(name, right=True) for name in (*names, "seconds")]
+    table = FittedTable(columns, f"a sweep of {len(jobs)} jobs")
     for job, each in zip(jobs, said, strict=True):
-        values = (Text(printable(str(each.get(key, "–")))) for key in keys)
-        table.add_row(str(job["job"]), *values, *_cells(job, task), f"{job['seconds']:.1f}")
+        values = (printable(str(each.get(key, "–"))) for key in keys)
+        table.add(str(job["job"]), *values, *_cells(job, task), f"{job['seconds']:.1f}")
     console.print(table)
     for job in jobs:
         if job["failure"]:

@@ -6,8 +6,8 @@ from .comparison import Comparison
 from .measuring.gradient_share import gradient_cosine, gradient_share
 from .measuring.shared_tokens import SharedTokens, count_shared_tokens, tree_words
 from .responses import decoder_of
-from .shown.terminal import print_report, show_advisories, show_report
 from .step import StepReport, make_report
+from .terminal import print_report, show_advisories, show_report
 from .user_turn import last_user_turn
 from .written.dump import report_table, write_dump
 from .written.folder import ReportFolder

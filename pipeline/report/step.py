@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.accounting.account import Account
 from headrace.pipeline.accounting.ledger import ledger_numbers
 from headrace.pipeline.accounting.row_table import RowTable, labels_of_ids, strings
+from headrace.pipeline.shown.notebook import ColumnTable, report_html
 from headrace.transforms import Status
 from headrace.transforms.door import enter_rows
 
@@ -23,7 +24,6 @@ from .measuring.groups import groups_of, rollouts_of, staleness_of, widest_first
 from .measuring.numbers import numbers_of
 from .measuring.shared_tokens import count_shared_tokens, linear_of
 from .responses import Decode, TokenValues, texts_of_tokens, values_by_token
-from .shown.notebook import ColumnTable, report_html
 from .user_turn import last_user_turn
 
 BY_TOKEN = ("advantage", "importance_weight", "loss_weight")

@@ -29,8 +29,8 @@ from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError
 from headrace.pipeline.printable import printable
 from headrace.pipeline.report import page_data, write_page
-from headrace.pipeline.report.shown.fitted_table import FittedColumn, FittedTable
 from headrace.pipeline.report.written.whole_file import write_whole
+from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
 
 from .recipes import recipe_nodes
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.printable import printable
 from headrace.pipeline.report import Comparison, ReportFolder, StepReport, gradient_share, make_report
-from headrace.pipeline.report.shown.fitted_table import FittedColumn, FittedTable
 from headrace.pipeline.report.written.whole_file import write_whole
+from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
 
 from .recipes import recipe_nodes
 from .source import at_step, each_step, open_configured

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.printable import printable
-from headrace.pipeline.printed import show_pipeline
 from headrace.pipeline.report import ReportFolder, make_report, show_advisories, show_report, tree_words
+from headrace.pipeline.shown.stage_listing import show_pipeline
 from headrace.pipeline.train import history_table
 
 from .logged import LoggedAdvantages

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from headrace.pipeline.printable import printable
-from headrace.pipeline.report.shown.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
 
 UNITS = ("rows", "rollouts", "groups")
 

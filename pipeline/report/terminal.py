@@ -10,13 +10,13 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.printable import printable
-from headrace.pipeline.report.advice.advisories import Advisory
-from headrace.pipeline.report.measuring.funnel import UNITS
-from headrace.pipeline.report.measuring.shared_tokens import tree_words
-from headrace.pipeline.report.responses import Decode
-from headrace.pipeline.report.step import HasAccount, StepReport, make_report
+from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
 
-from .fitted_table import FittedColumn, FittedTable
+from .advice.advisories import Advisory
+from .measuring.funnel import UNITS
+from .measuring.shared_tokens import tree_words
+from .responses import Decode
+from .step import HasAccount, StepReport, make_report
 
 GROUPS = 12  # lines of the table; the number of other groups is below it
 ROLLOUTS = 8  # rewards in a line
@@ -107,7 +107,7 @@ def _groups(report: StepReport, most: int) -> FittedTable:
     prompt = [FittedColumn("prompt", gives="cut", leaves=3)] if asked else []
     table = FittedTable(
         [
-            FittedColumn("group", gives="cut", right=True),
+            FittedColumn("group", gives="cut" if "group_label" in report.texts else "nothing", right=True),
             *prompt,
             FittedColumn("rollouts", right=True),
             FittedColumn("rows", right=True, leaves=2),

@@ -1,1 +1,0 @@
-"""Reports, ledgers and pipelines as a terminal and a notebook show them."""
