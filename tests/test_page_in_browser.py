@@ -683,7 +683,8 @@ def test_a_page_of_two_recipes_says_whose_each_panel_is(look):
     made = pages.step_of(rows, size=1)
     page = look(pages.run_of(made, made | {"step": 1}, **curves, versus=["grpo", "dr_grpo"]))
     assert page.seen("#compare-title") == "grpo against dr_grpo"
-    titled = [page.seen(f"#{panel}-title") for panel in (*PANELS, "curves", "recipe") if panel != "compare"]
+    panels = {*PANELS, "groups", "curves", "recipe"} - {"compare", "strip", "tree"}
+    titled = [page.seen(f"#{panel}-title") for panel in panels]
     assert all(title.endswith("under grpo") or title == "Recipe grpo" for title in titled)
     assert page.texts("#compare .sentence")[1].startswith("30.0 % of the gradient goes to other groups under")
     assert page.texts("#compare .sentence")[1].endswith("the cosine of what rows weigh is 0.5145.")

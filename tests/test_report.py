@@ -398,6 +398,19 @@ def test_a_reward_that_is_none_is_in_no_mean(make_batch):
     assert np.isnan(by_row[1])
 
 
+def test_the_reward_of_a_draft_is_not_that_of_a_rollout_that_left_before_they_were_one(make_batch):
+    """A draft of 0 and a revision of 1, in a group that the gate drops; and beside it a rollout of 1."""
+    gate = CompletenessGate(group_size=3, on_incomplete="drop")
+    pipeline = Pipeline({"gate": gate, "collapse": FanOutCollapse(reward="sum")})
+    pipeline(make_batch([0.0, 1, 1], [0, 0, 0], [0, 0, 1]))
+    report = make_report(pipeline)
+    assert str(report.rollouts["reward"].tolist()) == "[nan, 1.0]"
+    assert report.numbers["reward/all/mean"] == 1.0
+    whole = Pipeline({"collapse": FanOutCollapse(reward="sum")})
+    whole(make_batch([0.0, 1, 0.5], [0, 0, 0], [0, 0, 1]))
+    assert make_report(whole).rollouts["reward"].tolist() == [1.0, 0.5]
+
+
 def test_a_row_out_of_the_statistics_has_no_vote_by_row_either(make_batch):
     excluded = SampleFilter(criterion=RewardWithin(high=5.0), action="exclude")
     pipeline = Pipeline({"filter": excluded, "advantage": GroupRelativeAdvantage(scale="none")})

@@ -20,9 +20,9 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
         columns: (N,) by name, with `reason` and at least `row`.
 
     Returns:
-        (R,) `group`, `rollout`, `row` (its first), `segments`, `reward`, `advantage` (of its first
-        row with one), `trained` (whether a row of it is), `lost` (failed or aborted), `truncated`
-        (whether a row of it is), `tokens` (in the loss, of all its rows, as collected; 0 unknown),
+        (R,) `group`, `rollout`, `row` (its first), `segments`, `reward` (of its first row with one; NaN
+        where it left before its rows had one reward together), `advantage` (likewise), `trained`
+        (whether a row of it is), `lost` (failed or aborted), `truncated` (whether a row of it is), `tokens` (in the loss, of all its rows, as collected; 0 unknown),
         `reason` (the code of its first row, 0 if any is trained), `staleness` (versions behind the
         newest, -1 unknown).
 
@@ -40,12 +40,14 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     status = columns.get("status")
     status = np.full(len(ids), -1) if status is None else status
     tokens = np.maximum(columns.get("tokens", np.zeros(len(ids), int)), 0)
+    reward = _first_known(rollout, columns.get("reward"), stays, len(first))
+    apart = _apart(rollout, columns.get("reward"), counted, len(first))
     return {
         "group": columns["group_id"][first] if "group_id" in columns else np.full(len(first), -1),
         "rollout": ids[first],
         "row": first,
         "segments": np.bincount(rollout, minlength=len(first)),
-        "reward": _first_known(rollout, columns.get("reward"), stays, len(first)),
+        "reward": np.where(apart & ~trained, np.nan, reward),  # that of a draft is not the rollout's
         "advantage": _first_known(rollout, columns.get("advantage"), stays, len(first)),
         "counted": _any(rollout, counted, len(first)),
         "trained": trained,
@@ -179,6 +181,15 @@ def _each_equal(rewards: np.ndarray, scored: np.ndarray, group: np.ndarray, size
         low, high = _extremes(group[known], column[known], size)
         equal &= low >= high  # inf and -inf where nobody has it
     return equal
+
+
+def _apart(index: np.ndarray, values: np.ndarray | None, rows: np.ndarray, size: int) -> np.ndarray:
+    """(size,) whether some of `rows` have different values."""
+    if values is None:
+        return np.zeros(size, bool)
+    known = rows & np.isfinite(values)
+    low, high = _extremes(index[known], values[known], size)
+    return low < high
 
 
 def _any(index: np.ndarray, flags: np.ndarray, size: int) -> np.ndarray:

@@ -140,7 +140,7 @@ export function drawCompare({ page, model, width }) {
   return [drawn, ...(named.other ? drawShares(page, model) : [])];
 }
 
-const OF_ONE_RECIPE = ["funnel", "strip", "tree", "tape", "lengths", "lag", "curves", "numbers"];
+const OF_ONE_RECIPE = ["funnel", "groups", "tape", "lengths", "lag", "curves", "numbers"];
 
 // A page of two recipes says which of them each panel shows.
 export function nameRecipes(page) {

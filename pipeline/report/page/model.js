@@ -34,10 +34,12 @@ function placeRow(groups, row) {
 
 // The rollout, with the reward, advantage and reasons of its rows.
 function withSummary(rollout) {
-  rollout.reward = common(rollout.rows.map((row) => row.reward));
+  rollout.trained = rollout.rows.some((row) => !row.reason);
+  const rewards = new Set(rollout.rows.map((row) => row.reward).filter(isNumber));
+  // Who left before the rows had one reward together has none: that of a draft is not the rollout's.
+  rollout.reward = rewards.size > 1 && !rollout.trained ? null : common(rollout.rows.map((row) => row.reward));
   rollout.advantage = common(rollout.rows.map((row) => row.advantage));
   rollout.reasons = [...new Set(rollout.rows.map((row) => row.reason).filter(Boolean))];
-  rollout.trained = rollout.rows.some((row) => !row.reason);
   return rollout;
 }
 
