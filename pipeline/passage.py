@@ -263,7 +263,7 @@ class Passage:
     def _stamp(self, batch: TensorDictBase, *, credit: bool = True) -> TensorDictBase:
         if len(batch) == 0:
             return batch
-        self.table.update(batch, credit=credit)
+        self.table.update(batch, credit=credit, last=True)
         return batch.set(PROCESSED, torch.full((len(batch),), self.done, device=device_of(batch)))
 
 

@@ -11,7 +11,7 @@ from tensordict import lazy_stack
 
 from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.report import gradient_cosine, gradient_share
-from headrace.transforms import LossWeight
+from headrace.transforms import GroupRelativeAdvantage, LossWeight, ShuffleSplit, TokenFilter
 
 ROW = st.tuples(st.sampled_from([0, 0, 1]), st.floats(-4, 4), st.floats(0, 2), st.integers(0, 9))
 
@@ -69,3 +69,36 @@ def test_the_cosine_is_that_of_signed_weights():
     assert np.isnan(gradient_cosine(one, one | {"reason": np.ones(3, int)}))
     tiny = one | {"advantage": 1e-200 * one["advantage"]}
     assert gradient_cosine(tiny, tiny) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("filtered", [True, False])
+@pytest.mark.parametrize("fold", ["none", "sum", "token_mean"])
+def test_shares_are_of_the_tokens_and_weights_that_train(make_batch, fold, filtered, cut):
+    """A TokenFilter has taken tokens out, and the advantage may have the weight as a factor."""
+    batch = make_batch([1.0, 0, 3, 2.5], [0, 0, 1, 1])
+    mask = batch["masks", "all_assistant_mask"]
+    mask[:, :4] = torch.arange(4) < torch.tensor([[1], [4], [2], [3]])
+    stages = {"advantage": GroupRelativeAdvantage(scale="none")}
+    if filtered:
+        stages["tokens"] = TokenFilter(
+            criterion=lambda rows: torch.arange(mask.shape[1]) % 2 + rows["even"] > 0
+        )
+        batch["even"] = torch.tensor([[1], [0], [1], [0]]).expand(mask.shape).clone()
+    if cut:
+        stages["split"] = ShuffleSplit(minibatches=1, shuffle=False)
+    stages["weight"] = LossWeight(unit="sample", fold=fold)
+    run = Pipeline(stages).run(batch)
+    trained, size = run.batch, []
+    for row in range(4):
+        weight = trained["loss_weight"][row] if fold == "none" else 1.0
+        tokens = int(trained["masks", "all_assistant_mask"][row].sum())
+        size.append(float(sum(abs(trained["advantage"][row].sum()) * weight for _ in range(tokens))))
+    columns = make_report(run).columns
+    assert gradient_share(columns) == pytest.approx([each / sum(size) for each in size])
+    plain = np.sign(columns["advantage"]) * size
+    other = columns | {"advantage": columns["advantage"] * np.array([1, 2, 0, -1])}
+    expected = (
+        plain @ (plain * [1, 2, 0, -1]) / np.sqrt((plain @ plain) * ((plain * [1, 2, 0, -1]) ** 2).sum())
+    )
+    assert gradient_cosine(columns, other) == pytest.approx(expected)

@@ -135,6 +135,50 @@ def test_how_they_follow_from_ours(theirs, ours, said):
     assert bool(said) == bool(words), words
 
 
+PAIRS = {0: [0.0, 1], 1: [1.0, 0], 2: [0.0, 1]}  # (n − 1)/n is their std, and √(n/(n − 1)) is 1/std
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "true"),
+    [
+        (centred, against_others, "(n − 1)/n: your baseline leaves the rollout out"),
+        (against_others, centred, "n/(n − 1): their baseline leaves the rollout out"),
+        (centred, scaled(0, statistics.pstdev), "std: yours are divided by the group's std (ddof 0)"),
+        (against_others, scaled(0), "or another convention: these groups are too alike to tell"),
+    ],
+)
+def test_of_groups_that_are_alike_no_factor_is_said_to_be_one_convention_s(theirs, ours, true):
+    words = relation([rows(theirs, ours, PAIRS)])
+    assert true in words
+    assert "which may be" in words
+    assert "another convention" in words
+
+
+def test_two_values_on_a_line_are_no_whitening():
+    """Rewards as they are, beside ours of ±1."""
+    half_solved = {0: [0.0, 1, 1, 0], 1: [0.0, 0, 1, 1]}
+    assert relation([rows(list, scaled(0, statistics.pstdev), half_solved)]) == ""
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1e-4, 1, 1e5])
+@pytest.mark.parametrize(
+    ("theirs", "who"), [(centred, "as/prime_rl"), (against_others, "baseline=leave_one_out, scale=none")]
+)
+def test_the_unit_of_the_reward_changes_nobodys_convention(theirs, who, unit):
+    """Advantages of 1e-5 are within 1e-4 of any others."""
+    rewards = {group: [unit * reward for reward in members] for group, members in REWARDS.items()}
+    assert f"they are those of {who}" in "; ".join(logged.explain_logged([rows(theirs, scaled(0), rewards)]))
+
+
+def test_what_is_looked_at_is_said_where_it_is_not_all(monkeypatch):
+    monkeypatch.setattr(logged, "MOST", 16)
+    seen = logged.LoggedAdvantages()
+    for each in (rows(centred, against_others), rows(against_others, against_others)):
+        monkeypatch.setattr(logged, "logged_rows", lambda _, each=each: each)
+        seen.add(None)
+    assert "; at the first 1 of 2 steps they are those of as/prime_rl" in seen.words()
+
+
 @pytest.mark.parametrize(
     ("theirs", "found"),
     [

@@ -149,16 +149,34 @@ def test_the_plan_by_hand(make_batch, tmp_path):
     assert re.search(r"rollouts per informative group +6 +14", text)
 
 
+def test_the_line_of_a_group_does_not_hang_on_how_its_mean_is_rounded(make_batch, tmp_path):
+    """0.1 + 0.1 + 0.1 is above 0.3: all three are as bad as can be, and no quarter of them is solved."""
+    batch = make_batch([0.1] * 3 + [0.7] * 3 + [0.1, 0.1, 0.7], [0] * 3 + [1] * 3 + [2] * 3)
+    batch["next", "reward"] = batch["next", "reward"].double().round(decimals=1)
+    write_dump(make_report(Pipeline({}).run(batch)), tmp_path)
+    gate = "pipeline.stages.gate.group_size=3"
+    _, text = told(configured(tmp_path, gate, "plan.group_sizes=[2]"), tmp_path)
+    lines = [line.split()[:-1] for line in text.splitlines() if line.endswith("%")]
+    assert lines == [["0", "1"], ["0.25", "to", "0.5", "1"], ["1", "1"], ["all", "3"]]
+
+
+@given(st.integers(1, 60))
+def test_a_single_rollout_is_always_equal_to_itself(rollouts):
+    """Or an informative group would take some quadrillions of rollouts."""
+    different = np.ones(rollouts, int), np.zeros(rollouts, int)
+    assert chance_of_equal(*different, 1).tolist() == [1.0]
+
+
 def test_of_two_rewards_the_greater_is_solved_and_of_many_by_what_is_asked(make_batch, tmp_path):
     write_dump(make_report(Pipeline({}).run(make_batch([-1.0, -1, -1, 0.5], [0, 0, 1, 1]))), tmp_path / "two")
     _, text = told(configured(tmp_path / "two", "plan.group_sizes=[2]"), tmp_path)
     assert "solve rate, at 0.5" in text
-    assert re.search(r"\n +0 +1 +100%", text)
+    assert re.search(r"\n *0 +1 +100%", text)
     batch = make_batch([0.1, 0.2, 0.6, 0.7], [0, 0, 1, 1])
     write_dump(make_report(Pipeline({}).run(batch)), tmp_path / "many")
     _, text = told(configured(tmp_path / "many", "report.solved=0.5"), tmp_path)
     assert "solve rate, at 0.5" in text
-    assert re.search(r"\n +0 +1 +0% .*\n +1 +1 +0% ", text)
+    assert re.search(r"\n *0 +1 +0% .*\n *1 +1 +0% ", text)
 
 
 def test_what_cannot_be_planned_is_refused(make_batch, tmp_path):

@@ -13,7 +13,16 @@ from torch import Tensor
 from headrace.transforms.options import nested_key
 from headrace.transforms.rewards import weighted_reward
 from headrace.transforms.rows import device_of, flat_rows, listed
-from headrace.transforms.schema import COUNTED, MICROBATCH, MINIBATCH, RANK, REWARD, ROW, has_key
+from headrace.transforms.schema import (
+    COUNTED,
+    FOLDED_WEIGHT,
+    MICROBATCH,
+    MINIBATCH,
+    RANK,
+    REWARD,
+    ROW,
+    has_key,
+)
 from headrace.transforms.tokens import knows_loss_tokens, loss_tokens
 
 from .messages import message_lines
@@ -106,12 +115,13 @@ class RowTable:
             if (text := self._text(batch, name)) is not None:
                 self.texts[name] = text
 
-    def update(self, batch: TensorDictBase, *, credit: bool = True) -> None:
+    def update(self, batch: TensorDictBase, *, credit: bool = True, last: bool = False) -> None:
         """Take over what stages have written; rows by ``("headrace", "row")``. No device read.
 
         Args:
             batch: TensorDict ``[n]``, after some stage.
             credit: False leaves rewards, and the advantage, into which weights may have been folded.
+            last: whether no stage comes after it: the tokens that are in the loss now are those that train.
         """
         if len(batch) == 0:
             return
@@ -120,6 +130,10 @@ class RowTable:
         for name in ("advantage", "loss_weight") if credit else ("loss_weight",):
             if (values := self._per_row(batch, name, _mean)) is not None:
                 found[name] = values
+        if not credit and has_key(batch, FOLDED_WEIGHT):  # else the advantage that is taken over has it
+            found["loss_weight"] = batch.get(FOLDED_WEIGHT)
+        if last and knows_loss_tokens(batch, self.loss_mask_key):
+            found["trained_tokens"] = loss_tokens(batch, self.loss_mask_key, self.log_prob_key)
         if credit and (size := self._per_row(batch, "advantage", _size)) is not None:
             found["advantage_size"] = size
         if credit and (reward := self._reward_now(batch, rows)) is not None:

@@ -14,7 +14,7 @@ from headrace.transforms import BatchError, group_relative_advantage, whiten
 from .measuring.numbers import AGREE
 from .step import StepReport
 
-CLOSE = 1e-6  # what is this near is as good as the nearest
+CLOSE = 1e-6  # what is this near is as good as the nearest, of advantages about 1
 EPSILONS = (1e-6, 1e-4, 1e-5, 1e-8, 1e-9)
 
 
@@ -95,15 +95,26 @@ def difference(steps: Sequence[LoggedRows], advantage: Callable[[LoggedRows], np
         return float("inf")
 
 
-def nearest(differences: Mapping[str, float]) -> tuple[list[str], float]:
-    """The names that come nearest, and how near the nearest is.
+def tolerance(logged: np.ndarray) -> float:
+    """How near is the same: 1e-4 of what is logged, and of small advantages, that may be rounded, 1e-3.
+
+    Example:
+        >>> tolerance(np.array([2.0, -50.0])), tolerance(np.array([0.5])), tolerance(np.array([2**-14]))
+        (0.005, 0.0001, 6.103515625e-08)
+    """
+    size = float(np.abs(logged).max(initial=0.0))
+    return min(AGREE * max(1.0, size), 10 * AGREE * size)
+
+
+def nearest(differences: Mapping[str, float], size: float = 1.0) -> tuple[list[str], float]:
+    """The names that come nearest to advantages of this size, and how near the nearest is.
 
     Example:
         >>> nearest({"as/verl": 2e-7, "as/trl": 0.1, "as/skyrl": 2e-7})
         (['as/verl', 'as/skyrl'], 2e-07)
     """
     best = min(differences.values())
-    return [name for name, value in differences.items() if value <= max(2 * best, CLOSE)], best
+    return [name for name, value in differences.items() if value <= max(2 * best, CLOSE * size)], best
 
 
 def nearest_convention(steps: Sequence[LoggedRows]) -> tuple[Convention, float]:
@@ -146,7 +157,8 @@ def relation(steps: Sequence[LoggedRows]) -> str:
     """How the logged advantages follow from ours, in words; empty where they do not.
 
     Tried are: one factor; a factor for each group; an offset for each group; a factor and an offset for all
-    rows of a step, as whitening gives. A factor that is that of a known convention is named.
+    rows of a step, as whitening gives. A factor that is that of a known convention is named, and where the
+    groups are so alike that it is that of several, they are.
 
     Example:
         >>> reward, group = np.array([0.0, 1.0, 2.0, 5.0]), np.array([0, 0, 1, 1])
@@ -163,8 +175,11 @@ def relation(steps: Sequence[LoggedRows]) -> str:
         return _named_factor(groups)
     if all(_fits(rows, rows.ours + at.offset[at.index]) for rows, at in zip(both, groups, strict=True)):
         return "they are yours and an offset for each group: another baseline"
-    if all(_fits(rows, _line(rows)) for rows in both):
-        return "they are yours × a factor + an offset, the same for a whole step: whitened over the batch"
+    # Two points are always on a line.
+    if all(len(np.unique(rows.ours)) > 2 and _fits(rows, _line(rows)) for rows in both):
+        return (
+            "they are yours × a factor + an offset, the same for a whole step: as if whitened over the batch"
+        )
     return ""
 
 
@@ -197,7 +212,7 @@ def _by_group(rows: LoggedRows) -> _InGroups:
 
 
 def _fits(rows: LoggedRows, found: np.ndarray) -> bool:
-    bound = AGREE * np.maximum(1, np.abs(rows.logged))
+    bound = np.minimum(AGREE * np.maximum(1, np.abs(rows.logged)), tolerance(rows.logged))
     return bool((np.abs(rows.logged - np.nan_to_num(found)) <= bound).all())
 
 
@@ -218,14 +233,24 @@ def _named_factor(groups: Sequence[_InGroups]) -> str:
         return ""
     one = np.allclose(factor, factor[0], rtol=AGREE)
     value = f"{factor[0]:.4g}" if one else "a factor for each group"
-    for name, words, expected in _factors(size, std):
-        if np.allclose(factor, expected, rtol=10 * AGREE):
-            return f"they are yours × {value} = {name}: {words}"
-    return f"they are yours × {value}" + ("" if one else ", which is no known one")
+    fitting = [
+        (parts, f"{name}: {words}")
+        for parts, name, words, expected in _factors(size, std)
+        if np.allclose(factor, expected, rtol=10 * AGREE)
+    ]
+    if not fitting:
+        return f"they are yours × {value}" + ("" if one else ", which is no known one")
+    named = [words for parts, words in fitting if parts == fitting[0][0]]
+    if len(fitting) == 1:
+        return f"they are yours × {value} = {named[0]}"
+    return (
+        f"they are yours × {value}, which may be {'; or '.join(named)}; or another convention: these groups "
+        "are too alike to tell"
+    )
 
 
-def _factors(size: np.ndarray, std: np.ndarray) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Factors that conventions differ by: a name, what it means, and (G,) numbers."""
+def _factors(size: np.ndarray, std: np.ndarray) -> Iterator[tuple[int, str, str, np.ndarray]]:
+    """Factors that conventions differ by: of how many parts, a name, what it means, and (G,) numbers."""
     n = size.astype(float)
     with np.errstate(divide="ignore", invalid="ignore"):
         baselines = [
@@ -245,7 +270,10 @@ def _factors(size: np.ndarray, std: np.ndarray) -> Iterator[tuple[str, str, np.n
         ]
     pairs = sorted(product(baselines, scales), key=lambda pair: bool(pair[0][0]) + bool(pair[1][0]))
     for (name, words, factor), (more, meaning, other) in pairs[1:]:
+        if name and more.startswith("√") and more != f"√({name})":
+            continue  # n/(n − 1) · √((n − 1)/n) is √(n/(n − 1)), and so the other way round
         yield (
+            bool(name) + bool(more),
             " × ".join(filter(None, (name, more))),
             "; ".join(filter(None, (words, meaning))),
             factor * other,

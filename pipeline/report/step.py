@@ -48,9 +48,11 @@ class StepReport:
         columns: (N,) NumPy arrays by name, one entry per row of the batch. Always `row` and `reason`, the
             code in `names`; where the batch had it, `rollout_id`, `group_id`, `collected_reward` (the row's
             own), `reward` (the rollout's, as the advantage saw it), `advantage` (a mean over tokens, where it
-            is per token), `advantage_by_row` (what it would be if each row were a rollout), `loss_weight`,
-            `tokens`, `status`, `policy_version`, `expected_rollouts`, `minibatch`, `microbatch`, `rank`,
-            `counted`, `logged_advantage` (that of a dump). An unknown float is NaN, an unknown integer -1.
+            is per token), `advantage_by_row` (what it would be if each row were a rollout), `loss_weight`
+            (also where it was folded into the advantage, which is that before), `tokens` (in the loss, as
+            collected), `trained_tokens` (after all stages), `status`, `policy_version`,
+            `expected_rollouts`, `minibatch`, `microbatch`, `rank`, `counted`, `logged_advantage` (that of a
+            dump). An unknown float is NaN, an unknown integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
         actions: what happened to those rows, by code.
         texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``group_label`` and

@@ -39,13 +39,15 @@ def chance_of_equal(count: np.ndarray, group: np.ndarray, group_size: int) -> np
         group_size: G ≥ 1.
 
     Returns:
-        (groups,) float, in [0, 1].
+        (groups,) float, in [0, 1]; of a single rollout exactly 1.
 
     Example:
         >>> three_solved_of_four = np.array([3, 1]), np.array([0, 0])
         >>> chance_of_equal(*three_solved_of_four, 2), chance_of_equal(*three_solved_of_four, 8).round(3)
         (array([0.5]), array([0.1]))
     """
+    if group_size == 1:  # whose sum of shares may miss 1 by a rounding
+        return np.ones(len(np.bincount(group)))
     rollouts = np.bincount(group, count)[group]
     chance = (count / rollouts) ** group_size
     drawn = rollouts >= group_size
@@ -250,8 +252,9 @@ def lines_of(seen: GroupsSeen, solved: float) -> tuple[str, list[tuple[str, np.n
     """
     values, rate = np.unique(seen.rewards), seen.solved
     if len(values) == 2:
-        solved = values[1]
-        rate = np.where(seen.low == solved, 1.0, (seen.mean - values[0]) / (solved - values[0]))
+        solved, rollouts = values[1], np.bincount(seen.group, seen.count)
+        # A mean is rounded, and a number of rollouts is whole.
+        rate = np.round((seen.mean - values[0]) / (solved - values[0]) * rollouts) / rollouts
     reached = float(np.mean(seen.rewards >= solved))
     if len(values) == 2 or PARTS <= reached <= 1 - PARTS:
         return f"solve rate, at {solved:g}", [_rates_within(rate, *ends) for ends in RATES]

@@ -21,6 +21,7 @@ from headrace.pipeline.report.logged_advantage import (
     nearest,
     nearest_convention,
     relation,
+    tolerance,
 )
 from headrace.transforms.schema import MINIBATCH
 
@@ -39,12 +40,14 @@ class LoggedAdvantages:
     def __init__(self) -> None:
         self.steps: list[LoggedRows] = []
         self.apart: list[np.ndarray] = []
+        self.taken = 0
 
     def add(self, report: StepReport) -> None:
         """Take the report of the next step."""
         rows = logged_rows(report)
         if rows is None:
             return
+        self.taken += 1
         apart = np.abs(rows.logged - rows.ours)
         self.apart.append(apart[np.isfinite(apart)])
         if sum(len(step.logged) for step in self.steps) < MOST:
@@ -60,20 +63,27 @@ class LoggedAdvantages:
             f"logged advantages: {len(apart):,} rows have one, {agree:.0%} agree with yours within "
             f"{AGREE:g}; they differ by {apart.max():.2g} at most, {apart.mean():.2g} in the mean"
         )
-        return f"{head}." if agree == 1 else f"{head}; {'; '.join(explain_logged(self.steps))}."
+        if agree == 1:
+            return f"{head}."
+        seen = len(self.steps)
+        steps = f"at the first {seen:,} of {self.taken:,} steps " if seen < self.taken else ""
+        return f"{head}; {steps}{'; '.join(explain_logged(self.steps))}."
 
 
 def explain_logged(steps: Sequence[LoggedRows]) -> list[str]:
     """What the logged advantages are, in clauses: whose recipe or which convention, and how from ours."""
+    logged = np.concatenate([step.logged for step in steps])
+    close = tolerance(logged)
     names, least = nearest(
-        {name: distance_from_recipe(steps, name) for name in recipes() if name.startswith("as/")}
+        {name: distance_from_recipe(steps, name) for name in recipes() if name.startswith("as/")},
+        close / AGREE,
     )
-    if least <= AGREE:
+    if least <= close:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         found = [f"they are those of {', '.join(names[:SHOWN])}{more} to {least:.1g}"]
     else:
         convention, apart = nearest_convention(steps)
-        told = "are those of" if apart <= AGREE else f"come nearest, to {apart:.2g}, to those of"
+        told = "are those of" if apart <= close else f"come nearest, to {apart:.2g}, to those of"
         found = [f"they are of no framework's recipe ({names[0]} is off by {least:.2g})"]
         found.append(f"they {told} {convention}")
     return [*found, *filter(None, [relation(steps)])]

@@ -16,7 +16,16 @@ from headrace.transforms.distributed import SharedIds, check_one_way, population
 from headrace.transforms.errors import BatchError, who_stamps
 from headrace.transforms.ids import as_ids, first_row_of_pairs, sum_by
 from headrace.transforms.options import as_dtype, nested_key, one_of
-from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT, has_key, require
+from headrace.transforms.schema import (
+    FOLDED_WEIGHT,
+    IN_LOSS,
+    MICROBATCH,
+    MINIBATCH,
+    RANK,
+    STEP_WEIGHT,
+    has_key,
+    require,
+)
 from headrace.transforms.tokens import loss_tokens
 
 from .loss_weight import Mean, Weighed, check_mean, loss_weight
@@ -43,8 +52,8 @@ class LossWeight(BatchTransform):
     Reads `loss_mask_key`, or where it is not there TorchRL's tokens of prompt and response; `log_prob_key` if
     there (a token whose log-probability is not finite is out of GRPOLoss); `rollout_key` and `group_key` if
     there or where `unit` needs them; `turn_key` for ``turn``.
-    Writes `weight_key` (N,) and ``("headrace", "step_weight")``, or under `fold` `advantage_key` in their
-    place; and the counts of the row's step,
+    Writes `weight_key` (N,) and ``("headrace", "step_weight")``, or under `fold` `advantage_key` and
+    ``("headrace", "folded_weight")`` in their place; and the counts of the row's step,
     (N,) int64: ``num_tokens``, ``num_samples``, and where there are ids ``num_rollouts`` and ``num_groups``.
     No device read; with a process group a few, and collectives by every rank, also for an empty batch.
 
@@ -122,10 +131,10 @@ class LossWeight(BatchTransform):
         self._needs = {"constant": "rollout", "turn": "rollout"}.get(unit, unit)  # whose ids must be there
         ids = {"rollout": self.rollout_key, "group": self.group_key}.get(self._needs)
         written = self.weight_key if fold == "none" else self.advantage_key
-        steps = [STEP_WEIGHT] if fold == "none" else []
+        beside = STEP_WEIGHT if fold == "none" else FOLDED_WEIGHT
         super().__init__(
             [MINIBATCH, ids, self.turn_key, None if fold == "none" else written],
-            [written, *steps, "num_tokens", "num_samples", "num_rollouts", "num_groups"],
+            [written, beside, "num_tokens", "num_samples", "num_rollouts", "num_groups"],
         )
         self.weighed_keys = () if fold == "none" else (written,)
 
@@ -142,6 +151,7 @@ class LossWeight(BatchTransform):
         else:
             factor = weight if self.fold == "sum" else weight * self._tokens_of_microbatch(batch, tokens)
             self._fold(batch, factor)
+            batch.set(FOLDED_WEIGHT, weight)
         for name in ("tokens", "samples", "rollouts", "groups"):
             if (count := getattr(weighed, name)) is not None:
                 batch.set(f"num_{name}", count)

@@ -20,8 +20,9 @@ def gradient_share(columns: Columns) -> np.ndarray:
 
     Args:
         columns: (N,) of a :class:`StepReport`, with `reason`, and where they are known `advantage`,
-            `advantage_size` (the sum of |advantage| over the row's tokens, where it is per token), `tokens`
-            and `loss_weight`. Without tokens each row has one, without weights each weighs 1.
+            `advantage_size` (the sum of |advantage| over the row's tokens, where it is per token),
+            `trained_tokens` (in the loss of the step), else `tokens`, and `loss_weight`. Without tokens each
+            row has one, without weights each weighs 1.
 
     Returns:
         (N,) float64 that sums to 1, or to 0 where no row trains or every advantage is 0.
@@ -49,7 +50,7 @@ def row_weight(columns: Columns) -> np.ndarray:
         (N,) float64, 0 where a row is not trained.
     """
     rows = len(columns["reason"])
-    tokens = np.maximum(columns.get("tokens", np.ones(rows)), 0)
+    tokens = np.maximum(columns.get("trained_tokens", columns.get("tokens", np.ones(rows))), 0)
     weight = columns.get("advantage", np.zeros(rows)) * _loss_weight(columns, rows) * tokens
     return np.where((columns["reason"] == 0) & np.isfinite(weight), weight, 0.0)
 
