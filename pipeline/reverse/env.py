@@ -91,8 +91,8 @@ class ReverseEnv(EnvBase):
         self._prompt = self._asked[self._ids["prompt"][0, :, 0]]
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:
-        # All slots end together after the second turn. After the first, those slots are reset whose second turn
-        # is of another rollout, all of them where none is revised, and _step has set its prompt already.
+        # All slots end together after the second turn. After the first, those are reset whose second turn is
+        # of another rollout, all of them where none is revised, and _step has set its prompt already.
         if tensordict is None or "_reset" not in tensordict.keys() or self._over:
             self._dispatch()
         return self._rows(done=torch.zeros(*self.batch_size, 1, dtype=torch.bool, device=self.device))
