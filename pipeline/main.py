@@ -50,6 +50,7 @@ def main() -> None:
     os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
     try:
         if (status := answer(sys.argv[1:])) is not None:
+            sys.stdout.flush()  # or it fails after the end, where nobody could say why
             sys.exit(status)
         sys.argv[1:] = ready_words(sys.argv[1:])
         run_task()

@@ -273,6 +273,11 @@ def test_the_words_against_a_symptom_compose_and_build(name, words):
     load_pipeline(*of_pipeline)
 
 
+@pytest.mark.parametrize("symptom", symptoms().values(), ids=lambda symptom: symptom.name)
+def test_the_colon_between_a_remedy_and_its_words_is_put_there_once(symptom):
+    assert not [each.text for each in symptom.remedies if each.text.endswith(":")]
+
+
 def test_the_page_of_symptoms_is_up_to_date():
     done = subprocess.run([sys.executable, "tools/make_symptoms.py", "--check"], cwd=ROOT, check=False)
     assert done.returncode == 0, "run `make generate`"

@@ -54,6 +54,14 @@ def test_what_the_collector_yields_is_flattened_and_complete(expected):
     assert pipeline.metrics["rollouts/in"] == 12
 
 
+@pytest.mark.parametrize("revised", [0.0, 0.5, 1.0])
+def test_every_share_of_revisions_gives_whole_groups(revised):
+    """Without a revision all slots end after their first turn, and the batch is at its half."""
+    sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=2, remainder="drop")
+    for at, batch in enumerate(make_collector(ReverseEnv(sampler, revised=revised), batches=2)):
+        assert sorted({*batch["rollout_id"].flatten().tolist()}) == list(range(8 * at, 8 * at + 8))
+
+
 def test_ranks_collect_together_what_one_process_does():
     def env_of(**share):
         sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=4, remainder="drop", **share)

@@ -175,6 +175,16 @@ def test_a_full_disk_is_one_paragraph(tmp_path, monkeypatch):
     assert (done.returncode, "metrics.csv: no space left on device." in done.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("words", [["recipes"], ["--help"], ["--cfg", "job"]], ids=" ".join)
+def test_who_has_read_enough_hears_no_error(tmp_path, words):
+    command = [sys.executable, "-m", "headrace.pipeline", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as started:
+        started.stdout.close()  # as `headrace recipes | head` does
+        said = started.stderr.read()
+    assert (said, started.returncode) == ("", 141)
+
+
 def test_what_nobody_foresaw_says_how_to_see_where_it_comes_from(tmp_path, monkeypatch):
     def break_down(*_, **__):
         raise KeyError("out of the blue")

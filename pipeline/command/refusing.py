@@ -27,6 +27,9 @@ def refuse(err: Exception, *, go_on: bool = False) -> str:
         Exception: the error itself, where HYDRA_FULL_ERROR is 1.
         SystemExit: else.
     """
+    if isinstance(err, BrokenPipeError) and _nobody_reads():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be written
+        sys.exit(128 + 13)  # as a program that SIGPIPE ended
     return _print_error(err, paragraph_of(err), None if go_on else 2)
 
 
@@ -44,6 +47,15 @@ def give_up(err: Exception, *, go_on: bool = False) -> str:
     said = str(err) if isinstance(err, RuntimeError) else repr(err)
     hint = "This was not foreseen; HYDRA_FULL_ERROR=1 before the command shows where it comes from."
     return _print_error(err, f"{said}\n{hint}", None if go_on else 1)
+
+
+def _nobody_reads() -> bool:
+    """Whether what is printed has nowhere to go: behind `| head`, say, which is no error to speak of."""
+    try:
+        print(flush=True)  # what was to be written before is forgotten by now
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _print_error(err: Exception, text: str, status: int | None) -> str:

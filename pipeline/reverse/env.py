@@ -60,7 +60,7 @@ class ReverseEnv(EnvBase):
         slots = sampler.prompts_per_batch // sampler.ranks * (sampler.group_size + self.revised) // 2
         super().__init__(batch_size=torch.Size([slots]), device=device)
         self.frames_per_batch = 2 * slots
-        self._draws = sampler.draws()
+        self._draws, self._over = sampler.draws(), True
         self._set_seed(seed)
         self._asked, self._answers = digits.prompts().to(self.device), digits.answers().to(self.device)
         self._specify(slots)
@@ -87,13 +87,13 @@ class ReverseEnv(EnvBase):
         second = torch.cat([two_turns, one_turn[:, 1::2]], 1).flatten()
         slots = torch.stack([first, second])  # (2, B) the index of the rollout, by turn and slot
         self._ids = {name: draws[name].to(self.device)[slots].unsqueeze(-1) for name in IDS}
-        self._turn = 0
+        self._turn, self._over = 0, False
         self._prompt = self._asked[self._ids["prompt"][0, :, 0]]
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:
-        # All slots end together after the second turn. After the first, only slots whose second turn is of
-        # another rollout are reset, and _step has set its prompt already.
-        if tensordict is None or "_reset" not in tensordict.keys() or bool(tensordict["_reset"].all()):
+        # All slots end together after the second turn. After the first, those are reset whose second turn is
+        # of another rollout, all of them where none is revised, and _step has set its prompt already.
+        if tensordict is None or "_reset" not in tensordict.keys() or self._over:
             self._dispatch()
         return self._rows(done=torch.zeros(*self.batch_size, 1, dtype=torch.bool, device=self.device))
 
@@ -108,6 +108,7 @@ class ReverseEnv(EnvBase):
         gave_up = torch.rand(status.shape, generator=self._grader).to(self.device) < self.failing
         status = status.masked_fill(gave_up, int(Status.FAILED))
         out = self._rows(done=~goes_on, reward=reward, status=status)
+        self._over = self._turn == 1
         if self._turn == 0:
             self._turn = 1
             asked = self._asked[self._ids["prompt"][1, :, 0]]
