@@ -14,7 +14,7 @@ from rich.console import Console
 
 from headrace.pipeline import make_report, page_data, write_page
 from headrace.pipeline.report import show_report
-from headrace.pipeline.report.written.loggers import group_rows
+from headrace.pipeline.report.written.loggers import group_rows, rollout_rows
 from headrace.pipeline.sources import open_source
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import BatchError
@@ -60,6 +60,9 @@ def test_report_ledger_and_page_say_the_ids_of_the_dump(write, tmp_path):
     write_page(page_data([report], title="ids"), tmp_path / "page.html")
     names, rows = group_rows(report)
     assert [row[names.index("group")] for row in rows] == list(dict.fromkeys(groups))
+    names, rows = rollout_rows(report)
+    seen = {(row[names.index("group")], row[names.index("rollout")]) for row in rows}
+    assert seen == set(zip(groups, rollouts, strict=True))
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(show_report(report))
     shown = console.export_text()
