@@ -101,7 +101,7 @@ def load_pipeline(
         >>> load_pipeline("pipeline=grpo", "pipeline.stages.advantage.scale=none").stages["advantage"].scale
         'none'
     """
-    values = locals()
+    values = locals()  # first, while there is nothing else; editors complete a signature, and no table
     given = {word: values[word] for word in KEYWORDS if values[word] is not ...}
     words = _overrides(recipe, overrides, rows)
     settings = settings_of(words, given, stages or {})

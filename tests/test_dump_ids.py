@@ -13,8 +13,8 @@ from dumps import slime_dump, slime_sample, tinker_row, verl_row, write_lines
 from rich.console import Console
 
 from headrace.pipeline import make_report, page_data, write_page
-from headrace.pipeline.report import show_report
-from headrace.pipeline.report.written.loggers import group_rows
+from headrace.pipeline.report import Comparison, show_report
+from headrace.pipeline.report.written.loggers import group_rows, rollout_rows
 from headrace.pipeline.sources import open_source
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import BatchError
@@ -60,6 +60,9 @@ def test_report_ledger_and_page_say_the_ids_of_the_dump(write, tmp_path):
     write_page(page_data([report], title="ids"), tmp_path / "page.html")
     names, rows = group_rows(report)
     assert [row[names.index("group")] for row in rows] == list(dict.fromkeys(groups))
+    names, rows = rollout_rows(report)
+    seen = {(row[names.index("group")], row[names.index("rollout")]) for row in rows}
+    assert seen == set(zip(groups, rollouts, strict=True))
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(show_report(report))
     shown = console.export_text()
@@ -86,6 +89,16 @@ def test_a_replay_of_a_replay_keeps_them_too(write, format, tmp_path):
     ((_, first),) = open_source(write(tmp_path)[0])
     assert again["group_id"].tolist() == first["group_id"].tolist()
     assert again["rollout_id"].tolist() == first["rollout_id"].tolist()
+
+
+def test_groups_whose_share_moves_are_called_as_in_the_dump(make_batch):
+    batch = make_batch([0.0, 1.0, 0.0, 5.0], [0, 0, 1, 1])
+    batch["group_id"] = ["left", "left", "right", "right"]
+    size, scales = "pipeline.stages.gate.group_size=2", ("group", "none")
+    runs = [composed(*WORDS, size, f"pipeline.stages.advantage.scale={scale}").run(batch) for scale in scales]
+    comparison = Comparison(scales)
+    comparison.add(*map(make_report, runs))
+    assert {mover.group for mover in comparison.movers} == {"left", "right"}
 
 
 @pytest.mark.parametrize(("write", "named"), [(slime, "40"), (verl, "'7f3a_0'"), (tinker, "3")])

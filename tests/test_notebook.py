@@ -92,7 +92,7 @@ def test_a_ledger_counts_rows_rollouts_and_groups(rows):
     expected = [["collected", *map(str, everyone)], ["trained", *map(str, trained)]]
     if left[0]:
         name = ledger.names[1].replace("/", ": ").replace("_", " ")
-        expected.insert(1, [f"{name}, dropped", *(f"−{count}" if count else "" for count in left)])
+        expected.insert(1, [f"{name}, dropped", *(f"−{count}" if count else "0" for count in left)])
     assert head == ["", "rows", "rollouts", "groups"]
     assert lines == expected
 

@@ -20,7 +20,8 @@ class Mover(NamedTuple):
     """A group of a step, and its two shares of the step's gradient."""
 
     step: int
-    group: int
+    group: int | str
+    """As the dump calls it."""
     first: float
     second: float
 
@@ -119,11 +120,12 @@ class Comparison:
     def _move(self, report: StepReport, share: Sequence[np.ndarray]) -> None:
         """Add how far the shares (N,) of the two move from group to group, and which groups' most."""
         ids = report.columns.get("group_id", np.zeros(len(report), int))
-        groups, index = np.unique(ids, return_inverse=True)
+        groups, rows, index = np.unique(ids, return_index=True, return_inverse=True)
+        names = report.ids("group", rows) if "group_id" in report.columns else groups.tolist()
         one, other = (np.bincount(index.reshape(-1), weights, len(groups)) for weights in share)
         self.moved += float(np.abs(one - other).sum() / 2)
         most = np.argsort(-np.abs(one - other), kind="stable")[:MOVERS]
-        found = [Mover(report.step, int(groups[k]), float(one[k]), float(other[k])) for k in most]
+        found = [Mover(report.step, names[k], float(one[k]), float(other[k])) for k in most]
         moved = [mover for mover in found if mover.first != mover.second]
         self.movers = sorted(self.movers + moved, key=lambda m: -abs(m.first - m.second))[:MOVERS]
 

@@ -10,6 +10,7 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.printable import printable
+from headrace.pipeline.shown.counts import count_words, minus_words, reason_words
 from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
 
 from .advice.advisories import Advisory
@@ -90,14 +91,14 @@ def _funnel(report: StepReport) -> FittedTable:
     names = [FittedColumn(unit, right=True) for unit in units]
     table = FittedTable([FittedColumn(f"step {report.step}", gives="wrap"), *names])
     levels = report.funnel
-    table.add("collected", *(_count(getattr(levels[0], unit)) for unit in units))
+    table.add("collected", *(count_words(getattr(levels[0], unit)) for unit in units))
     for level in levels[1:]:
         for left in level.out:
-            name = f"{printable(level.name)}: {printable(left.reason).replace('_', ' ')}, {left.action}"
-            table.add(name, *(_minus(getattr(left, unit)) for unit in units), style="dim", indent=2)
+            name = f"{printable(reason_words(level.name, left.reason))}, {left.action}"
+            table.add(name, *(minus_words(getattr(left, unit)) for unit in units), style="dim", indent=2)
             if left.in_part:
                 table.add(left.in_part, *("" for _ in units), style="dim", indent=4)
-    table.add("trained", *(_count(getattr(levels[-1], unit)) for unit in units), style="bold")
+    table.add("trained", *(count_words(getattr(levels[-1], unit)) for unit in units), style="bold")
     return table
 
 
@@ -153,15 +154,7 @@ def _values(values: np.ndarray) -> str:
 def _reasons(report: StepReport, codes: np.ndarray) -> str:
     distinct, counts = np.unique(codes[codes > 0], return_counts=True)
     named = (printable(report.names[code]).rpartition("/") for code in distinct)
-    words = [f"{stage}: {reason.replace('_', ' ')}" for stage, _, reason in named]
+    words = [reason_words(stage, reason) for stage, _, reason in named]
     return ", ".join(
         word + (f" ×{count}" if count > 1 else "") for word, count in zip(words, counts, strict=True)
     )
-
-
-def _count(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
-
-
-def _minus(value: int | None) -> str:
-    return "" if value is None else f"−{value:,}" if value else "0"

@@ -11,6 +11,8 @@ import numpy as np
 from headrace.pipeline.printable import printable
 from headrace.pipeline.report.measuring.funnel import UNITS, Level, funnel
 
+from .counts import count_words, minus_words, reason_words
+
 GROUPS = 12  # lines of a table of groups; the number of other groups is below it
 CELL = "padding:.1em .7em;border:0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
 DIM = "opacity:.7"
@@ -58,16 +60,12 @@ def ledger_html(
 def funnel_html(caption: str, levels: Sequence[Level]) -> str:
     """What was collected, what left each stage for which reason, and what is trained."""
     units = [unit for unit in UNITS if getattr(levels[0], unit) is not None]
-
-    def counts(thing: Any, sign: str = "") -> list[str]:
-        return [f"{sign}{value:,}" if (value := getattr(thing, unit)) or not sign else "" for unit in units]
-
-    rows = [["collected", *counts(levels[0])]]
+    rows = [["collected", *(count_words(getattr(levels[0], unit)) for unit in units)]]
     for level in levels[1:]:
         for left in level.out:
-            text = f"{level.name}: {left.reason.replace('_', ' ')}, {left.action}"
-            rows.append([text, *counts(left, "−")])
-    rows.append(["trained", *counts(levels[-1])])
+            text = f"{reason_words(level.name, left.reason)}, {left.action}"
+            rows.append([text, *(minus_words(getattr(left, unit)) for unit in units)])
+    rows.append(["trained", *(count_words(getattr(levels[-1], unit)) for unit in units)])
     return table(caption, ["", *units], rows, numeric=range(1, len(units) + 1), dim=range(1, len(rows) - 1))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.composing.hints import leaves
 from headrace.pipeline.composing.option_types import annotations_of, as_typed, described, misfit
+from headrace.pipeline.report import ReportFolder
 from headrace.pipeline.sources import open_source
 
 TYPES: dict[str, Any] = {
@@ -22,8 +23,6 @@ TYPES: dict[str, Any] = {
     "train.max_grad_norm": float | None,
     "train.transform": str | None,  # or a node
     "report.html": bool,
-    "report.steps": int,
-    "report.dump": Literal["parquet", "jsonl"] | None,
     "report.solved": float,
     "report.parameters": float | None,
     "plan.group_sizes": list[int],
@@ -31,6 +30,7 @@ TYPES: dict[str, Any] = {
     "certify.group_sizes": int | list[int],
     "certify.only": str | list[str] | None,
     "certify.most": int,
+    **{f"report.{name}": annotations_of(ReportFolder)[name] for name in ("steps", "dump", "every")},
     **{f"source.{name}": kind for name, kind in annotations_of(open_source).items() if name != "return"},
     "source.path": str | None,  # which the tasks ask for themselves
 }

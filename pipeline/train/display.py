@@ -12,9 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from headrace.pipeline.printable import printable
+from headrace.pipeline.shown.counts import count_words, minus_words, reason_words
 from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
 
-UNITS = ("rows", "rollouts", "groups")
+UNITS = ("rows", "rollouts", "groups")  # of which a history has numbers
 
 
 class TrainingDisplay:
@@ -110,21 +111,13 @@ def history_table(history: list[dict[str, float]], title: str) -> FittedTable:
         known = [numbers[key] for numbers in history if key in numbers]
         return sum(known) if known else None
 
-    def minus(key: str) -> str:
-        count = total(key)
-        return "" if count is None else f"−{count:,.0f}" if count else "0"
-
-    def plain(key: str) -> str:
-        count = total(key)
-        return "" if count is None else f"{count:,.0f}"
-
-    table.add("collected", *(plain(f"{unit}/in") for unit in UNITS))
+    table.add("collected", *(count_words(total(f"{unit}/in")) for unit in UNITS))
     for key in dict.fromkeys(key for numbers in history for key in numbers if key.startswith("out/")):
         if total(key):
             stage, reason = key.split("/")[1:]
-            counts = (minus(key), minus(f"rollouts/{key}"), minus(f"groups/{key}"))
-            table.add(f"{stage}: {reason.replace('_', ' ')}", *counts, indent=2)
-    table.add("trained", *(plain(f"{unit}/trained") for unit in UNITS), style="bold")
+            counts = (minus_words(total(f"{prefix}{key}")) for prefix in ("", "rollouts/", "groups/"))
+            table.add(reason_words(stage, reason), *counts, indent=2)
+    table.add("trained", *(count_words(total(f"{unit}/trained")) for unit in UNITS), style="bold")
     rewards = [numbers["reward"] for numbers in history if "reward" in numbers]
     if rewards:
         table.caption = f"reward {rewards[0]:.3f} → {rewards[-1]:.3f}, mean over rollouts"

@@ -74,10 +74,14 @@ def rollout_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
     for row in rows_to_read(report).tolist():
         rows_of.setdefault(ids[row], []).append(row)
     place = {rollout: at for at, rollout in enumerate(each["rollout"].tolist())}
+    group, names = (
+        report.ids(unit, each["row"]) if f"{unit}_id" in columns else each[unit].tolist()
+        for unit in ("group", "rollout")
+    )
     table = []
     for rollout, rows in list(rows_of.items())[:ROLLOUTS]:
         at, asked = place[rollout], report.asked(rows[0])
-        line: list[Any] = [int(each["group"][at]), rollout, None if asked is None else shortened(asked)]
+        line: list[Any] = [group[at], names[at], None if asked is None else shortened(asked)]
         line.append(None if responses is None else shortened("\n\n".join(responses[row] for row in rows)))
         line += [_or_none(each[name][at]) for name in ("reward", "advantage")]
         line.append(int(columns["tokens"][rows].sum()) if "tokens" in columns else None)
