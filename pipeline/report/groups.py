@@ -22,9 +22,9 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     Returns:
         (R,) `group`, `rollout`, `row` (its first), `segments`, `reward` (of its first row with one; NaN
         where it left before its rows had one reward together), `advantage` (likewise), `trained`
-        (whether a row of it is), `lost` (failed or aborted), `truncated` (whether a row of it is), `tokens` (in the loss, of all its rows, as collected; 0 unknown),
-        `reason` (the code of its first row, 0 if any is trained), `staleness` (versions behind the
-        newest, -1 unknown).
+        (whether a row of it is), `lost` (failed or aborted), `truncated` (whether a row of it is),
+        `tokens` (in the loss, of all its rows, as collected; 0 unknown), `reason` (the code of its first
+        row, 0 if any is trained), `staleness` (versions behind the newest, -1 unknown).
 
     Example:
         >>> columns = {"reason": np.array([0, 0, 1]), "rollout_id": np.array([7, 7, 4])}
