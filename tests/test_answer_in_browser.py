@@ -112,6 +112,18 @@ def test_what_the_verdict_says_is_not_said_again(look):
     assert look(run).texts("#advisories summary") == ["Flat: what to do"]
 
 
+def test_no_tile_stands_alone_in_a_line(look):
+    run = long_run(live=None)
+    for step in run["steps"]:
+        del step["numbers"]["correction/ess_token"], step["numbers"]["groups/informative"]
+    del run["curves"]["correction/ess_token"], run["curves"]["groups/informative"]
+    page = look(run, width=800)
+    tops = "return [...document.querySelectorAll('.tile')].map((tile) => tile.getBoundingClientRect().top)"
+    assert len(set(page.driver.execute_script(tops)[:2])) == 1
+    assert len(set(page.driver.execute_script(tops))) == 2
+    assert page.driver.execute_script(tops).count(page.driver.execute_script(tops)[0]) == 2
+
+
 def test_a_page_of_some_steps_says_of_which(look):
     assert look(long_run(live=None)).seen("#of") == "5 of the steps 0 to 59"
     assert look(pages.run_of(*pages.fan_out_run(5)["steps"])).seen("#of") == "5 steps, 0 to 40"

@@ -56,7 +56,8 @@ export function drawTiles({ page, step, width }) {
   const tiles = TILES.map((tile) => [tile, names.find((name) => tile.metric.test(name))]);
   const known = tiles.filter(([, name]) => name !== undefined);
   const fit = Math.max(1, Math.floor((width + GAP) / (TILE + GAP)));
-  const columns = width < 2 * TILE ? Math.min(2, known.length) : Math.min(fit, known.length);
+  const most = width < 2 * TILE ? 2 : fit;
+  const columns = Math.ceil(known.length / Math.ceil(known.length / most)); // as many in each line, or nearly
   const each = (width - GAP * (columns - 1)) / columns;
   const style = { "grid-template-columns": `repeat(${columns}, minmax(0, 1fr))` };
   return known.length
