@@ -74,7 +74,7 @@ def test_the_first_screen_answers(look):
     assert page.seen("#verdict") == "The reward rose to step 59."
     assert page.texts("#answer .big") == [
         "0.96 mean over rollouts",
-        "26.3 % of groups: rewards differ",
+        "26.3 % rewards differ",
         "459 tokens per rollout",
         "30 % of the rollouts",
         "31 % of the tokens",
@@ -100,6 +100,55 @@ def test_an_advisory_opens_what_is_known_of_its_symptom(look):
     page.one(f"{first} summary").click()
     assert "pipeline=dapo" in page.seen(first)
     assert symptoms()["rollouts-truncated"].title in page.seen(first)
+
+
+def test_what_the_verdict_says_is_not_said_again(look):
+    run = long_run(live=None)
+    run["steps"][-1] |= {
+        "verdict": "The reward is flat at 0.1 over 60 steps. 30 % were cut off.",
+        "advisories": [{"name": "reward-flat", "text": "The reward is flat at 0.1."}],
+    }
+    run["symptoms"] += [{"name": "reward-flat", "title": "Flat", "shows": "", "means": "", "remedies": []}]
+    assert look(run).texts("#advisories summary") == ["Flat: what to do"]
+
+
+def test_no_tile_stands_alone_in_a_line(look):
+    run = long_run(live=None)
+    for step in run["steps"]:
+        del step["numbers"]["correction/ess_token"], step["numbers"]["groups/informative"]
+    del run["curves"]["correction/ess_token"], run["curves"]["groups/informative"]
+    page = look(run, width=800)
+    tops = "return [...document.querySelectorAll('.tile')].map((tile) => tile.getBoundingClientRect().top)"
+    assert len(set(page.driver.execute_script(tops)[:2])) == 1
+    assert len(set(page.driver.execute_script(tops))) == 2
+    assert page.driver.execute_script(tops).count(page.driver.execute_script(tops)[0]) == 2
+
+
+def test_a_page_of_some_steps_says_of_which(look):
+    assert look(long_run(live=None)).seen("#of") == "5 of the steps 0 to 59"
+    assert look(pages.run_of(*pages.fan_out_run(5)["steps"])).seen("#of") == "5 steps, 0 to 40"
+
+
+def test_a_group_in_the_loss_is_opened_first_and_one_segment_is_no_size(look):
+    """Group 1 spreads widest, and has left."""
+    left = pages.rollouts_of(1, [0.0, 1.0], reason="gate/incomplete")
+    kept = pages.rollouts_of(2, [0.4, 0.6])
+    pages.advantages(kept)
+    rows = left + kept
+    made = pages.step_of(rows, size=2, actions={"gate/incomplete": "dropped"})
+    page = look(pages.run_of(made))
+    assert page.values("details.group", "data-group") == ["1", "2"]
+    assert page.values("details.group[open]", "data-group") == ["2"]
+    assert page.count("#strip [data-legend=size]") == 0
+    assert page.seen("#compare .body") == "Each rollout of this step is one row, so both are the same."
+
+
+def test_a_rollout_that_left_with_rewards_apart_has_none(look):
+    draft = pages.rollouts_of(1, [0.0, 1.0], [2, 1], reason="gate/incomplete")
+    draft[1]["reward"] = 1.0
+    rows = draft + pages.rollouts_of(2, [0.0, 1.0])
+    page = look(pages.run_of(pages.step_of(rows, size=2, actions={"gate/incomplete": "dropped"})))
+    assert "none" in page.texts("#strip .axis text")
 
 
 def test_a_run_without_numbers_or_advice_has_no_tile_and_no_gap(look):
@@ -156,6 +205,40 @@ def test_a_live_page_follows_its_run_and_stops_with_it(look, tmp_path):
     page.driver.execute_script("window.same = true")
     time.sleep(1.5)
     assert page.driver.execute_script("return window.same")
+
+
+def test_who_types_or_marks_text_on_a_live_page_is_not_interrupted(look, tmp_path):
+    run = long_run(live=1.0)
+    page = look(run | {"steps": run["steps"][:3]})
+    page.one("#search").send_keys("gro")
+    write_page(run, tmp_path / "page.html")
+    wait_for(lambda: page.texts("#verdict") == ["The reward rose to step 59."])
+    page.driver.switch_to.active_element.send_keys("up")
+    script = "return document.getElementById('search').value"
+    assert page.driver.execute_script(script) == "group"
+    page.driver.execute_script("getSelection().selectAllChildren(document.getElementById('summary'))")
+    page.driver.execute_script("window.same = true")
+    time.sleep(3.5)
+    assert page.driver.execute_script("return window.same")
+    page.driver.execute_script("getSelection().removeAllRanges()")
+    wait_for(lambda: not page.driver.execute_script("return window.same"))
+
+
+def test_a_group_that_was_chosen_on_a_live_page_stays_and_one_can_pause(look, tmp_path):
+    run = long_run(live=1.0)
+    some = run | {"steps": run["steps"][:3]}
+    page = look(some)
+    page.one("details.group[data-group='4'] > summary").click()
+    page.driver.execute_script("window.same = true")
+    write_page(run, tmp_path / "page.html")
+    wait_for(lambda: not page.driver.execute_script("return window.same"))
+    assert page.seen("#verdict") == "The reward rose to step 30."
+    page.one("#pause").click()
+    page.driver.execute_script("window.same = true")
+    time.sleep(3.5)
+    assert page.driver.execute_script("return window.same")
+    page.one("#pause").click()
+    wait_for(lambda: not page.driver.execute_script("return window.same"))
 
 
 def test_a_page_of_a_run_that_was_killed_says_when_it_was_written(look):

@@ -1,6 +1,8 @@
 """Takes pictures of a page: at three widths, in light and in dark, with nothing cut off below.
 
     python tools/make_pictures.py outputs/…/report.html pictures [--open] [--panel strip]
+    python tools/make_pictures.py outputs/…/report.html docs/images --as page.png --widths 1280 \\
+        --schemes light --height 1150
 
 Needs the extra `dev` (selenium), and chromium with chromedriver on PATH.
 """
@@ -41,9 +43,16 @@ def browser() -> Any:
 
 
 def take(
-    driver: Any, page: Path, *, width: int, scheme: str, opened: bool = False, panel: str | None = None
+    driver: Any,
+    page: Path,
+    *,
+    width: int,
+    scheme: str,
+    opened: bool = False,
+    panel: str | None = None,
+    height: int | None = None,
 ) -> bytes:
-    """A PNG of a page, or of one of its panels, as long as it is."""
+    """A PNG of a page, or of one of its panels, as long as it is, or its first `height` pixels."""
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -58,6 +67,7 @@ def take(
         panel,
     )
     clip = dict(zip(("x", "y", "width", "height"), box, strict=True)) | {"scale": 1}
+    clip["height"] = min(clip["height"], height or clip["height"])
     options = {"captureBeyondViewport": True, "clip": clip}
     return base64.b64decode(driver.execute_cdp_cmd("Page.captureScreenshot", options)["data"])
 
@@ -68,6 +78,8 @@ def main() -> None:
     parser.add_argument("page", type=Path, help="report.html")
     parser.add_argument("folder", type=Path, help="where the pictures go")
     parser.add_argument("--name", help="what they are called; default: as the page's folder")
+    parser.add_argument("--as", dest="file", help="the name of the one picture there is")
+    parser.add_argument("--height", type=int, help="pixels from above; default: all")
     parser.add_argument("--open", action="store_true", help="open the first group and its first rollout")
     parser.add_argument("--panel", help="of one panel alone, by its id")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
@@ -80,7 +92,8 @@ def main() -> None:
         for width in given.widths:
             for scheme in given.schemes:
                 options = {"width": width, "scheme": scheme, "opened": given.open, "panel": given.panel}
-                path = given.folder / f"{name}-{width}-{scheme}.png"
+                options["height"] = given.height
+                path = given.folder / (given.file or f"{name}-{width}-{scheme}.png")
                 path.write_bytes(take(driver, given.page, **options))
                 print(path)
     finally:

@@ -15,7 +15,14 @@ from rich.text import Text
 
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.printable import printable
-from headrace.pipeline.report import Comparison, ReportFolder, StepReport, gradient_share, make_report
+from headrace.pipeline.report import (
+    Comparison,
+    ReportFolder,
+    StepReport,
+    gradient_share,
+    last_user_turn,
+    make_report,
+)
 from headrace.pipeline.report.written.whole_file import write_whole
 from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
 
@@ -129,6 +136,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         rows = sorted(lines.items(), key=lambda line: -abs(line[1][0] - line[1][1]))[:LINES]
         for text, (one, other, count) in sorted(rows, key=_by_label):
             shares = (f"{one / comparison.steps:.1%}", f"{other / comparison.steps:.1%}")
+            text = last_user_turn(text) if name == "prompt" else text
             table.add(printable(text)[:PROMPT], *shares, f"{count:,.0f}")
         console.print(table)
 

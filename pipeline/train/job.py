@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase
 from torchrl.collectors import Collector
@@ -53,7 +54,7 @@ def train(config: DictConfig, output: Path) -> float:
     _expect_whole_draws(pipeline, components["env"])
     collector = _make_collector(components, config.train.steps)
     display = TrainingDisplay(config.train.steps, output / "metrics.csv")
-    folder = ReportFolder.configured(config, output, title=f"headrace, {config.train.steps} steps")
+    folder = ReportFolder.configured(config, output, title=_title(config))
     display.console.print(show_pipeline(pipeline))
     ending = "where the rows went"
     try:
@@ -73,6 +74,13 @@ def train(config: DictConfig, output: Path) -> float:
         advice = show_advisories(folder.advisories, folder.verdict)
         display.close(ending, page=page, lines=advice)
     return display.history[-1].get("reward", float("nan"))
+
+
+def _title(config: DictConfig) -> str:
+    """The recipe by its name, where one was chosen on a command line, and how many steps."""
+    chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    steps = config.train.steps
+    return f"{chosen.get('pipeline', 'headrace')}, {steps:,} step{'s' * (steps != 1)}"
 
 
 def _make_collector(components: dict[str, Any], steps: int) -> Collector:

@@ -10,7 +10,7 @@ const TILES = [
   {
     metric: /^groups\/informative$/,
     label: "informative groups",
-    unit: "of groups: rewards differ",
+    unit: "rewards differ",
     text: inPercent,
   },
   { metric: /^response_length\/mean$/, label: "response length", unit: "tokens per rollout", text: short },
@@ -56,7 +56,8 @@ export function drawTiles({ page, step, width }) {
   const tiles = TILES.map((tile) => [tile, names.find((name) => tile.metric.test(name))]);
   const known = tiles.filter(([, name]) => name !== undefined);
   const fit = Math.max(1, Math.floor((width + GAP) / (TILE + GAP)));
-  const columns = width < 2 * TILE ? Math.min(2, known.length) : Math.min(fit, known.length);
+  const most = width < 2 * TILE ? 2 : fit;
+  const columns = Math.ceil(known.length / Math.ceil(known.length / most)); // as many in each line, or nearly
   const each = (width - GAP * (columns - 1)) / columns;
   const style = { "grid-template-columns": `repeat(${columns}, minmax(0, 1fr))` };
   return known.length
@@ -67,17 +68,19 @@ export function drawTiles({ page, step, width }) {
 // Text in which `words between these` are code.
 const withCode = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 
-function adviceLine(page, advisory) {
+function adviceLine(page, verdict, advisory) {
   const symptom = page.symptoms.find((each) => each.name === advisory.name);
   if (!symptom) return h("li", {}, advisory.text);
+  // What the verdict has said already is not said again.
+  const said = verdict.startsWith(advisory.text.replace(/\.$/, ""));
   return h(
     "li",
     {},
     h(
       "details",
       { id: `symptom-${symptom.name}` },
-      h("summary", {}, advisory.text, " ", h("span", { class: "note" }, "what to do")),
-      h("h3", {}, symptom.title),
+      h("summary", {}, said ? symptom.title : advisory.text, said ? ": " : " ", h("span", { class: "note" }, "what to do")),
+      said ? null : h("h3", {}, symptom.title),
       h("p", {}, withCode(symptom.means)),
       h(
         "ul",
@@ -95,5 +98,5 @@ export function sayAdvice(page, step) {
   byId("verdict").textContent = step.verdict;
   byId("verdict").hidden = !step.verdict;
   byId("advisories").hidden = !step.advisories.length;
-  byId("advisories").replaceChildren(...step.advisories.map((advisory) => adviceLine(page, advisory)));
+  byId("advisories").replaceChildren(...step.advisories.map((advisory) => adviceLine(page, step.verdict, advisory)));
 }

@@ -103,6 +103,7 @@ function sentence(pairs, named) {
   const flips = pairs.filter(({ kind }) => kind === "flips").length;
   const rows = plural(pairs.length, "row");
   const flipped = flips ? count(flips) : "none";
+  if (named.other && !differ) return `Under ${named.y} the advantage of each of ${rows} is that under ${named.x}.`;
   if (named.other)
     return (
       `Under ${named.y} instead of ${named.x} the advantage of ${count(differ)} of ${rows} differs, ` +
@@ -121,6 +122,8 @@ export function drawCompare({ page, model, width }) {
   if (!model.rows.length) return message("There are no rows at this step, so there is nothing to compare.");
   if (!pairs.length)
     return message("No row of this step has both advantages: none came as far as the advantage stage.");
+  const alone = new Set(model.rows.map((row) => String(row.rollout))).size === model.rows.length;
+  if (alone && !named.other) return message("Each rollout of this step is one row, so both are the same.");
   const marks = [
     ["same", "the same either way"],
     ["differs", "differs"],

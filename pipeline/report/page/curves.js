@@ -1,5 +1,5 @@
 // Small multiples: one metric each, with the step that the page shows marked.
-import { h, message, moreButton, s } from "./dom.js";
+import { byId, h, message, moreButton, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
 import { count, extent, isNumber, plural, scale } from "./numbers.js";
 import { measured, measuredRange } from "./units.js";
@@ -117,10 +117,11 @@ export function drawCurves({ page, step, width, redraw }) {
 export function drawNumbers({ step }) {
   const numbers = Object.entries(step.numbers);
   if (!numbers.length) return message("No number was recorded at this step.");
+  const open = byId("all-numbers")?.open; // it stays so when another step is drawn
   return [
     h(
       "details",
-      { class: "numbers" },
+      { id: "all-numbers", class: "numbers", open },
       h("summary", {}, plural(numbers.length, "number")),
       h(
         "dl",

@@ -1,12 +1,55 @@
 // A page of a run that goes on loads itself anew, and what was chosen on it stays.
-import { byId } from "./dom.js";
+import { byId, h } from "./dom.js";
 
 const DAY = 24 * 3600;
+const CALM = 2000; // milliseconds without a key or a pointer, before the page may load itself anew
 const FOLDS = "details[id], details[data-group]";
 const nameOf = (fold) => fold.id || fold.dataset.group;
+const strip = () => document.querySelector("#strip .scroll");
 
-function openFolds(names) {
-  for (const fold of document.querySelectorAll(FOLDS)) if (names.includes(nameOf(fold))) fold.open = true;
+function foldAs(kept) {
+  for (const fold of document.querySelectorAll(FOLDS)) {
+    const before = kept.folds.find(([name]) => name === nameOf(fold));
+    if (before) fold.open = before[1];
+  }
+}
+
+// Who was in a field goes on where it was.
+function focusAs({ focus }) {
+  const field = focus && byId(focus);
+  if (!field) return;
+  field.focus({ preventScroll: true });
+  if (field.type === "search") field.setSelectionRange(field.value.length, field.value.length);
+}
+
+// What a reader has done on the page, but for the address, which the browser keeps.
+function choices(page, state) {
+  const newest = state.index >= page.steps.length - 1 && state.group === null;
+  const { sort, filter } = state;
+  return {
+    step: newest ? null : page.steps[state.index].step, // null: the newest
+    sort,
+    filter,
+    scroll: window.scrollY,
+    strip: strip()?.scrollTop ?? 0,
+    folds: [...document.querySelectorAll(FOLDS)].map((fold) => [nameOf(fold), fold.open]),
+    focus: document.activeElement?.id || null,
+  };
+}
+
+function restoreAs(kept) {
+  foldAs(kept);
+  focusAs(kept);
+  if (strip()) strip().scrollTop = kept.strip;
+  window.scrollTo(0, kept.scroll);
+}
+
+// Whether somebody types, draws the slider, or has marked text, which loading anew would take away.
+function listenForReader() {
+  let last = -Infinity;
+  for (const event of ["keydown", "pointerdown", "pointerup", "input", "wheel"])
+    window.addEventListener(event, () => (last = performance.now()), { capture: true, passive: true });
+  return () => performance.now() - last < CALM || !(getSelection()?.isCollapsed ?? true);
 }
 
 // Calls `restore` with the choices that the page had before it loaded itself anew, and does so again in time.
@@ -17,28 +60,34 @@ export function followRun(page, state, restore) {
   if (kept) {
     history.replaceState(null, "");
     restore(kept);
-    openFolds(kept.open);
-    window.scrollTo(0, kept.scroll);
+    restoreAs(kept);
   }
   if (run.live === null) return;
   const age = Math.max(0, (Date.now() - Date.parse(run.written)) / 1000);
   // Who writes rarely, or no more, is asked rarely: what is shown is at most a tenth older than it need be.
-  const wait = Math.max(1, run.live, age / 10);
+  const wait = 1000 * Math.max(1, run.live, age / 10);
   const silent = age > Math.max(60, 20 * run.live);
-  byId("live").hidden = false;
-  byId("live").textContent =
-    `${silent ? "The run goes on, or was stopped" : "The run goes on"}: last written ${run.written}.`;
+  const isBusy = listenForReader();
+  let timer = null;
   const reload = () => {
     if (document.hidden) {
       document.addEventListener("visibilitychange", reload, { once: true });
-      return;
+    } else if (isBusy()) {
+      timer = setTimeout(reload, CALM / 4);
+    } else {
+      history.replaceState({ kept: choices(page, state) }, "");
+      location.reload();
     }
-    const last = state.index >= page.steps.length - 1;
-    const open = [...document.querySelectorAll(FOLDS)].filter((fold) => fold.open).map(nameOf);
-    const step = last ? null : page.steps[state.index].step; // null: the newest
-    const { sort, filter } = state;
-    history.replaceState({ kept: { step, sort, filter, scroll: window.scrollY, open } }, "");
-    location.reload();
   };
-  if (age < DAY) setTimeout(reload, 1000 * wait);
+  const pause = h("button", { type: "button", id: "pause", on: { click: () => turn() } }, "pause");
+  const turn = () => {
+    const paused = timer === null;
+    clearTimeout(timer);
+    timer = paused ? setTimeout(reload, CALM) : null;
+    pause.textContent = paused ? "pause" : "follow";
+  };
+  if (age < DAY) timer = setTimeout(reload, wait);
+  const words = silent ? "The run goes on, or was stopped" : "The run goes on";
+  byId("live").hidden = false;
+  byId("live").replaceChildren(`${words}: last written ${run.written}. `, silent ? "" : pause);
 }

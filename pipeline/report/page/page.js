@@ -142,6 +142,13 @@ function listenForSearch() {
   });
 }
 
+// Of a long run the page has some steps, and the curves more.
+function stepsOf({ steps, curve_steps }) {
+  const ends = `${count(steps[0].step)} to ${count(steps.at(-1).step)}`;
+  const some = steps.length < curve_steps.length;
+  return some ? `${count(steps.length)} of the steps ${ends}` : `${count(steps.length)} steps, ${ends}`;
+}
+
 // The step with the number nearest to the one typed.
 function nearest(wanted) {
   const gaps = page.steps.map((step) => Math.abs(step.step - wanted));
@@ -174,8 +181,7 @@ function start() {
   byId("slider").max = last;
   byId("number").min = page.steps[0].step;
   byId("number").max = page.steps[last].step;
-  byId("of").textContent =
-    `${count(page.steps.length)} steps, ${count(page.steps[0].step)} to ${count(page.steps[last].step)}`;
+  byId("of").textContent = stepsOf(page);
   byId("slider").addEventListener("input", (e) => turnTo(Number(e.target.value)));
   byId("number").addEventListener("change", (e) => turnTo(nearest(Number(e.target.value))));
   byId("previous").addEventListener("click", () => turnTo(state.index - 1));
@@ -202,7 +208,11 @@ function start() {
   followRun(page, state, (kept) => {
     for (const name of ["sort", "filter"]) byId(name).value = state[name] = kept[name];
     // Who was at the newest step stays there, whatever its number was.
-    follow(kept.step === null ? { ...readAddress(), step: null, group: null } : readAddress());
+    const address = readAddress();
+    if (kept.step !== null) return follow({ ...address, step: String(kept.step) });
+    state.index = last;
+    follow({ ...address, step: null, group: null });
+    if (address.step !== null) remember();
   });
 }
 

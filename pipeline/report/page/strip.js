@@ -118,7 +118,7 @@ function stripLegend(lines, most) {
         ]
       : null,
     [swatch(s("line", { class: "mean", x1: 7, x2: 7, y1: 0, y2: 18 }), 14, 18), "mean of the group", "mean"],
-    ...some.map((size) => [circle("plain", radius(size)), plural(size, "segment"), "size"]),
+    ...(some.at(-1) > 1 ? some : []).map((size) => [circle("plain", radius(size)), plural(size, "segment"), "size"]),
   ]);
 }
 

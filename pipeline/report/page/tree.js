@@ -41,7 +41,9 @@ export function drawTree(view) {
   };
   const more = `show ${count(Math.min(rest, PAGE))} more of ${count(rest)}`;
   const nodes = lines.slice(0, treeShown).map(groupNode);
-  if (view.group === null) unfold(nodes[0]); // where most is to be learnt, in the order that the page begins with
+  // Where most is to be learnt, in the order that the page begins with: of what left, nothing is.
+  const taught = lines.slice(0, treeShown).findIndex(({ group }) => group.members.some((rollout) => rollout.trained));
+  if (view.group === null) unfold(nodes[Math.max(taught, 0)]);
   return [...nodes, ...(rest > 0 ? [moreButton(more, showMore)] : [])];
 }
 
