@@ -13,7 +13,7 @@ from dumps import slime_dump, slime_sample, tinker_row, verl_row, write_lines
 from rich.console import Console
 
 from headrace.pipeline import make_report, page_data, write_page
-from headrace.pipeline.report import show_report
+from headrace.pipeline.report import Comparison, show_report
 from headrace.pipeline.report.loggers import group_rows
 from headrace.pipeline.sources import open_source
 from headrace.pipeline.tasks.replay import replay
@@ -44,6 +44,18 @@ def reported(path, *words):
     ((step, batch),) = open_source(path)
     run = composed(*WORDS, "pipeline.stages.gate.group_size=2", *words).run(batch)
     return run, make_report(run, step=step)
+
+
+@pytest.mark.parametrize("write", [slime, verl, tinker])
+def test_a_comparison_says_the_ids_of_the_dump(write, tmp_path):
+    path, groups, _ = write(tmp_path)
+    comparison = Comparison(("all", "none"))
+    comparison.add(reported(path)[1], reported(path, "pipeline.stages.advantage.clip=[0,1.0]")[1])
+    assert {mover.group for mover in comparison.movers} <= set(groups)
+    first, second = (reported(path)[1] for _ in range(2))
+    second.columns["reason"][:2] = 1
+    comparison.add(first, second)
+    assert {mover.group for mover in comparison.movers} == set(groups)
 
 
 @pytest.mark.parametrize("write", [slime, verl, tinker])

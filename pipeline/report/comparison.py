@@ -20,7 +20,8 @@ class Mover(NamedTuple):
     """A group of a step, and its two shares of the step's gradient."""
 
     step: int
-    group: int
+    group: int | str
+    """As people know it (:meth:`StepReport.ids`)."""
     first: float
     second: float
 
@@ -100,7 +101,8 @@ class Comparison:
         ]
         known = np.isfinite(credit[0]) & np.isfinite(credit[1])
         a, b = (values[known] for values in credit)
-        differ = np.abs(a - b) > 1e-5 * np.maximum(1, np.maximum(np.abs(a), np.abs(b)))
+        size = np.maximum(np.abs(a), np.abs(b)) + min(np.abs(a).max(initial=0), np.abs(b).max(initial=0))
+        differ = np.abs(a - b) > 1e-5 * size  # of small advantages, too, and none of a sum of rounded ones
         self.differ += int(differ.sum())
         self.flips += int((differ & (a * b < 0)).sum())
         sums = (known.sum(), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
@@ -119,11 +121,15 @@ class Comparison:
     def _move(self, report: StepReport, share: Sequence[np.ndarray]) -> None:
         """Add how far the shares (N,) of the two move from group to group, and which groups' most."""
         ids = report.columns.get("group_id", np.zeros(len(report), int))
-        groups, index = np.unique(ids, return_inverse=True)
+        groups, first, index = np.unique(ids, return_index=True, return_inverse=True)
         one, other = (np.bincount(index.reshape(-1), weights, len(groups)) for weights in share)
         self.moved += float(np.abs(one - other).sum() / 2)
         most = np.argsort(-np.abs(one - other), kind="stable")[:MOVERS]
-        found = [Mover(report.step, int(groups[k]), float(one[k]), float(other[k])) for k in most]
+        named = report.ids("group", first[most]) if report.groups else groups[most].tolist()
+        found = [
+            Mover(report.step, name, float(one[k]), float(other[k]))
+            for name, k in zip(named, most, strict=True)
+        ]
         moved = [mover for mover in found if mover.first != mover.second]
         self.movers = sorted(self.movers + moved, key=lambda m: -abs(m.first - m.second))[:MOVERS]
 
