@@ -131,6 +131,22 @@ def test_flat_stalled_and_falling_are_told_by_their_rule(quarters, found, said):
     assert words.startswith(said)
 
 
+@pytest.mark.parametrize("reward", [0.1, -0.7, 1e12])
+def test_a_reward_that_is_only_rounded_does_not_move(reward):
+    """The mean of eight times 0.1 is not that of seven."""
+    up, down = (float(np.nextafter(reward, end)) for end in (np.inf, -np.inf))
+    for means in ([reward] * 8 + [up] * 8, [reward] * 8 + [down] * 8):
+        history = steps_of("reward/all/mean", means)
+        for _, numbers in history:
+            numbers |= {"reward/all/min": reward, "reward/all/max": reward}
+        assert verdict(history[-1][1], history).startswith("The reward is flat at ")
+
+
+def test_a_step_whose_reward_is_no_number_is_none_of_the_steps():
+    history = steps_of("reward/all/mean", [float("nan")] * 13)
+    assert verdict(history[-1][1], history) == "No reward was recorded."
+
+
 def test_a_reward_that_does_not_rise_says_why():
     history = steps_of("reward/all/mean", [0.1] * 16, **RANGE, frac_reward_zero_std=0.92)
     assert verdict(history[-1][1], history) == (

@@ -47,6 +47,18 @@ def reported(path, *words):
 
 
 @pytest.mark.parametrize("write", [slime, verl, tinker])
+def test_a_comparison_says_the_ids_of_the_dump(write, tmp_path):
+    path, groups, _ = write(tmp_path)
+    comparison = Comparison(("all", "none"))
+    comparison.add(reported(path)[1], reported(path, "pipeline.stages.advantage.clip=[0,1.0]")[1])
+    assert {mover.group for mover in comparison.movers} <= set(groups)
+    first, second = (reported(path)[1] for _ in range(2))
+    second.columns["reason"][:2] = 1
+    comparison.add(first, second)
+    assert {mover.group for mover in comparison.movers} == set(groups)
+
+
+@pytest.mark.parametrize("write", [slime, verl, tinker])
 def test_report_ledger_and_page_say_the_ids_of_the_dump(write, tmp_path):
     path, groups, rollouts = write(tmp_path)
     run, report = reported(path)

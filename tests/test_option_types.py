@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import pytest
@@ -17,7 +17,7 @@ from headrace.pipeline.composing.hints import leaves
 from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.composing.option_types import annotations_of, misfit
 from headrace.pipeline.tasks.settings import TYPES, check_types
-from headrace.transforms import CompletenessGate
+from headrace.transforms import CompletenessGate, Status
 
 PYTHON = ("Error", "None", "__init__", "<class", "Traceback", "object at")
 WRONG = ("abc", -1, [], None)
@@ -51,6 +51,10 @@ WRONG = ("abc", -1, [], None)
         (-1, NestedKey | None, "a column, as a name or a list of names or null"),
         ("abc", Callable[[int], int], "a node with a _target_"),
         ({"_target_": "my.module.term"}, Callable[[int], int], None),
+        ("abc", Callable, "a node with a _target_"),
+        (1, Status, None),
+        ([2, 3], torch.Size, None),
+        ("abc", Hashable, None),
         (object(), int, None),
         ("anything", Any, None),
     ],

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 from command import QUICK, headrace_here
 from rich.console import Console
 
-from headrace.pipeline.command.sweep import FILE, show_sweep
+from headrace.pipeline.command.sweep import FILE, record_job, show_sweep
 
 pytestmark = pytest.mark.slow
+
+
+def test_numbers_of_several_tasks_are_each_under_their_own_name(tmp_path):
+    for number, task in enumerate(("replay", "plan")):
+        words = [f"task={task}", "source.path=there"]
+        ran = {"job": number, "task": task, "words": words, "began": 0.0, "number": 0.25 + number}
+        record_job(tmp_path / task, **ran, failure="")
+    jobs = [json.loads((tmp_path / task / FILE).read_text()) for task in ("replay", "plan")]
+    console = Console(width=80, record=True, file=io.StringIO())
+    show_sweep(jobs, tmp_path, console)
+    text = console.export_text()
+    assert "rows trained 0.25" in text
+    assert "uninformative 1.25" in text
+    assert "number" in text
 
 
 def table(done):

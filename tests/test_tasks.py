@@ -14,10 +14,12 @@ from composed import configure
 from rich.console import Console
 
 from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
+from headrace.pipeline.report import Comparison
 from headrace.pipeline.tasks.compare import compare
 from headrace.pipeline.tasks.replay import replay
-from headrace.transforms import BatchError, LossWeight
+from headrace.transforms import BatchError, GroupRelativeAdvantage, LossWeight
 
+BASELINES = ("mean", "leave_one_out")
 COUNTED = ("pipeline.stages.gate.group_size=3", "pipeline.stages.gate.on_incomplete=drop")
 
 
@@ -80,6 +82,19 @@ def test_two_recipes_over_the_same_rollouts(dump, tmp_path):
     assert '"versus":["grpo","dr_grpo"]' in page
     with pytest.raises(ConfigError, match=r"two recipes are compared.*got \['grpo'\]"):
         told(compare, configured("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-6, 1e6])
+def test_the_unit_of_the_reward_changes_no_advantage_that_differs(unit, make_batch):
+    batch = make_batch([0.0, 2, 0, 6, 1, 5], [5, 5, 9, 9, 9, 9])
+    batch["next", "reward"] = batch["next", "reward"].double() * unit
+    stages = [{"advantage": GroupRelativeAdvantage(scale="none", baseline=name)} for name in BASELINES]
+    comparison = Comparison(BASELINES)
+    comparison.add(*(make_report(Pipeline(each).run(batch)) for each in stages))
+    assert comparison.numbers["differ"] == 6
+    comparison = Comparison(("one", "same"))
+    comparison.add(*(make_report(Pipeline(each).run(batch)) for each in (stages[0], stages[0])))
+    assert comparison.numbers["differ"] == 0
 
 
 def test_the_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):

@@ -108,7 +108,8 @@ def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -
     said = [dict(word.lstrip("+").partition("=")[::2] for word in job["words"]) for job in jobs]
     typed = dict.fromkeys(key for each in said for key in each)
     keys = [key for key in typed if len({each.get(key) for each in said}) > 1]
-    task = jobs[0]["task"] if jobs else "train"
+    tasks = {job["task"] for job in jobs} or {"train"}
+    task = tasks.pop() if len(tasks) == 1 else ""  # of several, each cell names its number
     names = ["reward", "trained", "steps"] if task == "train" else [NUMBERS.get(task, "number")]
     last = [key.split(".")[-1] for key in keys]
     words = [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
@@ -130,7 +131,9 @@ def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -
 def _cells(job: dict[str, Any], task: str) -> list[str]:
     """What came out of a job; of one that failed, how far it came."""
     if task != "train":
-        return ["failed" if job["failure"] else "–" if job["number"] is None else f"{job['number']:,.4g}"]
+        name = "" if task else f"{NUMBERS.get(job['task']) or job['task']} "
+        number = "–" if job["number"] is None else f"{name}{job['number']:,.4g}"
+        return ["failed" if job["failure"] else number]
     rewards, share = job.get("rewards") or [], job.get("trained")
     reward = f"{rewards[0]:.3f} → {rewards[-1]:.3f}" if rewards else "–"
     trained = "–" if share is None else f"{share:.0%}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin
 
 from tensordict.utils import NestedKey
@@ -66,14 +67,15 @@ def fits(value: Any, hint: Any) -> bool:
         return any(fits(value, each) for each in inner)
     if origin is Literal:
         return any(value == each and type(value) is type(each) for each in inner)
-    if origin is Callable or _is_opaque(hint):
+    if Callable in (origin, hint) or _is_opaque(hint):
         return isinstance(value, str) and getattr(hint, "__name__", "") in NAMED
     kind = origin or hint
     if kind is tuple and inner and inner[-1] is not Ellipsis:
         return _is_list(value) and len(value) == len(inner) and all(map(fits, value, inner))
     if inspect.isclass(kind) and issubclass(kind, Mapping):
         return isinstance(value, Mapping)
-    if (inspect.isclass(kind) and kind.__module__ == "collections.abc") or kind in (list, tuple):
+    abstract = inspect.isclass(kind) and kind.__module__ == "collections.abc"
+    if (abstract and issubclass(kind, Iterable)) or kind in (list, tuple):
         return _is_list(value) and all(fits(each, inner[0]) for each in value if inner)
     return True
 
@@ -94,7 +96,7 @@ def described(hint: Any) -> str:
         return " or ".join(dict.fromkeys(map(described, inner)))
     if origin is Literal:
         return f"one of {', '.join(map(repr, inner))}"
-    if origin is Callable or _is_opaque(hint):
+    if Callable in (origin, hint) or _is_opaque(hint):
         return "a word" if getattr(hint, "__name__", "") in NAMED else "a node with a _target_"
     if inspect.isclass(origin) and issubclass(origin, Mapping):
         return "names and values in braces"
@@ -128,4 +130,9 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_opaque(hint: Any) -> bool:
-    return inspect.isclass(hint) and hint.__module__.split(".")[0] in OPAQUE
+    # A member of an enumeration is its value, and a torch.Size a list.
+    return (
+        inspect.isclass(hint)
+        and hint.__module__.split(".")[0] in OPAQUE
+        and not issubclass(hint, Enum | tuple)
+    )

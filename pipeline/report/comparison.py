@@ -101,7 +101,8 @@ class Comparison:
         ]
         known = np.isfinite(credit[0]) & np.isfinite(credit[1])
         a, b = (values[known] for values in credit)
-        differ = np.abs(a - b) > 1e-5 * np.maximum(1, np.maximum(np.abs(a), np.abs(b)))
+        size = np.maximum(np.abs(a), np.abs(b)) + min(np.abs(a).max(initial=0), np.abs(b).max(initial=0))
+        differ = np.abs(a - b) > 1e-5 * size  # of small advantages, too, and none of a sum of rounded ones
         self.differ += int(differ.sum())
         self.flips += int((differ & (a * b < 0)).sum())
         sums = (known.sum(), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())

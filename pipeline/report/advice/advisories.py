@@ -224,7 +224,7 @@ def _least(numbers: Numbers) -> list[Advisory]:
 
 
 def _reward_trend(history: History) -> Trend | None:
-    known = [numbers for _, numbers in history if REWARD in numbers]
+    known = [numbers for _, numbers in history if math.isfinite(numbers.get(REWARD, math.nan))]
     if not known:
         return None
     low = min(numbers.get("reward/all/min", numbers[REWARD]) for numbers in known)

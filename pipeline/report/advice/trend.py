@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 MIN_STEPS = 12
 SMALL = 0.02  # of the range: less is no move
+ROUNDED = 1e-9  # of the greatest: means of the same rewards differ by their rounding
 AT_THE_TOP = 0.1  # of the range below the greatest: there is little left to rise
 
 
@@ -31,7 +32,8 @@ def trend_of(values: Sequence[float], *, low: float, high: float) -> Trend:
         stalled   mean(Q₄) − mean(Q₃) ≤ 0.02 · range, and high − mean(Q₄) > 0.1 · range
         rose      else
 
-    where the first that is so counts. What is near its top, high − mean(Q₄) ≤ 0.1 · range, is not flat.
+    where the first that is so counts. What is near its top, high − mean(Q₄) ≤ 0.1 · range, is not flat; and
+    1e-9 of the greatest is no move, which rounding may make.
 
     Args:
         values: one a step, at least one.
@@ -47,7 +49,8 @@ def trend_of(values: Sequence[float], *, low: float, high: float) -> Trend:
         return Trend("short", steps, values[-1], f"went from {ends}")
     size = steps // 4
     first, before, last = mean(values[:size]), mean(values[-2 * size : -size]), mean(values[-size:])
-    small, at_top = SMALL * (high - low), high - last <= AT_THE_TOP * (high - low)
+    small = max(SMALL * (high - low), ROUNDED * max(abs(low), abs(high)))
+    at_top = high - last <= AT_THE_TOP * (high - low)
     if last - first < -small:
         return Trend("fell", steps, values[-1], f"fell from {first:.3g} to {last:.3g}")
     if last - first <= small and not (at_top and high > low):
