@@ -22,6 +22,7 @@ TYPES: dict[str, Any] = {
     "train.max_grad_norm": float | None,
     "train.transform": str | None,  # or a node
     "report.html": bool,
+    "report.every": float | None,
     "report.steps": int,
     "report.dump": Literal["parquet", "jsonl"] | None,
     "report.solved": float,
@@ -33,6 +34,7 @@ TYPES: dict[str, Any] = {
     "certify.most": int,
     **{f"source.{name}": kind for name, kind in annotations_of(open_source).items() if name != "return"},
     "source.path": str | None,  # which the tasks ask for themselves
+    "source.regrade": str | None,  # which names a callable; or a node
 }
 
 
