@@ -33,6 +33,7 @@ TYPES: dict[str, Any] = {
     **{f"report.{name}": annotations_of(ReportFolder)[name] for name in ("steps", "dump", "every")},
     **{f"source.{name}": kind for name, kind in annotations_of(open_source).items() if name != "return"},
     "source.path": str | None,  # which the tasks ask for themselves
+    "source.regrade": str | None,  # which names a callable; or a node
 }
 
 
