@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 from hydra.errors import HydraException
@@ -77,4 +78,22 @@ def paragraph_of(err: Exception) -> str:
         reason = (err.strerror or str(err)).lower()
         where = f"{err.filename}: " if err.filename else ""
         return f"{where}{reason}. hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER) is where files go"
-    return str(err)
+    return as_typed(str(err))
+
+
+def as_typed(text: str) -> str:
+    """What a stage says to set, as the word to type.
+
+    Example:
+        >>> as_typed("stage 'gate', CompletenessGate(): group 7 has 3 of 8: set on_incomplete='drop'")
+        "stage 'gate', CompletenessGate(): group 7 has 3 of 8: set pipeline.stages.gate.on_incomplete=drop"
+    """
+    stage = re.search(r"stage '(\w+)', ", text)
+    if stage is None:
+        return text
+
+    def word(found: re.Match[str]) -> str:
+        value = "null" if found[3] == "None" else found[3]
+        return f"{found[1]} pipeline.stages.{stage[1]}.{found[2]}={value}"
+
+    return re.sub(r"\b([Ss]et) (\w+)=['\"]?(\w+)['\"]?", word, text)
