@@ -28,7 +28,7 @@ def render_page(data: Mapping[str, Any]) -> str:
     as missing. Ids beyond 2^53 keep all their digits.
 
     Args:
-        data: as :class:`~headrace.pipeline.report.page_schema.PageData` describes it.
+        data: as :class:`~headrace.pipeline.report.written.page_schema.PageData` describes it.
 
     Raises:
         ValueError: a key is missing or unknown, or the columns of a table differ in length.
