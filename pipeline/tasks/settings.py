@@ -24,6 +24,7 @@ TYPES: dict[str, Any] = {
     "report.html": bool,
     "report.steps": int,
     "report.dump": Literal["parquet", "jsonl"] | None,
+    "report.every": float | None,
     "report.solved": float,
     "report.parameters": float | None,
     "plan.group_sizes": list[int],
