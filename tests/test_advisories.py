@@ -22,7 +22,8 @@ from headrace.pipeline.composing import compose_config
 from headrace.pipeline.report import advise, show_report, symptoms, verdict
 from headrace.pipeline.report.measuring.gradient_share import gradient_share
 from headrace.pipeline.report.written.thinned import Thinned
-from headrace.transforms import GroupRelativeAdvantage, LossWeight, Status
+from headrace.pipeline.tasks.group_sizes import groups_seen
+from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
 
 ROOT = Path(__file__).parent.parent
 QUIET = {"rows/in": 32.0, "rows/trained": 32.0, "groups/in": 4.0}
@@ -221,6 +222,31 @@ def test_groups_are_informative_or_equal_or_alone(make_batch):
     numbers = make_report(pipeline).numbers
     assert numbers["groups/informative"] == pytest.approx(1 / 3)
     assert numbers["frac_reward_zero_std"] == pytest.approx(1 / 3)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.sampled_from([0.0, 1.0])), min_size=1))
+def test_rewards_that_are_compared_by_role_are_equal_by_role(rollouts):
+    """A solver's 1 beside a verifier's 0 teaches nothing."""
+    from batches import batch_of
+
+    groups, roles, rewards = map(list, zip(*rollouts, strict=True))
+    batch = batch_of(rewards, groups)
+    batch["role"] = torch.tensor(roles)
+    peers, by_role = CombineIds(keys=["group_id", "role"]), GroupRelativeAdvantage(group_key="peer_id")
+    report = make_report(Pipeline({"peers": peers, "advantage": by_role}).run(batch))
+    members = {}
+    for group, role, reward in rollouts:
+        members.setdefault((group, role), []).append(reward)
+    several = [found for found in members.values() if len(found) > 1]
+    equal = [len(set(found)) == 1 for found in several]
+    seen = groups_seen(report)
+    assert report.numbers.get("frac_reward_zero_std", 0) == pytest.approx(sum(equal) / max(len(equal), 1))
+    assert report.numbers.get("groups/informative", 0) == pytest.approx(
+        sum(not each for each in equal) / max(len(equal), 1)
+    )
+    assert (seen.equal.sum(), seen.compared.sum()) == (sum(equal), len(equal))
+    assert report.groups["id"].tolist() == list(dict.fromkeys(groups))
+    assert report.columns["advantage_by_row"] == pytest.approx(report.columns["advantage"], nan_ok=True)
 
 
 @given(

@@ -47,6 +47,9 @@ class Keys:
         reported = keys_of_stages(stages)
         units = {unit: key for unit, key in ids.items() if key is not None}
         reported |= {f"{unit.removesuffix('s')}_label": label_key(key) for unit, key in units.items()}
+        comparing = [stage.group_key for stage in stages if getattr(stage, "compares", False)]
+        if comparing and comparing[0] != units.get("groups"):
+            reported["peers"] = comparing[0]
         weight = reported.get("loss_weight", "loss_weight")
         return cls(loss_mask, log_prob, weight, units, reported | dict(report), weights_of_stages(stages))
 

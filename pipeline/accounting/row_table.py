@@ -134,6 +134,8 @@ class RowTable:
             found["loss_weight"] = batch.get(FOLDED_WEIGHT)
         if last and knows_loss_tokens(batch, self.loss_mask_key):
             found["trained_tokens"] = loss_tokens(batch, self.loss_mask_key, self.log_prob_key)
+        if "peers" in self.keys and (peers := self._found(batch, "peers")) is not None:
+            found["peers"] = peers
         if credit and (size := self._per_row(batch, "advantage", _size)) is not None:
             found["advantage_size"] = size
         if credit and (reward := self._reward_now(batch, rows)) is not None:

@@ -20,7 +20,7 @@ from headrace.transforms.door import enter_rows
 
 from .advice.advisories import Advisory, advise
 from .measuring.funnel import Level, funnel, left_numbers
-from .measuring.groups import groups_of, rollouts_of, staleness_of, widest_first
+from .measuring.groups import compared_ids, groups_of, rollouts_of, staleness_of, widest_first
 from .measuring.numbers import numbers_of
 from .measuring.shared_tokens import count_shared_tokens, linear_of
 from .responses import Decode, TokenValues, texts_of_tokens, values_by_token
@@ -52,7 +52,8 @@ class StepReport:
             (also where it was folded into the advantage, which is that before), `tokens` (in the loss, as
             collected), `trained_tokens` (after all stages), `status`, `policy_version`,
             `expected_rollouts`, `minibatch`, `microbatch`, `rank`, `counted`, `logged_advantage` (that of a
-            dump). An unknown float is NaN, an unknown integer -1.
+            dump), `peers` (among whom the advantage compares, where that is no group). An unknown float is
+            NaN, an unknown integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
         actions: what happened to those rows, by code.
         texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``group_label`` and
@@ -108,6 +109,14 @@ class StepReport:
         """One entry per group; empty where the batch has no groups."""
         return ColumnTable(groups_of(self.columns, self.group_size, each_reward=self.each_reward))
 
+    @cached_property
+    def as_compared(self) -> StepReport:
+        """The report whose groups are those within which the advantage compares, roles say."""
+        if not self.groups or "peers" not in self.columns:
+            return self
+        ids = compared_ids(self.columns)
+        return replace(self, columns={**self.columns, "group_id": ids}, group_size=None)
+
     def asked(self, row: int) -> str | None:
         """What the user asked last in the prompt of a row (:func:`last_user_turn`); None: not known."""
         prompts = self.texts.get("prompt")
@@ -143,7 +152,12 @@ class StepReport:
     def numbers(self) -> dict[str, float]:
         """The pipeline's metrics, and the statistics of a step (:func:`numbers_of`)."""
         left = left_numbers(self.funnel, self.names)
-        return {**self.metrics, **left, **numbers_of(self.columns, self.rollouts, self.groups, self.solved)}
+        compared = self.as_compared.groups
+        return {
+            **self.metrics,
+            **left,
+            **numbers_of(self.columns, self.rollouts, self.groups, self.solved, compared=compared),
+        }
 
 
 def make_report(
@@ -290,7 +304,7 @@ def _advantage_by_row(account: Account, columns: Mapping[str, np.ndarray]) -> np
     rows &= columns.get("counted", np.ones(len(rows))) != 0
     if not rows.any():
         return None
-    reward, groups = (torch.from_numpy(columns[name][rows]) for name in ("reward", "group_id"))
+    reward, groups = (torch.from_numpy(each[rows]) for each in (columns["reward"], compared_ids(columns)))
     credit = account.advantage_by_row(reward, groups)
     if credit is None:
         return None

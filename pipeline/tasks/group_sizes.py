@@ -93,6 +93,7 @@ def groups_seen(report: StepReport) -> GroupsSeen:
     Raises:
         ConfigError: the batch has no groups.
     """
+    report = report.as_compared
     groups, each = report.groups, report.rollouts
     if not groups:
         raise ConfigError("a column of groups is required, to know which are uninformative; found none")

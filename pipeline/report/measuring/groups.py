@@ -111,6 +111,24 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
     }
 
 
+def compared_ids(columns: Columns) -> np.ndarray:
+    """(N,) ids of those among whom a row's reward is compared: its group, or its `peers` where there are.
+
+    Args:
+        columns: (N,) `group_id`; `peers` where the advantage compares others, −1 for rows that left before.
+
+    Example:
+        >>> compared_ids({"group_id": np.array([3, 3, 3, 4]), "peers": np.array([8, 9, 8, -1])}).tolist()
+        [0, 1, 0, 2]
+    """
+    group, peers = columns["group_id"], columns.get("peers")
+    if peers is None:
+        return group
+    known = peers >= 0
+    pairs = np.stack([~known, np.where(known, peers, group)], 1)
+    return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+
+
 def has_reward(rollouts: Columns) -> np.ndarray:
     """(R,) bool: rollouts in the statistics that have a reward and neither failed nor were aborted."""
     return ~rollouts["lost"] & rollouts["counted"] & np.isfinite(rollouts["reward"])

@@ -14,7 +14,12 @@ AGREE = 1e-4  # advantages no further apart are the same: they are logged in flo
 
 
 def numbers_of(
-    columns: Columns, rollouts: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], solved: float
+    columns: Columns,
+    rollouts: Mapping[str, np.ndarray],
+    groups: Mapping[str, np.ndarray],
+    solved: float,
+    *,
+    compared: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, float]:
     """Statistics of a step; a statistic over no values is left out.
 
@@ -45,6 +50,7 @@ def numbers_of(
         rollouts: (R,) by name, of :func:`rollouts_of`.
         groups: (G,) by name, of :func:`groups_of`.
         solved: least reward of a solved rollout.
+        compared: the same of those within which rewards are compared; None: of groups.
 
     Example:
         >>> from .groups import groups_of, rollouts_of
@@ -63,6 +69,7 @@ def numbers_of(
     if len(effective):
         numbers["advantages/fraction_zero"] = float((effective == 0).mean())
     if groups:
+        numbers |= _compared_numbers(groups if compared is None else compared)
         numbers |= _group_numbers(groups, solved) | _largest_share(columns)
     if "status" in columns and len(rollouts["lost"]):
         numbers |= {f"rollouts/{name}": float(rollouts[name].mean()) for name in ("truncated", "lost")}
@@ -101,13 +108,17 @@ def logged_numbers(columns: Columns) -> dict[str, float]:
     return {f"logged_advantage/{name}": float(value) for name, value in found.items()}
 
 
+def _compared_numbers(groups: Mapping[str, np.ndarray]) -> dict[str, float]:
+    several = groups["rollouts"] > 1
+    if not several.any():
+        return {}
+    differ = np.isfinite(groups["reward_std"]) & ~groups["zero_variance"]
+    equal = float(groups["zero_variance"][several].mean())
+    return {"frac_reward_zero_std": equal, "groups/informative": float(differ[several].mean())}
+
+
 def _group_numbers(groups: Mapping[str, np.ndarray], solved: float) -> dict[str, float]:
     numbers = _statistics("group_size", groups["rollouts"], ("mean", "min", "max"))
-    compared = groups["rollouts"] > 1
-    if compared.any():
-        numbers["frac_reward_zero_std"] = float(groups["zero_variance"][compared].mean())
-        differ = np.isfinite(groups["reward_std"]) & ~groups["zero_variance"]
-        numbers["groups/informative"] = float(differ[compared].mean())
     if (dispatched := groups["expected"] >= 0).any():
         numbers["groups/incomplete"] = float((~groups["complete"])[dispatched].mean())
     scored = np.isfinite(groups["reward_max"])
