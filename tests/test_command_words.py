@@ -207,3 +207,4 @@ def test_a_word_that_follows_another_reaches_the_task_as_it_was_typed(tmp_path):
     assert (
         f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in headrace_here(tmp_path, *words).stdout
     )
+    assert '"title":"grpo, 1 step"' in (tmp_path / "out" / "report.html").read_text()

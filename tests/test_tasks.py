@@ -11,6 +11,7 @@ import pytest
 from busy import busy_batch, stages
 from command import headrace_here
 from composed import configure
+from dumps import slime_dump, slime_sample
 from rich.console import Console
 
 from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
@@ -53,6 +54,19 @@ def test_a_replay_prints_and_writes(dump, tmp_path):
         replay, configured("replay", out / "rollouts", *COUNTED, "pipeline=dapo"), tmp_path / "two"
     )
     assert again == trained
+
+
+def test_a_comparison_names_a_prompt_by_what_the_user_asked(tmp_path):
+    chat = "<|im_start|>system\nReason step by step.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
+    path = slime_dump(
+        tmp_path / "data_5.pt", samples=[slime_sample(0, i, float(i), prompt=chat) for i in range(2)]
+    )
+    config = configured(
+        "compare", path, "source.format=slime", "pipelines=[grpo,dr_grpo]", "report.html=false"
+    )
+    _, text = told(compare, config, tmp_path / "out", ("pipeline.stages.gate.group_size=2",))
+    assert "2+2?" in text
+    assert "im_start" not in text
 
 
 def test_a_replay_of_one_step_shows_its_groups(dump, tmp_path):
