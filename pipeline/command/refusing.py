@@ -78,14 +78,14 @@ def paragraph_of(err: Exception) -> str:
         reason = (err.strerror or str(err)).lower()
         where = f"{err.filename}: " if err.filename else ""
         return f"{where}{reason}. hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER) is where files go"
-    return as_typed(str(err))
+    return in_words_to_type(str(err))
 
 
-def as_typed(text: str) -> str:
+def in_words_to_type(text: str) -> str:
     """What a stage says to set, as the word to type.
 
     Example:
-        >>> as_typed("stage 'gate', CompletenessGate(): group 7 has 3 of 8: set on_incomplete='drop'")
+        >>> in_words_to_type("stage 'gate', CompletenessGate(): group 7 has 3 of 8: set on_incomplete='drop'")
         "stage 'gate', CompletenessGate(): group 7 has 3 of 8: set pipeline.stages.gate.on_incomplete=drop"
     """
     stage = re.search(r"stage '(\w+)', ", text)
