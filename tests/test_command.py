@@ -26,10 +26,13 @@ def finished(tmp_path_factory):
 def test_it_shows_the_order_and_the_closing_table(finished):
     _, done = finished
     assert "4. advantage: GroupRelativeAdvantage(scale='none')" in done.stdout
-    assert "1. gate: CompletenessGate(expected_groups=RepeatSampler(prompts=1110" in done.stdout
+    assert "1. gate:      CompletenessGate(expected_groups=RepeatSampler(prompts=1110" in done.stdout
     assert "collected" in done.stdout
     assert "trained" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 120
+    *lines, folder, page = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert folder.startswith("written to ")
+    assert page.startswith("the page: file:///")
     assert done.stderr == ""
 
 

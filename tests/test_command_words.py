@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from command import headrace_here
+from command import headrace, headrace_here
 
 from headrace.pipeline import ConfigError, load_pipeline
 from headrace.pipeline.command.words import ready_words
@@ -143,8 +143,8 @@ def test_flags_may_stand_among_the_words():
             ["task=compare", "source.path=x", "pipelines=abc"],
             "pipelines must be a list, each a word; got 'abc'",
         ),
+        (["pipeline=3"], "pipeline=3 must be the name of a file, as in pipeline=grpo"),
         (["train=3"], "train has settings of its own, such as train.NAME=VALUE; got 3"),
-        (["sampler=3"], "sampler must be a node with a _target_; got 3"),
         (["policy.width=30"], "policy.width must be a multiple of heads; got 30 and 4"),
         (["optimizer.lr=-1"], "optimizer.lr=-1: Invalid learning rate: -1"),
         (["report.steps=1"], "report.steps must be ≥ 2; got 1"),
@@ -162,6 +162,13 @@ def test_what_cannot_be_is_one_paragraph_in_the_words_of_the_command(tmp_path, w
     assert message in done.stderr
     assert done.stderr.startswith("headrace: ")
     assert not [word for word in ("Traceback", "Error", "None", "__init__", "<class") if word in done.stderr]
+
+
+def test_a_node_is_no_number(tmp_path):
+    """In a process of its own: in this one other tests have brought groups of TorchRL's by that name."""
+    done = headrace(tmp_path, "sampler=3", check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "headrace: sampler must be a node with a _target_; got 3\n"
 
 
 def test_a_full_disk_is_one_paragraph(tmp_path, monkeypatch):

@@ -94,6 +94,7 @@ INNER = {
         "pipeline.report.measuring.gradient_share",
         "pipeline.report.written.thinned",
     },
+    "test_refused_together.py": {"transforms.distributed.ranks"},
     "test_report_folder.py": {"pipeline.report.written.folder"},
     "test_dump_ids.py": {"pipeline.report.written.loggers"},
     "test_logged_advantage.py": {"pipeline.report.logged_advantage", "pipeline.report.measuring.numbers"},

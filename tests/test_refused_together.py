@@ -6,7 +6,11 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from any_rank import PATIENCE, refuse_together, results_of
+
+from headrace.transforms import BatchError
+from headrace.transforms.distributed.ranks import sharing
 
 pytestmark = pytest.mark.slow
 
@@ -52,3 +56,16 @@ def test_after_a_refusal_ranks_are_at_the_same_batch_and_remember_none_that_was_
         assert by_name["all dropped"][0] == (16 if rank == 0 else 0)
         assert by_name["resumed"][0] == (20 if rank == 0 else 0)
         assert draws == 8
+
+
+def test_who_cannot_tell_the_others_raises_what_it_refuses():
+    """Rank 0 may have heard of a refusal and ended, and the store with it."""
+
+    class Alone:
+        rank, refused, group = 1, False, object()
+
+        def meet(self, error=None):
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(BatchError, match="group 7"), sharing(Alone()):
+        raise BatchError("group 7")

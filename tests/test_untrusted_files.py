@@ -453,9 +453,9 @@ def test_the_page_shows_what_would_turn_its_text_around(make_batch):
     pipeline = Pipeline({})
     pipeline(batch)
     data = page_data([make_report(pipeline)], title=NASTY)
-    assert data["steps"][0]["groups"]["label"] == [
-        r"one" "\n" r"\x1b[31m[bold]\u202e\x07\r\x9b:100:\x00" "\t" "two"
-    ]
+    groups = data["steps"][0]["groups"]
+    assert groups["label"] == [r"one \x1b[31m[bold]\u202e\x07 \x9b:100:\x00 two"]
+    assert groups["asked"][0]["start"] == r"one" "\n" r"\x1b[31m[bold]\u202e\x07\r\x9b:100:\x00" "\t" "two"
     assert not obeyed(data["title"])
 
 

@@ -11,10 +11,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.text import Text
 
-from headrace.pipeline.composing import ConfigError, explain_composition
+from headrace.pipeline.composing import explain_composition
 from headrace.pipeline.printable import printable
 
-EARLY = (HydraException, OmegaConfBaseException, ConfigError, OSError)  # before there is a task
+EARLY = (HydraException, OmegaConfBaseException, OSError, ValueError)  # before there is a task
 
 
 def refuse(err: Exception, *, go_on: bool = False) -> str:
@@ -78,6 +78,9 @@ def paragraph_of(err: Exception) -> str:
         reason = (err.strerror or str(err)).lower()
         where = f"{err.filename}: " if err.filename else ""
         return f"{where}{reason}. hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER) is where files go"
+    if str(err).startswith("Config group override"):  # Hydra does not say which
+        files = [word for word in sys.argv[1:] if re.fullmatch(r"[\w/@]+=[\d.]+", word)]
+        return f"{', '.join(files)} must be the name of a file, as in pipeline=grpo"
     return in_words_to_type(str(err))
 
 

@@ -78,8 +78,8 @@ class TrainingDisplay:
         if self.history:
             self.console.print(history_table(self.history, title), *lines, sep="\n")
             shown = f"written to {self.csv_path.parent}"
-            shown += f"; the page: {page.resolve().as_uri()}" if page else ""
-            self.console.print(Text(printable(shown)), soft_wrap=True)
+            shown += f"\nthe page: {page.resolve().as_uri()}" if page else ""
+            self.console.print(Text(printable(shown, keep="\n")), soft_wrap=True)
 
 
 def write_csv(path: Path, history: list[dict[str, float]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,8 @@ from headrace.transforms.rows import Column, describe_columns, device_of, withou
 
 from .meeting import Meetings, OtherRankError
 from .process_group import SharedIds
+
+log = logging.getLogger(__name__)
 
 
 class Gathered(NamedTuple):
@@ -172,6 +175,8 @@ def _tell(ranks: Ranks, error: Exception) -> None:
     except OtherRankError as err:
         if not str(err).startswith(f"rank {ranks.rank}:"):
             raise
+    except dist.DistError as gone:  # the store went with rank 0, which heard of a refusal before and ended
+        log.warning("rank %d cannot tell the others what it refuses: %s", ranks.rank, gone)
 
 
 def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -> Tensor:
