@@ -1,0 +1,162 @@
+"""The grpo recipe in plain NumPy: the same decisions and the same gathers, and nothing around them.
+
+What the pipeline costs is measured against this; `tests/test_yardstick.py` compares what the two return. The
+N rows are the segments of U rollouts in P groups, V of them in complete ones; a suffix says by what an array
+is indexed. Nothing can be configured or resumed, and an error names no ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDict
+
+MASK, LOG_PROB = ("masks", "all_assistant_mask"), ("log_probs", "full")
+NUMBERS = ("group_id", "rollout_id", "expected_rollouts", ("next", "reward"))
+IN_LOSS = ("headrace", "in_loss")
+
+
+class Rows(NamedTuple):
+    """What is decided on: a few numbers a row, (N,) each."""
+
+    group: np.ndarray
+    rollout: np.ndarray
+    expected: np.ndarray  # rollouts of the row's group
+    reward: np.ndarray
+    masked_in: np.ndarray  # tokens in the mask
+    tokens: np.ndarray  # those of them with a finite log-probability
+
+
+class Steps(NamedTuple):
+    """What was decided."""
+
+    order: np.ndarray  # (M,) row numbers in training order
+    sizes: list[int]  # rows of each minibatch
+    columns: dict[NestedKey, np.ndarray]  # (N, ...) each
+
+
+def grpo(
+    batch: TensorDict, minibatches: int, *, incomplete: Literal["raise", "drop"] = "raise", drawn: int = 0
+) -> Iterator[TensorDict]:
+    """The minibatches of ``pipeline=grpo``, of rows without statuses and ends.
+
+    Args:
+        batch: TensorDict ``[N]``, dense.
+        minibatches: K.
+        incomplete: groups are an error, or dropped.
+        drawn: orders that the pipeline has drawn before, one for each batch.
+    """
+    return gather(batch, decide(read(batch), minibatches, incomplete, drawn))
+
+
+def read(batch: TensorDict) -> Rows:
+    """A few numbers a row."""
+    mask, log_prob = batch[MASK].numpy(), batch[LOG_PROB].numpy()
+    numbers = (batch[name].view(-1).numpy() for name in NUMBERS)
+    return Rows(*numbers, np.count_nonzero(mask, 1), np.count_nonzero(mask & np.isfinite(log_prob), 1))
+
+
+def decide(rows: Rows, minibatches: int, incomplete: str = "raise", drawn: int = 0) -> Steps:
+    """Who trains, in which order and step, with which advantage and weight."""
+    count, reward_dtype = len(rows.group), rows.reward.dtype
+    rollout_N, first_U = number(rows.rollout)
+    group_U, first_P = number(rows.group[first_U])
+    reward_U, expected_U = rows.reward[first_U].astype(np.float64), rows.expected[first_U]
+    require(rows.group.min() >= 0 and rows.rollout.min() >= 0, "no id is negative")
+    require((rows.group[first_U][rollout_N] == rows.group).all(), "a rollout is in one group")
+    require(np.isfinite(rows.reward).all(), "rewards are finite")
+    require((rows.reward[first_U][rollout_N] == rows.reward).all(), "the rows of a rollout share its reward")
+
+    # gate: groups have all their rollouts
+    size_P = np.bincount(group_U)
+    require((size_P[group_U] <= expected_U).all(), "no group has more rollouts than were dispatched")
+    whole_U = size_P[group_U] == expected_U
+    whole_N = whole_U[rollout_N]
+    require(incomplete == "drop" or whole_U.all(), "all groups are complete")
+
+    # filter: groups of equal rewards are out of the loss
+    differs_U = reward_U != reward_U[first_P][group_U]
+    varies_U = (np.bincount(group_U, differs_U) > 0)[group_U]
+    varies_N = varies_U[rollout_N]
+
+    # advantage: A = (R - mean) / (std + 1e-6), and exactly 0 where rewards are equal
+    centred_U = reward_U - (np.bincount(group_U, reward_U) / size_P)[group_U]
+    std_P = np.sqrt(np.bincount(group_U, centred_U**2) / np.maximum(size_P - 1, 1))
+    advantage_U = np.where(varies_U, centred_U / (std_P + 1e-6)[group_U], 0.0)
+
+    # split: rollouts in the order of the random keys of their first rows, cut evenly
+    digest = hashlib.blake2b(f"split/0/{drawn}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    key = torch.randperm(int(whole_N.sum()), generator=generator).numpy()
+    by_key, present_U = np.full(len(key), -1), np.flatnonzero(whole_U)
+    by_key[key[(np.cumsum(whole_N) - 1)[first_U[present_U]]]] = present_U
+    order_V = by_key[by_key >= 0]  # rollouts in training order
+    require(len(order_V) % minibatches == 0, "rollouts are a multiple of minibatches")
+    place_U = np.full(len(first_U), len(order_V))
+    place_U[order_V] = np.arange(len(order_V))
+    step_U = place_U // max(len(order_V) // minibatches, 1)  # K for those that are dropped
+    step_N = step_U[rollout_N]
+    fanned_out = len(first_U) < count
+    order = np.argsort(place_U[rollout_N], kind="stable")[: len(key)] if fanned_out else first_U[order_V]
+    sizes = np.bincount(step_N, minlength=minibatches)[:minibatches].tolist() if len(key) else []
+
+    # weight: 1 / tokens of the step
+    tokens_N = rows.tokens * varies_N
+    trains_N = tokens_N > 0
+    trains_U = np.bincount(rollout_N, trains_N) > 0
+    total_K = np.bincount(step_N, tokens_N)
+    weight_N = np.divide(1.0, total_K[step_N], out=np.zeros(count), where=trains_N)
+    groups = np.zeros((len(total_K), len(size_P)), bool)
+    groups[step_U[trains_U], group_U[trains_U]] = True
+
+    first_N = np.zeros(count, bool)
+    first_N[first_U] = True
+    columns = {
+        "advantage": advantage_U.astype(reward_dtype)[rollout_N].reshape(-1, 1, 1),
+        "loss_weight": weight_N.astype(reward_dtype),
+        "num_tokens": total_K.astype(np.int64)[step_N],
+        "num_samples": np.bincount(step_N, trains_N).astype(np.int64)[step_N],
+        "num_rollouts": np.bincount(step_U, trains_U).astype(np.int64)[step_N],
+        "num_groups": groups.sum(1)[step_N],
+        ("headrace", "reward"): rows.reward,
+        ("headrace", "is_first_segment"): first_N,
+        IN_LOSS: varies_N,
+        ("headrace", "length"): np.where(varies_N, -1, rows.masked_in),
+        ("headrace", "minibatch"): step_N,
+        ("headrace", "microbatch"): np.zeros(count, np.int64),
+        ("headrace", "step_weight"): (total_K > 0).astype(np.float64)[step_N],
+        ("headrace", "row"): np.arange(count),
+        ("headrace", "processed"): np.ones(count, bool),
+    }
+    return Steps(order, sizes, columns)
+
+
+def gather(batch: TensorDict, steps: Steps) -> Iterator[TensorDict]:
+    """Gather one minibatch after the other, and mask the rows that are out of the loss."""
+    columns = dict(batch.items(True, True))
+    columns |= {name: torch.from_numpy(column) for name, column in steps.columns.items()}
+    for rows in torch.from_numpy(steps.order).split(steps.sizes) if steps.sizes else ():
+        taken = {name: column.index_select(0, rows) for name, column in columns.items()}
+        masked = (~taken[IN_LOSS]).nonzero().squeeze(-1)
+        taken[MASK].index_fill_(0, masked, False)
+        taken[LOG_PROB].index_fill_(0, masked, float("nan"))
+        yield TensorDict(taken, batch_size=[len(rows)])
+
+
+def number(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ids as 0 to n - 1, by row, and the first row of each of the n."""
+    if (ids[1:] >= ids[:-1]).all():  # ascending: no sort
+        begins = np.concatenate([[True], ids[1:] != ids[:-1]])
+        return np.cumsum(begins) - 1, np.flatnonzero(begins)
+    _, first, numbers = np.unique(ids, return_index=True, return_inverse=True)
+    return numbers, first
+
+
+def require(holds: bool | np.bool_, rule: str) -> None:
+    """Refuse a batch that breaks a rule."""
+    if not holds:
+        raise ValueError(f"the yardstick needs a batch where {rule}")
