@@ -17,7 +17,8 @@ from page import page, read_results
 
 ROOT = Path(__file__).parent.parent
 # In the order of the page.
-NAMES = ["advantage", "peers", "pipeline", "stages", "replay", "balance", "trees", "stream", "ranks", "gpu"]
+NAMES = ["yardstick", "structure", "advantage", "peers", "pipeline", "stages", "replay", "balance", "trees"]
+NAMES += ["stream", "ranks", "gpu"]
 
 
 def main() -> None:

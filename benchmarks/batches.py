@@ -35,12 +35,17 @@ def collected(rows: int, tokens: int, *, texts: bool = False) -> TensorDict:
     return TensorDict(columns, batch_size=[rows])
 
 
-def in_pieces(batch: TensorDict) -> Callable[[], None]:
-    """All minibatches, one in memory at a time."""
-    pipeline = load_pipeline("pipeline=grpo", f"pipeline.stages.split.minibatches={MINIBATCHES}")
+def grpo_loop(batch: TensorDict, minibatches: int, *words: str) -> Callable[[], None]:
+    """The loop over the minibatches of the grpo recipe, one in memory at a time."""
+    pipeline = load_pipeline("pipeline=grpo", f"pipeline.stages.split.minibatches={minibatches}", *words)
 
     def run() -> None:
         for minibatch in pipeline.minibatches(batch):
             del minibatch
 
     return run
+
+
+def in_pieces(batch: TensorDict) -> Callable[[], None]:
+    """The same, in as many as most benchmarks have."""
+    return grpo_loop(batch, MINIBATCHES)

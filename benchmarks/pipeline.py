@@ -9,7 +9,9 @@ silences. A gather takes all rows in random order, column by column: who shuffle
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from batches import MINIBATCHES, collected, in_pieces
@@ -21,15 +23,19 @@ from timing import measure, median_ms, ratio
 from headrace.pipeline import load_pipeline
 from headrace.transforms import take_rows
 
+sys.path.append(str(Path(__file__).parent.parent / "tests"))  # behind the benchmarks, which have a batches.py
+from live_bytes import LiveBytes, bytes_of
+
 # Rows, and tokens of each: 15, 115 and 235 MB, then few long rows, and many short ones.
 SHAPES = ((512, 2048), (4000, 2048), (8192, 2048), (512, 16_384), (65_536, 128))
 TARGETED, TARGETS = SHAPES[1], {"pipeline": 1.9, "minibatches": 2.0}
+PEAK = 0.15  # of the batch
 WITH_TEXTS = 3.5
 NOTE = f"""The first column is the time in which `take_rows` gathers the batch in random order, in
 milliseconds; the others are over that. In pieces: the same in {MINIBATCHES} gathers. `td[perm]` is
-TensorDict's own. The pipeline is the grpo recipe in one piece, `pipeline(batch)`, and the last column the
-loop over its {MINIBATCHES} minibatches, which lets go of each. Targets are for 4,000 rows of 2,048
-tokens."""
+TensorDict's own. The pipeline is the grpo recipe in one piece, `pipeline(batch)`, and the next the loop
+over its {MINIBATCHES} minibatches, which lets go of each. The last is the most memory that this loop takes
+beside the batch, in batches. Targets are for 4,000 rows of 2,048 tokens."""
 TEXTS = (
     """Rows of 16 tokens, with a prompt and a text each, over `pipeline(batch)` of the same rows without."""
 )
@@ -58,6 +64,15 @@ def candidates(batch: TensorDict) -> dict[str, Callable[[], object]]:
     }
 
 
+def peak_memory(batch: TensorDict) -> float:
+    """The most bytes of tensors that the loop over minibatches holds at a time, over those of the batch."""
+    loop = in_pieces(batch)
+    loop()
+    with LiveBytes() as memory:
+        loop()
+    return memory.peak / bytes_of(batch)
+
+
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """Rows of tensors, and rows with texts."""
     rows, head = [], []
@@ -68,9 +83,10 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         head = ["rows", "gather, ms", *list(times)[1:]]
         targets = TARGETS if shape == TARGETED else {}
         cells = [Cell(ratio(times, each, "gather"), target=targets.get(each)) for each in head[2:]]
+        cells.append(Cell(peak_memory(batch), target=PEAK if shape == TARGETED else None))
         label = f"{count:,} × {tokens:,} tokens, {batch.bytes() / 1e6:.0f} MB"
         rows.append(Row(label, [Cell(median_ms(times, "gather")), *cells]))
-    yield Table("The grpo recipe over a gather", NOTE, head, rows)
+    yield Table("The grpo recipe over a gather", NOTE, [*head, "memory"], rows)
 
     count, pipeline = 64 if options.quick else 8192, load_pipeline("pipeline=grpo")
     short, spoken = collected(count, 16), collected(count, 16, texts=True)

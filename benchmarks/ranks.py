@@ -1,14 +1,14 @@
 """What sharing a batch costs, over one process.
 
-    python benchmarks/ranks.py [--ranks 2] [--rollouts 8192] [--rounds 10]
+    python benchmarks/ranks.py [--ranks 2] [--rounds 10]
 
-The default recipe on ranks with rows of their own. Wall time, since ranks wait for one another; more ranks
-than cores wait for a core.
+The grpo recipe on ranks with rows of their own. More ranks than cores wait for a core.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import statistics
 import time
@@ -17,77 +17,118 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from batches import MINIBATCHES, collected, grpo_loop
 from results import main
 from tables import Cell, Row, Table
-from tensordict import TensorDict
 
-from headrace.pipeline import Pipeline, load_pipeline
-from headrace.transforms.distributed import Ranks
-
-GROUP_SIZE = 8
-NOTE = """Wall time. One batch, of rollouts of one row and one token, each rank with its share of it, over
-the same batch in one process. A meeting is one round of messages between the ranks, before which they wait
-for one another; a batch has several."""
-
-
-def collected(rollouts: int, rank: int = 0) -> TensorDict:
-    """Rollouts of one row and one token each."""
-    ids = torch.arange(rank * rollouts, (rank + 1) * rollouts)
-    columns = {
-        "group_id": ids // GROUP_SIZE,
-        "rollout_id": ids,
-        ("next", "reward"): torch.rand(rollouts),
-        ("masks", "all_assistant_mask"): torch.ones(rollouts, 1, dtype=torch.bool),
-    }
-    return TensorDict(columns, batch_size=[rollouts])
+SIZES, TOKENS = (1024, 8192), 16  # rows of a rank, tokens of each
+TARGET = 1.5  # of the smallest
+NOTE = f"""CPU time of one thread, and wall time, in ms. The loop over {MINIBATCHES} minibatches of the grpo
+recipe: on a rank that has its share of the rows, and in one process that has all of them. The ratio is of CPU
+time, of rank 0."""
+# What a process group is asked for; those that this version has.
+COLLECTIVES = """allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced allreduce
+allreduce_coalesced alltoall alltoall_base barrier monitored_barrier broadcast gather scatter reduce
+reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced recv recv_anysource send"""
 
 
-def recipe(*overrides: str) -> Pipeline:
-    """The default one."""
-    return load_pipeline(f"pipeline.stages.gate.group_size={GROUP_SIZE}", *overrides)
-
-
-def seconds(function: Callable[[], object], rounds: int) -> float:
-    """The median of some rounds, after one to warm up."""
-    taken = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        function()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
-
-
-def run_rank(rank: int, arguments: argparse.Namespace, port: int, results: Any) -> None:
-    """What each process does; the first puts the seconds into `results`: shared, alone, of a meeting."""
+def join_ranks(rank: int, ranks: int, port: int) -> None:
+    """Make this process one of the ranks."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, arguments.ranks, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.ranks)
-    own = arguments.rollouts // arguments.ranks
-    pipeline, mine = recipe("pipeline.process_group=world"), collected(own, rank)
-    shared = seconds(lambda: pipeline(mine), arguments.rounds)
-    ranks = Ranks(dist.group.WORLD)
-    meeting = seconds(ranks.meet, 20 * arguments.rounds)
-    if rank == 0:
-        alone, every = recipe(), collected(arguments.rollouts)
-        single = seconds(lambda: alone(every), arguments.rounds)
-        results.put((shared, single, meeting))
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def loops(rank: int, ranks: int, rows: int, tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The loop of a rank that has `rows`, and that of one process that has those of all ranks."""
+    every = collected(ranks * rows, tokens)
+    mine = every[rank * rows : (rank + 1) * rows].clone()
+    return grpo_loop(mine, MINIBATCHES, "pipeline.process_group=world"), grpo_loop(every, MINIBATCHES)
+
+
+def seconds(function: Callable[[], object]) -> tuple[float, float]:
+    """CPU time of this thread, and wall time."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    function()
+    return time.thread_time() - cpu, time.perf_counter() - wall
+
+
+def run_rank(rank: int, ranks: int, sizes: list[int], rounds: int, port: int, results: Any) -> None:
+    """What each process does; the first puts its times by round into `results`: as a rank, and alone."""
+    join_ranks(rank, ranks, port)
+    for rows in sizes:
+        shared, single = loops(rank, ranks, rows, TOKENS)
+        times = []
+        for _ in range(rounds + 1):
+            dist.barrier()
+            times.append((seconds(shared), seconds(single) if rank == 0 else ()))
+        if rank == 0:
+            results.put(times[1:])
     dist.barrier()
     dist.destroy_process_group()
 
 
+def count_collectives(rows: int, tokens: int) -> int:
+    """How often one of two ranks, each with `rows`, calls the process group for one batch.
+
+    The second rank is a fork of this process, so that nothing is imported again.
+    """
+    port = free_port()
+    child = os.fork()
+    rank, done = (1, 1) if child == 0 else (0, 0)
+    try:
+        join_ranks(rank, 2, port)
+        shared, _ = loops(rank, 2, rows, tokens)
+        shared()
+        count = 0
+        for name in COLLECTIVES.split():
+            if (method := getattr(dist.ProcessGroup, name, None)) is not None:
+
+                def counted(*args, _method=method, **options):
+                    nonlocal count
+                    count += 1
+                    return _method(*args, **options)
+
+                setattr(dist.ProcessGroup, name, counted)
+        shared()
+        done, found = 0, count
+        dist.barrier()
+        dist.destroy_process_group()
+    finally:
+        if child == 0:
+            os._exit(done)
+    if os.waitpid(child, 0)[1] != 0:
+        raise RuntimeError("the second rank failed")
+    return found
+
+
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """The one table."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    sizes = [32 + 8 * i if options.quick else rows for i, rows in enumerate(SIZES)]
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     start = torch.multiprocessing.start_processes
-    start(run_rank, (options, port, results), options.ranks, start_method="spawn")
-    shared, single, meeting = results.get()
-    cells = [Cell(1e3 * shared, ".1f"), Cell(1e3 * single, ".1f"), Cell(shared / single), Cell(1e3 * meeting)]
-    head = ["rollouts", f"{options.ranks} ranks, ms", "one process, ms", "ratio", "a meeting, ms"]
-    yield Table("Ranks that share a batch", NOTE, head, [Row(f"{options.rollouts:,}", cells)])
+    arguments = (options.ranks, sizes, options.rounds, free_port(), results)
+    start(run_rank, arguments, options.ranks, start_method="spawn")
+    lines = []
+    for rows in sizes:
+        times = results.get()
+        (cpu, wall), (single, single_wall) = (
+            [[each[who][clock] for each in times] for clock in (0, 1)] for who in (0, 1)
+        )
+        ratio = statistics.median(a / b for a, b in zip(cpu, single, strict=True))
+        middle = [Cell(1e3 * statistics.median(each), ".1f") for each in (cpu, single, wall, single_wall)]
+        target = TARGET if rows == sizes[0] else None
+        lines.append(Row(f"{options.ranks} × {rows:,}", [*middle, Cell(ratio, target=target)]))
+    head = ["rows", "a rank, CPU", "one process, CPU", "a rank, wall", "one process, wall", "ratio"]
+    yield Table("Ranks that share a batch", NOTE, head, lines)
 
 
 if __name__ == "__main__":
-    main(tables, __doc__, warm=False, ranks=(2, 2), rollouts=(8192, 64), rounds=(10, 1))
+    main(tables, __doc__, warm=False, ranks=(2, 2), rounds=(20, 1))

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from batches import MINIBATCHES, collected, in_pieces
 from results import main
+from structure import operator_calls
 from tables import Cell, Row, Table
 from tensordict import TensorDictBase
 from timing import measure, median_ms, ratio
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.pipeline import load_pipeline
 from headrace.transforms import (
@@ -58,24 +58,6 @@ token" is the split of a batch whose advantage and weights are by token, over a 
 columns move once, as all do. The last two columns are what it costs where there is next to nothing to do."""
 FIXED = f"""The grpo recipe over 64 rows of 16 tokens, cut into {MINIBATCHES}: the loop over all
 minibatches, and the same in one piece. On a GPU each call of an operator is a launch."""
-
-
-class Calls(TorchDispatchMode):
-    """Count operator calls."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
-def operator_calls(function: Callable[[], object]) -> int:
-    """Operator calls of a function that has run before."""
-    function()
-    with Calls() as calls:
-        function()
-    return calls.count
 
 
 def stage_calls(rows: int, tokens: int) -> dict[str, Callable[[], object]]:

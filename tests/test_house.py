@@ -48,7 +48,6 @@ PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.tasks.lo
 INNER = {
     "test_balance.py": {"transforms.split.balance", "transforms.split.bins"},
     "balance.py": {"transforms.split.balance"},
-    "ranks.py": {"transforms.distributed"},
     "test_split_trees.py": {"transforms.prefixes", "transforms.split.trees"},
     "test_written_to.py": {"transforms.rows"},
     "test_sums.py": {"transforms.sums"},

@@ -1,0 +1,149 @@
+"""What a GRPO batch runs through, and how much code there is to read.
+
+    python benchmarks/structure.py
+
+Counts, not times: they are the same on every machine with the same versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from batches import MINIBATCHES, collected, grpo_loop
+from ranks import count_collectives
+from results import main
+from tables import Cell, Row, Table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchrl.envs.transforms import Transform
+
+import headrace
+from headrace.transforms import BatchTransform
+
+ROOT = Path(__file__).parent.parent
+SMALL, ONE_PIECE = (64, 100), (512, 100)  # rows, tokens of each
+ASKED_BY_TORCHRL = {"requires_shared_write_state"}
+NOTE_RUN = f"""The loop over the minibatches of the grpo recipe: {SMALL[0]} rows in {MINIBATCHES}
+minibatches where nothing else is said, after a run to warm up. Files and functions are those of headrace that
+are entered, comprehensions and lambdas included; calls are those of Python and C functions. An operator call
+is one that reaches a TorchDispatchMode: on a GPU each is a launch. Collectives are calls of the process group
+by one of two ranks; all_gather_object makes two."""
+NOTE_READ = """Lines of code without docstrings, comments and empty lines. Traits are the public attributes
+of BatchTransform that say what a stage is for others."""
+
+
+class Operators(TorchDispatchMode):
+    """Count operator calls."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operator_calls(function: Callable[[], object]) -> int:
+    """Operator calls of a function that has run before."""
+    function()
+    with Operators() as operators:
+        function()
+    return operators.count
+
+
+class Entered(NamedTuple):
+    """What a function runs through."""
+
+    files: int  # of headrace
+    functions: int  # of headrace
+    calls: int  # of any function
+
+
+def entered(function: Callable[[], object]) -> Entered:
+    """What a function that has run before runs through, by ``sys.setprofile``."""
+    function()
+    codes: set[CodeType] = set()
+    calls: Counter[str] = Counter()
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        calls[event] += 1
+        if event == "call":
+            codes.add(frame.f_code)
+
+    sys.setprofile(look)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    home = str(Path(headrace.__file__).parent)
+    ours = [code for code in codes if code.co_filename.startswith(home)]
+    names = {(code.co_filename, getattr(code, "co_qualname", code.co_name)) for code in ours}
+    return Entered(len({code.co_filename for code in ours}), len(names), calls["call"] + calls["c_call"])
+
+
+def traits() -> set[str]:
+    """Public attributes of the contract, by name, that are no methods and not TorchRL's."""
+    found: set[str] = set()
+    for each in BatchTransform.__mro__[: BatchTransform.__mro__.index(Transform)]:
+        found |= {name for name, value in vars(each).items() if not callable(value)}
+        found |= inspect.get_annotations(each).keys()
+    return {name for name in found if not name.startswith("_")} - ASKED_BY_TORCHRL - set(dir(Transform))
+
+
+def code_lines(folder: str) -> int:
+    """Lines of the Python files under a folder that have code on them."""
+    return sum(len(lines_with_code(path.read_text())) for path in (ROOT / folder).rglob("*.py"))
+
+
+def lines_with_code(source: str) -> set[int]:
+    """Their numbers: neither empty, nor a comment, nor of a docstring."""
+    texts = enumerate(map(str.strip, source.splitlines()), 1)
+    lines = {number for number, text in texts if text and not text.startswith("#")}
+    docstrings: set[int] = set()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr | ast.Constant):
+            lines |= spanned(node)  # a string may have empty lines in it
+        elif isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            docstrings |= spanned(node.body[0])
+    return lines - docstrings
+
+
+def spanned(node: ast.expr | ast.stmt) -> set[int]:
+    """The numbers of its lines."""
+    return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """What runs, and what there is to read."""
+    collectives = count_collectives(*SMALL)  # first: it forks, which is safe while there are no threads
+    small = grpo_loop(collected(*SMALL), MINIBATCHES)
+    found = entered(small)
+    numbers = {
+        "files entered": (found.files, 20),
+        "functions entered": (found.functions, 130),
+        "calls": (found.calls, None),
+        f"operator calls, {SMALL[0]} rows in {MINIBATCHES} minibatches": (operator_calls(small), 260),
+        f"operator calls, {ONE_PIECE[0]} rows in one": (
+            operator_calls(grpo_loop(collected(*ONE_PIECE), 1)),
+            160,
+        ),
+        "collectives of a rank": (collectives, 3),
+    }
+    lines = [Row(name, [Cell(count, ",d", goal)]) for name, (count, goal) in numbers.items()]
+    yield Table("What a GRPO batch runs through", NOTE_RUN, ["what", "number"], lines)
+
+    goals = {"transforms": 7000, "pipeline": 8500, "tests": 18_000}
+    lines = [Row(f"lines of {name}", [Cell(code_lines(name), ",d", goal)]) for name, goal in goals.items()]
+    lines.append(Row("traits of a stage", [Cell(len(traits()), ",d", 8)]))
+    yield Table("What there is to read", NOTE_READ, ["what", "number"], lines)
+
+
+if __name__ == "__main__":
+    main(tables, __doc__, warm=False)

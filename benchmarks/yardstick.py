@@ -1,0 +1,216 @@
+"""What the library costs over the same work in plain Python and NumPy.
+
+    python benchmarks/yardstick.py [--rounds 9] [--huge 1]
+
+`--huge 1` adds ten million rows, which take two minutes and some gigabytes. What a rank costs is in
+`ranks.py`, the gather and the memory of long rows in `pipeline.py`, and what is counted in `structure.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from batches import MINIBATCHES, collected, in_pieces
+from numpy_grpo import LOG_PROB, MASK, NUMBERS, grpo
+from results import main
+from stream import GROUP_SIZE, dense_rows
+from tables import Cell, Row, Table
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from timing import Times, median_ms, ratio
+from timing import measure as measure_by
+
+from headrace.transforms import GroupAssembler
+
+TOKENS = 100
+SMALL, LARGE, HUGE = (64, 512), (100_000, 1_000_000), 10_000_000  # rows
+RAGGED, STREAMED, WAITING = 512, 512, (700, 100_000)
+GROWTH = 13  # at most, where there are ten times as many rows
+NOTE = f"""NumPy: the loop over the {MINIBATCHES} minibatches of the grpo recipe, over the same decisions in
+plain NumPy with the same gathers (`benchmarks/numpy_grpo.py`). Rows have {TOKENS} tokens, or 2 where there
+are 100,000 and more. Ragged rows, in a lazy stack, are over reading each column that the recipe needs once,
+and indexing the stack. In a stream, rows are put into a `GroupAssembler` one by one and whole groups taken
+out, over a dict of lists that are concatenated when they are whole; and one row is put while others wait."""
+HEAD = ["what, over what", "ms", "over, ms", "ratio"]
+
+measure = partial(measure_by, clock=time.thread_time)
+
+
+def line(name: str, times: Times, what: str, over: str, goal: float) -> Row:
+    """One measure."""
+    milliseconds = (Cell(median_ms(times, each), ",.2f") for each in (what, over))
+    return Row(name, [*milliseconds, Cell(ratio(times, what, over), target=goal)])
+
+
+def not_measured(name: str) -> Row:
+    """One that was not asked for."""
+    return Row(name, [Cell(None)] * 3)
+
+
+# -- whole batches ----------------------------------------------------------------------------------------
+
+
+def numpy_loop(batch: TensorDict) -> Callable[[], None]:
+    """The loop over the minibatches that plain NumPy makes."""
+
+    def run() -> None:
+        for minibatch in grpo(batch, MINIBATCHES):
+            del minibatch
+
+    return run
+
+
+def small_batches(sizes: Sequence[int], rounds: int) -> Iterator[Row]:
+    """Batches that cost what their calls cost."""
+    for rows in sizes:
+        batch = collected(rows, TOKENS)
+        times = measure({"pipeline": in_pieces(batch), "NumPy": numpy_loop(batch)}, rounds)
+        yield line(f"{rows:,} rows over NumPy", times, "pipeline", "NumPy", 2.0)
+
+
+def large_batches(sizes: Sequence[int], rounds: int) -> Iterator[Row]:
+    """Batches that cost what their rows cost, and the growth from the first size to the second."""
+    functions, goals = {}, {}
+    for rows in sizes:
+        batch = collected(rows, 2)
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
+        for kind, each, goal in (("", batch, 1.3), (", shuffled", batch[order], 1.2)):
+            name = f"{rows:,} rows{kind}"
+            functions |= {name: in_pieces(each), f"{name} over NumPy": numpy_loop(each)}
+            goals[name] = goal
+    times = measure(functions, rounds)
+    for name, goal in goals.items():
+        yield line(f"{name} over NumPy", times, name, f"{name} over NumPy", goal)
+    few, many = sizes
+    yield line(growth(few, many), times, f"{many:,} rows", f"{few:,} rows", GROWTH)
+
+
+def huge_batch(rows: int, rounds: int) -> Row:
+    """The growth over a tenth of the rows."""
+    few, many = (in_pieces(collected(count, 2)) for count in (rows // 10, rows))
+    times = measure({"few": few, "many": many}, rounds)
+    return line(growth(rows // 10, rows), times, "many", "few", GROWTH)
+
+
+def growth(few: int, many: int) -> str:
+    """The name of the measure."""
+    return f"{many:,} rows over {few:,} rows"
+
+
+# -- ragged rows ------------------------------------------------------------------------------------------
+
+
+def ragged(rows: int) -> LazyStackedTensorDict:
+    """The same rows without their padding, in a lazy stack."""
+    batch = collected(rows, TOKENS)
+    lengths = batch["masks", "all_attention_mask"].sum(-1).tolist()
+    singles = [row.clone() for row in batch.unbind(0)]
+    for row, length in zip(singles, lengths, strict=True):
+        for key in (("tokens", "full"), MASK, ("masks", "all_attention_mask"), LOG_PROB):
+            row[key] = row[key][-length:].clone()
+    return lazy_stack(singles)
+
+
+def read_and_index(batch: LazyStackedTensorDict) -> Callable[[], None]:
+    """Read each column that the recipe needs once, count tokens, and index the stack for each minibatch."""
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
+
+    def run() -> None:
+        for key in NUMBERS:
+            batch.get(key)
+        masks, log_probs = (batch.get(key, as_list=True) for key in (MASK, LOG_PROB))
+        in_loss = torch.cat(masks).numpy() & np.isfinite(torch.cat(log_probs).numpy())
+        np.add.reduceat(in_loss, np.cumsum([0, *map(len, masks[:-1])]), dtype=np.int64)
+        for rows in order.chunk(MINIBATCHES):
+            batch[rows]
+
+    return run
+
+
+def ragged_batch(rows: int, rounds: int) -> Row:
+    """A lazy stack."""
+    batch = ragged(rows)
+    times = measure({"pipeline": in_pieces(batch), "reading": read_and_index(batch)}, rounds)
+    return line(f"{rows:,} ragged rows over reading once", times, "pipeline", "reading", 3)
+
+
+# -- a stream ---------------------------------------------------------------------------------------------
+
+
+def assemble(pieces: Sequence[TensorDict]) -> int:
+    """Rows that come out of a GroupAssembler."""
+    assembler, out = GroupAssembler(), 0
+    for piece in pieces:
+        assembler.put(piece)
+        while (batch := assembler.take()) is not None:
+            out += len(batch)
+    return out
+
+
+def put_into_lists(pieces: Sequence[TensorDict]) -> int:
+    """Rows that come out of a dict of lists, of rows that are finished rollouts, one in each piece."""
+    waiting: dict[int, dict[int, TensorDict]] = defaultdict(dict)
+    out = 0
+    for row in pieces:
+        group, rollout = int(row["group_id"]), int(row["rollout_id"])
+        if not row["next", "done"] or rollout in waiting[group]:
+            raise ValueError(f"rollout {rollout} is not finished, or came before")
+        waiting[group][rollout] = row
+        if len(waiting[group]) == int(row["expected_rollouts"]):
+            rollouts = waiting.pop(group)
+            out += len(torch.cat([rollouts[each] for each in sorted(rollouts)]))
+    return out
+
+
+def one_by_one(rows: int, rounds: int) -> Row:
+    """Rows as they come from the workers of a language model."""
+    pieces = dense_rows(rows).split(1)
+    if (found := {assemble(pieces), put_into_lists(pieces)}) != {rows}:
+        raise RuntimeError(f"{rows} rows went in, and {found} came out")
+    functions = {"assembler": lambda: assemble(pieces), "lists": lambda: put_into_lists(pieces)}
+    times = measure(functions, rounds)
+    return line(f"{rows:,} rows put one by one over a dict of lists", times, "assembler", "lists", 4)
+
+
+def put_while_others_wait(waiting: int, puts: int) -> Callable[[], None]:
+    """Put one row, while others wait for the last rollout of their groups, as it does then."""
+    rows = dense_rows(2 * waiting + 2 * GROUP_SIZE * puts)
+    rows = rows[rows["rollout_id"].view(-1).argsort()]
+    rows = rows[rows["rollout_id"].view(-1) % GROUP_SIZE > 0]
+    assembler, further = (
+        GroupAssembler(max_idle=waiting + puts),
+        iter(rows[waiting : waiting + puts].split(1)),
+    )
+    assembler.put(rows[:waiting])
+    return lambda: assembler.put(next(further))
+
+
+def waiting_rows(sizes: Sequence[int], rounds: int) -> Row:
+    """What waits is not looked at again."""
+    few, many = (put_while_others_wait(rows, rounds + 1) for rows in sizes)
+    times = measure({"few": few, "many": many}, rounds)
+    return line(f"a put while {sizes[1]:,} rows wait over {sizes[0]:,}", times, "many", "few", 1.5)
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """The one table."""
+    few, many = (8, 100) if options.quick else (1, 1)  # how many times fewer rows
+    rounds, huge = options.rounds, HUGE // many
+    lines = [
+        *small_batches(SMALL, 10 * rounds),
+        *large_batches([rows // many for rows in LARGE], rounds),
+        huge_batch(huge, max(rounds // 3, 1)) if options.huge else not_measured(growth(huge // 10, huge)),
+        ragged_batch(RAGGED // few, rounds),
+        one_by_one(STREAMED // few, rounds),
+        waiting_rows([rows // many for rows in WAITING], 10 * rounds),
+    ]
+    yield Table("Over plain Python and NumPy", NOTE, HEAD, lines)
+
+
+if __name__ == "__main__":
+    main(tables, __doc__, rounds=(9, 1), huge=(0, 1))
