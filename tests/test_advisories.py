@@ -20,7 +20,7 @@ from rich.console import Console
 from headrace.pipeline import Pipeline, build_pipeline, load_pipeline, make_report
 from headrace.pipeline.composing import compose_config
 from headrace.pipeline.report import advise, show_report, symptoms, verdict
-from headrace.pipeline.report.measuring.gradient_share import gradient_share
+from headrace.pipeline.report.measuring.gradient import gradient_share
 from headrace.pipeline.report.written.thinned import Thinned
 from headrace.pipeline.tasks.group_sizes import groups_seen
 from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status

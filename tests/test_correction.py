@@ -118,6 +118,25 @@ def test_bounds_are_inclusive(old, low, high, dtype):
     assert Diverged(estimator="k1", low=low or 0.0, high=high)(batch).item()
 
 
+@pytest.mark.parametrize(
+    ("logs", "expected"),
+    [
+        ([-10.0, math.log(3.0) - 10.0], [0.5, 1.5]),  # weights x and 3x, their mean 2x = 9.1e-5
+        ([-18.0, -18.0], [1.0, 1.0]),  # the mean is 1.5e-8
+        ([-19.0, -19.0], [math.exp(-19.0)] * 2),  # 5.6e-9 is next to nothing: they stay as they are
+        ([-20.0, -90.0], [math.exp(-20.0)] * 2),  # so is 2.1e-9, the least that a clamped ratio can be
+    ],
+)
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_are_divided_by_their_mean_however_small_unless_it_is_below_1e8(level, logs, expected):
+    """Two rows of one token each, whose weight is ρ at every level."""
+    old, zero = torch.tensor(logs, dtype=torch.float64).unsqueeze(-1), torch.zeros(2, 1, dtype=torch.float64)
+    batch = TensorDict({OLD: old, SAMPLER: zero, MASK: zero == 0, "advantage": torch.ones(2, 1, 1)}, [2])
+    options = {"level": level, "bound": "none", "normalise": "batch"}
+    close(importance_weight(old, zero, zero == 0, **options).flatten(), expected)
+    close(RolloutCorrection(**options)(batch)["importance_weight"].flatten(), expected)
+
+
 def test_a_mean_of_next_to_nothing_changes_nothing():
     batch = two_policies(4, 3)
     weight = importance_weight(
@@ -337,6 +356,23 @@ def test_of_the_off_policy_rows_only_those_with_a_negative_advantage_leave():
             batch[MASK][row], 0.0 if gone else credit
         )
         assert torch.equal(out[row], expected)
+
+
+def test_an_advantage_of_zero_is_not_negative():
+    """A < 0, not A ≤ 0: the policies are a factor e apart everywhere, and 2 is allowed."""
+    credit = torch.tensor([-1.0, 0.0, -0.0, 1.0])
+    stays = [False, True, True, True]
+    zero = torch.zeros(4, 1)
+    rows = TensorDict({OLD: zero - 1, SAMPLER: zero, MASK: zero == 0, "advantage": credit.view(4, 1, 1)}, [4])
+    criterion = Diverged(estimator="k1", high=2.0, judges="negative")
+    assert criterion(rows).tolist() == stays
+    assert SampleFilter(criterion=criterion)(rows)["headrace", "in_loss"].tolist() == stays
+    tokens = TensorDict(
+        {OLD: zero.T - 1, SAMPLER: zero.T, MASK: zero.T == 0, "advantage": credit.view(1, 4, 1)}, [1]
+    )
+    criterion = Diverged(estimator="k1", level="token", high=2.0, judges="negative")
+    assert criterion(tokens).tolist() == [stays]
+    assert TokenFilter(criterion=criterion)(tokens)[MASK].tolist() == [stays]
 
 
 @pytest.mark.parametrize("returned", [torch.ones(6, 5), [True], torch.ones(6, 4) > 0])

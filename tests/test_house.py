@@ -90,7 +90,7 @@ INNER = {
     "test_tokens.py": {"transforms.tokens.counting"},
     "test_advisories.py": {
         "pipeline.composing",
-        "pipeline.report.measuring.gradient_share",
+        "pipeline.report.measuring.gradient",
         "pipeline.report.written.thinned",
     },
     "test_refused_together.py": {"transforms.distributed.ranks"},
@@ -242,6 +242,38 @@ def test_no_two_files_are_named_alike():
     stems = [path.stem for path in SOURCES if path.name not in ("__init__.py", "__main__.py")]
     alike = {stem for stem in stems if stems.count(stem) > 1}
     assert alike <= {"stage"}, "a file is named after its one concept"
+
+
+# Modules that have the name of a function that a package around them shows; each is to be renamed.
+NAMED_AFTER_A_FUNCTION = {
+    "transforms.advantage.token_advantage",
+    "transforms.advantage.whiten",
+    "transforms.correction.divergence",
+    "transforms.shaping.relative_length",
+    "transforms.weight.loss_weight",
+    "transforms.weight.weighted_loss",
+}
+
+
+def test_no_module_has_the_name_of_a_function_that_its_package_shows():
+    """Else `package.name` is the one or the other, by what was imported last."""
+    shown = {
+        path.parent: {
+            alias.name
+            for node in ast.walk(TREES[path])
+            if isinstance(node, ast.ImportFrom) and node.module
+            for alias in node.names
+        }
+        for path in SOURCES
+        if path.name == "__init__.py"
+    }
+    found = {
+        name.removeprefix("headrace.")
+        for name, path in MODULES.items()
+        for folder in (path.parent if path.name == "__init__.py" else path).parents
+        if name.rpartition(".")[2] in shown.get(folder, ())
+    }
+    assert found == NAMED_AFTER_A_FUNCTION
 
 
 def test_the_pipeline_asks_no_stage_what_it_is():

@@ -3,7 +3,7 @@
 from .advice.advisories import Advisory, advise, verdict
 from .advice.symptoms import Symptom, symptoms
 from .comparison import Comparison
-from .measuring.gradient_share import gradient_cosine, gradient_share
+from .measuring.gradient import gradient_cosine, gradient_share
 from .measuring.shared_tokens import SharedTokens, count_shared_tokens, tree_words
 from .responses import decoder_of
 from .step import StepReport, make_report

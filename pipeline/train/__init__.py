@@ -2,7 +2,7 @@
 
 from .display import TrainingDisplay, history_table
 from .job import TrainingInterrupted, train
-from .optimise import optimise, total_loss
+from .optimiser_steps import optimise, total_loss
 from .sampler import RepeatSampler
 from .token_loss import TokenGRPOLoss
 

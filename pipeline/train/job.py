@@ -20,7 +20,7 @@ from headrace.pipeline.shown.stage_listing import show_pipeline
 from headrace.transforms import weighted_loss
 
 from .display import TrainingDisplay
-from .optimise import optimise, total_loss, transform_of
+from .optimiser_steps import optimise, total_loss, transform_of
 
 
 class TrainingInterrupted(Exception):

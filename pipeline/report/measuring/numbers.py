@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from .funnel import Columns
-from .gradient_share import gradient_share
+from .gradient import gradient_share
 
 AGREE = 1e-4  # advantages no further apart are the same: they are logged in float32, or rounded
 

@@ -11,7 +11,7 @@ from headrace.pipeline.printable import printable
 from headrace.pipeline.report.advice.advisories import Advice, Advisory, History, advice_at
 from headrace.pipeline.report.advice.symptoms import Symptom, symptoms
 from headrace.pipeline.report.measuring import funnel
-from headrace.pipeline.report.measuring.gradient_share import gradient_share
+from headrace.pipeline.report.measuring.gradient import gradient_share
 from headrace.pipeline.report.measuring.groups import widest_first
 from headrace.pipeline.report.step import StepReport, rows_to_read
 

@@ -1,0 +1,80 @@
+"""`import headrace` has every public name, imports it when it is used, and says where other names are."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import headrace
+import headrace.pipeline
+import headrace.transforms
+
+PUBLIC = {*headrace.pipeline.__all__, *headrace.transforms.__all__}
+
+
+def test_it_has_the_public_names_of_both_packages_and_no_other():
+    assert not set(headrace.pipeline.__all__) & set(headrace.transforms.__all__)
+    assert set(headrace.__all__) == PUBLIC | {"__version__"}
+    assert PUBLIC | {"conf", "pipeline", "transforms"} <= set(dir(headrace))
+    for package in (headrace.pipeline, headrace.transforms):
+        assert all(getattr(headrace, name) is getattr(package, name) for name in package.__all__)
+
+
+def test_type_checkers_see_all_of_both_packages():
+    """By their `__all__`, from which star imports take the names: there is no second list to keep."""
+    tree = ast.parse(Path(headrace.__file__).read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(guarded.test) == "TYPE_CHECKING"
+    stars = [ast.unparse(node) for node in guarded.body if isinstance(node, ast.ImportFrom)]
+    assert stars == ["from .pipeline import *", "from .transforms import *"]
+
+
+def test_neither_importing_nor_listing_nor_misspelling_it_brings_torch_along():
+    code = (
+        "import sys, headrace\n"
+        "assert 'load_pipeline' in dir(headrace) and 'whiten' in dir(headrace)\n"
+        "assert not hasattr(headrace, 'open_source') and not hasattr(headrace, 'load_pipelines')\n"
+        "headrace.pipeline\n"
+        "assert 'torch' not in sys.modules\n"
+        "from headrace import GroupRelativeAdvantage\n"
+        "assert 'hydra.core' in sys.modules and 'headrace.pipeline.load' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("open_source", ": it is headrace.pipeline.sources.open_source"),
+        ("certify_recipe", ": it is headrace.pipeline.certify.certify_recipe"),
+        ("GRPOLoss", ": it is torchrl.objectives.llm.GRPOLoss"),
+        ("TensorDict", ": it is tensordict.TensorDict"),
+        ("grpo", ": it is a recipe, headrace.load_pipeline('grpo')"),
+        ("load_pipelines", " (did you mean 'load_pipeline' or 'build_pipeline'?)"),
+        ("CompletnessGate", " (did you mean 'CompletenessGate' or 'IncompleteGroups'?)"),
+        ("qqq", "; dir(headrace) lists the public names"),
+        ("__path_hooks__", ""),
+    ],
+)
+def test_a_name_that_is_not_there_is_refused_with_the_place_or_the_name_that_is_meant(name, hint):
+    with pytest.raises(AttributeError) as refused:
+        getattr(headrace, name)
+    assert str(refused.value) == f"module 'headrace' has no attribute {name!r}{hint}"
+
+
+def test_each_place_that_a_hint_names_has_the_name():
+    for module, names in headrace.OF_OTHERS.items():
+        assert all(hasattr(import_module(module), name) for name in names), module
+    for package in headrace.INNER:
+        assert set(import_module(f"headrace.{package}").__all__)
+
+
+def test_its_example_runs():
+    assert doctest.testmod(headrace).failed == 0
