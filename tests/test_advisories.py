@@ -305,6 +305,7 @@ def test_every_advisory_there_is_has_a_symptom():
     assert named == set(symptoms())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [(name, each.words) for name, symptom in symptoms().items() for each in symptom.remedies if each.words],
@@ -320,6 +321,7 @@ def test_the_colon_between_a_remedy_and_its_words_is_put_there_once(symptom):
     assert not [each.text for each in symptom.remedies if each.text.endswith(":")]
 
 
+@pytest.mark.slow
 def test_the_page_of_symptoms_is_up_to_date():
     done = subprocess.run([sys.executable, "tools/make_symptoms.py", "--check"], cwd=ROOT, check=False)
     assert done.returncode == 0, "run `make generate`"
