@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+# Before torch is imported, here and in the processes that tests start: threads that wait for work spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A test's time depends on what else the machine does; that is no failure.
 settings.register_profile("headrace", deadline=None, print_blob=True)

@@ -25,6 +25,8 @@ from headrace.pipeline.report.written.thinned import Thinned
 from headrace.pipeline.tasks.group_sizes import groups_seen
 from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 QUIET = {"rows/in": 32.0, "rows/trained": 32.0, "groups/in": 4.0}
 BEYOND = 1e-9
@@ -305,7 +307,6 @@ def test_every_advisory_there_is_has_a_symptom():
     assert named == set(symptoms())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [(name, each.words) for name, symptom in symptoms().items() for each in symptom.remedies if each.words],
@@ -321,7 +322,6 @@ def test_the_colon_between_a_remedy_and_its_words_is_put_there_once(symptom):
     assert not [each.text for each in symptom.remedies if each.text.endswith(":")]
 
 
-@pytest.mark.slow
 def test_the_page_of_symptoms_is_up_to_date():
     done = subprocess.run([sys.executable, "tools/make_symptoms.py", "--check"], cwd=ROOT, check=False)
     assert done.returncode == 0, "run `make generate`"

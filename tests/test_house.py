@@ -207,6 +207,7 @@ def inner_imports(path: Path) -> set[str]:
     return found - set(PUBLIC)
 
 
+@pytest.mark.slow
 def test_tests_benchmarks_and_examples_import_what_users_do():
     """But for the unit tests of inner modules, each of which is listed with those."""
     files = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).glob("*.py")]

@@ -78,11 +78,11 @@ CUTS = list(product((1, 2, 3), ("drop", "uneven", "pad", "carry")))
 
 @pytest.mark.parametrize("recipe", CHAINS)
 def test_what_is_booked_as_trained_is_what_the_minibatches_train(recipe, quick):
-    """Of each chain in all ways to cut, with each fold in some of them; where it is quick, in few of them."""
+    """Of each chain in all ways to cut, with each fold in some of them; where it is quick, in one of them."""
     stages, first = stages_of(recipe), CHAINS.index(recipe)
     weight = stages["weight"]
     for number, (epochs, remainder) in enumerate(CUTS):
-        if quick and (number + first) % 5:
+        if quick and (number + first) % 11:
             continue
         fold = FOLDS[(number + first) % 3]
         split = ShuffleSplit(minibatches=5, remainder=remainder, microbatches=2)

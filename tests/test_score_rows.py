@@ -18,6 +18,8 @@ from headrace.pipeline import ConfigError, Pipeline, load_pipeline
 from headrace.pipeline.reverse import DigitPolicy
 from headrace.transforms import BatchError, MissingKeyError, RewardWithin, SampleFilter, ScoreRows, schema
 
+pytestmark = pytest.mark.slow
+
 FULL, LOSS_MASK, ATTENTION = (
     ("tokens", "full"),
     ("masks", "all_assistant_mask"),
@@ -201,7 +203,6 @@ def test_the_order_knows_the_place_of_the_score():
     assert "5. score: ScoreRows(actor=DigitPolicy)" in repr(pipeline)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", CHAINS)
 def test_rows_of_a_language_model_go_with_every_chain_or_say_which_stage_has_no_place(recipe):
     words = (f"pipeline={recipe}", "rows=llm", "pipeline.stages.dense.pad_id=0")
