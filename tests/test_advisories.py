@@ -25,6 +25,8 @@ from headrace.pipeline.report.written.thinned import Thinned
 from headrace.pipeline.tasks.group_sizes import groups_seen
 from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 QUIET = {"rows/in": 32.0, "rows/trained": 32.0, "groups/in": 4.0}
 BEYOND = 1e-9

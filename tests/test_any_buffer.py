@@ -12,6 +12,8 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacem
 from headrace.pipeline import Pipeline, optimise
 from headrace.transforms import BatchError, FanOutCollapse, ProcessedTwiceError
 
+pytestmark = pytest.mark.slow
+
 RECIPE = ("pipeline=grpo", "pipeline.stages.gate.group_size=4")
 UNITS = ("token", "sample", "rollout", "group")
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies import with_old
+from recipes import NAMES
 
 from headrace.transforms import BatchError, TokenAdvantage
 
-ROOT = Path(__file__).parent.parent / "conf" / "pipeline"
-RECIPES = sorted(str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.rglob("*.yaml"))
 RESHAPED = ("as/miles", "as/slime")  # have the bits of the reshape formula, which depend on the order
 REWARDS = st.one_of(
     st.sampled_from([0.0, 1.0]), st.floats(0, 1, width=32), st.sampled_from([1e4, 1e4 + 2**-9, 1e-20])
@@ -67,7 +64,7 @@ def credit_of(recipe, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in RESHAPED])
+@pytest.mark.parametrize("recipe", [name for name in NAMES if name not in RESHAPED])
 def test_permuting_rows_permutes_the_bits(make_batch, recipe):
     @settings(max_examples=10)
     @given(collected(make_batch, recipe))
@@ -118,7 +115,7 @@ def bound_of(pipeline, batch, largest_group):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", NAMES)
 def test_an_advantage_has_a_measure(make_batch, recipe):
     @settings(max_examples=10)
     @given(collected(make_batch, recipe))

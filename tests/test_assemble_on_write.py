@@ -26,6 +26,8 @@ from turns import OneAction, TurnsEnv, makers, of_one_process, quick_starts
 from headrace.pipeline import AssembleOnWrite, assembled, load_pipeline
 from headrace.transforms import GroupAssembler, MissingKeyError
 
+pytestmark = pytest.mark.slow
+
 RECIPE = ("pipeline=grpo", "pipeline.stages.collapse.reward=sum", "pipeline.stages.split.minibatches=1")
 
 
@@ -140,7 +142,6 @@ def test_a_copy_is_made_for_a_file_and_none_for_a_worker(monkeypatch):
         transform._call(rows)
 
 
-@pytest.mark.slow
 def test_workers_are_not_given_assemblers_of_their_own():
     buffer = make_buffer(AssembleOnWrite(GroupAssembler()))
     buffer.extend(next(of_one_process(60)))

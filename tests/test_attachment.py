@@ -22,6 +22,8 @@ from headrace.transforms import (
     split_minibatches,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def collected(**options) -> TensorDict:
     return next(iter(make_collector(make_env(**options))))
@@ -186,7 +188,6 @@ def test_wrong_data_stop_the_collector_with_the_stages_name():
         list(make_collector(make_env(), postproc=make_pipeline("pipeline.stages.gate.group_size=9")))
 
 
-@pytest.mark.slow
 def test_it_crosses_to_a_worker_process():
     with process_context().Pool(1) as pool:
         out = pool.apply(make_pipeline(), (collected(),))

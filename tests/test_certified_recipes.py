@@ -14,6 +14,8 @@ from headrace.pipeline.certify import Certificate, SmallTask, certify_recipe
 from headrace.pipeline.composing import recipes
 from headrace.pipeline.tasks.certify import small_tasks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 COMMITTED = json.loads((ROOT / "docs" / "certificates.json").read_text())["certificates"]
 BY_RECIPE = defaultdict(dict)
@@ -34,7 +36,6 @@ def test_every_task_file_is_a_task_of_the_command():
     assert set(tasks()) == {path.stem for path in (ROOT / "conf" / "certify").glob("*.yaml")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", recipes())
 def test_no_change_moves_a_certificate_unseen(recipe):
     """Run `make generate` where a change is meant to, and say so in the changelog."""

@@ -23,6 +23,8 @@ from headrace.pipeline.certify import (
 from headrace.pipeline.composing import recipes
 from headrace.transforms import BatchTransform, RunningBaseline
 
+pytestmark = pytest.mark.slow
+
 STEPS = "pipeline.stages.collapse.reward=sum"
 
 
@@ -137,7 +139,6 @@ def test_turn_means_added_up_over_ones_own_future_lose_most_of_it():
 # -- how outcomes go through a pipeline --------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", recipes())
 def test_what_keeps_within_groups_is_the_same_together_and_apart(recipe, monkeypatch):
     """With two rollouts; the recipe that asks for steps and the one for shares have tasks of theirs."""

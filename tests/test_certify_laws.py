@@ -26,6 +26,8 @@ from headrace.pipeline.certify.one_group_a_step import one_group_a_step
 from headrace.pipeline.certify.outcomes import ACTIONS, OUTCOME, rows_of_courses
 from headrace.pipeline.composing import recipes
 
+pytestmark = pytest.mark.slow
+
 TASKS = {
     "stop_or_continue": StopOrContinue(teacher=[0.1, 0.4, 0.6], reference=[0.2, -0.1, 0.5]),
     "turns_as_rows": TurnsAsRows(),
@@ -248,7 +250,6 @@ def by_autograd(task: SmallTask, trained, groups: int, coefficient) -> torch.Ten
 HOME = {"gigpo": "turns_as_rows", "mgpo": "prompts"}  # else stop_or_continue
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", recipes())
 def test_sampling_agrees_within_its_standard_error(recipe):
     name = HOME.get(recipe, "stop_or_continue")

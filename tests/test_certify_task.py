@@ -17,6 +17,8 @@ from headrace.pipeline.certify import OneTurn
 from headrace.pipeline.tasks.certify import certify
 from headrace.transforms import BatchTransform
 
+pytestmark = pytest.mark.slow
+
 ONLY = "certify.only=[stop_or_continue]"
 MINE = """
 from headrace.pipeline.certify import Course, Prompt, SmallTask

@@ -16,6 +16,8 @@ import torch
 from headrace.pipeline import load_pipeline
 from headrace.transforms import BatchError, IncompleteGroupsError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 ADAPTERS = sorted((ROOT / "examples" / "adapters").glob("*.py"))
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))

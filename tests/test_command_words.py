@@ -13,6 +13,8 @@ from headrace.pipeline import ConfigError, load_pipeline
 from headrace.pipeline.command.words import ready_words
 from headrace.pipeline.composing import TASKS, recipes
 
+pytestmark = pytest.mark.slow
+
 
 def test_help_fits_a_terminal_and_has_every_task_and_command(tmp_path):
     shown = headrace_here(tmp_path, "--help").stdout
@@ -61,7 +63,6 @@ def test_recipes_and_stages_are_listed_with_what_they_are(tmp_path):
     assert "scale: none" in headrace_here(tmp_path, "recipes", "dr_grpo").stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--version"], ["recipes"], ["stages", "gate"], ["grpo"], ["sed=1"]])
 def test_what_prints_or_hints_needs_no_torch(tmp_path, words):
     code = (

@@ -11,6 +11,8 @@ from tensordict import TensorDict
 from headrace.pipeline import Pipeline, advantages_of, load_pipeline
 from headrace.transforms import BatchError, IncompleteGroupsError, MergeTurns, SampleFilter
 
+pytestmark = pytest.mark.slow
+
 MASK = ("masks", "all_assistant_mask")
 
 

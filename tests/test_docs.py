@@ -17,6 +17,8 @@ import headrace.pipeline
 import headrace.transforms
 from headrace.pipeline import ConfigError, load_pipeline
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 MODULES = [
     name

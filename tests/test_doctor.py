@@ -13,6 +13,8 @@ from rich.console import Console
 
 from headrace.pipeline.command import doctor
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def examine():
@@ -23,7 +25,6 @@ def examine():
     return run
 
 
-@pytest.mark.slow
 def test_in_a_sound_installation_all_is_well(tmp_path):
     shown = headrace_here(tmp_path, "doctor").stdout
     assert shown.splitlines()[-1] == "all is well"

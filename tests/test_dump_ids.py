@@ -19,6 +19,8 @@ from headrace.pipeline.sources import open_source
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import BatchError
 
+pytestmark = pytest.mark.slow
+
 WORDS = ("pipeline=grpo", "pipeline.stages.split.remainder=uneven", "pipeline.stages.split.shuffle=false")
 
 

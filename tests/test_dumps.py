@@ -24,6 +24,8 @@ from headrace.transforms import (
     ShuffleSplit,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
 def test_a_dump_replays_to_the_same_report(format, make_batch, tmp_path):
@@ -240,7 +242,6 @@ def test_a_page_of_many_groups_shows_the_first(make_batch):
     assert step["funnel"][0]["rows"] == 1000
 
 
-@pytest.mark.slow
 def test_a_page_of_wide_groups_shows_as_many_as_fit(make_batch):
     pipeline = Pipeline({"collapse": FanOutCollapse()})
     pipeline(make_batch([0.0] * 12000, [i // 60 for i in range(12000)]))

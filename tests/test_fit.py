@@ -13,6 +13,8 @@ from tensordict import TensorDict
 from headrace.transforms import BatchError, ShuffleSplit, deal
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK
 
+pytestmark = pytest.mark.slow
+
 ATTENTION = ("masks", "all_attention_mask")
 ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), min_size=1, max_size=20)
 
@@ -86,7 +88,6 @@ def test_a_drop_that_leaves_no_step_says_what_there_was_and_what_was_asked():
     assert len(ShuffleSplit(minibatch_size=5, remainder="carry")(batch)) == 0
 
 
-@pytest.mark.slow
 def test_ranks_with_rows_of_their_own_agree_whom_to_leave_out(tmp_path):
     run_processes(run_budget, 2, str(tmp_path), count=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))

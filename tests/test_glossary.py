@@ -16,6 +16,8 @@ import headrace.pipeline
 import headrace.transforms
 from headrace.transforms import schema
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "glossary.md").read_text()
 WORDS = ("The field's words", "Words of this library")

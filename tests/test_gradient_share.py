@@ -13,6 +13,8 @@ from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.report import gradient_cosine, gradient_share
 from headrace.transforms import GroupRelativeAdvantage, LossWeight, ShuffleSplit, TokenFilter
 
+pytestmark = pytest.mark.slow
+
 ROW = st.tuples(st.sampled_from([0, 0, 1]), st.floats(-4, 4), st.floats(0, 2), st.integers(0, 9))
 
 

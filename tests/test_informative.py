@@ -15,6 +15,8 @@ from torchrl.collectors import Collector
 from headrace.pipeline import assembled, informative, load_pipeline
 from headrace.transforms import BatchError, GroupAssembler, IncompleteGroupsError, StalledError
 
+pytestmark = pytest.mark.slow
+
 
 def batch_of(rewards: dict[int, list[float]]) -> TensorDict:
     """One batch of whole groups, by id, a row a rollout."""

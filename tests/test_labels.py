@@ -51,6 +51,7 @@ def as_numbers(batch: TensorDict) -> TensorDict:
 # -- text ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every
 @pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
 def test_text_ids_are_what_their_numbers_are(name, lazy, make_batch):
@@ -138,6 +139,7 @@ def test_equal_labels_have_equal_numbers_and_others_others(labels):
     assert numbers == [int(number_labels([label])) for label in labels], "whatever else is in the batch"
 
 
+@pytest.mark.slow
 def test_a_label_has_one_number_in_every_process():
     code = "from headrace.transforms.ids import number_labels; print(number_labels(['ünï', 'b']).tolist())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

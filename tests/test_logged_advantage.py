@@ -18,6 +18,8 @@ from headrace.pipeline.sources import open_source
 from headrace.pipeline.tasks import logged
 from headrace.pipeline.tasks.replay import replay
 
+pytestmark = pytest.mark.slow
+
 REWARDS = {3: [1.0, 0, 0.5, 1], 5: [0.0, 0, 0, 2], 8: [3.0, 1, 4, 1.5], 9: [0.25, 0.5, 0.125, 1]}
 TOKENS = [1, 5, 2, 7, 3, 3, 1, 4, 9, 2, 6, 1, 2, 8, 1, 5]
 

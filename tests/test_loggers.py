@@ -13,6 +13,8 @@ from busy import reported
 from headrace.pipeline import log_report
 from headrace.pipeline.report.written.loggers import COLUMNS, group_rows, rollout_rows
 
+pytestmark = pytest.mark.slow
+
 
 def test_csv_gets_every_number(make_batch, tmp_path):
     from torchrl.record.loggers.csv import CSVLogger
@@ -43,7 +45,6 @@ def test_tensorboard_gets_every_number(make_batch, tmp_path):
     assert [(e.step, e.value) for e in found.Scalars("rows/in")] == [(4, 9.0)]
 
 
-@pytest.mark.slow
 def test_wandb_gets_the_table_of_groups(make_batch, tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="no wandb")
     from torchrl.record.loggers.wandb import WandbLogger

@@ -18,6 +18,8 @@ from headrace.pipeline import load_pipeline, make_report, page_data, write_page
 from headrace.transforms import BatchError
 from headrace.transforms.distributed import meeting
 
+pytestmark = pytest.mark.slow
+
 GROUPS_OF_TWO = (
     "pipeline=grpo",
     "pipeline.stages.gate.group_size=2",
@@ -108,7 +110,6 @@ def test_a_library_prints_nothing_by_itself():
     assert (done.stdout, done.stderr) == ("", "WARNING:headrace.transforms:seen\n")
 
 
-@pytest.mark.slow
 def test_the_commands_screen_is_the_reports_unless_it_is_asked(tmp_path):
     quiet = headrace(tmp_path, *QUICK, "hydra.run.dir=quiet").stdout
     loud = headrace(tmp_path, *QUICK, "hydra.run.dir=loud", "hydra.verbose=headrace").stdout

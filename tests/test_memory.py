@@ -19,6 +19,8 @@ from headrace.transforms import (
 )
 from headrace.transforms.schema import MINIBATCH
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("count", "shuffle"), [(4, True), (8, True), (8, False)])
 def test_a_loop_that_lets_go_holds_one_minibatch(count, shuffle):

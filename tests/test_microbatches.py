@@ -136,6 +136,7 @@ def test_the_same_seed_makes_the_same_minibatches_for_any_number_of_ranks(length
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 @given(LENGTHS, st.sampled_from([2, 3]))
 def test_the_parts_of_the_ranks_are_the_whole(lengths, ranks):
     batch = batch_of(lengths)
@@ -394,6 +395,7 @@ def test_carried_rows_of_another_width_are_refused():
 # -- resuming ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 2), st.sampled_from(["uneven", "carry", "pad", "drop"]))
 def test_a_run_restored_in_the_middle_of_a_batch_goes_on_with_the_rest(lengths, taken, epochs, remainder):
     def make():

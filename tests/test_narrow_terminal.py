@@ -28,6 +28,8 @@ from headrace.transforms import (
     SampleFilter,
 )
 
+pytestmark = pytest.mark.slow
+
 WIDTHS = pytest.mark.parametrize("width", [80, 60])
 RECIPES = ("as/prime_rl_with_lengths", "dr_grpo_without_a_baseline")
 

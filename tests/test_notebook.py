@@ -17,6 +17,8 @@ from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.shown.notebook import shown_value
 from headrace.transforms import Criterion, FanOutCollapse, SampleFilter
 
+pytestmark = pytest.mark.slow
+
 TAGS = {"div", "table", "caption", "tr", "th", "td", "p", "details", "summary"}
 HOSTILE = '<img src=x onerror="alert(1)">&amp;\x1b[31m\u202e<table><script>'
 

@@ -20,6 +20,8 @@ from headrace.transforms import (
     group_relative_advantage,
 )
 
+pytestmark = pytest.mark.slow
+
 TRUNCATED = int(Status.TRUNCATED)
 
 

@@ -19,6 +19,8 @@ from headrace.pipeline.composing.option_types import annotations_of, misfit
 from headrace.pipeline.tasks.settings import TYPES, check_types
 from headrace.transforms import CompletenessGate, Status
 
+pytestmark = pytest.mark.slow
+
 PYTHON = ("Error", "None", "__init__", "<class", "Traceback", "object at")
 WRONG = ("abc", -1, [], None)
 
@@ -86,7 +88,6 @@ def options_of_nodes():
     return sorted(set(found.values()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("value", WRONG, ids=str)
 def test_an_option_takes_a_value_or_says_so_by_its_name_and_without_words_of_python(value):
     composed, refused = {}, 0

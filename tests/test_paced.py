@@ -10,6 +10,8 @@ import torch
 from headrace.pipeline import RepeatSampler, paced
 from headrace.transforms import GroupAssembler, StalledError
 
+pytestmark = pytest.mark.slow
+
 
 def test_however_slow_the_trainer_nothing_is_dispatched_that_would_be_too_old():
     assembler = GroupAssembler(groups=2, max_staleness=1, max_idle=10**6)

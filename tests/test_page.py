@@ -13,6 +13,8 @@ import pytest
 
 from headrace.pipeline.report import render_page, write_page
 
+pytestmark = pytest.mark.slow
+
 
 def data_of(page: str) -> dict:
     return json.loads(
@@ -122,7 +124,6 @@ def test_a_failed_rename_leaves_nothing_behind(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_five_thousand_rows_are_less_than_two_megabytes():
     assert len(render_page(pages.large_run(5000))) < 2_000_000
 

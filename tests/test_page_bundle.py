@@ -12,6 +12,8 @@ import pytest
 from headrace.pipeline.report.written.bundle import bundle
 from headrace.pipeline.report.written.html import read_modules
 
+pytestmark = pytest.mark.slow
+
 DIAMOND = {
     "page.js": 'import { left } from "./left.js";\nimport {\n  right,\n} from "./right.js";\nsay();\n',
     "left.js": 'import { base } from "./base.js";\n\nexport const left = 10 * base;\n',

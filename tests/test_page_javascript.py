@@ -19,6 +19,8 @@ from headrace.pipeline.report.measuring.groups import widest_first
 from headrace.pipeline.report.written import html, page_schema
 from headrace.transforms import LossWeight, ShuffleSplit
 
+pytestmark = pytest.mark.slow
+
 MODULES = html.read_modules()
 SCHEMAS = {
     name: set(schema.__annotations__)

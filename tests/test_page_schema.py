@@ -16,6 +16,8 @@ from headrace.pipeline.report import render_page
 from headrace.pipeline.report.written import page_schema
 from headrace.pipeline.report.written.page_schema import Groups, Rows
 
+pytestmark = pytest.mark.slow
+
 PARTS = {
     "page": lambda run: run,
     "page.recipe[4]": lambda run: run["recipe"][4],

@@ -21,6 +21,8 @@ from headrace.pipeline.sources import open_source
 from headrace.pipeline.tasks.group_sizes import chance_of_equal, different_values, tabulate_group_sizes
 from headrace.transforms import BatchError
 
+pytestmark = pytest.mark.slow
+
 
 def told(config, folder):
     console = Console(width=120, record=True, file=io.StringIO())

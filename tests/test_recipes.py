@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from pathlib import Path
 
 import pytest
 from command import is_up_to_date
 from composed import configure
 from omegaconf import OmegaConf
+from recipes import CHAINS, NAMES
 
 from headrace.pipeline import ConfigError, Pipeline, build_pipeline, load_pipeline
 from headrace.transforms import (
@@ -23,9 +23,8 @@ from headrace.transforms import (
     RewardWithin,
 )
 
-ROOT = Path(__file__).parent.parent
-RECIPES = ROOT / "conf" / "pipeline"
-NAMES = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
+pytestmark = pytest.mark.slow
+
 GATE = "pipeline.stages.gate.group_size=2"
 
 
@@ -74,7 +73,6 @@ def nodes_of(*overrides):
     return OmegaConf.to_container(configure("load", *overrides).pipeline)["stages"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "grpo"])
 def test_a_recipe_says_only_what_differs(name):
     """Every option in its file has another value than in what it builds on, and is what comes out."""
@@ -101,6 +99,15 @@ def test_a_recipe_says_only_what_differs(name):
                 continue
             assert below[stage][option] != value, f"{stage}.{option} is {value!r} already"
             assert composed[stage][option] == value
+
+
+def test_one_recipe_stands_for_each_chain_of_stages():
+    chains = {}
+    for name in NAMES:
+        stages = load_pipeline(f"pipeline={name}").stages.items()
+        chains.setdefault(tuple((stage, type(made)) for stage, made in stages), []).append(name)
+    assert all(len(set(alike) & set(CHAINS)) == 1 for alike in chains.values()), list(chains.values())
+    assert len(chains) == len(CHAINS)
 
 
 def test_the_nodes_of_stages_and_criteria_are_those_of_the_signatures():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import statistics
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import torch
 from command import is_up_to_date
 from composed import composed
 from policies import with_old
+from recipes import CONF, NAMES
 from torchrl.objectives.llm import MCAdvantage
 
 from headrace.pipeline import Pipeline
@@ -30,12 +30,7 @@ from headrace.transforms import (
 )
 from headrace.transforms.schema import REWARD
 
-ROOT = Path(__file__).parent.parent
 MASK = ("masks", "all_assistant_mask")
-NAMES = sorted(
-    str(path.relative_to(ROOT / "conf" / "pipeline").with_suffix(""))
-    for path in (ROOT / "conf" / "pipeline").rglob("*.yaml")
-)
 KINDS = ("binary", "grid", "gaussian")
 
 
@@ -152,7 +147,7 @@ def test_every_convention_is_stated():
 @pytest.mark.parametrize("name", FORMULAS)
 def test_every_convention_says_where_it_was_read_and_when(name):
     """Repository, file, what in it, and the commit with its date; then what differs."""
-    text = (ROOT / "conf" / "pipeline" / "as" / f"{name}.yaml").read_text()
+    text = (CONF / "as" / f"{name}.yaml").read_text()
     head = " ".join(line.removeprefix("# ") for line in text.splitlines()[1:] if line.startswith("#"))
     where = r"[\w.-]+/[\w.-]+, [\w/]+\.py, \w+,? .*\bat [0-9a-f]{10} \(2\d{3}-\d\d-\d\d\)"
     assert re.match(where, head), head
@@ -363,6 +358,7 @@ def columns_for(name, batch):
 BY_ROW = ("as/torchrl", "spo")  # compare rows, and say so
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in BY_ROW])
 def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, name):
     """The repeated row is a segment without tokens of its own, since OPO and whitening count those."""
@@ -383,6 +379,7 @@ OF_TOKENS = ("gtpo", "high_entropy", "kl_in_advantage")  # measure over the toke
 BESIDE_REWARDS = ("kl_in_advantage", "opd")  # add to the advantage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_TOKENS])
 def test_masking_rows_changes_nobodys_advantage(make_batch, name):
     """They leave the loss and not the statistics, of lengths no more than of rewards."""
@@ -407,6 +404,7 @@ def test_a_masked_rollout_weighs_in_the_baseline_of_opo_as_long_as_it_was(make_b
     assert run("opo", mask(batch)).tolist() == [0.5, -0.5, 0.5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in BESIDE_REWARDS])
 def test_eight_equal_rewards_have_exactly_none(make_batch, name):
     batch = make_batch([0.7] * 8, [0] * 8, expected_rollouts=[8] * 8, state_id=[0] * 8)
@@ -422,6 +420,7 @@ def test_eight_equal_rewards_have_exactly_none(make_batch, name):
         assert len(out) == (4 if name == "pods" else 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_recipe_gives_nan(make_batch, name, kind):

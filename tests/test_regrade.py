@@ -30,6 +30,8 @@ from headrace.pipeline.tasks.group_sizes import tabulate_group_sizes
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import Status
 
+pytestmark = pytest.mark.slow
+
 
 def by_length(prompts, responses):
     return [float(len(text)) for text in responses]

@@ -28,6 +28,8 @@ from headrace.transforms import (
     ShuffleSplit,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def printed(report, width: int = 80, **options) -> str:
     out = io.StringIO()

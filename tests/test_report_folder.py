@@ -11,6 +11,8 @@ from busy import reported
 from headrace.pipeline import ReportFolder
 from headrace.pipeline.report.written import folder as folders
 
+pytestmark = pytest.mark.slow
+
 
 def data_of(path):
     return json.loads(path.read_text(encoding="utf-8").split('id="page-data">')[1].split("</script>")[0])

@@ -23,6 +23,8 @@ from headrace.pipeline.report.written.page_texts import CHARACTERS, PAGE_TEXTS, 
 from headrace.transforms import CompletenessGate, GroupRelativeAdvantage
 from headrace.transforms.rows import as_texts
 
+pytestmark = pytest.mark.slow
+
 MASK = ("masks", "all_assistant_mask")
 FULL = ("tokens", "full")
 PAGE_DATA, STEP = (sys.modules[f"headrace.pipeline.report.{name}"] for name in ("written.page_data", "step"))
@@ -245,7 +247,6 @@ def texts_report(groups: int, letters_each: int, letter: str = "x", step: int = 
     return make_report(Pipeline({}).run(batch), step=step)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("letter", ["x", "漢", "<"])
 def test_the_texts_of_all_steps_are_at_most_three_megabytes(letter):
     """Without the texts a page has labels, which are short."""

@@ -12,7 +12,8 @@ from composed import composed
 from dumps import trl_dump
 from hypothesis import given
 from hypothesis import strategies as st
-from test_recipes_of_the_field import NAMES, NO_LONE, columns_for, ragged_batch, run
+from recipes import NAMES
+from test_recipes_of_the_field import NO_LONE, columns_for, ragged_batch, run
 
 from headrace.pipeline import Pipeline
 from headrace.pipeline.report import page_data, report_table
@@ -61,6 +62,7 @@ def test_the_reward_is_the_weighted_sum_of_those_that_are_there(rewards, weights
     assert out.metrics["reward_mean"] == pytest.approx(statistics.fmean(known) if known else 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPARING)
 def test_several_rewards_train_as_their_weighted_sum_does(make_batch, name):
     """In every recipe: filtered, shaped and compared alike."""
@@ -194,6 +196,7 @@ def test_who_has_no_reward_takes_no_part_in_whitening(make_batch, seed):
     assert found[5] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gigpo"])
 def test_a_rollout_without_a_reward_changes_nobodys_advantage_and_has_none(make_batch, name):
     """In every recipe but that of steps, whose returns need each step's reward."""

@@ -366,6 +366,7 @@ def test_a_copy_has_no_last_run_and_goes_on_as_the_original_does(twin_of, make_b
         other.submit(lambda: twin_of(pipeline).metrics).result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [None, ShuffleSplit(minibatches=2, seed=1)])
 def test_a_call_leaves_no_reference_to_the_batch(split):
     pipeline = Pipeline(stages(gate=None, split=split, weight=LossWeight()))

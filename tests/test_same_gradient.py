@@ -30,7 +30,9 @@ CUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(TOLERANCE), ids=str)
+@pytest.fixture(
+    scope="module", params=[torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
 def scene(request):
     return request.param, *make_scene(request.param)
 

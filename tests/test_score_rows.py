@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from fake_device import waits_of
 from hypothesis import given
 from hypothesis import strategies as st
+from recipes import CHAINS
 from tensordict import TensorDict, lazy_stack
 from torch import nn
 from torchrl.modules.distributions import LLMMaskedCategorical
@@ -18,6 +18,8 @@ from headrace.pipeline import ConfigError, Pipeline, load_pipeline
 from headrace.pipeline.reverse import DigitPolicy
 from headrace.transforms import BatchError, MissingKeyError, RewardWithin, SampleFilter, ScoreRows, schema
 
+pytestmark = pytest.mark.slow
+
 FULL, LOSS_MASK, ATTENTION = (
     ("tokens", "full"),
     ("masks", "all_assistant_mask"),
@@ -25,8 +27,6 @@ FULL, LOSS_MASK, ATTENTION = (
 )
 LOG_PROB = ("log_probs", "full")
 WORDS = 7
-CONF = Path(__file__).parent.parent / "conf" / "pipeline"
-RECIPES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*.yaml"))
 PLACED = ("gate", "collapse", "filter", "advantage", "split", "weight")  # in conf/rows/llm.yaml
 
 
@@ -203,9 +203,8 @@ def test_the_order_knows_the_place_of_the_score():
     assert "5. score: ScoreRows(actor=DigitPolicy)" in repr(pipeline)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_rows_of_a_language_model_go_with_every_recipe_or_say_which_stage_has_no_place(recipe):
+@pytest.mark.parametrize("recipe", CHAINS)
+def test_rows_of_a_language_model_go_with_every_chain_or_say_which_stage_has_no_place(recipe):
     words = (f"pipeline={recipe}", "rows=llm", "pipeline.stages.dense.pad_id=0")
     pipeline = load_pipeline(words[0])
     own = pipeline.order

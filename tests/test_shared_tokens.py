@@ -22,6 +22,8 @@ from headrace.pipeline.tasks.group_sizes import tabulate_group_sizes
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import FanOutCollapse, GroupRelativeAdvantage, RewardWithin, SampleFilter, pack
 
+pytestmark = pytest.mark.slow
+
 ROWS = st.lists(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=7), min_size=1, max_size=12)
 
 

@@ -21,6 +21,7 @@ from docstrings import as_markdown
 from hooks import expanded
 from topics import SHOWN, entries_by_topic, topics
 
+pytestmark = pytest.mark.slow
 ENTRIES = [path for paths in entries_by_topic().values() for path in paths]
 
 
@@ -78,7 +79,6 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_every_public_name_has_one_entry(site):
     ids = [
         found
@@ -88,7 +88,6 @@ def test_every_public_name_has_one_entry(site):
     assert [path for path in ENTRIES if ids.count(path) != 1] == []
 
 
-@pytest.mark.slow
 def test_no_markup_of_docstrings_is_left(site):
     for path in (site / "api").glob("*.html"):
         text = re.sub(r"<details.*?</details>", "", path.read_text(), flags=re.DOTALL)  # the source code
@@ -97,7 +96,6 @@ def test_no_markup_of_docstrings_is_left(site):
             assert not re.findall(markup, text), f"{path.name}: {markup}"
 
 
-@pytest.mark.slow
 def test_nothing_is_fetched_from_elsewhere(site):
     for path in site.rglob("*.html"):
         fetched = re.findall(r'<(?:script|img|iframe)[^>]* src="([^"]+)"', path.read_text())
@@ -111,7 +109,6 @@ def test_nothing_is_fetched_from_elsewhere(site):
         assert [address for address in fetched if "//" in address] == []
 
 
-@pytest.mark.slow
 def test_llms_txt_leads_to_every_page_in_a_line(site):
     index = (site / "llms.txt").read_text()
     lines = re.findall(r"^- \[([^]]+)\]\(([^)]+)\): (.+)$", index, re.MULTILINE)

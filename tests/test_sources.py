@@ -29,6 +29,8 @@ from headrace.pipeline import load_pipeline
 from headrace.pipeline.sources import READERS, Format, Sample, SourceError, open_source, to_batch
 from headrace.transforms import Status
 
+pytestmark = pytest.mark.slow
+
 MASK = ("masks", "all_assistant_mask")
 
 
@@ -521,7 +523,6 @@ def test_an_overlong_line_is_one_bad_record(tmp_path, monkeypatch):
     assert source.skipped == 1
 
 
-@pytest.mark.slow
 def test_a_large_file_is_never_in_memory(tmp_path):
     path = tmp_path / "all.jsonl"
     text = "x" * 50_000

@@ -17,6 +17,8 @@ from torchrl.envs.transforms import Compose, Transform
 from headrace.pipeline import StampIds, assembled
 from headrace.transforms import BatchError, CompletenessGate, GroupAssembler
 
+pytestmark = pytest.mark.slow
+
 IDS = ("group_id", "rollout_id", "expected_rollouts")
 
 
@@ -229,20 +231,17 @@ def test_a_collectors_rows_make_whole_groups(slots):
     assert check_groups(assembled(serial, GroupAssembler())) > 8
 
 
-@pytest.mark.slow
 def test_a_parallel_environments_rows_make_whole_groups():
     env = ParallelEnv(2, quiz_makers(2))
     assert check_groups(assembled(collect(env, 12, 6), GroupAssembler(), patience=60)) > 8
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 def test_workers_rows_make_whole_groups(kind):
     collector = kind(quiz_makers(2), frames_per_batch=24, total_frames=24 * 5)
     assert check_groups(assembled(collector, GroupAssembler(), patience=60)) > 12
 
 
-@pytest.mark.slow
 def test_workers_that_number_alike_are_refused_and_the_error_says_what_numbers_them():
     collector = MultiSyncCollector([make_quiz] * 2, frames_per_batch=24, total_frames=24 * 5)
     try:

@@ -20,6 +20,8 @@ from headrace.pipeline.tasks.compare import compare
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import BatchError, GroupRelativeAdvantage, LossWeight
 
+pytestmark = pytest.mark.slow
+
 BASELINES = ("mean", "leave_one_out")
 COUNTED = ("pipeline.stages.gate.group_size=3", "pipeline.stages.gate.on_incomplete=drop")
 

@@ -18,6 +18,8 @@ from torchrl.objectives.llm import GRPOLoss
 from headrace.pipeline import Pipeline, PipelineHook, StampIds, load_pipeline, register_configs
 from headrace.transforms import CompletenessGate, RewardsVary
 
+pytestmark = pytest.mark.slow
+
 CONF = Path(__file__).parent.parent / "conf"
 STAGES = sorted(path.stem for path in (CONF / "stage").glob("*.yaml"))
 CRITERIA = sorted(path.stem for path in (CONF / "criterion").glob("*.yaml"))

@@ -11,6 +11,8 @@ from processes import run_processes
 from tree_models import as_tree, gradient_of, make_actor, make_batch, run_rank
 from tries import Trie, scenes
 
+pytestmark = pytest.mark.slow
+
 SCENES = scenes()
 every_scene = pytest.mark.parametrize("name", list(SCENES))
 CUTS = {
@@ -43,7 +45,6 @@ def test_a_model_sees_each_node_once(name):
         assert actor.seen == tokens
 
 
-@pytest.mark.slow
 @every_scene
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_the_gradient_of_a_llama_is_that_of_its_rows(name, attention):
@@ -56,7 +57,6 @@ def test_the_gradient_of_a_llama_is_that_of_its_rows(name, attention):
         assert distance(gradient_of(actor, batch, as_tree, **cut), rows) <= 1e-6, how
 
 
-@pytest.mark.slow
 def test_the_gradient_of_a_tree_is_that_of_its_rows_on_two_processes(tmp_path):
     kinds = {"tiny": 1e-12, "sdpa": 1e-6} if find_spec("transformers") else {"tiny": 1e-12}
     run_processes(run_rank, 2, str(tmp_path), list(kinds), count=2)

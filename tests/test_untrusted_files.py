@@ -40,6 +40,8 @@ from headrace.pipeline.tasks.group_sizes import tabulate_group_sizes
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import BatchError, Finite, SampleFilter
 
+pytestmark = pytest.mark.slow
+
 PROMPT = {"group_by": "prompt"}
 MANY = 300_000
 
@@ -418,7 +420,6 @@ def files_of_all_formats(folder, dump):
         yield write_lines(path, [bad]), {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_nothing_in_a_file_of_any_format_reaches_the_terminal_unescaped(tmp_path, dump, task, monkeypatch):
     recipes = sys.modules["headrace.pipeline.tasks.recipes"]  # composed once, and not for each file
@@ -471,7 +472,6 @@ def crowds():
     yield [Sample("g" * 10**6, 0, 1.0), Sample("h" * 10**6, 0, 1.0)]
 
 
-@pytest.mark.slow
 def test_messages_about_many_samples_are_short():
     for rows in crowds():
         with pytest.raises(SourceError) as caught:
@@ -489,7 +489,6 @@ def crowded_lines():
         yield json.dumps({**verl_row("a_0_0", 1.0), "score": value})
 
 
-@pytest.mark.slow
 def test_messages_about_a_line_of_many_are_short(tmp_path):
     path = tmp_path / "7.jsonl"
     for line in crowded_lines():
@@ -500,7 +499,6 @@ def test_messages_about_a_line_of_many_are_short(tmp_path):
             assert 20 < len(str(caught.value).encode()) < 10_000
 
 
-@pytest.mark.slow
 def test_messages_about_a_table_of_many_are_short(dump):
     path = dump()
     whole = pq.read_table(path).slice(0, 1)
