@@ -80,6 +80,14 @@ def quick(pytestconfig: pytest.Config) -> bool:
     return is_quick(pytestconfig)
 
 
+@pytest.fixture(scope="session")
+def recipes(quick: bool) -> tuple[str, ...]:
+    """The recipes for which a law of advantages is tried."""
+    from recipes import ADVANTAGES, FEW
+
+    return FEW if quick else ADVANTAGES
+
+
 @pytest.fixture
 def make_batch() -> Callable[..., TensorDict]:
     """A factory of dense batches in the shape that GRPOLoss takes."""

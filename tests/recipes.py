@@ -1,8 +1,16 @@
-"""The recipes by name, and one for each chain of stages."""
+"""The recipes by name, one for each chain of stages, and pipelines like theirs."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from composed import composed
+
+from headrace.pipeline import Pipeline
 
 CONF = Path(__file__).parent.parent / "conf" / "pipeline"
 NAMES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*.yaml"))
@@ -34,3 +42,41 @@ CHAINS = (
     "tree_grpo",
     "w_reinforce",
 )
+# And one for each baseline and scale that those have not.
+ADVANTAGES = (
+    *CHAINS,
+    "as/nemo_rl",
+    "as/slime",
+    "asymre",
+    "gpg",
+    "lite_ppo",
+    "maxrl",
+    "mc_grpo",
+    "opmd",
+    "opo",
+    "passk",
+    "pkpo",
+    "reinforce_pp",
+    "rloo",
+)
+FEW = ("as/nemo_rl", "dapo", "gdpo", "mis", "tree_grpo")
+
+
+def pipeline_of(recipe: str, **changes: dict[str, Any]) -> Pipeline:
+    """A recipe's pipeline, some stages with other options; without them it is composed once."""
+    pipeline = composed(f"pipeline={recipe}")
+    stages = dict(pipeline.stages.items())
+    for name, options in changes.items():
+        cls = type(stages[name])
+        own = {option: getattr(stages[name], option) for option in inspect.signature(cls).parameters}
+        stages[name] = cls(**own | options)
+    return Pipeline(stages) if changes else pipeline
+
+
+@contextmanager
+def of(recipe: str) -> Iterator[None]:
+    """Says of which recipe something does not hold."""
+    try:
+        yield
+    except Exception as err:
+        raise AssertionError(f"{recipe}: {err}") from err

@@ -8,11 +8,11 @@ from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies import with_old
-from recipes import NAMES
+from recipes import ADVANTAGES
 
 from headrace.transforms import BatchError, TokenAdvantage
 
-RESHAPED = ("as/miles", "as/slime")  # have the bits of the reshape formula, which depend on the order
+RESHAPED = ("as/slime",)  # has the bits of the reshape formula, which depend on the order
 REWARDS = st.one_of(
     st.sampled_from([0.0, 1.0]), st.floats(0, 1, width=32), st.sampled_from([1e4, 1e4 + 2**-9, 1e-20])
 )
@@ -64,9 +64,9 @@ def credit_of(recipe, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [name for name in NAMES if name not in RESHAPED])
+@pytest.mark.parametrize("recipe", [name for name in ADVANTAGES if name not in RESHAPED])
 def test_permuting_rows_permutes_the_bits(make_batch, recipe):
-    @settings(max_examples=10)
+    @settings(max_examples=6)
     @given(collected(make_batch, recipe))
     def law(drawn):
         batch, order = drawn
@@ -115,9 +115,9 @@ def bound_of(pipeline, batch, largest_group):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", ADVANTAGES)
 def test_an_advantage_has_a_measure(make_batch, recipe):
-    @settings(max_examples=10)
+    @settings(max_examples=6)
     @given(collected(make_batch, recipe))
     def law(drawn):
         batch, _ = drawn

@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 from command import is_up_to_date
-from composed import configure
+from composed import composed, configure
 from omegaconf import OmegaConf
-from recipes import CHAINS, NAMES
+from recipes import ADVANTAGES, CHAINS, NAMES
 
 from headrace.pipeline import ConfigError, Pipeline, build_pipeline, load_pipeline
 from headrace.transforms import (
@@ -101,13 +101,18 @@ def test_a_recipe_says_only_what_differs(name):
             assert composed[stage][option] == value
 
 
-def test_one_recipe_stands_for_each_chain_of_stages():
-    chains = {}
+def test_one_recipe_stands_for_each_chain_of_stages_and_each_baseline_and_scale():
+    chains, measures = {}, {}
     for name in NAMES:
-        stages = load_pipeline(f"pipeline={name}").stages.items()
-        chains.setdefault(tuple((stage, type(made)) for stage, made in stages), []).append(name)
-    assert all(len(set(alike) & set(CHAINS)) == 1 for alike in chains.values()), list(chains.values())
+        stages = dict(composed(f"pipeline={name}").stages.items())
+        chain = [(stage, type(made), type(getattr(made, "criterion", 0))) for stage, made in stages.items()]
+        chains.setdefault(tuple(chain), []).append(name)
+        advantage = stages.get("advantage")
+        measure = tuple(getattr(advantage, option, None) for option in ("baseline", "scale", "dtype"))
+        measures.setdefault(measure, []).append(name)
+    assert all(len(set(alike) & set(CHAINS)) == 1 for alike in chains.values()), chains
     assert len(chains) == len(CHAINS)
+    assert all(set(alike) & set(ADVANTAGES) for alike in measures.values()), measures
 
 
 def test_the_nodes_of_stages_and_criteria_are_those_of_the_signatures():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 
@@ -9,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from command import is_up_to_date
-from composed import composed
 from policies import with_old
-from recipes import CONF, NAMES
+from recipes import CONF, NAMES, of, pipeline_of
 from torchrl.objectives.llm import MCAdvantage
 
 from headrace.pipeline import Pipeline
@@ -64,9 +64,9 @@ def with_turns(batch, rewards: torch.Tensor):
     return batch
 
 
-def run(name: str, batch, *overrides: str) -> torch.Tensor:
+def run(name: str, batch, **changes: dict) -> torch.Tensor:
     """Advantage by row, or row and token, in the order in which the rows came in."""
-    out = composed(f"pipeline={name}", *overrides)(batch)
+    out = pipeline_of(name, **changes)(batch)
     found = out["advantage"].reshape(len(out), *([] if out["advantage"].shape[1] == 1 else [-1])).float()
     credit = found.new_full((len(batch), *found.shape[1:]), float("nan"))
     credit[out["headrace", "row"]] = found
@@ -144,14 +144,14 @@ def test_every_convention_is_stated():
     assert {f"as/{name}" for name in FORMULAS} == {name for name in NAMES if name.startswith("as/")}
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-def test_every_convention_says_where_it_was_read_and_when(name):
+def test_every_convention_says_where_it_was_read_and_when():
     """Repository, file, what in it, and the commit with its date; then what differs."""
-    text = (CONF / "as" / f"{name}.yaml").read_text()
-    head = " ".join(line.removeprefix("# ") for line in text.splitlines()[1:] if line.startswith("#"))
     where = r"[\w.-]+/[\w.-]+, [\w/]+\.py, \w+,? .*\bat [0-9a-f]{10} \(2\d{3}-\d\d-\d\d\)"
-    assert re.match(where, head), head
-    assert " Ours: " in head
+    for name in FORMULAS:
+        text = (CONF / "as" / f"{name}.yaml").read_text()
+        head = " ".join(line.removeprefix("# ") for line in text.splitlines()[1:] if line.startswith("#"))
+        assert re.match(where, head), head
+        assert " Ours: " in head, name
 
 
 def test_equal_others_are_not_divided_by_a_residue_of_rounding(make_batch):
@@ -161,15 +161,14 @@ def test_equal_others_are_not_divided_by_a_residue_of_rounding(make_batch):
     assert found == pytest.approx([-0.95] + [0.95 / 7 / (spread + 1e-6)] * 7, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FORMULAS)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_convention_is_its_frameworks_formula(make_batch, name, kind, seed):
-    batch = ragged_batch(make_batch, kind, seed, lone=f"as/{name}" not in NO_LONE)
-    expected = stated(FORMULAS[name], batch)
-    if name == "areal":
-        expected = whitened_over_tokens(expected, batch[MASK].sum(-1), 1e-5)
-    torch.testing.assert_close(run(f"as/{name}", batch).double(), expected, rtol=1e-5, atol=1e-6)
+def test_a_convention_is_its_frameworks_formula(make_batch, name):
+    for kind, seed in itertools.product(KINDS, range(3)):
+        batch = ragged_batch(make_batch, kind, seed, lone=f"as/{name}" not in NO_LONE)
+        expected = stated(FORMULAS[name], batch)
+        if name == "areal":
+            expected = whitened_over_tokens(expected, batch[MASK].sum(-1), 1e-5)
+        torch.testing.assert_close(run(f"as/{name}", batch).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", [None, "sum"])
@@ -185,9 +184,8 @@ def test_torchrls_own_transform_is_the_oracle_of_its_convention(make_batch, mode
     batch["next", "done"] = torch.from_numpy(np.append(rollouts[1:] != rollouts[:-1], True))[:, None]
     transform = MCAdvantage(grpo_size=4, prompt_key="group_id", trajectory_return=mode)
     theirs = transform.inv(batch.exclude("prompt_text", "stranger"))
-    summed = ["~pipeline.stages.filter", "pipeline.stages.advantage.eps_mode=clamp"]
-    summed += ["pipeline.stages.collapse.reward=sum"]
-    ours = run("as/torchrl", batch) if mode is None else run("grpo", batch, *summed)
+    summed = {"collapse": {"reward": "sum"}, "advantage": {"eps_mode": "clamp"}}
+    ours = run("as/torchrl", batch) if mode is None else run("as/verl", batch, **summed)
     assert theirs["rollout_id"].tolist() == rollouts.tolist()
     credit = theirs["advantage"]
     credit = credit.values() if credit.is_nested else credit
@@ -197,10 +195,10 @@ def test_torchrls_own_transform_is_the_oracle_of_its_convention(make_batch, mode
 # -- the algorithms ------------------------------------------------------------------------------------
 
 
-def golden(name, make_batch, rewards, groups, *overrides):
+def golden(name, make_batch, rewards, groups, **changes):
     batch = make_batch(rewards, groups)
     batch["expected_rollouts"] = torch.tensor([groups.count(g) for g in groups])
-    return run(name, batch, *overrides).tolist()
+    return run(name, batch, **changes).tolist()
 
 
 def test_rloo(make_batch):
@@ -215,9 +213,9 @@ def test_maxrl(make_batch):
 
 
 def test_pass_at_k(make_batch):
-    undivided = "pipeline.stages.advantage.scale=none"
-    assert golden("passk", make_batch, [1.0, 4, 2], [0, 0, 0], undivided) == [0, 2, 0]
-    assert golden("passk", make_batch, [4.0, 4, 2], [0, 0, 0], undivided) == [0, 0, 0]  # a tie
+    undivided = {"scale": "none"}
+    assert golden("passk", make_batch, [1.0, 4, 2], [0, 0, 0], advantage=undivided) == [0, 2, 0]
+    assert golden("passk", make_batch, [4.0, 4, 2], [0, 0, 0], advantage=undivided) == [0, 0, 0]  # a tie
     # std(1, 4, 2) = √(7/3)
     assert golden("passk", make_batch, [1.0, 4, 2], [0, 0, 0])[1] == pytest.approx(
         2 / (7 / 3) ** 0.5, rel=1e-5
@@ -247,7 +245,7 @@ def test_gdpo_lets_no_reward_drown(make_batch):
     batch = make_batch([0.0, 0], [0, 0], expected_rollouts=[2, 2])
     batch["next", "reward"] = torch.tensor([[1.0, 1, 1], [1, -1, 0]])
     batch[MASK] = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0]]).bool()
-    found = run("gdpo", batch, "pipeline.stages.collapse.columns=3")
+    found = run("gdpo", batch, collapse={"columns": 3})
     assert found.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
 
 
@@ -298,9 +296,9 @@ def test_gigpo_adds_what_the_same_state_says(make_batch):
     batch = make_batch(
         [0.0, 4, 0, 2], [0] * 4, [0, 0, 1, 1], expected_rollouts=[2] * 4, state_id=[7, 8, 7, 9]
     )
-    found = run("gigpo", batch, "pipeline.stages.returns.discount=0.5")
+    found = run("gigpo", batch, returns={"discount": 0.5})
     assert found.tolist() == [1.5, 1, -1.5, -1]
-    halved = run("gigpo", batch, "pipeline.stages.returns.discount=0.5", "pipeline.stages.states.weight=0.5")
+    halved = run("gigpo", batch, returns={"discount": 0.5}, states={"weight": 0.5})
     assert halved.tolist() == [1.25, 1, -1.25, -1]
 
 
@@ -358,42 +356,41 @@ def columns_for(name, batch):
 BY_ROW = ("as/torchrl", "spo")  # compare rows, and say so
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in BY_ROW])
-def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, name):
+def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, recipes):
     """The repeated row is a segment without tokens of its own, since OPO and whitening count those."""
-    batch = columns_for(name, ragged_batch(make_batch, "grid", 1, lone=name not in NO_LONE))
-    batch["next", "reward"] = batch["next", "reward"].abs()
-    more = batch[2:3].clone()
-    more[MASK] = torch.zeros_like(more[MASK])
-    if name == "gigpo":  # rows are steps: one more, after the end, in a state of its own
-        more["next", "reward"] = torch.zeros_like(more["next", "reward"])
-        more["state_id"] += 1000
-    more["turn_index"] = torch.full_like(more["turn_index"], -1)
-    more["turn_reward"] = torch.zeros_like(more["turn_reward"])
-    before, after = run(name, batch), run(name, torch.cat([batch, more]))
-    torch.testing.assert_close(after[:-1], before, rtol=1e-5, atol=1e-6, equal_nan=True)
+    for name in (name for name in recipes if name not in BY_ROW):
+        batch = columns_for(name, ragged_batch(make_batch, "grid", 1, lone=name not in NO_LONE))
+        batch["next", "reward"] = batch["next", "reward"].abs()
+        more = batch[2:3].clone()
+        more[MASK] = torch.zeros_like(more[MASK])
+        if name == "gigpo":  # rows are steps: one more, after the end, in a state of its own
+            more["next", "reward"] = torch.zeros_like(more["next", "reward"])
+            more["state_id"] += 1000
+        more["turn_index"] = torch.full_like(more["turn_index"], -1)
+        more["turn_reward"] = torch.zeros_like(more["turn_reward"])
+        with of(name):
+            before, after = run(name, batch), run(name, torch.cat([batch, more]))
+            torch.testing.assert_close(after[:-1], before, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 OF_TOKENS = ("gtpo", "high_entropy", "kl_in_advantage")  # measure over the tokens in the loss
 BESIDE_REWARDS = ("kl_in_advantage", "opd")  # add to the advantage
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_TOKENS])
-def test_masking_rows_changes_nobodys_advantage(make_batch, name):
+def test_masking_rows_changes_nobodys_advantage(make_batch, recipes):
     """They leave the loss and not the statistics, of lengths no more than of rewards."""
-    batch = columns_for(name, ragged_batch(make_batch, "grid", 2, lone=name not in NO_LONE))
-    batch["next", "reward"] = batch["next", "reward"].abs()
-    words = ["pipeline.stages.overlong.max_length=5", "pipeline.stages.overlong.cache=4"]
-    words = words if name == "dapo" else []
-    mask = SampleFilter(criterion=lambda batch: batch["rollout_id"] % 3 > 0)
-    found, expected = run(name, mask(batch), *words), run(name, batch, *words)
-    if name in ("tis", "icepop", "mis", "mlperf"):  # which write an advantage of tokens in the loss
-        expected[~mask(batch)["headrace", "in_loss"]] = 0.0
-    elif name in ("opd", "rlsd"):  # a token out of the loss has no term of its own
-        found, expected = (credit[batch["rollout_id"] % 3 > 0] for credit in (found, expected))
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    for name in (name for name in recipes if name not in OF_TOKENS):
+        batch = columns_for(name, ragged_batch(make_batch, "grid", 2, lone=name not in NO_LONE))
+        batch["next", "reward"] = batch["next", "reward"].abs()
+        changes = {"overlong": {"max_length": 5, "cache": 4}} if name == "dapo" else {}
+        mask = SampleFilter(criterion=lambda batch: batch["rollout_id"] % 3 > 0)
+        with of(name):
+            found, expected = run(name, mask(batch), **changes), run(name, batch, **changes)
+            if name in ("tis", "mis", "mlperf"):  # which write an advantage of tokens in the loss
+                expected[~mask(batch)["headrace", "in_loss"]] = 0.0
+            elif name in ("opd", "rlsd"):  # a token out of the loss has no term of its own
+                found, expected = (credit[batch["rollout_id"] % 3 > 0] for credit in (found, expected))
+            torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 def test_a_masked_rollout_weighs_in_the_baseline_of_opo_as_long_as_it_was(make_batch):
@@ -404,31 +401,28 @@ def test_a_masked_rollout_weighs_in_the_baseline_of_opo_as_long_as_it_was(make_b
     assert run("opo", mask(batch)).tolist() == [0.5, -0.5, 0.5]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in BESIDE_REWARDS])
-def test_eight_equal_rewards_have_exactly_none(make_batch, name):
-    batch = make_batch([0.7] * 8, [0] * 8, expected_rollouts=[8] * 8, state_id=[0] * 8)
-    batch[MASK] = torch.ones_like(batch[MASK])
-    batch = with_turns(batch, torch.full((8, 2), 0.3))
-    out = composed(f"pipeline={name}")(columns_for(name, batch))
-    if name == "dapo":  # which drops the group
-        assert len(out) == 0
-    else:
-        expected = {"asymre": 0.1, "w_reinforce": 0.1 * 0.7, "rae": 0.7}.get(name, 0.0)  # not of the group
-        advantage = out["advantage"].flatten().tolist()
-        assert advantage == pytest.approx([expected] * len(advantage), rel=1e-6, abs=0)
-        assert len(out) == (4 if name == "pods" else 8)
+def test_eight_equal_rewards_have_exactly_none(make_batch, recipes):
+    for name in (name for name in recipes if name not in BESIDE_REWARDS):
+        batch = make_batch([0.7] * 8, [0] * 8, expected_rollouts=[8] * 8, state_id=[0] * 8)
+        batch[MASK] = torch.ones_like(batch[MASK])
+        batch = with_turns(batch, torch.full((8, 2), 0.3))
+        with of(name):
+            out = pipeline_of(name)(columns_for(name, batch))
+            assert len(out) == (0 if name == "dapo" else 8)  # which drops the group
+            # what is not measured from the group
+            expected = {"asymre": 0.1, "w_reinforce": 0.1 * 0.7, "rae": 0.7}.get(name, 0.0)
+            for advantage in out["advantage"].flatten().tolist() if len(out) else ():
+                assert advantage == pytest.approx(expected, rel=1e-6, abs=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_recipe_gives_nan(make_batch, name, kind):
-    batch = columns_for(name, ragged_batch(make_batch, kind, 7, lone=name not in NO_LONE))
-    batch["next", "reward"] = batch["next", "reward"].abs()
-    out = composed(f"pipeline={name}")(batch)
-    assert len(out) > 0
-    assert torch.isfinite(out["advantage"]).all()
+def test_no_recipe_gives_nan(make_batch, recipes):
+    for name, kind in itertools.product(recipes, KINDS):
+        batch = columns_for(name, ragged_batch(make_batch, kind, 7, lone=name not in NO_LONE))
+        batch["next", "reward"] = batch["next", "reward"].abs()
+        with of(name):
+            out = pipeline_of(name)(batch)
+            assert len(out) > 0
+            assert torch.isfinite(out["advantage"]).all()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from composed import composed
 from dumps import trl_dump
 from hypothesis import given
 from hypothesis import strategies as st
-from recipes import NAMES
+from recipes import of, pipeline_of
 from test_recipes_of_the_field import NO_LONE, columns_for, ragged_batch, run
 
 from headrace.pipeline import Pipeline
@@ -33,8 +33,8 @@ from headrace.transforms import (
 from headrace.transforms.schema import REWARD, REWARDS
 
 NAN = float("nan")
+REWARDED = ("advantage", "turns", "tree")  # where a missing reward is skipped or refused, too
 NUMBERS = st.integers(-8, 8).map(lambda x: x / 4)
-COMPARING = [name for name in NAMES if name not in ("gdpo", "gigpo")]  # the rollout's one reward
 
 
 def table(make_batch, rewards, groups=None, rollouts=None):
@@ -62,24 +62,23 @@ def test_the_reward_is_the_weighted_sum_of_those_that_are_there(rewards, weights
     assert out.metrics["reward_mean"] == pytest.approx(statistics.fmean(known) if known else 0.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPARING)
-def test_several_rewards_train_as_their_weighted_sum_does(make_batch, name):
+def test_several_rewards_train_as_their_weighted_sum_does(make_batch, recipes):
     """In every recipe: filtered, shaped and compared alike."""
-    batch = columns_for(name, ragged_batch(make_batch, "grid", 3, lone=name not in NO_LONE))
-    reward = batch["next", "reward"].view(-1).abs() / 2  # of which 1.5 times is a share, where one is asked
-    batch["next", "reward"] = torch.stack([reward, reward.flip(0)], -1)
-    stages = "pipeline.stages."
-    found = run(name, batch, f"{stages}collapse.columns=2", f"{stages}collapse.weights=[1,0.5]")
-    batch["next", "reward"] = reward + 0.5 * reward.flip(0)
-    torch.testing.assert_close(found, run(name, batch), equal_nan=True)
+    for name in (name for name in recipes if name not in ("gdpo", "gigpo")):  # a rollout's one reward
+        batch = columns_for(name, ragged_batch(make_batch, "grid", 3, lone=name not in NO_LONE))
+        reward = batch["next", "reward"].view(-1).abs() / 2  # of which 1.5 times is a share, if one is asked
+        batch["next", "reward"] = torch.stack([reward, reward.flip(0)], -1)
+        with of(name):
+            found = run(name, batch, collapse={"columns": 2, "weights": [1, 0.5]})
+            batch["next", "reward"] = reward + 0.5 * reward.flip(0)
+            torch.testing.assert_close(found, run(name, batch), equal_nan=True)
 
 
 def test_a_recipe_of_steps_refuses_several_rewards(make_batch):
     batch = table(make_batch, [[1.0, 0.0], [0.0, 1.0]])
     batch["state_id"], batch["expected_rollouts"] = torch.zeros(2).long(), torch.full((2,), 2)
     with pytest.raises(BatchError, match=r"one number a row in \('next', 'reward'\)"):
-        run("gigpo", batch, "pipeline.stages.collapse.columns=2")
+        run("gigpo", batch, collapse={"columns": 2})
 
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
@@ -145,8 +144,7 @@ def test_trl_adds_up_what_is_there_and_leaves_out_who_has_nothing(make_batch):
     """
     batch = table(make_batch, [[1.0, 0.5], [0.0, NAN], [1.0, 0.0], [NAN, NAN]])
     batch["expected_rollouts"] = torch.full((4,), 4)
-    stages = "pipeline.stages."
-    found = run("as/trl", batch, f"{stages}collapse.columns=2", f"{stages}collapse.weights=[1,0.5]")
+    found = run("as/trl", batch, collapse={"columns": 2, "weights": [1, 0.5]})
     assert found.tolist() == pytest.approx([0.7558, -1.1337, 0.3779, 0], abs=1e-4)
 
 
@@ -154,10 +152,10 @@ def test_trls_own_table_of_two_rewards_is_taken(tmp_path):
     """Rewards 3 and 0, over 3/√2 + 1e-4."""
     trl_dump(tmp_path / "completions_00004.parquet", length=[2.0, None])
     ((_, batch),) = open_source(tmp_path, group_by="prompt", group_size=2)
-    out = composed("pipeline=as/trl", "pipeline.stages.collapse.columns=2")(batch)
+    out = pipeline_of("as/trl", collapse={"columns": 2})(batch)
     assert sorted(out["advantage"].flatten().tolist()) == pytest.approx([-0.70707, 0.70707], abs=1e-5)
     with pytest.raises(BatchError, match=r"found \(2, 2\)\. If they are several rewards, .*columns"):
-        composed("pipeline=as/trl")(batch)
+        pipeline_of("as/trl")(batch)
 
 
 def std(values):
@@ -187,30 +185,43 @@ def test_who_has_no_reward_takes_no_part_in_whitening(make_batch, seed):
     drawn[5] = NAN
     batch = table(make_batch, drawn.tolist(), [0] * 4 + [1] * 4)
     batch["expected_rollouts"] = torch.full((8,), 4)
-    stages = "pipeline.stages."
-    whitening = [f"{stages}whitening.{word}" for word in ("per=sample", "eps=1e-4", "eps_mode=add")]
-    words = [f"{stages}{word}" for word in ("advantage.eps=1e-4", "advantage.weights=[1,0.5]")]
-    found = run("gdpo", batch, *words, *whitening, f"{stages}collapse.missing=skip")
+    found = run(
+        "gdpo",
+        batch,
+        collapse={"missing": "skip", "weights": [1, 0.5]},
+        advantage={"missing": "skip", "eps": 1e-4, "weights": [1, 0.5]},
+        whitening={"per": "sample", "eps": 1e-4, "eps_mode": "add"},
+    )
     expected = normalize_then_sum(drawn.tolist(), batch["group_id"].tolist(), [1, 0.5])
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
     assert found[5] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "gigpo"])
-def test_a_rollout_without_a_reward_changes_nobodys_advantage_and_has_none(make_batch, name):
+def test_a_rollout_without_a_reward_changes_nobodys_advantage_and_has_none(make_batch, recipes):
     """In every recipe but that of steps, whose returns need each step's reward."""
-    batch = columns_for(name, ragged_batch(make_batch, "grid", 5, lone=name not in NO_LONE))
-    batch["next", "reward"] = batch["next", "reward"].abs()
-    more = batch[::3].clone()
-    more["rollout_id"] += 1000
-    more["next", "reward"][:] = NAN
-    both = torch.cat([batch, more])
-    groups = both["group_id"].tolist()
-    both["expected_rollouts"] = torch.tensor([groups.count(group) for group in groups])
-    found = run(name, both, "pipeline.stages.collapse.missing=skip")
-    torch.testing.assert_close(found[: len(batch)], run(name, batch), rtol=1e-5, atol=1e-6, equal_nan=True)
-    assert (found[len(batch) :].nan_to_num(0.0) == 0).all()
+    for name in (name for name in recipes if name != "gigpo"):
+        batch = columns_for(name, ragged_batch(make_batch, "grid", 5, lone=name not in NO_LONE))
+        batch["next", "reward"] = batch["next", "reward"].abs()
+        more = batch[::3].clone()
+        more["rollout_id"] += 1000
+        more["next", "reward"][:] = NAN
+        both = torch.cat([batch, more])
+        groups = both["group_id"].tolist()
+        both["expected_rollouts"] = torch.tensor([groups.count(group) for group in groups])
+        with of(name):
+            takes = [stage for stage in ("collapse", *REWARDED) if stage in pipeline_of(name).order]
+            found = run(name, both, **{stage: {"missing": "skip"} for stage in takes})
+            alone = run(name, batch)
+            torch.testing.assert_close(found[: len(batch)], alone, rtol=1e-5, atol=1e-6, equal_nan=True)
+            assert (found[len(batch) :].nan_to_num(0.0) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stage"), list(zip(("grpo", "mt_grpo", "tree_grpo"), REWARDED, strict=True))
+)
+def test_that_rewards_may_be_missing_is_said_once(recipe, stage):
+    stages = composed(f"pipeline={recipe}", "pipeline.stages.collapse.missing=skip").stages
+    assert stages["collapse"].missing == stages[stage].missing == "skip"
 
 
 @pytest.mark.parametrize("collapse", [True, False])
@@ -254,10 +265,8 @@ def test_dapo_filters_and_shapes_the_weighted_reward(make_batch):
     batch = table(make_batch, [[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 1.0]], [0, 0, 1, 1])
     batch["masks", "all_assistant_mask"] = torch.ones(4, 4, dtype=torch.bool)
     batch["expected_rollouts"] = torch.full((4,), 2)
-    stages = "pipeline.stages."
-    words = [f"{stages}overlong.max_length=8", f"{stages}overlong.cache=8", f"{stages}collapse.columns=2"]
-    pipeline = composed("pipeline=dapo", *words, f"{stages}advantage.scale=none")
-    out = pipeline(batch)
+    options = {"collapse": {"columns": 2}, "overlong": {"max_length": 8, "cache": 8}}
+    out = pipeline_of("dapo", advantage={"scale": "none"}, **options)(batch)
     assert dict(zip(out["rollout_id"].tolist(), out[REWARD].tolist(), strict=True)) == {2: 0.5, 3: 1.5}
 
 
