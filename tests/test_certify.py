@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from composed import configure
+from recipes import ADVANTAGES
 from torch.nn.functional import logsigmoid
 
 from headrace.pipeline import load_pipeline
@@ -20,7 +21,6 @@ from headrace.pipeline.certify import (
     TurnsAsRows,
     certify_recipe,
 )
-from headrace.pipeline.composing import recipes
 from headrace.transforms import BatchTransform, RunningBaseline
 
 pytestmark = pytest.mark.slow
@@ -139,7 +139,7 @@ def test_turn_means_added_up_over_ones_own_future_lose_most_of_it():
 # -- how outcomes go through a pipeline --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", recipes())
+@pytest.mark.parametrize("recipe", ADVANTAGES)
 def test_what_keeps_within_groups_is_the_same_together_and_apart(recipe, monkeypatch):
     """With two rollouts; the recipe that asks for steps and the one for shares have tasks of theirs."""
     task = {"gigpo": TurnsAsRows(), "mgpo": OneTurn(theta=[0.5, -1.0])}.get(recipe, TAUGHT)

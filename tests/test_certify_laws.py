@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from composed import configure
+from recipes import CHAINS
 
 from headrace.pipeline.certify import (
     Certificate,
@@ -24,7 +25,6 @@ from headrace.pipeline.certify import (
 from headrace.pipeline.certify.exact_gradient import gradients_of
 from headrace.pipeline.certify.one_group_a_step import one_group_a_step
 from headrace.pipeline.certify.outcomes import ACTIONS, OUTCOME, rows_of_courses
-from headrace.pipeline.composing import recipes
 
 pytestmark = pytest.mark.slow
 
@@ -250,7 +250,7 @@ def by_autograd(task: SmallTask, trained, groups: int, coefficient) -> torch.Ten
 HOME = {"gigpo": "turns_as_rows", "mgpo": "prompts"}  # else stop_or_continue
 
 
-@pytest.mark.parametrize("recipe", recipes())
+@pytest.mark.parametrize("recipe", CHAINS)
 def test_sampling_agrees_within_its_standard_error(recipe):
     name = HOME.get(recipe, "stop_or_continue")
     task, exact = TASKS[name], certified(recipe, name)

@@ -73,12 +73,10 @@ INNER = {
     "test_distributed.py": {"transforms.distributed"},
     "test_ids.py": {"transforms.ids"},
     "test_certified_recipes.py": {"pipeline.composing"},
-    "test_certify.py": {"pipeline.composing"},
     "test_certify_laws.py": {
         "pipeline.certify.exact_gradient",
         "pipeline.certify.one_group_a_step",
         "pipeline.certify.outcomes",
-        "pipeline.composing",
     },
     "test_keywords.py": {
         "pipeline.composing",
