@@ -74,9 +74,9 @@ def pipeline_of(recipe: str, **changes: dict[str, Any]) -> Pipeline:
 
 
 @contextmanager
-def of(recipe: str) -> Iterator[None]:
-    """Says of which recipe something does not hold."""
+def of(name: str) -> Iterator[None]:
+    """Says of which recipe, or stage, something does not hold."""
     try:
         yield
     except Exception as err:
-        raise AssertionError(f"{recipe}: {err}") from err
+        raise AssertionError(f"{name}: {err}") from err

@@ -168,17 +168,9 @@ def test_ragged_rows_have_the_bits_of_dense_ones(level):
         assert torch.equal(own[MASK], tokens(batch)[MASK][row, :length])
 
 
-@given(
-    order=st.permutations(range(8)),
-    level=st.sampled_from(LEVELS),
-    unit=st.sampled_from(["sample", "rollout"]),
-)
-def test_permuting_rows_permutes_the_bits(order, level, unit):
+@given(order=st.permutations(range(8)), unit=st.sampled_from(["sample", "rollout"]))
+def test_permuting_rows_permutes_who_is_rejected(order, unit):
     batch, order = two_policies(8, 6, 1, spread=3.0), torch.tensor(order)
-    stage = RolloutCorrection(level=level, unit=unit, bound="truncate", high=1e6, normalise="batch")
-    before, after = stage.run(batch), stage.run(batch[order])
-    for key in ("importance_weight", "advantage"):
-        assert torch.equal(after.batch[key], before.batch[key][order])
     for over in ("sum", "mean", "max"):
         criterion = Diverged(estimator="k1", level=over, high=2.0, unit=unit)
         assert torch.equal(criterion(batch[order]), criterion(batch)[order])

@@ -19,6 +19,17 @@ from headrace.transforms import BatchTransform
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for folder in ("transforms", "pipeline") for path in (ROOT / folder).rglob("*.py"))
+
+
+class Trees(dict):
+    """What is read of a file, once it is asked for."""
+
+    def __missing__(self, path: Path) -> ast.Module:
+        self[path] = ast.parse(path.read_text())
+        return self[path]
+
+
+TREES = Trees()
 NAMES = {path: "headrace." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
 NAMES = {path: name.removesuffix(".__init__") for path, name in NAMES.items()}
 MODULES = {name: path for path, name in NAMES.items()}
@@ -130,16 +141,11 @@ INNER = {
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@cache
 def imports(path: Path) -> set[str]:
     """The modules that one imports, under TYPE_CHECKING and in functions too; ours by their full names."""
     found = set()
     package = NAMES[path] if path.name == "__init__.py" else NAMES[path].rpartition(".")[0]
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -180,7 +186,7 @@ def test_arithmetic_knows_no_torchrl():
     for path in SOURCES:
         if not path.is_relative_to(ROOT / "transforms") or path.name in ("base.py", "__init__.py"):
             continue
-        classes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
+        classes = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.ClassDef)]
         module = importlib.import_module(NAMES[path])
         if not any(issubclass(getattr(module, node.name, object), BatchTransform) for node in classes):
             found = [
@@ -192,7 +198,7 @@ def test_arithmetic_knows_no_torchrl():
 def inner_imports(path: Path) -> set[str]:
     """The modules of headrace that a file imports though they, or what it takes of them, are not public."""
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(TREES[path]):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("headrace."):
             continue
         module = importlib.import_module(node.module)
@@ -225,7 +231,7 @@ def test_no_two_public_names_are_alike():
     """But for a class and its function, which stand together, and what every reader of dumps has."""
     homes = defaultdict(list)
     for path in SOURCES:
-        for node in tree_of(path).body:
+        for node in TREES[path].body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
                 homes[node.name.replace("_", "").lower()].append((node.name, path.parent))
     for name, places in homes.items():
@@ -257,7 +263,7 @@ def test_no_module_has_the_name_of_a_function_that_its_package_shows():
     shown = {
         path.parent: {
             alias.name
-            for node in ast.walk(tree_of(path))
+            for node in ast.walk(TREES[path])
             if isinstance(node, ast.ImportFrom) and node.module
             for alias in node.names
         }
@@ -283,7 +289,7 @@ def test_the_pipeline_asks_no_stage_what_it_is():
     for path in SOURCES:
         if not path.is_relative_to(ROOT / "pipeline"):
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in ast.walk(TREES[path]):
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass"):
                 asked = {getattr(part, "id", None) for part in ast.walk(node.args[1])}
                 assert not asked & stages, f"{path}:{node.lineno}"
@@ -293,7 +299,7 @@ def test_no_stage_keeps_what_a_run_knows():
     for path in SOURCES:
         kept = [
             node
-            for node in ast.walk(tree_of(path))
+            for node in ast.walk(TREES[path])
             if isinstance(node, ast.Attribute)
             and node.attr in ("verdict", "measured")
             and isinstance(node.ctx, ast.Store)
@@ -305,7 +311,7 @@ def test_data_is_never_checked_with_assert():
     assert not [
         f"{path}:{node.lineno}"
         for path in SOURCES
-        for node in ast.walk(tree_of(path))
+        for node in ast.walk(TREES[path])
         if isinstance(node, ast.Assert)
     ]
 

@@ -305,22 +305,6 @@ def test_later_rows_of_a_rollout_are_a_branch_of_its_own():
         assert found == {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [-2, -2]}
 
 
-def test_repeating_a_rollouts_row_changes_nobodys_advantage():
-    batch = leaves([[1, 2], [1, 3], [4, 3]], [0] * 3, [1.0, 5.0, 9.0])
-    more = batch[2].clone()
-    before = TreeAdvantage()(batch).get("advantage", as_list=True)
-    after = TreeAdvantage()(lazy_stack([*batch.unbind(0), more])).get("advantage", as_list=True)
-    assert all(torch.equal(a, b) for a, b in zip(before, after[:3], strict=True))
-
-
-def test_an_excluded_rollout_is_no_part_of_the_tree():
-    batch = leaves([[1, 2], [1, 3], [1, 2]], [0] * 3, [1.0, 5.0, float("nan")])
-    for row, counts in zip(batch.unbind(0), (True, True, False), strict=True):
-        row[COUNTED] = torch.tensor(counts)
-    out = TreeAdvantage()(batch).get("advantage", as_list=True)
-    assert [credit.flatten().tolist() for credit in out] == [[0, -2], [0, 2], [0, 0]]
-
-
 def test_later_rows_depart_where_somebody_else_goes_on_not_where_they_end():
     """Behind [1], which 10 and 11 have both, 12 goes on: the second row of 10 departs from all three."""
     rows = list(leaves([[1], [1], [1, 9], [7, 7]], [0] * 4, [0.0, 0.5, 2.5, 0.0]).unbind(0))
@@ -372,12 +356,3 @@ def test_what_is_wrong_is_refused_with_the_ids(change, options, message):
             other[key] = torch.tensor(value)
     with pytest.raises(BatchError, match=message):
         TreeAdvantage(**options)(lazy_stack(rows))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_it_is_rounded_once_into_the_rewards_dtype(dtype):
-    tokens = torch.tensor([[1, 2, 3], [1, 2, 4], [1, 5, 3]])
-    reward, groups = torch.tensor([0.1, 0.7, 0.4]).to(dtype), torch.zeros(3, dtype=torch.int64)
-    found = tree_advantage(reward, tokens, groups)
-    assert found.dtype == dtype
-    assert torch.equal(found, tree_advantage(reward.double(), tokens, groups).to(dtype))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
 from headrace.transforms import BatchError, RewardsToGo, StateAdvantage, TurnAdvantage, turn_advantage
-from headrace.transforms.schema import COUNTED, RETURN, REWARD
+from headrace.transforms.schema import COUNTED, RETURN
 
 MASK = ("masks", "all_assistant_mask")
 
@@ -367,29 +367,6 @@ def test_what_is_wrong_is_refused_with_the_ids(columns, options, message):
 def test_options_that_make_no_sense_raise(options, message):
     with pytest.raises(ValueError, match=message):
         TurnAdvantage(**options)
-
-
-def test_an_excluded_rollout_moves_nobodys_turn_and_has_none():
-    batch = inside(group_id=[0, 0, 0])
-    batch[COUNTED] = torch.tensor([True, True, False])
-    batch["next", "reward"][2] = float("nan")
-    out = TurnAdvantage()(batch)["advantage"].squeeze(-1)
-    assert out.tolist() == [[0, -2, 1], [0, 2, 0], [0, 0, 0]]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_it_is_rounded_once_into_the_rewards_dtype(dtype):
-    batch = inside(turn_reward=[[0.0, 0.1, 0.2], [0, 0.7, 0], [0, 0.3, 0.4]])
-    batch["turn_reward"] = batch["turn_reward"].to(dtype)
-    batch["next", "reward"] = batch["next", "reward"].to(dtype)
-    batch[REWARD] = batch["next", "reward"].to(torch.promote_types(dtype, torch.float32))
-    out = TurnAdvantage(turn_rewards="token")(batch)["advantage"]
-    exact = batch.clone()
-    for key in ("turn_reward", ("next", "reward"), REWARD):
-        exact[key] = batch[key].double()
-    expected = TurnAdvantage(turn_rewards="token")(exact)["advantage"]
-    assert out.dtype == dtype
-    assert torch.equal(out, expected.to(dtype))
 
 
 def test_half_precision_that_cannot_hold_an_advantage_is_refused():
