@@ -5,16 +5,17 @@ Where a page looks at ``run/rollouts`` that it has not written, there is a dump 
 
 from __future__ import annotations
 
-import os
 import re
+import runpy
 import shlex
 import subprocess
-import sys
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from command import QUICK, headrace_here
+from command import QUICK, Started, headrace, headrace_here
 from pages_as_written import PAGES, ROOT, Fence, commands, fences
 from tensordict import TensorDict
 
@@ -51,18 +52,12 @@ def words_of(line: str) -> list[str]:
 
 
 def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
-    program, *words = shlex.split(line)
-    words = [SHORT.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-    words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
-    module = ["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else []
-    return subprocess.run(
-        [sys.executable, *module, *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    """A program of examples/, where torchrun starts it as one process: test_torchrun_example.py has two."""
+    words = shlex.split(line)
+    place = next(place for place, word in enumerate(words) if word.startswith("examples/"))
+    more = [SHORT.get(before, word) for before, word in pairwise(words[place:])]
+    program = partial(runpy.run_path, str(ROOT / words[place]), run_name="__main__")
+    return Started(program, folder, *more).ends(500)
 
 
 def run_with_a_module(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:
@@ -71,15 +66,7 @@ def run_with_a_module(line: str, page: str, folder: Path) -> subprocess.Complete
         blocks = [block.text for block in fences(page, "python") if block.mark is None]
         (folder / f"{module}.py").write_text("\n".join(blocks))
     words = words_of(line.removeprefix("PYTHONPATH=. headrace"))
-    return subprocess.run(
-        [sys.executable, "-m", "headrace.pipeline", *words],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return headrace(folder, *words, check=False, PYTHONPATH=".")
 
 
 def run_line(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:

@@ -126,6 +126,7 @@ INNER = {
     "pages.py": {"pipeline.report.written.page_schema"},
     "test_sources_fuzz.py": {"pipeline.sources.malformed"},
     "command.py": {"pipeline.main"},
+    "test_command.py": {"pipeline.main"},
     "test_command_words.py": {"pipeline.command.words", "pipeline.composing"},
     "test_doctor.py": {"pipeline.command.doctor"},
     "test_option_types.py": {
