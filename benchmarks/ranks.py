@@ -112,10 +112,9 @@ def count_collectives(rows: int, tokens: int) -> int:
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """The one table."""
     sizes = [32 + 8 * i if options.quick else rows for i, rows in enumerate(SIZES)]
-    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    start = torch.multiprocessing.start_processes
+    results = torch.multiprocessing.get_context("fork").SimpleQueue()  # so that nothing is imported again
     arguments = (options.ranks, sizes, options.rounds, free_port(), results)
-    start(run_rank, arguments, options.ranks, start_method="spawn")
+    torch.multiprocessing.start_processes(run_rank, arguments, options.ranks, start_method="fork")
     lines = []
     for rows in sizes:
         times = results.get()

@@ -34,7 +34,7 @@ GROWTH = 13  # at most, where there are ten times as many rows
 NOTE = f"""NumPy: the loop over the {MINIBATCHES} minibatches of the grpo recipe, over the same decisions in
 plain NumPy with the same gathers (`benchmarks/numpy_grpo.py`). Rows have {TOKENS} tokens, or 2 where there
 are 100,000 and more. Ragged rows, in a lazy stack, are over reading each column that the recipe needs once,
-and indexing the stack. In a stream, rows are put into a `GroupAssembler` one by one and whole groups taken
+and indexing the stack. In a stream, slices of one row are put into a `GroupAssembler` and whole groups taken
 out, over a dict of lists that are concatenated when they are whole; and one row is put while others wait."""
 HEAD = ["what, over what", "ms", "over, ms", "ratio"]
 
@@ -142,21 +142,22 @@ def ragged_batch(rows: int, rounds: int) -> Row:
 # -- a stream ---------------------------------------------------------------------------------------------
 
 
-def assemble(pieces: Sequence[TensorDict]) -> int:
+def assemble(rows: TensorDict) -> int:
     """Rows that come out of a GroupAssembler."""
     assembler, out = GroupAssembler(), 0
-    for piece in pieces:
-        assembler.put(piece)
+    for number in range(len(rows)):
+        assembler.put(rows[number : number + 1])
         while (batch := assembler.take()) is not None:
             out += len(batch)
     return out
 
 
-def put_into_lists(pieces: Sequence[TensorDict]) -> int:
-    """Rows that come out of a dict of lists, of rows that are finished rollouts, one in each piece."""
+def put_into_lists(rows: TensorDict) -> int:
+    """Rows that come out of a dict of lists, of rows that are finished rollouts."""
     waiting: dict[int, dict[int, TensorDict]] = defaultdict(dict)
     out = 0
-    for row in pieces:
+    for number in range(len(rows)):
+        row = rows[number : number + 1]
         group, rollout = int(row["group_id"]), int(row["rollout_id"])
         if not row["next", "done"] or rollout in waiting[group]:
             raise ValueError(f"rollout {rollout} is not finished, or came before")
@@ -167,14 +168,13 @@ def put_into_lists(pieces: Sequence[TensorDict]) -> int:
     return out
 
 
-def one_by_one(rows: int, rounds: int) -> Row:
+def one_by_one(count: int, rounds: int) -> Row:
     """Rows as they come from the workers of a language model."""
-    pieces = dense_rows(rows).split(1)
-    if (found := {assemble(pieces), put_into_lists(pieces)}) != {rows}:
-        raise RuntimeError(f"{rows} rows went in, and {found} came out")
-    functions = {"assembler": lambda: assemble(pieces), "lists": lambda: put_into_lists(pieces)}
-    times = measure(functions, rounds)
-    return line(f"{rows:,} rows put one by one over a dict of lists", times, "assembler", "lists", 4)
+    rows = dense_rows(count)
+    if (found := {assemble(rows), put_into_lists(rows)}) != {count}:
+        raise RuntimeError(f"{count} rows went in, and {found} came out")
+    times = measure({"assembler": lambda: assemble(rows), "lists": lambda: put_into_lists(rows)}, rounds)
+    return line(f"{count:,} rows put one by one over a dict of lists", times, "assembler", "lists", 4)
 
 
 def put_while_others_wait(waiting: int, puts: int) -> Callable[[], None]:
