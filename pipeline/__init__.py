@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from .collect.on_ray import RayAssembler
     from .collect.on_write import AssembleOnWrite
     from .collect.pacing import paced
-    from .collect.rollout_queue import RolloutQueue
+    from .collect.queues import RolloutQueue, StepQueue
     from .collect.stamping import StampIds, stamp_ids
-    from .collect.step_queue import StepQueue
     from .collect.torchrl_configs import register_configs
     from .collect.trainer_hook import PipelineHook
     from .credit import Credit, advantages_of
@@ -66,56 +65,29 @@ __all__ = [
 ]
 
 _HOMES = {
-    "collect.assembling": ("assembled",),
-    "collect.drain": (
-        "DrainWriter",
-        "drained",
-    ),
-    "collect.informing": ("informative",),
-    "collect.on_write": ("AssembleOnWrite",),
-    "collect.pacing": ("paced",),
-    "collect.stamping": (
-        "StampIds",
-        "stamp_ids",
-    ),
-    "collect.group_unit": ("GroupUnit",),
-    "collect.on_ray": ("RayAssembler",),
-    "collect.rollout_queue": ("RolloutQueue",),
-    "collect.step_queue": ("StepQueue",),
-    "collect.torchrl_configs": ("register_configs",),
-    "collect.trainer_hook": ("PipelineHook",),
-    "credit": (
-        "Credit",
-        "advantages_of",
-    ),
-    "load": (
-        "ConfigError",
-        "build_pipeline",
-        "load_pipeline",
-    ),
-    "pipeline": ("Pipeline",),
-    "report": (
-        "ReportFolder",
-        "StepReport",
-        "log_report",
-        "make_report",
-        "page_data",
-        "write_dump",
-        "write_page",
-    ),
-    "run": ("Run",),
-    "chain.stage": ("StageError",),
-    "train": (
-        "RepeatSampler",
-        "TokenGRPOLoss",
-        "optimise",
-        "total_loss",
-    ),
+    "chain.stage": "StageError",
+    "collect.assembling": "assembled",
+    "collect.drain": "DrainWriter drained",
+    "collect.group_unit": "GroupUnit",
+    "collect.informing": "informative",
+    "collect.on_ray": "RayAssembler",
+    "collect.on_write": "AssembleOnWrite",
+    "collect.pacing": "paced",
+    "collect.queues": "RolloutQueue StepQueue",
+    "collect.stamping": "StampIds stamp_ids",
+    "collect.torchrl_configs": "register_configs",
+    "collect.trainer_hook": "PipelineHook",
+    "credit": "Credit advantages_of",
+    "load": "ConfigError build_pipeline load_pipeline",
+    "pipeline": "Pipeline",
+    "report": "ReportFolder StepReport log_report make_report page_data write_dump write_page",
+    "run": "Run",
+    "train": "RepeatSampler TokenGRPOLoss optimise total_loss",
 }
 
 
 def __getattr__(name: str) -> Any:
-    home = next((module for module, names in _HOMES.items() if name in names), None)
+    home = next((module for module, names in _HOMES.items() if name in names.split()), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(f".{home}", __name__), name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .hints import deeper, leaves, suggest
+from headrace.pipeline.wording import suggest
 
 TASKS = ("train", "replay", "compare", "plan", "certify")
 GROUPS = ("pipeline", "experiment", "task", "report", "rows")  # words that choose a file
@@ -145,3 +145,43 @@ def recipes() -> list[str]:
     """The names of the recipes that come with headrace."""
     folder = Path(str(files("headrace.conf"))) / "pipeline"
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+
+
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Every value of nested mappings by its dotted path, shallow ones first.
+
+    Example:
+        >>> leaves({"a": {"b": {"c": 1}, "d": 2}, "e": 3})
+        {'e': 3, 'a.d': 2, 'a.b.c': 1}
+    """
+    found: dict[str, Any] = {}
+    for name, value in node.items():
+        inner = leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {}
+        found |= inner or {f"{prefix}{name}": value}
+    return dict(sorted(found.items(), key=lambda leaf: leaf[0].count(".")))
+
+
+def deeper(path: str, known: Mapping[str, Any], most: int = 3) -> list[str]:
+    """The paths at which what was written without its place, or with a part of it, may be meant.
+
+    They end in the same name and have the other names in the same order. Values that follow others, by an
+    interpolation, come last.
+
+    Args:
+        path: as it was written, dotted.
+        known: values by dotted path, as :func:`leaves` has them.
+        most: paths at most.
+
+    Example:
+        >>> deeper("gate.group_size", {"source.group_size": 1, "pipeline.stages.gate.group_size": 2})
+        ['pipeline.stages.gate.group_size']
+    """
+    *places, name = path.split(".")
+
+    def holds(other: str) -> bool:
+        *around, last = other.split(".")
+        ahead = iter(around)
+        return last == name and all(place in ahead for place in places)
+
+    found = [other for other in known if other != path and holds(other)]
+    return sorted(found, key=lambda other: "${" in str(known[other]))[:most]

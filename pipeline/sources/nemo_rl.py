@@ -24,9 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .jsonl import read_jsonl
+from .file_kinds import Reading, read_jsonl
 from .malformed import SourceError
-from .reading import Reading
 from .record import Record, as_text
 from .sample import Sample
 

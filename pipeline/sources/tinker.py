@@ -16,8 +16,7 @@ from pathlib import Path
 
 from headrace.transforms import Status
 
-from .jsonl import read_jsonl
-from .reading import Reading
+from .file_kinds import Reading, read_jsonl
 from .record import Record
 from .sample import Sample
 

@@ -24,15 +24,14 @@ from headrace.pipeline.certify import (
     certify_recipe,
     count_outcomes,
 )
-from headrace.pipeline.composing.hints import suggest
 from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError
-from headrace.pipeline.printable import printable
 from headrace.pipeline.report import page_data, write_page
-from headrace.pipeline.report.written.whole_file import write_whole
-from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.wording import printable, suggest
 
-from .recipes import recipe_nodes
+from .source import recipe_nodes
 
 Found = Certificate | Refused
 RATIO = FittedColumn("ratio to the true gradient", gives="wrap")

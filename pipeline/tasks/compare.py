@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.pipeline.load import ConfigError, build_pipeline
-from headrace.pipeline.printable import printable
 from headrace.pipeline.report import (
     Comparison,
     ReportFolder,
@@ -23,11 +22,11 @@ from headrace.pipeline.report import (
     last_user_turn,
     make_report,
 )
-from headrace.pipeline.report.written.whole_file import write_whole
-from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.wording import printable
 
-from .recipes import recipe_nodes
-from .source import at_step, each_step, open_configured
+from .source import at_step, each_step, open_configured, recipe_nodes
 
 LINES = 8  # of a table of shares: those that differ most
 PROMPT = 40  # letters of it at most

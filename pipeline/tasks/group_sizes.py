@@ -16,7 +16,7 @@ from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, make_report, tree_words
 from headrace.pipeline.report.measuring.groups import compared_values, has_reward
 from headrace.pipeline.report.measuring.shared_tokens import linear_of
-from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.terminal_table import FittedColumn, FittedTable
 from headrace.transforms.schema import has_key
 
 from .source import at_step, each_step, open_configured

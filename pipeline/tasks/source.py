@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 from tensordict import TensorDictBase
 
+from headrace.pipeline.composing import compose_config
 from headrace.pipeline.load import ConfigError
 from headrace.pipeline.sources import Source, SourceError, open_source
 from headrace.transforms import BatchError
@@ -122,3 +123,26 @@ def at_step(step: int) -> Iterator[None]:
         yield
     except BatchError as err:
         raise type(err)(f"step {step}: {err}") from err
+
+
+STARTS = ("pipeline.", "hydra.searchpath=")
+
+
+def recipe_nodes(names: Iterable[str], words: Sequence[str]) -> dict[str, DictConfig]:
+    """The composed ``pipeline`` node of each recipe, by name.
+
+    Args:
+        names: of recipes.
+        words: overrides of the command line; those of ``pipeline``, and where recipes are searched, apply to
+            every recipe.
+
+    Raises:
+        ConfigError: an unknown recipe or option.
+
+    Example:
+        >>> nodes = recipe_nodes(["grpo", "rloo"], ["task=compare", "pipeline.stages.advantage.eps=0.5"])
+        >>> [node.stages.advantage.eps for node in nodes.values()]
+        [0.5, 0.5]
+    """
+    shared = [word for word in words if word.lstrip("+~").startswith(STARTS) or "@pipeline." in word]
+    return {str(name): compose_config("load", f"pipeline={name}", *shared).pipeline for name in names}

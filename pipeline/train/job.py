@@ -14,9 +14,9 @@ from torchrl.envs import EnvBase
 
 from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError, build_pipeline
+from headrace.pipeline.notebook import show_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report import ReportFolder, StepReport, decoder_of, make_report, show_advisories
-from headrace.pipeline.shown.stage_listing import show_pipeline
 from headrace.transforms import weighted_loss
 
 from .display import TrainingDisplay

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headrace.pipeline.report.step import StepReport
-
-from .whole_file import write_whole
+from .step import StepReport
 
 SCHEMA_VERSION = 1
 FLOATS = ("reward", "rollout_reward", "advantage", "loss_weight", "advantage_by_row", "logged_advantage")
@@ -144,3 +143,29 @@ def _known(row: Mapping[str, Any]) -> dict[str, Any]:
 def _encodable(text: str) -> str:
     """A text that UTF-8 can hold: half a surrogate pair, where a tokenizer cut one, becomes ``?``."""
     return text.encode("utf-8", "replace").decode()
+
+
+log = logging.getLogger(__name__)
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` make a temporary file beside `path`, and rename it, so that half a file is never read.
+
+    Args:
+        path: of the file; its folder must exist. A file that is there is replaced.
+        write: writes the file that it is given the path of; what it raises leaves `path` as it was.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_whole(Path(folder) / "a.txt", lambda file: file.write_text("all of it"))
+        ...     [(file.name, file.read_text()) for file in Path(folder).iterdir()]
+        [('a.txt', 'all of it')]
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+        log.debug("%s is written", path)
+    finally:
+        temporary.unlink(missing_ok=True)
