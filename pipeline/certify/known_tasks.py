@@ -1,4 +1,4 @@
-"""Right or wrong in one turn: prompts of unequal difficulty, answers of unequal length, graders that fail."""
+"""Tasks of which everything is known: one turn, several rewards, fan-out, forks, and turns as rows or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TransferQueue as the way of rollouts to an assembler."""
+"""TransferQueue as the way of rollouts to an assembler, and of optimiser steps to ranks."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ from headrace.transforms.rows import take_rows
 from headrace.transforms.schema import RANK, read_written
 
 from .assembling import check_patience
+
+SEPARATOR = "."
+POLL = 0.05  # seconds between two looks into a queue
+END = "end"  # the key that says that nothing more comes
 
 
 class RolloutQueue:
@@ -228,28 +232,21 @@ class StepQueue:
             # All is looked at before anything is sent: else some ranks would have a step that others lack.
             parts = rows_by_rank(minibatch, self.ranks)
             for rank in range(self.ranks):
-                self._wait_for_room(rank, patience)
-            for rank, part in enumerate(parts):
-                self._send(rank, part)
+                asked = time.monotonic()
+                while self.max_steps is not None and len(waiting := self._tags(rank)) >= self.max_steps:
+                    if patience is not None and time.monotonic() - asked >= patience:
+                        late = f"rank {rank} has not taken optimiser step {min(waiting, key=int)}"
+                        raise StalledError(f"{late} for {patience:g} s")
+                    time.sleep(POLL)
+            for rank, rows in enumerate(parts):
+                name, tag = f"{self.partition}/{rank}", {}
+                if len(rows):
+                    columns, tag = encode_rows(rows)
+                    keys = [f"{self.steps}/{row}" for row in range(len(rows))]
+                    self._queue().kv_batch_put(keys, name, fields=columns, tags=[tag] * len(rows))
+                self._queue().kv_batch_put([f"{self.steps}"], name, tags=[tag | {"rows": len(rows)}])
             self.steps += 1
         return self.steps - before
-
-    def _send(self, rank: int, rows: TensorDictBase) -> None:
-        name = f"{self.partition}/{rank}"
-        tag: dict[str, Any] = {}
-        if len(rows):
-            columns, tag = encode_rows(rows)
-            keys = [f"{self.steps}/{row}" for row in range(len(rows))]
-            self._queue().kv_batch_put(keys, name, fields=columns, tags=[tag] * len(rows))
-        self._queue().kv_batch_put([f"{self.steps}"], name, tags=[tag | {"rows": len(rows)}])
-
-    def _wait_for_room(self, rank: int, patience: float | None) -> None:
-        asked = time.monotonic()
-        while self.max_steps is not None and len(waiting := self._tags(rank)) >= self.max_steps:
-            if patience is not None and time.monotonic() - asked >= patience:
-                first = min(waiting, key=int)
-                raise StalledError(f"rank {rank} has not taken optimiser step {first} for {patience:g} s")
-            time.sleep(POLL)
 
     def _tags(self, rank: int) -> dict[str, Any]:
         """Of the steps that a rank has not taken, by number."""
@@ -320,9 +317,7 @@ def rows_by_rank(minibatch: TensorDictBase, ranks: int) -> list[TensorDictBase]:
     return [take_rows(minibatch, (rank == each).nonzero().flatten()) for each in range(ranks)]
 
 
-SEPARATOR = "."
-POLL = 0.05  # seconds between two looks into a queue
-END = "end"  # the key that says that nothing more comes
+# -- rows as TransferQueue stores them: flat columns, one key a row; and rows again -------------------------
 
 
 def encode_rows(batch: TensorDictBase) -> tuple[TensorDict, dict[str, Any]]:
@@ -383,12 +378,16 @@ def decode_rows(columns: TensorDictBase, tag: Mapping[str, Any]) -> TensorDictBa
             f"TransferQueue returns all columns of rows that were put; found only {sorted(columns.keys())}"
         )
     count = columns.batch_size[0]
+    each = {key: columns.get(key) for key in columns.keys()}
     if tag["lazy"]:
-        each = {key: _unbound(columns.get(key)) for key in columns.keys()}
-        return lazy_stack(
-            [_nested({key: rows[row] for key, rows in each.items()}, []) for row in range(count)]
-        )
-    return _nested({key: _dense(columns.get(key)) for key in columns.keys()}, [count])
+        for key, column in each.items():
+            each[key] = column.unbind() if isinstance(column, Tensor) else column.tolist()
+        rows = ({key: column[row] for key, column in each.items()} for row in range(count))
+        return lazy_stack([_nested(row, []) for row in rows])
+    for key, column in each.items():
+        if isinstance(column, Tensor) and column.is_nested:  # dense ones come back so, all their rows alike
+            each[key] = torch.stack(column.unbind())
+    return _nested(each, [count])
 
 
 def _nested(columns: Mapping[str, Any], batch_size: Sequence[int]) -> TensorDict:
@@ -396,15 +395,6 @@ def _nested(columns: Mapping[str, Any], batch_size: Sequence[int]) -> TensorDict
     for key, column in columns.items():
         batch[tuple(key.split(SEPARATOR))] = column
     return batch
-
-
-def _dense(column: Any) -> Any:
-    """Dense columns come back as nested tensors, all of whose rows are alike."""
-    return torch.stack(column.unbind()) if isinstance(column, Tensor) and column.is_nested else column
-
-
-def _unbound(column: Any) -> Sequence[Any]:
-    return column.unbind() if isinstance(column, Tensor) else column.tolist()
 
 
 def _columns_of(columns: TensorDictBase) -> int:

@@ -15,6 +15,14 @@ from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.options import describe_options, nested_key
 from headrace.transforms.schema import require
 
+PROMPTS: tuple[NestedKey, ...] = (
+    "query",
+    ("text", "prompt"),
+    ("tokens", "prompt"),
+    ("history", "prompt", "content"),
+)
+"""Where TorchRL's environments have the prompt, in the order of looking."""
+
 
 def stamp_ids(
     prompts: Tensor | Sequence[int], *, group_size: int, first_rollout: int = 0, stride: int = 1
@@ -308,13 +316,7 @@ class StampIds(Transform):
         return f"{type(self).__name__}({describe_options(self)})"
 
 
-PROMPTS: tuple[NestedKey, ...] = (
-    "query",
-    ("text", "prompt"),
-    ("tokens", "prompt"),
-    ("history", "prompt", "content"),
-)
-"""Where TorchRL's environments have the prompt, in the order of looking."""
+# -- the prompts in an environment's rows, and where two of them differ -------------------------------------
 
 
 def read_prompts(rows: TensorDictBase, key: NestedKey, places: list[int]) -> list[Any]:

@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin
@@ -43,8 +43,9 @@ def build_node(config: Any, path: str, plain: Any = None, **given: Any) -> Any:
     except InstantiationException as err:
         found = re.search(r"full_key: ([\w.]+)", str(err))
         where = found[1] if found else path
-        inner = _inner(plain, where.removeprefix(path).strip("."))
-        raise ConfigError(_refusal(where, inner, err.__cause__ or err, given)) from err
+        for name in filter(None, where.removeprefix(path).split(".")):
+            plain = plain.get(name) if isinstance(plain, dict) else None
+        raise ConfigError(_refusal(where, plain, err.__cause__ or err, given)) from err
 
 
 def _check_values(path: str, plain: Any) -> None:
@@ -84,29 +85,19 @@ def _imported(where: str, target: str) -> Callable[..., Any]:
         log.disabled = before
 
 
-def _inner(plain: Any, path: str) -> Any:
-    for name in path.split(".") if path else ():
-        plain = plain.get(name) if isinstance(plain, dict) else None
-    return plain
-
-
 def _refusal(where: str, node: Any, error: BaseException, given: Mapping[str, Any]) -> str:
     """What a constructor says, in YAML's words, beginning with the option that it is about."""
     said = re.sub(r"\bNone\b", "null", str(error))
     first = re.match(r"\w+", said)
     if not isinstance(node, dict) or (first and first[0] in node):
         return f"{where}.{said}" if isinstance(node, dict) else f"{where}: {said}"
-    culprits = [f"{where}.{name}={as_typed(node[name])}" for name in _culprits(node, given)]
-    return f"{' or '.join(culprits) or where}: {said}"
-
-
-def _culprits(node: dict[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """The options of a node, of which any one makes the error go away when it is left out."""
+    culprits = []  # any one of which makes the error go away when it is left out
     for name in node:
         if not name.startswith("_"):
             with suppress(Exception):
                 instantiate({key: node[key] for key in node if key != name}, _convert_="all", **given)
-                yield name
+                culprits.append(f"{where}.{name}={as_typed(node[name])}")
+    return f"{' or '.join(culprits) or where}: {said}"
 
 
 def check_stage(where: str, name: str, node: Any, siblings: Sequence[str]) -> None:
@@ -143,6 +134,8 @@ def check_stage(where: str, name: str, node: Any, siblings: Sequence[str]) -> No
             check_stage(f"{where}, {option}", option, value, [])
 
 
+# -- values against annotations: the signature is the schema, and constructors check ranges ----------------
+
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a word", type(None): "null"}
 OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # their classes cannot be written down as a value
@@ -174,13 +167,17 @@ def misfit(value: Any, hint: Any) -> str | None:
         >>> misfit("abc", int | None), misfit(3, float), misfit("sum", Literal["sum", "mean"])
         ('an integer or null', None, None)
     """
-    return None if fits(value, hint) else described(hint) + _nearest(value, hint)
+    if fits(value, hint):
+        return None
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    allowed = [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
+    return described(hint) + (suggest(value, allowed) if isinstance(value, str) else "")
 
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value from YAML is of a type."""
-    if not _is_written(value):
-        return True
+    if not isinstance(value, PLAIN) or (isinstance(value, Mapping) and "_target_" in value):
+        return True  # an object, or a node that makes one
     if hint is NestedKey:
         return fits(value, str) or (
             _is_list(value) and bool(value) and all(fits(name, str) for name in value)
@@ -238,18 +235,6 @@ def as_typed(value: Any) -> str:
         if value is None or isinstance(value, bool)
         else repr(value)
     )
-
-
-def _nearest(value: Any, hint: Any) -> str:
-    """Did you mean: of the words that a type allows."""
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    allowed = [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
-    return suggest(value, allowed) if isinstance(value, str) else ""
-
-
-def _is_written(value: Any) -> bool:
-    """Whether a value stands in the YAML as it is: not an object, nor a node that makes one."""
-    return isinstance(value, PLAIN) and not (isinstance(value, Mapping) and "_target_" in value)
 
 
 def _is_list(value: Any) -> bool:

@@ -16,6 +16,10 @@ RECENT = 5  # steps over which a number is judged by its mean
 REWARD, LENGTH = "reward/all/mean", "response_length/mean"
 LENGTHS = 2.0  # times as long as in the beginning is too long
 NAMED = 6  # steps that a sentence names
+MIN_STEPS = 12
+SMALL = 0.02  # of the range: less is no move
+ROUNDED = 1e-9  # of the greatest: means of the same rewards differ by their rounding
+AT_THE_TOP = 0.1  # of the range below the greatest: there is little left to rise
 
 
 class Advisory(NamedTuple):
@@ -250,10 +254,7 @@ def _trends(history: History) -> list[Advisory]:
     return found
 
 
-MIN_STEPS = 12
-SMALL = 0.02  # of the range: less is no move
-ROUNDED = 1e-9  # of the greatest: means of the same rewards differ by their rounding
-AT_THE_TOP = 0.1  # of the range below the greatest: there is little left to rise
+# -- whether a number rises over the steps, by a rule that can be looked up ---------------------------------
 
 
 class Trend(NamedTuple):
@@ -315,6 +316,9 @@ def trend_of(values: Sequence[float], *, low: float, high: float) -> Trend:
 def mean(values: Sequence[float]) -> float:
     """The arithmetic mean of at least one number."""
     return sum(values) / len(values)
+
+
+# -- from a symptom to the number that shows it, what it means, and the words that change it -----------------
 
 
 class Remedy(NamedTuple):

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .step import StepReport
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 FLOATS = ("reward", "rollout_reward", "advantage", "loss_weight", "advantage_by_row", "logged_advantage")
@@ -72,7 +74,9 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     codes = pa.array(report.columns["reason"], pa.int32())
     for name, words in (("reason", report.names), ("action", report.actions)):
         columns[name] = pa.DictionaryArray.from_arrays(codes, pa.array(words, pa.string())).cast(pa.string())
-    columns |= {name: pa.array(map(_encodable, texts), pa.string()) for name, texts in report.texts.items()}
+    for name, texts in report.texts.items():  # half a surrogate pair, where a tokenizer cut one, becomes `?`
+        encodable = [text.encode("utf-8", "replace").decode() for text in texts]
+        columns[name] = pa.array(encodable, pa.string())
     metadata = {"headrace.schema": str(SCHEMA_VERSION), "headrace.recipe": json.dumps(report.recipe)}
     if config is not None:
         metadata["headrace.config"] = config
@@ -123,29 +127,15 @@ def write_dump(
 
 
 def _lines(table: pa.Table) -> Iterator[str]:
+    """A line of JSON for each row, with the values that are known."""
+    shown = ("reward", "rollout_reward")  # also where there is none, which is another thing than damage
     for batch in table.to_batches(max_chunksize=10_000):
         for row in batch.to_pylist():
-            yield (
-                json.dumps({"schema": SCHEMA_VERSION, **_known(row)}, ensure_ascii=False, allow_nan=False)
-                + "\n"
-            )
-
-
-def _known(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a row that are known, as JSON can hold them."""
-    shown = ("reward", "rollout_reward")  # also where there is none, which is another thing than damage
-    known = {name: value for name, value in row.items() if value is not None or name in shown}
-    if "rewards" in known:
-        known["rewards"] = [value if math.isfinite(value) else None for value in known["rewards"]]
-    return known
-
-
-def _encodable(text: str) -> str:
-    """A text that UTF-8 can hold: half a surrogate pair, where a tokenizer cut one, becomes ``?``."""
-    return text.encode("utf-8", "replace").decode()
-
-
-log = logging.getLogger(__name__)
+            known = {name: value for name, value in row.items() if value is not None or name in shown}
+            if "rewards" in known:
+                known["rewards"] = [value if math.isfinite(value) else None for value in known["rewards"]]
+            line = {"schema": SCHEMA_VERSION, **known}
+            yield json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:

@@ -20,9 +20,9 @@ from .advice import READ, Advice, Advisory, advice_at
 from .dump import write_dump
 from .html import write_page
 from .page_contents import page_data
-from .page_schema import PageRun
 from .step import StepReport
 
+Item = TypeVar("Item")
 POINTS = 500  # most steps of the curves, so that a page of a long run is as quick to write and to read
 SHARE = 0.02  # of the time, at most, goes into writing the page while the run goes on
 
@@ -170,15 +170,7 @@ class ReportFolder:
             history=self._curves.all(),
             advice=[*self._advice.values()],
         )
-        data["run"] = self._facts(live)
-        if self.versus is not None:
-            data["versus"] = list(self.versus)
-        path = self.folder / "report.html"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_page(data, path)
-
-    def _facts(self, live: float | None) -> PageRun:
-        return {
+        data["run"] = {
             "began": self._began,
             "written": now(),
             "live": live,
@@ -186,6 +178,11 @@ class ReportFolder:
             "words": [printable(word) for word in self.words],
             "config": None if self.config is None else printable(self.config, keep="\n"),
         }
+        if self.versus is not None:
+            data["versus"] = list(self.versus)
+        path = self.folder / "report.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_page(data, path)
 
     def _advice_at(self, place: int) -> Advice:
         """Of what was taken at this place, and before it."""
@@ -194,9 +191,6 @@ class ReportFolder:
 
     def _advice_at_last(self) -> Advice:
         return self._advice_at(len(self._read) - 1) if self._read else ("No step was recorded.", [])
-
-
-Item = TypeVar("Item")
 
 
 class Thinned(Generic[Item]):

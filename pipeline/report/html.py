@@ -127,6 +127,8 @@ def read(name: str) -> str:
     return (PAGE / name).read_text(encoding="utf-8")
 
 
+# -- its JavaScript: modules in one script, since a page without a server cannot import modules -------------
+
 IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([^"]+)";\n', re.M)
 EXPORT = re.compile(r"^export (?=(?:async )?function |const |class )", re.M)
 TOP_LEVEL = re.compile(r"^(export )?(?:async )?(?:function|const|let|class) (\w+)", re.M)

@@ -1,4 +1,4 @@
-"""The data of the page, made of reports."""
+"""The data of the page, made of reports: tables, curves, and as much of the texts as a page can hold."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 
 from headrace.pipeline.wording import printable
 
-from .advice import Advice, Advisory, History, Symptom, advice_at, symptoms
+from .advice import Advice, Advisory, History, advice_at, symptoms
 from .html import embed
-from .measuring import funnel
 from .measuring.gradient import gradient_share
 from .measuring.groups import widest_first
 from .page_schema import Groups, PageData, PageLevel, PageSymptom, PageText, PageTokens, Rows, Step
@@ -19,6 +18,10 @@ from .step import StepReport, rows_to_read
 from .texts import TokenValues
 
 GROUPS, ROWS = 200, 5000  # on a page, per step; with more a browser becomes slow
+PAGE_TEXTS = 3_000_000  # bytes of all prompts and responses of a page, which its steps share evenly
+CHARACTERS = 4000  # of a prompt or response; of a longer one three quarters of that are its beginning
+TOKENS = 500  # of a response token by token, likewise
+LABEL = 80  # characters of the last user turn by which a group is called
 
 
 def page_data(
@@ -64,7 +67,10 @@ def page_data(
         ],
         "curve_steps": [step for step, _ in points],
         "curves": {name: [numbers.get(name) for _, numbers in points] for name in names},
-        "symptoms": [_symptom(symptom) for symptom in known],
+        "symptoms": [
+            cast(PageSymptom, each._asdict() | {"remedies": [one._asdict() for one in each.remedies]})
+            for each in known
+        ],
     }
 
 
@@ -83,7 +89,10 @@ def _step(report: StepReport, room: int, verdict: str, advisories: Sequence[Advi
     texts = fitting_texts(report, rows.tolist(), room)
     return {
         "step": report.step,
-        "funnel": [_level(level) for level in report.funnel],
+        "funnel": [  # the named tuples have the keys of the schema; `render_page` refuses others
+            cast(PageLevel, level._asdict() | {"out": [left._asdict() for left in level.out]})
+            for level in report.funnel
+        ],
         "shown": {"groups": len(shown), "of": total},
         "groups": _groups(report, shown, texts),
         "rows": _rows(report, np.sort(rows), texts),
@@ -91,16 +100,6 @@ def _step(report: StepReport, room: int, verdict: str, advisories: Sequence[Advi
         "verdict": printable(verdict),
         "advisories": [{"name": each.name, "text": printable(each.text)} for each in advisories],
     }
-
-
-def _symptom(symptom: Symptom) -> PageSymptom:
-    remedies = [each._asdict() for each in symptom.remedies]
-    return cast(PageSymptom, symptom._asdict() | {"remedies": remedies})
-
-
-def _level(level: funnel.Level) -> PageLevel:
-    # The named tuples have the keys of the schema; `render_page` refuses others.
-    return cast(PageLevel, level._asdict() | {"out": [left._asdict() for left in level.out]})
 
 
 def _groups(report: StepReport, shown: np.ndarray, texts: PageTexts) -> Groups:
@@ -174,10 +173,7 @@ def _or_none(values: np.ndarray) -> list:
     return [None if none else value for value, none in zip(values.tolist(), unknown.tolist(), strict=True)]
 
 
-PAGE_TEXTS = 3_000_000  # bytes of all prompts and responses of a page, which its steps share evenly
-CHARACTERS = 4000  # of a prompt or response; of a longer one three quarters of that are its beginning
-TOKENS = 500  # of a response token by token, likewise
-LABEL = 80  # characters of the last user turn by which a group is called
+# -- texts: of which rows, and how much of each, so that the page stays small -------------------------------
 
 
 class PageTexts(NamedTuple):

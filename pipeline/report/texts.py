@@ -1,4 +1,4 @@
-"""Responses token by token: as texts, and with the numbers that each token has."""
+"""Prompts and responses: token by token, as text and with the numbers of each, and what the user asked."""
 
 from __future__ import annotations
 
@@ -174,6 +174,9 @@ def _rows(batch: TensorDictBase) -> Sequence[TensorDictBase]:
 def _numbers(batch: TensorDictBase) -> list[int]:
     """The row numbers of a batch; one that no stage has seen has all of its rows."""
     return batch.get(ROW).tolist() if has_key(batch, ROW) else list(range(len(batch)))
+
+
+# -- what the user asked, out of a prompt in the format of a chat -------------------------------------------
 
 
 class ChatFormat(NamedTuple):

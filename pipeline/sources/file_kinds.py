@@ -23,9 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from .batch import MAX_ROWS, Label, Sample
 from .malformed import Skipped, SourceError, first_line, quote
 from .record import Record
-from .sample import MAX_ROWS, Label, Sample
 
 MAX_LINE = 2**28  # bytes; one line is in memory at a time
 ROWS = 256  # of a Parquet file, in memory at a time

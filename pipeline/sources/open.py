@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
-from .batch import to_batch
+from .batch import MAX_ROWS, Sample, to_batch
 from .file_kinds import Reading, read_lines, read_schema
 from .headrace_dump import REQUIRED, read_headrace_dump
 from .malformed import Skipped, SourceError, quote_some
@@ -19,7 +19,6 @@ from .nemo_rl import read_nemo_rl
 from .open_instruct import read_open_instruct
 from .prime_rl import read_prime_rl
 from .regrading import Grade, Regraded, regrade
-from .sample import MAX_ROWS, Sample
 from .slime import read_slime
 from .tinker import REWARDS, read_tinker
 from .trl import read_trl

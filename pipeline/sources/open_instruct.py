@@ -19,9 +19,9 @@ from pathlib import Path
 
 from headrace.transforms import Status
 
+from .batch import Sample
 from .file_kinds import Reading, read_jsonl
 from .record import Record, read_json
-from .sample import Sample
 
 
 def read_open_instruct(path: Path, reading: Reading) -> Iterator[Sample]:

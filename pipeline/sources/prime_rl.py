@@ -28,9 +28,9 @@ from typing import NamedTuple
 
 from headrace.transforms import Status
 
+from .batch import Sample
 from .file_kinds import Reading, read_jsonl
 from .record import Record, as_number, read_text
-from .sample import Sample
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
 

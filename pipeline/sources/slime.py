@@ -29,10 +29,10 @@ from typing import Any
 
 from headrace.transforms import Status
 
+from .batch import Sample
 from .file_kinds import Reading, load_plain, parse_records
 from .malformed import SourceError, quote
 from .record import Record, as_number, as_whole, read_json, read_text
-from .sample import Sample
 
 SHARED = 2**22  # items of lists: always allowed in a file; above it no more than the file has bytes
 # A pending rollout has not ended; under partial rollouts it continues in a later step.

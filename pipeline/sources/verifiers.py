@@ -23,9 +23,9 @@ from pathlib import Path
 
 from headrace.transforms import Status
 
+from .batch import Sample
 from .file_kinds import Reading, read_jsonl
 from .record import Record, read_json, read_text
-from .sample import Sample
 
 MEASURED = frozenset({"timing", "generation_ms"})
 

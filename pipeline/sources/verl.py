@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from .batch import Label, Sample
 from .file_kinds import Reading, read_jsonl
 from .record import Record, read_json
-from .sample import Label, Sample
 
 
 def read_verl(path: Path, reading: Reading) -> Iterator[Sample]:

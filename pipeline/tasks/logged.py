@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from headrace.transforms.schema import MINIBATCH
 
 MOST = 2**14  # rows that are looked at, of whole steps from the first on
 SHOWN = 4  # recipes that agree
+CLOSE = 1e-6  # what is this near is as good as the nearest, of advantages about 1
+EPSILONS = (1e-6, 1e-4, 1e-5, 1e-8, 1e-9)
 
 
 class LoggedAdvantages:
@@ -106,7 +108,12 @@ def advantage_as(name: str) -> Callable[[LoggedRows], np.ndarray]:
         [-0.5, 0.5]
     """
     stages = load_pipeline(f"pipeline={name}").stages.items()
-    pipeline = Pipeline({key: stage for key, stage in stages if _only_computes(stage)})
+    computing = {}
+    for key, stage in stages:
+        moves = getattr(stage, "reasons", ()) or getattr(stage, "cuts", False)
+        if not moves and MINIBATCH not in getattr(stage, "in_keys", ()):
+            computing[key] = stage
+    pipeline = Pipeline(computing)
 
     def advantage(rows: LoggedRows) -> np.ndarray:
         width = max(int(rows.tokens.max()), 1)
@@ -119,15 +126,6 @@ def advantage_as(name: str) -> Callable[[LoggedRows], np.ndarray]:
         return pipeline.run(batch).batch["advantage"].reshape(-1).double().numpy()
 
     return advantage
-
-
-def _only_computes(stage: Any) -> bool:
-    moves = getattr(stage, "reasons", ()) or getattr(stage, "cuts", False)
-    return not moves and MINIBATCH not in getattr(stage, "in_keys", ())
-
-
-CLOSE = 1e-6  # what is this near is as good as the nearest, of advantages about 1
-EPSILONS = (1e-6, 1e-4, 1e-5, 1e-8, 1e-9)
 
 
 class LoggedRows(NamedTuple):
@@ -278,8 +276,10 @@ def relation(steps: Sequence[LoggedRows]) -> str:
         >>> relation([LoggedRows(2 * ours, ours, reward, reward, group, np.arange(4), group)])
         'they are yours × 2 = n/(n − 1): their baseline leaves the rollout out'
     """
-    both = [_of_both(rows) for rows in steps]
-    both = [rows for rows in both if len(rows.ours)]
+    both = []  # rows with both advantages
+    for rows in steps:
+        known = np.isfinite(rows.ours)
+        both += [LoggedRows(*(column[known] for column in rows))] if known.any() else []
     if not both:
         return ""
     groups = [_by_group(rows) for rows in both]
@@ -303,11 +303,6 @@ class _InGroups(NamedTuple):
     offset: np.ndarray  # (G,) from ours
     size: np.ndarray  # (G,) rollouts
     std: np.ndarray  # (G,) of their rewards, with divisor n
-
-
-def _of_both(rows: LoggedRows) -> LoggedRows:
-    known = np.isfinite(rows.ours)
-    return LoggedRows(*(column[known] for column in rows))
 
 
 def _by_group(rows: LoggedRows) -> _InGroups:

@@ -19,6 +19,8 @@ from headrace.transforms.rows import device_of
 from headrace.transforms.schema import MICROBATCH, RANK, ROW, STEP_WEIGHT, has_key
 from headrace.transforms.tokens import loss_tokens
 
+SAMPLER, OLD, WEIGHTS = ("log_probs", "full"), ("old_log_probs", "full"), "importance_weight"
+CLOSE = 1e-3  # of the weight of a step; float32 weights add up to 1e-6 of it
 Packed = Literal["pack", "tree"]
 Transform = Callable[[TensorDictBase], TensorDictBase]
 
@@ -101,8 +103,11 @@ def optimise(
             check_loss(loss, microbatch)
             reduce(loss(microbatch), microbatch).backward()
             del microbatch
-        if group is not None:
-            _add_up(parameters, group)
+        for parameter in parameters if group is not None else ():
+            if parameter.requires_grad:
+                if parameter.grad is None:  # it may have one on another rank
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=group)
         norm = nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
         if not bool(torch.isfinite(norm)):
             raise BatchError(
@@ -165,18 +170,6 @@ def total_loss(
     return torch.stack([value.squeeze() for value in losses.values()]).sum()
 
 
-def _add_up(parameters: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum gradients over ranks; a parameter without a gradient here may have one on another rank."""
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
-
-
-SAMPLER, OLD, WEIGHTS = ("log_probs", "full"), ("old_log_probs", "full"), "importance_weight"
-
-
 def check_loss(loss: Callable, rows: TensorDictBase) -> None:
     """Refuse rows that a loss would read wrongly.
 
@@ -189,33 +182,24 @@ def check_loss(loss: Callable, rows: TensorDictBase) -> None:
     while not hasattr(loss, "tensor_keys") and hasattr(loss, "module"):
         loss = loss.module
     keys = getattr(loss, "tensor_keys", None)
-    _check_behaviour(nested_key(getattr(keys, "sample_log_prob", None)), rows)
-    advantage = nested_key(getattr(keys, "advantage", None))
-    if advantage is not None and isinstance(rows, LazyStackedTensorDict) and has_key(rows, advantage):
-        _check_padding(type(loss).__name__, advantage, rows)
-
-
-def _check_behaviour(key: object, rows: TensorDictBase) -> None:
-    """An advantage that was weighed by π_old / μ is for a ratio π / π_old; most losses measure from μ."""
-    if key == SAMPLER and has_key(rows, WEIGHTS) and has_key(rows, OLD):
+    # An advantage that was weighed by π_old / μ is for a ratio π / π_old; most losses measure from μ.
+    from_sampler = nested_key(getattr(keys, "sample_log_prob", None)) == SAMPLER
+    if from_sampler and has_key(rows, WEIGHTS) and has_key(rows, OLD):
         raise BatchError(
             f"the advantage is weighed by {WEIGHTS!r}, π_old / μ, and the loss measures its ratio from μ, "
             f"{SAMPLER!r}: the correction would count twice. Let it read π_old: "
             f"loss.set_keys(sample_log_prob={OLD!r})"
         )
-
-
-def _check_padding(loss: str, key: object, rows: LazyStackedTensorDict) -> None:
-    """GRPOLoss pads ragged log-probabilities on the left, and a ragged advantage on the right."""
+    # GRPOLoss pads ragged log-probabilities on the left, and a ragged advantage on the right.
+    key = nested_key(getattr(keys, "advantage", None))
+    if key is None or not isinstance(rows, LazyStackedTensorDict) or not has_key(rows, key):
+        return
     if len({row.get(key).shape for row in rows.tensordicts}) > 1:
         raise BatchError(
-            f"an advantage by token, {key!r}, is of dense rows: of ragged ones {loss} pads it on the right "
-            "and log-probabilities on the left, and each token would get another's. Put DenseRows in front "
-            "(rows=llm), or optimise(..., transform=pack)"
+            f"an advantage by token, {key!r}, is of dense rows: of ragged ones {type(loss).__name__} pads it "
+            "on the right and log-probabilities on the left, and each token would get another's. Put "
+            "DenseRows in front (rows=llm), or optimise(..., transform=pack)"
         )
-
-
-CLOSE = 1e-3  # of the weight of a step; float32 weights add up to 1e-6 of it
 
 
 def count_step(
@@ -236,18 +220,27 @@ def count_step(
         BatchError: they are not, as a sample of a replay buffer is not.
         MissingKeyError: nothing says which tokens train.
     """
-    sums, ends = torch.zeros(3, dtype=torch.float64), torch.full((4,), -torch.inf, dtype=torch.float64)
+    device = device_of(minibatch)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # tokens; weight × tokens; rows there again
+    ends = torch.full((2, 2), -torch.inf, dtype=torch.float64, device=device)  # greatest, and least × −1
     if len(minibatch):
         tokens = loss_tokens(minibatch, loss_mask_key, log_prob_key)
-        weight, repeated = _weight(minibatch, tokens, weight_key), _repeated(minibatch)
-        sums = torch.stack([tokens.sum().double(), weight, repeated])
-        says = has_key(minibatch, weight_key) and has_key(minibatch, "num_tokens")
-        ends = torch.cat([_ends(minibatch, "num_tokens"), _ends(minibatch, STEP_WEIGHT if says else None)])
+        sums[0] = tokens.sum()
+        weighed = has_key(minibatch, weight_key)
+        if weighed and has_key(minibatch, STEP_WEIGHT):
+            sums[1] = (minibatch.get(weight_key).reshape(-1).double() * tokens).sum()
+        if has_key(minibatch, ROW):  # copies that fill up a micro-batch have no number
+            rows = minibatch.get(ROW).sort().values
+            sums[2] = ((rows[1:] == rows[:-1]) & (rows[1:] >= 0)).sum()
+        says = weighed and has_key(minibatch, "num_tokens")
+        for place, key in enumerate(("num_tokens", STEP_WEIGHT if says else None)):
+            if has_key(minibatch, key):
+                column = minibatch.get(key).reshape(-1).double()
+                ends[place] = torch.stack([column.amax(), -column.amin()])
     if group is not None:  # ranks take a step together: else gradients of different steps would add up
-        sums, ends = sums.to(device_of(minibatch)), ends.to(device_of(minibatch))
         dist.all_reduce(sums, group=group)
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-    found, weighs, twice, most, least, heaviest, lightest = torch.cat([sums, ends]).tolist()
+    found, weighs, twice, most, least, heaviest, lightest = torch.cat([sums, ends.flatten()]).tolist()
     # Rows may be spread over ranks of which nothing is known here.
     part = group is None and (dist.is_initialized() or has_key(minibatch, RANK))
     wrong = twice > 0 or _differs(found, most, -least, 0.0, part)
@@ -267,26 +260,3 @@ def _differs(found: float, most: float, least: float, share: float, part: bool) 
         return False  # nobody says
     slack = share * abs(most)
     return most - least > slack or found > most + slack or (found < most - slack and not part)
-
-
-def _weight(minibatch: TensorDictBase, tokens: Tensor, weight_key: NestedKey) -> Tensor:
-    """Scalar float64: weight × tokens over the rows."""
-    if not has_key(minibatch, weight_key) or not has_key(minibatch, STEP_WEIGHT):
-        return torch.zeros((), dtype=torch.float64, device=tokens.device)
-    return (minibatch.get(weight_key).reshape(-1).double() * tokens).sum()
-
-
-def _repeated(minibatch: TensorDictBase) -> Tensor:
-    """Scalar float64: rows that are there again; copies that fill up a micro-batch have no number."""
-    if not has_key(minibatch, ROW):
-        return torch.zeros((), dtype=torch.float64, device=device_of(minibatch))
-    rows = minibatch.get(ROW).sort().values
-    return ((rows[1:] == rows[:-1]) & (rows[1:] >= 0)).sum().double()
-
-
-def _ends(minibatch: TensorDictBase, key: NestedKey | None) -> Tensor:
-    """(2,) float64: the largest of a column, and the smallest with its sign changed; −∞ where it is not."""
-    if not has_key(minibatch, key):
-        return torch.full((2,), -torch.inf, dtype=torch.float64, device=device_of(minibatch))
-    column = minibatch.get(key).reshape(-1).double()
-    return torch.stack([column.amax(), -column.amin()])
