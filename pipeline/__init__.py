@@ -5,7 +5,9 @@ Names are imported when they are asked for: ``headrace --help`` needs no torch, 
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,9 +19,8 @@ if TYPE_CHECKING:
     from .collect.on_ray import RayAssembler
     from .collect.on_write import AssembleOnWrite
     from .collect.pacing import paced
-    from .collect.rollout_queue import RolloutQueue
+    from .collect.queues import RolloutQueue, StepQueue
     from .collect.stamping import StampIds, stamp_ids
-    from .collect.step_queue import StepQueue
     from .collect.torchrl_configs import register_configs
     from .collect.trainer_hook import PipelineHook
     from .credit import Credit, advantages_of
@@ -65,60 +66,19 @@ __all__ = [
     "write_page",
 ]
 
+# Where each name is: by the imports above, which only type checkers execute.
 _HOMES = {
-    "collect.assembling": ("assembled",),
-    "collect.drain": (
-        "DrainWriter",
-        "drained",
-    ),
-    "collect.informing": ("informative",),
-    "collect.on_write": ("AssembleOnWrite",),
-    "collect.pacing": ("paced",),
-    "collect.stamping": (
-        "StampIds",
-        "stamp_ids",
-    ),
-    "collect.group_unit": ("GroupUnit",),
-    "collect.on_ray": ("RayAssembler",),
-    "collect.rollout_queue": ("RolloutQueue",),
-    "collect.step_queue": ("StepQueue",),
-    "collect.torchrl_configs": ("register_configs",),
-    "collect.trainer_hook": ("PipelineHook",),
-    "credit": (
-        "Credit",
-        "advantages_of",
-    ),
-    "load": (
-        "ConfigError",
-        "build_pipeline",
-        "load_pipeline",
-    ),
-    "pipeline": ("Pipeline",),
-    "report": (
-        "ReportFolder",
-        "StepReport",
-        "log_report",
-        "make_report",
-        "page_data",
-        "write_dump",
-        "write_page",
-    ),
-    "run": ("Run",),
-    "chain.stage": ("StageError",),
-    "train": (
-        "RepeatSampler",
-        "TokenGRPOLoss",
-        "optimise",
-        "total_loss",
-    ),
+    alias.name: f".{node.module}"
+    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    if isinstance(node, ast.ImportFrom) and node.level
+    for alias in node.names
 }
 
 
 def __getattr__(name: str) -> Any:
-    home = next((module for module, names in _HOMES.items() if name in names), None)
-    if home is None:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(f".{home}", __name__), name)
+    globals()[name] = value = getattr(import_module(_HOMES[name], __name__), name)
     return value
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from .accounting.ledger import Ledger
-from .printable import printable
+from .wording import printable
 
 log = logging.getLogger(__name__.rpartition(".")[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -10,18 +11,25 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.text import Text
 
-from .command.refusing import EARLY, give_up, refuse
 from .command.sweep import record_job
 from .command.words import answer, ready_words
+from .composing import explain_composition
+from .wording import printable
+
+EARLY = (HydraException, OmegaConfBaseException, OSError, ValueError)  # before there is a task
 
 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
 def run_task(config: DictConfig) -> float:
     """Run the task of the composed configuration, and return its number."""
-    from .tasks.by_name import REFUSALS, perform  # here: to compose and to print needs no torch
+    from .tasks.perform import REFUSALS, perform  # here: to compose and to print needs no torch
     from .train import TrainingInterrupted
 
     hydra_config = HydraConfig.get()
@@ -34,9 +42,9 @@ def run_task(config: DictConfig) -> float:
     except TrainingInterrupted:
         sys.exit(130)
     except REFUSALS as err:  # before Hydra prints a line of its own about it
-        failure = refuse(err, go_on=in_sweep)
+        failure = fail(err, expected=True, go_on=in_sweep)
     except Exception as err:
-        failure = give_up(err, go_on=in_sweep)
+        failure = fail(err, expected=False, go_on=in_sweep)
     if in_sweep:
         job = {"job": hydra_config.job.num, "task": config.task, "words": words, "began": began}
         record_job(output, number=None if failure else number, failure=failure, **job)
@@ -55,8 +63,71 @@ def main() -> None:
         sys.argv[1:] = ready_words(sys.argv[1:])
         run_task()
     except EARLY as err:
-        refuse(err)
+        fail(err, expected=True)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as err:
-        give_up(err)
+        fail(err, expected=False)
+
+
+def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
+    """Print an error as a paragraph, and exit: with status 2, or with 1 where it was not foreseen.
+
+    Args:
+        err: one that says what is wrong with the words or the data, or any other.
+        expected: whether it is of the first kind; of the second it is said how to see where it comes from.
+        go_on: of a sweep: return what was printed, in place of the exit.
+
+    Raises:
+        Exception: the error itself, where HYDRA_FULL_ERROR is 1.
+        SystemExit: else.
+    """
+    if expected and isinstance(err, BrokenPipeError):  # behind `| head`, say, which is no error to speak of
+        try:
+            print(flush=True)  # what was to be written before is forgotten by now
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be written
+            sys.exit(128 + 13)  # as a program that SIGPIPE ended
+    if os.environ.get("HEADRACE_TRACE") == "1":
+        raise err
+    said = str(err) if isinstance(err, RuntimeError) else repr(err)
+    hint = "This was not foreseen; HYDRA_FULL_ERROR=1 before the command shows where it comes from."
+    text = paragraph_of(err) if expected else f"{said}\n{hint}"
+    lines = Text(printable(text, keep="\n"))  # no words in it are markup, or emoji such as :100:
+    Console(stderr=True).print(Text("headrace: ", "bold red").append_text(lines), soft_wrap=True)
+    if not go_on:
+        sys.exit(2 if expected else 1)
+    return text
+
+
+def paragraph_of(err: Exception) -> str:
+    """What an error says to who typed the words."""
+    if isinstance(err, HydraException | OmegaConfBaseException):  # some of which are an OSError, too
+        words = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
+        return explain_composition(err, words, "config")
+    if isinstance(err, OSError) and not isinstance(err, FileExistsError):
+        reason = (err.strerror or str(err)).lower()
+        where = f"{err.filename}: " if err.filename else ""
+        return f"{where}{reason}. hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER) is where files go"
+    if str(err).startswith("Config group override"):  # Hydra does not say which
+        files = [word for word in sys.argv[1:] if re.fullmatch(r"[\w/@]+=[\d.]+", word)]
+        return f"{', '.join(files)} must be the name of a file, as in pipeline=grpo"
+    return in_words_to_type(str(err))
+
+
+def in_words_to_type(text: str) -> str:
+    """What a stage says to set, as the word to type.
+
+    Example:
+        >>> in_words_to_type("stage 'gate', CompletenessGate(): group 7 has 3 of 8: set on_incomplete='drop'")
+        "stage 'gate', CompletenessGate(): group 7 has 3 of 8: set pipeline.stages.gate.on_incomplete=drop"
+    """
+    stage = re.search(r"stage '(\w+)', ", text)
+    if stage is None:
+        return text
+
+    def word(found: re.Match[str]) -> str:
+        value = "null" if found[3] == "None" else found[3]
+        return f"{found[1]} pipeline.stages.{stage[1]}.{found[2]}={value}"
+
+    return re.sub(r"\b([Ss]et) (\w+)=['\"]?(\w+)['\"]?", word, text)

@@ -25,9 +25,9 @@ from .chain.rank_options import RankOptions
 from .chain.rules import Deferred, Validate, check_validate
 from .chain.stage import as_module
 from .logs import log_batch, logging_refusals
+from .notebook import StageListing
 from .passage import Passage, run_empty
 from .run import Run
-from .shown.stage_listing import StageListing
 
 
 class Pipeline(StageListing, LastRun, BatchTransform):

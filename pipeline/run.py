@@ -15,7 +15,7 @@ from headrace.transforms.split.steps import OptimiserSteps
 from .accounting.account import Account
 from .accounting.ledger import Ledger
 from .report import StepReport, print_report
-from .report.responses import Decode
+from .report.texts import Decode
 
 
 class Run:

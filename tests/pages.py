@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from headrace.pipeline.report.written.page_schema import Groups, Rows
+from headrace.pipeline.report.page_schema import Groups, Rows
 
 RECIPE = [
     {"name": "gate", "text": "CompletenessGate(on_incomplete='drop')"},

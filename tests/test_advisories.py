@@ -19,8 +19,8 @@ from rich.console import Console
 from headrace.pipeline import Pipeline, build_pipeline, load_pipeline, make_report
 from headrace.pipeline.composing import compose_config
 from headrace.pipeline.report import advise, show_report, symptoms, verdict
+from headrace.pipeline.report.folder import Thinned
 from headrace.pipeline.report.measuring.gradient import gradient_share
-from headrace.pipeline.report.written.thinned import Thinned
 from headrace.pipeline.tasks.group_sizes import groups_seen
 from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
 
@@ -301,7 +301,7 @@ def test_a_printed_report_has_a_line_for_each_advisory(make_batch):
 
 
 def test_every_advisory_there_is_has_a_symptom():
-    source = (ROOT / "pipeline/report/advice/advisories.py").read_text()
+    source = (ROOT / "pipeline/report/advice.py").read_text()
     named = set(re.findall(r'"([a-z]+(?:-[a-z]+)+|stale|stalled)"', source))
     assert named == set(symptoms())
 

@@ -22,9 +22,14 @@ from headrace.pipeline.certify import (
     TurnsAsRows,
     certify_recipe,
 )
-from headrace.pipeline.certify.exact_gradient import gradients_of
-from headrace.pipeline.certify.one_group_a_step import one_group_a_step
-from headrace.pipeline.certify.outcomes import ACTIONS, OUTCOME, rows_of_courses
+from headrace.pipeline.certify.exact_gradient import (
+    ACTIONS,
+    OUTCOME,
+    gradients_of,
+    one_group_a_step,
+    rows_of_courses,
+)
+from headrace.pipeline.composing import recipes
 
 pytestmark = pytest.mark.slow
 

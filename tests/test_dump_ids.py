@@ -14,7 +14,7 @@ from rich.console import Console
 
 from headrace.pipeline import make_report, page_data, write_page
 from headrace.pipeline.report import Comparison, show_report
-from headrace.pipeline.report.written.loggers import group_rows, rollout_rows
+from headrace.pipeline.report.loggers import group_rows, rollout_rows
 from headrace.pipeline.sources import open_source
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import BatchError

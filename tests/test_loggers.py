@@ -11,7 +11,7 @@ import pytest
 from busy import reported
 
 from headrace.pipeline import log_report
-from headrace.pipeline.report.written.loggers import COLUMNS, group_rows, rollout_rows
+from headrace.pipeline.report.loggers import COLUMNS, group_rows, rollout_rows
 
 pytestmark = pytest.mark.slow
 

@@ -13,10 +13,9 @@ from tensordict.utils import NestedKey
 
 from headrace.pipeline import ConfigError
 from headrace.pipeline.composing import TASKS, compose_config, recipes
-from headrace.pipeline.composing.hints import leaves
-from headrace.pipeline.composing.nodes import build_node
-from headrace.pipeline.composing.option_types import annotations_of, misfit
-from headrace.pipeline.tasks.settings import TYPES, check_types
+from headrace.pipeline.composing.compose import leaves
+from headrace.pipeline.composing.nodes import annotations_of, build_node, misfit
+from headrace.pipeline.tasks.perform import TYPES, check_types
 from headrace.transforms import CompletenessGate, Status
 
 pytestmark = pytest.mark.slow
@@ -114,7 +113,7 @@ def test_an_option_takes_a_value_or_says_so_by_its_name_and_without_words_of_pyt
 def test_every_setting_without_a_target_has_a_type_and_its_default_fits(task):
     config = compose_config("config", f"task={task}")
     check_types(config)
-    assert not [path for path in settings_of(config) if path not in TYPES], "in tasks/settings.py"
+    assert not [path for path in settings_of(config) if path not in TYPES], "in tasks/perform.py"
 
 
 def settings_of(config):

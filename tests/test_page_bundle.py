@@ -9,8 +9,7 @@ import subprocess
 
 import pytest
 
-from headrace.pipeline.report.written.bundle import bundle
-from headrace.pipeline.report.written.html import read_modules
+from headrace.pipeline.report.html import bundle, read_modules
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from busy import busy_batch, stages
 
 from headrace.pipeline import Pipeline, make_report, page_data
 from headrace.pipeline.report import write_page
-from headrace.pipeline.report.written.page_schema import Rows
+from headrace.pipeline.report.page_schema import Rows
 from headrace.transforms import LossWeight, ShuffleSplit
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

@@ -15,8 +15,8 @@ import torch
 from busy import busy_batch, stages
 
 from headrace.pipeline import Pipeline, make_report
+from headrace.pipeline.report import html, page_schema
 from headrace.pipeline.report.measuring.groups import widest_first
-from headrace.pipeline.report.written import html, page_schema
 from headrace.transforms import LossWeight, ShuffleSplit
 
 pytestmark = pytest.mark.slow

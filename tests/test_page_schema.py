@@ -12,9 +12,8 @@ import pytest
 from busy import busy_batch, stages
 
 from headrace.pipeline import Pipeline, make_report, page_data
-from headrace.pipeline.report import render_page
-from headrace.pipeline.report.written import page_schema
-from headrace.pipeline.report.written.page_schema import Groups, Rows
+from headrace.pipeline.report import page_schema, render_page
+from headrace.pipeline.report.page_schema import Groups, Rows
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 from busy import reported
 
 from headrace.pipeline import ReportFolder
-from headrace.pipeline.report.written import folder as folders
+from headrace.pipeline.report import folder as folders
 
 pytestmark = pytest.mark.slow
 

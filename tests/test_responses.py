@@ -17,9 +17,9 @@ from tensordict import TensorDict, lazy_stack
 from headrace.pipeline import Pipeline, make_report, page_data
 from headrace.pipeline.accounting.messages import message_lines
 from headrace.pipeline.report import decoder_of, last_user_turn, render_page
-from headrace.pipeline.report.responses import TokenValues
-from headrace.pipeline.report.written.loggers import rollout_rows
-from headrace.pipeline.report.written.page_texts import CHARACTERS, PAGE_TEXTS, cut_text, cut_tokens
+from headrace.pipeline.report.loggers import rollout_rows
+from headrace.pipeline.report.page_contents import CHARACTERS, PAGE_TEXTS, cut_text, cut_tokens
+from headrace.pipeline.report.texts import TokenValues
 from headrace.transforms import CompletenessGate, GroupRelativeAdvantage
 from headrace.transforms.rows import as_texts
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 MASK = ("masks", "all_assistant_mask")
 FULL = ("tokens", "full")
-PAGE_DATA, STEP = (sys.modules[f"headrace.pipeline.report.{name}"] for name in ("written.page_data", "step"))
+PAGE_DATA, STEP = (sys.modules[f"headrace.pipeline.report.{name}"] for name in ("page_contents", "step"))
 
 # -- conversations -------------------------------------------------------------------------------------------
 

@@ -516,7 +516,7 @@ def test_what_is_wrong_with_a_line_is_said_with_its_place(tmp_path, text, messag
 
 
 def test_an_overlong_line_is_one_bad_record(tmp_path, monkeypatch):
-    monkeypatch.setattr("headrace.pipeline.sources.jsonl.MAX_LINE", 200)
+    monkeypatch.setattr("headrace.pipeline.sources.file_kinds.MAX_LINE", 200)
     rows = [verl_row("a_0_0", 1.0), verl_row("b_0_0", 1.0, prompt="x" * 1000), verl_row("c_0_0", 1.0)]
     source = open_source(write_lines(tmp_path / "7.jsonl", rows), "verl", skip_bad=True)
     assert list(only(source)[1]["group_label"]) == ["a", "c"]

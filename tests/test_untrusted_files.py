@@ -296,7 +296,7 @@ def test_rows_that_take_no_room_in_a_file_are_counted_before_they_are_read(dump,
     path = dump()
     for name, most in (("MAX_ROWS", 4), ("MAX_VALUES", 40)):
         with monkeypatch.context() as patch:
-            patch.setattr(f"headrace.pipeline.sources.parquet.{name}", most)
+            patch.setattr(f"headrace.pipeline.sources.file_kinds.{name}", most)
             assert "found 5 rows, with" in refusal(path)
     monkeypatch.setattr("headrace.pipeline.sources.open.MAX_ROWS", 1)
     with pytest.raises(SourceError, match="a step has at most 1 rows; step 4 has more"):
@@ -422,7 +422,7 @@ def files_of_all_formats(folder, dump):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_nothing_in_a_file_of_any_format_reaches_the_terminal_unescaped(tmp_path, dump, task, monkeypatch):
-    recipes = sys.modules["headrace.pipeline.tasks.recipes"]  # composed once, and not for each file
+    recipes = sys.modules["headrace.pipeline.tasks.source"]  # composed once, and not for each file
     monkeypatch.setattr(recipes, "compose_config", cache(recipes.compose_config))
     words = [f"task={task}", "source.path=x", "source.skip_bad=true", "report.html=false", "report.dump=null"]
     gate = "~pipeline.stages.gate"

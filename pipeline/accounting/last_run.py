@@ -10,7 +10,7 @@ from rich.console import Console
 from tensordict import TensorDictBase
 
 from headrace.pipeline.report import StepReport, print_report
-from headrace.pipeline.report.responses import Decode
+from headrace.pipeline.report.texts import Decode
 
 from .account import Account
 from .ledger import Ledger

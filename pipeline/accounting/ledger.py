@@ -143,7 +143,7 @@ class Ledger:
 
     def _repr_html_(self) -> str:
         # Here: it shows reports too, and those import this.
-        from headrace.pipeline.shown.notebook import ledger_html
+        from headrace.pipeline.notebook import ledger_html
 
         ids = {unit: column.cpu().numpy() for unit, column in self.ids.items()}
         return ledger_html(self.reason.cpu().numpy(), self.names, self.actions, ids)

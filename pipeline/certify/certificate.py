@@ -15,9 +15,7 @@ from headrace.pipeline.accounting.row_table import weights_of_stages
 from headrace.pipeline.load import ConfigError
 from headrace.transforms.errors import BatchError
 
-from .exact_gradient import gradients_of
-from .one_group_a_step import one_group_a_step
-from .outcomes import all_outcomes
+from .exact_gradient import all_outcomes, gradients_of, one_group_a_step
 from .small_task import ROUNDING, GroupSizeError, SmallTask
 
 

@@ -1,19 +1,200 @@
-"""The gradient that a pipeline makes of every outcome of a group."""
+"""The gradient that a pipeline makes of every outcome of a group, each of which is written as rows."""
 
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+import inspect
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from hydra.utils import get_object
+from omegaconf import DictConfig, open_dict
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from headrace.pipeline.accounting.row_table import keys_of_stages
+from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms.errors import BatchError
 
-from .outcomes import ACTIONS, LOSS_MASK, OUTCOME
+from .small_task import Prompt, SmallTask
+
+OUTCOME, ACTIONS = ("certify", "outcome"), ("certify", "actions")
+LOSS_MASK = ("masks", "all_assistant_mask")
+POLICIES = {"log_probs": "sampler", "old_log_probs": "theta", "teacher_log_probs": "teacher",
+            "ref_log_probs": "reference"}  # fmt: skip
+CUT = {
+    "minibatches": None,
+    "minibatch_size": 1,
+    "unit": "group",
+    "remainder": "raise",
+    "microbatches": None,
+    "microbatch_size": None,
+    "max_tokens": None,
+    "multiple_of": 1,
+    "ranks": 1,
+    "rank": None,
+    "shuffle": False,
+}
+"""Options of the stage that cuts the batch: each group is a step, in order, on one rank."""
+
+
+def one_group_a_step(config: DictConfig, task: SmallTask, words: Sequence[str] = ()) -> Pipeline:
+    """Build a composed ``pipeline`` node for the groups of a task, one group an optimiser step.
+
+    What is changed is how a batch is cut, by the stage's trait `cuts`; that the gate learns the size of
+    groups from their column, by its trait `gates`; that weights are written and not folded into the
+    advantage, which is the same loss; how many rewards there are; and what the task itself needs (its
+    `settings`), where the recipe leaves it at its default. Everything else is the recipe's.
+
+    Args:
+        config: composed; it is left alone.
+        task: whose rows are to pass.
+        words: overrides of the command line; what they set, no setting of the task changes.
+
+    Raises:
+        ConfigError: as :func:`build_pipeline`.
+    """
+    node = copy.deepcopy(config)
+    stages = node.get("stages") or {}
+    settings: dict[str, Any] = {"collapse.columns": task.columns, **task.settings}
+    with open_dict(node):
+        if "process_group" in node:
+            node["process_group"] = None  # all outcomes are here
+        for name, stage in stages.items():
+            if stage is None or "_target_" not in stage:
+                continue
+            made_by: Any = None
+            with suppress(Exception):  # `build_pipeline` says that it cannot be imported
+                made_by = get_object(str(stage["_target_"]))
+            defaults = {}
+            if callable(made_by):
+                defaults = {key: each.default for key, each in inspect.signature(made_by).parameters.items()}
+            options: dict[str, Any] = {"fold": "none"}
+            if getattr(made_by, "cuts", False):
+                options |= CUT
+            if getattr(made_by, "gates", False):
+                options["group_size"] = None
+            for path, value in settings.items():
+                owner, _, option = path.partition(".")
+                typed = any(word.lstrip("+").startswith(f"pipeline.stages.{path}=") for word in words)
+                by_default = option not in defaults or defaults[option] == stage.get(option)
+                if owner == name and not typed and (option == "columns" or by_default):
+                    options[option] = value
+            for option in options.keys() & set(stage.keys()):
+                stage[option] = options[option]
+    return build_pipeline(node)
+
+
+def all_outcomes(task: SmallTask, group_size: int, *, turns_paid_apart: bool) -> tuple[TensorDict, Tensor]:
+    """Every outcome of a group of a task as a group of its own, and the probability of each.
+
+    Rows carry what the rows of a collector do: ids, the reward, the status, tokens with their masks, and
+    log-probabilities of the policies that the task has, with the entropy of the one that trains. A row is a
+    token of its prompt and a token for each action. ``("certify", "outcome")`` says of which outcome a row
+    is, ``("certify", "actions")`` (N, T) the number of each action, −1 where there is none, and ``node_id``
+    (N, T) labels tokens by what was drawn, for trees whose branches may be equal by chance.
+
+    Args:
+        task: whose outcomes.
+        group_size: rollouts of a group.
+        turns_paid_apart: the rewards of turns are in ``turn_reward`` alone; else the reward of the rollout
+            has them too.
+
+    Returns:
+        TensorDict ``[N]``, and (outcomes,) float64.
+    """
+    prompts, probabilities, groups = task.prompts(), [], []
+    first_course, sampled_together = 0, 1
+    for prompt in prompts:
+        families = task.sampled_families(prompt)
+        sampled_together = len(families[0].courses)
+        for families_of_group in product(families, repeat=group_size // len(families[0].courses)):
+            courses = [first_course + number for family in families_of_group for number in family.courses]
+            groups.append(courses)
+            probabilities.append(
+                prompt.probability * prod(family.probability for family in families_of_group)
+            )
+        first_course += len(prompt.courses)
+    table, rows_of_course = rows_of_courses(task, prompts, turns_paid_apart=turns_paid_apart)
+    index, outcome, rollout = [], [], []
+    for number, courses in enumerate(groups):
+        for place, course in enumerate(courses):
+            rows = rows_of_course[course]
+            index += rows
+            outcome += [number] * len(rows)
+            rollout += [number * group_size + place] * len(rows)
+    batch = table[torch.tensor(index)]
+    batch[OUTCOME] = batch["group_id"] = torch.tensor(outcome)
+    batch["rollout_id"] = torch.tensor(rollout)
+    batch["expected_rollouts"] = torch.full((len(batch),), group_size)
+    # A label for what was drawn once: 0 is the prompt; then come actions that a family of rollouts shares.
+    of_rollout, place = 1 + batch["rollout_id"][:, None], torch.arange(batch[ACTIONS].shape[1])
+    of_family = 1 + (batch["rollout_id"] // sampled_together * sampled_together)[:, None]
+    batch["node_id"] = torch.where(place == 0, 0, torch.where(place <= task.shared, of_family, of_rollout))
+    return batch, torch.tensor(probabilities, dtype=torch.float64)
+
+
+def rows_of_courses(
+    task: SmallTask, prompts: Sequence[Prompt], *, turns_paid_apart: bool
+) -> tuple[TensorDict, list[list[int]]]:
+    """The rows of every course of every prompt, once, and which of them are whose.
+
+    Args:
+        task: that the prompts are of.
+        prompts: all of them.
+        turns_paid_apart: as for :func:`all_outcomes`.
+    """
+    courses = [(number, course) for number, prompt in enumerate(prompts) for course in prompt.courses]
+    rows = [(number, course, place) for number, course in courses for place in range(len(course.rows))]
+    starts, of_course = 0, []
+    for _, course in courses:
+        of_course.append(list(range(starts, starts + len(course.rows))))
+        starts += len(course.rows)
+    log_probs = task.log_probs(task.theta)
+    choices, width = log_probs.shape[1], 1 + max(len(course.rows[place]) for _, course, place in rows)
+    # An action's number is decision · choices + action, behind a token of the prompt; −1: no action is there.
+    numbered = [[d * choices + a for d, a in course.rows[place]] for _, course, place in rows]
+    actions = torch.tensor([[-1, *row] + [-1] * (width - 1 - len(row)) for row in numbered])
+    mask, at = actions >= 0, actions.clamp_min(0)
+    kinds = task.score().shape[0]
+    tokens = torch.where(mask, actions, kinds + len(prompts))  # padding
+    tokens[:, 0] = torch.tensor([kinds + number for number, _, _ in rows])
+    table = TensorDict(
+        {
+            ACTIONS: actions,
+            ("tokens", "full"): tokens,
+            LOSS_MASK: mask,
+            ("masks", "all_attention_mask"): tokens < kinds + len(prompts),
+            ("next", "status"): torch.tensor([int(course.status) for _, course, _ in rows]),
+            "role": torch.zeros(len(rows), dtype=torch.int64),  # one agent does all there is to do
+        },
+        batch_size=[len(rows)],
+    )
+    rewards = []
+    for _, course, place in rows:
+        reward = course.worth if course.paid is None else course.paid[place]
+        if turns_paid_apart and course.paid is None and course.turn_rewards is not None:
+            reward = (course.worth[0] - sum(course.turn_rewards),)
+        rewards.append(reward)
+    table["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
+    for name, policy in POLICIES.items():
+        if (theta := getattr(task, policy)) is not None:
+            table[name, "full"] = torch.where(mask, task.log_probs(theta).flatten()[at], 0.0)
+    entropy = -(log_probs.exp() * log_probs).sum(1)
+    table["entropy", "full"] = torch.where(mask, entropy[at // choices], 0.0)
+    if all(course.turn_rewards is not None for _, course, _ in rows):  # the turn of each action, and its pay
+        table["turn_index"] = torch.where(mask, torch.arange(width) - 1, -1)
+        given = [list(course.turn_rewards or ()) for _, course, _ in rows]
+        padded = [each + [0.0] * (width - 1 - len(each)) for each in given]
+        table["turn_reward"] = torch.tensor(padded, dtype=torch.float64)
+    if all(course.states is not None for _, course in courses):
+        table["state_id"] = torch.tensor([(course.states or ())[place] for _, course, place in rows])
+    return table, of_course
 
 
 class Gradients(NamedTuple):

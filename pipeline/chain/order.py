@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from headrace.pipeline.composing.hints import suggest
+from headrace.pipeline.wording import suggest
 from headrace.transforms.schema import MINIBATCH, REWARD
 
 from .pairs import among_others, wrong_pair

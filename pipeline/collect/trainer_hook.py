@@ -12,8 +12,7 @@ from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import OptimizationStepper, TrainerHookBase
 
 from headrace.pipeline.pipeline import Pipeline
-from headrace.pipeline.train.behaviour import check_loss
-from headrace.pipeline.train.optimiser_steps import optimise, total_loss
+from headrace.pipeline.train.optimiser_steps import check_loss, optimise, total_loss
 from headrace.transforms import GroupAssembler, split_minibatches, weighted_loss
 from headrace.transforms.options import one_of
 from headrace.transforms.schema import MINIBATCH, has_key

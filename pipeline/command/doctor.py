@@ -10,16 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.text import Text
 
-from headrace.pipeline.printable import printable
-from headrace.pipeline.versions import version_of
-
-from .help import CONF
+from headrace.pipeline.installed import version_of
+from headrace.pipeline.wording import printable
 
 NEEDED = ("torch", "torchrl", "tensordict", "hydra-core", "omegaconf", "rich", "pyarrow")
 EXTRAS = {"llm": "transformers", "ray": "ray", "tq": "TransferQueue"}
@@ -68,8 +67,9 @@ def _findings(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 
 def tested() -> dict[str, str]:
     """The versions that headrace is tested with, by package."""
-    lines = (CONF / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    return dict(line.split("==", 1) for line in lines if "==" in line and not line.startswith("#"))
+    text = files("headrace.conf").joinpath("constraints.txt").read_text(encoding="utf-8")
+    lines = (line for line in text.splitlines() if "==" in line and not line.startswith("#"))
+    return dict(line.split("==", 1) for line in lines)
 
 
 def packages() -> Iterator[Finding]:

@@ -18,8 +18,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from headrace.pipeline.printable import printable
-from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.wording import printable
 
 FILE = "job.json"
 NUMBERS = {  # what the number of a task is; of a training there are more

@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from itertools import takewhile
+from pathlib import Path
+from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 
 from headrace.pipeline.composing import TASKS, ConfigError, leave_out, recipes
-from headrace.pipeline.composing.hints import suggest
+from headrace.pipeline.installed import PACKAGES, versions
+from headrace.pipeline.wording import suggest
 
-from .help import HELP, list_recipes, list_stages, list_versions, print_file
+HELP = """\
+headrace carries rollouts from a collector to a group-relative loss.
 
+  headrace [task=TASK] [pipeline=RECIPE] [NAME=VALUE ...]
+
+Tasks
+  task=train        train a small model on live rollouts, the demo (default)
+  task=replay       rollouts of a dump through a recipe
+  task=compare      the same rollouts through two recipes
+  task=plan         how many rollouts a filter will cost, by group size
+  task=certify      exact bias and variance of a recipe's gradient
+Without a task
+  headrace recipes [NAME]    all recipes, or the file of one
+  headrace stages [NAME]     all stages and criteria, or the options of one
+  headrace doctor            check this machine and installation
+  headrace --version         versions of headrace and what it stands on
+
+Words
+  pipeline=NAME              the recipe
+  pipeline.stages.NAME.OPTION=VALUE    an option of a stage
+  ~pipeline.stages.NAME      leave a stage out
+  group_size=8 train.steps=60 seed=0 device=auto     of task=train
+  source.path=FILE           the dump of replay, compare and plan
+  hydra.run.dir=FOLDER       where files go (outputs/DATE/TIME)
+  -m NAME=A,B                a job for each value, and a table at the end
+  --cfg job                  print all options of these words, run nothing
+
+Examples
+  headrace pipeline=dr_grpo train.steps=20
+  headrace -m pipeline=grpo,dr_grpo,dapo seed=1,2
+  headrace task=replay source.path='dump/*.parquet' pipeline=rloo
+  headrace task=compare source.path=dump 'pipelines=[as/verl,grpo]'
+  headrace --cfg job task=replay pipeline=dapo
+
+README.md and docs/ say more; --hydra-help has the flags of Hydra.
+"""
+CONF = Path(str(files("headrace.conf")))
 ALONE = ("recipes", "stages", "doctor", "help", "version")
 
 
@@ -24,20 +66,29 @@ def answer(words: Sequence[str]) -> int | None:
     Raises:
         ConfigError: a name that there is not.
     """
-    first = words[0] if words else ""
-    if first == "help" or any(word in ("--help", "-h") for word in words):
-        return _say(HELP.rstrip())
-    if first == "version" or "--version" in words:
-        return _say(list_versions())
-    if first == "doctor" and len(words) == 1:
+    first, alone = words[0] if words else "", len(words) == 1
+    if first == "doctor" and alone:
         from .doctor import examine  # which imports torch, if it can
 
         return examine()
-    if first in ("recipes", "stages") and len(words) <= 2:
-        if len(words) == 2:
-            return _say(print_file(first.removesuffix("s"), words[1]))
-        return _say(list_recipes() if first == "recipes" else list_stages())
-    return None
+    if first == "help" or any(word in ("--help", "-h") for word in words):
+        print(HELP.rstrip())
+    elif first == "version" or "--version" in words:
+        found = versions()
+        print("\n".join(f"{name} {found.get(name) or 'is not installed'}" for name in PACKAGES))
+    elif first in ("recipes", "stages") and len(words) == 2:
+        print(read_file(first.removesuffix("s"), words[1]))
+    elif first == "recipes" and alone:
+        print(list_files({name: CONF / "pipeline" / f"{name}.yaml" for name in recipes()}))
+        print("\nheadrace pipeline=NAME runs one, and headrace recipes NAME prints its file.")
+    elif first == "stages" and alone:
+        for folder, title in (("stage", "stages"), ("criterion", "criteria"), ("term", "token terms")):
+            nodes = {path.stem: path for path in sorted((CONF / folder).glob("*.yaml"))}
+            print(f"{title}\n{list_files(nodes)}\n")
+        print("headrace stages NAME prints the options of one.")
+    else:
+        return None
+    return 0
 
 
 def ready_words(words: Sequence[str]) -> list[str]:
@@ -49,8 +100,12 @@ def ready_words(words: Sequence[str]) -> list[str]:
     for word in words:
         if "=" not in word and word.startswith("-"):
             _check_flag(word)
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; headrace --help says what there is")
+
     parser = get_args_parser()
-    parser.error = _refuse_flags  # type: ignore[assignment]
+    parser.error = refuse  # type: ignore[method-assign]
     read, unknown = parser.parse_known_intermixed_args(list(words))
     for word in unknown:
         _check_flag(word)
@@ -64,11 +119,6 @@ def ready_words(words: Sequence[str]) -> list[str]:
     values = [word for word in words if word in read.overrides]
     flags = [word for word in words if word not in read.overrides]
     return [*flags, *map(leave_out, values)]
-
-
-def _say(text: str) -> int:
-    print(text)
-    return 0
 
 
 def _check_flag(word: str) -> None:
@@ -85,15 +135,45 @@ def _check_flag(word: str) -> None:
         )
 
 
-def _refuse_flags(message: str) -> None:
-    raise ConfigError(f"{message}; headrace --help says what there is")
-
-
 def _meant(word: str) -> str:
     """What a bare word may be meant as."""
     if word in ALONE:
         return f"; headrace {word} is a command of its own, without other words before it"
-    tasks, names = {f"task={task}": task for task in TASKS}, {f"pipeline={name}": name for name in recipes()}
-    exact = [full for full, short in (tasks | names).items() if short == word]
+    known = {"task": TASKS, "pipeline": recipes()}
+    exact = [f"{group}={word}" for group, names in known.items() if word in names]
     near = suggest(word, [*TASKS, *recipes(), *ALONE])
     return f" (did you mean {' or '.join(exact)}?)" if exact else near
+
+
+def read_file(kind: str, name: str) -> str:
+    """The file of a recipe, or of a stage, criterion or term: its options, values and what they are.
+
+    Args:
+        kind: ``recipe`` or ``stage``.
+        name: of the file.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    folders = ["pipeline"] if kind == "recipe" else ["stage", "criterion", "term"]
+    found = {
+        path.relative_to(CONF / folder).with_suffix("").as_posix(): path
+        for folder in folders
+        for path in sorted((CONF / folder).rglob("*.yaml"))
+    }
+    if name not in found:
+        raise ConfigError(f"there is no {kind} {name!r}{suggest(name, found)}; there are {', '.join(found)}")
+    return found[name].read_text(encoding="utf-8").rstrip()
+
+
+def list_files(paths: Mapping[str, Path]) -> str:
+    """A line for each file: its name, and how the comment at its head begins."""
+    width = max(map(len, paths), default=0)
+    room = min(shutil.get_terminal_size((100, 24)).columns, 120) - width - 4
+    lines = []
+    for name, path in paths.items():
+        head = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        comment = [line[1:].strip() for line in head if not line.startswith(("# @package", "# Generated"))]
+        shown = textwrap.shorten(" ".join(comment), max(room, 20), placeholder=" …")
+        lines.append(f"  {name:{width}}  {shown}")
+    return "\n".join(lines)

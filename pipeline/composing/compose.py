@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .hints import deeper, leaves, suggest
+from headrace.pipeline.wording import suggest
 
 TASKS = ("train", "replay", "compare", "plan", "certify")
 GROUPS = ("pipeline", "experiment", "task", "report", "rows")  # words that choose a file
@@ -67,7 +67,12 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
     """
     message = str(error) if error.__cause__ is None else f"{error}\n{error.__cause__}"
     if absent := re.search(r"Could not find '([\w./]+?)/([^'\n]*)'", message):
-        return _no_such_choice(absent[1], absent[2], re.findall(r"^\s+([\w/]+)$", message, re.MULTILINE))
+        place, _, inner = absent[1].partition("/")  # a group of the configuration, which has no such file
+        word = {"pipeline": "recipe"}.get(place, place)
+        listed = re.findall(r"^\s+([\w/]+)$", message, re.MULTILINE)
+        known = {"recipe": recipes(), "task": list(TASKS)}.get(word) or listed
+        wanted = f"{inner}/{absent[2]}" if inner else absent[2]
+        return f"there is no {word} {wanted!r}{suggest(wanted, known)}; there are {', '.join(known)}"
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} cannot be read as NAME=VALUE; values with brackets or spaces go in quotes"
     if ambiguous := re.search(r"Ambiguous value for argument '(.*)'", message):
@@ -83,15 +88,6 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
     place = getattr(error, "full_key", None)  # of an interpolation, or a value that is required
     said = re.sub(r"Interpolation key '(.*)' not found", r"it follows ${\1}, which there is not", message)
     return f"{place}: {said.splitlines()[0]}" if place else said
-
-
-def _no_such_choice(group: str, name: str, listed: Sequence[str]) -> str:
-    """That a group of the configuration has no such file; the names that it has."""
-    place, _, inner = group.partition("/")
-    word = {"pipeline": "recipe"}.get(place, place)
-    known = {"recipe": recipes(), "task": list(TASKS)}.get(word) or list(listed)
-    wanted = f"{inner}/{name}" if inner else name
-    return f"there is no {word} {wanted!r}{suggest(wanted, known)}; there are {', '.join(known)}"
 
 
 def _no_such_key(path: str, overrides: Sequence[str], config_name: str) -> str | None:
@@ -113,35 +109,68 @@ def _no_such_key(path: str, overrides: Sequence[str], config_name: str) -> str |
         return None
     known = leaves(OmegaConf.to_container(base))
     found = deeper(typed, known)
-    if not found and config_name == "config" and (tasks := _tasks_with(typed)):
-        return f"there is no {typed!r} here: it is a word of {tasks}"
+    if not found and config_name == "config":
+        composed = {f"task={task}": compose_config("config", f"task={task}") for task in TASKS}
+        known_to = {word: OmegaConf.select(node, typed, default=ABSENT) for word, node in composed.items()}
+        having = [word for word, value in known_to.items() if value is not ABSENT]
+        if having:
+            return f"there is no {typed!r} here: it is a word of {' and '.join(having)}"
     parent: Any = base
     for key in path.split(".")[:-1]:
         parent = parent.get(key) if isinstance(parent, DictConfig) else None
     names = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
     name, last = path.split(".")[-1], typed.split(".")[-1]
     if not found and not suggest(name, names):
-        found = deeper(last, known) or deeper(_nearest_name(last, known), known)
+        last_names = {other.split(".")[-1] for other in known}
+        nearest = difflib.get_close_matches(last, last_names, n=1, cutoff=0.75) or [last]
+        found = deeper(last, known) or deeper(nearest[0], known)
     if found:
         words = " or ".join(f"{other}{equals}{value}" for other in found)
         return f"there is no {typed!r} here (did you mean {words}?)"
     return f"there is no {path!r}{suggest(name, names)}; there are {', '.join(names)}" if names else None
 
 
-def _nearest_name(name: str, known: Iterable[str]) -> str:
-    """Of the last names of paths the one that is most like another, which comes back where none is."""
-    close = difflib.get_close_matches(name, {path.split(".")[-1] for path in known}, n=1, cutoff=0.75)
-    return close[0] if close else name
-
-
-def _tasks_with(path: str) -> str:
-    """The words of the tasks that have a key."""
-    composed = {task: compose_config("config", f"task={task}") for task in TASKS}
-    having = [task for task in TASKS if OmegaConf.select(composed[task], path, default=ABSENT) is not ABSENT]
-    return " and ".join(f"task={task}" for task in having)
-
-
 def recipes() -> list[str]:
     """The names of the recipes that come with headrace."""
     folder = Path(str(files("headrace.conf"))) / "pipeline"
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+
+
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Every value of nested mappings by its dotted path, shallow ones first.
+
+    Example:
+        >>> leaves({"a": {"b": {"c": 1}, "d": 2}, "e": 3})
+        {'e': 3, 'a.d': 2, 'a.b.c': 1}
+    """
+    found: dict[str, Any] = {}
+    for name, value in node.items():
+        inner = leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {}
+        found |= inner or {f"{prefix}{name}": value}
+    return dict(sorted(found.items(), key=lambda leaf: leaf[0].count(".")))
+
+
+def deeper(path: str, known: Mapping[str, Any], most: int = 3) -> list[str]:
+    """The paths at which what was written without its place, or with a part of it, may be meant.
+
+    They end in the same name and have the other names in the same order. Values that follow others, by an
+    interpolation, come last.
+
+    Args:
+        path: as it was written, dotted.
+        known: values by dotted path, as :func:`leaves` has them.
+        most: paths at most.
+
+    Example:
+        >>> deeper("gate.group_size", {"source.group_size": 1, "pipeline.stages.gate.group_size": 2})
+        ['pipeline.stages.gate.group_size']
+    """
+    *places, name = path.split(".")
+
+    def holds(other: str) -> bool:
+        *around, last = other.split(".")
+        ahead = iter(around)
+        return last == name and all(place in ahead for place in places)
+
+    found = [other for other in known if other != path and holds(other)]
+    return sorted(found, key=lambda other: "${" in str(known[other]))[:most]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from enum import Enum
+from typing import Any, Literal, Union, get_args, get_origin
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
+from tensordict.utils import NestedKey
+
+from headrace.pipeline.wording import suggest
 
 from .compose import ConfigError
-from .hints import suggest
-from .option_types import annotations_of, as_typed, misfit
 
 
 def build_node(config: Any, path: str, plain: Any = None, **given: Any) -> Any:
@@ -39,8 +43,9 @@ def build_node(config: Any, path: str, plain: Any = None, **given: Any) -> Any:
     except InstantiationException as err:
         found = re.search(r"full_key: ([\w.]+)", str(err))
         where = found[1] if found else path
-        inner = _inner(plain, where.removeprefix(path).strip("."))
-        raise ConfigError(_refusal(where, inner, err.__cause__ or err, given)) from err
+        for name in filter(None, where.removeprefix(path).split(".")):
+            plain = plain.get(name) if isinstance(plain, dict) else None
+        raise ConfigError(_refusal(where, plain, err.__cause__ or err, given)) from err
 
 
 def _check_values(path: str, plain: Any) -> None:
@@ -80,29 +85,19 @@ def _imported(where: str, target: str) -> Callable[..., Any]:
         log.disabled = before
 
 
-def _inner(plain: Any, path: str) -> Any:
-    for name in path.split(".") if path else ():
-        plain = plain.get(name) if isinstance(plain, dict) else None
-    return plain
-
-
 def _refusal(where: str, node: Any, error: BaseException, given: Mapping[str, Any]) -> str:
     """What a constructor says, in YAML's words, beginning with the option that it is about."""
     said = re.sub(r"\bNone\b", "null", str(error))
     first = re.match(r"\w+", said)
     if not isinstance(node, dict) or (first and first[0] in node):
         return f"{where}.{said}" if isinstance(node, dict) else f"{where}: {said}"
-    culprits = [f"{where}.{name}={as_typed(node[name])}" for name in _culprits(node, given)]
-    return f"{' or '.join(culprits) or where}: {said}"
-
-
-def _culprits(node: dict[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """The options of a node, of which any one makes the error go away when it is left out."""
+    culprits = []  # any one of which makes the error go away when it is left out
     for name in node:
         if not name.startswith("_"):
             with suppress(Exception):
                 instantiate({key: node[key] for key in node if key != name}, _convert_="all", **given)
-                yield name
+                culprits.append(f"{where}.{name}={as_typed(node[name])}")
+    return f"{' or '.join(culprits) or where}: {said}"
 
 
 def check_stage(where: str, name: str, node: Any, siblings: Sequence[str]) -> None:
@@ -137,3 +132,119 @@ def check_stage(where: str, name: str, node: Any, siblings: Sequence[str]) -> No
             )
         if isinstance(value, dict) and "_target_" in value:
             check_stage(f"{where}, {option}", option, value, [])
+
+
+# -- values against annotations: the signature is the schema, and constructors check ranges ----------------
+
+PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
+WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a word", type(None): "null"}
+OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # their classes cannot be written down as a value
+NAMED = ("device", "dtype")  # but these can, as a word
+
+
+def annotations_of(thing: Callable[..., Any]) -> dict[str, Any]:
+    """The types of the parameters of a class or function by name; those that cannot be resolved are Any."""
+    function = thing.__init__ if inspect.isclass(thing) else thing
+    written = getattr(function, "__annotations__", {})
+    names = vars(sys.modules.get(getattr(function, "__module__", ""), types.SimpleNamespace()))
+    found = {}
+    for name, annotation in written.items():
+        try:
+            found[name] = eval(annotation, dict(names)) if isinstance(annotation, str) else annotation
+        except Exception:  # a name that is imported for type checkers alone
+            found[name] = Any
+    return found
+
+
+def misfit(value: Any, hint: Any) -> str | None:
+    """What a value from YAML must be to fit a type; None where it fits, or the type says nothing about it.
+
+    Args:
+        value: as YAML has it: a node with a ``_target_`` is whatever it makes.
+        hint: the type.
+
+    Example:
+        >>> misfit("abc", int | None), misfit(3, float), misfit("sum", Literal["sum", "mean"])
+        ('an integer or null', None, None)
+    """
+    if fits(value, hint):
+        return None
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    allowed = [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
+    return described(hint) + (suggest(value, allowed) if isinstance(value, str) else "")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value from YAML is of a type."""
+    if not isinstance(value, PLAIN) or (isinstance(value, Mapping) and "_target_" in value):
+        return True  # an object, or a node that makes one
+    if hint is NestedKey:
+        return fits(value, str) or (
+            _is_list(value) and bool(value) and all(fits(name, str) for name in value)
+        )
+    if hint in (bool, str, type(None), None):
+        return isinstance(value, type(None) if hint is None else hint)
+    if hint in (int, float):
+        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, each) for each in inner)
+    if origin is Literal:
+        return any(value == each and type(value) is type(each) for each in inner)
+    if Callable in (origin, hint) or _is_opaque(hint):
+        return isinstance(value, str) and getattr(hint, "__name__", "") in NAMED
+    kind = origin or hint
+    if kind is tuple and inner and inner[-1] is not Ellipsis:
+        return _is_list(value) and len(value) == len(inner) and all(map(fits, value, inner))
+    if inspect.isclass(kind) and issubclass(kind, Mapping):
+        return isinstance(value, Mapping)
+    abstract = inspect.isclass(kind) and kind.__module__ == "collections.abc"
+    if (abstract and issubclass(kind, Iterable)) or kind in (list, tuple):
+        return _is_list(value) and all(fits(each, inner[0]) for each in value if inner)
+    return True
+
+
+def described(hint: Any) -> str:
+    """A type in the words of YAML.
+
+    Example:
+        >>> described(Literal["sum", "mean"] | None)
+        "one of 'sum', 'mean' or null"
+    """
+    if hint is NestedKey:
+        return "a column, as a name or a list of names"
+    if hint in WORDS:
+        return WORDS[hint]
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(described, inner)))
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, inner))}"
+    if Callable in (origin, hint) or _is_opaque(hint):
+        return "a word" if getattr(hint, "__name__", "") in NAMED else "a node with a _target_"
+    if inspect.isclass(origin) and issubclass(origin, Mapping):
+        return "names and values in braces"
+    of = f" of {len(inner)}" if origin is tuple and inner and inner[-1] is not Ellipsis else ""
+    return f"a list{of}, each {described(inner[0])}" if inner else "a list"
+
+
+def as_typed(value: Any) -> str:
+    """A value as YAML, and not Python, has it."""
+    return (
+        {None: "null", True: "true", False: "false"}[value]
+        if value is None or isinstance(value, bool)
+        else repr(value)
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_opaque(hint: Any) -> bool:
+    # A member of an enumeration is its value, and a torch.Size a list.
+    return (
+        inspect.isclass(hint)
+        and hint.__module__.split(".")[0] in OPAQUE
+        and not issubclass(hint, Enum | tuple)
+    )

@@ -1,19 +1,17 @@
 """Reports of what happened to a batch, printed, logged, dumped and drawn on a page."""
 
-from .advice.advisories import Advisory, advise, verdict
-from .advice.symptoms import Symptom, symptoms
+from .advice import Advisory, Symptom, advise, symptoms, verdict
 from .comparison import Comparison
+from .dump import report_table, write_dump
+from .folder import ReportFolder
+from .html import render_page, write_page
+from .loggers import log_report
 from .measuring.gradient import gradient_cosine, gradient_share
 from .measuring.shared_tokens import SharedTokens, count_shared_tokens, tree_words
-from .responses import decoder_of
+from .page_contents import page_data
 from .step import StepReport, make_report
 from .terminal import print_report, show_advisories, show_report
-from .user_turn import last_user_turn
-from .written.dump import report_table, write_dump
-from .written.folder import ReportFolder
-from .written.html import render_page, write_page
-from .written.loggers import log_report
-from .written.page_data import page_data
+from .texts import decoder_of, last_user_turn
 
 __all__ = [
     "Advisory",

@@ -14,17 +14,16 @@ from tensordict import TensorDictBase
 from headrace.pipeline.accounting.account import Account
 from headrace.pipeline.accounting.ledger import ledger_numbers
 from headrace.pipeline.accounting.row_table import RowTable, labels_of_ids, strings
-from headrace.pipeline.shown.notebook import ColumnTable, report_html
+from headrace.pipeline.notebook import ColumnTable, report_html
 from headrace.transforms import Status
 from headrace.transforms.door import enter_rows
 
-from .advice.advisories import Advisory, advise
+from .advice import Advisory, advise
 from .measuring.funnel import Level, funnel, left_numbers
 from .measuring.groups import compared_ids, groups_of, rollouts_of, staleness_of, widest_first
 from .measuring.numbers import numbers_of
 from .measuring.shared_tokens import count_shared_tokens, linear_of
-from .responses import Decode, TokenValues, texts_of_tokens, values_by_token
-from .user_turn import last_user_turn
+from .texts import Decode, TokenValues, last_user_turn, texts_of_tokens, values_by_token
 
 BY_TOKEN = ("advantage", "importance_weight", "loss_weight")
 TOKENS_READ = 50_000  # of which each has its number in a report: what a page shows of many steps is less

@@ -9,15 +9,14 @@ from rich.console import Console, Group
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from headrace.pipeline.printable import printable
-from headrace.pipeline.shown.counts import count_words, minus_words, reason_words
-from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.wording import count_words, minus_words, printable, reason_words
 
-from .advice.advisories import Advisory
+from .advice import Advisory
 from .measuring.funnel import UNITS
 from .measuring.shared_tokens import tree_words
-from .responses import Decode
 from .step import HasAccount, StepReport, make_report
+from .texts import Decode
 
 GROUPS = 12  # lines of the table; the number of other groups is below it
 ROLLOUTS = 8  # rewards in a line

@@ -1,12 +1,10 @@
 """Training rollouts that frameworks have dumped, read as batches that a pipeline can process."""
 
-from .batch import to_batch
+from .batch import Sample, to_batch
+from .file_kinds import Reading
 from .malformed import SourceError
-from .open import Source, open_source
-from .reading import Reading
-from .registry import READERS, Format
+from .open import READERS, Format, Source, open_source
 from .regrading import Regraded, regrade
-from .sample import Sample
 
 __all__ = [
     "READERS",

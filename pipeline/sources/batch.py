@@ -1,23 +1,141 @@
-"""Samples of one step as a dense batch."""
+"""A sample of a dump, in the terms that all formats share, and the samples of one step as a dense batch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
-from headrace.transforms import number_labels
+from headrace.transforms import Status, number_labels
 from headrace.transforms.errors import listing
 from headrace.transforms.rows import as_texts
 
 from .malformed import SourceError, quote
-from .sample import MAX_CELLS, Label, Sample
 
+MAX_TOKENS = 2**24  # a length from a dump decides how much memory a batch takes
+MAX_ROWS = 2**22  # of a step
+MAX_CELLS = 2**31  # of a step's loss mask: rows × the longest
+Label = str | int | tuple[str | int, ...]  # a tuple where it has parts, which a text would run together
 UNPADDED, PADDING = 2**26, 64  # of rows × the longest: always allowed, and as a multiple of the tokens
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sample: a rollout, or one of its segments.
+
+    Tokens are one sequence, prompt first. The response is its end, from the first token that the policy
+    produced on, including what tools wrote in between. A sample without `tokens` and `response_length` counts
+    as one token.
+
+    Args:
+        group: label of the group, unique within its step.
+        rollout: label of the rollout, unique within its step; its segments share it.
+        group_label: text of the label, where `group` is a number that was made of it.
+        rollout_label: the same of the rollout.
+        reward: None where there is none.
+        rewards: two or more rewards by name, instead of `reward`; NaN for one that is missing.
+        status: how the rollout ended.
+        prompt: text.
+        response: text.
+        ground_truth: what the response is graded by, as text.
+        tokens: (L,) token ids of the whole sequence.
+        loss_mask: (R,) over the response or (L,) over all tokens, 1 trains; None: all of the response.
+        response_length: R, in tokens.
+        log_probs: (R,) log-probabilities of the policy that acted, over the response.
+        policy_version: of the policy that acted; the oldest, where it was updated on the way.
+        step: the training step.
+        advantage: as the framework computed it; NaN where it is not one number.
+        in_loss: False takes the whole sample out of the loss.
+        scored: False where the row was out of the training, and may have no reward.
+        expected_rollouts: rollouts that the group was dispatched with.
+        record: label of the record that the sample was in, unique within its step, in formats that have one:
+            a record that is there twice is an error.
+        where: ``file:line``, for messages.
+
+    Example:
+        >>> Sample(group="a", rollout=0, reward=1.0, tokens=[5, 6, 7], response_length=2).extent()
+        (3, 2)
+    """
+
+    group: Label
+    rollout: Label
+    reward: float | None = None
+    rewards: dict[str, float] | None = None
+    status: Status = Status.COMPLETED
+    prompt: str | None = None
+    response: str | None = None
+    ground_truth: str | None = None
+    tokens: list[int] | None = None
+    loss_mask: list[int] | None = None
+    response_length: int | None = None
+    log_probs: list[float] | None = None
+    policy_version: int | None = None
+    step: int | None = None
+    advantage: float | None = None
+    in_loss: bool = True
+    expected_rollouts: int | None = None
+    scored: bool = True
+    group_label: str | None = None
+    rollout_label: str | None = None
+    record: Label | None = None
+    where: str = "a sample"
+
+    @property
+    def lost(self) -> bool:
+        """Whether the rollout failed or was aborted; its reward, if it has one, means nothing."""
+        return self.status in (Status.FAILED, Status.ABORTED)
+
+    def extent(self) -> tuple[int, int]:
+        """How many tokens the row has, and how many of them are the response."""
+        response = self.response_length
+        for values in (self.log_probs, self.loss_mask):
+            if response is None and values is not None:
+                response = len(values)
+        if self.tokens is None:
+            response = 1 if response is None else response
+            return response, response
+        length = len(self.tokens)
+        return length, length if response is None else response
+
+    def check(self) -> Sample:
+        """The sample itself, if its fields agree.
+
+        Raises:
+            SourceError: lengths that do not fit one another, or no reward where there must be one.
+        """
+        length, response = self.extent()
+        if length > MAX_TOKENS:
+            raise self._fail(f"a sample has at most {MAX_TOKENS} tokens", length)
+        if response > length:
+            raise self._fail(
+                "the response is a part of the tokens", f"a response of {response} in {length} tokens"
+            )
+        if self.loss_mask is not None and len(self.loss_mask) not in (response, length):
+            raise self._fail(
+                f"the loss mask covers the response ({response} tokens) or the sequence ({length})",
+                f"{len(self.loss_mask)} entries",
+            )
+        if self.log_probs is not None and len(self.log_probs) != response:
+            raise self._fail(
+                f"log-probabilities cover the response ({response} tokens)", f"{len(self.log_probs)} entries"
+            )
+        has_reward = self.reward is not None
+        if self.rewards is not None:
+            has_reward = any(value == value for value in self.rewards.values())
+        if self.scored and not has_reward and not self.lost:
+            raise self._fail(
+                "a rollout that neither failed nor was aborted needs a reward",
+                f"none, with the status {self.status.name.lower()}",
+            )
+        return self
+
+    def _fail(self, required: str, found: object) -> SourceError:
+        return SourceError(f"{self.where}: {required}; found {found}")
 
 
 def to_batch(samples: Iterable[Sample]) -> TensorDict:
@@ -66,10 +184,37 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     for name in ("group", "rollout"):
         batch[f"{name}_id"] = label_ids([getattr(row, name) for row in rows])
     batch["status"] = torch.tensor([int(row.status) for row in rows])
-    _add_rewards(batch, rows)
+    by_name = column(rows, "rewards", default={})
+    if by_name is None or not any(by_name):
+        rewards = [[math.nan if row.reward is None else row.reward] for row in rows]
+    else:
+        names = list(next(values for values in by_name if values))
+        for row, values in zip(rows, by_name, strict=True):
+            if values and set(values) != set(names):
+                raise SourceError(
+                    f"{row.where}: all samples have the same rewards ({listing(names)}); "
+                    f"found {listing(values)}"
+                )
+        rewards = [[values.get(name, math.nan) for name in names] for values in by_name]
+        batch["reward_names"] = NonTensorData(names, batch_size=batch.batch_size)
+    batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
     _add_tokens(batch, rows)
-    _add_optional(batch, rows)
-    _add_texts(batch, rows)
+    if (version := column(rows, "policy_version", default=-1)) is not None:
+        batch["next", "policy_version"] = torch.tensor(version)
+    if (expected := column(rows, "expected_rollouts", default=None)) is not None:
+        batch["expected_rollouts"] = torch.tensor(expected)
+    if (advantage := column(rows, "advantage", default=math.nan)) is not None:
+        batch["logged_advantage"] = torch.tensor(advantage, dtype=torch.float32)
+    # Labels and texts come last: they take longer than all else, and a row that is refused need not wait.
+    texts = {f"{name}_text": column(rows, name, default="") for name in ("prompt", "response")}
+    if all(row.ground_truth is not None or row.lost for row in rows):  # else only some can be graded by it
+        texts["ground_truth"] = column(rows, "ground_truth", default="")
+    for name in ("group", "rollout"):
+        given = [(getattr(row, name), getattr(row, f"{name}_label")) for row in rows]
+        texts[f"{name}_label"] = [label_text(label) if text is None else text for label, text in given]
+    for key, text in texts.items():
+        if text is not None:
+            batch[key] = as_texts(text)
     return batch
 
 
@@ -158,24 +303,13 @@ def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | No
     return [default if value is None else value for value in values]
 
 
-def _add_rewards(batch: TensorDict, rows: Sequence[Sample]) -> None:
-    by_name = column(rows, "rewards", default={})
-    if by_name is None or not any(by_name):
-        rewards = [[math.nan if row.reward is None else row.reward] for row in rows]
-    else:
-        names = list(next(values for values in by_name if values))
-        for row, values in zip(rows, by_name, strict=True):
-            if values and set(values) != set(names):
-                raise SourceError(
-                    f"{row.where}: all samples have the same rewards ({listing(names)}); "
-                    f"found {listing(values)}"
-                )
-        rewards = [[values.get(name, math.nan) for name in names] for values in by_name]
-        batch["reward_names"] = NonTensorData(names, batch_size=batch.batch_size)
-    batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
-
-
 def _add_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
+    """Write the loss mask, and tokens and log-probabilities where rows have them, padded on the left.
+
+    Raises:
+        SourceError: rows × the longest is more than :data:`MAX_CELLS`, or with tokens than :data:`PADDING`
+            times those.
+    """
     column(rows, "response_length", default=0)
     tokens = column(rows, "tokens", default=[])
     log_probs = column(rows, "log_probs", default=[])
@@ -183,7 +317,13 @@ def _add_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
     empty = [row.lost and known and row.tokens is None and row.response_length is None for row in rows]
     extents = [(0, 0) if none else row.extent() for none, row in zip(empty, rows, strict=True)]
     width = max(1, *(length for length, _ in extents))
-    _check_size(len(rows), width, None if tokens is None else sum(map(len, tokens)))
+    # How much memory padding takes is known before it is taken.
+    most = MAX_CELLS if tokens is None else min(MAX_CELLS, max(UNPADDED, PADDING * sum(map(len, tokens))))
+    if len(rows) * width > most:
+        raise SourceError(
+            f"a step has at most {most} tokens in rows × the longest, padding included; found {len(rows)} "
+            f"rows and {width} tokens in the longest"
+        )
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
     for i, (row, (_, response)) in enumerate(zip(rows, extents, strict=True)):
         if row.in_loss and response:
@@ -203,47 +343,6 @@ def _add_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
         batch["log_probs", "full"] = padded
 
 
-def _check_size(rows: int, width: int, tokens: int | None) -> None:
-    """Check how much memory padding takes, before it does; `tokens` in all, where the step has tokens.
-
-    Raises:
-        SourceError: rows × the longest is more than :data:`MAX_CELLS`, or with tokens than :data:`PADDING`
-            times those.
-    """
-    most = MAX_CELLS if tokens is None else min(MAX_CELLS, max(UNPADDED, PADDING * tokens))
-    if rows * width > most:
-        raise SourceError(
-            f"a step has at most {most} tokens in rows × the longest, padding included; found {rows} rows "
-            f"and {width} tokens in the longest"
-        )
-
-
 def put_right(row: Tensor, values: Sequence[float]) -> None:
     """Write values at the end of a (T,) row, in place."""
     row[len(row) - len(values) :] = torch.tensor(values, dtype=row.dtype)
-
-
-def _add_optional(batch: TensorDict, rows: Sequence[Sample]) -> None:
-    if (version := column(rows, "policy_version", default=-1)) is not None:
-        batch["next", "policy_version"] = torch.tensor(version)
-    if (expected := column(rows, "expected_rollouts", default=None)) is not None:
-        batch["expected_rollouts"] = torch.tensor(expected)
-    if (advantage := column(rows, "advantage", default=math.nan)) is not None:
-        batch["logged_advantage"] = torch.tensor(advantage, dtype=torch.float32)
-
-
-def _add_texts(batch: TensorDict, rows: Sequence[Sample]) -> None:
-    """Labels and texts, last: they take longer than all else, and a row that is refused need not wait."""
-    texts = {f"{name}_text": column(rows, name, default="") for name in ("prompt", "response")}
-    if all(row.ground_truth is not None or row.lost for row in rows):  # else only some can be graded by it
-        texts["ground_truth"] = column(rows, "ground_truth", default="")
-    for name in ("group", "rollout"):
-        given = [getattr(row, f"{name}_label") for row in rows]
-        labels = [
-            label_text(getattr(row, name)) if text is None else text
-            for row, text in zip(rows, given, strict=True)
-        ]
-        batch[f"{name}_label"] = as_texts(labels)
-    for key, text in texts.items():
-        if text is not None:
-            batch[key] = as_texts(text)

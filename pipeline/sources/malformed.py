@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headrace.pipeline.printable import printable
+from headrace.pipeline.wording import printable
 
 MESSAGES_KEPT = 8
 MAX_MESSAGE = 2000  # characters, of four bytes at most

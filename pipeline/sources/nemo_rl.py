@@ -24,11 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .jsonl import read_jsonl
+from .batch import Sample
+from .file_kinds import Reading, read_jsonl
 from .malformed import SourceError
-from .reading import Reading
 from .record import Record, as_text
-from .sample import Sample
 
 
 def read_nemo_rl(path: Path, reading: Reading) -> Iterator[Sample]:

@@ -1,122 +1,119 @@
-"""A dump as an iterable of batches, a step at a time."""
+"""A dump as an iterable of batches, a step at a time: the formats, their files, and one pass over these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import glob
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
-from .batch import to_batch
-from .files import find_files, recognise
-from .malformed import Skipped, SourceError
-from .reading import Reading
-from .registry import READERS
+from .batch import MAX_ROWS, Sample, to_batch
+from .file_kinds import Reading, read_lines, read_schema
+from .headrace_dump import REQUIRED, read_headrace_dump
+from .malformed import Skipped, SourceError, quote_some
+from .nemo_rl import read_nemo_rl
+from .open_instruct import read_open_instruct
+from .prime_rl import read_prime_rl
 from .regrading import Grade, Regraded, regrade
-from .sample import MAX_ROWS, Sample
+from .slime import read_slime
+from .tinker import REWARDS, read_tinker
+from .trl import read_trl
+from .verifiers import read_verifiers
+from .verl import read_verl
+
+SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
 
 
-class Source:
-    """A dump that :func:`open_source` opened. Each ``iter()`` is a new pass over all files.
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How files of one format are found, recognised and read.
 
-    Attributes:
-        format: the format's name.
-        files: in the order in which they are read.
-        total_bytes: of all files, on disk.
-        regraded: what another grader has changed in this pass; None where there is none.
+    Args:
+        read: takes a file and the pass that it belongs to, and yields :class:`Sample`, or batches as
+            ``(step, TensorDict)``.
+        files: glob patterns in a folder; the first that matches a file counts. Those of one place, with ``|``
+            between them, count together. One with ``.jsonl`` matches ``.jsonl.gz`` too.
+        keys: keys that the first record has, or columns of a table; empty: the suffix is enough.
+        options: of ``group_by``, ``group_size``, ``reward_key``, those that it reads.
+        reward_keys: whether `reward_key` may be ``one`` name or ``many``.
+        rewards: names that `reward_key` may have; empty: any.
+        ignored: names of files that are not read in a folder, as a regular expression.
     """
 
-    def __init__(self, format: str, files: list[Path], options: Reading, grade: Grade | None = None):
-        self.format, self.files, self._options, self._grade = format, files, options, grade
-        self.regraded: Regraded | None = None
-        self.total_bytes = sum(file.stat().st_size for file in files)
-        self._pass = options
+    read: Callable[[Path, Reading], Iterator[Sample | tuple[int, TensorDictBase]] | Iterator[Any]]
+    files: tuple[str, ...]
+    keys: frozenset[str] = frozenset()
+    options: tuple[str, ...] = ()
+    reward_keys: Literal["one", "many"] = "one"
+    rewards: tuple[str, ...] = ()
+    ignored: str | None = None
 
-    @property
-    def read_bytes(self) -> int:
-        """Bytes read in this pass, on disk; a ``.pt`` file counts when it has been read."""
-        return self._pass.done_bytes + self._pass.position
 
-    @property
-    def skipped(self) -> int:
-        """Malformed records that were skipped in this pass."""
-        return self._pass.skipped.count
-
-    @property
-    def messages(self) -> list[str]:
-        """The errors of the first few skipped records."""
-        return list(self._pass.skipped.messages)
-
-    def __iter__(self) -> Iterator[tuple[int, TensorDictBase]]:
-        """Yield ``(step, batch)``, steps ascending, one step in memory.
-
-        Raises:
-            SourceError: a malformed record where none may be skipped; a step that is smaller than the one
-                before, or continues in another file; columns that do not agree; no records at all; rewards
-                of another grader that are not one for each rollout, or not finite.
-        """
-        self.regraded = None if self._grade is None else Regraded()
-        for step, batch in self._batches():
-            yield (step, batch) if self._grade is None else (step, self._again(step, batch, self._grade))
-
-    def _again(self, step: int, batch: TensorDictBase, grade: Grade) -> TensorDictBase:
-        """The batch graded anew."""
-        try:
-            batch, changed = regrade(batch, grade)
-        except SourceError as err:
-            raise SourceError(f"step {step}: {err}") from err
-        self.regraded = (self.regraded or Regraded()).with_step(changed)
-        return batch
-
-    def _batches(self) -> Iterator[tuple[int, TensorDictBase]]:
-        """The batches, as the files have them."""
-        reading = self._pass = self._options.restarted()
-        rows: list[Sample] = []
-        last, file = -1, self.files[0]
-        for item, path in self._items(reading):
-            step = item[0] if isinstance(item, tuple) else item.step or 0
-            if step == last and path != file:
-                raise SourceError(f"{path}: a step is in one file; found step {step} in {file}, too")
-            if not rows or step != last:
-                if rows:
-                    rows, batch = [], self._batch(rows)
-                    yield batch
-                if step <= last:
-                    raise SourceError(
-                        f"{path}: steps ascend and stay together; found step {step} after step {last}, in "
-                        f"{file}. Was the training resumed, or are files of two trainings mixed? Read them "
-                        "one at a time"
-                    )
-            last, file = step, path
-            if isinstance(item, tuple):
-                yield item
-            else:
-                rows.append(item)
-                if len(rows) > MAX_ROWS:
-                    raise SourceError(f"{path}: a step has at most {MAX_ROWS} rows; step {step} has more")
-        if rows:
-            yield self._batch(rows)
-        if last < 0:
-            place = self.files[0].parent if len(self.files) > 1 else self.files[0]
-            skipped = f" ({self.skipped} were skipped: {self.messages[0]})" if self.skipped else ""
-            raise SourceError(f"{place}: a dump has at least one record; found none{skipped}")
-
-    def _items(self, reading: Reading) -> Iterator[tuple[Sample | tuple[int, TensorDictBase], Path]]:
-        """Samples or batches, each with its file."""
-        for number, path in enumerate(self.files):
-            reading.file = number
-            for item in READERS[self.format].read(path, reading):
-                yield item, path
-            reading.done_bytes += path.stat().st_size
-            reading.position = 0
-
-    def _batch(self, rows: list[Sample]) -> tuple[int, TensorDictBase]:
-        step = rows[0].step or 0
-        try:
-            return step, to_batch(rows)
-        except SourceError as err:
-            raise SourceError(f"step {step}: {err}") from err
+READERS: dict[str, Format] = {
+    "headrace": Format(
+        read_headrace_dump,
+        files=("step_*.parquet|step_*.jsonl", "rollouts/step_*.parquet|rollouts/step_*.jsonl"),
+        keys=frozenset(REQUIRED),
+    ),
+    "slime": Format(
+        read_slime,
+        files=("*.pt",),
+        options=("group_size", "reward_key"),
+        ignored=r"(^|.*[^a-zA-Z])eval_\d+\.pt",
+    ),
+    "verl": Format(
+        read_verl,
+        files=("*.jsonl",),
+        keys=frozenset({"input", "output", "score", "step"}),
+        options=("group_by", "group_size", "reward_key"),
+    ),
+    "trl": Format(
+        read_trl,
+        files=("*.parquet", "completions/*.parquet"),
+        keys=frozenset({"step", "prompt", "completion", "advantage"}),
+        options=("group_by", "group_size", "reward_key"),
+        reward_keys="many",
+    ),
+    "verifiers": Format(
+        read_verifiers,
+        files=("results.jsonl", "*/results.jsonl"),
+        keys=frozenset({"example_id", "prompt", "completion", "reward"}),
+        options=("group_size", "reward_key"),
+    ),
+    "prime_rl": Format(
+        read_prime_rl,
+        files=("traces.jsonl", "step_*/train/effective/traces.jsonl", "traces/stream.jsonl", "stream.jsonl"),
+        keys=frozenset({"id", "task", "traces"}),
+        options=("group_by", "group_size", "reward_key"),
+    ),
+    "nemo_rl": Format(
+        read_nemo_rl,
+        files=("train_data_step*.jsonl",),
+        keys=frozenset({"token_ids", "token_loss_mask", "sample_loss_mask", "rewards"}),
+        options=("group_by", "group_size"),
+    ),
+    "open_instruct": Format(
+        read_open_instruct,
+        files=("*_rollouts_*.jsonl",),
+        keys=frozenset({"prompt_tokens", "response_tokens", "prompt_idx", "sample_idx", "reward"}),
+        options=("group_size",),
+    ),
+    "tinker": Format(
+        read_tinker,
+        files=(
+            "train_rollout_summaries.jsonl",
+            "*/train_rollout_summaries.jsonl",
+            "train_iteration_*_rollout_summaries.jsonl",
+        ),
+        keys=frozenset({"schema_version", "group_idx", "traj_idx", "total_reward"}),
+        options=("group_size", "reward_key"),
+        rewards=REWARDS,
+    ),
+}
 
 
 def open_source(
@@ -166,31 +163,199 @@ def open_source(
     if group_size is not None and (type(group_size) is not int or group_size < 1):
         raise ValueError(f"group_size must be an integer ≥ 1; got {group_size!r}")
     name = recognise(path, skip_bad=skip_bad) if format == "auto" else format
+    kind = READERS[name]
     given = {"reward_key": reward_key, "group_by": group_by, "group_size": group_size}
     for option, value in given.items():
-        if value is not None and option not in READERS[name].options:
-            raise ValueError(f"the format {name} does not read {option}; it reads {_options(name)}")
+        if value is not None and option not in kind.options:
+            known = ", ".join(kind.options) or "none"
+            raise ValueError(f"the format {name} does not read {option}; it reads {known}")
     keys = (reward_key,) if isinstance(reward_key, str) else tuple(reward_key or ())
-    _check_reward_keys(name, keys)
+    if len(keys) > 1 and kind.reward_keys == "one":
+        raise ValueError(f"the format {name} takes one reward_key; got {list(keys)}")
+    if unknown := [key for key in keys if kind.rewards and key not in kind.rewards]:
+        raise ValueError(f"reward_key must be one of {', '.join(kind.rewards)}; got {unknown[0]!r}")
     if group_by == "uid" and name != "verl":
         raise ValueError(f"group_by='uid' is for the format verl; this is {name}")
-    files = find_files(path, READERS[name])
     skipped = Skipped(allowed=skip_bad)
-    return Source(
-        name,
-        files,
-        Reading(reward_keys=keys, group_by=group_by, group_size=group_size, skipped=skipped),
-        regrade,
-    )
+    options = Reading(reward_keys=keys, group_by=group_by, group_size=group_size, skipped=skipped)
+    return Source(name, find_files(path, kind), options, regrade)
 
 
-def _check_reward_keys(name: str, keys: tuple[str, ...]) -> None:
-    format = READERS[name]
-    if len(keys) > 1 and format.reward_keys == "one":
-        raise ValueError(f"the format {name} takes one reward_key; got {list(keys)}")
-    if unknown := [key for key in keys if format.rewards and key not in format.rewards]:
-        raise ValueError(f"reward_key must be one of {', '.join(format.rewards)}; got {unknown[0]!r}")
+class Source:
+    """A dump that :func:`open_source` opened. Each ``iter()`` is a new pass over all files.
+
+    Attributes:
+        format: the format's name.
+        files: in the order in which they are read.
+        total_bytes: of all files, on disk.
+        regraded: what another grader has changed in this pass; None where there is none.
+    """
+
+    def __init__(self, format: str, files: list[Path], options: Reading, grade: Grade | None = None):
+        self.format, self.files, self._options, self._grade = format, files, options, grade
+        self.regraded: Regraded | None = None
+        self.total_bytes = sum(file.stat().st_size for file in files)
+        self._pass = options
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read in this pass, on disk; a ``.pt`` file counts when it has been read."""
+        return self._pass.done_bytes + self._pass.position
+
+    @property
+    def skipped(self) -> int:
+        """Malformed records that were skipped in this pass."""
+        return self._pass.skipped.count
+
+    @property
+    def messages(self) -> list[str]:
+        """The errors of the first few skipped records."""
+        return list(self._pass.skipped.messages)
+
+    def __iter__(self) -> Iterator[tuple[int, TensorDictBase]]:
+        """Yield ``(step, batch)``, steps ascending, one step in memory.
+
+        Raises:
+            SourceError: a malformed record where none may be skipped; a step that is smaller than the one
+                before, or continues in another file; columns that do not agree; no records at all; rewards
+                of another grader that are not one for each rollout, or not finite.
+        """
+        self.regraded = None if self._grade is None else Regraded()
+        self._pass = self._options.restarted()
+        rows: list[Sample] = []
+        last, file = -1, self.files[0]
+        for item, path in self._items(self._pass):
+            step = item[0] if isinstance(item, tuple) else item.step or 0
+            if step == last and path != file:
+                raise SourceError(f"{path}: a step is in one file; found step {step} in {file}, too")
+            if not rows or step != last:
+                if rows:
+                    rows, batch = [], self._batch(last, rows)
+                    yield last, batch
+                if step <= last:
+                    raise SourceError(
+                        f"{path}: steps ascend and stay together; found step {step} after step {last}, in "
+                        f"{file}. Was the training resumed, or are files of two trainings mixed? Read them "
+                        "one at a time"
+                    )
+            last, file = step, path
+            if isinstance(item, tuple):
+                yield step, self._batch(*item)
+            else:
+                rows.append(item)
+                if len(rows) > MAX_ROWS:
+                    raise SourceError(f"{path}: a step has at most {MAX_ROWS} rows; step {step} has more")
+        if rows:
+            yield last, self._batch(last, rows)
+        if last < 0:
+            place = self.files[0].parent if len(self.files) > 1 else self.files[0]
+            skipped = f" ({self.skipped} were skipped: {self.messages[0]})" if self.skipped else ""
+            raise SourceError(f"{place}: a dump has at least one record; found none{skipped}")
+
+    def _items(self, reading: Reading) -> Iterator[tuple[Sample | tuple[int, TensorDictBase], Path]]:
+        """Samples or batches, each with its file."""
+        for number, path in enumerate(self.files):
+            reading.file = number
+            for item in READERS[self.format].read(path, reading):
+                yield item, path
+            reading.done_bytes += path.stat().st_size
+            reading.position = 0
+
+    def _batch(self, step: int, found: list[Sample] | TensorDictBase) -> TensorDictBase:
+        """The batch of a step, graded anew where there is another grader."""
+        try:
+            batch = to_batch(found) if isinstance(found, list) else found
+            if self._grade is not None:
+                batch, changed = regrade(batch, self._grade)
+                self.regraded = (self.regraded or Regraded()).with_step(changed)
+        except SourceError as err:
+            raise SourceError(f"step {step}: {err}") from err
+        return batch
 
 
-def _options(name: str) -> str:
-    return ", ".join(sorted(READERS[name].options)) or "none"
+def find_files(path: str | Path, format: Format) -> list[Path]:
+    """The files of a path, in the order of the numbers in their names.
+
+    Args:
+        path: a file, a folder or a glob pattern.
+        format: whose patterns apply in a folder.
+
+    Raises:
+        SourceError: there are none.
+    """
+    root, patterns = Path(path), format.files
+    if root.is_file():
+        return [root]
+    if root.is_dir():
+        matched = _files_in_folder(root, format)
+    elif glob.has_magic(str(path)):
+        matched = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        patterns = (str(path),)
+    else:
+        raise SourceError(f"{path}: there is no such file or folder")
+
+    def by_number(file: Path) -> list[tuple[int, int, str]]:  # step_9 comes before step_10
+        pieces = re.split(r"(\d+)", file.as_posix())
+        return [(0, int(p), "") if p.isdecimal() and len(p) < 1000 else (1, 0, p) for p in pieces]
+
+    files = sorted({file for file in matched if file.is_file()}, key=by_number)
+    if not files:
+        raise SourceError(
+            f"{path}: a file, or a folder with {' or '.join(patterns).replace('|', ' or ')}, is required; "
+            "found none"
+        )
+    return files
+
+
+def _files_in_folder(folder: Path, format: Format) -> list[Path]:
+    """What the format's patterns for the first place match that has anything."""
+    for place in format.files:
+        names = place.split("|")
+        names += [f"{name}.gz" for name in names if name.endswith(".jsonl")]
+        files = [file for name in names for file in folder.glob(name)]
+        if format.ignored:
+            files = [file for file in files if not re.fullmatch(format.ignored, file.name)]
+        if files:
+            return files
+    return []
+
+
+def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
+    """The name of the format of a file, a folder or a glob, by its suffix and the keys of its first record.
+
+    Args:
+        path: a file, a folder or a glob pattern.
+        skip_bad: whether malformed records before the first good one are skipped.
+
+    Raises:
+        SourceError: no format fits, or more than one.
+    """
+    if not Path(path).exists() and not glob.has_magic(str(path)):
+        raise SourceError(f"{path}: there is no such file or folder")
+    fitting, seen = [], ""
+    keys_of: dict[Path, set[str]] = {}
+    for name, format in READERS.items():
+        try:
+            first = find_files(path, format)[0]
+        except SourceError:
+            continue
+        suffix = next((s for s in SUFFIXES if first.name.endswith(s)), "")
+        patterns = [pattern for place in format.files for pattern in place.split("|")]
+        if not suffix or not any(pattern.endswith(suffix.removesuffix(".gz")) for pattern in patterns):
+            continue
+        if format.keys and first not in keys_of:
+            if suffix == ".parquet":
+                keys_of[first] = set(read_schema(first).names)
+            else:
+                records = read_lines(first, Reading(skipped=Skipped(allowed=skip_bad)))
+                keys_of[first] = next((set(record.data) for record in records), set())
+            seen = f"{first} with {quote_some(sorted(keys_of[first]), most=20)}"
+        if not format.keys or format.keys <= keys_of[first]:
+            fitting.append(name)
+    if len(fitting) != 1:
+        raise SourceError(
+            f"{path}: the format must be clear from the suffix and the first record; found "
+            f"{' and '.join(fitting) if fitting else seen or 'no file with a known suffix'}. Set format to "
+            f"one of {', '.join(READERS)}"
+        )
+    return fitting[0]

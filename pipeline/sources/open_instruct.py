@@ -19,11 +19,9 @@ from pathlib import Path
 
 from headrace.transforms import Status
 
-from .jsonl import read_jsonl
-from .reading import Reading
-from .record import Record
-from .sample import Sample
-from .text import read_json
+from .batch import Sample
+from .file_kinds import Reading, read_jsonl
+from .record import Record, read_json
 
 
 def read_open_instruct(path: Path, reading: Reading) -> Iterator[Sample]:

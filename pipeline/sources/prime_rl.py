@@ -18,19 +18,19 @@ episode has no group, as in evaluations, ``group_by="prompt"`` groups by the tas
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace.transforms import Status
 
-from .branches import Branch, branches
-from .jsonl import read_jsonl
-from .reading import Reading
-from .record import Record, as_number
-from .sample import Label, Sample
+from .batch import Sample
+from .file_kinds import Reading, read_jsonl
+from .record import Record, as_number, read_text
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
 
@@ -61,8 +61,10 @@ def parse_row(record: Record, reading: Reading, *, step: int | None) -> list[Sam
     policy = work.record("policy", optional=True) if work else None
     version = policy.whole("start") if policy else None
     dispatched = work.whole("step") if work else None
+    group = record.record("group", optional=True)
+    prompt = None if group is not None else record.record("task").text("key")
     row = Sample(
-        group=_group(record, reading),
+        group=group.text("id") if group is not None else reading.group_of_prompt(prompt, record.where),
         rollout=record.text("id"),
         status=Status.FAILED,
         policy_version=version,
@@ -76,28 +78,7 @@ def parse_row(record: Record, reading: Reading, *, step: int | None) -> list[Sam
     trace = traces[0]
     row.status = _status(record, trace)
     row.reward = _reward(trace, reading.reward_key)
-    return [_segment(row, branch) for branch in branches(trace)] or [row]
-
-
-def _segment(row: Sample, branch: Branch) -> Sample:
-    return replace(
-        row,
-        prompt=branch.prompt,
-        response=branch.response,
-        tokens=branch.tokens,
-        loss_mask=branch.mask,
-        response_length=None if branch.mask is None else len(branch.mask),
-        log_probs=branch.log_probs,
-        in_loss=branch.trainable,
-    )
-
-
-def _group(record: Record, reading: Reading) -> Label:
-    group = record.record("group", optional=True)
-    if group is not None:
-        return group.text("id")
-    task = record.record("task")
-    return reading.group_of_prompt(task.text("key"), record.where)
+    return _segments(trace, row) or [row]
 
 
 def _status(episode: Record, trace: Record) -> Status:
@@ -112,17 +93,84 @@ def _status(episode: Record, trace: Record) -> Status:
 
 def _reward(trace: Record, key: str | None) -> float | None:
     rewards = trace.record("rewards", optional=True)
-    names = list(rewards.data) if rewards is not None else []
-    values = [_value(rewards.record(name, optional=True)) for name in names if key in (None, name)]
-    given = [value for value in values if value is not None]
+    given = []
+    for name in rewards.data if rewards is not None else ():
+        reward = rewards.record(name, optional=True) if key in (None, name) else None
+        if reward is not None:
+            weight = reward.number("weight", optional=True)
+            given.append(reward.number("score") * (1.0 if weight is None else weight))
     total = as_number(sum(given))
     if total is None:
         raise trace.fail("'rewards' must add up to a finite number", given)
     return total if given else None
 
 
-def _value(reward: Record | None) -> float | None:
-    if reward is None:
-        return None
-    weight = reward.number("weight", optional=True)
-    return reward.number("score") * (1.0 if weight is None else weight)
+# -- branches of the graph of messages, from a root to each leaf ------------------------------------------
+
+
+class _Node(NamedTuple):
+    parent: int | None
+    sampled: bool
+    text: str
+    tokens: list[int]
+    mask: list[int]
+    log_probs: list[float]
+    links: list[tuple[str, int]]
+
+
+def _segments(trace: Record, row: Sample) -> list[Sample]:
+    """What prime-rl trains on: branches on which the policy sampled something, in the order of their leaves.
+
+    Where some branches have tokens, those without are omitted.
+
+    Raises:
+        SourceError: a node is not as documented, or its parent does not come before it.
+    """
+    nodes = [_node(record, index) for index, record in enumerate(trace.records("nodes", optional=True))]
+    parents = {node.parent for node in nodes}
+    resumed = {target for node in nodes for kind, target in node.links if kind == "compaction"}
+    result = []
+    for leaf in (index for index in range(len(nodes)) if index not in parents):
+        path = [nodes[leaf]]
+        while (parent := path[-1].parent) is not None:
+            path.append(nodes[parent])
+        path.reverse()
+        if any(node.sampled for node in path):
+            attempt = any(kind == "compaction_attempt" for kind, _ in nodes[leaf].links)
+            result.append(_segment(row, path, in_loss=not attempt or leaf in resumed))
+    return [segment for segment in result if segment.tokens is not None] or result
+
+
+def _node(record: Record, index: int) -> _Node:
+    parent = record.whole("parent", optional=True)
+    if parent is not None and parent >= index:
+        raise record.fail(f"'parent' must be a node before this one ({index})", parent)
+    tokens = record.wholes("token_ids", optional=True) or []
+    mask = record.bits("mask", optional=True) or []
+    log_probs = record.numbers("logprobs", optional=True) or []
+    if len(mask) != len(tokens):
+        raise record.fail(f"'mask' must be as long as token_ids ({len(tokens)})", mask)
+    if log_probs and len(log_probs) != sum(mask):
+        raise record.fail(f"'logprobs' has one for each sampled token ({sum(mask)})", log_probs)
+    links = [
+        (link.text("type"), link.whole("node")) for link in record.records("semantic_parents", optional=True)
+    ]
+    text = read_text(Record({"m": [record.record("message").data]}, record.where, record.line), "m") or ""
+    return _Node(parent, record.flag("sampled", default=False), text, tokens, mask, log_probs, links)
+
+
+def _segment(row: Sample, path: list[_Node], *, in_loss: bool) -> Sample:
+    """The row of one branch, split at the policy's first token; without tokens, its texts only."""
+    first = next(i for i, node in enumerate(path) if node.sampled)
+    prompt, response = ("\n".join(node.text for node in part) for part in (path[:first], path[first:]))
+    segment = replace(row, prompt=prompt, response=response, in_loss=in_loss)
+    mask = [bit for node in path for bit in node.mask]  # 1: the policy sampled the token
+    if 1 not in mask:
+        return segment
+    begin = mask.index(1)
+    segment.tokens = [token for node in path for token in node.tokens]
+    segment.loss_mask, segment.response_length = mask[begin:], len(mask) - begin
+    if all(len(node.log_probs) == sum(node.mask) for node in path):  # else they are incomplete
+        sampled = iter([value for node in path for value in node.log_probs])
+        segment.log_probs = [next(sampled) if bit else math.nan for bit in mask][begin:]
+    return segment

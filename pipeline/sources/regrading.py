@@ -111,12 +111,12 @@ def regrade(batch: TensorDictBase, grade: Grade) -> tuple[TensorDictBase, Regrad
 def _grades(batch: TensorDictBase, grade: Grade, heads: Tensor, rollout: Tensor, old: Tensor) -> Tensor:
     """(R, K) float64 what the grader gives the rollouts that begin at the rows `heads` (R,)."""
     responses: dict[int, list[str]] = {}
-    for head, text in zip(rollout.tolist(), _texts(batch, "response_text"), strict=True):
+    for head, text in zip(rollout.tolist(), listed(batch.get("response_text")), strict=True):
         responses.setdefault(head, []).append(text)
     at = heads.tolist()
 
     def of_heads(key: str) -> list[str]:
-        values = _texts(batch, key)
+        values = listed(batch.get(key))
         return [values[row] for row in at]
 
     prompts = of_heads("prompt_text") if has_key(batch, "prompt_text") else [""] * len(at)
@@ -129,14 +129,11 @@ def _grades(batch: TensorDictBase, grade: Grade, heads: Tensor, rollout: Tensor,
     columns["reward"] = reward.flatten().tolist() if reward.shape[1] == 1 else reward.tolist()
     if has_key(batch, "ground_truth"):
         columns["ground_truth"] = of_heads("ground_truth")
-    more = {"columns": columns} if _takes_columns(grade) else {}
+    parameters = inspect.signature(grade).parameters.values()
+    takes_columns = any(each.name == "columns" or each.kind is each.VAR_KEYWORD for each in parameters)
+    more = {"columns": columns} if takes_columns else {}
     given = grade(prompts, ["\n".join(responses[head]) for head in at], **more)
     return _checked(given, [str(label) for label in labels])
-
-
-def _takes_columns(grade: Grade) -> bool:
-    parameters = inspect.signature(grade).parameters.values()
-    return any(each.name == "columns" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _checked(given: Any, labels: Sequence[str]) -> Tensor:
@@ -162,10 +159,6 @@ def _checked(given: Any, labels: Sequence[str]) -> Tensor:
         found = listing(f"{quote(new[row].tolist())} for the rollout {labels[row]}" for row in bad)
         raise SourceError(f"a reward is finite; found {found}")
     return new
-
-
-def _texts(batch: TensorDictBase, key: str) -> list[str]:
-    return listed(batch.get(key))
 
 
 def _change(old: Tensor, new: Tensor, group: Tensor) -> Regraded:

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from headrace.transforms import Status
 
-from .jsonl import read_jsonl
-from .reading import Reading
+from .batch import Sample
+from .file_kinds import Reading, read_jsonl
 from .record import Record
-from .sample import Sample
 
 REWARDS = ("total_reward", "final_reward")  # the first is the default
 

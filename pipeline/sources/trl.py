@@ -23,12 +23,10 @@ import pyarrow as pa
 
 from headrace.transforms import Status
 
+from .batch import Sample
+from .file_kinds import Reading, parse_records, read_rows, read_schema
 from .malformed import SourceError
-from .parquet import read_rows, read_schema
-from .reading import Reading, parse_records
-from .record import Record, as_number_or_gap
-from .sample import Sample
-from .text import read_text
+from .record import Record, as_number_or_gap, read_text
 
 FIXED = ("step", "prompt", "completion", "advantage")
 
@@ -90,17 +88,12 @@ def reward_columns(schema: pa.Schema, keys: Sequence[str], path: Path) -> list[s
         raise SourceError(f"{path}: the columns {lacking} are required; found {schema.names}")
     if len(set(schema.names)) < len(schema.names):
         raise SourceError(f"{path}: each column's name is there once; found {schema.names}")
-    names = list(keys) or _number_columns(schema)
+    names = list(keys)
+    if not names:
+        types = {field.name: field.type for field in schema}
+        between = schema.names[schema.names.index("completion") + 1 : schema.names.index("advantage")]
+        numbers = [n for n in between if pa.types.is_floating(types[n]) or pa.types.is_integer(types[n])]
+        names = [name for name in numbers if name not in FIXED]
     if not names:
         raise SourceError(f"{path}: at least one column of rewards is required; found {schema.names}")
     return names
-
-
-def _number_columns(schema: pa.Schema) -> list[str]:
-    """The columns of numbers between ``completion`` and ``advantage``."""
-    types = {field.name: field.type for field in schema}
-    return [
-        name
-        for name in schema.names[schema.names.index("completion") + 1 : schema.names.index("advantage")]
-        if name not in FIXED and (pa.types.is_floating(types[name]) or pa.types.is_integer(types[name]))
-    ]

@@ -23,11 +23,9 @@ from pathlib import Path
 
 from headrace.transforms import Status
 
-from .jsonl import read_jsonl
-from .reading import Reading
-from .record import Record
-from .sample import Sample
-from .text import read_json, read_text
+from .batch import Sample
+from .file_kinds import Reading, read_jsonl
+from .record import Record, read_json, read_text
 
 MEASURED = frozenset({"timing", "generation_ms"})
 
@@ -48,7 +46,9 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
         SourceError: it is not as documented.
     """
     example, task = record.label("example_id"), record.text("task", optional=True)
-    status = _status(record)
+    failed = record.get("error", optional=True) is not None
+    cut = not failed and record.flag("is_truncated", default=False)
+    status = Status.FAILED if failed else Status.TRUNCATED if cut else Status.COMPLETED
     reward = record.number(reading.reward_key or "reward", optional=True)
     return [
         Sample(
@@ -56,8 +56,8 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             rollout=record.line,
             reward=reward,
             status=status,
-            prompt=read_text(record, "prompt", optional=status is Status.FAILED),
-            response=read_text(record, "completion", optional=status is Status.FAILED),
+            prompt=read_text(record, "prompt", optional=failed),
+            response=read_text(record, "completion", optional=failed),
             ground_truth=read_json(record, "answer"),
             step=reading.file,
             expected_rollouts=reading.group_size,
@@ -70,9 +70,3 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
 def _digest(record: Record) -> str:
     """A label for all that a line says."""
     return hashlib.blake2b(json.dumps(record.data, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _status(record: Record) -> Status:
-    if record.get("error", optional=True) is not None:
-        return Status.FAILED
-    return Status.TRUNCATED if record.flag("is_truncated", default=False) else Status.COMPLETED

@@ -18,11 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from .jsonl import read_jsonl
-from .reading import Reading
-from .record import Record
-from .sample import Label, Sample
-from .text import read_json
+from .batch import Label, Sample
+from .file_kinds import Reading, read_jsonl
+from .record import Record, read_json
 
 
 def read_verl(path: Path, reading: Reading) -> Iterator[Sample]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import product
@@ -18,21 +18,19 @@ from rich.text import Text
 from headrace.pipeline.certify import (
     Certificate,
     GroupSizeError,
-    Judgement,
     Refused,
     SmallTask,
     certify_recipe,
     count_outcomes,
 )
-from headrace.pipeline.composing.hints import suggest
 from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError
-from headrace.pipeline.printable import printable
 from headrace.pipeline.report import page_data, write_page
-from headrace.pipeline.report.written.whole_file import write_whole
-from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.wording import printable, suggest
 
-from .recipes import recipe_nodes
+from .source import recipe_nodes
 
 Found = Certificate | Refused
 RATIO = FittedColumn("ratio to the true gradient", gives="wrap")
@@ -158,7 +156,16 @@ def show_certificates(found: Sequence[Found], console: Console) -> None:
         title = f"\n{printable(task)}, groups of {size}, {here[0].outcomes:,} outcomes"
         table = FittedTable([FittedColumn("recipe"), RATIO, *NUMBERS], title)
         for each in here:
-            table.add(printable(each.recipe), *cells(each))
+            advantage, loss = each.advantage, each.loss
+            table.add(
+                printable(each.recipe),
+                " ".join(number(ratio) for ratio in advantage.ratio),
+                "–" if advantage.relative_bias is None else f"{advantage.relative_bias:.1%}",
+                number(advantage.cosine),
+                f"{advantage.variance:.4g}",
+                "–" if loss is None or loss.scale is None else f"{loss.scale:.3g}",
+                number(None if loss is None else loss.cosine),
+            )
         console.print(table)
     refusals: dict[tuple[str, str], list[str]] = {}
     for refusal in found:
@@ -169,17 +176,6 @@ def show_certificates(found: Sequence[Found], console: Console) -> None:
         places = printable(", ".join(dict.fromkeys(tasks)))
         line = Text(f"{printable(recipe)} does not take the rows of {places}: ", "yellow")
         console.print(line.append(printable(reason)), soft_wrap=True)
-
-
-def cells(found: Certificate) -> Iterator[str]:
-    """The numbers of a certificate as a line has them."""
-    yield " ".join(number(each) for each in found.advantage.ratio)
-    yield "–" if found.advantage.relative_bias is None else f"{found.advantage.relative_bias:.1%}"
-    yield number(found.advantage.cosine)
-    yield f"{found.advantage.variance:.4g}"
-    loss: Judgement | None = found.loss
-    yield "–" if loss is None or loss.scale is None else f"{loss.scale:.3g}"
-    yield number(None if loss is None else loss.cosine)
 
 
 def number(value: float | None) -> str:

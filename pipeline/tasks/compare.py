@@ -14,23 +14,22 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.pipeline.load import ConfigError, build_pipeline
-from headrace.pipeline.printable import printable
 from headrace.pipeline.report import (
     Comparison,
     ReportFolder,
-    StepReport,
     gradient_share,
     last_user_turn,
     make_report,
 )
-from headrace.pipeline.report.written.whole_file import write_whole
-from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.wording import printable
 
-from .recipes import recipe_nodes
-from .source import at_step, each_step, open_configured
+from .source import at_step, each_step, open_configured, recipe_nodes
 
 LINES = 8  # of a table of shares: those that differ most
 PROMPT = 40  # letters of it at most
+FORMATS = {"gradient_moved": ".1%", "correlation": ".4f", "gradient_cosine": ".4f"}
 LABELS = {"segments": "segments of the rollout", "tokens": "tokens of the row, at most"}
 SHARE = (
     "A row's share of a step's gradient is |advantage| × loss weight × tokens in the loss, over the sum of "
@@ -82,25 +81,32 @@ def compare(
                     run = pipeline.run(batch)
                 reports.append(make_report(run, step=step, solved=config.report.solved))
             comparison.add(*reports)
-            folder.add(_beside(*reports))
+            first, second = (
+                reports  # the report of the first, with what the second makes of each row beside it
+            )
+            other = second.columns.get("advantage", np.full(len(second), np.nan))
+            beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
+            folder.add(dataclasses.replace(first, columns={**first.columns, **beside}))
     numbers = {key: None if math.isnan(value) else value for key, value in comparison.numbers.items()}
-    result = {"pipelines": names, "numbers": numbers, "shares": _mean_shares(comparison)}
-    result["movers"] = [mover._asdict() for mover in comparison.movers]
+    steps = max(comparison.steps, 1)
+    shares = {
+        table: {label: [a / steps, b / steps, rows] for label, (a, b, rows) in lines.items()}
+        for table, lines in comparison.shares.items()
+    }
+    movers = [mover._asdict() for mover in comparison.movers]
+    result = {"pipelines": names, "numbers": numbers, "shares": shares, "movers": movers}
     write_whole(output / "compare.json", lambda file: file.write_text(json.dumps(result, indent=1)))
     show_comparison(comparison, console)
     console.print(Text(printable(f"written to {output}")), soft_wrap=True)
     return comparison.numbers["correlation"]
 
 
-def _beside(first: StepReport, second: StepReport) -> StepReport:
-    """The first recipe's report, with the advantages and the shares of the second beside its own."""
-    other = second.columns.get("advantage", np.full(len(second), np.nan))
-    beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
-    return dataclasses.replace(first, columns={**first.columns, **beside})
-
-
 def show_comparison(comparison: Comparison, console: Console) -> None:
     """Print the numbers of a comparison, and a table of each of its shares of the gradient."""
+
+    def by_label(line: tuple[str, np.ndarray]) -> tuple[int, str]:
+        return (int(line[0]), "") if line[0].isdecimal() and len(line[0]) < 19 else (0, line[0])
+
     first, second = map(printable, comparison.names)
     labels = {
         "rows": "rows",
@@ -116,7 +122,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     title = f"\nthe same rollouts under {first} and {second}"
     table = FittedTable([FittedColumn("", gives="wrap"), FittedColumn("", right=True)], title)
     for key, value in comparison.numbers.items():
-        table.add(labels[key], _formatted(key, value))
+        table.add(labels[key], "–" if math.isnan(value) else format(value, FORMATS.get(key, ",.0f")))
     console.print(table)
     recipes = [FittedColumn(name, gives="wrap", right=True) for name in (first, second)]
     console.print(Text("\n" + SHARE), soft_wrap=False)
@@ -134,26 +140,8 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         label = FittedColumn(LABELS.get(name, name), gives="cut")
         table = FittedTable([label, *recipes, FittedColumn("rows", right=True)], f"\nshares by {name}")
         rows = sorted(lines.items(), key=lambda line: -abs(line[1][0] - line[1][1]))[:LINES]
-        for text, (one, other, count) in sorted(rows, key=_by_label):
+        for text, (one, other, count) in sorted(rows, key=by_label):
             shares = (f"{one / comparison.steps:.1%}", f"{other / comparison.steps:.1%}")
             text = last_user_turn(text) if name == "prompt" else text
             table.add(printable(text)[:PROMPT], *shares, f"{count:,.0f}")
         console.print(table)
-
-
-def _formatted(key: str, value: float) -> str:
-    formats = {"gradient_moved": ".1%", "correlation": ".4f", "gradient_cosine": ".4f"}
-    return "–" if math.isnan(value) else format(value, formats.get(key, ",.0f"))
-
-
-def _by_label(line: tuple[str, np.ndarray]) -> tuple[int, str]:
-    return (int(line[0]), "") if line[0].isdecimal() and len(line[0]) < 19 else (0, line[0])
-
-
-def _mean_shares(comparison: Comparison) -> dict[str, dict[str, list[float]]]:
-    """The shares as means over steps, beside the number of rows."""
-    steps = max(comparison.steps, 1)
-    return {
-        table: {label: [a / steps, b / steps, rows] for label, (a, b, rows) in lines.items()}
-        for table, lines in comparison.shares.items()
-    }

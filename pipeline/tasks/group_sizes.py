@@ -16,7 +16,7 @@ from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, make_report, tree_words
 from headrace.pipeline.report.measuring.groups import compared_values, has_reward
 from headrace.pipeline.report.measuring.shared_tokens import linear_of
-from headrace.pipeline.shown.fitted_table import FittedColumn, FittedTable
+from headrace.pipeline.terminal_table import FittedColumn, FittedTable
 from headrace.transforms.schema import has_key
 
 from .source import at_step, each_step, open_configured
@@ -258,15 +258,15 @@ def lines_of(seen: GroupsSeen, solved: float) -> tuple[str, list[tuple[str, np.n
         rate = np.round((seen.mean - values[0]) / (solved - values[0]) * rollouts) / rollouts
     reached = float(np.mean(seen.rewards >= solved))
     if len(values) == 2 or PARTS <= reached <= 1 - PARTS:
-        return f"solve rate, at {solved:g}", [_rates_within(rate, *ends) for ends in RATES]
+        lines = [
+            (f"{low:g}", rate == low)
+            if low == high
+            else (f"{low:g} to {high:g}", (rate > low) & (rate <= high) & (rate < 1))
+            for low, high in RATES
+        ]
+        return f"solve rate, at {solved:g}", lines
     spread = np.where(seen.low == seen.high, 0.0, seen.spread)
     positive = spread[spread > 0]
     ends = np.unique([0.0, *(np.quantile(positive, (0.25, 0.5, 0.75, 1)) if len(positive) else ())])
     lines = [(f"{a:.3g} to {b:.3g}", (spread > a) & (spread <= b)) for a, b in pairwise(ends)]
     return "std of the rewards", [("0", spread == 0), *lines]
-
-
-def _rates_within(rate: np.ndarray, low: float, high: float) -> tuple[str, np.ndarray]:
-    if low == high:
-        return f"{low:g}", rate == low
-    return f"{low:g} to {high:g}", (rate > low) & (rate <= high) & (rate < 1)

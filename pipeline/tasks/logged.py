@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -13,20 +14,14 @@ from headrace.pipeline.composing import recipes
 from headrace.pipeline.load import load_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report import StepReport
-from headrace.pipeline.report.logged_advantage import (
-    AGREE,
-    LoggedRows,
-    difference,
-    logged_rows,
-    nearest,
-    nearest_convention,
-    relation,
-    tolerance,
-)
+from headrace.pipeline.report.measuring.numbers import AGREE
+from headrace.transforms import BatchError, group_relative_advantage, whiten
 from headrace.transforms.schema import MINIBATCH
 
 MOST = 2**14  # rows that are looked at, of whole steps from the first on
 SHOWN = 4  # recipes that agree
+CLOSE = 1e-6  # what is this near is as good as the nearest, of advantages about 1
+EPSILONS = (1e-6, 1e-4, 1e-5, 1e-8, 1e-9)
 
 
 class LoggedAdvantages:
@@ -113,7 +108,12 @@ def advantage_as(name: str) -> Callable[[LoggedRows], np.ndarray]:
         [-0.5, 0.5]
     """
     stages = load_pipeline(f"pipeline={name}").stages.items()
-    pipeline = Pipeline({key: stage for key, stage in stages if _only_computes(stage)})
+    computing = {}
+    for key, stage in stages:
+        moves = getattr(stage, "reasons", ()) or getattr(stage, "cuts", False)
+        if not moves and MINIBATCH not in getattr(stage, "in_keys", ()):
+            computing[key] = stage
+    pipeline = Pipeline(computing)
 
     def advantage(rows: LoggedRows) -> np.ndarray:
         width = max(int(rows.tokens.max()), 1)
@@ -128,6 +128,260 @@ def advantage_as(name: str) -> Callable[[LoggedRows], np.ndarray]:
     return advantage
 
 
-def _only_computes(stage: Any) -> bool:
-    moves = getattr(stage, "reasons", ()) or getattr(stage, "cuts", False)
-    return not moves and MINIBATCH not in getattr(stage, "in_keys", ())
+class LoggedRows(NamedTuple):
+    """The rows of a step that have a logged advantage and a reward."""
+
+    logged: np.ndarray
+    """(N,) as the dump has it."""
+    ours: np.ndarray
+    """(N,) of our recipe; NaN where it gives none."""
+    reward: np.ndarray
+    """(N,) of the rollout, as our recipe compares it."""
+    collected: np.ndarray
+    """(N,) as the dump has it."""
+    group: np.ndarray
+    """(N,) int64."""
+    rollout: np.ndarray
+    """(N,) int64."""
+    tokens: np.ndarray
+    """(N,) int64, in the loss."""
+
+
+class Convention(NamedTuple):
+    """How an advantage may be computed, in the words of GroupRelativeAdvantage and BatchWhitening."""
+
+    baseline: Literal["mean", "leave_one_out", "batch"] = "mean"
+    scale: Literal["group", "batch", "none"] = "group"
+    ddof: int = 1
+    votes: Literal["rollouts", "rows"] = "rollouts"
+    whitened: Literal["", "token", "sample"] = ""
+    rewards: Literal["shaped", "collected"] = "shaped"
+    eps: float = 1e-6
+
+    def advantage(self, rows: LoggedRows) -> np.ndarray:
+        """(N,) the advantage by this convention.
+
+        Raises:
+            BatchError: segments of a rollout have rewards of their own.
+        """
+        reward = torch.from_numpy(rows.reward if self.rewards == "shaped" else rows.collected)
+        group, rollout = torch.from_numpy(rows.group), torch.from_numpy(rows.rollout)
+        voters = rollout if self.votes == "rollouts" else None
+        how = {"baseline": self.baseline, "scale": self.scale, "ddof": self.ddof, "eps": self.eps}
+        credit = group_relative_advantage(reward, group, voters, **how)  # type: ignore[arg-type]
+        if self.whitened:
+            each = torch.from_numpy(rows.tokens) if self.whitened == "token" else torch.ones_like(credit)
+            credit = whiten(credit, each)
+        return credit.numpy()
+
+    def __str__(self) -> str:
+        words = [f"baseline={self.baseline}", f"scale={self.scale}"]
+        words += [f"ddof={self.ddof}", f"eps={self.eps:g}"] if self.scale != "none" else []
+        words += [f"whitened by {self.whitened}"] if self.whitened else []
+        words += ["each row a vote"] if self.votes == "rows" else []
+        return ", ".join(words + (["of the rewards as collected"] if self.rewards == "collected" else []))
+
+
+def logged_rows(report: StepReport) -> LoggedRows | None:
+    """The rows of a report that have a logged advantage and a reward; None where there is none."""
+    columns, unknown = report.columns, np.full(len(report), np.nan)
+    if "logged_advantage" not in columns or "group_id" not in columns or "reward" not in columns:
+        return None
+    rows = np.isfinite(columns["logged_advantage"]) & np.isfinite(columns["reward"])
+    rows &= np.isfinite(columns.get("collected_reward", columns["reward"]))
+    if not rows.any():
+        return None
+    every = {"rollout_id": np.arange(len(report)), "tokens": np.ones(len(report), np.int64)} | dict(columns)
+    names = ("reward", "collected_reward", "group_id", "rollout_id", "tokens")
+    ours = columns.get("advantage", unknown)[rows]
+    return LoggedRows(columns["logged_advantage"][rows], ours, *(every[name][rows] for name in names))
+
+
+def difference(steps: Sequence[LoggedRows], advantage: Callable[[LoggedRows], np.ndarray]) -> float:
+    """The greatest difference of logged advantages from those of a function; infinite where it refuses."""
+    try:
+        return max(float(np.abs(rows.logged - advantage(rows)).max()) for rows in steps)
+    except BatchError:
+        return float("inf")
+
+
+def tolerance(logged: np.ndarray) -> float:
+    """How near is the same: 1e-4 of what is logged, and of small advantages, that may be rounded, 1e-3.
+
+    Example:
+        >>> tolerance(np.array([2.0, -50.0])), tolerance(np.array([0.5])), tolerance(np.array([2**-14]))
+        (0.005, 0.0001, 6.103515625e-08)
+    """
+    size = float(np.abs(logged).max(initial=0.0))
+    return min(AGREE * max(1.0, size), 10 * AGREE * size)
+
+
+def nearest(differences: Mapping[str, float], size: float = 1.0) -> tuple[list[str], float]:
+    """The names that come nearest to advantages of this size, and how near the nearest is.
+
+    Example:
+        >>> nearest({"as/verl": 2e-7, "as/trl": 0.1, "as/skyrl": 2e-7})
+        (['as/verl', 'as/skyrl'], 2e-07)
+    """
+    best = min(differences.values())
+    return [name for name, value in differences.items() if value <= max(2 * best, CLOSE * size)], best
+
+
+def nearest_convention(steps: Sequence[LoggedRows]) -> tuple[Convention, float]:
+    """The convention whose advantages come nearest to the logged ones, of those that frameworks have.
+
+    Args:
+        steps: rows by step; what is measured over a batch is measured over a step.
+
+    Returns:
+        It, and the greatest difference that is left.
+
+    Example:
+        >>> reward, group = np.array([0.0, 1.0, 2.0, 5.0]), np.array([0, 0, 1, 1])
+        >>> rows = LoggedRows(np.array([-1.0, 1, -3, 3]), reward, reward, reward, group, np.arange(4), group)
+        >>> str(nearest_convention([rows])[0])
+        'baseline=leave_one_out, scale=none'
+    """
+    fanned = any(len(np.unique(rows.rollout)) < len(rows.rollout) for rows in steps)
+    shaped = any(not np.array_equal(rows.reward, rows.collected) for rows in steps)
+    votes = ("rollouts", "rows") if fanned else ("rollouts",)
+    rewards = ("shaped", "collected") if shaped else ("shaped",)
+    scales = (("group", 1), ("group", 0), ("none", 1), ("batch", 1), ("batch", 0))
+    best, least = Convention(), float("inf")
+    for reward, vote, white, base, (scale, ddof) in product(
+        rewards, votes, ("", "token", "sample"), ("mean", "leave_one_out", "batch"), scales
+    ):
+        tried = Convention(base, scale, ddof, vote, white, reward)  # type: ignore[arg-type]
+        if (apart := difference(steps, tried.advantage)) < least - 1e-12:
+            best, least = tried, apart
+    for eps in EPSILONS:
+        if best.scale != "none" and (apart := difference(steps, best._replace(eps=eps).advantage)) < least:
+            best, least = best._replace(eps=eps), apart
+    return best, least
+
+
+# -- ours beside theirs -------------------------------------------------------------------------------
+
+
+def relation(steps: Sequence[LoggedRows]) -> str:
+    """How the logged advantages follow from ours, in words; empty where they do not.
+
+    Tried are: one factor; a factor for each group; an offset for each group; a factor and an offset for all
+    rows of a step, as whitening gives. A factor that is that of a known convention is named, and where the
+    groups are so alike that it is that of several, they are.
+
+    Example:
+        >>> reward, group = np.array([0.0, 1.0, 2.0, 5.0]), np.array([0, 0, 1, 1])
+        >>> ours = np.array([-0.5, 0.5, -1.5, 1.5])
+        >>> relation([LoggedRows(2 * ours, ours, reward, reward, group, np.arange(4), group)])
+        'they are yours × 2 = n/(n − 1): their baseline leaves the rollout out'
+    """
+    both = []  # rows with both advantages
+    for rows in steps:
+        known = np.isfinite(rows.ours)
+        both += [LoggedRows(*(column[known] for column in rows))] if known.any() else []
+    if not both:
+        return ""
+    groups = [_by_group(rows) for rows in both]
+    if all(_fits(rows, at.factor[at.index] * rows.ours) for rows, at in zip(both, groups, strict=True)):
+        return _named_factor(groups)
+    if all(_fits(rows, rows.ours + at.offset[at.index]) for rows, at in zip(both, groups, strict=True)):
+        return "they are yours and an offset for each group: another baseline"
+    # Two points are always on a line.
+    if all(len(np.unique(rows.ours)) > 2 and _fits(rows, _line(rows)) for rows in both):
+        return (
+            "they are yours × a factor + an offset, the same for a whole step: as if whitened over the batch"
+        )
+    return ""
+
+
+class _InGroups(NamedTuple):
+    """What is known of the groups of a step."""
+
+    index: np.ndarray  # (N,) the group of each row
+    factor: np.ndarray  # (G,) of ours, that comes nearest; NaN where ours are all 0
+    offset: np.ndarray  # (G,) from ours
+    size: np.ndarray  # (G,) rollouts
+    std: np.ndarray  # (G,) of their rewards, with divisor n
+
+
+def _by_group(rows: LoggedRows) -> _InGroups:
+    _, index = np.unique(rows.group, return_inverse=True)
+    index = index.reshape(-1)
+    rollouts = np.unique(rows.rollout, return_index=True)[1]
+    size = np.bincount(index[rollouts])
+    mean = np.bincount(index[rollouts], rows.reward[rollouts]) / size
+    squares = np.bincount(index[rollouts], (rows.reward[rollouts] - mean[index[rollouts]]) ** 2)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        factor = np.bincount(index, rows.logged * rows.ours) / np.bincount(index, rows.ours**2)
+    offset = np.bincount(index, rows.logged - rows.ours) / np.bincount(index)
+    return _InGroups(index, factor, offset, size, np.sqrt(squares / size))
+
+
+def _fits(rows: LoggedRows, found: np.ndarray) -> bool:
+    bound = np.minimum(AGREE * np.maximum(1, np.abs(rows.logged)), tolerance(rows.logged))
+    return bool((np.abs(rows.logged - np.nan_to_num(found)) <= bound).all())
+
+
+def _line(rows: LoggedRows) -> np.ndarray:
+    """The line through ours that comes nearest to the logged ones."""
+    about = rows.ours - rows.ours.mean()
+    slope = (about * rows.logged).sum() / max(float((about**2).sum()), np.finfo(float).tiny)
+    return rows.logged.mean() + slope * about
+
+
+def _named_factor(groups: Sequence[_InGroups]) -> str:
+    factor, size, std = (
+        np.concatenate([getattr(each, name) for each in groups]) for name in ("factor", "size", "std")
+    )
+    known = np.isfinite(factor) & (size > 1)
+    factor, size, std = factor[known], size[known], std[known]
+    if not len(factor) or np.allclose(factor, 1, rtol=AGREE):
+        return ""
+    one = np.allclose(factor, factor[0], rtol=AGREE)
+    value = f"{factor[0]:.4g}" if one else "a factor for each group"
+    fitting = [
+        (parts, f"{name}: {words}")
+        for parts, name, words, expected in _factors(size, std)
+        if np.allclose(factor, expected, rtol=10 * AGREE)
+    ]
+    if not fitting:
+        return f"they are yours × {value}" + ("" if one else ", which is no known one")
+    named = [words for parts, words in fitting if parts == fitting[0][0]]
+    if len(fitting) == 1:
+        return f"they are yours × {value} = {named[0]}"
+    return (
+        f"they are yours × {value}, which may be {'; or '.join(named)}; or another convention: these groups "
+        "are too alike to tell"
+    )
+
+
+def _factors(size: np.ndarray, std: np.ndarray) -> Iterator[tuple[int, str, str, np.ndarray]]:
+    """Factors that conventions differ by: of how many parts, a name, what it means, and (G,) numbers."""
+    n = size.astype(float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        baselines = [
+            ("", "", np.ones(len(n))),
+            ("n/(n − 1)", "their baseline leaves the rollout out", n / (n - 1)),
+            ("(n − 1)/n", "your baseline leaves the rollout out", (n - 1) / n),
+        ]
+        unbiased = std * np.sqrt(n / (n - 1))
+        scales = [
+            ("", "", np.ones(len(n))),
+            ("√(n/(n − 1))", "their std has ddof 0, yours ddof 1", np.sqrt(n / (n - 1))),
+            ("√((n − 1)/n)", "their std has ddof 1, yours ddof 0", np.sqrt((n - 1) / n)),
+            ("std", "yours are divided by the group's std (ddof 1), theirs are not", unbiased),
+            ("std", "yours are divided by the group's std (ddof 0), theirs are not", std),
+            ("1/std", "theirs are divided by the group's std (ddof 1), yours are not", 1 / unbiased),
+            ("1/std", "theirs are divided by the group's std (ddof 0), yours are not", 1 / std),
+        ]
+    pairs = sorted(product(baselines, scales), key=lambda pair: bool(pair[0][0]) + bool(pair[1][0]))
+    for (name, words, factor), (more, meaning, other) in pairs[1:]:
+        if name and more.startswith("√") and more != f"√({name})":
+            continue  # n/(n − 1) · √((n − 1)/n) is √(n/(n − 1)), and so the other way round
+        yield (
+            bool(name) + bool(more),
+            " × ".join(filter(None, (name, more))),
+            "; ".join(filter(None, (words, meaning))),
+            factor * other,
+        )

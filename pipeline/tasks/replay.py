@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.pipeline.load import build_pipeline
-from headrace.pipeline.printable import printable
+from headrace.pipeline.notebook import show_pipeline
 from headrace.pipeline.report import ReportFolder, make_report, show_advisories, show_report, tree_words
-from headrace.pipeline.shown.stage_listing import show_pipeline
 from headrace.pipeline.train import history_table
+from headrace.pipeline.wording import printable
 
 from .logged import LoggedAdvantages
 from .source import at_step, each_step, open_configured

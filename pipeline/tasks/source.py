@@ -1,8 +1,8 @@
-"""The source of a task: opened as configured, read with a progress bar, its errors with their step."""
+"""What a task reads: a source, with a progress bar and the step of an error, and recipes by their names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -14,9 +14,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 from tensordict import TensorDictBase
 
+from headrace.pipeline.composing import compose_config
 from headrace.pipeline.load import ConfigError
 from headrace.pipeline.sources import Source, SourceError, open_source
 from headrace.transforms import BatchError
+
+STARTS = ("pipeline.", "hydra.searchpath=")
 
 
 def open_configured(config: DictConfig) -> Source:
@@ -33,7 +36,12 @@ def open_configured(config: DictConfig) -> Source:
         )
     if options.get("regrade") is not None:
         options["regrade"] = grader_of(options["regrade"])
-        _check_sums(config)
+        for name, stage in (config.pipeline.stages or {}).items():
+            if OmegaConf.is_dict(stage) and stage.get("reward") == "sum":
+                raise ConfigError(
+                    "source.regrade gives each row of a rollout the reward of the whole; "
+                    f"pipeline.stages.{name}.reward must be shared, got sum, which would count it once a row"
+                )
     try:
         return open_source(**{str(name): value for name, value in options.items()})
     except SourceError:
@@ -66,20 +74,6 @@ def grader_of(node: Any) -> Callable[..., Any]:
     if not callable(grade):
         raise ConfigError(f"source.regrade must name a callable, or a node with a _target_; got {node!r}")
     return grade
-
-
-def _check_sums(config: DictConfig) -> None:
-    """Check that no stage adds up the rewards of segments, all of which a grader gives the rollout's.
-
-    Raises:
-        ConfigError: one does.
-    """
-    for name, stage in (config.pipeline.stages or {}).items():
-        if OmegaConf.is_dict(stage) and stage.get("reward") == "sum":
-            raise ConfigError(
-                "source.regrade gives each row of a rollout the reward of the whole; "
-                f"pipeline.stages.{name}.reward must be shared, got sum, which would count it once a row"
-            )
 
 
 def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDictBase]]:
@@ -122,3 +116,23 @@ def at_step(step: int) -> Iterator[None]:
         yield
     except BatchError as err:
         raise type(err)(f"step {step}: {err}") from err
+
+
+def recipe_nodes(names: Iterable[str], words: Sequence[str]) -> dict[str, DictConfig]:
+    """The composed ``pipeline`` node of each recipe, by name.
+
+    Args:
+        names: of recipes.
+        words: overrides of the command line; those of ``pipeline``, and where recipes are searched, apply to
+            every recipe.
+
+    Raises:
+        ConfigError: an unknown recipe or option.
+
+    Example:
+        >>> nodes = recipe_nodes(["grpo", "rloo"], ["task=compare", "pipeline.stages.advantage.eps=0.5"])
+        >>> [node.stages.advantage.eps for node in nodes.values()]
+        [0.5, 0.5]
+    """
+    shared = [word for word in words if word.lstrip("+~").startswith(STARTS) or "@pipeline." in word]
+    return {str(name): compose_config("load", f"pipeline={name}", *shared).pipeline for name in names}

@@ -10,13 +10,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase
 from torchrl.collectors import Collector
-from torchrl.envs import EnvBase
 
 from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError, build_pipeline
+from headrace.pipeline.notebook import show_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report import ReportFolder, StepReport, decoder_of, make_report, show_advisories
-from headrace.pipeline.shown.stage_listing import show_pipeline
 from headrace.transforms import weighted_loss
 
 from .display import TrainingDisplay
@@ -51,10 +50,16 @@ def train(config: DictConfig, output: Path) -> float:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     components = _instantiate_components(config, device)
-    _expect_whole_draws(pipeline, components["env"])
-    collector = _make_collector(components, config.train.steps)
-    display = TrainingDisplay(config.train.steps, output / "metrics.csv")
-    folder = ReportFolder.configured(config, output, title=_title(config))
+    env, steps = components["env"], config.train.steps
+    for stage in pipeline.stages.values() if getattr(env, "whole_draws", False) else ():
+        if getattr(stage, "gates", False) and getattr(stage, "expected_groups", ()) is None:
+            stage.expected_groups = env.sampler  # so it notices groups of which no row came back
+    frames = {"frames_per_batch": env.frames_per_batch, "total_frames": env.frames_per_batch * steps}
+    collector = Collector(env, components["policy"], auto_register_policy_transforms=False, **frames)
+    display = TrainingDisplay(steps, output / "metrics.csv")
+    chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    title = f"{chosen.get('pipeline', 'headrace')}, {steps:,} step{'s' * (steps != 1)}"
+    folder = ReportFolder.configured(config, output, title=title)
     display.console.print(show_pipeline(pipeline))
     ending = "where the rows went"
     try:
@@ -66,7 +71,7 @@ def train(config: DictConfig, output: Path) -> float:
                 shown = {"reward": rewards[0]} if rewards else {}
                 display.step({"step": step, **shown, "optimiser_steps": taken, **report.numbers})
     except KeyboardInterrupt as stop:
-        ending = f"interrupted after step {len(display.history)} of {config.train.steps}"
+        ending = f"interrupted after step {len(display.history)} of {steps}"
         raise TrainingInterrupted(ending) from stop
     finally:
         collector.shutdown()
@@ -74,33 +79,6 @@ def train(config: DictConfig, output: Path) -> float:
         advice = show_advisories(folder.advisories, folder.verdict)
         display.close(ending, page=page, lines=advice)
     return display.history[-1].get("reward", float("nan"))
-
-
-def _title(config: DictConfig) -> str:
-    """The recipe by its name, where one was chosen on a command line, and how many steps."""
-    chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
-    steps = config.train.steps
-    return f"{chosen.get('pipeline', 'headrace')}, {steps:,} step{'s' * (steps != 1)}"
-
-
-def _make_collector(components: dict[str, Any], steps: int) -> Collector:
-    frames = components["env"].frames_per_batch
-    return Collector(
-        components["env"],
-        components["policy"],
-        frames_per_batch=frames,
-        total_frames=frames * steps,
-        auto_register_policy_transforms=False,
-    )
-
-
-def _expect_whole_draws(pipeline: Pipeline, env: EnvBase) -> None:
-    """Let gates notice groups of which no row came back, where each batch of it is whole draws."""
-    if not getattr(env, "whole_draws", False):
-        return
-    for stage in pipeline.stages.values():
-        if getattr(stage, "gates", False) and getattr(stage, "expected_groups", ()) is None:
-            stage.expected_groups = env.sampler
 
 
 def _train_step(

@@ -9,17 +9,18 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from tensordict import NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from headrace.transforms import BatchError, pack, split_microbatches, weighted_loss
 from headrace.transforms.distributed import resolve_group
-from headrace.transforms.options import one_of
-from headrace.transforms.schema import MICROBATCH, has_key
+from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.rows import device_of
+from headrace.transforms.schema import MICROBATCH, RANK, ROW, STEP_WEIGHT, has_key
+from headrace.transforms.tokens import loss_tokens
 
-from .behaviour import check_loss
-from .whole_step import count_step
-
+SAMPLER, OLD, WEIGHTS = ("log_probs", "full"), ("old_log_probs", "full"), "importance_weight"
+CLOSE = 1e-3  # of the weight of a step; float32 weights add up to 1e-6 of it
 Packed = Literal["pack", "tree"]
 Transform = Callable[[TensorDictBase], TensorDictBase]
 
@@ -102,8 +103,11 @@ def optimise(
             check_loss(loss, microbatch)
             reduce(loss(microbatch), microbatch).backward()
             del microbatch
-        if group is not None:
-            _add_up(parameters, group)
+        for parameter in parameters if group is not None else ():
+            if parameter.requires_grad:
+                if parameter.grad is None:  # it may have one on another rank
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=group)
         norm = nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
         if not bool(torch.isfinite(norm)):
             raise BatchError(
@@ -166,10 +170,93 @@ def total_loss(
     return torch.stack([value.squeeze() for value in losses.values()]).sum()
 
 
-def _add_up(parameters: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum gradients over ranks; a parameter without a gradient here may have one on another rank."""
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
+def check_loss(loss: Callable, rows: TensorDictBase) -> None:
+    """Refuse rows that a loss would read wrongly.
+
+    TorchRL's losses say in `tensor_keys` where they read, also within DDP and its like. Of other losses, and
+    of columns that go by other names than the default, nothing is known here.
+
+    Raises:
+        BatchError: it corrects for the sampler a second time, or takes a token's advantage for another's.
+    """
+    while not hasattr(loss, "tensor_keys") and hasattr(loss, "module"):
+        loss = loss.module
+    keys = getattr(loss, "tensor_keys", None)
+    # An advantage that was weighed by π_old / μ is for a ratio π / π_old; most losses measure from μ.
+    from_sampler = nested_key(getattr(keys, "sample_log_prob", None)) == SAMPLER
+    if from_sampler and has_key(rows, WEIGHTS) and has_key(rows, OLD):
+        raise BatchError(
+            f"the advantage is weighed by {WEIGHTS!r}, π_old / μ, and the loss measures its ratio from μ, "
+            f"{SAMPLER!r}: the correction would count twice. Let it read π_old: "
+            f"loss.set_keys(sample_log_prob={OLD!r})"
+        )
+    # GRPOLoss pads ragged log-probabilities on the left, and a ragged advantage on the right.
+    key = nested_key(getattr(keys, "advantage", None))
+    if key is None or not isinstance(rows, LazyStackedTensorDict) or not has_key(rows, key):
+        return
+    if len({row.get(key).shape for row in rows.tensordicts}) > 1:
+        raise BatchError(
+            f"an advantage by token, {key!r}, is of dense rows: of ragged ones {type(loss).__name__} pads it "
+            "on the right and log-probabilities on the left, and each token would get another's. Put "
+            "DenseRows in front (rows=llm), or optimise(..., transform=pack)"
+        )
+
+
+def count_step(
+    minibatch: TensorDictBase,
+    *,
+    loss_mask_key: NestedKey,
+    log_prob_key: NestedKey | None,
+    weight_key: NestedKey,
+    group: dist.ProcessGroup | None,
+) -> float:
+    """The tokens in the loss of an optimiser step, on all ranks of a group.
+
+    Where rows say for which step they were weighed (``num_tokens``, ``("headrace", "step_weight")``), they
+    must be the rows of that step: as many tokens, whose weights add up to as much, and no row twice. One
+    device read, and with a group two collectives.
+
+    Raises:
+        BatchError: they are not, as a sample of a replay buffer is not.
+        MissingKeyError: nothing says which tokens train.
+    """
+    device = device_of(minibatch)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # tokens; weight × tokens; rows there again
+    ends = torch.full((2, 2), -torch.inf, dtype=torch.float64, device=device)  # greatest, and least × −1
+    if len(minibatch):
+        tokens = loss_tokens(minibatch, loss_mask_key, log_prob_key)
+        sums[0] = tokens.sum()
+        weighed = has_key(minibatch, weight_key)
+        if weighed and has_key(minibatch, STEP_WEIGHT):
+            sums[1] = (minibatch.get(weight_key).reshape(-1).double() * tokens).sum()
+        if has_key(minibatch, ROW):  # copies that fill up a micro-batch have no number
+            rows = minibatch.get(ROW).sort().values
+            sums[2] = ((rows[1:] == rows[:-1]) & (rows[1:] >= 0)).sum()
+        says = weighed and has_key(minibatch, "num_tokens")
+        for place, key in enumerate(("num_tokens", STEP_WEIGHT if says else None)):
+            if has_key(minibatch, key):
+                column = minibatch.get(key).reshape(-1).double()
+                ends[place] = torch.stack([column.amax(), -column.amin()])
+    if group is not None:  # ranks take a step together: else gradients of different steps would add up
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    found, weighs, twice, most, least, heaviest, lightest = torch.cat([sums, ends.flatten()]).tolist()
+    # Rows may be spread over ranks of which nothing is known here.
+    part = group is None and (dist.is_initialized() or has_key(minibatch, RANK))
+    wrong = twice > 0 or _differs(found, most, -least, 0.0, part)
+    if wrong or _differs(weighs, heaviest, -lightest, CLOSE, part):
+        raise BatchError(
+            f"the rows of a step are those that were weighed together; these have {found:g} tokens in the "
+            f"loss and weigh {weighs:.4g}, {twice:g} of them are there twice, and they were weighed for a "
+            f"step of {most:g} tokens (num_tokens) that weighs {heaviest:.4g}. Weigh what is trained: first, "
+            "second = pipeline.halves(), the second for what a buffer samples"
+        )
+    return found
+
+
+def _differs(found: float, most: float, least: float, share: float, part: bool) -> bool:
+    """Whether a sum is not what all rows say that it is; less will do of a part of the rows."""
+    if most == -torch.inf:
+        return False  # nobody says
+    slack = share * abs(most)
+    return most - least > slack or found > most + slack or (found < most - slack and not part)

@@ -86,21 +86,19 @@ class RepeatSampler(Sampler[int]):
         if self.drawn == 0:
             raise ValueError(f"{self.prompts} prompts make no batch of {prompts_per_batch}")
         self.rank, self.ranks = rank, ranks
-        self._check_ranks(over if remainder == "uneven" else 0)
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank must be from 0 to ranks - 1; got rank={rank}, ranks={ranks}")
+        last = over if remainder == "uneven" else 0
+        if prompts_per_batch % ranks or 0 < last < ranks:
+            raise ValueError(
+                f"each of {ranks} ranks needs a share of every batch: prompts_per_batch must be a "
+                f"multiple of ranks, and a smaller last batch no less than it; got {prompts_per_batch}"
+                + (f", and {last} in the last" if last else "")
+            )
         self._groups, self._batches, self._places = self._share()
         self.epoch, self.position = 0, 0
         self._made_for: tuple[int, int] | None = None  # the seed and epoch of the order at hand
         self._made: list[int] = []
-
-    def _check_ranks(self, last: int) -> None:
-        if not 0 <= self.rank < self.ranks:
-            raise ValueError(f"rank must be from 0 to ranks - 1; got rank={self.rank}, ranks={self.ranks}")
-        if self.prompts_per_batch % self.ranks or 0 < last < self.ranks:
-            raise ValueError(
-                f"each of {self.ranks} ranks needs a share of every batch: prompts_per_batch must be a "
-                f"multiple of ranks, and a smaller last batch no less than it; got {self.prompts_per_batch}"
-                + (f", and {last} in the last" if last else "")
-            )
 
     def _share(self) -> tuple[list[int], list[int], torch.Tensor]:
         """By group of an epoch that this rank draws: its number, its batch, its prompt's place."""

@@ -84,6 +84,6 @@ def hint(name: str) -> str:
             return f": it is {module}.{name}"
     if (FOLDER / "conf" / "pipeline" / f"{name}.yaml").exists():
         return f": it is a recipe, headrace.load_pipeline({name!r})"
-    from .pipeline.composing.hints import suggest
+    from .pipeline.wording import suggest
 
     return suggest(name, __dir__()) or "; dir(headrace) lists the public names"

@@ -1,21 +1,66 @@
-"""Pipelines, ledgers and reports as a notebook shows them: tables in its own colours, without a script."""
+"""Pipelines, ledgers and reports as a notebook shows them: tables in its own colours, without a script.
+
+And a pipeline as text and in a terminal, its stages one below another.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from torch import nn
 
-from headrace.pipeline.printable import printable
-from headrace.pipeline.report.measuring.funnel import UNITS, Level, funnel
+from .wording import count_words, minus_words, printable, reason_words
 
-from .counts import count_words, minus_words, reason_words
+if TYPE_CHECKING:
+    from .report.measuring.funnel import Level
 
 GROUPS = 12  # lines of a table of groups; the number of other groups is below it
 CELL = "padding:.1em .7em;border:0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
 DIM = "opacity:.7"
+
+
+class StageListing:
+    """Stages in order, each with its options that are not at their defaults."""
+
+    stages: nn.ModuleDict
+    order: list[str]
+
+    def __repr__(self) -> str:
+        lines = [f"  {i}. {name}: {self.stages[name]!r}" for i, name in enumerate(self.order, start=1)]
+        return "\n".join(["Pipeline", *lines])
+
+    def _repr_html_(self) -> str:
+        return stages_html((name, repr(self.stages[name])) for name in self.order)
+
+
+def show_pipeline(pipeline: StageListing) -> Group:
+    """A pipeline as Rich prints it: options that do not fit go on below the stage that has them.
+
+    Args:
+        pipeline: of any stages; their text is not read as markup.
+
+    Example:
+        >>> from rich.console import Console
+        >>> from headrace.pipeline import Pipeline
+        >>> from headrace.transforms import ShuffleSplit
+        >>> pipeline = Pipeline({"split": ShuffleSplit(minibatches=2, remainder="pad")})
+        >>> Console(width=40).print(show_pipeline(pipeline))  # doctest: +NORMALIZE_WHITESPACE
+        Pipeline
+          1. split: ShuffleSplit(minibatches=2,
+                    remainder='pad')
+    """
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for number, name in enumerate(pipeline.order, start=1):
+        table.add_row(Text(f"  {number}. {printable(name)}:"), Text(printable(repr(pipeline.stages[name]))))
+    return Group(Text("Pipeline"), table)
 
 
 class ColumnTable(dict[str, np.ndarray]):
@@ -53,13 +98,17 @@ def ledger_html(
         actions: by code.
         ids: (N,) by unit.
     """
+    from .report.measuring.funnel import funnel  # here: reports import this module
+
     columns = {"reason": reason} | {f"{unit.removesuffix('s')}_id": column for unit, column in ids.items()}
     return funnel_html("Ledger", funnel(columns, [], names, actions))
 
 
 def funnel_html(caption: str, levels: Sequence[Level]) -> str:
     """What was collected, what left each stage for which reason, and what is trained."""
-    units = [unit for unit in UNITS if getattr(levels[0], unit) is not None]
+    units = [
+        unit for unit in ("rows", "rollouts", "groups", "tokens") if getattr(levels[0], unit) is not None
+    ]
     rows = [["collected", *(count_words(getattr(levels[0], unit)) for unit in units)]]
     for level in levels[1:]:
         for left in level.out:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline.composing import ConfigError
-from headrace.pipeline.printable import printable
-from headrace.pipeline.report.advice.advisories import READ, Advice, Advisory, advice_at
-from headrace.pipeline.report.step import StepReport
-from headrace.pipeline.versions import versions
+from headrace.pipeline.installed import versions
+from headrace.pipeline.wording import printable
 
+from .advice import READ, Advice, Advisory, advice_at
 from .dump import write_dump
 from .html import write_page
-from .page_data import page_data
-from .page_schema import PageRun
-from .run_facts import now
-from .thinned import Thinned
+from .page_contents import page_data
+from .step import StepReport
 
+Item = TypeVar("Item")
 POINTS = 500  # most steps of the curves, so that a page of a long run is as quick to write and to read
 SHARE = 0.02  # of the time, at most, goes into writing the page while the run goes on
 
@@ -171,15 +170,7 @@ class ReportFolder:
             history=self._curves.all(),
             advice=[*self._advice.values()],
         )
-        data["run"] = self._facts(live)
-        if self.versus is not None:
-            data["versus"] = list(self.versus)
-        path = self.folder / "report.html"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_page(data, path)
-
-    def _facts(self, live: float | None) -> PageRun:
-        return {
+        data["run"] = {
             "began": self._began,
             "written": now(),
             "live": live,
@@ -187,6 +178,11 @@ class ReportFolder:
             "words": [printable(word) for word in self.words],
             "config": None if self.config is None else printable(self.config, keep="\n"),
         }
+        if self.versus is not None:
+            data["versus"] = list(self.versus)
+        path = self.folder / "report.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_page(data, path)
 
     def _advice_at(self, place: int) -> Advice:
         """Of what was taken at this place, and before it."""
@@ -195,3 +191,42 @@ class ReportFolder:
 
     def _advice_at_last(self) -> Advice:
         return self._advice_at(len(self._read) - 1) if self._read else ("No step was recorded.", [])
+
+
+class Thinned(Generic[Item]):
+    """Keep at most `most` of the things that come, and the last one.
+
+    Args:
+        most: ≥ 2; where there would be more, every other one goes, and from then on half as many stay.
+
+    Example:
+        >>> some = Thinned(4)
+        >>> for number in range(11):
+        ...     some.add(number)
+        >>> some.all()
+        [0, 4, 8, 10]
+    """
+
+    def __init__(self, most: int):
+        self.most = most
+        self._kept: list[Item] = []  # every `_every`-th, from the first on
+        self._every, self._seen = 1, 0
+
+    def add(self, item: Item) -> None:
+        """Take the next one."""
+        self._last = item
+        if self._seen % self._every == 0:
+            self._kept.append(item)
+            if len(self._kept) >= self.most:
+                self._kept, self._every = self._kept[::2], 2 * self._every
+        self._seen += 1
+
+    def all(self) -> list[Item]:
+        """Those that are kept, in order."""
+        last_is_kept = (len(self._kept) - 1) * self._every == self._seen - 1
+        return [*self._kept] if last_is_kept else [*self._kept, self._last]
+
+
+def now() -> str:
+    """The time, UTC, ISO 8601 to the second: ``2026-11-22T04:19:11+00:00``."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from functools import cache
+from importlib.resources import files
+from typing import Literal, NamedTuple
 
-from .trend import MIN_STEPS, Trend, mean, trend_of
+from omegaconf import OmegaConf
 
 Numbers = Mapping[str, float]
 History = Sequence[tuple[int, Numbers]]
@@ -14,6 +16,10 @@ RECENT = 5  # steps over which a number is judged by its mean
 REWARD, LENGTH = "reward/all/mean", "response_length/mean"
 LENGTHS = 2.0  # times as long as in the beginning is too long
 NAMED = 6  # steps that a sentence names
+MIN_STEPS = 12
+SMALL = 0.02  # of the range: less is no move
+ROUNDED = 1e-9  # of the greatest: means of the same rewards differ by their rounding
+AT_THE_TOP = 0.1  # of the range below the greatest: there is little left to rise
 
 
 class Advisory(NamedTuple):
@@ -246,3 +252,111 @@ def _trends(history: History) -> list[Advisory]:
             words = f"Responses grew from {first:,.3g} to {last:,.3g} tokens"
             found.append(Advisory("lengths-explode", f"{words}.", LENGTH, ()))
     return found
+
+
+# -- whether a number rises over the steps, by a rule that can be looked up ---------------------------------
+
+
+class Trend(NamedTuple):
+    """How a number went."""
+
+    kind: Literal["short", "rose", "flat", "fell", "stalled"]
+    steps: int
+    last: float
+    words: str
+    """As it follows "the reward"."""
+
+
+def trend_of(values: Sequence[float], *, low: float, high: float) -> Trend:
+    """How a number went over its steps.
+
+    With the range high − low, and the quarters Q₁ … Q₄ of the steps (those over go to neither end)::
+
+        short     fewer than 12 steps
+        fell      mean(Q₄) − mean(Q₁) < −0.02 · range
+        flat      |mean(Q₄) − mean(Q₁)| ≤ 0.02 · range
+        stalled   mean(Q₄) − mean(Q₃) ≤ 0.02 · range, and high − mean(Q₄) > 0.1 · range
+        rose      else
+
+    where the first that is so counts. What is near its top, high − mean(Q₄) ≤ 0.1 · range, is not flat; and
+    1e-9 of the greatest is no move, which rounding may make.
+
+    Args:
+        values: one a step, at least one.
+        low: least that was seen, of any rollout say.
+        high: greatest.
+
+    Example:
+        >>> trend_of([0.0] * 4 + [0.5] * 8, low=0.0, high=1.0).words
+        'rose from 0 to 0.5, and no longer rises: 0.5 in the last 3 steps, 0.5 in the 3 before'
+    """
+    steps, ends = len(values), f"{values[0]:.3g} to {values[-1]:.3g}"
+    if steps < MIN_STEPS:
+        return Trend("short", steps, values[-1], f"went from {ends}")
+    size = steps // 4
+    first, before, last = mean(values[:size]), mean(values[-2 * size : -size]), mean(values[-size:])
+    small = max(SMALL * (high - low), ROUNDED * max(abs(low), abs(high)))
+    at_top = high - last <= AT_THE_TOP * (high - low)
+    if last - first < -small:
+        return Trend("fell", steps, values[-1], f"fell from {first:.3g} to {last:.3g}")
+    if last - first <= small and not (at_top and high > low):
+        return Trend("flat", steps, values[-1], f"is flat at {last:.3g}")
+    if last - before <= small and not at_top:
+        words = (
+            f"rose from {first:.3g} to {last:.3g}, and no longer rises: {last:.3g} in the last {size} steps"
+        )
+        return Trend("stalled", steps, values[-1], f"{words}, {before:.3g} in the {size} before")
+    if last - first <= small:
+        return Trend("rose", steps, values[-1], f"stays at {last:.3g}, near the greatest seen,")
+    if values[-1] <= values[0]:  # of single steps, which chance moves more than quarters
+        ends = f"{first:.3g} to {last:.3g}"
+    return Trend("rose", steps, values[-1], f"rose from {ends}")
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean of at least one number."""
+    return sum(values) / len(values)
+
+
+# -- from a symptom to the number that shows it, what it means, and the words that change it -----------------
+
+
+class Remedy(NamedTuple):
+    """Something to do."""
+
+    text: str
+    words: str
+    """To type behind ``headrace``; empty: it is done elsewhere."""
+
+
+class Symptom(NamedTuple):
+    """Something that goes wrong, as it looks in a report."""
+
+    name: str
+    """By which advisories and links call it."""
+    title: str
+    shows: str
+    """The number of the report that shows it, and the rule by which it becomes an advisory."""
+    means: str
+    remedies: tuple[Remedy, ...]
+
+
+@cache
+def symptoms() -> dict[str, Symptom]:
+    """All symptoms by name, most urgent first.
+
+    Example:
+        >>> symptoms()["stalled"].title
+        'The reward rose, and no longer does'
+    """
+    text = (files(__package__) / "symptoms.yaml").read_text(encoding="utf-8")
+    return {
+        str(name): Symptom(
+            str(name),
+            node.title,
+            node.shows,
+            node.means,
+            tuple(Remedy(each.text, each.get("words", "")) for each in node.remedies),
+        )
+        for name, node in OmegaConf.create(text).items()
+    }

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.pipeline.report.step import StepReport, rows_to_read
-
-from .page_texts import shortened
+from .page_contents import shortened
+from .step import StepReport, rows_to_read
 
 ROLLOUTS = 200  # of the table: trackers keep one of every step
 COLUMNS = ["group", "rollout", "prompt", "response", "reward", "advantage", "length", "status", "reason"]

@@ -1,8 +1,10 @@
-"""What is installed: nothing here imports what it asks about."""
+"""What is installed: versions of packages, without importing them, and extras where somebody needs one."""
 
 from __future__ import annotations
 
+import importlib
 from importlib import metadata
+from types import ModuleType
 
 PACKAGES = ("headrace", "torch", "torchrl", "tensordict")
 
@@ -23,3 +25,19 @@ def versions() -> dict[str, str]:
         True
     """
     return {name: found for name in PACKAGES if (found := version_of(name))}
+
+
+def import_extra(module: str, extra: str, reader: str) -> ModuleType:
+    """Import a module of an extra, when somebody needs it.
+
+    Raises:
+        ImportError: it is not installed; the message names the extra.
+
+    Example:
+        >>> import_extra("json", "ray", "RayAssembler").dumps(1)
+        '1'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as err:
+        raise ImportError(f"{reader} needs {module}: pip install 'headrace[{extra}]'") from err

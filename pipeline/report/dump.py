@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headrace.pipeline.report.step import StepReport
+from .step import StepReport
 
-from .whole_file import write_whole
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 FLOATS = ("reward", "rollout_reward", "advantage", "loss_weight", "advantage_by_row", "logged_advantage")
@@ -73,7 +74,9 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     codes = pa.array(report.columns["reason"], pa.int32())
     for name, words in (("reason", report.names), ("action", report.actions)):
         columns[name] = pa.DictionaryArray.from_arrays(codes, pa.array(words, pa.string())).cast(pa.string())
-    columns |= {name: pa.array(map(_encodable, texts), pa.string()) for name, texts in report.texts.items()}
+    for name, texts in report.texts.items():  # half a surrogate pair, where a tokenizer cut one, becomes `?`
+        encodable = [text.encode("utf-8", "replace").decode() for text in texts]
+        columns[name] = pa.array(encodable, pa.string())
     metadata = {"headrace.schema": str(SCHEMA_VERSION), "headrace.recipe": json.dumps(report.recipe)}
     if config is not None:
         metadata["headrace.config"] = config
@@ -124,23 +127,35 @@ def write_dump(
 
 
 def _lines(table: pa.Table) -> Iterator[str]:
+    """A line of JSON for each row, with the values that are known."""
+    shown = ("reward", "rollout_reward")  # also where there is none, which is another thing than damage
     for batch in table.to_batches(max_chunksize=10_000):
         for row in batch.to_pylist():
-            yield (
-                json.dumps({"schema": SCHEMA_VERSION, **_known(row)}, ensure_ascii=False, allow_nan=False)
-                + "\n"
-            )
+            known = {name: value for name, value in row.items() if value is not None or name in shown}
+            if "rewards" in known:
+                known["rewards"] = [value if math.isfinite(value) else None for value in known["rewards"]]
+            line = {"schema": SCHEMA_VERSION, **known}
+            yield json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _known(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a row that are known, as JSON can hold them."""
-    shown = ("reward", "rollout_reward")  # also where there is none, which is another thing than damage
-    known = {name: value for name, value in row.items() if value is not None or name in shown}
-    if "rewards" in known:
-        known["rewards"] = [value if math.isfinite(value) else None for value in known["rewards"]]
-    return known
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` make a temporary file beside `path`, and rename it, so that half a file is never read.
 
+    Args:
+        path: of the file; its folder must exist. A file that is there is replaced.
+        write: writes the file that it is given the path of; what it raises leaves `path` as it was.
 
-def _encodable(text: str) -> str:
-    """A text that UTF-8 can hold: half a surrogate pair, where a tokenizer cut one, becomes ``?``."""
-    return text.encode("utf-8", "replace").decode()
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_whole(Path(folder) / "a.txt", lambda file: file.write_text("all of it"))
+        ...     [(file.name, file.read_text()) for file in Path(folder).iterdir()]
+        [('a.txt', 'all of it')]
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+        log.debug("%s is written", path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,1 +1,0 @@
-"""Reports as files: the page, the dump, the folder of a run; and as trackers take them."""

@@ -1,0 +1,325 @@
+"""One pass over the files of a source, and how a file of each kind is read.
+
+JSON Lines, plain or gzipped, are read a line at a time, Parquet a few rows at a time. Files of ``torch.save``
+are loaded without running code and without more memory than they have bytes for: they are zip archives since
+torch 1.6, and the format before that is refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from .batch import MAX_ROWS, Label, Sample
+from .malformed import Skipped, SourceError, first_line, quote
+from .record import Record
+
+MAX_LINE = 2**28  # bytes; one line is in memory at a time
+ROWS = 256  # of a Parquet file, in memory at a time
+MAX_VALUES = 2**28  # of a table that is read as a whole
+# What plain data and tensors in a pickle call. Of what else torch holds for safe, much takes memory by a size
+# that is claimed: bytearray(2**40), torch.LongTensor(2**40), a hexadecimal encoding of an encoding.
+CALLED = re.compile(rb"c(?=((?:__builtin__|builtins|_?codecs|collections|torch[\w.]*)\n\w+)\n)")
+ALLOWED = re.compile(
+    rb"collections\nOrderedDict|(?:__builtin__|builtins)\n(?:set|complex)"
+    rb"|torch\._utils\n_rebuild_(?:tensor_v2|tensor_v3|parameter)"
+    rb"|torch\n(?:Size|device|bool|[a-z]+\d+\w*|(?!Untyped|Typed)\w+Storage)"
+)
+Decoded = TypeVar("Decoded")
+
+
+@dataclass(slots=True)
+class Reading:
+    """The options and the state of one pass over a source. Readers write `position`.
+
+    Args:
+        reward_keys: the names of the rewards to read; empty: the format's own.
+        group_by: ``prompt`` makes equal prompts of a step one group, in formats without a group's id.
+        group_size: rollouts that each group was dispatched with.
+        skipped: counts malformed records, or raises for them.
+        file: number of the file that is being read, from 0.
+        done_bytes: size of the files that have been read.
+        position: bytes read of this file.
+    """
+
+    reward_keys: tuple[str, ...] = ()
+    group_by: str | None = None
+    group_size: int | None = None
+    skipped: Skipped = field(default_factory=lambda: Skipped(allowed=False))
+    file: int = 0
+    done_bytes: int = 0
+    position: int = 0
+
+    @property
+    def reward_key(self) -> str | None:
+        """The one reward's name, where the format reads one; None: the format's own."""
+        return self.reward_keys[0] if self.reward_keys else None
+
+    def restarted(self) -> Reading:
+        """A new pass with the same options."""
+        skipped = Skipped(allowed=self.skipped.allowed)
+        return replace(self, skipped=skipped, file=0, done_bytes=0, position=0)
+
+    def group_of_prompt(self, prompt: Any, where: str) -> Label:
+        """A group's label made of its prompt, for formats without a group's id. Equal prompts, equal labels.
+
+        Args:
+            prompt: as the dump has it: text, token ids or messages. Those are not compared by their text, in
+                which two messages may look like one.
+            where: ``file:line``.
+
+        Raises:
+            SourceError: `group_by` is not ``prompt``.
+        """
+        if self.group_by != "prompt":
+            raise SourceError(
+                f"{where}: a sample needs a group; found none, and the same prompt drawn twice would look "
+                "like one group. If each prompt was drawn once a step, set group_by='prompt', best with "
+                "group_size, which is then checked"
+            )
+        text = json.dumps(prompt, sort_keys=True, default=repr)
+        return "prompt", hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def parse_records(
+    records: Iterator[Record], reading: Reading, parse: Callable[[Record, Reading], list[Sample]]
+) -> Iterator[Sample]:
+    """Turn records into samples; skip malformed records where that is allowed.
+
+    A record is there once in a step: one with the label of another is no second segment of its rollout.
+
+    Args:
+        records: of one file.
+        reading: the pass that the file belongs to.
+        parse: makes samples of a record.
+
+    Raises:
+        SourceError: a record is malformed or there twice, and none may be skipped.
+    """
+    step: int | None = None
+    places: dict[Label, str] = {}  # of the records of the step, by their labels
+    for record in records:
+        try:
+            samples = [sample.check() for sample in parse(record, reading)]
+            if samples and samples[0].step != step:
+                step, places = samples[0].step, {}
+            if samples and (label := samples[0].record) is not None:
+                if label in places:
+                    raise SourceError(
+                        f"{samples[0].where}: a record is there once in a step; found {quote(label)}, which "
+                        f"is already at {places[label]}"
+                    )
+                places[label] = samples[0].where
+        except SourceError as err:
+            reading.skipped.note(err)
+        else:
+            yield from samples
+
+
+# -- JSON Lines ---------------------------------------------------------------------------------------
+
+
+def read_jsonl(
+    path: Path, reading: Reading, parse: Callable[[Record, Reading], list[Sample]]
+) -> Iterator[Sample]:
+    """Read samples from a ``.jsonl`` or ``.jsonl.gz`` file, a line at a time.
+
+    Args:
+        path: the file.
+        reading: the pass that the file belongs to.
+        parse: makes samples of a record.
+
+    Raises:
+        SourceError: a record is malformed, and none may be skipped.
+    """
+    return parse_records(read_lines(path, reading), reading, parse)
+
+
+def read_lines(path: Path, reading: Reading) -> Iterator[Record]:
+    """The records of a file; blank lines are skipped.
+
+    Raises:
+        SourceError: a line that is no JSON object, or a file that is cut off or has no records.
+    """
+    count = 0
+    try:
+        with path.open("rb") as raw:
+            for number, line in enumerate(_lines(raw, path), start=1):
+                reading.position = raw.tell()
+                if line.isspace():
+                    continue
+                count += 1
+                where = f"{path}:{number}"
+                try:
+                    record = Record(decode(line, where), where, number)
+                except SourceError as err:
+                    reading.skipped.note(err)
+                else:
+                    yield record
+    except (OSError, EOFError, zlib.error) as err:
+        reading.skipped.note(SourceError(f"{path}: the file must be readable to its end; found {err}"))
+        return
+    if not count:
+        reading.skipped.note(SourceError(f"{path}: a dump has at least one record; found an empty file"))
+
+
+def decode(line: bytes, where: str) -> dict[str, Any]:
+    """One JSON object, strictly: NaN, Infinity and repeated keys are errors.
+
+    Raises:
+        SourceError: the line is too long, not UTF-8, or not one JSON object.
+
+    Example:
+        >>> decode(b'{"reward": 0.5}', "a.jsonl:1")
+        {'reward': 0.5}
+    """
+    if len(line) > MAX_LINE:
+        raise SourceError(f"{where}: a line has at most {MAX_LINE} bytes; found a longer one")
+    try:
+        value = _DECODER.decode(line.decode())
+    except UnicodeDecodeError as err:
+        raise SourceError(f"{where}: a line must be UTF-8; found {err.reason} at byte {err.start}") from None
+    except json.JSONDecodeError as err:
+        cut = "" if line.endswith(b"\n") else ", on a last line without an end: is the file cut off?"
+        raise SourceError(
+            f"{where}: a line must be one JSON object; found {err.msg} at column {err.colno}{cut}"
+        ) from None
+    except (ValueError, RecursionError) as err:  # a hook's, or Python's limits on digits and nesting
+        raise SourceError(f"{where}: a line must be one JSON object; found {err}") from None
+    if not isinstance(value, dict):
+        raise SourceError(f"{where}: a line must be one JSON object; found {quote(value)}")
+    return value
+
+
+def _lines(raw: IO[bytes], path: Path) -> Iterator[bytes]:
+    stream: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+    while line := stream.readline(MAX_LINE + 1):
+        yield line  # `decode` refuses a line that is too long; its rest is skipped here
+        if len(line) > MAX_LINE:
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(MAX_LINE)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {quote(twice)} twice in one object")
+    return data
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"the literal {name}, which is no JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+
+
+# -- Parquet ------------------------------------------------------------------------------------------
+
+
+def read_schema(path: Path) -> pa.Schema:
+    """The columns of a Parquet file.
+
+    Raises:
+        SourceError: the file is damaged.
+    """
+    return _decode(pq.read_schema, path)
+
+
+def read_table(path: Path) -> pa.Table:
+    """All columns and rows of a Parquet file.
+
+    Raises:
+        SourceError: the file is damaged, or has more than :data:`MAX_ROWS` rows or :data:`MAX_VALUES` values:
+            a run of equal ones takes no room in the file.
+    """
+    metadata = _decode(pq.read_metadata, path)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+    if metadata.num_rows > MAX_ROWS or values > MAX_VALUES:
+        raise SourceError(
+            f"{path}: a step has at most {MAX_ROWS} rows, with {MAX_VALUES} values in all columns; found "
+            f"{metadata.num_rows} rows, with {values}"
+        )
+    return _decode(pq.read_table, path)
+
+
+def _decode(decoder: Callable[[Path], Decoded], path: Path) -> Decoded:
+    try:
+        return decoder(path)
+    except Exception as err:  # a damaged file makes the decoder raise anything
+        raise SourceError(f"{path}: a Parquet file is required; found {first_line(err)}") from None
+
+
+def read_rows(path: Path, reading: Reading) -> Iterator[Record]:
+    """The rows of a Parquet file, a few at a time.
+
+    Raises:
+        SourceError: the file is damaged, or has no rows.
+    """
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            size = path.stat().st_size
+            for batch in file.iter_batches(batch_size=ROWS):
+                reading.position = size * number // max(1, file.metadata.num_rows)
+                for data in batch.to_pylist():
+                    number += 1
+                    yield Record(data, f"{path}, row {number}", number)
+    except Exception as err:  # a damaged file makes the decoder raise anything
+        reading.skipped.note(SourceError(f"{path}: a Parquet file must be readable; found {first_line(err)}"))
+        return
+    if not number:
+        reading.skipped.note(SourceError(f"{path}: a dump has at least one row; found an empty table"))
+
+
+# -- torch.save ---------------------------------------------------------------------------------------
+
+
+def load_plain(path: Path) -> Any:
+    """The plain data and tensors of a file of ``torch.save``; nothing in it is executed.
+
+    Raises:
+        SourceError: it holds something else, or is damaged, compressed, or not an archive.
+    """
+    try:
+        _check_size(path)
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as err:  # a damaged file makes the unpickler raise anything
+        raise SourceError(
+            f"{path}: a dump must load as plain data and tensors, without running code; "
+            f"found {first_line(err)}"
+        ) from None
+
+
+def _check_size(path: Path) -> None:
+    """Check that the archive is as large as what is in it, before that is in memory.
+
+    Raises:
+        ValueError: it is not.
+    """
+    with zipfile.ZipFile(path) as archive:
+        items = archive.infolist()
+        if any(item.compress_type != zipfile.ZIP_STORED for item in items):
+            raise ValueError("a compressed archive, which torch.save does not write")
+        if (size := sum(item.file_size for item in items)) > path.stat().st_size:
+            raise ValueError(f"{size} bytes in an archive of {path.stat().st_size}")
+        for item in items:
+            if item.filename.endswith(".pkl"):
+                for name in CALLED.findall(archive.read(item)):
+                    if not ALLOWED.fullmatch(name):
+                        raise ValueError(f"a call of {name.decode().replace(chr(10), '.')}")
