@@ -158,16 +158,17 @@ class Informative(OverSource):
         flat = enter_rows(batch, [self.group_key], reader=READER)
         if len(flat) == 0:
             return
-        groups = as_ids(read_column(flat, self.group_key, reader=READER, option="group_key"), "group_id").tolist()
+        groups = as_ids(
+            read_column(flat, self.group_key, reader=READER, option="group_key"), "group_id"
+        ).tolist()
         if torn := {group for group in groups if group in self._closed}:
             raise BatchError(
                 f"{READER} takes batches of whole groups; in two batches came "
                 f"{listing(map(str, sorted(torn)))}. Put assembled() between it and the collector"
             )
         piece = Piece(flat, range(self._came, self._came + len(flat)))
-        kinds = kinds_of(piece.columns)
         if self._waiting:
-            check_kinds(self._kinds, kinds)
+            check_kinds(self._kinds, kinds_of(piece.columns))
         informs = {groups[row] for row in self._in_loss(flat)}
         stays = [(self._came + row, group) for row, group in enumerate(groups) if group in informs]
         if stays:
@@ -175,7 +176,7 @@ class Informative(OverSource):
             piece.own()
         for arrival, group in stays:
             self._waiting.setdefault(group, []).append((piece, arrival))
-        self._kinds, self._came = kinds, self._came + len(flat)
+        self._kinds, self._came = kinds_of(piece.columns), self._came + len(flat)
         for group in set(groups):
             self._closed.add(group)
         self.counts["uninformative"] += len(flat) - len(stays)
@@ -196,7 +197,7 @@ class Informative(OverSource):
     def _take(self) -> TensorDictBase:
         """Hand out the first groups that wait."""
         rows = [row for group in list(self._waiting)[: self.groups] for row in self._waiting.pop(group)]
-        batch = gather(sorted(rows, key=lambda row: row[1]))
+        batch = gather(sorted(rows, key=lambda row: row[1]), {})
         let_go(rows)
         return batch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -25,13 +25,17 @@ from headrace.transforms.schema import (
 
 from .groups import Key, Row
 from .limits import Limits
-from .pieces import Piece, column_of
+from .pieces import Piece
 from .stream import DUPLICATE, LATE, SURPLUS, Plan
 
 READER = "GroupAssembler"
 READ = ("group_key", "rollout_key", "expected_key", "partition_key", "segment_key", "done_key", "status_key")
 READ += ("version_key", "reward_key", "group_size")
 """The options by which rows are read; a state goes on under the same ones alone."""
+GROUP_NAMES, ROW_NAMES = (
+    ("partition", "group", "expected"),
+    ("rollout", "segment", "done", "status", "version", "reward"),
+)
 UNSAID = {
     **{"segment": 0, "done": 1, "begins": -1, "ends": 1, "status": 0, "version": 0, "reward": 0.0},
     **{"partition": 0, "rollout": 0},
@@ -60,63 +64,104 @@ RULES = {
 """What must hold of rows, in the order in which it is said."""
 
 
-def read_rows(
-    batch: TensorDictBase, piece: Piece, keys: Mapping[str, Any], *, groups_only: bool = False
-) -> Iterator[Row]:
-    """What N ≥ 1 rows say of themselves. One device read.
+def find_columns(
+    batch: TensorDictBase, piece: Piece, options: Mapping[str, Any], *, groups_only: bool = False
+) -> dict[str, NestedKey]:
+    """Under which keys rows say what they are: all batches with columns of the same kinds say it so.
 
     Args:
-        batch: TensorDict ``[N]``.
+        batch: TensorDict ``[N]``, N ≥ 1.
         piece: the same.
-        keys: the options of the assembler that name columns, and `group_size`.
-        groups_only: read nothing but their groups.
+        options: of the assembler, those of `READ`.
+        groups_only: find nothing but the groups of rows.
 
     Raises:
         MissingKeyError: a column is not there.
-        BatchError: it holds other numbers, or more than one a row; an id is not set, a status unknown.
+        BatchError: it holds no integers or flags, or more than one a row.
     """
-    names = ["partition", "group", "expected"]
-    names += [] if groups_only else ["rollout", "segment", "done", "status", "version", "reward"]
-    wanted: dict[str, NestedKey | None] = {name: keys[f"{name}_key"] for name in names}
-    if keys["group_size"] is not None and not has_key(batch, keys["expected_key"]):
-        wanted["expected"] = None
-    if not groups_only and wanted["status"] is None:
-        wanted["status"] = next((key for key in STATUS_KEYS if has_key(batch, key)), None)
-    if wanted.get("done") is not None:
-        wanted["begins"] = INIT if has_key(batch, INIT) else None
-        wanted["ends"] = EXPECTED_SEGMENTS if has_key(batch, EXPECTED_SEGMENTS) else None
-    columns = {name: _integers(batch, piece, key, name) for name, key in wanted.items() if key is not None}
-    said: dict[str, Any] = dict(zip(columns, torch.stack(list(columns.values())).tolist(), strict=True))
+    names = GROUP_NAMES if groups_only else GROUP_NAMES + ROW_NAMES
+    found = {name: key for name in names if (key := options[f"{name}_key"]) is not None}
+    if options["group_size"] is not None and not has_key(batch, found["expected"]):
+        del found["expected"]
+    optional: dict[str, Sequence[NestedKey]] = {}
+    if not groups_only and "status" not in found:
+        optional["status"] = STATUS_KEYS
+    if "done" in found:
+        optional |= {"begins": [INIT], "ends": [EXPECTED_SEGMENTS]}
+    for name, keys in optional.items():
+        found |= {name: key for key in reversed(keys) if has_key(batch, key)}
+    for name, key in found.items():
+        dtype = _entries(batch, piece, key, name)[0].dtype
+        if name in ("done", "begins"):
+            read_flags(batch, key, reader=READER, option=f"{name}_key")
+        elif name != "reward":
+            as_ids(torch.empty(1, dtype=dtype), str(key))
+    return found
+
+
+def read_rows(
+    batch: TensorDictBase, piece: Piece, found: Mapping[str, NestedKey], group_size: int | None
+) -> Iterator[Row]:
+    """What rows say of themselves. One device read.
+
+    Args:
+        batch: TensorDict ``[N]``, N ≥ 1.
+        piece: the same.
+        found: by :func:`find_columns`.
+        group_size: rollouts of a group that does not say how many it was dispatched with.
+
+    Raises:
+        BatchError: an id is not set; a status is unknown.
+    """
+    said = _numbers({name: _entries(batch, piece, key, name) for name, key in found.items()})
     for name, (called, why) in IDS.items():
         if name in said and min(said[name]) < 0:
             unset = [f"{number} at row {row}" for row, number in enumerate(said[name]) if number < 0]
             raise BatchError(
                 f"every row needs a {called} ≥ 0; found {listing(unset)}: {why}{who_stamps(called)}"
             )
-    statuses = said.get("status", [0])
-    if min(statuses) < min(Status) or max(statuses) > max(Status):
-        odd = [f"{status} at row {row}" for row, status in enumerate(statuses) if not 0 <= status <= 3]
+    odd = [
+        f"{status} at row {row}" for row, status in enumerate(said.get("status", ())) if not 0 <= status <= 3
+    ]
+    if odd:
         known = ", ".join(f"{status.value} {status.name}" for status in Status)
         raise BatchError(f"status must be one of {known}; found {listing(odd)}")
-    if "reward" in said:
-        said["reward"] = torch.tensor(said["reward"]).view(torch.float64).tolist()
+    if min(said.get("ends", [1])) < 1:
+        odd = [f"{ends} at row {row}" for row, ends in enumerate(said["ends"]) if ends < 1]
+        raise BatchError(RULES["ends"].format(found=listing(odd)))
     said |= {"arrival": piece.place, "piece": repeat(piece)}
-    unsaid = UNSAID | {"expected": keys["group_size"]}
+    unsaid = UNSAID | {"expected": group_size}
     return map(Row._make, zip(*(said.get(name) or repeat(unsaid[name]) for name in Row._fields)))  # noqa: B905
 
 
-def _integers(batch: TensorDictBase, piece: Piece, key: NestedKey, name: str) -> Tensor:
-    """A column (N,) as int64: flags are 0 and 1, rewards the bits of a float64."""
-    column, option = column_of(piece.columns, key, len(batch)), f"{name}_key"
-    if column is None:  # missing, or elsewhere, or odd in a way that is said here
-        column = read_column(batch, key, reader=READER, option=option)
-    if name == "reward":
-        return column.double().view(torch.int64)
-    if name not in ("done", "begins"):
-        return as_ids(column, str(key))
-    if column.dtype is not torch.bool:
-        read_flags(batch, key, reader=READER, option=option)
-    return column.long()
+def _entries(batch: TensorDictBase, piece: Piece, key: NestedKey, name: str) -> list[Tensor]:
+    """A column of one number a row, whole or by row."""
+    found = piece.entries(key)
+    if found is None:  # it is elsewhere, or it is said what it lacks
+        found = [read_column(batch, key, reader=READER, option=f"{name}_key")]
+    return found
+
+
+def _numbers(columns: Mapping[str, list[Tensor]]) -> dict[str, Any]:
+    """Columns as lists. One device read."""
+    if next(iter(columns.values()))[0].device.type != "cpu":
+        joined = {name: torch.cat([each.reshape(-1) for each in of]) for name, of in columns.items()}
+        bits = [c.double().view(torch.int64) if c.is_floating_point() else c.long() for c in joined.values()]
+        read = zip(joined, torch.stack(bits).cpu(), strict=True)
+        columns = {name: [b.view(torch.float64) if name == "reward" else b] for name, b in read}
+    return {
+        name: _flat(of[0].tolist()) if len(of) == 1 else [each.item() for each in of]
+        for name, of in columns.items()
+    }
+
+
+def _flat(numbers: Any) -> list[Any]:
+    """Numbers out of their lists of one."""
+    if not isinstance(numbers, list):
+        return [numbers]
+    while isinstance(numbers[0], list):
+        numbers = [number for (number,) in numbers]
+    return numbers
 
 
 def admit(plan: Plan, rows: Iterable[Row], limits: Limits) -> list[int]:
@@ -145,29 +190,30 @@ def admit(plan: Plan, rows: Iterable[Row], limits: Limits) -> list[int]:
         rollout = None if change is None else change.rollout(row.rollout)
         over = rollout is None and row.rollout in stream.closed_rollouts[row.partition]
         expected = sizes.setdefault(key, row.expected if change is None else change.group.expected)
-        words = f"rollout {row.rollout}"
+        words = ""
         if not least <= row.expected == expected:
             rule, words = "expected", f"group {row.group}: {sorted({row.expected, expected})}"
         elif home != key or (over and change is not None):
-            rule, words = "home", f"{words} in groups {sorted({home[1], row.group})}"
+            rule, words = "home", f"rollout {row.rollout} in groups {sorted({home[1], row.group})}"
             words += " and in one that is closed" if home == key else ""
         elif change is None:
             reason = DUPLICATE if over else LATE
         elif rollout is None:
             reason = SURPLUS if change.group.is_ready else ""
         elif rollout.ends != row.ends:
-            rule, words = "ends", f"{words} ({[rollout.ends, row.ends]})"
+            rule, words = "ends", f"rollout {row.rollout} ({[rollout.ends, row.ends]})"
         elif change.group.is_ready or rollout.has(row):
             reason = DUPLICATE
         elif beyond := rollout.beyond(row):
-            rule, words = "last", f"segment {beyond[0]} of {words}, which ends with {beyond[1]}"
+            words = f"segment {beyond[0]} of rollout {row.rollout}, which ends with {beyond[1]}"
+            rule = "last"
         elif rollout.begins_again(row):
-            rule = "begins"
+            rule, words = "begins", f"rollout {row.rollout}"
         if reason:
             plan.left[reason] += 1
             if limits.raises(reason):
-                rule = reason
-                words = f"{f'segment {row.segment} of ' if by_segment else ''}{words} of group {row.group}"
+                words = f"segment {row.segment} of " if by_segment else ""
+                rule, words = reason, f"{words}rollout {row.rollout} of group {row.group}"
         elif change is not None and not rule:
             change.add(row, by_segment=by_segment)
             admitted.append(row.arrival)

@@ -16,10 +16,10 @@ from headrace.transforms.rows import device_of
 from headrace.transforms.schema import DISPATCHED, DONE
 from headrace.transforms.tokens import silence
 
-from .arriving import READ, admit, announce, read_rows
+from .arriving import READ, admit, announce, find_columns, read_rows
 from .limits import Limits, Selector, StalledError, check_limits, stalled
 from .pieces import Piece, check_kinds, gather, kinds_of
-from .stream import REASONS, STALE, UNFINISHED, Plan, Stream
+from .stream import STALE, UNFINISHED, Plan, Stream
 
 Remedy = Literal["drop", "raise", "keep", "refill"]
 OnRepeat = Literal["drop", "raise"]
@@ -161,13 +161,14 @@ class GroupAssembler:
         self.reward_key, self.on_surplus = nested_key(reward_key), on_surplus
         self._limits = Limits(*(getattr(self, name) for name in Limits._fields))
         check_limits(self._limits, self.refill)
-        self._keys = {name: getattr(self, name) for name in READ}
-        self._keys["version_key"] = self.version_key if max_staleness is not None else None
-        self._keys["reward_key"] = self.reward_key if callable(on_surplus) else None
+        self._options = {name: getattr(self, name) for name in READ}
+        self._options["version_key"] = self.version_key if max_staleness is not None else None
+        self._options["reward_key"] = self.reward_key if callable(on_surplus) else None
         self.version = 0
         """The newest policy version, for `max_staleness`; whoever trains counts it up."""
         self._stream = Stream()
-        self._kinds: dict[tuple[str, ...], Any] = {}  # of the columns of the rows that wait
+        self._kinds: dict[tuple[str, ...], Any] = {}  # of the columns of the last rows that came
+        self._found: dict[str, NestedKey] | None = None  # and where these say what they are
         self._turn = threading.RLock()
 
     # -- what is there ------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class GroupAssembler:
     @property
     def counts(self) -> dict[str, int]:
         """Rows that left, by reason."""
-        return {reason: self._stream.counts[reason] for reason in REASONS}
+        return dict(self._stream.counts)
 
     @property
     def emitted(self) -> int:
@@ -227,22 +228,33 @@ class GroupAssembler:
                 rollouts that differ, columns that do not fit those that wait; what ``raise`` is set for.
             StalledError: no group has become whole for `max_idle` puts.
         """
-        keys = [self.group_key, self.rollout_key]
+        stream, found, keys = self._stream, self._found, [self.group_key, self.rollout_key]
         with self._turn, labels_in_errors(batch, keys):
-            batch, stream = enter_rows(batch, keys, reader=type(self).__name__), self._stream
-            plan = Plan(stream, stream.puts + 1, time.monotonic(), came=batch.shape.numel())
-            piece, kinds = Piece(batch, range(stream.received, stream.received + plan.came)), self._kinds
-            if plan.came:
+            kinds = None
+            if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
+                piece = self._piece(batch)
                 kinds = kinds_of(piece.columns)
-                if stream.held:
-                    check_kinds(self._kinds, kinds)
-                piece.keep(admit(plan, read_rows(batch, piece, self._keys), self._limits))
+            if kinds != self._kinds:  # rows like those before were looked at with these
+                batch, found = enter_rows(batch, keys, reader=type(self).__name__), None
+                piece = self._piece(batch)
+                kinds = kinds_of(piece.columns)
+            plan = Plan(stream, stream.puts + 1, time.monotonic(), came=piece.size)
+            if piece.size:
+                if found is None:
+                    if stream.held:
+                        check_kinds(self._kinds, kinds)
+                    found = find_columns(batch, piece, self._options)
+                piece.keep(admit(plan, read_rows(batch, piece, found, self.group_size), self._limits))
             self._limits.settle(plan)
             self._limits.check_idle(plan)
             if piece.place:
                 piece.own()
-            self._kinds = kinds
+            if piece.size:
+                self._kinds, self._found = kinds, found
             self._carry_out(plan)
+
+    def _piece(self, batch: TensorDictBase) -> Piece:
+        return Piece(batch, range(self._stream.received, self._stream.received + len(batch)))
 
     def stalled(self, why: str) -> StalledError:
         """The error that says which groups wait longest, and what became of all rows."""
@@ -290,17 +302,15 @@ class GroupAssembler:
             if self.max_staleness is not None and self.on_stale == "drop":
                 stale = [g for g in stream.whole_groups() if min(row.version for row in g.rows()) < oldest]
                 stream.close(stale, STALE)
-            groups = stream.choose(wanted)
-            if not groups:
+            if not (groups := stream.choose(wanted)):
                 return None
             rows = [(group, row) for group in groups for row in group.rows()]
-            batch = gather([(row.piece, row.arrival) for _, row in rows])
-            device = device_of(batch)
-            have = torch.tensor([len(group.rollouts) for group, _ in rows], device=device)
-            batch.set(self.expected_key, have)
-            batch.set(DISPATCHED, torch.tensor([group.dispatched for group, _ in rows], device=device))
+            have = [len(group.rollouts) for group, _ in rows]
+            dispatched = [group.dispatched for group, _ in rows]
+            places = [(row.piece, row.arrival) for _, row in rows]
+            batch = gather(places, {self.expected_key: have, DISPATCHED: dispatched})
             if self.max_staleness is not None and self.on_stale == "mask":
-                fresh = torch.tensor([row.version >= oldest for _, row in rows], device=device)
+                fresh = torch.tensor([row.version >= oldest for _, row in rows], device=device_of(batch))
                 silence(batch, fresh, self.loss_mask_key, self.log_prob_key)
             stream.close(groups)
             stream.emitted += len(groups)
@@ -331,7 +341,8 @@ class GroupAssembler:
             if draws.shape.numel():
                 plan = self._plan()
                 piece = Piece(draws, range(len(draws)))
-                announce(plan, read_rows(draws, piece, self._keys, groups_only=True), self._limits)
+                found = find_columns(draws, piece, self._options, groups_only=True)
+                announce(plan, read_rows(draws, piece, found, self.group_size), self._limits)
                 self._limits.settle(plan)
                 self._carry_out(plan)
 
@@ -343,7 +354,7 @@ class GroupAssembler:
         """
         with self._turn:
             state, chunks = self._stream.to_plain(time.monotonic())
-            return {"options": dict(self._keys), "version": self.version, "state": state, "chunks": chunks}
+            return {"options": dict(self._options), "version": self.version, "state": state, "chunks": chunks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -351,9 +362,9 @@ class GroupAssembler:
         Raises:
             ValueError: it is of an assembler that reads rows in another way.
         """
-        if state["options"] != self._keys:
+        if state["options"] != self._options:
             raise ValueError(
-                f"the state must be of an assembler that reads rows as this one does ({self._keys}); "
+                f"the state must be of an assembler that reads rows as this one does ({self._options}); "
                 f"it is of one with {state['options']}"
             )
         with self._turn:
@@ -362,7 +373,8 @@ class GroupAssembler:
                 self.segment_key is not None,
             )
             self._stream = Stream.from_plain(state["state"], pieces, time.monotonic(), by_segment=by_segment)
-            self._kinds, self.version = kinds_of(pieces[0].columns) if pieces else {}, state["version"]
+            self._kinds, self._found = kinds_of(pieces[0].columns) if pieces else {}, None
+            self.version = state["version"]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_turn"}

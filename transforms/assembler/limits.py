@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,9 @@ class Limits(NamedTuple):
             BatchError: a selector does not select as many as it should.
         """
         stream, changes = plan.stream, plan.changes
-        for group in takewhile(lambda group: self.is_too_old(group, plan), stream.ages.values()):
+        for group in stream.ages.values():
+            if not self.is_too_old(group, plan):
+                break
             changes[group.key] = plan.of(group)
         for change in changes.values():
             self._judge(change, plan)
@@ -148,6 +150,8 @@ class Limits(NamedTuple):
             StalledError: they are too many.
         """
         stream, most = plan.stream, self.max_idle
+        if stream.idle + 1 < (most or LEAST_IDLE):
+            return
         if most is None:
             oldest = next(iter(stream.waiting.values()), None)
             batch = self.groups * (oldest.expected if oldest else 1) if self.groups else stream.dispatched
@@ -161,7 +165,7 @@ def stalled(why: str, plan: Plan) -> StalledError:
     stream, waiting = plan.stream, list(plan.waiting())
     words = [plan.of(group).describe(plan.puts) for group in waiting[:8]]
     words += [""] * (len(waiting) - len(words))  # which are counted, and not said
-    rows = {"came": stream.received + plan.came, "held": stream.held + plan.came - plan.left.total()}
+    rows = {"came": stream.received + plan.came, "held": stream.held + plan.came - sum(plan.left.values())}
     rows |= {reason: stream.counts[reason] + plan.left[reason] for reason in REASONS}
     counts = ", ".join(f"{number} {name}" for name, number in rows.items() if number) or "none came"
     advice = (

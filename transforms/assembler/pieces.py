@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,7 @@ from tensordict import (
 )
 from torch import Tensor
 
-from headrace.transforms.errors import BatchError
+from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.rows import device_of, from_plain, of_columns, take_column, to_plain
 
 Columns = dict[tuple[str, ...], Any]
@@ -41,6 +41,15 @@ class Piece:
         self.size = len(self.place)
         """Rows in the columns: those that were let go of, too."""
 
+    def entries(self, key: NestedKey) -> list[Tensor] | None:
+        """A column of one number a row, whole or, of a lazy stack, by row; None where there is none such."""
+        path = key if isinstance(key, tuple) else (key,)
+        rows = self.columns.get(())
+        found = [self.columns.get(path)] if rows is None else [row.get(path) for row in rows]
+        each = self.size if rows is None else 1
+        simple = all(isinstance(entry, Tensor) and entry.numel() == each for entry in found)
+        return found if simple else None
+
     def keep(self, arrivals: Collection[int]) -> None:
         """Hold only some of the rows."""
         if len(arrivals) < len(self.place):
@@ -51,16 +60,8 @@ class Piece:
         self.columns, self.size = self._copy(), len(self.place)
         self.place = {arrival: row for row, arrival in enumerate(self.place)}
 
-    def _copy(self) -> Columns:
-        taken = self._take(self.place)
-        copied = taken is not self.columns  # of tensors
-        return {
-            path: value if copied and isinstance(value, Tensor) else _clone(value)
-            for path, value in taken.items()
-        }
-
-    def _take(self, arrivals: Iterable[int]) -> Columns:
-        """Some rows; the columns themselves where that is all of them."""
+    def take(self, arrivals: Iterable[int]) -> Columns:
+        """Some rows; the columns themselves where these are all there are."""
         rows = [self.place[arrival] for arrival in arrivals]
         return self.columns if rows == list(range(self.size)) else _index(self.columns, rows)
 
@@ -75,24 +76,46 @@ class Piece:
         rows: Any = from_plain(plain["rows"])
         return cls(rows, plain["arrival"].tolist())
 
+    def _copy(self) -> Columns:
+        taken = self.take(self.place)
+        some = taken is not self.columns  # of tensors that is a copy
+        return {
+            path: value if some and isinstance(value, Tensor) else _clone(value)
+            for path, value in taken.items()
+        }
+
 
 Places = Iterable[tuple[Piece, int]]
 """Rows, each by its piece and its arrival."""
 
 
-def gather(rows: Places) -> TensorDictBase:
-    """A batch of rows, at least one, in this order; they may be all over the pieces."""
-    numbers: dict[Piece, list[int]] = {}
+def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDictBase:
+    """A batch of rows in this order, at least one, wherever they are.
+
+    Args:
+        rows: M of them.
+        numbers: further columns, M each.
+    """
+    places: dict[Piece, list[int]] = {}
     arrivals = []
     for piece, arrival in rows:
-        numbers.setdefault(piece, []).append(len(arrivals))
+        places.setdefault(piece, []).append(len(arrivals))
         arrivals.append(arrival)
-    parts = [piece._take(arrivals[number] for number in some) for piece, some in numbers.items()]
+    parts = [piece.take(arrivals[place] for place in some) for piece, some in places.items()]
     columns = {path: _join([part[path] for part in parts]) for path in parts[0]}
-    order = list(chain.from_iterable(numbers.values()))
+    order = list(chain.from_iterable(places.values()))
     if order != list(range(len(order))):  # pieces take turns
         columns = _index(columns, sorted(range(len(order)), key=order.__getitem__))
-    return _batch_of(columns, len(order), next(iter(numbers)).device)
+    for key, values in numbers.items():
+        path = key if isinstance(key, tuple) else (key,)
+        if () in columns:
+            entries = zip(
+                columns[()], torch.tensor(values, device=_device(columns[()][0])).unbind(), strict=True
+            )
+            columns[()] = [{**row, path: value} for row, value in entries]
+        else:
+            columns[path] = torch.tensor(values, device=_device(columns))
+    return _batch_of(columns, len(order), next(iter(places)).device)
 
 
 def let_go(rows: Places) -> None:
@@ -110,7 +133,7 @@ def let_go(rows: Places) -> None:
             piece.own()
 
 
-def columns_of(batch: TensorDictBase) -> Columns:
+def columns_of(batch: TensorDictBase, above: tuple[str, ...] = ()) -> Columns:
     """The columns of a batch by the names on the way to them; of a lazy stack, a list of those of its rows.
 
     Example:
@@ -121,37 +144,29 @@ def columns_of(batch: TensorDictBase) -> Columns:
     if isinstance(batch, LazyStackedTensorDict):
         return {(): [columns_of(row) for row in batch.tensordicts]}
     found: Columns = {}
+    size = batch.batch_size
     for key, value in batch.items():
-        if type(value) is TensorDict and value.batch_size == batch.batch_size:
-            found |= {(key, *path): column for path, column in columns_of(value).items()}
+        if type(value) is TensorDict and value.batch_size == size:
+            found |= columns_of(value, (*above, key))
         else:
-            found[key,] = value
+            found[(*above, key)] = value
     return found
-
-
-def column_of(columns: Columns, key: NestedKey, rows: int) -> Tensor | None:
-    """A column of one number a row, (N,); None where there is none, or not so simple a one."""
-    path = key if isinstance(key, tuple) else (key,)
-    if () in columns:
-        found = [row.get(path) for row in columns[()]]
-        simple = all(isinstance(value, Tensor) and value.numel() == 1 for value in found)
-        return torch.stack([value.reshape(()) for value in found]) if simple else None
-    value = columns.get(path)
-    return value.reshape(-1) if isinstance(value, Tensor) and value.numel() == rows else None
 
 
 def kinds_of(columns: Columns) -> dict[tuple[str, ...], tuple[Any, ...]]:
     """What columns must have in common to be joined: dtypes and widths; of ragged rows, dtypes."""
     if () in columns:
-        return {(): (), **{path: kind[:1] for path, kind in kinds_of(columns[()][0]).items()}}
+        first, *others = columns[()] or [{}]
+        odd = not all(row.keys() == first.keys() for row in others)  # and like no other
+        return {(): (object(),) * odd, **{path: kind[:1] for path, kind in kinds_of(first).items()}}
     kinds: dict[tuple[str, ...], tuple[Any, ...]] = {}
     for path, value in columns.items():
         if isinstance(value, Tensor):
-            kinds[path] = value.dtype, tuple(value.shape[1:])
+            kinds[path] = value.dtype, () if value.is_nested else value.shape[1:], value.device
         elif isinstance(value, NonTensorData | NonTensorStack) or not is_tensor_collection(value):
             kinds[path] = ("data",)
         else:  # of another batch size, or a class of its own
-            kinds[path] = (type(value), tuple(value.batch_size[1:]))
+            kinds[path] = type(value), value.batch_size[1:]
             kinds |= {(*path, *inner): kind for inner, kind in kinds_of(columns_of(value)).items() if inner}
     return kinds
 
@@ -162,21 +177,24 @@ def check_kinds(held: dict[tuple[str, ...], Any], came: dict[tuple[str, ...], An
     Raises:
         BatchError: columns, dtypes or the widths of dense columns differ.
     """
-    if held == came:
-        return
     what = "a batch and the rows that wait for it"
     if (() in held) != (() in came):
         raise BatchError(f"{what} must be lazy stacks all or dense all; found both")
-    if odd := {path[0] if len(path) == 1 else path for path in held.keys() ^ came.keys()}:
+    names = {path: path[0] if len(path) == 1 else path for path in held.keys() | came.keys() if path}
+    if odd := [str(names[path]) for path in held.keys() ^ came.keys()]:
         raise BatchError(
-            f"{what} must have columns of one kind and batch size; only some have "
-            f"{', '.join(sorted(map(str, odd)))}"
+            f"{what} must have columns of one kind and batch size; only some have {listing(sorted(odd))}"
         )
-    path = next(path for path, kind in held.items() if came[path] != kind)
-    raise BatchError(
-        f"{what} must have columns of one dtype and width; {path[0] if len(path) == 1 else path!r} is "
-        f"{held[path]}, and came as {came[path]}: pad to one width, or keep ragged rows in a lazy stack"
-    )
+    for path, kind in held.items():
+        if path and kind != came[path]:
+            raise BatchError(
+                f"{what} must have columns of one dtype and width; {names[path]!r} is {kind}, and came as "
+                f"{came[path]}: pad to one width, or keep ragged rows in a lazy stack"
+            )
+
+
+def _device(columns: Columns) -> torch.device | None:
+    return next((value.device for value in columns.values() if isinstance(value, Tensor)), None)
 
 
 def _batch_of(columns: Columns, rows: int, device: torch.device | None) -> TensorDictBase:

@@ -7,7 +7,7 @@ What a put would change is first written down (:class:`Plan`), and then made tru
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -95,7 +95,7 @@ class Plan:
     """Seconds on the clock."""
     came: int = 0
     """Rows that come."""
-    left: Counter[str] = field(default_factory=Counter)
+    left: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     """Rows that leave, by reason."""
     changes: dict[Key, Change] = field(default_factory=dict)
     opened: list[Group] = field(default_factory=list)
@@ -145,7 +145,7 @@ class Stream:
         """Ids by partition; of rollouts that ended or failed in groups that are closed."""
         self.dispatched = 0
         """Rollouts of open groups that were asked for."""
-        self.counts: Counter[str] = Counter()
+        self.counts = dict.fromkeys(REASONS, 0)
         """Rows that left, by reason."""
         self.received = self.held = 0
         """Rows that came, and those that are there."""
@@ -183,8 +183,9 @@ class Stream:
             gone += self._make_ready(change.group, change.stays)
         self.idle = 0 if ready else self.idle + plan.puts - self.puts
         self.received, self.puts = self.received + plan.came, plan.puts
-        self.held += plan.came - plan.left.total()
-        self.counts.update(plan.left)
+        self.held += plan.came - sum(plan.left.values())
+        for reason, rows in plan.left.items():
+            self.counts[reason] += rows
         let_go((row.piece, row.arrival) for row in gone)
 
     def close(self, groups: Iterable[Group], reason: str = "") -> int:
@@ -205,6 +206,8 @@ class Stream:
         Returns:
             Those of the partition in which as many became whole first; none where there are fewer.
         """
+        if not self.ready:
+            return []
         enough = (groups for groups in self.ready.values() if len(groups) >= (wanted or 1))
         chosen = [list(islice(groups.values(), wanted)) for groups in enough]
         return min(chosen, key=lambda groups: groups[-1].order, default=[])
@@ -272,7 +275,7 @@ class Stream:
             "groups": {name: _tensor(name, values) for name, values in table.items()},
             "closed_groups": {partition: ids.to_tensor() for partition, ids in self.closed_groups.items()},
             "closed_rollouts": {name: ids.to_tensor() for name, ids in self.closed_rollouts.items()},
-            "counts": tuple(self.counts[reason] for reason in REASONS),
+            "counts": tuple(self.counts.values()),
         }
         return state, [piece.to_plain() for piece in dict.fromkeys(row.piece for row in rows)]
 
@@ -287,7 +290,7 @@ class Stream:
         for name in ("closed_groups", "closed_rollouts"):
             closed = {partition: Intervals(pairs) for partition, pairs in state[name].items()}
             getattr(stream, name).update(closed)
-        stream.counts.update(dict(zip(REASONS, state["counts"], strict=True)))
+        stream.counts = dict(zip(REASONS, state["counts"], strict=True))
         columns = [state["groups"][name].tolist() for name in GROUP_COLUMNS]
         groups = [Group(*values) for values in zip(*columns, strict=True)]
         homes = {arrival: piece for piece in pieces for arrival in piece.place}
