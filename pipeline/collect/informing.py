@@ -172,7 +172,7 @@ class Informative(OverSource):
         informs = {groups[row] for row in self._in_loss(flat)}
         stays = [(self._came + row, group) for row, group in enumerate(groups) if group in informs]
         if stays:
-            piece.keep([arrival for arrival, _ in stays])
+            piece.place = {arrival: piece.place[arrival] for arrival, _ in stays}
             piece.own()
         for arrival, group in stays:
             self._waiting.setdefault(group, []).append((piece, arrival))

@@ -3,55 +3,43 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
 
 from headrace.transforms.errors import NUMBER_WORKERS, BatchError, listing, who_stamps
 from headrace.transforms.ids import as_ids
-from headrace.transforms.schema import (
-    EXPECTED_SEGMENTS,
-    INIT,
-    STATUS_KEYS,
-    Status,
-    has_key,
-    read_column,
-    read_flags,
-)
+from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, STATUS_KEYS, Status, has_key, read_flags
 
 from .groups import Key, Row
 from .limits import Limits
-from .pieces import Piece
+from .pieces import READER, Piece
 from .stream import DUPLICATE, LATE, SURPLUS, Plan
 
-READER = "GroupAssembler"
-READ = ("group_key", "rollout_key", "expected_key", "partition_key", "segment_key", "done_key", "status_key")
-READ += ("version_key", "reward_key", "group_size")
-"""The options by which rows are read; a state goes on under the same ones alone."""
-GROUP_NAMES, ROW_NAMES = (
-    ("partition", "group", "expected"),
-    ("rollout", "segment", "done", "status", "version", "reward"),
-)
-UNSAID = {
-    **{"segment": 0, "done": 1, "begins": -1, "ends": 1, "status": 0, "version": 0, "reward": 0.0},
-    **{"partition": 0, "rollout": 0},
-}
+GROUP_NAMES = ("partition", "group", "expected")
+NAMES = (*GROUP_NAMES, "rollout", "segment", "done", "status", "version", "reward")
+OPTIONS = (*(f"{name}_key" for name in NAMES), "group_size")
+"""The options by which rows are read: a state goes on under the same ones alone."""
+UNSAID = {"partition": 0, "rollout": 0, "segment": 0, "done": 1, "begins": -1, "ends": 1, "status": 0}
+UNSAID |= {"version": 0, "reward": 0.0}
 """What is taken of rows that do not say it."""
-IDS = {
-    "partition": ("partition", "its groups could not be told from others"),
-    "group": ("group_id", "rows without an id would be compared with one another"),
-    "rollout": ("rollout_id", "rows without an id would be taken for one rollout"),
-    "segment": ("segment number", "a rollout has segments 0, 1, …"),
-}
-"""What must be ≥ 0: how it is called, and why."""
+
+STATUSES = ", ".join(f"{status.value} {status.name}" for status in Status)
+STAMPED = who_stamps("rollout_id")
 RULES = {
+    "partition": "every row needs a partition ≥ 0; found {found}: its groups could not be told from others",
+    "group": "every row needs a group_id ≥ 0; found {found}: rows without an id would be compared with one "
+    f"another{STAMPED}",
+    "rollout": "every row needs a rollout_id ≥ 0; found {found}: rows without an id would be taken for one "
+    f"rollout{STAMPED}",
+    "segment": "every row needs a segment number ≥ 0; found {found}: a rollout has segments 0, 1, …",
+    "status": f"status must be one of {STATUSES}; found {{found}}",
+    "ends": "expected_segments must be one number ≥ 1 per rollout; found {found}",
     "expected": "expected_rollouts is one number ≥ {least} per group; found {found}. Do workers disagree?",
     "home": f"a rollout belongs to one group; found {{found}}. Are ids reused? {NUMBER_WORKERS}",
-    "ends": "expected_segments must be one number ≥ 1 per rollout; found {found}",
     "last": f"a rollout ends with its last segment; found {{found}}. Are ids reused? {NUMBER_WORKERS}",
     "begins": "a rollout begins once (is_init); begun again before it ended: {found}. Its rewards would be "
     f"added up. {NUMBER_WORKERS}",
@@ -67,31 +55,32 @@ RULES = {
 def find_columns(
     batch: TensorDictBase, piece: Piece, options: Mapping[str, Any], *, groups_only: bool = False
 ) -> dict[str, NestedKey]:
-    """Under which keys rows say what they are: all batches with columns of the same kinds say it so.
+    """Under which keys rows say what they are, the same ones in all batches with columns of the same kinds.
 
     Args:
         batch: TensorDict ``[N]``, N ≥ 1.
         piece: the same.
-        options: of the assembler, those of `READ`.
+        options: those of `OPTIONS`.
         groups_only: find nothing but the groups of rows.
 
     Raises:
         MissingKeyError: a column is not there.
         BatchError: it holds no integers or flags, or more than one a row.
     """
-    names = GROUP_NAMES if groups_only else GROUP_NAMES + ROW_NAMES
-    found = {name: key for name in names if (key := options[f"{name}_key"]) is not None}
-    if options["group_size"] is not None and not has_key(batch, found["expected"]):
-        del found["expected"]
-    optional: dict[str, Sequence[NestedKey]] = {}
-    if not groups_only and "status" not in found:
-        optional["status"] = STATUS_KEYS
-    if "done" in found:
-        optional |= {"begins": [INIT], "ends": [EXPECTED_SEGMENTS]}
-    for name, keys in optional.items():
-        found |= {name: key for key in reversed(keys) if has_key(batch, key)}
+
+    def there(*keys: NestedKey) -> NestedKey | None:
+        return next((key for key in keys if has_key(batch, key)), None)
+
+    keys = {name: options[f"{name}_key"] for name in (GROUP_NAMES if groups_only else NAMES)}
+    if options["group_size"] is not None:
+        keys["expected"] = there(keys["expected"])
+    if not groups_only:
+        keys["status"] = keys["status"] or there(*STATUS_KEYS)
+        if keys["done"] is not None:
+            keys |= {"begins": there(INIT), "ends": there(EXPECTED_SEGMENTS)}
+    found = {name: key for name, key in keys.items() if key is not None}
     for name, key in found.items():
-        dtype = _entries(batch, piece, key, name)[0].dtype
+        dtype = piece.entries(key, batch, name)[0].dtype
         if name in ("done", "begins"):
             read_flags(batch, key, reader=READER, option=f"{name}_key")
         elif name != "reward":
@@ -113,55 +102,26 @@ def read_rows(
     Raises:
         BatchError: an id is not set; a status is unknown.
     """
-    said = _numbers({name: _entries(batch, piece, key, name) for name, key in found.items()})
-    for name, (called, why) in IDS.items():
-        if name in said and min(said[name]) < 0:
-            unset = [f"{number} at row {row}" for row, number in enumerate(said[name]) if number < 0]
-            raise BatchError(
-                f"every row needs a {called} ≥ 0; found {listing(unset)}: {why}{who_stamps(called)}"
-            )
-    odd = [
-        f"{status} at row {row}" for row, status in enumerate(said.get("status", ())) if not 0 <= status <= 3
-    ]
-    if odd:
-        known = ", ".join(f"{status.value} {status.name}" for status in Status)
-        raise BatchError(f"status must be one of {known}; found {listing(odd)}")
-    if min(said.get("ends", [1])) < 1:
-        odd = [f"{ends} at row {row}" for row, ends in enumerate(said["ends"]) if ends < 1]
-        raise BatchError(RULES["ends"].format(found=listing(odd)))
+    columns = {name: piece.entries(key, batch, name) for name, key in found.items()}
+    if next(iter(columns.values()))[0].device.type != "cpu":
+        whole = [torch.cat([entry.reshape(-1) for entry in entries]) for entries in columns.values()]
+        bits = torch.stack(
+            [c.double().view(torch.int64) if c.is_floating_point() else c.long() for c in whole]
+        )
+        by_name = zip(columns, bits.cpu(), strict=True)
+        columns = {name: [c.view(torch.float64) if name == "reward" else c] for name, c in by_name}
+    said: dict[str, Any] = {
+        name: entries[0].reshape(-1).tolist() if len(entries) == 1 else [entry.item() for entry in entries]
+        for name, entries in columns.items()
+    }
+    for name in ("partition", "group", "rollout", "segment", "status", "ends"):
+        values, low, high = said.get(name, ()), int(name == "ends"), 3 if name == "status" else 2**63
+        if values and (min(values) < low or max(values) > high):
+            odd = [f"{value} at row {row}" for row, value in enumerate(values) if not low <= value <= high]
+            raise BatchError(RULES[name].format(found=listing(odd)))
     said |= {"arrival": piece.place, "piece": repeat(piece)}
     unsaid = UNSAID | {"expected": group_size}
     return map(Row._make, zip(*(said.get(name) or repeat(unsaid[name]) for name in Row._fields)))  # noqa: B905
-
-
-def _entries(batch: TensorDictBase, piece: Piece, key: NestedKey, name: str) -> list[Tensor]:
-    """A column of one number a row, whole or by row."""
-    found = piece.entries(key)
-    if found is None:  # it is elsewhere, or it is said what it lacks
-        found = [read_column(batch, key, reader=READER, option=f"{name}_key")]
-    return found
-
-
-def _numbers(columns: Mapping[str, list[Tensor]]) -> dict[str, Any]:
-    """Columns as lists. One device read."""
-    if next(iter(columns.values()))[0].device.type != "cpu":
-        joined = {name: torch.cat([each.reshape(-1) for each in of]) for name, of in columns.items()}
-        bits = [c.double().view(torch.int64) if c.is_floating_point() else c.long() for c in joined.values()]
-        read = zip(joined, torch.stack(bits).cpu(), strict=True)
-        columns = {name: [b.view(torch.float64) if name == "reward" else b] for name, b in read}
-    return {
-        name: _flat(of[0].tolist()) if len(of) == 1 else [each.item() for each in of]
-        for name, of in columns.items()
-    }
-
-
-def _flat(numbers: Any) -> list[Any]:
-    """Numbers out of their lists of one."""
-    if not isinstance(numbers, list):
-        return [numbers]
-    while isinstance(numbers[0], list):
-        numbers = [number for (number,) in numbers]
-    return numbers
 
 
 def admit(plan: Plan, rows: Iterable[Row], limits: Limits) -> list[int]:
@@ -186,11 +146,10 @@ def admit(plan: Plan, rows: Iterable[Row], limits: Limits) -> list[int]:
     for row in rows:
         key, own, rule, reason = (row.partition, row.group), (row.partition, row.rollout), "", ""
         change = plan.find(key, row.expected)  # None: it is closed
-        home = homes.setdefault(own, stream.homes.get(own, key))
         rollout = None if change is None else change.rollout(row.rollout)
         over = rollout is None and row.rollout in stream.closed_rollouts[row.partition]
+        home = homes.setdefault(own, stream.homes.get(own, key))
         expected = sizes.setdefault(key, row.expected if change is None else change.group.expected)
-        words = ""
         if not least <= row.expected == expected:
             rule, words = "expected", f"group {row.group}: {sorted({row.expected, expected})}"
         elif home != key or (over and change is not None):
@@ -205,15 +164,14 @@ def admit(plan: Plan, rows: Iterable[Row], limits: Limits) -> list[int]:
         elif change.group.is_ready or rollout.has(row):
             reason = DUPLICATE
         elif beyond := rollout.beyond(row):
-            words = f"segment {beyond[0]} of rollout {row.rollout}, which ends with {beyond[1]}"
-            rule = "last"
+            rule, words = "last", f"segment {beyond[0]} of rollout {row.rollout}, which ends with {beyond[1]}"
         elif rollout.begins_again(row):
             rule, words = "begins", f"rollout {row.rollout}"
         if reason:
             plan.left[reason] += 1
             if limits.raises(reason):
-                words = f"segment {row.segment} of " if by_segment else ""
-                rule, words = reason, f"{words}rollout {row.rollout} of group {row.group}"
+                segment = f"segment {row.segment} of " if by_segment else ""
+                rule, words = reason, f"{segment}rollout {row.rollout} of group {row.group}"
         elif change is not None and not rule:
             change.add(row, by_segment=by_segment)
             admitted.append(row.arrival)
@@ -231,10 +189,10 @@ def announce(plan: Plan, rows: Iterable[Row], limits: Limits) -> None:
     """
     least, broken = limits.group_size or 1, defaultdict(list)
     for row in rows:
-        key = row.partition, row.group
-        if key not in plan.changes and plan.stream.knows(key):
+        change = plan.find((row.partition, row.group), row.expected)
+        if change is None or change.group.key not in plan.opened:
             broken["announced"].append(str(row.group))
-        elif (change := plan.find(key, row.expected)) and not least <= row.expected == change.group.expected:
+        elif not least <= row.expected == change.group.expected:
             broken["expected"].append(f"group {row.group}: {sorted({row.expected, change.group.expected})}")
     _refuse(broken, least)
 

@@ -16,7 +16,7 @@ from headrace.transforms.rows import device_of
 from headrace.transforms.schema import DISPATCHED, DONE
 from headrace.transforms.tokens import silence
 
-from .arriving import READ, admit, announce, find_columns, read_rows
+from .arriving import OPTIONS, admit, announce, find_columns, read_rows
 from .limits import Limits, Selector, StalledError, check_limits, stalled
 from .pieces import Piece, check_kinds, gather, kinds_of
 from .stream import STALE, UNFINISHED, Plan, Stream
@@ -161,7 +161,7 @@ class GroupAssembler:
         self.reward_key, self.on_surplus = nested_key(reward_key), on_surplus
         self._limits = Limits(*(getattr(self, name) for name in Limits._fields))
         check_limits(self._limits, self.refill)
-        self._options = {name: getattr(self, name) for name in READ}
+        self._options = {name: getattr(self, name) for name in OPTIONS}
         self._options["version_key"] = self.version_key if max_staleness is not None else None
         self._options["reward_key"] = self.reward_key if callable(on_surplus) else None
         self.version = 0
@@ -228,9 +228,9 @@ class GroupAssembler:
                 rollouts that differ, columns that do not fit those that wait; what ``raise`` is set for.
             StalledError: no group has become whole for `max_idle` puts.
         """
-        stream, found, keys = self._stream, self._found, [self.group_key, self.rollout_key]
+        keys = [self.group_key, self.rollout_key]
         with self._turn, labels_in_errors(batch, keys):
-            kinds = None
+            stream, found, kinds = self._stream, self._found, None
             if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
                 piece = self._piece(batch)
                 kinds = kinds_of(piece.columns)
@@ -244,7 +244,8 @@ class GroupAssembler:
                     if stream.held:
                         check_kinds(self._kinds, kinds)
                     found = find_columns(batch, piece, self._options)
-                piece.keep(admit(plan, read_rows(batch, piece, found, self.group_size), self._limits))
+                admitted = admit(plan, read_rows(batch, piece, found, self.group_size), self._limits)
+                piece.place = {arrival: piece.place[arrival] for arrival in admitted}
             self._limits.settle(plan)
             self._limits.check_idle(plan)
             if piece.place:

@@ -36,9 +36,9 @@ class Row(NamedTuple):
     """0 where nobody asks."""
     partition: int
     group: int
+    rollout: int
     expected: int
     """Rollouts with which its group was dispatched."""
-    rollout: int
     piece: Piece
     """Where the row itself is."""
 
@@ -67,6 +67,11 @@ class Rollout:
         twin.rows, twin.dones, twin.ended, twin.failed = dict(self.rows), self.dones, self.ended, self.failed
         return twin
 
+    @property
+    def last_arrival(self) -> int:
+        """Of its rows."""
+        return max(row.arrival for row in self.rows.values())
+
     def has(self, row: Row) -> bool:
         """Whether a row comes again: its rollout has ended, or its segment is there.
 
@@ -74,9 +79,7 @@ class Rollout:
         end comes again, or the same number.
         """
         over = self.dones >= self.ends
-        if self.by_segment:
-            return row.segment in self.rows or (over and bool(row.done))
-        return over
+        return row.segment in self.rows or (over and bool(row.done)) if self.by_segment else over
 
     def beyond(self, row: Row) -> tuple[int, int] | None:
         """A segment behind the one with which the rollout would end, and that one, by their numbers."""
@@ -105,10 +108,8 @@ class Rollout:
         rows, once = self.rows, self.ends == 1
         if self.by_segment and once and len(rows) <= max(rows):
             return False
-        if not says_begins:
-            return True
         begun = sum(row.begins for row in rows.values())
-        return begun == self.ends and (not once or rows[min(rows)].begins == 1)
+        return not says_begins or (begun == self.ends and (not once or rows[min(rows)].begins == 1))
 
 
 @dataclass(slots=True, eq=False)
@@ -179,6 +180,7 @@ class Change:
         """Whether it waits on."""
         return self.fate in ("waits", "refilled")
 
+    @property
     def rollouts(self) -> dict[int, Rollout]:
         """All of its rollouts, by id."""
         return self.group.rollouts | self.came
@@ -201,14 +203,13 @@ class Change:
 
     def describe(self, puts: int) -> str:
         """The group in words."""
-        states = Counter(
+        names = (
             Status(max(row.status for row in rollout.rows.values())).name.lower()
             if rollout.ended or rollout.failed
             else "unfinished"
-            for rollout in self.rollouts().values()
+            for rollout in self.rollouts.values()
         )
-        how = ", ".join(f"{number} {name}" for name, number in sorted(states.items())) or "no rows"
-        group = self.group
-        where = f" of partition {group.partition}" if group.partition else ""
-        age = puts - group.born_put
-        return f"group {group.group}{where} has {self.have} of {group.dispatched} ({how}), {age} puts old"
+        how = ", ".join(f"{number} {name}" for name, number in sorted(Counter(names).items())) or "no rows"
+        where = f" of partition {self.group.partition}" if self.group.partition else ""
+        has = f"{self.have} of {self.group.dispatched}"
+        return f"group {self.group.group}{where} has {has} ({how}), {puts - self.group.born_put} puts old"

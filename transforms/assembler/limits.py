@@ -17,6 +17,14 @@ from .groups import Change, Group
 from .stream import DUPLICATE, EVICTED, FAILED, LATE, REASONS, SURPLUS, TIMEOUT, Plan
 
 LEAST_IDLE = 100  # puts without a whole group that are no stall, however small the batch
+REFUSALS = {
+    FAILED: "{count} group{s} cannot become whole, since rollouts failed: {found}. Set on_failure='drop', "
+    "'keep' with min_rollouts, or 'refill'",
+    TIMEOUT: "{count} group{s} did not become whole in time: {found}. Raise timeout, or set "
+    "on_timeout='drop', 'keep' with min_rollouts, or 'refill'",
+    EVICTED: "{most} groups may wait (max_pending_groups); {count} more group{s}: {found}. Announce no more "
+    "than room(), or set on_full='drop'",
+}
 Selector = Callable[[Tensor, int], "Tensor | Sequence[int]"]
 
 
@@ -62,7 +70,7 @@ class Limits(NamedTuple):
             BatchError: a selector does not select as many as it should.
         """
         stream, changes = plan.stream, plan.changes
-        for group in stream.ages.values():
+        for group in stream.waiting.values():
             if not self.is_too_old(group, plan):
                 break
             changes[group.key] = plan.of(group)
@@ -71,13 +79,13 @@ class Limits(NamedTuple):
         if self.max_pending_groups is not None:
             over = sum(not change.waits for change in changes.values()) + self.max_pending_groups
             excess = max(0, len(stream.waiting) + len(plan.opened) - over)
-            for group in list(islice(plan.waiting(), excess)):  # the oldest
-                change = changes[group.key] = plan.of(group)
+            for change in list(islice(plan.waiting(), excess)):  # the oldest
+                changes[change.group.key] = change
                 change.reason, change.fate = EVICTED, "closed" if self.on_full == "drop" else "refused"
         self._refuse(plan)
         for change in changes.values():
             if not change.waits:
-                for number, rollout in change.rollouts().items():
+                for number, rollout in change.rollouts.items():
                     if number not in change.stays:
                         failed = rollout.failed and change.fate == "ready"
                         plan.left[FAILED if failed else change.reason] += len(rollout.rows)
@@ -102,19 +110,16 @@ class Limits(NamedTuple):
 
     def _choose(self, change: Change, size: int) -> Collection[int]:
         """The rollouts that stay in a group: those that ended first, or those that the selector takes."""
-        ended = {number: rollout for number, rollout in change.rollouts().items() if rollout.ended}
+        ended = {number: rollout for number, rollout in change.rollouts.items() if rollout.ended}
         if len(ended) <= size:
             return ended
         if not callable(self.on_surplus):
-            return sorted(ended, key=lambda number: max(row.arrival for row in ended[number].rows.values()))[
-                :size
-            ]
+            return sorted(ended, key=lambda number: ended[number].last_arrival)[:size]
         numbers = sorted(ended)
         rewards = [max(ended[number].rows.values()).reward for number in numbers]  # of the last segment
         answer = torch.as_tensor(self.on_surplus(torch.tensor(rewards, dtype=torch.float64), size))
-        chosen = (
-            answer.nonzero().flatten() if answer.dtype is torch.bool else answer.long().unique()
-        ).tolist()
+        indices = answer.nonzero().flatten() if answer.dtype is torch.bool else answer.long().unique()
+        chosen = indices.tolist()
         if len(chosen) != size or min(chosen) < 0 or max(chosen) >= len(numbers):
             raise BatchError(
                 f"on_surplus selects {size} of the {len(numbers)} rollouts of group {change.group.group}, as "
@@ -126,22 +131,11 @@ class Limits(NamedTuple):
         """Raise for groups that are given up where that is an error."""
         refused = [change for change in plan.changes.values() if change.fate == "refused"]
         refused.sort(key=lambda change: change.group.born_put)  # the oldest are said
-        for reason, message in (
-            {
-                FAILED: "{count} group{s} cannot become whole, since rollouts failed: {found}. Set on_failure='drop', "
-                "'keep' with min_rollouts, or 'refill'",
-                TIMEOUT: "{count} group{s} did not become whole in time: {found}. Raise timeout, or set "
-                "on_timeout='drop', 'keep' with min_rollouts, or 'refill'",
-                EVICTED: "{most} groups may wait (max_pending_groups); {count} more group{s}: {found}. Announce no more "
-                "than room(), or set on_full='drop'",
-            }.items()
-            if refused
-            else ()
-        ):
-            words = [change.describe(plan.puts) for change in refused if change.reason == reason]
-            if words:
-                numbers = {"count": len(words), "s": "s" * (len(words) > 1), "most": self.max_pending_groups}
-                raise IncompleteGroupsError(message.format(found=listing(words), **numbers))
+        for reason, message in REFUSALS.items() if refused else ():
+            if words := [change.describe(plan.puts) for change in refused if change.reason == reason]:
+                s, most = "s" if len(words) > 1 else "", self.max_pending_groups
+                found = message.format(count=len(words), s=s, found=listing(words), most=most)
+                raise IncompleteGroupsError(found)
 
     def check_idle(self, plan: Plan) -> None:
         """Count a put in which no group becomes whole.
@@ -163,7 +157,7 @@ class Limits(NamedTuple):
 def stalled(why: str, plan: Plan) -> StalledError:
     """The error that says which groups wait longest, and what became of all rows."""
     stream, waiting = plan.stream, list(plan.waiting())
-    words = [plan.of(group).describe(plan.puts) for group in waiting[:8]]
+    words = [change.describe(plan.puts) for change in waiting[:8]]
     words += [""] * (len(waiting) - len(words))  # which are counted, and not said
     rows = {"came": stream.received + plan.came, "held": stream.held + plan.came - sum(plan.left.values())}
     rows |= {reason: stream.counts[reason] + plan.left[reason] for reason in REASONS}

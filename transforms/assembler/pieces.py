@@ -1,8 +1,11 @@
-"""The rows themselves: what came together stays together, and rows are joined once, when they go out."""
+"""The rows themselves: what came together stays together, and rows are joined once, when they go out.
+
+They are held as columns, without the TensorDicts around them, in which most of the time would go.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -10,10 +13,9 @@ import torch
 from tensordict import (
     LazyStackedTensorDict,
     NestedKey,
-    NonTensorData,
-    NonTensorStack,
     TensorDict,
     TensorDictBase,
+    is_non_tensor,
     is_tensor_collection,
     lazy_stack,
 )
@@ -21,9 +23,11 @@ from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.rows import device_of, from_plain, of_columns, take_column, to_plain
+from headrace.transforms.schema import read_column
 
+READER = "GroupAssembler"
 Columns = dict[tuple[str, ...], Any]
-"""What a batch consists of, without the TensorDicts around it, in which most of the time would go."""
+"""By the names on the way to each; under (), of a lazy stack, a list of those of its rows."""
 
 
 class Piece:
@@ -41,19 +45,20 @@ class Piece:
         self.size = len(self.place)
         """Rows in the columns: those that were let go of, too."""
 
-    def entries(self, key: NestedKey) -> list[Tensor] | None:
-        """A column of one number a row, whole or, of a lazy stack, by row; None where there is none such."""
+    def entries(self, key: NestedKey, batch: TensorDictBase, name: str) -> list[Tensor]:
+        """A column of one number a row, whole or, of a lazy stack, by row.
+
+        Raises:
+            MissingKeyError: it is not there.
+            BatchError: it holds more than one number a row.
+        """
         path = key if isinstance(key, tuple) else (key,)
         rows = self.columns.get(())
         found = [self.columns.get(path)] if rows is None else [row.get(path) for row in rows]
         each = self.size if rows is None else 1
-        simple = all(isinstance(entry, Tensor) and entry.numel() == each for entry in found)
-        return found if simple else None
-
-    def keep(self, arrivals: Collection[int]) -> None:
-        """Hold only some of the rows."""
-        if len(arrivals) < len(self.place):
-            self.place = {arrival: self.place[arrival] for arrival in arrivals}
+        if all(isinstance(entry, Tensor) and entry.numel() == each for entry in found):
+            return found
+        return [read_column(batch, key, reader=READER, option=f"{name}_key")]  # or it is somewhere else
 
     def own(self) -> None:
         """Copy the rows into memory of their own: collectors write into theirs again."""
@@ -79,10 +84,7 @@ class Piece:
     def _copy(self) -> Columns:
         taken = self.take(self.place)
         some = taken is not self.columns  # of tensors that is a copy
-        return {
-            path: value if some and isinstance(value, Tensor) else _clone(value)
-            for path, value in taken.items()
-        }
+        return {path: v if some and isinstance(v, Tensor) else _clone(v) for path, v in taken.items()}
 
 
 Places = Iterable[tuple[Piece, int]]
@@ -106,23 +108,22 @@ def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDi
     order = list(chain.from_iterable(places.values()))
     if order != list(range(len(order))):  # pieces take turns
         columns = _index(columns, sorted(range(len(order)), key=order.__getitem__))
+    tensors = (columns[()][0] if () in columns else columns).values()
+    device = next((value.device for value in tensors if isinstance(value, Tensor)), None)
     for key, values in numbers.items():
-        path = key if isinstance(key, tuple) else (key,)
+        path, column = key if isinstance(key, tuple) else (key,), torch.tensor(values, device=device)
         if () in columns:
-            entries = zip(
-                columns[()], torch.tensor(values, device=_device(columns[()][0])).unbind(), strict=True
-            )
-            columns[()] = [{**row, path: value} for row, value in entries]
+            columns[()] = [{**row, path: number} for row, number in zip(columns[()], column, strict=True)]
         else:
-            columns[path] = torch.tensor(values, device=_device(columns))
+            columns[path] = column
     return _batch_of(columns, len(order), next(iter(places)).device)
 
 
 def let_go(rows: Places) -> None:
     """Hold rows no longer.
 
-    What is left of a piece is copied when it is less than half, so that the memory is at most twice that of what
-    waits, and a row is copied a few times.
+    What is left of a piece is copied when it is less than half, so that the memory is at most twice that of
+    what waits, and a row is copied a few times.
     """
     pieces = set()
     for piece, arrival in rows:
@@ -134,7 +135,7 @@ def let_go(rows: Places) -> None:
 
 
 def columns_of(batch: TensorDictBase, above: tuple[str, ...] = ()) -> Columns:
-    """The columns of a batch by the names on the way to them; of a lazy stack, a list of those of its rows.
+    """The columns of a batch.
 
     Example:
         >>> td = TensorDict({"next": {"reward": torch.zeros(2)}, "x": torch.ones(2)}, batch_size=[2])
@@ -154,7 +155,7 @@ def columns_of(batch: TensorDictBase, above: tuple[str, ...] = ()) -> Columns:
 
 
 def kinds_of(columns: Columns) -> dict[tuple[str, ...], tuple[Any, ...]]:
-    """What columns must have in common to be joined: dtypes and widths; of ragged rows, dtypes."""
+    """What columns must have in common to be joined: dtypes, widths and devices; of ragged rows, dtypes."""
     if () in columns:
         first, *others = columns[()] or [{}]
         odd = not all(row.keys() == first.keys() for row in others)  # and like no other
@@ -163,7 +164,7 @@ def kinds_of(columns: Columns) -> dict[tuple[str, ...], tuple[Any, ...]]:
     for path, value in columns.items():
         if isinstance(value, Tensor):
             kinds[path] = value.dtype, () if value.is_nested else value.shape[1:], value.device
-        elif isinstance(value, NonTensorData | NonTensorStack) or not is_tensor_collection(value):
+        elif is_non_tensor(value) or not is_tensor_collection(value):
             kinds[path] = ("data",)
         else:  # of another batch size, or a class of its own
             kinds[path] = type(value), value.batch_size[1:]
@@ -171,34 +172,28 @@ def kinds_of(columns: Columns) -> dict[tuple[str, ...], tuple[Any, ...]]:
     return kinds
 
 
-def check_kinds(held: dict[tuple[str, ...], Any], came: dict[tuple[str, ...], Any]) -> None:
+def check_kinds(held: Mapping[tuple[str, ...], Any], came: Mapping[tuple[str, ...], Any]) -> None:
     """Refuse rows that could not be joined with those that wait, both by :func:`kinds_of`.
 
     Raises:
         BatchError: columns, dtypes or the widths of dense columns differ.
     """
-    what = "a batch and the rows that wait for it"
+    what = "a batch and the rows that wait for it must"
     if (() in held) != (() in came):
-        raise BatchError(f"{what} must be lazy stacks all or dense all; found both")
+        raise BatchError(f"{what} be lazy stacks all or dense all; found both")
     names = {path: path[0] if len(path) == 1 else path for path in held.keys() | came.keys() if path}
     if odd := [str(names[path]) for path in held.keys() ^ came.keys()]:
-        raise BatchError(
-            f"{what} must have columns of one kind and batch size; only some have {listing(sorted(odd))}"
-        )
-    for path, kind in held.items():
-        if path and kind != came[path]:
+        only = listing(sorted(odd))
+        raise BatchError(f"{what} have columns of one kind and batch size; only some have {only}")
+    for path, name in names.items():
+        if held[path] != came[path]:
             raise BatchError(
-                f"{what} must have columns of one dtype and width; {names[path]!r} is {kind}, and came as "
+                f"{what} have columns of one dtype and width; {name!r} is {held[path]}, and came as "
                 f"{came[path]}: pad to one width, or keep ragged rows in a lazy stack"
             )
 
 
-def _device(columns: Columns) -> torch.device | None:
-    return next((value.device for value in columns.values() if isinstance(value, Tensor)), None)
-
-
 def _batch_of(columns: Columns, rows: int, device: torch.device | None) -> TensorDictBase:
-    """A batch of columns (:func:`columns_of`); who writes into it writes into none of them."""
     if () in columns:
         return lazy_stack([_nested(row, [], device) for row in columns[()]])
     return _nested(columns, [rows], device)
@@ -224,9 +219,8 @@ def _index(columns: Columns, rows: list[int]) -> Columns:
         if isinstance(value, list):
             taken[path] = [value[row] for row in rows]
             continue
-        device = value.device if isinstance(value, Tensor) else seen.device
-        if isinstance(value, TensorDictBase):
-            device = device_of(value)
+        is_batch = isinstance(value, TensorDictBase)
+        device = value.device if isinstance(value, Tensor) else device_of(value) if is_batch else seen.device
         if device not in index:
             index[device] = seen.to(device)
         taken[path] = take_column(value, index[device], on_cpu=seen)

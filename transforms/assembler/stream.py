@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -26,14 +26,14 @@ LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED = REASONS
 # What a state has of a stream, and of each group and row.
 TOTALS = ("received", "puts", "idle", "whole", "emitted")
 GROUP_COLUMNS = ("partition", "group", "expected", "born_put", "born_time", "refilled", "refills", "order")
-ROW_COLUMNS = ("segment", "arrival", "done", "begins", "ends", "status", "version", "reward")
+ROW_COLUMNS = Row._fields[:8]
 
 
 class Intervals:
     """Ids that are over. Those that follow one another take the room of two, however many they are.
 
     Args:
-        pairs: (K, 2) int64, first and last ids.
+        pairs: (K, 2) int64, the first and the last ids, in order.
 
     Example:
         >>> ids = Intervals(torch.tensor([[0, 3], [9, 9]]))
@@ -44,44 +44,22 @@ class Intervals:
     """
 
     def __init__(self, pairs: Tensor | None = None):
-        found = [] if pairs is None else pairs.tolist()
-        self._alone = {first for first, last in found if first == last}
-        self._firsts = [first for first, last in found if first < last]
-        self._lasts = [last for first, last in found if first < last]
+        # Where intervals begin, and where what is between them does: 0, 4, 9, 10.
+        self._edges: list[int] = [] if pairs is None else (pairs + torch.tensor([0, 1])).flatten().tolist()
 
     def __contains__(self, number: int) -> bool:
-        if number in self._alone:
-            return True
-        at = bisect_right(self._firsts, number)
-        return at > 0 and number <= self._lasts[at - 1]
+        return bisect_right(self._edges, number) % 2 == 1
 
     def add(self, number: int) -> None:
         """One more."""
-        if number in self:
-            return
-        first = last = number
-        at = bisect_right(self._firsts, number)  # of the interval behind it
-        if at > 0 and self._lasts[at - 1] == number - 1:
-            at -= 1
-            first, _ = self._firsts.pop(at), self._lasts.pop(at)
-        elif number - 1 in self._alone:
-            first = number - 1
-        if at < len(self._firsts) and self._firsts[at] == number + 1:
-            _, last = self._firsts.pop(at), self._lasts.pop(at)
-        elif number + 1 in self._alone:
-            last = number + 1
-        if first == last:
-            self._alone.add(number)
-        else:
-            self._alone -= {first, last}
-            self._firsts.insert(at, first)
-            self._lasts.insert(at, last)
+        edges, at = self._edges, bisect_right(self._edges, number)
+        if at % 2 == 0:
+            ends, begins = at > 0 and edges[at - 1] == number, edges[at : at + 1] == [number + 1]
+            edges[at - ends : at + begins] = [number] * (not ends) + [number + 1] * (not begins)
 
     def to_tensor(self) -> Tensor:
-        """(K, 2) int64, first and last ids, in order."""
-        pairs = [(number, number) for number in self._alone]
-        pairs += zip(self._firsts, self._lasts, strict=True)
-        return torch.tensor(sorted(pairs), dtype=torch.int64).reshape(-1, 2)
+        """(K, 2) int64, the first and the last ids, in order."""
+        return torch.tensor(self._edges, dtype=torch.int64).view(-1, 2) - torch.tensor([0, 1])
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +76,7 @@ class Plan:
     left: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     """Rows that leave, by reason."""
     changes: dict[Key, Change] = field(default_factory=dict)
-    opened: list[Group] = field(default_factory=list)
+    opened: dict[Key, Group] = field(default_factory=dict)
 
     def find(self, key: Key, expected: int) -> Change | None:
         """What would become of a group; None: it is closed. One that is new begins, or is announced."""
@@ -111,8 +89,7 @@ class Plan:
                 return self.of(whole)  # of which nothing changes
             if key[1] in stream.closed_groups[key[0]]:
                 return None
-            group = Group(*key, expected, self.puts, self.now)
-            self.opened.append(group)
+            group = self.opened[key] = Group(*key, expected, self.puts, self.now)
         change = self.changes[key] = self.of(group)
         return change
 
@@ -120,22 +97,19 @@ class Plan:
         """What would become of a group that is open."""
         return self.changes.get(group.key) or Change(group, group.have, group.lost)
 
-    def waiting(self) -> Iterator[Group]:
-        """Groups that would still wait, in the order in which they were opened."""
-        for group in chain(self.stream.waiting.values(), self.opened):
-            if self.of(group).waits:
-                yield group
+    def waiting(self) -> Iterator[Change]:
+        """Groups that would still wait, the oldest first."""
+        groups = chain(self.stream.waiting.values(), self.opened.values())
+        return (change for group in groups if (change := self.of(group)).waits)
 
 
 class Stream:
     """All that is known of what came."""
 
     def __init__(self) -> None:
-        # The first of a plain dict is far behind where many have left.
+        # To find the first of a plain dict takes long where many have left.
         self.waiting: OrderedDict[Key, Group] = OrderedDict()
-        """Groups that are not whole, in the order in which they were opened."""
-        self.ages: OrderedDict[Key, Group] = OrderedDict()
-        """The same, in the order in which their time began."""
+        """Groups that are not whole, in the order in which their time began."""
         self.ready: dict[int, OrderedDict[Key, Group]] = {}
         """Whole groups by partition, in the order in which they became whole."""
         self.homes: dict[Key, Key] = {}
@@ -158,18 +132,12 @@ class Stream:
         """Those that are ready."""
         return [group for groups in self.ready.values() for group in groups.values()]
 
-    def knows(self, key: Key) -> bool:
-        """Whether a group is open or closed."""
-        return (
-            key in self.waiting or key in self.ready.get(key[0], {}) or key[1] in self.closed_groups[key[0]]
-        )
-
     def carry_out(self, plan: Plan) -> None:
         """Make a plan true."""
-        changes, gone = plan.changes.values(), list[Row]()
-        for group in plan.opened:
+        gone: list[Row] = []
+        for group in plan.opened.values():
             self._open(group)
-        for change in changes:
+        for change in plan.changes.values():
             group = change.group
             self.homes.update(((group.partition, number), group.key) for number in change.came)
             group.rollouts.update(change.came)
@@ -178,9 +146,13 @@ class Stream:
                 gone += self._close(group)
             elif change.fate == "refilled":
                 self._refill(change, plan)
-        ready = [change for change in changes if change.fate == "ready"]
-        for change in sorted(ready, key=_last_arrival):
-            gone += self._make_ready(change.group, change.stays)
+        ready = [change for change in plan.changes.values() if change.fate == "ready"]
+        for change in sorted(ready, key=lambda c: max(c.rollouts[each].last_arrival for each in c.stays)):
+            group = change.group
+            del self.waiting[group.key]
+            self.ready.setdefault(group.partition, OrderedDict())[group.key] = group
+            group.order, self.whole = self.whole, self.whole + 1
+            gone += self._leave(group, [number for number in group.rollouts if number not in change.stays])
         self.idle = 0 if ready else self.idle + plan.puts - self.puts
         self.received, self.puts = self.received + plan.came, plan.puts
         self.held += plan.came - sum(plan.left.values())
@@ -213,38 +185,26 @@ class Stream:
         return min(chosen, key=lambda groups: groups[-1].order, default=[])
 
     def _open(self, group: Group) -> None:
+        self.waiting[group.key] = group
         self.dispatched += group.dispatched
-        if group.is_ready:
-            self.ready.setdefault(group.partition, OrderedDict())[group.key] = group
-        else:
-            self.waiting[group.key] = self.ages[group.key] = group
 
     def _refill(self, change: Change, plan: Plan) -> None:
-        """More is asked for, and its time begins anew. It waits for what is asked, also where more failed than came to
-        be asked for.
-        """
-        group = change.group
-        surplus = max(0, group.have + group.lost - group.dispatched)
-        group.refilled, group.refills = group.refilled + surplus + change.missing, group.refills + 1
-        self.dispatched += surplus + change.missing
+        """More is asked for, and waited for, though more than were dispatched failed; its time begins anew."""
+        group, before = change.group, change.group.dispatched
+        group.refilled = max(before, group.have + group.lost) + change.missing - group.expected
+        group.refills += 1
+        self.dispatched += group.dispatched - before
         group.born_put, group.born_time = plan.puts, plan.now
-        self.ages.move_to_end(group.key)
-
-    def _make_ready(self, group: Group, stays: Collection[int]) -> list[Row]:
-        """It waits for nothing but to be taken; the rows of other rollouts leave."""
-        del self.waiting[group.key], self.ages[group.key]
-        self.ready.setdefault(group.partition, OrderedDict())[group.key] = group
-        group.order, self.whole = self.whole, self.whole + 1
-        return self._leave(group, [number for number in group.rollouts if number not in stays])
+        self.waiting.move_to_end(group.key)
 
     def _close(self, group: Group) -> list[Row]:
         """Nothing of it is awaited any more. Its rollouts that are over are none that come too late."""
-        if group.order < 0:
-            del self.waiting[group.key], self.ages[group.key]
-        else:
+        if group.is_ready:
             del self.ready[group.partition][group.key]
             if not self.ready[group.partition]:
                 del self.ready[group.partition]
+        else:
+            del self.waiting[group.key]
         self.dispatched -= group.dispatched
         self.closed_groups[group.partition].add(group.group)
         for number, rollout in group.rollouts.items():
@@ -297,23 +257,21 @@ class Stream:
         columns = [state["rows"][name].tolist() for name in ("slot", "rollout", *ROW_COLUMNS)]
         for slot, number, *values in zip(*columns, strict=True):
             group, piece = groups[slot], homes.pop(values[1])
-            row = Row(*values, *group.key, group.expected, number, piece)
+            row = Row(*values, *group.key, number, group.expected, piece)
             stream.homes[group.partition, number] = group.key
             group.rollouts.setdefault(number, Rollout(row.ends, by_segment)).add(row)
             stream.held += 1
-        let_go((piece, arrival) for arrival, piece in homes.items())  # who saved it held them no longer
-        for group in sorted(groups, key=lambda group: group.order):
+        let_go((piece, arrival) for arrival, piece in homes.items())  # who saved them held them no longer
+        for group in sorted(groups, key=lambda group: (group.order, group.born_put)):
             group.have = sum(rollout.ended for rollout in group.rollouts.values())
             group.lost = sum(rollout.failed for rollout in group.rollouts.values())
             group.born_time = now - group.born_time
             stream._open(group)
-        stream.ages = OrderedDict(sorted(stream.ages.items(), key=lambda pair: pair[1].born_put))
+            if group.is_ready:
+                stream.ready.setdefault(group.partition, OrderedDict())[group.key] = stream.waiting.pop(
+                    group.key
+                )
         return stream
-
-
-def _last_arrival(change: Change) -> int:
-    rollouts = change.group.rollouts
-    return max(row.arrival for number in change.stays for row in rollouts[number].rows.values())
 
 
 def _tensor(name: str, values: Sequence[Any]) -> Tensor:
