@@ -88,7 +88,7 @@ from .split import (
     split_microbatches,
     split_minibatches,
 )
-from .stream import GroupAssembler, StalledError
+from .assembler import GroupAssembler, StalledError
 from .weight import LossWeight, Weighed, loss_weight, weighted_loss
 
 __all__ = [

@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
 
 from headrace.transforms import (
     BatchError,
@@ -17,14 +16,14 @@ from headrace.transforms import (
     SampleFilter,
     StalledError,
 )
+from headrace.transforms.assembler.pieces import Piece, check_kinds, gather, kinds_of, let_go
+from headrace.transforms.assembler.stream import Intervals
 from headrace.transforms.door import enter_rows
 from headrace.transforms.errors import listing
-from headrace.transforms.ids import any_by, as_ids, first_row, is_first, number_of
+from headrace.transforms.ids import as_ids
 from headrace.transforms.options import at_least, nested_key, one_of
 from headrace.transforms.rows import device_of, shallow_copy
 from headrace.transforms.schema import IN_LOSS, ROW, has_key, read_column
-from headrace.transforms.stream.chunks import Chunks
-from headrace.transforms.stream.closed import Closed, close_ids, is_closed
 
 from .over_source import OverSource
 
@@ -107,19 +106,19 @@ class Informative(OverSource):
         self.groups, self.max_batches, self.on_short = groups, max_batches, on_short
         self.counts = {"uninformative": 0}
         self.seen = self.found = 0
-        self._rows, self._came = Chunks(), 0
-        self._closed: Closed = {}  # groups that came
-        self._group = self._arrival = torch.empty(0, dtype=torch.int64)  # of the rows that wait
+        self._waiting: dict[int, list[tuple[Piece, int]]] = {}  # rows by group
+        self._came, self._closed = 0, Intervals()  # rows and groups that came
+        self._kinds: dict[Any, Any] = {}  # of the columns of rows that wait
 
     @property
     def ready(self) -> int:
         """Informative groups that wait."""
-        return len(self._group.unique())
+        return len(self._waiting)
 
     @property
     def held(self) -> int:
         """Rows of them."""
-        return len(self._group)
+        return sum(map(len, self._waiting.values()))
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         batches = iter(self.source)
@@ -159,54 +158,59 @@ class Informative(OverSource):
         flat = enter_rows(batch, [self.group_key], reader=READER)
         if len(flat) == 0:
             return
-        group = as_ids(read_column(flat, self.group_key, reader=READER, option="group_key"), "group_id").cpu()
-        nowhere = torch.zeros_like(group)  # groups have no partitions here
-        torn = group[is_closed(self._closed, nowhere, group)]
-        if len(torn):
+        groups = as_ids(
+            read_column(flat, self.group_key, reader=READER, option="group_key"), "group_id"
+        ).tolist()
+        if torn := {group for group in groups if group in self._closed}:
             raise BatchError(
                 f"{READER} takes batches of whole groups; in two batches came "
-                f"{listing(map(str, torn.unique().tolist()))}. Put assembled() between it and the collector"
+                f"{listing(map(str, sorted(torn)))}. Put assembled() between it and the collector"
             )
-        self._rows.check(flat)
-        first = first_row(group)
-        stays = any_by(first, self._in_loss(flat))
-        arrival = self._came + stays.nonzero().flatten()
-        self._rows.add(arrival, flat, stays.nonzero().flatten())
-        self._group, self._arrival = (
-            torch.cat([self._group, group[stays]]),
-            torch.cat([self._arrival, arrival]),
-        )
-        self._came += len(flat)
-        self._closed = close_ids(self._closed, nowhere, group)
-        self.counts["uninformative"] += int((~stays).sum())
-        self.seen += int(is_first(first).sum())
-        self.found += int((is_first(first) & stays).sum())
+        piece = Piece(flat, range(self._came, self._came + len(flat)))
+        if self._waiting:
+            check_kinds(self._kinds, kinds_of(piece.columns))
+        informs = {groups[row] for row in self._in_loss(flat)}
+        stays = [(self._came + row, group) for row, group in enumerate(groups) if group in informs]
+        if stays:
+            piece.place = {arrival: piece.place[arrival] for arrival, _ in stays}
+            piece.own()
+        for arrival, group in stays:
+            self._waiting.setdefault(group, []).append((piece, arrival))
+        self._kinds, self._came = kinds_of(piece.columns), self._came + len(flat)
+        for group in set(groups):
+            self._closed.add(group)
+        self.counts["uninformative"] += len(flat) - len(stays)
+        self.seen += len(set(groups))
+        self.found += len(informs)
 
-    def _in_loss(self, flat: TensorDictBase) -> Tensor:
-        """(N,) bool, on the CPU: the stages leave the row in the loss."""
+    def _in_loss(self, flat: TensorDictBase) -> list[int]:
+        """The rows that the stages leave in the loss."""
         batch = shallow_copy(flat)
         batch.set(ROW, torch.arange(len(flat), device=device_of(flat)))
         for stage in self.stages:
             batch = stage(batch)
-        found = torch.zeros(len(flat), dtype=torch.bool)
-        if len(batch):
-            rows = batch.get(ROW).cpu()
-            found[rows] = batch.get(IN_LOSS).cpu() if has_key(batch, IN_LOSS) else True
-        return found
+        if len(batch) == 0:
+            return []
+        rows = batch.get(ROW)
+        return (rows[batch.get(IN_LOSS)] if has_key(batch, IN_LOSS) else rows).tolist()
 
     def _take(self) -> TensorDictBase:
         """Hand out the first groups that wait."""
-        goes = number_of(first_row(self._group)) < self.groups
-        batch = self._rows.gather(self._arrival[goes])
-        self._group, self._arrival = self._group[~goes], self._arrival[~goes]
-        self._rows.keep(self._arrival)
+        rows = [row for group in list(self._waiting)[: self.groups] for row in self._waiting.pop(group)]
+        batch = gather(sorted(rows, key=lambda row: row[1]), {})
+        let_go(rows)
         return batch
 
     def own_state(self) -> dict[str, Any]:
         """The groups that wait, and the counts."""
-        rows = {"rows": self._rows.to_plain(), "group": self._group, "arrival": self._arrival}
-        return rows | {
-            "closed": dict(self._closed),
+        rows = sorted((arrival, group) for group, rows in self._waiting.items() for _, arrival in rows)
+        arrivals, groups = zip(*rows, strict=True) if rows else ((), ())
+        pieces = dict.fromkeys(piece for rows in self._waiting.values() for piece, _ in rows)
+        return {
+            "rows": [piece.to_plain() for piece in pieces],
+            "group": torch.tensor(groups, dtype=torch.int64),
+            "arrival": torch.tensor(arrivals, dtype=torch.int64),
+            "closed": {0: self._closed.to_tensor()},
             "came": self._came,
             "counts": dict(self.counts),
             "seen": self.seen,
@@ -215,8 +219,14 @@ class Informative(OverSource):
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`own_state`."""
-        self._rows, self._group = Chunks.from_plain(state["rows"]), state["group"]
-        self._arrival, self._came, self._closed = state["arrival"], state["came"], dict(state["closed"])
+        pieces = [Piece.from_plain(rows) for rows in state["rows"]]
+        homes = {arrival: piece for piece in pieces for arrival in piece.place}
+        self._waiting = {}
+        for group, arrival in zip(state["group"].tolist(), state["arrival"].tolist(), strict=True):
+            self._waiting.setdefault(group, []).append((homes.pop(arrival), arrival))
+        let_go((piece, arrival) for arrival, piece in homes.items())
+        self._kinds = kinds_of(pieces[0].columns) if pieces else {}
+        self._came, self._closed = state["came"], Intervals(state["closed"].get(0))
         self.counts, self.seen, self.found = dict(state["counts"]), state["seen"], state["found"]
 
 

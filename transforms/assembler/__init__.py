@@ -1,6 +1,6 @@
 """Rollouts that come one by one, from many workers, become whole groups."""
 
 from .assembler import GroupAssembler
-from .stalled import StalledError
+from .limits import StalledError
 
 __all__ = ["GroupAssembler", "StalledError"]

@@ -10,22 +10,16 @@ from typing import Any, Literal, get_args
 import torch
 from tensordict import NestedKey, TensorDictBase
 
-from headrace.transforms.checks import enforce
 from headrace.transforms.door import enter_rows, labels_in_errors
-from headrace.transforms.ids import is_first
 from headrace.transforms.options import at_least, describe_options, nested_key, one_of
 from headrace.transforms.rows import device_of
 from headrace.transforms.schema import DISPATCHED, DONE
 from headrace.transforms.tokens import silence
 
-from .arriving import Reads, announce_rules, read_arriving, read_dispatch
-from .changes import REASONS, Stream, admit, drop_all, drop_older, let_go, open_groups
-from .choosing import choose, in_order
-from .chunks import Chunks
-from .held import HeldRows, is_among
-from .limits import Limits, check_limits, count_idle, describe_stall, repeat_rules, settle
-from .settled import Selector
-from .stalled import StalledError
+from .arriving import OPTIONS, admit, announce, find_columns, read_rows
+from .limits import Limits, Selector, StalledError, check_limits, stalled
+from .pieces import Piece, check_kinds, gather, kinds_of
+from .stream import STALE, UNFINISHED, Plan, Stream
 
 Remedy = Literal["drop", "raise", "keep", "refill"]
 OnRepeat = Literal["drop", "raise"]
@@ -167,15 +161,14 @@ class GroupAssembler:
         self.reward_key, self.on_surplus = nested_key(reward_key), on_surplus
         self._limits = Limits(*(getattr(self, name) for name in Limits._fields))
         check_limits(self._limits, self.refill)
-        self._reads = Reads(
-            *(self.group_key, self.rollout_key, self.expected_key, self.partition_key, self.segment_key),
-            *(self.done_key, self.status_key, self.version_key if max_staleness is not None else None),
-            reward_key=self.reward_key if callable(on_surplus) else None,
-            group_size=group_size,
-        )
+        self._options = {name: getattr(self, name) for name in OPTIONS}
+        self._options["version_key"] = self.version_key if max_staleness is not None else None
+        self._options["reward_key"] = self.reward_key if callable(on_surplus) else None
         self.version = 0
         """The newest policy version, for `max_staleness`; whoever trains counts it up."""
-        self._state, self._chunks = Stream.nothing(), Chunks()
+        self._stream = Stream()
+        self._kinds: dict[tuple[str, ...], Any] = {}  # of the columns of the last rows that came
+        self._found: dict[str, NestedKey] | None = None  # and where these say what they are
         self._turn = threading.RLock()
 
     # -- what is there ------------------------------------------------------------------------------
@@ -183,27 +176,27 @@ class GroupAssembler:
     @property
     def ready(self) -> int:
         """Whole groups."""
-        return int(self._state.groups.ready.sum())
+        return sum(map(len, self._stream.ready.values()))
 
     @property
     def pending(self) -> int:
         """Groups that are announced or begun, and not whole."""
-        return int((~self._state.groups.ready).sum())
+        return len(self._stream.waiting)
 
     @property
     def held(self) -> int:
         """Rows that are neither handed out nor counted."""
-        return len(self._state.rows.slot)
+        return self._stream.held
 
     @property
     def counts(self) -> dict[str, int]:
         """Rows that left, by reason."""
-        return dict(zip(REASONS, self._state.counts, strict=True))
+        return dict(self._stream.counts)
 
     @property
     def emitted(self) -> int:
         """Groups that were handed out."""
-        return self._state.emitted
+        return self._stream.emitted
 
     def room(self) -> int:
         """Groups that may be dispatched now and still be trained within `max_staleness`.
@@ -219,7 +212,7 @@ class GroupAssembler:
             raise ValueError("room() needs both max_staleness and groups")
         with self._turn:
             most = (self.max_staleness + self.version + 1) * self.groups
-            return max(0, most - self._state.emitted - self.ready - self.pending)
+            return max(0, most - self.emitted - self.ready - self.pending)
 
     # -- rows come in -------------------------------------------------------------------------------
 
@@ -235,38 +228,49 @@ class GroupAssembler:
                 rollouts that differ, columns that do not fit those that wait; what ``raise`` is set for.
             StalledError: no group has become whole for `max_idle` puts.
         """
-        with self._turn, labels_in_errors(batch, [self.group_key, self.rollout_key]):
-            flat = enter_rows(batch, [self.group_key, self.rollout_key], reader=type(self).__name__)
-            self._chunks.check(flat)
-            now, state = time.monotonic(), self._state
-            arrival = torch.empty(0, dtype=torch.int64)
-            if flat.shape.numel():
-                new = read_arriving(flat, self._reads, state.groups, state.received)
-                admission = admit(state, new, now, self.group_size, self.segment_key is not None)
-                enforce([*admission.rules, *repeat_rules(new, admission.leaves, self._limits)])
-                state, arrival = admission.state, new.rows.arrival
-            state, asked = settle(state._replace(puts=state.puts + 1), self._limits, now)
-            state = count_idle(state, self._state.whole, self._limits)
-            stays = is_among(arrival, state.rows.arrival)
-            self._chunks.add(arrival[stays], flat, stays.nonzero().flatten())
-            self._commit(state, asked)
+        keys = [self.group_key, self.rollout_key]
+        with self._turn, labels_in_errors(batch, keys):
+            stream, found, kinds = self._stream, self._found, None
+            if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
+                piece = self._piece(batch)
+                kinds = kinds_of(piece.columns)
+            if kinds != self._kinds:  # rows like those before were looked at with these
+                batch, found = enter_rows(batch, keys, reader=type(self).__name__), None
+                piece = self._piece(batch)
+                kinds = kinds_of(piece.columns)
+            plan = Plan(stream, stream.puts + 1, time.monotonic(), came=piece.size)
+            if piece.size:
+                if found is None:
+                    if stream.held:
+                        check_kinds(self._kinds, kinds)
+                    found = find_columns(batch, piece, self._options)
+                admitted = admit(plan, read_rows(batch, piece, found, self.group_size), self._limits)
+                piece.place = {arrival: piece.place[arrival] for arrival in admitted}
+            self._limits.settle(plan)
+            self._limits.check_idle(plan)
+            if piece.place:
+                piece.own()
+            if piece.size:
+                self._kinds, self._found = kinds, found
+            self._carry_out(plan)
+
+    def _piece(self, batch: TensorDictBase) -> Piece:
+        return Piece(batch, range(self._stream.received, self._stream.received + len(batch)))
 
     def stalled(self, why: str) -> StalledError:
         """The error that says which groups wait longest, and what became of all rows."""
         with self._turn:
-            return describe_stall(why, self._state, self._limits)
+            return stalled(why, self._plan())
 
-    def _settle(self, state: Stream, now: float) -> None:
-        """Settle groups without a put."""
-        state, asked = settle(state, self._limits, now)
-        self._commit(state._replace(idle=0) if state.whole > self._state.whole else state, asked)
+    def _plan(self) -> Plan:
+        """Of no rows."""
+        return Plan(self._stream, self._stream.puts, time.monotonic())
 
-    def _commit(self, state: Stream, asked: list[tuple[int, int]]) -> None:
-        if len(state.rows.slot) < sum(len(chunk.arrival) for chunk in self._chunks.chunks):
-            self._chunks.keep(state.rows.arrival)
-        self._state = state
-        for group, missing in asked:
-            self.refill(group, missing)  # type: ignore[misc]  # it was given, or nobody is asked
+    def _carry_out(self, plan: Plan) -> None:
+        self._stream.carry_out(plan)
+        for change in plan.changes.values():
+            if change.fate == "refilled":
+                self.refill(change.group.group, change.missing)  # type: ignore[misc]  # it was given
 
     # -- groups go out ------------------------------------------------------------------------------
 
@@ -291,39 +295,33 @@ class GroupAssembler:
 
     def _take(self, wanted: int | None) -> TensorDictBase | None:
         with self._turn:
+            stream, oldest = self._stream, self.version - (self.max_staleness or 0)
             if self.timeout_seconds is not None:
-                self._settle(self._state, time.monotonic())
+                plan = self._plan()
+                self._limits.settle(plan)
+                self._carry_out(plan)
             if self.max_staleness is not None and self.on_stale == "drop":
-                self._commit(drop_older(self._state, self.version - self.max_staleness), [])
-            chosen = choose(self._state.groups, wanted)
-            if chosen is None:
+                stale = [g for g in stream.whole_groups() if min(row.version for row in g.rows()) < oldest]
+                stream.close(stale, STALE)
+            if not (groups := stream.choose(wanted)):
                 return None
-            rows = in_order(self._state.rows, chosen)
-            batch = self._write(self._chunks.gather(rows.arrival), rows)
+            rows = [(group, row) for group in groups for row in group.rows()]
+            have = [len(group.rollouts) for group, _ in rows]
+            dispatched = [group.dispatched for group, _ in rows]
+            places = [(row.piece, row.arrival) for _, row in rows]
+            batch = gather(places, {self.expected_key: have, DISPATCHED: dispatched})
             if self.max_staleness is not None and self.on_stale == "mask":
-                fresh = rows.version >= self.version - self.max_staleness
-                silence(batch, fresh.to(device_of(batch)), self.loss_mask_key, self.log_prob_key)
-            which = torch.zeros_like(self._state.groups.ready).index_fill(0, chosen, True)
-            gone = which[self._state.rows.slot]
-            state = let_go(self._state, which, gone, gone)
-            self._commit(state._replace(emitted=state.emitted + len(chosen)), [])
+                fresh = torch.tensor([row.version >= oldest for _, row in rows], device=device_of(batch))
+                silence(batch, fresh, self.loss_mask_key, self.log_prob_key)
+            stream.close(groups)
+            stream.emitted += len(groups)
             return batch
-
-    def _write(self, batch: TensorDictBase, rows: HeldRows) -> TensorDictBase:
-        """Say how many rollouts each group has, and how many were dispatched."""
-        have = torch.zeros_like(self._state.groups.group)
-        have = have.index_add(0, rows.slot, is_first(rows.first).long())
-        device = device_of(batch)
-        batch.set(self.expected_key, have[rows.slot].to(device))
-        batch.set(DISPATCHED, self._state.groups.dispatched[rows.slot].to(device))
-        return batch
 
     def give_up(self) -> int:
         """Let go of all that is held, counted as ``unfinished``, and return how many rows that were."""
         with self._turn:
-            rows, count = self.held, self._limits.tally(self._state)
-            self._commit(drop_all(self._state, count.ended | count.failed), [])
-            return rows
+            stream = self._stream
+            return stream.close([*stream.waiting.values(), *stream.whole_groups()], UNFINISHED)
 
     # -- what was dispatched ------------------------------------------------------------------------
 
@@ -341,12 +339,13 @@ class GroupAssembler:
         keys = [self.group_key, self.rollout_key]
         with self._turn, labels_in_errors(draws, keys):
             draws = enter_rows(draws, keys, reader=type(self).__name__)
-            if draws.shape.numel() == 0:
-                return
-            came = read_dispatch(draws, self._reads, self._state.groups)
-            enforce(announce_rules(self._state.groups, self._state.closed_groups, came, self.group_size))
-            now = time.monotonic()
-            self._settle(open_groups(self._state, came, now), now)
+            if draws.shape.numel():
+                plan = self._plan()
+                piece = Piece(draws, range(len(draws)))
+                found = find_columns(draws, piece, self._options, groups_only=True)
+                announce(plan, read_rows(draws, piece, found, self.group_size), self._limits)
+                self._limits.settle(plan)
+                self._carry_out(plan)
 
     # -- state --------------------------------------------------------------------------------------
 
@@ -355,13 +354,8 @@ class GroupAssembler:
         ``weights_only=True``.
         """
         with self._turn:
-            state = self._state.to_plain(time.monotonic())
-            return {
-                "options": self._identity(),
-                "version": self.version,
-                "state": state,
-                "chunks": self._chunks.to_plain(),
-            }
+            state, chunks = self._stream.to_plain(time.monotonic())
+            return {"options": dict(self._options), "version": self.version, "state": state, "chunks": chunks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -369,18 +363,19 @@ class GroupAssembler:
         Raises:
             ValueError: it is of an assembler that reads rows in another way.
         """
-        if state["options"] != self._identity():
+        if state["options"] != self._options:
             raise ValueError(
-                f"the state must be of an assembler that reads rows as this one does ({self._identity()}); "
+                f"the state must be of an assembler that reads rows as this one does ({self._options}); "
                 f"it is of one with {state['options']}"
             )
         with self._turn:
-            stream, chunks = Stream.from_plain(state["state"], time.monotonic()), state["chunks"]
-            self._chunks, self._state, self.version = Chunks.from_plain(chunks), stream, state["version"]
-
-    def _identity(self) -> dict[str, Any]:
-        """The options by which rows that are held were read."""
-        return self._reads._asdict()
+            pieces, by_segment = (
+                [Piece.from_plain(rows) for rows in state["chunks"]],
+                self.segment_key is not None,
+            )
+            self._stream = Stream.from_plain(state["state"], pieces, time.monotonic(), by_segment=by_segment)
+            self._kinds, self._found = kinds_of(pieces[0].columns) if pieces else {}, None
+            self.version = state["version"]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_turn"}

@@ -1,0 +1,204 @@
+"""What the rows of a batch say of themselves, which of them are taken in, and which batches are refused."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import repeat
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+
+from headrace.transforms.errors import NUMBER_WORKERS, BatchError, listing, who_stamps
+from headrace.transforms.ids import as_ids
+from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, STATUS_KEYS, Status, has_key, read_flags
+
+from .groups import Key, Row
+from .limits import Limits
+from .pieces import READER, Piece
+from .stream import DUPLICATE, LATE, SURPLUS, Plan
+
+GROUP_NAMES = ("partition", "group", "expected")
+NAMES = (*GROUP_NAMES, "rollout", "segment", "done", "status", "version", "reward")
+OPTIONS = (*(f"{name}_key" for name in NAMES), "group_size")
+"""The options by which rows are read: a state goes on under the same ones alone."""
+UNSAID = {"partition": 0, "rollout": 0, "segment": 0, "done": 1, "begins": -1, "ends": 1, "status": 0}
+UNSAID |= {"version": 0, "reward": 0.0}
+"""What is taken of rows that do not say it."""
+
+STATUSES = ", ".join(f"{status.value} {status.name}" for status in Status)
+STAMPED = who_stamps("rollout_id")
+RULES = {
+    "partition": "every row needs a partition ≥ 0; found {found}: its groups could not be told from others",
+    "group": "every row needs a group_id ≥ 0; found {found}: rows without an id would be compared with one "
+    f"another{STAMPED}",
+    "rollout": "every row needs a rollout_id ≥ 0; found {found}: rows without an id would be taken for one "
+    f"rollout{STAMPED}",
+    "segment": "every row needs a segment number ≥ 0; found {found}: a rollout has segments 0, 1, …",
+    "status": f"status must be one of {STATUSES}; found {{found}}",
+    "ends": "expected_segments must be one number ≥ 1 per rollout; found {found}",
+    "expected": "expected_rollouts is one number ≥ {least} per group; found {found}. Do workers disagree?",
+    "home": f"a rollout belongs to one group; found {{found}}. Are ids reused? {NUMBER_WORKERS}",
+    "last": f"a rollout ends with its last segment; found {{found}}. Are ids reused? {NUMBER_WORKERS}",
+    "begins": "a rollout begins once (is_init); begun again before it ended: {found}. Its rewards would be "
+    f"added up. {NUMBER_WORKERS}",
+    DUPLICATE: "a rollout ends once, and a segment of it comes once; found again {found}. Do two workers "
+    f"number alike, or were rows sent twice? {NUMBER_WORKERS}. Name the segment_key if rows come in another "
+    "order, or set on_duplicate='drop', and the first stays",
+    LATE: "rollouts come before their group is closed; found too late {found}: on_late='drop'",
+    "announced": "groups are announced once, before their first row; found {found}. Are ids reused?",
+}
+"""What must hold of rows, in the order in which it is said."""
+
+
+def find_columns(
+    batch: TensorDictBase, piece: Piece, options: Mapping[str, Any], *, groups_only: bool = False
+) -> dict[str, NestedKey]:
+    """Under which keys rows say what they are, the same ones in all batches with columns of the same kinds.
+
+    Args:
+        batch: TensorDict ``[N]``, N ≥ 1.
+        piece: the same.
+        options: those of `OPTIONS`.
+        groups_only: find nothing but the groups of rows.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: it holds no integers or flags, or more than one a row.
+    """
+
+    def there(*keys: NestedKey) -> NestedKey | None:
+        return next((key for key in keys if has_key(batch, key)), None)
+
+    keys = {name: options[f"{name}_key"] for name in (GROUP_NAMES if groups_only else NAMES)}
+    if options["group_size"] is not None:
+        keys["expected"] = there(keys["expected"])
+    if not groups_only:
+        keys["status"] = keys["status"] or there(*STATUS_KEYS)
+        if keys["done"] is not None:
+            keys |= {"begins": there(INIT), "ends": there(EXPECTED_SEGMENTS)}
+    found = {name: key for name, key in keys.items() if key is not None}
+    for name, key in found.items():
+        dtype = piece.entries(key, batch, name)[0].dtype
+        if name in ("done", "begins"):
+            read_flags(batch, key, reader=READER, option=f"{name}_key")
+        elif name != "reward":
+            as_ids(torch.empty(1, dtype=dtype), str(key))
+    return found
+
+
+def read_rows(
+    batch: TensorDictBase, piece: Piece, found: Mapping[str, NestedKey], group_size: int | None
+) -> Iterator[Row]:
+    """What rows say of themselves. One device read.
+
+    Args:
+        batch: TensorDict ``[N]``, N ≥ 1.
+        piece: the same.
+        found: by :func:`find_columns`.
+        group_size: rollouts of a group that does not say how many it was dispatched with.
+
+    Raises:
+        BatchError: an id is not set; a status is unknown.
+    """
+    columns = {name: piece.entries(key, batch, name) for name, key in found.items()}
+    if next(iter(columns.values()))[0].device.type != "cpu":
+        whole = [torch.cat([entry.reshape(-1) for entry in entries]) for entries in columns.values()]
+        bits = torch.stack(
+            [c.double().view(torch.int64) if c.is_floating_point() else c.long() for c in whole]
+        )
+        by_name = zip(columns, bits.cpu(), strict=True)
+        columns = {name: [c.view(torch.float64) if name == "reward" else c] for name, c in by_name}
+    said: dict[str, Any] = {
+        name: entries[0].reshape(-1).tolist() if len(entries) == 1 else [entry.item() for entry in entries]
+        for name, entries in columns.items()
+    }
+    for name in ("partition", "group", "rollout", "segment", "status", "ends"):
+        values, low, high = said.get(name, ()), int(name == "ends"), 3 if name == "status" else 2**63
+        if values and (min(values) < low or max(values) > high):
+            odd = [f"{value} at row {row}" for row, value in enumerate(values) if not low <= value <= high]
+            raise BatchError(RULES[name].format(found=listing(odd)))
+    said |= {"arrival": piece.place, "piece": repeat(piece)}
+    unsaid = UNSAID | {"expected": group_size}
+    return map(Row._make, zip(*(said.get(name) or repeat(unsaid[name]) for name in Row._fields)))  # noqa: B905
+
+
+def admit(plan: Plan, rows: Iterable[Row], limits: Limits) -> list[int]:
+    """Plan to take in rows: those of groups that are open, unless they come again.
+
+    Args:
+        plan: to which they are added.
+        rows: that come.
+        limits: what is to raise, and how many rollouts a group has.
+
+    Returns:
+        The arrivals of those that are taken in.
+
+    Raises:
+        BatchError: one of `RULES` is broken.
+    """
+    stream, by_segment, least = plan.stream, limits.segment_key is not None, limits.group_size or 1
+    homes: dict[Key, Key] = {}
+    sizes: dict[Key, int] = {}
+    broken: dict[str, list[str]] = defaultdict(list)
+    admitted = []
+    for row in rows:
+        key, own, rule, reason = (row.partition, row.group), (row.partition, row.rollout), "", ""
+        change = plan.find(key, row.expected)  # None: it is closed
+        rollout = None if change is None else change.rollout(row.rollout)
+        over = rollout is None and row.rollout in stream.closed_rollouts[row.partition]
+        home = homes.setdefault(own, stream.homes.get(own, key))
+        expected = sizes.setdefault(key, row.expected if change is None else change.group.expected)
+        if not least <= row.expected == expected:
+            rule, words = "expected", f"group {row.group}: {sorted({row.expected, expected})}"
+        elif home != key or (over and change is not None):
+            rule, words = "home", f"rollout {row.rollout} in groups {sorted({home[1], row.group})}"
+            words += " and in one that is closed" if home == key else ""
+        elif change is None:
+            reason = DUPLICATE if over else LATE
+        elif rollout is None:
+            reason = SURPLUS if change.group.is_ready else ""
+        elif rollout.ends != row.ends:
+            rule, words = "ends", f"rollout {row.rollout} ({[rollout.ends, row.ends]})"
+        elif change.group.is_ready or rollout.has(row):
+            reason = DUPLICATE
+        elif beyond := rollout.beyond(row):
+            rule, words = "last", f"segment {beyond[0]} of rollout {row.rollout}, which ends with {beyond[1]}"
+        elif rollout.begins_again(row):
+            rule, words = "begins", f"rollout {row.rollout}"
+        if reason:
+            plan.left[reason] += 1
+            if limits.raises(reason):
+                segment = f"segment {row.segment} of " if by_segment else ""
+                rule, words = reason, f"{segment}rollout {row.rollout} of group {row.group}"
+        elif change is not None and not rule:
+            change.add(row, by_segment=by_segment)
+            admitted.append(row.arrival)
+        if rule:
+            broken[rule].append(words)
+    _refuse(broken, least)
+    return admitted
+
+
+def announce(plan: Plan, rows: Iterable[Row], limits: Limits) -> None:
+    """Plan that the groups of rows wait from now on.
+
+    Raises:
+        BatchError: numbers of expected rollouts differ; a group has been announced, has rows or is closed.
+    """
+    least, broken = limits.group_size or 1, defaultdict(list)
+    for row in rows:
+        change = plan.find((row.partition, row.group), row.expected)
+        if change is None or change.group.key not in plan.opened:
+            broken["announced"].append(str(row.group))
+        elif not least <= row.expected == change.group.expected:
+            broken["expected"].append(f"group {row.group}: {sorted({row.expected, change.group.expected})}")
+    _refuse(broken, least)
+
+
+def _refuse(broken: Mapping[str, list[str]], least: int) -> None:
+    for rule, message in RULES.items():
+        if rule in broken:
+            found = listing(dict.fromkeys(broken[rule]))
+            raise BatchError(message.format(found=found, least=least))

@@ -1,0 +1,278 @@
+"""All that an assembler knows: groups that are open, ids that are closed, how many rows came and left.
+
+What a put would change is first written down (:class:`Plan`), and then made true at once
+(:meth:`Stream.carry_out`): who refuses it has changed nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .groups import Change, Group, Key, Rollout, Row
+from .pieces import Piece, let_go
+
+REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished")
+"""Why rows leave."""
+LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED = REASONS
+
+# What a state has of a stream, and of each group and row.
+TOTALS = ("received", "puts", "idle", "whole", "emitted")
+GROUP_COLUMNS = ("partition", "group", "expected", "born_put", "born_time", "refilled", "refills", "order")
+ROW_COLUMNS = Row._fields[:8]
+
+
+class Intervals:
+    """Ids that are over. Those that follow one another take the room of two, however many they are.
+
+    Args:
+        pairs: (K, 2) int64, the first and the last ids, in order.
+
+    Example:
+        >>> ids = Intervals(torch.tensor([[0, 3], [9, 9]]))
+        >>> for number in (5, 4, 7):
+        ...     ids.add(number)
+        >>> 4 in ids, 6 in ids, ids.to_tensor().tolist()
+        (True, False, [[0, 5], [7, 7], [9, 9]])
+    """
+
+    def __init__(self, pairs: Tensor | None = None):
+        # Where intervals begin, and where what is between them does: 0, 4, 9, 10.
+        self._edges: list[int] = [] if pairs is None else (pairs + torch.tensor([0, 1])).flatten().tolist()
+
+    def __contains__(self, number: int) -> bool:
+        return bisect_right(self._edges, number) % 2 == 1
+
+    def add(self, number: int) -> None:
+        """One more."""
+        edges, at = self._edges, bisect_right(self._edges, number)
+        if at % 2 == 0:
+            ends, begins = at > 0 and edges[at - 1] == number, edges[at : at + 1] == [number + 1]
+            edges[at - ends : at + begins] = [number] * (not ends) + [number + 1] * (not begins)
+
+    def to_tensor(self) -> Tensor:
+        """(K, 2) int64, the first and the last ids, in order."""
+        return torch.tensor(self._edges, dtype=torch.int64).view(-1, 2) - torch.tensor([0, 1])
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """What would become of all groups: by rows that come, announcements, or time that goes by."""
+
+    stream: Stream
+    puts: int
+    """Puts, this one included."""
+    now: float
+    """Seconds on the clock."""
+    came: int = 0
+    """Rows that come."""
+    left: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    """Rows that leave, by reason."""
+    changes: dict[Key, Change] = field(default_factory=dict)
+    opened: dict[Key, Group] = field(default_factory=dict)
+
+    def find(self, key: Key, expected: int) -> Change | None:
+        """What would become of a group; None: it is closed. One that is new begins, or is announced."""
+        stream, change = self.stream, self.changes.get(key)
+        if change is not None:
+            return change
+        group = stream.waiting.get(key)
+        if group is None:
+            if (whole := stream.ready.get(key[0], {}).get(key)) is not None:
+                return self.of(whole)  # of which nothing changes
+            if key[1] in stream.closed_groups[key[0]]:
+                return None
+            group = self.opened[key] = Group(*key, expected, self.puts, self.now)
+        change = self.changes[key] = self.of(group)
+        return change
+
+    def of(self, group: Group) -> Change:
+        """What would become of a group that is open."""
+        return self.changes.get(group.key) or Change(group, group.have, group.lost)
+
+    def waiting(self) -> Iterator[Change]:
+        """Groups that would still wait, the oldest first."""
+        groups = chain(self.stream.waiting.values(), self.opened.values())
+        return (change for group in groups if (change := self.of(group)).waits)
+
+
+class Stream:
+    """All that is known of what came."""
+
+    def __init__(self) -> None:
+        # To find the first of a plain dict takes long where many have left.
+        self.waiting: OrderedDict[Key, Group] = OrderedDict()
+        """Groups that are not whole, in the order in which their time began."""
+        self.ready: dict[int, OrderedDict[Key, Group]] = {}
+        """Whole groups by partition, in the order in which they became whole."""
+        self.homes: dict[Key, Key] = {}
+        """The group of each rollout that is there."""
+        self.closed_groups: dict[int, Intervals] = defaultdict(Intervals)
+        self.closed_rollouts: dict[int, Intervals] = defaultdict(Intervals)
+        """Ids by partition; of rollouts that ended or failed in groups that are closed."""
+        self.dispatched = 0
+        """Rollouts of open groups that were asked for."""
+        self.counts = dict.fromkeys(REASONS, 0)
+        """Rows that left, by reason."""
+        self.received = self.held = 0
+        """Rows that came, and those that are there."""
+        self.puts = self.idle = 0
+        """All of them, and those since a group became whole."""
+        self.whole = self.emitted = 0
+        """Groups that became whole, or were kept; and those that were handed out."""
+
+    def whole_groups(self) -> list[Group]:
+        """Those that are ready."""
+        return [group for groups in self.ready.values() for group in groups.values()]
+
+    def carry_out(self, plan: Plan) -> None:
+        """Make a plan true."""
+        gone: list[Row] = []
+        for group in plan.opened.values():
+            self._open(group)
+        for change in plan.changes.values():
+            group = change.group
+            self.homes.update(((group.partition, number), group.key) for number in change.came)
+            group.rollouts.update(change.came)
+            group.have, group.lost = change.have, change.lost
+            if change.fate == "closed":
+                gone += self._close(group)
+            elif change.fate == "refilled":
+                self._refill(change, plan)
+        ready = [change for change in plan.changes.values() if change.fate == "ready"]
+        for change in sorted(ready, key=lambda c: max(c.rollouts[each].last_arrival for each in c.stays)):
+            group = change.group
+            del self.waiting[group.key]
+            self.ready.setdefault(group.partition, OrderedDict())[group.key] = group
+            group.order, self.whole = self.whole, self.whole + 1
+            gone += self._leave(group, [number for number in group.rollouts if number not in change.stays])
+        self.idle = 0 if ready else self.idle + plan.puts - self.puts
+        self.received, self.puts = self.received + plan.came, plan.puts
+        self.held += plan.came - sum(plan.left.values())
+        for reason, rows in plan.left.items():
+            self.counts[reason] += rows
+        let_go((row.piece, row.arrival) for row in gone)
+
+    def close(self, groups: Iterable[Group], reason: str = "") -> int:
+        """Let go of groups, whose rows are handed out, or counted under a reason, and return how many."""
+        gone = [row for group in groups for row in self._close(group)]
+        self.held -= len(gone)
+        if reason:
+            self.counts[reason] += len(gone)
+        let_go((row.piece, row.arrival) for row in gone)
+        return len(gone)
+
+    def choose(self, wanted: int | None) -> list[Group]:
+        """Whole groups of one partition, in the order in which they became whole.
+
+        Args:
+            wanted: how many; None: all, and at least one.
+
+        Returns:
+            Those of the partition in which as many became whole first; none where there are fewer.
+        """
+        if not self.ready:
+            return []
+        enough = (groups for groups in self.ready.values() if len(groups) >= (wanted or 1))
+        chosen = [list(islice(groups.values(), wanted)) for groups in enough]
+        return min(chosen, key=lambda groups: groups[-1].order, default=[])
+
+    def _open(self, group: Group) -> None:
+        self.waiting[group.key] = group
+        self.dispatched += group.dispatched
+
+    def _refill(self, change: Change, plan: Plan) -> None:
+        """More is asked for, and waited for, though more than were dispatched failed; its time begins anew."""
+        group, before = change.group, change.group.dispatched
+        group.refilled = max(before, group.have + group.lost) + change.missing - group.expected
+        group.refills += 1
+        self.dispatched += group.dispatched - before
+        group.born_put, group.born_time = plan.puts, plan.now
+        self.waiting.move_to_end(group.key)
+
+    def _close(self, group: Group) -> list[Row]:
+        """Nothing of it is awaited any more. Its rollouts that are over are none that come too late."""
+        if group.is_ready:
+            del self.ready[group.partition][group.key]
+            if not self.ready[group.partition]:
+                del self.ready[group.partition]
+        else:
+            del self.waiting[group.key]
+        self.dispatched -= group.dispatched
+        self.closed_groups[group.partition].add(group.group)
+        for number, rollout in group.rollouts.items():
+            if rollout.ended or rollout.failed:
+                self.closed_rollouts[group.partition].add(number)
+        return self._leave(group, list(group.rollouts))
+
+    def _leave(self, group: Group, rollouts: Iterable[int]) -> list[Row]:
+        rows: list[Row] = []
+        for number in rollouts:
+            del self.homes[group.partition, number]
+            rows += group.rollouts.pop(number).rows.values()
+        return rows
+
+    # -- as dicts, tensors and lists ------------------------------------------------------------------------
+
+    def to_plain(self, now: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What is known, and the rows; clocks as ages, since another process has another clock."""
+        groups = [*self.waiting.values(), *self.whole_groups()]
+        rows = sorted((row for group in groups for row in group.rows()), key=lambda row: row.arrival)
+        slots = {group.key: slot for slot, group in enumerate(groups)}
+        columns = {name: [getattr(row, name) for row in rows] for name in ("rollout", *ROW_COLUMNS)}
+        columns["slot"] = [slots[row.partition, row.group] for row in rows]
+        table = {name: [getattr(group, name) for group in groups] for name in GROUP_COLUMNS}
+        table["born_time"] = [now - group.born_time for group in groups]
+        state = {name: getattr(self, name) for name in TOTALS} | {
+            "rows": {name: _tensor(name, values) for name, values in columns.items()},
+            "groups": {name: _tensor(name, values) for name, values in table.items()},
+            "closed_groups": {partition: ids.to_tensor() for partition, ids in self.closed_groups.items()},
+            "closed_rollouts": {name: ids.to_tensor() for name, ids in self.closed_rollouts.items()},
+            "counts": tuple(self.counts.values()),
+        }
+        return state, [piece.to_plain() for piece in dict.fromkeys(row.piece for row in rows)]
+
+    @classmethod
+    def from_plain(
+        cls, state: Mapping[str, Any], pieces: Iterable[Piece], now: float, *, by_segment: bool
+    ) -> Stream:
+        """What :meth:`to_plain` made dicts of."""
+        stream = cls()
+        for name in TOTALS:
+            setattr(stream, name, state[name])
+        for name in ("closed_groups", "closed_rollouts"):
+            closed = {partition: Intervals(pairs) for partition, pairs in state[name].items()}
+            getattr(stream, name).update(closed)
+        stream.counts = dict(zip(REASONS, state["counts"], strict=True))
+        columns = [state["groups"][name].tolist() for name in GROUP_COLUMNS]
+        groups = [Group(*values) for values in zip(*columns, strict=True)]
+        homes = {arrival: piece for piece in pieces for arrival in piece.place}
+        columns = [state["rows"][name].tolist() for name in ("slot", "rollout", *ROW_COLUMNS)]
+        for slot, number, *values in zip(*columns, strict=True):
+            group, piece = groups[slot], homes.pop(values[1])
+            row = Row(*values, *group.key, number, group.expected, piece)
+            stream.homes[group.partition, number] = group.key
+            group.rollouts.setdefault(number, Rollout(row.ends, by_segment)).add(row)
+            stream.held += 1
+        let_go((piece, arrival) for arrival, piece in homes.items())  # who saved them held them no longer
+        for group in sorted(groups, key=lambda group: (group.order, group.born_put)):
+            group.have = sum(rollout.ended for rollout in group.rollouts.values())
+            group.lost = sum(rollout.failed for rollout in group.rollouts.values())
+            group.born_time = now - group.born_time
+            stream._open(group)
+            if group.is_ready:
+                stream.ready.setdefault(group.partition, OrderedDict())[group.key] = stream.waiting.pop(
+                    group.key
+                )
+        return stream
+
+
+def _tensor(name: str, values: Sequence[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64 if name in ("born_time", "reward") else torch.int64)
