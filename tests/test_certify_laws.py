@@ -29,7 +29,6 @@ from headrace.pipeline.certify.exact_gradient import (
     one_group_a_step,
     rows_of_courses,
 )
-from headrace.pipeline.composing import recipes
 
 pytestmark = pytest.mark.slow
 

@@ -262,7 +262,7 @@ def test_no_module_has_the_name_of_a_function_that_its_package_shows():
     shown = {
         path.parent: {
             alias.name
-            for node in ast.walk(tree_of(path))
+            for node in ast.walk(TREES[path])
             if isinstance(node, ast.ImportFrom) and node.module
             for alias in node.names
         }

@@ -35,6 +35,7 @@ from .advantage import (
     turns_to_go,
     whiten,
 )
+from .assembler import GroupAssembler, StalledError
 from .base import BatchTransform, Outcome, read_numbers
 from .checks import Rule, enforce
 from .collapse import Collapsed, FanOutCollapse, collapse_fan_out
@@ -88,7 +89,6 @@ from .split import (
     split_microbatches,
     split_minibatches,
 )
-from .assembler import GroupAssembler, StalledError
 from .weight import LossWeight, Weighed, loss_weight, weighted_loss
 
 __all__ = [

@@ -189,7 +189,7 @@ class Stream:
         self.dispatched += group.dispatched
 
     def _refill(self, change: Change, plan: Plan) -> None:
-        """More is asked for, and waited for, though more than were dispatched failed; its time begins anew."""
+        """Ask for more and wait for it, though more than were dispatched failed; its time begins anew."""
         group, before = change.group, change.group.dispatched
         group.refilled = max(before, group.have + group.lost) + change.missing - group.expected
         group.refills += 1
