@@ -58,7 +58,7 @@ def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
         "collect": (
             "Collecting",
             "Who stamps ids, and how rows that come one by one become whole groups.",
-            _of("pipeline.collect", "transforms.stream", "pipeline.train.sampler"),
+            _of("pipeline.collect", "transforms.assembler", "pipeline.train.sampler"),
         ),
         "reports": (
             "Reports",
