@@ -23,8 +23,10 @@ GROUP_NAMES = ("partition", "group", "expected")
 NAMES = (*GROUP_NAMES, "rollout", "segment", "done", "status", "version", "reward")
 OPTIONS = (*(f"{name}_key" for name in NAMES), "group_size")
 """The options by which rows are read: a state goes on under the same ones alone."""
-UNSAID = {"partition": 0, "rollout": 0, "segment": 0, "done": 1, "begins": -1, "ends": 1, "status": 0}
-UNSAID |= {"version": 0, "reward": 0.0}
+UNSAID: dict[str, float] = dict.fromkeys(
+    ("partition", "rollout", "segment", "status", "version", "reward"), 0
+)
+UNSAID |= {"done": 1, "begins": -1, "ends": 1}
 """What is taken of rows that do not say it."""
 
 STATUSES = ", ".join(f"{status.value} {status.name}" for status in Status)

@@ -99,7 +99,7 @@ def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDi
         numbers: further columns, M each.
     """
     places: dict[Piece, list[int]] = {}
-    arrivals = []
+    arrivals: list[int] = []
     for piece, arrival in rows:
         places.setdefault(piece, []).append(len(arrivals))
         arrivals.append(arrival)
@@ -150,7 +150,8 @@ def columns_of(batch: TensorDictBase, above: tuple[str, ...] = ()) -> Columns:
         if type(value) is TensorDict and value.batch_size == size:
             found |= columns_of(value, (*above, key))
         else:
-            found[(*above, key)] = value
+            path = (*above, key)
+            found[path] = value
     return found
 
 

@@ -85,7 +85,7 @@ class Plan:
             return change
         group = stream.waiting.get(key)
         if group is None:
-            if (whole := stream.ready.get(key[0], {}).get(key)) is not None:
+            if (whole := stream.ready.get(key[0], OrderedDict()).get(key)) is not None:
                 return self.of(whole)  # of which nothing changes
             if key[1] in stream.closed_groups[key[0]]:
                 return None
@@ -257,7 +257,7 @@ class Stream:
         columns = [state["rows"][name].tolist() for name in ("slot", "rollout", *ROW_COLUMNS)]
         for slot, number, *values in zip(*columns, strict=True):
             group, piece = groups[slot], homes.pop(values[1])
-            row = Row(*values, *group.key, number, group.expected, piece)
+            row = Row._make((*values, *group.key, number, group.expected, piece))
             stream.homes[group.partition, number] = group.key
             group.rollouts.setdefault(number, Rollout(row.ends, by_segment)).add(row)
             stream.held += 1
