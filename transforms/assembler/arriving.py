@@ -14,9 +14,9 @@ from headrace.transforms.errors import NUMBER_WORKERS, BatchError, listing, who_
 from headrace.transforms.ids import as_ids
 from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, STATUS_KEYS, Status, has_key, read_flags
 
-from .groups import Key, Row
 from .limits import Limits
-from .pieces import READER, Piece
+from .open_groups import Key, Row
+from .pieces import READER, RowPiece
 from .stream import DUPLICATE, LATE, SURPLUS, Plan
 
 GROUP_NAMES = ("partition", "group", "expected")
@@ -55,7 +55,7 @@ RULES = {
 
 
 def find_columns(
-    batch: TensorDictBase, piece: Piece, options: Mapping[str, Any], *, groups_only: bool = False
+    batch: TensorDictBase, piece: RowPiece, options: Mapping[str, Any], *, groups_only: bool = False
 ) -> dict[str, NestedKey]:
     """Under which keys rows say what they are, the same ones in all batches with columns of the same kinds.
 
@@ -90,8 +90,8 @@ def find_columns(
     return found
 
 
-def read_rows(
-    batch: TensorDictBase, piece: Piece, found: Mapping[str, NestedKey], group_size: int | None
+def arriving_rows(
+    batch: TensorDictBase, piece: RowPiece, found: Mapping[str, NestedKey], group_size: int | None
 ) -> Iterator[Row]:
     """What rows say of themselves. One device read.
 

@@ -16,9 +16,9 @@ from headrace.transforms.rows import device_of
 from headrace.transforms.schema import DISPATCHED, DONE
 from headrace.transforms.tokens import silence
 
-from .arriving import OPTIONS, admit, announce, find_columns, read_rows
+from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
 from .limits import Limits, Selector, StalledError, check_limits, stalled
-from .pieces import Piece, check_kinds, gather, kinds_of
+from .pieces import RowPiece, check_kinds, gather, kinds_of
 from .stream import STALE, UNFINISHED, Plan, Stream
 
 Remedy = Literal["drop", "raise", "keep", "refill"]
@@ -244,7 +244,7 @@ class GroupAssembler:
                     if stream.held:
                         check_kinds(self._kinds, kinds)
                     found = find_columns(batch, piece, self._options)
-                admitted = admit(plan, read_rows(batch, piece, found, self.group_size), self._limits)
+                admitted = admit(plan, arriving_rows(batch, piece, found, self.group_size), self._limits)
                 piece.place = {arrival: piece.place[arrival] for arrival in admitted}
             self._limits.settle(plan)
             self._limits.check_idle(plan)
@@ -254,8 +254,8 @@ class GroupAssembler:
                 self._kinds, self._found = kinds, found
             self._carry_out(plan)
 
-    def _piece(self, batch: TensorDictBase) -> Piece:
-        return Piece(batch, range(self._stream.received, self._stream.received + len(batch)))
+    def _piece(self, batch: TensorDictBase) -> RowPiece:
+        return RowPiece(batch, range(self._stream.received, self._stream.received + len(batch)))
 
     def stalled(self, why: str) -> StalledError:
         """The error that says which groups wait longest, and what became of all rows."""
@@ -341,9 +341,9 @@ class GroupAssembler:
             draws = enter_rows(draws, keys, reader=type(self).__name__)
             if draws.shape.numel():
                 plan = self._plan()
-                piece = Piece(draws, range(len(draws)))
+                piece = RowPiece(draws, range(len(draws)))
                 found = find_columns(draws, piece, self._options, groups_only=True)
-                announce(plan, read_rows(draws, piece, found, self.group_size), self._limits)
+                announce(plan, arriving_rows(draws, piece, found, self.group_size), self._limits)
                 self._limits.settle(plan)
                 self._carry_out(plan)
 
@@ -370,7 +370,7 @@ class GroupAssembler:
             )
         with self._turn:
             pieces, by_segment = (
-                [Piece.from_plain(rows) for rows in state["chunks"]],
+                [RowPiece.from_plain(rows) for rows in state["chunks"]],
                 self.segment_key is not None,
             )
             self._stream = Stream.from_plain(state["state"], pieces, time.monotonic(), by_segment=by_segment)

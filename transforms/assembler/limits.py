@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.transforms.errors import BatchError, IncompleteGroupsError, listing
 
-from .groups import Change, Group
+from .open_groups import Change, Group
 from .stream import DUPLICATE, EVICTED, FAILED, LATE, REASONS, SURPLUS, TIMEOUT, Plan
 
 LEAST_IDLE = 100  # puts without a whole group that are no stall, however small the batch

@@ -30,7 +30,7 @@ Columns = dict[tuple[str, ...], Any]
 """By the names on the way to each; under (), of a lazy stack, a list of those of its rows."""
 
 
-class Piece:
+class RowPiece:
     """Rows that came together, or those of them that are still there.
 
     Args:
@@ -76,7 +76,7 @@ class Piece:
         return {"arrival": torch.tensor(list(self.place)), "rows": to_plain(rows)}
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Piece:
+    def from_plain(cls, plain: dict[str, Any]) -> RowPiece:
         """What :meth:`to_plain` made dicts of."""
         rows: Any = from_plain(plain["rows"])
         return cls(rows, plain["arrival"].tolist())
@@ -87,7 +87,7 @@ class Piece:
         return {path: v if some and isinstance(v, Tensor) else _clone(v) for path, v in taken.items()}
 
 
-Places = Iterable[tuple[Piece, int]]
+Places = Iterable[tuple[RowPiece, int]]
 """Rows, each by its piece and its arrival."""
 
 
@@ -98,7 +98,7 @@ def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDi
         rows: M of them.
         numbers: further columns, M each.
     """
-    places: dict[Piece, list[int]] = {}
+    places: dict[RowPiece, list[int]] = {}
     arrivals: list[int] = []
     for piece, arrival in rows:
         places.setdefault(piece, []).append(len(arrivals))

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .groups import Change, Group, Key, Rollout, Row
-from .pieces import Piece, let_go
+from .open_groups import Change, Group, Key, Rollout, Row
+from .pieces import RowPiece, let_go
 
 REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished")
 """Why rows leave."""
@@ -241,7 +241,7 @@ class Stream:
 
     @classmethod
     def from_plain(
-        cls, state: Mapping[str, Any], pieces: Iterable[Piece], now: float, *, by_segment: bool
+        cls, state: Mapping[str, Any], pieces: Iterable[RowPiece], now: float, *, by_segment: bool
     ) -> Stream:
         """What :meth:`to_plain` made dicts of."""
         stream = cls()

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from headrace.transforms.schema import Status
 
-from .pieces import Piece
+from .pieces import RowPiece
 
 Key = tuple[int, int]
 """Of a group or a rollout: its partition and its id."""
@@ -39,7 +39,7 @@ class Row(NamedTuple):
     rollout: int
     expected: int
     """Rollouts with which its group was dispatched."""
-    piece: Piece
+    piece: RowPiece
     """Where the row itself is."""
 
 
