@@ -17,7 +17,7 @@ from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, STATUS_KEYS, Sta
 from .limits import Limits
 from .open_groups import Key, Row
 from .pieces import READER, RowPiece
-from .stream import DUPLICATE, LATE, SURPLUS, Plan
+from .stream import DUPLICATE, LATE, SURPLUS, StreamPlan
 
 GROUP_NAMES = ("partition", "group", "expected")
 NAMES = (*GROUP_NAMES, "rollout", "segment", "done", "status", "version", "reward")
@@ -126,8 +126,8 @@ def arriving_rows(
     return map(Row._make, zip(*(said.get(name) or repeat(unsaid[name]) for name in Row._fields)))  # noqa: B905
 
 
-def admit(plan: Plan, rows: Iterable[Row], limits: Limits) -> list[int]:
-    """Plan to take in rows: those of groups that are open, unless they come again.
+def admit(plan: StreamPlan, rows: Iterable[Row], limits: Limits) -> list[int]:
+    """StreamPlan to take in rows: those of groups that are open, unless they come again.
 
     Args:
         plan: to which they are added.
@@ -183,8 +183,8 @@ def admit(plan: Plan, rows: Iterable[Row], limits: Limits) -> list[int]:
     return admitted
 
 
-def announce(plan: Plan, rows: Iterable[Row], limits: Limits) -> None:
-    """Plan that the groups of rows wait from now on.
+def announce(plan: StreamPlan, rows: Iterable[Row], limits: Limits) -> None:
+    """StreamPlan that the groups of rows wait from now on.
 
     Raises:
         BatchError: numbers of expected rollouts differ; a group has been announced, has rows or is closed.

@@ -19,7 +19,7 @@ from headrace.transforms.tokens import silence
 from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
 from .limits import Limits, Selector, StalledError, check_limits, stalled
 from .pieces import RowPiece, check_kinds, gather, kinds_of
-from .stream import STALE, UNFINISHED, Plan, Stream
+from .stream import STALE, UNFINISHED, Stream, StreamPlan
 
 Remedy = Literal["drop", "raise", "keep", "refill"]
 OnRepeat = Literal["drop", "raise"]
@@ -238,7 +238,7 @@ class GroupAssembler:
                 batch, found = enter_rows(batch, keys, reader=type(self).__name__), None
                 piece = self._piece(batch)
                 kinds = kinds_of(piece.columns)
-            plan = Plan(stream, stream.puts + 1, time.monotonic(), came=piece.size)
+            plan = StreamPlan(stream, stream.puts + 1, time.monotonic(), came=piece.size)
             if piece.size:
                 if found is None:
                     if stream.held:
@@ -262,11 +262,11 @@ class GroupAssembler:
         with self._turn:
             return stalled(why, self._plan())
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> StreamPlan:
         """Of no rows."""
-        return Plan(self._stream, self._stream.puts, time.monotonic())
+        return StreamPlan(self._stream, self._stream.puts, time.monotonic())
 
-    def _carry_out(self, plan: Plan) -> None:
+    def _carry_out(self, plan: StreamPlan) -> None:
         self._stream.carry_out(plan)
         for change in plan.changes.values():
             if change.fate == "refilled":

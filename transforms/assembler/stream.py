@@ -1,6 +1,6 @@
 """All that an assembler knows: groups that are open, ids that are closed, how many rows came and left.
 
-What a put would change is first written down (:class:`Plan`), and then made true at once
+What a put would change is first written down (:class:`StreamPlan`), and then made true at once
 (:meth:`Stream.carry_out`): who refuses it has changed nothing.
 """
 
@@ -63,7 +63,7 @@ class Intervals:
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class StreamPlan:
     """What would become of all groups: by rows that come, announcements, or time that goes by."""
 
     stream: Stream
@@ -132,7 +132,7 @@ class Stream:
         """Those that are ready."""
         return [group for groups in self.ready.values() for group in groups.values()]
 
-    def carry_out(self, plan: Plan) -> None:
+    def carry_out(self, plan: StreamPlan) -> None:
         """Make a plan true."""
         gone: list[Row] = []
         for group in plan.opened.values():
@@ -188,7 +188,7 @@ class Stream:
         self.waiting[group.key] = group
         self.dispatched += group.dispatched
 
-    def _refill(self, change: Change, plan: Plan) -> None:
+    def _refill(self, change: Change, plan: StreamPlan) -> None:
         """Ask for more and wait for it, though more than were dispatched failed; its time begins anew."""
         group, before = change.group, change.group.dispatched
         group.refilled = max(before, group.have + group.lost) + change.missing - group.expected
