@@ -63,7 +63,7 @@ class Limits(NamedTuple):
         return self.timeout_seconds is not None and plan.now - group.born_time >= self.timeout_seconds
 
     def settle(self, plan: StreamPlan) -> None:
-        """StreamPlan which groups become whole or are given up: of those to which rows came, and of the oldest.
+        """Plan which groups become whole or are given up: of those to which rows came, and of the oldest.
 
         Raises:
             IncompleteGroupsError: under ``raise``.
