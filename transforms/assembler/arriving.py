@@ -127,7 +127,7 @@ def arriving_rows(
 
 
 def admit(plan: StreamPlan, rows: Iterable[Row], limits: Limits) -> list[int]:
-    """StreamPlan to take in rows: those of groups that are open, unless they come again.
+    """Plan to take in rows: those of groups that are open, unless they come again.
 
     Args:
         plan: to which they are added.
@@ -184,7 +184,7 @@ def admit(plan: StreamPlan, rows: Iterable[Row], limits: Limits) -> list[int]:
 
 
 def announce(plan: StreamPlan, rows: Iterable[Row], limits: Limits) -> None:
-    """StreamPlan that the groups of rows wait from now on.
+    """Plan that the groups of rows wait from now on.
 
     Raises:
         BatchError: numbers of expected rollouts differ; a group has been announced, has rows or is closed.
