@@ -9,12 +9,10 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 demo: $(STAMP)
 	$(BIN)/headrace $(ARGS)
 
-# All tests, in some minutes on two cores.
 test: lint types
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
-# What batches become, in under a minute: laws, golden numbers, the contract, the house. A file whose `pytestmark` is
-# `slow` is not even imported.
+# The tests that matter most, in under a minute: laws, golden numbers, the contract, the house.
 check: lint types
 	$(BIN)/python -m pytest -n auto -m "not slow" $(ARGS)
 

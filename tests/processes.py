@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import torch.multiprocessing
 
-IMPORTED = [
-    "headrace.pipeline",
-    "headrace.pipeline.main",
-    "headrace.pipeline.reverse",
-    "headrace.pipeline.tasks.by_name",
-    "torchrl.collectors",
-    "torchrl.objectives.llm",
-]
+IMPORTED = ["headrace.pipeline", "headrace.pipeline.reverse", "torchrl.collectors", "torchrl.objectives.llm"]
 
 
 def process_context():

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import random
 import re
-from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -66,16 +65,16 @@ def verl_batch(seed: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     return rewards, mask, uids
 
 
-def test_verl_gets_its_own_numbers_over_uneven_groups(verl, monkeypatch):
+@pytest.mark.parametrize("seed", range(20))
+def test_verl_gets_its_own_numbers_over_uneven_groups(verl, monkeypatch, seed):
     pipeline = load_pipeline("pipeline=as/verl", "~pipeline.stages.gate")
     monkeypatch.setattr(verl.adapter, "PIPELINE", pipeline)
+    rewards, mask, uids = verl_batch(seed)
     estimate = verl.algos.get_adv_estimator_fn("headrace")
-    for seed in range(20):
-        rewards, mask, uids = verl_batch(seed)
-        found, returns = estimate(token_level_rewards=rewards, response_mask=mask, index=uids, config=None)
-        theirs, _ = verl.algos.compute_grpo_outcome_advantage(rewards.clone(), mask, uids)
-        torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-5)
-        assert torch.equal(found, returns)
+    advantages, returns = estimate(token_level_rewards=rewards, response_mask=mask, index=uids, config=None)
+    theirs, _ = verl.algos.compute_grpo_outcome_advantage(rewards.clone(), mask, uids)
+    torch.testing.assert_close(advantages, theirs, rtol=1e-4, atol=1e-5)
+    assert torch.equal(advantages, returns)
 
 
 def test_verl_is_told_of_a_lost_rollout_by_its_uid(verl):
@@ -94,11 +93,6 @@ def test_verl_trains_by_another_recipe_by_one_word(verl, monkeypatch):
 # -- slime and miles --------------------------------------------------------------------------------------
 
 
-@cache
-def slime() -> ModuleType:
-    return adapter("headrace_slime")
-
-
 def samples_of(rewards, groups, rollouts=None, **columns) -> list[foreign.SlimeSample]:
     rows = zip(rewards, groups, rollouts or [None] * len(rewards), strict=True)
     return [
@@ -107,16 +101,16 @@ def samples_of(rewards, groups, rollouts=None, **columns) -> list[foreign.SlimeS
     ]
 
 
-def test_slime_gets_its_own_numbers_for_whole_groups():
-    args, module = foreign.slime_args(group_size=8, groups=3), adapter("headrace_slime")
-    for seed in range(5):
-        rng = random.Random(seed)
-        rewards = [rng.random() for _ in range(24)]
-        samples = samples_of(rewards, [row // 8 for row in range(24)])
-        raw, advantages = module.post_process_rewards(args, samples)
-        assert raw == rewards
-        assert advantages == pytest.approx(foreign.slime_rewards(args, rewards), rel=1e-4, abs=1e-6)
-        assert not any(sample.remove_sample for sample in samples)
+@pytest.mark.parametrize("seed", range(5))
+def test_slime_gets_its_own_numbers_for_whole_groups(seed):
+    rng = random.Random(seed)
+    rewards = [rng.random() for _ in range(24)]
+    args = foreign.slime_args(group_size=8, groups=3)
+    samples = samples_of(rewards, [row // 8 for row in range(24)])
+    raw, advantages = adapter("headrace_slime").post_process_rewards(args, samples)
+    assert raw == rewards
+    assert advantages == pytest.approx(foreign.slime_rewards(args, rewards), rel=1e-4, abs=1e-6)
+    assert not any(sample.remove_sample for sample in samples)
 
 
 def test_a_fan_out_leaves_slimes_groups_as_they_are():
@@ -130,16 +124,15 @@ def test_a_fan_out_leaves_slimes_groups_as_they_are():
     assert theirs[0] < 0 < theirs[8]  # a prompt that was solved is pushed down, for another is worth more
 
 
-def test_miles_gets_its_own_numbers_where_rollouts_fan_out(monkeypatch):
-    module = adapter("headrace_slime")
+@pytest.mark.parametrize("seed", range(5))
+def test_miles_gets_its_own_numbers_where_rollouts_fan_out(monkeypatch, seed):
+    rng, module = random.Random(seed), adapter("headrace_slime")
     monkeypatch.setattr(module, "PIPELINE", load_pipeline("pipeline=as/miles"))
-    for seed in range(5):
-        rng = random.Random(seed)
-        rollouts = [rollout for rollout in range(12) for _ in range(rng.randint(1, 3))]
-        reward = [rng.random() for _ in range(12)]
-        samples = samples_of([reward[r] for r in rollouts], [r // 4 for r in rollouts], rollouts)
-        _, advantages = module.post_process_rewards(foreign.slime_args(4, 3), samples)
-        assert advantages == pytest.approx(foreign.miles_rewards(samples), rel=1e-4, abs=1e-6)
+    rollouts = [rollout for rollout in range(12) for _ in range(rng.randint(1, 3))]
+    reward = [rng.random() for _ in range(12)]
+    samples = samples_of([reward[r] for r in rollouts], [r // 4 for r in rollouts], rollouts)
+    _, advantages = module.post_process_rewards(foreign.slime_args(4, 3), samples)
+    assert advantages == pytest.approx(foreign.miles_rewards(samples), rel=1e-4, abs=1e-6)
 
 
 def test_what_a_recipe_takes_out_of_the_loss_slime_removes(monkeypatch):
@@ -172,7 +165,7 @@ def test_slimes_broken_samples_are_refused(change, message):
     samples = samples_of([1.0, 0.0, 0.0], [0, 0, 0], [0, 1, 1])
     vars(samples[2]).update(change)
     with pytest.raises(BatchError, match=message):
-        slime().post_process_rewards(foreign.slime_args(2, 1), samples)
+        adapter("headrace_slime").post_process_rewards(foreign.slime_args(2, 1), samples)
 
 
 # -- prime-rl ---------------------------------------------------------------------------------------------
@@ -194,15 +187,15 @@ def episode(reward: float, *masks: list[bool], **columns) -> foreign.Episode:
     return foreign.Episode([foreign.Trace(reward, [foreign.Node(mask) for mask in masks], **columns)])
 
 
-def test_prime_rl_gets_its_own_numbers(prime_rl):
-    for seed in range(5):
-        rng = random.Random(seed)
-        episodes = [episode(rng.random(), [False], [True] * rng.randint(1, 3)) for _ in range(8)]
-        episodes[3].traces[0].has_error = True
-        found = [values for values in score(prime_rl, episodes) if values is not None]
-        sampled = [sum(e.traces[0].nodes[1].mask) for e in episodes if not e.traces[0].has_error]
-        theirs = zip(foreign.prime_rl_advantages(episodes), sampled, strict=True)
-        assert found == [pytest.approx([value] * number, abs=1e-6) for value, number in theirs]
+@pytest.mark.parametrize("seed", range(5))
+def test_prime_rl_gets_its_own_numbers(prime_rl, seed):
+    rng = random.Random(seed)
+    episodes = [episode(rng.random(), [False], [True] * rng.randint(1, 3)) for _ in range(8)]
+    episodes[3].traces[0].has_error = True
+    found = [values for values in score(prime_rl, episodes) if values is not None]
+    theirs = foreign.prime_rl_advantages(episodes)
+    sampled = [sum(e.traces[0].nodes[1].mask) for e in episodes if not e.traces[0].has_error]
+    assert found == [pytest.approx([value] * n, abs=1e-6) for value, n in zip(theirs, sampled, strict=True)]
 
 
 def test_prime_rl_gets_an_advantage_for_each_token_where_a_recipe_has_them(prime_rl, monkeypatch):
@@ -230,8 +223,9 @@ def test_a_group_of_prime_rl_without_a_trace_to_train_stays_as_it_is(prime_rl):
     assert score(prime_rl, [episode(1.0, [False]), episode(0.0, [True], has_error=True)]) == [None, None]
 
 
-def test_recipes_criteria_and_options_that_pages_name_are_there():
-    text = "\n".join(page.read_text() for page in PAGES)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_recipes_criteria_and_options_that_a_page_names_are_there(page):
+    text = page.read_text()
     for cell in re.findall(r"`pipeline=[^|\n]*", text):
         for name in re.findall(r"`(?:pipeline=)?([\w/]+)`", cell):
             assert (ROOT / "conf" / "pipeline" / f"{name}.yaml").exists(), name

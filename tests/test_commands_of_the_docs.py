@@ -5,17 +5,16 @@ Where a page looks at ``run/rollouts`` that it has not written, there is a dump 
 
 from __future__ import annotations
 
+import os
 import re
-import runpy
 import shlex
 import subprocess
-from functools import partial
-from itertools import pairwise
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from command import QUICK, Started, headrace, headrace_here
+from command import QUICK, headrace_here
 from pages_as_written import PAGES, ROOT, Fence, commands, fences
 from tensordict import TensorDict
 
@@ -24,7 +23,6 @@ from headrace.pipeline import load_pipeline, make_report, write_dump
 pytestmark = pytest.mark.slow
 INSTALLS = ("make ", "pip ", "python -m venv ", "pre-commit ")  # tried by continuous integration
 YOURS = re.compile(r"\b(my|your)\.module\.")  # which nobody has
-RUN_ELSEWHERE = ("examples/ray_grpo.py",)  # by test_ray.py, on a cluster that is there
 SHORT = {"--steps": "2", "--batches": "2"}  # of the examples, which have tests of their own
 
 
@@ -53,16 +51,18 @@ def words_of(line: str) -> list[str]:
 
 
 def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
-    """A program of examples/, where torchrun starts it as one process: test_torchrun_example.py has two."""
-    words = shlex.split(line)
-    place = next(place for place, word in enumerate(words) if word.startswith("examples/"))
-    more = [SHORT.get(before, word) for before, word in pairwise(words[place:])]
-    program = partial(runpy.run_path, str(ROOT / words[place]), run_name="__main__")
-    if words[place] in RUN_ELSEWHERE:
-        done = Started(program, folder, *more, "--help").ends()
-        assert all(word in done.stdout for word in more if word.startswith("--")), line
-        return done
-    return Started(program, folder, *more).ends(500)
+    program, *words = shlex.split(line)
+    words = [SHORT.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
+    module = ["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else []
+    return subprocess.run(
+        [sys.executable, *module, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
 
 
 def run_with_a_module(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:
@@ -71,7 +71,15 @@ def run_with_a_module(line: str, page: str, folder: Path) -> subprocess.Complete
         blocks = [block.text for block in fences(page, "python") if block.mark is None]
         (folder / f"{module}.py").write_text("\n".join(blocks))
     words = words_of(line.removeprefix("PYTHONPATH=. headrace"))
-    return headrace(folder, *words, check=False, PYTHONPATH=".")
+    return subprocess.run(
+        [sys.executable, "-m", "headrace.pipeline", *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def run_line(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:

@@ -82,14 +82,10 @@ def gradient(policy, total) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
 
 
+@pytest.mark.parametrize("clip_epsilon", [0.2, 0.01, (0.1, 0.3)])
 @pytest.mark.parametrize(
-    ("options", "clip_epsilon"),
-    [
-        ({}, 0.2),
-        ({"level": "sequence"}, 0.01),
-        ({"level": "mean", "bound": "zero", "low": 0.5}, (0.1, 0.3)),
-        ({"normalise": "batch"}, 0.2),
-    ],
+    "options",
+    [{}, {"level": "sequence"}, {"level": "mean", "bound": "zero", "low": 0.5}, {"normalise": "batch"}],
 )
 def test_folding_weights_into_the_advantage_is_weighing_the_clipped_loss(scene, options, clip_epsilon):
     policy, batch = scene
@@ -334,7 +330,6 @@ def credit_of(rewards: list[float], own: float) -> float:
     return 0.0 if not spread else (own - statistics.fmean(rewards)) / (spread + 1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "ragged"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_its_formula(name, kind):

@@ -6,19 +6,14 @@ import random
 
 import pytest
 import torch
-from composed import composed
 from tensordict import TensorDict
 
-from headrace.pipeline import Pipeline, advantages_of
+from headrace.pipeline import Pipeline, advantages_of, load_pipeline
 from headrace.transforms import BatchError, IncompleteGroupsError, MergeTurns, SampleFilter
 
 pytestmark = pytest.mark.slow
 
 MASK = ("masks", "all_assistant_mask")
-
-
-def of_four(recipe: str, *words: str) -> Pipeline:
-    return composed(f"pipeline={recipe}", "pipeline.stages.gate.group_size=4", *words)
 
 
 def rows(seed: int, groups: int = 5, size: int = 4) -> TensorDict:
@@ -30,25 +25,25 @@ def rows(seed: int, groups: int = 5, size: int = 4) -> TensorDict:
     return batch
 
 
-def test_each_row_has_what_a_loop_over_its_group_says():
-    pipeline = of_four("rloo")
-    for batch in map(rows, range(10)):
-        credit = advantages_of(pipeline, batch)
-        groups, rewards = batch["group_id"].tolist(), batch["next", "reward"].tolist()
-        for row, (group, reward) in enumerate(zip(groups, rewards, strict=True)):
-            peers = [rewards[other] for other in range(len(batch)) if groups[other] == group]
-            varies = len(set(peers)) > 1
-            others = (sum(peers) - reward) / (len(peers) - 1)
-            trains = varies and bool(batch[MASK][row].any())
-            assert credit.advantage[row].tolist() == pytest.approx([reward - others if trains else 0.0])
-            assert credit.in_loss[row].tolist() == (batch[MASK][row] & varies).tolist()
+@pytest.mark.parametrize("seed", range(10))
+def test_each_row_has_what_a_loop_over_its_group_says(seed):
+    batch = rows(seed)
+    credit = advantages_of(load_pipeline("pipeline=rloo", "pipeline.stages.gate.group_size=4"), batch)
+    groups, rewards = batch["group_id"].tolist(), batch["next", "reward"].tolist()
+    for row, (group, reward) in enumerate(zip(groups, rewards, strict=True)):
+        peers = [rewards[other] for other in range(len(batch)) if groups[other] == group]
+        varies = len(set(peers)) > 1
+        others = (sum(peers) - reward) / (len(peers) - 1)
+        trains = varies and bool(batch[MASK][row].any())
+        assert credit.advantage[row].tolist() == pytest.approx([reward - others if trains else 0.0])
+        assert credit.in_loss[row].tolist() == (batch[MASK][row] & varies).tolist()
 
 
 @pytest.mark.parametrize("action", ["mask", "exclude", "drop"])
 def test_whoever_leaves_keeps_the_place_and_has_nothing(action):
     batch = rows(seed=1)
     whole = torch.tensor([False, True]).repeat(10)
-    stages = dict(composed("pipeline=dr_grpo", "~pipeline.stages.gate").stages.items())
+    stages = dict(load_pipeline("pipeline=dr_grpo", "~pipeline.stages.gate").stages.items())
     stages["filter"] = SampleFilter(criterion=lambda batch: batch["rollout_id"] % 2 == 1, action=action)
     batch["rollout_id"] = torch.arange(20)
     credit = advantages_of(Pipeline(stages), batch)
@@ -59,7 +54,7 @@ def test_whoever_leaves_keeps_the_place_and_has_nothing(action):
 
 
 def test_the_order_of_rows_moves_no_bit():
-    batch, pipeline = rows(seed=2), of_four("grpo")
+    batch, pipeline = rows(seed=2), load_pipeline("pipeline=grpo", "pipeline.stages.gate.group_size=4")
     credit, order = advantages_of(pipeline, batch), torch.randperm(20)
     permuted = advantages_of(pipeline, batch[order])
     assert torch.equal(permuted.advantage, credit.advantage[order])
@@ -69,14 +64,14 @@ def test_the_order_of_rows_moves_no_bit():
 def test_tokens_have_an_advantage_each_where_the_recipe_gives_them():
     batch = rows(seed=3)
     batch["entropy", "full"] = torch.rand(20, 5)
-    credit = advantages_of(of_four("high_entropy"), batch)
+    credit = advantages_of(load_pipeline("pipeline=high_entropy", "pipeline.stages.gate.group_size=4"), batch)
     assert credit.advantage.shape == credit.in_loss.shape == (20, 5)
     assert credit.advantage.count_nonzero(1).max() > 0
     assert not credit.advantage[~credit.in_loss].any()
 
 
 def test_what_came_in_is_left_alone_and_a_pipeline_serves_again():
-    batch, pipeline = rows(seed=4), of_four("grpo")
+    batch, pipeline = rows(seed=4), load_pipeline("pipeline=grpo", "pipeline.stages.gate.group_size=4")
     before = batch.clone()
     first, second = advantages_of(pipeline, batch), advantages_of(pipeline, batch)
     assert torch.equal(first.advantage, second.advantage)
@@ -86,7 +81,8 @@ def test_what_came_in_is_left_alone_and_a_pipeline_serves_again():
 
 def test_without_a_loss_mask_rows_that_stay_are_in_the_loss():
     batch = rows(seed=5).exclude("masks")
-    credit = advantages_of(of_four("dr_grpo", "pipeline.stages.filter.action=drop"), batch)
+    words = "pipeline.stages.gate.group_size=4", "pipeline.stages.filter.action=drop"
+    credit = advantages_of(load_pipeline("pipeline=dr_grpo", *words), batch)
     rewards = batch["next", "reward"].new_zeros(5).index_add_(0, batch["group_id"], batch["next", "reward"])
     varies = ((rewards > 0) & (rewards < 4))[batch["group_id"]]
     assert 0 < varies.sum() < 20
@@ -95,15 +91,15 @@ def test_without_a_loss_mask_rows_that_stay_are_in_the_loss():
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_where_nobody_stays_there_is_nothing(number):
-    pipeline = of_four("grpo", "pipeline.stages.gate.on_incomplete=drop")
-    credit = advantages_of(pipeline, rows(seed=6)[:number])
+    words = "pipeline.stages.gate.group_size=4", "pipeline.stages.gate.on_incomplete=drop"
+    credit = advantages_of(load_pipeline("pipeline=grpo", *words), rows(seed=6)[:number])
     assert credit.advantage.tolist() == [[0.0]] * number
     assert credit.in_loss.tolist() == [[False]] * number
 
 
 def test_what_the_gate_refuses_is_refused():
     with pytest.raises(IncompleteGroupsError, match="3 of 4"):
-        advantages_of(of_four("grpo"), rows(7)[:-1])
+        advantages_of(load_pipeline("pipeline=grpo", "pipeline.stages.gate.group_size=4"), rows(7)[:-1])
 
 
 def test_rows_that_take_tokens_of_others_are_refused():
@@ -113,7 +109,7 @@ def test_rows_that_take_tokens_of_others_are_refused():
     batch["masks", "all_attention_mask"] = batch["tokens", "full"] > 0
     batch[MASK] = torch.tensor([[False, True, False], [False, False, True], [False, True, False]])
     batch["next", "reward"] = torch.tensor([1.0, 1.0, 0.0])
-    recipe = composed("pipeline=dr_grpo", "~pipeline.stages.gate", "~pipeline.stages.filter")
+    recipe = load_pipeline("pipeline=dr_grpo", "~pipeline.stages.gate", "~pipeline.stages.filter")
     stages = {"merge": MergeTurns(), **dict(recipe.stages.items())}
     order = ["collapse", "advantage", "merge", "split", "weight"]
     with pytest.raises(BatchError, match=r"found others in the loss at rows 1\. Leave out"):
@@ -128,4 +124,4 @@ def test_a_pipeline_without_an_advantage_is_refused():
 def test_a_batch_of_two_dimensions_is_refused():
     batch = rows(9).reshape(5, 4)
     with pytest.raises(BatchError, match=r"a batch is \[N\]; got \[5, 4\]"):
-        advantages_of(of_four("grpo"), batch)
+        advantages_of(load_pipeline("pipeline=grpo", "pipeline.stages.gate.group_size=4"), batch)

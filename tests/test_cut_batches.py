@@ -29,7 +29,7 @@ from torchrl.collectors.llm import LLMCollector
 
 pytestmark = [pytest.mark.llm, pytest.mark.slow]
 TOKENIZER = make_tokenizer()
-ENVS = 3
+ENVS, CUTS = 3, (3, 6, 15, 18)
 
 
 def source(kind: str, turns: int, total: int = 90) -> Iterable[TensorDictBase]:
@@ -81,23 +81,44 @@ def naive(batch: TensorDictBase) -> int:
     return sum(sums[rollout] != earned(rollout) for rollout in flat["rollout_id"].tolist())
 
 
-@pytest.mark.parametrize(("kind", "turns"), [("Collector", 6), ("LLMCollector", 3), ("LLMCollector", 18)])
-def test_no_rollout_is_trained_with_a_part_of_its_reward(kind, turns):
-    """Behind the gate what is cut does not train; behind the assembler every whole group does, once."""
-    batches = list(source(kind, turns))
-    assert sum(map(naive, batches)) > 0, "the batches of this test are cut"
-    runs = [make_pipeline("drop").run(batch) for batch in batches]
-    trained = [rollout for run in runs if len(run.batch) for rollout in check(run.batch)]
+every_cut = pytest.mark.parametrize("turns", CUTS)
+every_kind = pytest.mark.parametrize("kind", ["LLMCollector", "Collector"])
+
+
+@every_kind
+@every_cut
+def test_behind_the_gate_no_row_has_a_wrong_reward(kind, turns):
+    wrong, trained = 0, []
+    for batch in source(kind, turns):
+        wrong += naive(batch)
+        run = make_pipeline("drop").run(batch)
+        if len(run.batch):
+            trained += check(run.batch)
+    assert wrong > 0, "the batches of this test are cut"
     assert len(trained) == len(set(trained))
     assert trained or turns < 15
 
-    assembler = GroupAssembler(groups=2)
-    wholes = assembled(batches, assembler)
-    trained = [rollout for whole in wholes for rollout in check(make_pipeline("raise")(whole))]
-    rows = torch.cat([batch.reshape(-1).select("rollout_id", ("next", "done")) for batch in batches])
-    ended = rows["rollout_id"][rows["next", "done"].flatten()].flatten().tolist()
-    groups = Counter(rollout // GROUP_SIZE for rollout in set(ended))
-    whole = {group for group, number in groups.items() if number == GROUP_SIZE}
-    assert sorted(trained) == sorted(group * GROUP_SIZE + i for group in whole for i in range(GROUP_SIZE))
+
+@every_kind
+@every_cut
+def test_behind_the_assembler_every_whole_group_is_trained_once_with_its_true_rewards(kind, turns):
+    assembler, rows, ended = GroupAssembler(groups=2), 0, set()
+
+    def seen():
+        nonlocal rows
+        for batch in source(kind, turns):
+            flat = batch.reshape(-1)
+            rows += len(flat)
+            ended.update(flat["rollout_id"][flat["next", "done"].flatten()].tolist())
+            yield batch
+
+    trained: list[int] = []
+    for whole in assembled(seen(), assembler):
+        trained += check(make_pipeline("raise")(whole))
+    groups = Counter(rollout // GROUP_SIZE for rollout in ended)
+    whole_groups = {group for group, number in groups.items() if number == GROUP_SIZE}
+    assert sorted(trained) == sorted(
+        group * GROUP_SIZE + i for group in whole_groups for i in range(GROUP_SIZE)
+    )
     assert len(trained) >= 20
-    assert len(rows) == sum(map(turns_of, trained)) + sum(assembler.counts.values())
+    assert rows == sum(map(turns_of, trained)) + sum(assembler.counts.values())

@@ -96,7 +96,7 @@ def test_whatever_a_sampler_draws_passes_a_strict_gate_with_all_its_rows(sampler
     data = rows([1, 4, 2, 3])
     buffer = filled(data, sampler(), storage=storage, size=3)
     of_group = {g: data["number"][data["group_id"] == g].tolist() for g in range(4)}
-    for _ in range(6):
+    for _ in range(12):
         batch = buffer.sample()
         assert len(CompletenessGate()(batch.contiguous())) == len(batch)
         expected = [number for group in groups_in(batch) for number in of_group[group]]

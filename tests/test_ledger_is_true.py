@@ -11,7 +11,7 @@ import torch
 from batches import batch_of
 from composed import composed
 from policies import OLD, with_old
-from recipes import CHAINS, FEW
+from recipes import CHAINS
 
 from headrace.pipeline import Pipeline
 from headrace.pipeline.report import make_report
@@ -76,9 +76,7 @@ FOLDS = ("none", "sum", "token_mean")
 CUTS = list(product((1, 2, 3), ("drop", "uneven", "pad", "carry")))
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in CHAINS]
-)
+@pytest.mark.parametrize("recipe", CHAINS)
 def test_what_is_booked_as_trained_is_what_the_minibatches_train(recipe, quick):
     """Of each chain in all ways to cut, with each fold in some of them; where it is quick, in one of them."""
     stages, first = stages_of(recipe), CHAINS.index(recipe)

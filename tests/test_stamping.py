@@ -13,7 +13,6 @@ from tensordict import TensorDict
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import EnvCreator, ParallelEnv, SerialEnv, TransformedEnv, check_env_specs
 from torchrl.envs.transforms import Compose, Transform
-from turns import quick_starts
 
 from headrace.pipeline import StampIds, assembled
 from headrace.transforms import BatchError, CompletenessGate, GroupAssembler
@@ -21,12 +20,6 @@ from headrace.transforms import BatchError, CompletenessGate, GroupAssembler
 pytestmark = pytest.mark.slow
 
 IDS = ("group_id", "rollout_id", "expected_rollouts")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def workers_start_quickly():
-    with quick_starts():
-        yield
 
 
 def columns(batch: TensorDict, *keys) -> list[tuple]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from command import Started
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "torchrun_grpo.py"
 STEPS, SECONDS = 4, 240
@@ -37,8 +34,7 @@ def test_two_processes_with_groups_between_them_train_as_one_does(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
     options = ("--steps", str(STEPS), "--out")
-    example = partial(runpy.run_path, str(EXAMPLE), run_name="__main__")
-    assert Started(example, tmp_path, *options, str(tmp_path / "one")).ends(SECONDS).returncode == 0
+    run(str(EXAMPLE), *options, str(tmp_path / "one"))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     run(*torchrun, str(EXAMPLE), *options, str(tmp_path / "two"))
     one, *two = (torch.load(tmp_path / file) for file in ("one/0.pt", "two/0.pt", "two/1.pt"))

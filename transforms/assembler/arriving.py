@@ -14,19 +14,17 @@ from headrace.transforms.errors import NUMBER_WORKERS, BatchError, listing, who_
 from headrace.transforms.ids import as_ids
 from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, STATUS_KEYS, Status, has_key, read_flags
 
+from .groups import Key, Row
 from .limits import Limits
-from .open_groups import Key, Row
-from .pieces import READER, RowPiece
-from .stream import DUPLICATE, LATE, SURPLUS, StreamPlan
+from .pieces import READER, Piece
+from .stream import DUPLICATE, LATE, SURPLUS, Plan
 
 GROUP_NAMES = ("partition", "group", "expected")
 NAMES = (*GROUP_NAMES, "rollout", "segment", "done", "status", "version", "reward")
 OPTIONS = (*(f"{name}_key" for name in NAMES), "group_size")
 """The options by which rows are read: a state goes on under the same ones alone."""
-UNSAID: dict[str, float] = dict.fromkeys(
-    ("partition", "rollout", "segment", "status", "version", "reward"), 0
-)
-UNSAID |= {"done": 1, "begins": -1, "ends": 1}
+UNSAID = {"partition": 0, "rollout": 0, "segment": 0, "done": 1, "begins": -1, "ends": 1, "status": 0}
+UNSAID |= {"version": 0, "reward": 0.0}
 """What is taken of rows that do not say it."""
 
 STATUSES = ", ".join(f"{status.value} {status.name}" for status in Status)
@@ -55,7 +53,7 @@ RULES = {
 
 
 def find_columns(
-    batch: TensorDictBase, piece: RowPiece, options: Mapping[str, Any], *, groups_only: bool = False
+    batch: TensorDictBase, piece: Piece, options: Mapping[str, Any], *, groups_only: bool = False
 ) -> dict[str, NestedKey]:
     """Under which keys rows say what they are, the same ones in all batches with columns of the same kinds.
 
@@ -90,8 +88,8 @@ def find_columns(
     return found
 
 
-def arriving_rows(
-    batch: TensorDictBase, piece: RowPiece, found: Mapping[str, NestedKey], group_size: int | None
+def read_rows(
+    batch: TensorDictBase, piece: Piece, found: Mapping[str, NestedKey], group_size: int | None
 ) -> Iterator[Row]:
     """What rows say of themselves. One device read.
 
@@ -126,7 +124,7 @@ def arriving_rows(
     return map(Row._make, zip(*(said.get(name) or repeat(unsaid[name]) for name in Row._fields)))  # noqa: B905
 
 
-def admit(plan: StreamPlan, rows: Iterable[Row], limits: Limits) -> list[int]:
+def admit(plan: Plan, rows: Iterable[Row], limits: Limits) -> list[int]:
     """Plan to take in rows: those of groups that are open, unless they come again.
 
     Args:
@@ -183,7 +181,7 @@ def admit(plan: StreamPlan, rows: Iterable[Row], limits: Limits) -> list[int]:
     return admitted
 
 
-def announce(plan: StreamPlan, rows: Iterable[Row], limits: Limits) -> None:
+def announce(plan: Plan, rows: Iterable[Row], limits: Limits) -> None:
     """Plan that the groups of rows wait from now on.
 
     Raises:

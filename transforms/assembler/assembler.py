@@ -10,16 +10,15 @@ from typing import Any, Literal, get_args
 import torch
 from tensordict import NestedKey, TensorDictBase
 
-from headrace.transforms.door import enter_rows, labels_in_errors
+from headrace.transforms.entry import enter_rows, labels_in_errors
 from headrace.transforms.options import at_least, describe_options, nested_key, one_of
-from headrace.transforms.rows import device_of
+from headrace.transforms.rows import Rows
 from headrace.transforms.schema import DISPATCHED, DONE
-from headrace.transforms.tokens import silence
 
-from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
+from .arriving import OPTIONS, admit, announce, find_columns, read_rows
 from .limits import Limits, Selector, StalledError, check_limits, stalled
-from .pieces import RowPiece, check_kinds, gather, kinds_of
-from .stream import STALE, UNFINISHED, Stream, StreamPlan
+from .pieces import Piece, check_kinds, gather, kinds_of
+from .stream import STALE, UNFINISHED, Plan, Stream
 
 Remedy = Literal["drop", "raise", "keep", "refill"]
 OnRepeat = Literal["drop", "raise"]
@@ -238,13 +237,13 @@ class GroupAssembler:
                 batch, found = enter_rows(batch, keys, reader=type(self).__name__), None
                 piece = self._piece(batch)
                 kinds = kinds_of(piece.columns)
-            plan = StreamPlan(stream, stream.puts + 1, time.monotonic(), came=piece.size)
+            plan = Plan(stream, stream.puts + 1, time.monotonic(), came=piece.size)
             if piece.size:
                 if found is None:
                     if stream.held:
                         check_kinds(self._kinds, kinds)
                     found = find_columns(batch, piece, self._options)
-                admitted = admit(plan, arriving_rows(batch, piece, found, self.group_size), self._limits)
+                admitted = admit(plan, read_rows(batch, piece, found, self.group_size), self._limits)
                 piece.place = {arrival: piece.place[arrival] for arrival in admitted}
             self._limits.settle(plan)
             self._limits.check_idle(plan)
@@ -254,19 +253,19 @@ class GroupAssembler:
                 self._kinds, self._found = kinds, found
             self._carry_out(plan)
 
-    def _piece(self, batch: TensorDictBase) -> RowPiece:
-        return RowPiece(batch, range(self._stream.received, self._stream.received + len(batch)))
+    def _piece(self, batch: TensorDictBase) -> Piece:
+        return Piece(batch, range(self._stream.received, self._stream.received + len(batch)))
 
     def stalled(self, why: str) -> StalledError:
         """The error that says which groups wait longest, and what became of all rows."""
         with self._turn:
             return stalled(why, self._plan())
 
-    def _plan(self) -> StreamPlan:
+    def _plan(self) -> Plan:
         """Of no rows."""
-        return StreamPlan(self._stream, self._stream.puts, time.monotonic())
+        return Plan(self._stream, self._stream.puts, time.monotonic())
 
-    def _carry_out(self, plan: StreamPlan) -> None:
+    def _carry_out(self, plan: Plan) -> None:
         self._stream.carry_out(plan)
         for change in plan.changes.values():
             if change.fate == "refilled":
@@ -311,8 +310,11 @@ class GroupAssembler:
             places = [(row.piece, row.arrival) for _, row in rows]
             batch = gather(places, {self.expected_key: have, DISPATCHED: dispatched})
             if self.max_staleness is not None and self.on_stale == "mask":
-                fresh = torch.tensor([row.version >= oldest for _, row in rows], device=device_of(batch))
-                silence(batch, fresh, self.loss_mask_key, self.log_prob_key)
+                stale = torch.tensor([row.version < oldest for _, row in rows])
+                seen = Rows.read(batch).seen_by(self)
+                seen.mask_in(self.loss_mask_key, self.log_prob_key, stale)
+                seen.leave(stale, STALE, "masked")
+                batch = seen.write()
             stream.close(groups)
             stream.emitted += len(groups)
             return batch
@@ -341,9 +343,9 @@ class GroupAssembler:
             draws = enter_rows(draws, keys, reader=type(self).__name__)
             if draws.shape.numel():
                 plan = self._plan()
-                piece = RowPiece(draws, range(len(draws)))
+                piece = Piece(draws, range(len(draws)))
                 found = find_columns(draws, piece, self._options, groups_only=True)
-                announce(plan, arriving_rows(draws, piece, found, self.group_size), self._limits)
+                announce(plan, read_rows(draws, piece, found, self.group_size), self._limits)
                 self._limits.settle(plan)
                 self._carry_out(plan)
 
@@ -370,7 +372,7 @@ class GroupAssembler:
             )
         with self._turn:
             pieces, by_segment = (
-                [RowPiece.from_plain(rows) for rows in state["chunks"]],
+                [Piece.from_plain(rows) for rows in state["chunks"]],
                 self.segment_key is not None,
             )
             self._stream = Stream.from_plain(state["state"], pieces, time.monotonic(), by_segment=by_segment)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headrace.transforms.errors import BatchError, IncompleteGroupsError, listing
 
-from .open_groups import Change, Group
-from .stream import DUPLICATE, EVICTED, FAILED, LATE, REASONS, SURPLUS, TIMEOUT, StreamPlan
+from .groups import Change, Group
+from .stream import DUPLICATE, EVICTED, FAILED, LATE, REASONS, SURPLUS, TIMEOUT, Plan
 
 LEAST_IDLE = 100  # puts without a whole group that are no stall, however small the batch
 REFUSALS = {
@@ -56,13 +56,13 @@ class Limits(NamedTuple):
         """Whether a row is refused that would leave for this reason."""
         return {DUPLICATE: self.on_duplicate, LATE: self.on_late}.get(reason) == "raise"
 
-    def is_too_old(self, group: Group, plan: StreamPlan) -> bool:
+    def is_too_old(self, group: Group, plan: Plan) -> bool:
         """Whether a group has waited too long."""
         if self.timeout is not None and plan.puts - group.born_put >= self.timeout:
             return True
         return self.timeout_seconds is not None and plan.now - group.born_time >= self.timeout_seconds
 
-    def settle(self, plan: StreamPlan) -> None:
+    def settle(self, plan: Plan) -> None:
         """Plan which groups become whole or are given up: of those to which rows came, and of the oldest.
 
         Raises:
@@ -90,7 +90,7 @@ class Limits(NamedTuple):
                         failed = rollout.failed and change.fate == "ready"
                         plan.left[FAILED if failed else change.reason] += len(rollout.rows)
 
-    def _judge(self, change: Change, plan: StreamPlan) -> None:
+    def _judge(self, change: Change, plan: Plan) -> None:
         """Say what becomes of a group that waits."""
         group, have = change.group, change.have
         size, old = self.group_size or group.expected, self.is_too_old(group, plan)
@@ -127,7 +127,7 @@ class Limits(NamedTuple):
             )
         return [numbers[place] for place in chosen]
 
-    def _refuse(self, plan: StreamPlan) -> None:
+    def _refuse(self, plan: Plan) -> None:
         """Raise for groups that are given up where that is an error."""
         refused = [change for change in plan.changes.values() if change.fate == "refused"]
         refused.sort(key=lambda change: change.group.born_put)  # the oldest are said
@@ -137,7 +137,7 @@ class Limits(NamedTuple):
                 found = message.format(count=len(words), s=s, found=listing(words), most=most)
                 raise IncompleteGroupsError(found)
 
-    def check_idle(self, plan: StreamPlan) -> None:
+    def check_idle(self, plan: Plan) -> None:
         """Count a put in which no group becomes whole.
 
         Raises:
@@ -154,7 +154,7 @@ class Limits(NamedTuple):
             raise stalled(f"{stream.idle + 1} puts in a row have made no group whole", plan)
 
 
-def stalled(why: str, plan: StreamPlan) -> StalledError:
+def stalled(why: str, plan: Plan) -> StalledError:
     """The error that says which groups wait longest, and what became of all rows."""
     stream, waiting = plan.stream, list(plan.waiting())
     words = [change.describe(plan.puts) for change in waiting[:8]]

@@ -22,15 +22,15 @@ from tensordict import (
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.rows import device_of, from_plain, of_columns, take_column, to_plain
 from headrace.transforms.schema import read_column
+from headrace.transforms.tensordicts import device_of, from_plain, of_columns, take_column, to_plain
 
 READER = "GroupAssembler"
 Columns = dict[tuple[str, ...], Any]
 """By the names on the way to each; under (), of a lazy stack, a list of those of its rows."""
 
 
-class RowPiece:
+class Piece:
     """Rows that came together, or those of them that are still there.
 
     Args:
@@ -76,7 +76,7 @@ class RowPiece:
         return {"arrival": torch.tensor(list(self.place)), "rows": to_plain(rows)}
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> RowPiece:
+    def from_plain(cls, plain: dict[str, Any]) -> Piece:
         """What :meth:`to_plain` made dicts of."""
         rows: Any = from_plain(plain["rows"])
         return cls(rows, plain["arrival"].tolist())
@@ -87,7 +87,7 @@ class RowPiece:
         return {path: v if some and isinstance(v, Tensor) else _clone(v) for path, v in taken.items()}
 
 
-Places = Iterable[tuple[RowPiece, int]]
+Places = Iterable[tuple[Piece, int]]
 """Rows, each by its piece and its arrival."""
 
 
@@ -98,8 +98,8 @@ def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDi
         rows: M of them.
         numbers: further columns, M each.
     """
-    places: dict[RowPiece, list[int]] = {}
-    arrivals: list[int] = []
+    places: dict[Piece, list[int]] = {}
+    arrivals = []
     for piece, arrival in rows:
         places.setdefault(piece, []).append(len(arrivals))
         arrivals.append(arrival)
@@ -150,8 +150,7 @@ def columns_of(batch: TensorDictBase, above: tuple[str, ...] = ()) -> Columns:
         if type(value) is TensorDict and value.batch_size == size:
             found |= columns_of(value, (*above, key))
         else:
-            path = (*above, key)
-            found[path] = value
+            found[(*above, key)] = value
     return found
 
 

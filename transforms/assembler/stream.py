@@ -1,6 +1,6 @@
 """All that an assembler knows: groups that are open, ids that are closed, how many rows came and left.
 
-What a put would change is first written down (:class:`StreamPlan`), and then made true at once
+What a put would change is first written down (:class:`Plan`), and then made true at once
 (:meth:`Stream.carry_out`): who refuses it has changed nothing.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .open_groups import Change, Group, Key, Rollout, Row
-from .pieces import RowPiece, let_go
+from .groups import Change, Group, Key, Rollout, Row
+from .pieces import Piece, let_go
 
 REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished")
 """Why rows leave."""
@@ -63,7 +63,7 @@ class Intervals:
 
 
 @dataclass(slots=True, eq=False)
-class StreamPlan:
+class Plan:
     """What would become of all groups: by rows that come, announcements, or time that goes by."""
 
     stream: Stream
@@ -85,7 +85,7 @@ class StreamPlan:
             return change
         group = stream.waiting.get(key)
         if group is None:
-            if (whole := stream.ready.get(key[0], OrderedDict()).get(key)) is not None:
+            if (whole := stream.ready.get(key[0], {}).get(key)) is not None:
                 return self.of(whole)  # of which nothing changes
             if key[1] in stream.closed_groups[key[0]]:
                 return None
@@ -132,7 +132,7 @@ class Stream:
         """Those that are ready."""
         return [group for groups in self.ready.values() for group in groups.values()]
 
-    def carry_out(self, plan: StreamPlan) -> None:
+    def carry_out(self, plan: Plan) -> None:
         """Make a plan true."""
         gone: list[Row] = []
         for group in plan.opened.values():
@@ -188,8 +188,8 @@ class Stream:
         self.waiting[group.key] = group
         self.dispatched += group.dispatched
 
-    def _refill(self, change: Change, plan: StreamPlan) -> None:
-        """Ask for more and wait for it, though more than were dispatched failed; its time begins anew."""
+    def _refill(self, change: Change, plan: Plan) -> None:
+        """More is asked for, and waited for, though more than were dispatched failed; its time begins anew."""
         group, before = change.group, change.group.dispatched
         group.refilled = max(before, group.have + group.lost) + change.missing - group.expected
         group.refills += 1
@@ -241,7 +241,7 @@ class Stream:
 
     @classmethod
     def from_plain(
-        cls, state: Mapping[str, Any], pieces: Iterable[RowPiece], now: float, *, by_segment: bool
+        cls, state: Mapping[str, Any], pieces: Iterable[Piece], now: float, *, by_segment: bool
     ) -> Stream:
         """What :meth:`to_plain` made dicts of."""
         stream = cls()
@@ -257,7 +257,7 @@ class Stream:
         columns = [state["rows"][name].tolist() for name in ("slot", "rollout", *ROW_COLUMNS)]
         for slot, number, *values in zip(*columns, strict=True):
             group, piece = groups[slot], homes.pop(values[1])
-            row = Row._make((*values, *group.key, number, group.expected, piece))
+            row = Row(*values, *group.key, number, group.expected, piece)
             stream.homes[group.partition, number] = group.key
             group.rollouts.setdefault(number, Rollout(row.ends, by_segment)).add(row)
             stream.held += 1

@@ -1,0 +1,215 @@
+"""What is known of rows that wait, by group and rollout: a few numbers of each, by which all is decided."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from headrace.transforms.schema import Status
+
+from .pieces import Piece
+
+Key = tuple[int, int]
+"""Of a group or a rollout: its partition and its id."""
+
+
+class Row(NamedTuple):
+    """What is known of a row. Those of a rollout are in order as these are."""
+
+    segment: int
+    """The number of its segment; 0 where rows have none."""
+    arrival: int
+    """How many rows came before it. By this it is found in its piece."""
+    done: int
+    """1: the rollout ends with this row, or its segment does."""
+    begins: int
+    """1: the rollout begins with this row, or its segment does; −1: nobody says."""
+    ends: int
+    """How many rows of its rollout are done when that has ended."""
+    status: int
+    """:class:`Status`."""
+    version: int
+    """The policy version that acted; 0 where nobody asks."""
+    reward: float
+    """0 where nobody asks."""
+    partition: int
+    group: int
+    rollout: int
+    expected: int
+    """Rollouts with which its group was dispatched."""
+    piece: Piece
+    """Where the row itself is."""
+
+
+class Rollout:
+    """The rows of a rollout that are there.
+
+    Args:
+        ends: how many of them are done when it has ended.
+        by_segment: they have numbers, and arrive in any order; else they arrive in theirs.
+    """
+
+    __slots__ = ("by_segment", "dones", "ended", "ends", "failed", "rows")
+
+    def __init__(self, ends: int, by_segment: bool):
+        self.ends, self.by_segment = ends, by_segment
+        self.rows: dict[int, Row] = {}
+        """By the number of their segment, or by their arrival."""
+        self.dones = 0
+        self.ended = self.failed = False
+        """Whether all of it is there and has not failed; whether a row of it failed or was aborted."""
+
+    def copy(self) -> Rollout:
+        """The same, for more rows."""
+        twin = Rollout(self.ends, self.by_segment)
+        twin.rows, twin.dones, twin.ended, twin.failed = dict(self.rows), self.dones, self.ended, self.failed
+        return twin
+
+    @property
+    def last_arrival(self) -> int:
+        """Of its rows."""
+        return max(row.arrival for row in self.rows.values())
+
+    def has(self, row: Row) -> bool:
+        """Whether a row comes again: its rollout has ended, or its segment is there.
+
+        Where rows have numbers, one that arrives behind the end may have been sent before it: only another
+        end comes again, or the same number.
+        """
+        over = self.dones >= self.ends
+        return row.segment in self.rows or (over and bool(row.done)) if self.by_segment else over
+
+    def beyond(self, row: Row) -> tuple[int, int] | None:
+        """A segment behind the one with which the rollout would end, and that one, by their numbers."""
+        if not self.by_segment or self.ends > 1 or not (row.done or self.dones):
+            return None
+        last = row.segment if row.done else next(each.segment for each in self.rows.values() if each.done)
+        highest = max((row.segment, *self.rows))
+        return (highest, last) if highest > last else None
+
+    def begins_again(self, row: Row) -> bool:
+        """Whether the rollout would begin more often than it ends."""
+        return row.begins == 1 and sum(each.begins == 1 for each in self.rows.values()) >= self.ends
+
+    def add(self, row: Row) -> None:
+        """Take in a row that does not come again."""
+        self.rows[row.segment if self.by_segment else row.arrival] = row
+        self.dones += row.done
+        self.failed |= row.status >= Status.ABORTED
+        self.ended = not self.failed and self.dones >= self.ends and self._is_there(row.begins >= 0)
+
+    def _is_there(self, says_begins: bool) -> bool:
+        """Whether nothing is missing before the end: no segment, and not the beginning.
+
+        Segments that end each by themselves begin each by themselves, as many of them.
+        """
+        rows, once = self.rows, self.ends == 1
+        if self.by_segment and once and len(rows) <= max(rows):
+            return False
+        begun = sum(row.begins for row in rows.values())
+        return not says_begins or (begun == self.ends and (not once or rows[min(rows)].begins == 1))
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A group that is dispatched or begun, and not yet handed out or given up."""
+
+    partition: int
+    group: int
+    """Its id; unique in its partition."""
+    expected: int
+    """Rollouts with which it was dispatched."""
+    born_put: int
+    """Puts until its first row or its announcement, that one included, or until more was asked for."""
+    born_time: float
+    """The same in seconds, on this process's clock."""
+    refilled: int = 0
+    """Rollouts that were asked for in place of those that failed or did not come."""
+    refills: int = 0
+    """How often that was."""
+    order: int = -1
+    """Groups that became whole before it did; −1 where it waits."""
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    have: int = 0
+    """Rollouts that have ended."""
+    lost: int = 0
+    """Those that failed."""
+
+    @property
+    def key(self) -> Key:
+        """By which it is found."""
+        return self.partition, self.group
+
+    @property
+    def dispatched(self) -> int:
+        """Rollouts that were asked for in all."""
+        return self.expected + self.refilled
+
+    @property
+    def is_ready(self) -> bool:
+        """It is whole, or kept, and waits for nothing but to be taken."""
+        return self.order >= 0
+
+    def rows(self) -> list[Row]:
+        """Its rows, in the order in which they go out, whatever that of their arrival."""
+        rollouts = (self.rollouts[number] for number in sorted(self.rollouts))
+        return [row for rollout in rollouts for row in sorted(rollout.rows.values())]
+
+
+@dataclass(slots=True, eq=False)
+class Change:
+    """What would become of a group."""
+
+    group: Group
+    have: int
+    lost: int
+    came: dict[int, Rollout] = field(default_factory=dict)
+    """Its rollouts of which rows come, with the rows that were there."""
+    fate: Literal["waits", "ready", "closed", "refilled", "refused"] = "waits"
+    reason: str = ""
+    """Why rows leave, if any do."""
+    stays: Collection[int] = ()
+    """Rollouts that stay where it is ready."""
+    missing: int = 0
+    """Rollouts to ask for."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits on."""
+        return self.fate in ("waits", "refilled")
+
+    @property
+    def rollouts(self) -> dict[int, Rollout]:
+        """All of its rollouts, by id."""
+        return self.group.rollouts | self.came
+
+    def rollout(self, number: int) -> Rollout | None:
+        """One of them, if it is there."""
+        return self.came.get(number) or self.group.rollouts.get(number)
+
+    def add(self, row: Row, *, by_segment: bool) -> None:
+        """Take in a row."""
+        rollout = self.came.get(row.rollout)
+        if rollout is None:
+            before = self.group.rollouts.get(row.rollout)
+            rollout = Rollout(row.ends, by_segment) if before is None else before.copy()
+            self.came[row.rollout] = rollout
+        ended, failed = rollout.ended, rollout.failed
+        rollout.add(row)
+        self.have += rollout.ended - ended
+        self.lost += rollout.failed - failed
+
+    def describe(self, puts: int) -> str:
+        """The group in words."""
+        names = (
+            Status(max(row.status for row in rollout.rows.values())).name.lower()
+            if rollout.ended or rollout.failed
+            else "unfinished"
+            for rollout in self.rollouts.values()
+        )
+        how = ", ".join(f"{number} {name}" for name, number in sorted(Counter(names).items())) or "no rows"
+        where = f" of partition {self.group.partition}" if self.group.partition else ""
+        has = f"{self.have} of {self.group.dispatched}"
+        return f"group {self.group.group}{where} has {has} ({how}), {puts - self.group.born_put} puts old"
