@@ -22,11 +22,15 @@ from policies import (
 )
 from tensordict import TensorDict
 
+from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
+    DirectedWeight,
     Diverged,
+    LogRatio,
     RolloutCorrection,
     SampleFilter,
+    TokenAdvantage,
     TokenFilter,
     divergence,
     importance_weight,
@@ -310,6 +314,26 @@ def test_columns_of_other_tokens_are_refused():
 def test_rows_that_were_corrected_are_not_corrected_again():
     with pytest.raises(BatchError, match="correcting twice would weigh them twice"):
         RolloutCorrection()(RolloutCorrection()(two_policies(4, 5)))
+
+
+@pytest.mark.parametrize("form", [lambda batch: batch, ragged], ids=["dense", "ragged"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_stages_in_a_pipeline_are_the_stages_one_after_another(level, form):
+    """Also where one reads what the one before leaves to the gathering of rows."""
+    keys = {"numerator_key": OLD, "denominator_key": SAMPLER}
+    stages = {
+        "term": TokenAdvantage(term=LogRatio(**keys), factor=0.5),
+        "share": TokenAdvantage(term=DirectedWeight(**keys), how="multiply"),
+        "weigh": RolloutCorrection(level=level, bound="zero", high=1.5),
+        "reject": TokenFilter(criterion=Diverged(high=0.3, judges="negative"), denominator="all"),
+    }
+    expected = form(two_policies(9, 7, 4))
+    found = Pipeline(stages).run(expected).batch
+    for stage in stages.values():
+        expected = stage(expected)
+    for key in ("advantage", "importance_weight"):
+        rows = zip(found.get(key, as_list=True), expected.get(key, as_list=True), strict=True)
+        assert all(torch.equal(one, other) for one, other in rows)
 
 
 # -- tokens, and what the loss is divided by ---------------------------------------------------------------

@@ -15,7 +15,7 @@ number per row).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,6 +39,7 @@ from .tensordicts import (
     leave_out,
     number_column,
     read_packed,
+    rows_between,
     same_column,
     shallow_copy,
     silence_rows,
@@ -376,6 +377,18 @@ class Rows:
             live = {name: column[table.live] for name, column in numbers.items()}
             change(batch, {name: column.to(device_of(batch)) for name, column in live.items()})
         return batch
+
+    def decided_in_parts(self, parts: int = 16) -> Iterator[TensorDictBase]:
+        """:meth:`as_decided`, some rows at a time, one of no rows at least, and without columns of texts.
+
+        So what waits for the gathering of rows is never there for all of them.
+        """
+        self.compact()
+        step = max(-(-len(self.table.live) // parts), 1)
+        for start in range(0, max(len(self.table.live), 1), step):
+            part, some = copy(self.table), slice(start, start + step)
+            part.batch, part.live, part.gone = rows_between(part.batch, some), part.live[some], False
+            yield Rows(part, self.names).as_decided()
 
     def with_written(self, batch: TensorDictBase) -> TensorDictBase:
         """Write the columns that stages have written to the table into the rows of :meth:`tokens`."""

@@ -178,6 +178,16 @@ def leave_out(batch: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBas
     return rest.exclude(*empty) if empty else rest
 
 
+def rows_between(batch: TensorDictBase, some: slice) -> TensorDictBase:
+    """The tensors of consecutive rows: views where rows are dense."""
+    if type(batch) is not TensorDict:
+        return shallow_copy(batch[some])
+    columns = {key: value[some] for key, value in batch.items() if isinstance(value, Tensor)}
+    columns |= {key: rows_between(value, some) for key, value in batch.items() if _is_nested(value)}
+    size = len(range(*some.indices(len(batch))))
+    return of_columns(columns, [size, *batch.batch_size[1:]], batch.device)
+
+
 def take_column(value: Any, rows: Tensor, *, on_cpu: Tensor | None = None) -> Any:
     """:func:`take_rows` of whatever a batch holds under a key."""
     if isinstance(value, Tensor):

@@ -41,18 +41,16 @@ def note_advantage(rows: Rows, keys: Keys) -> None:
     of_rows = known is not None and known.ndim == 1 and not rows.is_late(key)
     if of_rows or rows.table.batch is None:
         return
-    batch = rows.as_decided()
-    values, mask = column_of(batch, key), column_of(batch, keys.loss_mask)
-    if values is None:
-        return
-    if isinstance(values, Tensor):
-        pairs = [(values, mask if isinstance(mask, Tensor) else None)]
-    else:
-        masks = [None] * len(values) if mask is None else list(mask)
-        pairs = [
-            (each[None], one if one is None else one[None]) for each, one in zip(values, masks, strict=True)
-        ]
-    both = [_mean_and_size(*pair) for pair in pairs]
+    both = []
+    for batch in rows.decided_in_parts():
+        values, mask = column_of(batch, key), column_of(batch, keys.loss_mask)
+        if values is None:
+            return
+        if isinstance(values, Tensor):
+            both.append(_mean_and_size(values, mask if isinstance(mask, Tensor) else None))
+            continue
+        for row, own in zip(values, [None] * len(values) if mask is None else mask, strict=True):
+            both.append(_mean_and_size(row[None], own if own is None else own[None]))
     for name, parts in zip(SIZES, zip(*both, strict=True), strict=True):
         rows.measure(name, torch.cat(parts))
 

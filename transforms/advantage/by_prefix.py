@@ -293,8 +293,8 @@ class TreeAdvantage(BatchTransform):
         )
         # 2. Their tokens, or which rollout each was first generated for.
         (tokens,) = tokens_of_all_ranks(rows, labels, fill=END)
-        number = chosen.nonzero().flatten().to(tokens.device)
-        tokens, head = tokens.index_select(0, number), rollouts.spread(heads)
+        number, head = chosen.nonzero().flatten().to(tokens.device), rollouts.spread(heads)
+        tokens = tokens if some is rows else tokens.index_select(0, number)
         if self.forks == "parent":
             tokens = origin_of(tokens, self._sources(rows, batch, chosen, some, head).to(tokens.device))
         # 3. The advantage of each token, and behind the tokens of a rollout's first row, of all its others.
@@ -303,8 +303,9 @@ class TreeAdvantage(BatchTransform):
         credit = credit_of_branches(reward[chosen], tokens, groups, self.baseline, self.alone)
         behind = credit.behind.index_select(0, head.to(tokens.device))
         of_token = torch.where(begins.to(tokens.device)[:, None], credit.at_token, behind[:, None])
-        every = of_token.new_zeros(len(rows), of_token.shape[1]).index_copy_(0, number, of_token)
-        own = rows.of_rank(every)[:, : labels.shape[1]]
+        if some is not rows:
+            of_token = of_token.new_zeros(len(rows), of_token.shape[1]).index_copy_(0, number, of_token)
+        own = rows.of_rank(of_token)[:, : labels.shape[1]]
         if labels.shape[1]:
             require_fit(rows, rows.measured(largest=own.abs().amax(1))["largest"], dtype)
         at_token = at_places(own, present).to(dtype).unsqueeze(-1)

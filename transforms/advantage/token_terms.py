@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, as_ids
@@ -133,27 +133,27 @@ def share_at_place(
 
 def _share_in_groups(values: Tensor, trains: Tensor, groups: Ids, direction: Tensor, floor: float) -> Tensor:
     """(N, T) float64, of the N rows of some groups; the ids are on the CPU."""
-    # 1. H of the tokens that pull up and 1/H of those that pull down, (2, N, T), by their place in a row.
-    known = values.double().clamp_min(floor)
-    known = torch.stack([known, known.reciprocal()])
-    ways = trains & torch.stack([direction > 0, direction < 0])
-    place = (trains.cumsum(1) - 1).clamp_min(0)
-    to = torch.where(trains, place, trains.shape[1]).expand_as(ways)
-    room = known.new_zeros(2, *trains.shape[:1], trains.shape[1] + 1)
-    by_place = room.scatter(2, to, torch.where(ways, known, 0.0))
-    there = room.scatter(2, to, ways.double())
-    # 2. Their sums and numbers over the rows of each group.
+    # 1. The rows of each group, (P, G), by their numbers; one that is not there is behind all.
     member = torch.full((groups.n, int(groups.everyone.count.max()) if groups.n else 0), len(trains))
     member[groups.of, groups.positions()] = torch.arange(len(trains))
     member, of = member.to(values.device), groups.of.to(values.device)
+    # 2. Where each token is among those of its row in the loss.
+    place = (trains.cumsum(1) - 1).clamp_min(0)
+    to = torch.where(trains, place, trains.shape[1])
 
-    def over_group(columns: Tensor) -> Tensor:
-        rows = nn.functional.pad(columns, (0, 0, 0, 1))[:, member]  # the last row is nobody's
-        return sum_of_tokens(rows.movedim(2, -1)).index_select(1, of).gather(2, place.expand_as(ways))
+    def over_group(known: Tensor) -> Tensor:
+        """(N, T) of tokens → their sum over the rows of the group that have a token at its place."""
+        by_place = known.new_zeros(len(known) + 1, known.shape[1] + 1)
+        by_place[:-1].scatter_(1, to, known)
+        sums = sum_of_tokens(by_place[member].movedim(1, -1))
+        return sums.index_select(0, of).gather(1, place)
 
-    # 3. n H / Σ H for each token.
-    share = over_group(there) * known / over_group(by_place)
-    return torch.where(ways[0], share[0], torch.where(ways[1], share[1], 1.0))
+    # 3. n H / Σ H of the tokens that pull up, and n (1/H) / Σ (1/H) of those that pull down.
+    known, share = values.double().clamp_min(floor), torch.ones_like(values, dtype=torch.float64)
+    for way, part in ((direction > 0, known), (direction < 0, known.reciprocal())):
+        way, part = trains & way, torch.where(way & trains, part, 0.0)
+        share = torch.where(way, over_group(way.double()) * part / over_group(part), share)
+    return share
 
 
 class TokenTerm:
