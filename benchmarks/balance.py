@@ -20,7 +20,7 @@ from tables import Cell, Row, Table
 from timing import measure, median_ms, ratio
 from torch import Tensor
 
-from headrace.transforms.split.balance import balance_evenly
+from headrace.transforms.split.bins import balance_evenly
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from karmarkar_karp import imbalance, largest_differencing, lengths_of

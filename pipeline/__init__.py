@@ -5,13 +5,10 @@ Names are imported when they are asked for: ``headrace --help`` needs no torch, 
 
 from __future__ import annotations
 
-import ast
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .chain.stage import StageError
     from .collect.assembling import assembled
     from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
@@ -28,6 +25,7 @@ if TYPE_CHECKING:
     from .pipeline import Pipeline
     from .report import ReportFolder, StepReport, log_report, make_report, page_data, write_dump, write_page
     from .run import Run
+    from .stage import StageError
     from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
@@ -66,19 +64,33 @@ __all__ = [
     "write_page",
 ]
 
-# Where each name is: by the imports above, which only type checkers execute.
 _HOMES = {
-    alias.name: f".{node.module}"
-    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
-    if isinstance(node, ast.ImportFrom) and node.level
-    for alias in node.names
+    "stage": "StageError",
+    "collect.assembling": "assembled",
+    "collect.drain": "DrainWriter drained",
+    "collect.group_unit": "GroupUnit",
+    "collect.informing": "informative",
+    "collect.on_ray": "RayAssembler",
+    "collect.on_write": "AssembleOnWrite",
+    "collect.pacing": "paced",
+    "collect.queues": "RolloutQueue StepQueue",
+    "collect.stamping": "StampIds stamp_ids",
+    "collect.torchrl_configs": "register_configs",
+    "collect.trainer_hook": "PipelineHook",
+    "credit": "Credit advantages_of",
+    "load": "ConfigError build_pipeline load_pipeline",
+    "pipeline": "Pipeline",
+    "report": "ReportFolder StepReport log_report make_report page_data write_dump write_page",
+    "run": "Run",
+    "train": "RepeatSampler TokenGRPOLoss optimise total_loss",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((module for module, names in _HOMES.items() if name in names.split()), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(_HOMES[name], __name__), name)
+    globals()[name] = value = getattr(import_module(f".{home}", __name__), name)
     return value
 
 

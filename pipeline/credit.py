@@ -9,10 +9,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.rows import device_of
 from headrace.transforms.schema import ROW, has_key
+from headrace.transforms.tensordicts import device_of
 
-from .chain.order import place_of_cut
+from .order import place_of_cut
 from .pipeline import Pipeline
 from .run import Run
 

@@ -14,10 +14,9 @@ from tensordict import NestedKey
 from headrace.transforms.advantage.baselines import Baseline, Scale
 from headrace.transforms.collapse import Reduction
 from headrace.transforms.distributed import SharedIds
-from headrace.transforms.gate.stage import OnIncomplete
-from headrace.transforms.weight.loss_weight import Mean
+from headrace.transforms.gate import OnIncomplete
+from headrace.transforms.weight import Mean
 
-from .chain.rules import Validate
 from .composing import ConfigError, compose_config, explain_composition, leave_out
 from .composing.nodes import build_node, check_stage
 from .composing.recipe_names import Recipe
@@ -53,7 +52,6 @@ def load_pipeline(
     process_group: Literal["world"] | EllipsisType | None = ...,
     shared_ids: SharedIds | EllipsisType | None = ...,
     patience: float | EllipsisType = ...,
-    validate: Validate | EllipsisType = ...,
     **unknown: NoReturn,
 ) -> Pipeline:
     """Compose a pipeline from a recipe, changed by keywords and Hydra overrides, as the command would.
@@ -89,7 +87,6 @@ def load_pipeline(
         process_group: of the pipeline.
         shared_ids: of the pipeline.
         patience: of the pipeline.
-        validate: of the pipeline.
         unknown: refused, with the words that are near.
 
     Raises:

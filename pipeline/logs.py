@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from .accounting.ledger import Ledger
+from .ledger import Ledger
 from .wording import printable
 
 log = logging.getLogger(__name__.rpartition(".")[0])

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from time import perf_counter
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from tensordict import NestedKey, TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 
-from headrace.transforms.base import BatchTransform
-from headrace.transforms.distributed import SharedIds, sharing
-from headrace.transforms.door import labels_in_errors
-from headrace.transforms.once import asking_once
+from headrace.transforms.distributed import OtherRankError, SharedIds, sharing
+from headrace.transforms.entry import labels_in_errors
+from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.options import nested_key
-from headrace.transforms.rows import shallow_copy
+from headrace.transforms.rows import AHEAD, Rows, Table, TokenCount, Written
+from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PROCESSED, RANK, ROW
+from headrace.transforms.stage import BatchTransform
+from headrace.transforms.tensordicts import column_of
 
-from .accounting.account import Account
-from .accounting.keys import Keys
-from .accounting.last_run import LastRun
-from .accounting.row_table import KEYS
-from .chain.halves import Half, check_half, check_place, cut_in_two
-from .chain.order import arrange, check_order
-from .chain.rank_options import RankOptions
-from .chain.rules import Deferred, Validate, check_validate
-from .chain.stage import as_module
+from .columns import KEYS, Asked, Keys
+from .halves import Half, check_half, check_place, cut_in_two
 from .logs import log_batch, logging_refusals
 from .notebook import StageListing
-from .passage import Passage, run_empty
-from .run import Run
+from .order import arrange, check_order, place_of_cut
+from .rank_options import RankOptions
+from .report.columns import note_advantage, note_collected
+from .run import LastRun, Run
+from .stage import as_module, with_stage
 
 
 class Pipeline(StageListing, LastRun, BatchTransform):
@@ -42,8 +45,7 @@ class Pipeline(StageListing, LastRun, BatchTransform):
     it has had none, of the last of any thread.
 
     Reads what its stages read, and `loss_mask_key` if it is there; writes what they write, and
-    ``("headrace", "row")`` and ``("headrace", "processed")``. One device read of its own, for what all
-    stages require of their rows.
+    ``("headrace", "row")`` and ``("headrace", "processed")``.
 
     Args:
         stages: transforms or callables from batch to batch, by name. One that is None is left out.
@@ -61,8 +63,6 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         shared_ids: an id that several ranks have is the ``same`` rollout or group there, or ``different``
             ones, or must not be: ``raise``. None: as LossWeight says, else ``raise``.
         patience: seconds that ranks wait for one another; an error on one is raised on all.
-        validate: ``at_once``: no row of a batch that breaks a rule is handed out; ``deferred``: rules are
-            read when the next batch comes, or by :meth:`check`, after somebody may have trained on it.
 
     Raises:
         ValueError: at construction, an order that cannot work, with the two stages' names.
@@ -95,7 +95,6 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         process_group: dist.ProcessGroup | str | None = None,
         shared_ids: SharedIds | None = None,
         patience: float = 600.0,
-        validate: Validate = "at_once",
     ):
         BatchTransform.__init__(self)
         arranged = arrange(stages, order)
@@ -106,7 +105,6 @@ class Pipeline(StageListing, LastRun, BatchTransform):
                 raise ValueError(f"stage {name!r} is a pipeline: put its stages into this one instead")
         check_order(arranged)
         self.rank_options = RankOptions.of(arranged.values(), process_group, shared_ids, patience)
-        self.validate = check_validate(validate, self.rank_options.process_group)
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
         self.order = list(arranged)
         self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
@@ -116,13 +114,11 @@ class Pipeline(StageListing, LastRun, BatchTransform):
             raise ValueError(f"report_keys must be among {', '.join(KEYS)}; got {', '.join(unknown)}")
         ids = {"rollouts": self.rollout_key, "groups": self.group_key}
         self._keys = Keys.of(arranged.values(), self.loss_mask_key, self.log_prob_key, ids, self.report_keys)
+        self._asked = Asked.of([self, *arranged.values()], self._keys)
         self._half: Half | None = None  # the whole
-        self._unread = Deferred()
         LastRun.__init__(self)
 
-    def run(  # type: ignore[override]  # a Run has more to tell than an Outcome
-        self, batch: TensorDictBase, epochs: int = 1
-    ) -> Run:
+    def run(self, batch: TensorDictBase, epochs: int = 1) -> Run:
         """Run all stages over a batch.
 
         The stages before the split run once. With several epochs the split draws an order for each, and the
@@ -146,7 +142,7 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         """Rows in training order, all minibatches in one batch; see :meth:`run`."""
         return self._run(batch, 1, whole=True).batch
 
-    apply = forward
+    apply = forward  # type: ignore[assignment]
 
     def minibatches(self, batch: TensorDictBase, *, epochs: int = 1) -> Iterator[TensorDictBase]:
         """Run all stages, now, and return the minibatches, which are gathered one at a time.
@@ -155,15 +151,6 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         none. See :meth:`run` and :meth:`Run.minibatches`.
         """
         return self.run(batch, epochs=epochs).minibatches()
-
-    def check(self) -> None:
-        """Under ``validate="deferred"``, read what batches until now had to keep to. One device read each.
-
-        Raises:
-            BatchError: one did not; as :meth:`run`, but late: its rows are handed out.
-        """
-        with logging_refusals():
-            self._unread.read(self._id_keys())
 
     @property
     def weighs(self) -> bool:
@@ -194,26 +181,175 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         return check_place(batch, self._half)
 
     def _run(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
+        """One batch on its way: read the table, let every stage decide, gather rows when they are asked for."""
         if epochs < 1:
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
-        self.check()
-        self._last.account = None  # a refused batch leaves no account
+        self._last.run = None  # a refused batch leaves no account
         stages, ranks = dict(self.stages.items()), self.rank_options.ranks()
-        seen = labels_in_errors(batch, self._id_keys())
-        with logging_refusals(), sharing(ranks), asking_once(), seen:
+        with logging_refusals(), sharing(ranks), labels_in_errors(batch, self._id_keys()):
             flat = self.enter(batch)
-            admitted = (
-                flat if ranks is None else ranks.admit(flat, self.rank_options.same_on_all(stages, epochs))
-            )
-            if admitted is None or (ranks is None and flat.shape.numel() == 0):
-                run_empty(stages, flat)
-                run = Run(Account.of(stages), batch, None, epochs)
+            if ranks is not None:
+                ranks.place, ranks.id_keys = "a batch", self._asked.ids
+                ranks.meet(self.rank_options.same_on_all(stages, epochs))
+            rows = None
+            if len(flat) or ranks is not None:
+                rows = Rows.read(flat, keys=self._asked.columns, tokens=self._asked.counts, ranks=ranks)
+            if rows is None or rows.table.size == 0:
+                refuse_nothing(stages, flat)
+                run = Run(stages, self._keys, None, batch=batch, epochs=epochs)
             else:
-                how = {"done": self._half != "first", "deferred": self.validate == "deferred"}
-                passage = Passage(stages, shallow_copy(admitted), self._keys, **how)
-                done, steps = passage.run(epochs, whole=whole)
-                self._unread.put(passage.rules, batch, self._id_keys())
-                run = Run(Account.of(stages, passage), done, steps, epochs)
-        self._last.account = run.account
+                run = self._decide(stages, rows, epochs, whole=whole)
+        self._last.run = run.without_batch()
         log_batch(run.ledger)
         return run
+
+    def _decide(self, stages: dict[str, nn.Module], rows: Rows, epochs: int, *, whole: bool) -> Run:
+        table, keys, names = rows.table, self._keys, list(stages)
+        texts = note_collected(rows, keys)
+        weights_came = column_of(table.batch, keys.weight) is not None
+        table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), rows.row_numbers()
+        at = place_of_cut(stages)
+        before, behind = (names, []) if at is None else (names[:at], names[at + 1 :])
+        for name in before:
+            self._stage(name, stages[name], rows)
+        note_advantage(rows, keys)
+        drawn, places, passes = None, [], []
+        if at is not None and (bool(table.here.any()) or table.ranks is not None):
+            split: Any = stages[names[at]]
+            with split.lock, self._named(names[at], split, table):
+                rows.extend(split.carried_rows() if split.remainder == "carry" else None, split.remainder)
+                drawn = split.draw(rows.seen_by(split, names[at]), epochs)
+                before_weights = dict(table.columns), dict(table.written), list(table.late)
+                for each in drawn.passes:
+                    table.columns, table.written, table.late = (copy(part) for part in before_weights)
+                    self._put_places(rows, each)
+                    for name in behind:
+                        self._stage(name, stages[name], rows, after_cut=True)
+                    places.append(self._places(rows, each))
+                    passes.append((rows.written_columns(), table.late))
+                table.columns, table.written, table.late = before_weights
+        elif at is not None:  # nothing is left to cut: only the reasons are named
+            for reason, effect in zip(stages[names[at]].reasons, stages[names[at]].effects, strict=True):
+                rows.seen_by(stages[names[at]], names[at]).leave(torch.zeros(0).bool(), reason, effect)
+        self._record_silent(rows, places, weights_came)
+        processed = torch.full((table.size,), self._half != "first")
+        table.columns[PROCESSED], table.written[PROCESSED] = processed, Written(torch.bool, 1)
+        steps = None
+        if drawn is not None:
+            for columns, _ in passes:
+                columns[PROCESSED] = (processed, torch.bool, 1)
+            with self._named(names[at], split, table):
+                steps = drawn.steps(passes)
+                if whole:
+                    steps.refuse_to_resume()
+            split.accept(drawn)
+        for stage in stages.values():
+            if isinstance(stage, BatchTransform):
+                stage.state_after(rows)
+        return Run(stages, keys, rows, steps=steps, epochs=epochs, places=places, texts=texts)
+
+    def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_cut: bool = False) -> None:
+        """Let one stage decide, or change tokens; code that is not ours sees a batch, and is read again."""
+        table, start = rows.table, perf_counter()
+        with self._named(name, stage, table):
+            before = table.here.clone() if after_cut else None
+            if isinstance(stage, BatchTransform) and stage.on_table:
+                stage.work_on(rows.seen_by(stage, name))
+            else:
+                self._foreign(name, stage, rows)
+            if before is not None and not torch.equal(before, table.here):
+                raise BatchError(
+                    "a stage after the split leaves all rows where they are, since they were cut"
+                )
+        table.metrics[f"time/{name}"] = table.metrics.get(f"time/{name}", 0.0) + perf_counter() - start
+
+    @contextmanager
+    def _named(self, name: str, stage: nn.Module, table: Table) -> Iterator[None]:
+        """Name the stage in an error that is raised inside."""
+        if table.ranks is not None:
+            table.ranks.place = f"stage {name!r}"
+        try:
+            yield
+        except OtherRankError:
+            raise
+        except Exception as err:
+            if hasattr(err, "stage_named"):
+                raise
+            named = with_stage(name, stage, err)
+            named.stage_named = name  # type: ignore[attr-defined]
+            raise named from err
+
+    def _foreign(self, name: str, stage: nn.Module, rows: Rows) -> None:
+        """Any callable from a batch to a batch: it gets what was decided so far, and the table is read again."""
+        table = rows.table
+        batch = rows.write()
+        numbers = table.live
+        if len(batch):
+            batch = stage(batch)
+            if not isinstance(batch, TensorDictBase) or (len(batch) and column_of(batch, ROW) is None):
+                raise BatchError(
+                    f"a stage returns a TensorDict that keeps the column {ROW!r}, by which rows are accounted "
+                    f"for; it returned {type(batch).__name__} without it"
+                )
+            numbers = rows.numbers_of(batch)
+        found, times = numbers.unique(return_counts=True)
+        if len(found) < len(numbers):
+            twice = listing(map(str, found[times > 1].tolist()))
+            raise BatchError(f"a stage may drop rows but not repeat them; found twice: rows {twice}")
+        stays = numbers if table.ranks is None else torch.cat(table.ranks.gather_objects(numbers))
+        gone = torch.ones(table.size, dtype=torch.bool).index_fill_(0, stays, False)
+        seen = rows.seen_by(stage, name)
+        seen.leave(gone if seen.index is None else gone[seen.index], "gone")
+        rows.reread(batch, numbers)
+
+    # -- after the cut ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _put_places(rows: Rows, each: Any) -> None:
+        """Say where an epoch trains each row, for the stages that weigh the rows of a step."""
+        table = rows.table
+        places = {MINIBATCH: each.minibatch, MICROBATCH: each.microbatch, RANK: each.rank}
+        for key, values in places.items():
+            if values is None:
+                table.columns.pop(key, None)
+                table.written.pop(key, None)
+            else:
+                table.columns[key], table.written[key] = values, Written(torch.int64, 1)
+
+    def _places(self, rows: Rows, each: Any) -> dict[str, Tensor]:
+        rows.load([self._keys.weight], most=AHEAD)
+        columns = rows.table.columns
+        found = {"minibatch": each.minibatch, "microbatch": each.microbatch}
+        if each.rank is not None:
+            found["rank"] = each.rank
+        weight = columns.get(FOLDED_WEIGHT, columns.get(self._keys.weight))
+        if weight is not None and weight.ndim == 1:
+            found["loss_weight"] = weight.double()
+        return found
+
+    def _record_silent(self, rows: Rows, places: list[dict[str, Tensor]], weights_came: bool) -> None:
+        """Record the rows that train nothing: no token in the loss, or no weight in any pass."""
+        table, count = rows.table, TokenCount(self.loss_mask_key, self.log_prob_key)
+        rows.load([self._keys.weight], [count], most=AHEAD)
+        silent = ~table.in_loss
+        if count in table.columns:
+            silent = silent | (table.columns[count] == 0)
+        ours = not weights_came or self._keys.weight_is_written(dict(self.stages.items()))
+        weights = [each["loss_weight"] for each in places if "loss_weight" in each]
+        if not places and (weight := table.columns.get(self._keys.weight)) is not None and weight.ndim == 1:
+            weights = [weight]
+        if ours and weights and len(weights) == max(len(places), 1):
+            silent = silent | torch.stack([weight == 0 for weight in weights]).all(0)
+        seen = Rows(table, rows.names, stage="pipeline")
+        seen.record(silent & table.here, "no_loss_tokens", "masked")
+
+
+def refuse_nothing(stages: Mapping[str, nn.Module], batch: TensorDictBase) -> None:
+    """What stages say of a batch of which nobody has rows: groups may be missing."""
+    for name, stage in stages.items():
+        if isinstance(stage, BatchTransform):
+            try:
+                stage.enter(batch)
+                stage.apply_to_nothing(batch)
+            except BatchError as err:
+                raise with_stage(name, stage, err) from err

@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from typing import Any
 
+import torch
 from rich.console import Console
 from tensordict import TensorDictBase
+from torch import Tensor, nn
 
-from headrace.transforms.checks import Rule
-from headrace.transforms.rows import shallow_copy
-from headrace.transforms.split.steps import OptimiserSteps
+from headrace.transforms.rows import Rows
+from headrace.transforms.tensordicts import shallow_copy
 
-from .accounting.account import Account
-from .accounting.ledger import Ledger
+from .columns import Keys
+from .ledger import Ledger
 from .report import StepReport, print_report
 from .report.texts import Decode
+
+log = logging.getLogger(__name__)
 
 
 class Run:
     """The result of one batch. Later batches do not change it.
 
     Rows are gathered when they are asked for, out of the memory of the batch that came in: leave that as it
-    is until then.
+    is until then. Ledger, metrics and report are views of the table.
 
     Attributes:
-        account: where each row went and what was measured; it holds no column of the batch.
-        rules: always empty: the pipeline has read those of its stages.
+        rows: the table; None where the batch had no rows.
+        stages: of the pipeline, by name, in order.
+        keys: where the pipeline finds what it accounts for.
+        places: by epoch, the columns that say where each row of the table is trained, by name.
     """
 
-    rules: Sequence[Rule] = ()
-
     def __init__(
-        self, account: Account, done: TensorDictBase, steps: OptimiserSteps | None, epochs: int
+        self,
+        stages: Mapping[str, nn.Module],
+        keys: Keys,
+        rows: Rows | None,
+        *,
+        batch: TensorDictBase | None = None,
+        steps: Any = None,
+        epochs: int = 1,
+        places: list[dict[str, Tensor]] | None = None,
+        texts: Mapping[str, Any] | None = None,
+        done: bool = True,
     ) -> None:
-        self.account = account
-        self._done, self._steps, self._epochs = done, steps, epochs
+        self.stages, self.keys, self.rows, self.places = stages, keys, rows, places or []
+        self.texts = dict(texts or {})
+        self._batch, self._steps, self._epochs, self._done = batch, steps, epochs, done
 
     @cached_property
     def batch(self) -> TensorDictBase:
@@ -44,12 +62,15 @@ class Run:
         Raises:
             BatchError: some minibatches were taken before an interruption, and the others are to be.
         """
-        return self._done if self._steps is None else self._steps.whole()
+        return self._steps.whole() if self._steps is not None else self.ungathered
 
-    @property
+    @cached_property
     def ungathered(self) -> TensorDictBase:
         """The rows that stay, as they came to the cut, with their numbers under ``("headrace", "row")``."""
-        return self._done
+        if self.rows is None:
+            assert self._batch is not None
+            return self._batch
+        return self.rows.write()
 
     def minibatches(self) -> Iterator[TensorDictBase]:
         """Gather the minibatches of all epochs, one at a time. Each call begins anew.
@@ -60,21 +81,64 @@ class Run:
         """
         if self._steps is not None:
             return iter(self._steps)
-        return (shallow_copy(self._done) for _ in range(self._epochs if len(self._done) else 0))
+        return (shallow_copy(self.ungathered) for _ in range(self._epochs if len(self.ungathered) else 0))
 
-    @property
+    def without_batch(self) -> Run:
+        """The same account, which holds no column of the batch."""
+        if self.rows is None:
+            return Run(self.stages, self.keys, None)
+        table = dataclasses.replace(self.rows.table, batch=None)  # type: ignore[type-var]
+        table.__dict__ |= {k: v for k, v in self.rows.table.__dict__.items() if k not in ("batch", "late")}
+        rows = Rows(table, self.rows.names)
+        return Run(self.stages, self.keys, rows, places=self.places, texts=self.texts)
+
+    # -- the account ------------------------------------------------------------------------------------
+
+    def of_rank(self, values: Tensor) -> Tensor:
+        """Of (N, ...) values of the table those of this rank's rows, and of those carried to it."""
+        assert self.rows is not None
+        table = self.rows.table
+        if table.ranks is None:
+            return values
+        return values[table.numbers_of_rank]
+
+    @cached_property
     def ledger(self) -> Ledger | None:
         """Where each row went; None where the batch had no rows."""
-        return self.account.ledger
+        if self.rows is None:
+            return None
+        table = self.rows.table
+        ids = {
+            unit: self.of_rank(table.columns[key])
+            for unit, key in self.keys.units.items()
+            if key in table.columns
+        }
+        labels = {unit: self.texts.get(f"{unit.removesuffix('s')}_label") for unit in ids}
+        return Ledger(
+            self.of_rank(table.reason), self.of_rank(~table.here), table.names, table.effects, ids, labels
+        )
 
     @property
     def metrics(self) -> dict[str, float]:
         """What came in, what is trained, what left where and why, and what stages measured.
 
         ``rows/in``, ``rows/trained``, ``rollouts/…``, ``groups/…``, ``out/<stage>/<reason>``,
-        ``<stage>/<name>``, and ``time/<stage>`` in seconds. A few device reads.
+        ``<stage>/<name>``, and ``time/<stage>`` in seconds.
         """
-        return self.account.metrics
+        if self.rows is None or self.ledger is None:
+            return {}
+        return self.ledger.numbers() | self.rows.table.metrics
+
+    @property
+    def trained_at(self) -> dict[str, Tensor]:
+        """(N,) `minibatch`, `microbatch`, `rank` and `loss_weight` of the last pass that trained each row."""
+        found: dict[str, Tensor] = {}
+        for place in self.places:
+            trains = place["minibatch"] >= 0
+            for name, values in place.items():
+                before = found.get(name)
+                found[name] = values if before is None else torch.where(trains, values, before)
+        return found
 
     def report(
         self,
@@ -101,3 +165,74 @@ class Run:
 
     def _repr_html_(self) -> str:
         return "<p>Run of a batch without rows</p>" if self.ledger is None else self.ledger._repr_html_()
+
+
+class LastRun:
+    """Views of the last run: of the calling thread's, or where it has had none, of any thread's.
+
+    A copy has runs of its own, and asked before its first batch it is an error: collectors that copy a
+    pipeline, such as MultiAsyncCollector its `postproc`, or workers, leave the original without one.
+    """
+
+    def __init__(self) -> None:
+        self._last = _PerThread()
+
+    @property
+    def last_run(self) -> Run | None:
+        """What is known of the last batch; None before the first, and after one that a stage refused."""
+        return self._last.run
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Where each row of the last batch went; None where there was none."""
+        return None if self.last_run is None else self.last_run.ledger
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last batch (:attr:`Run.metrics`); empty before the first."""
+        return {} if self.last_run is None else self.last_run.metrics
+
+    def report(self, **options: Any) -> StepReport:
+        """Print a funnel and a table of groups for the last batch, and return its report (:meth:`Run.report`).
+
+        Raises:
+            RuntimeError: there was no batch, or a stage refused it.
+        """
+        return print_report(self, **options)
+
+
+class _PerThread:
+    """The last run of the thread that asks, or where that has run none, of any thread."""
+
+    def __init__(self, *, copied: bool = False) -> None:
+        self._of_thread = threading.local()
+        self._of_any: Run | None = None
+        self._copied = copied  # and nothing has run since
+
+    @property
+    def run(self) -> Run | None:
+        """None before the first batch, and after one that was refused.
+
+        Raises:
+            RuntimeError: before the first batch of a copy.
+        """
+        if self._copied:
+            raise RuntimeError(
+                "this pipeline is a copy that has run no batch itself: who has run elsewhere, the original "
+                "or a copy in a worker process, has the account. Ask that one, or a run: pipeline.run(batch)"
+            )
+        return getattr(self._of_thread, "run", self._of_any)
+
+    @run.setter
+    def run(self, run: Run | None) -> None:
+        self._of_thread.run = self._of_any = run
+        self._copied = False
+
+    def __reduce__(self) -> tuple[Callable[[], _PerThread], tuple[()]]:
+        return _copied, ()
+
+
+def _copied() -> _PerThread:
+    """What a copy of a pipeline begins with."""
+    log.debug("a copy of a pipeline is made here: its accounts are its own, and not the original's")
+    return _PerThread(copied=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from cutting import cut_alone
 from tensordict import TensorDict
 
 from headrace.transforms import BatchError, ShuffleSplit
@@ -47,7 +48,7 @@ def run_budget(rank: int, world: int, folder: str) -> None:
             minibatches=1, max_tokens=10, shuffle=False, remainder="drop", process_group="world"
         )
         try:
-            out, verdict, *_ = split.run(batch_of(by_rank[rank]))
+            out, verdict, *_ = cut_alone(split, batch_of(by_rank[rank]))
             columns = ("rollout_id", "length", MINIBATCH, MICROBATCH)
             found[name] = [out[column].tolist() for column in columns], verdict.tolist()
         except BatchError as err:

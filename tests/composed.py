@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from headrace.pipeline import Pipeline, load_pipeline
-from headrace.pipeline.accounting.last_run import LastRun
+from headrace.pipeline.run import LastRun
 
 
 def composed(*overrides: str) -> Pipeline:

@@ -70,7 +70,7 @@ def one_thread() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def clocks_stand_still() -> Iterator[None]:
     """Runs of the same batch have the same metrics, also `time/<stage>`."""
-    with patch("headrace.pipeline.passage.perf_counter", lambda: 0.0):
+    with patch("headrace.pipeline.pipeline.perf_counter", lambda: 0.0):
         yield
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict, lazy_stack
+
+from headrace.pipeline import Pipeline
 
 OLD, SAMPLER, MASK = ("old_log_probs", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask")
 
@@ -43,6 +46,20 @@ def ragged(batch: TensorDict) -> TensorDict:
             row[key] = row[key][:length].clone()
         short.append(row)
     return lazy_stack(short)
+
+
+class Alone(NamedTuple):
+    """What one stage makes of a batch."""
+
+    batch: TensorDict
+    metrics: dict[str, float]
+
+
+def alone(stage, batch: TensorDict) -> Alone:
+    """A stage by itself, in a pipeline, which has its numbers."""
+    run = Pipeline({"it": stage}).run(batch)
+    own = {name.removeprefix("it/"): value for name, value in run.metrics.items() if name.startswith("it/")}
+    return Alone(run.batch, own)
 
 
 # -- one row after another, one token after another ------------------------------------------------------

@@ -106,7 +106,6 @@ class TurnMeans(BatchTransform):
     """As ports of MT-GRPO: a turn's reward against its turn's mean, added up over one's own future."""
 
     within_groups = True
-    keeps_rows = True
 
     def __init__(self):
         super().__init__(["turn_reward", ("next", "reward")], ["advantage"])
@@ -271,11 +270,11 @@ def test_an_advantage_and_a_weight_by_other_names():
     assert certified("rloo", *words, group_size=2) == certified("rloo", group_size=2)
 
 
-def test_rules_that_are_read_late_are_read():
+def test_what_a_recipe_refuses_is_said():
     """Rewards of 2 are no share of solved rollouts, which the difficulty asks for."""
-    late = certified("mgpo", "pipeline.validate=deferred")
-    assert isinstance(late, Refused)
-    assert "must be in [0, 1]" in late.reason
+    refused = certified("mgpo")
+    assert isinstance(refused, Refused)
+    assert "must be in [0, 1]" in refused.reason
 
 
 def test_a_size_of_groups_that_a_task_does_not_have():

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from alone import said_by
 from batches import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ def test_the_batch_keeps_its_shape_and_gains_two_columns(make_batch):
 
 
 def test_the_mean_reward_is_over_rollouts_and_not_rows(make_batch):
-    outcome = FanOutCollapse().run(make_batch([1.0, 4, 4, 4], [0, 0, 0, 0], [0, 1, 1, 1]))
+    outcome = said_by(FanOutCollapse(), make_batch([1.0, 4, 4, 4], [0, 0, 0, 0], [0, 1, 1, 1]))
     assert outcome.metrics == {"rollouts": 2, "reward_mean": 2.5}
 
 
@@ -138,7 +139,7 @@ def test_of_several_rewards_each_is_missing_by_itself(make_batch):
     batch = make_batch([0.0] * 3, [0] * 3, [7, 7, 8])
     rewards = [[NAN, 2.0], [NAN, 2.0], [4.0, NAN]]
     batch["next", "reward"] = torch.tensor(rewards)
-    outcome = FanOutCollapse(columns=2, missing="skip").run(batch)
+    outcome = said_by(FanOutCollapse(columns=2, missing="skip"), batch)
     assert torch.equal(outcome.batch[REWARDS].nan_to_num(-1), torch.tensor(rewards).nan_to_num(-1))
     assert outcome.batch[REWARD].tolist() == [2, 2, 4]
     assert outcome.metrics["reward_mean"] == 3
@@ -198,7 +199,7 @@ def test_sums_and_means_lose_nothing_to_a_large_segment():
 
 def test_the_mean_of_no_reward_is_0(make_batch):
     batch = make_batch([NAN, NAN], [0, 0])
-    assert FanOutCollapse(missing="skip").run(batch).metrics == {"rollouts": 2, "reward_mean": 0}
+    assert said_by(FanOutCollapse(missing="skip"), batch).metrics == {"rollouts": 2, "reward_mean": 0}
 
 
 def test_long_lists_of_offenders_are_cut_and_counted():

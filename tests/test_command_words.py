@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from functools import cache
 
 import pytest
 from command import headrace, headrace_here
 
 from headrace.pipeline import ConfigError, load_pipeline
 from headrace.pipeline.command.words import ready_words
-from headrace.pipeline.composing import TASKS, compose_config, recipes
+from headrace.pipeline.composing import TASKS, recipes
 
 pytestmark = pytest.mark.slow
 
@@ -75,15 +74,6 @@ def test_what_prints_or_hints_needs_no_torch(tmp_path, words):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.fixture
-def composed_once(monkeypatch):
-    """A hint looks through the configurations of all tasks: they are composed for all of these."""
-    monkeypatch.setattr("headrace.pipeline.composing.compose.compose_config", COMPOSED_ONCE)
-
-
-COMPOSED_ONCE = cache(compose_config)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -91,10 +81,12 @@ COMPOSED_ONCE = cache(compose_config)
             ["task=replay", "group_size=3"],
             "here (did you mean source.group_size=3 or pipeline.stages.gate.group_size=3",
         ),
+        (["advantage.scale=none"], "(did you mean pipeline.stages.advantage.scale=none?)"),
         (["gate.group_size=4"], "(did you mean pipeline.stages.gate.group_size=4?)"),
         (["scale=mad"], "(did you mean pipeline.stages.advantage.scale=mad?)"),
         (["pipeline.stages.gate.scale=mad"], "(did you mean pipeline.stages.advantage.scale=mad?)"),
         (["epochs=3"], "(did you mean train.epochs=3?)"),
+        (["task=replay", "groupsize=3"], "source.group_size=3"),
         (["task=replay", "train.steps=3"], "there is no 'train.steps' here: it is a word of task=train"),
         (["pipelines=[a,b]"], "it is a word of task=compare and task=certify"),
         (["foo=3"], "there is no 'foo'; there are pipeline, report"),
@@ -104,6 +96,7 @@ COMPOSED_ONCE = cache(compose_config)
             "no criterion 'rewards_varry' (did you",
         ),
         (["report=fles"], "there is no report 'fles' (did you mean 'files'?); there are files"),
+        (["pipeline=as/verll"], "did you mean 'as/verl'"),
         (["pipeline=null"], "pipeline=null: a name is required"),
         (["seed=1,2"], "several values are a sweep, headrace -m seed=1,2"),
         (["seed=[1,"], "'seed=[1,' cannot be read as NAME=VALUE"),
@@ -111,6 +104,7 @@ COMPOSED_ONCE = cache(compose_config)
         (["--cfg", "jub"], "invalid choice: 'jub'"),
         (["-m", "--cfg", "job", "seed=1,2"], "take one of them"),
         (["grpo"], "got 'grpo' (did you mean pipeline=grpo?)"),
+        (["replay"], "got 'replay' (did you mean task=replay?)"),
         (["repaly"], "got 'repaly' (did you mean 'replay'"),
         (["seed=1", "doctor"], "headrace doctor is a command of its own"),
         (["recipes", "dapoo"], "there is no recipe 'dapoo' (did you mean 'dapo'"),
@@ -118,9 +112,7 @@ COMPOSED_ONCE = cache(compose_config)
         (["hydra.foo=3"], "there is no 'hydra.foo'"),
     ],
 )
-def test_a_word_that_there_is_not_is_refused_with_the_one_that_may_be_meant(
-    tmp_path, words, message, composed_once
-):
+def test_a_word_that_there_is_not_is_refused_with_the_one_that_may_be_meant(tmp_path, words, message):
     done = headrace_here(tmp_path, *words, check=False)
     assert done.returncode == 2
     assert message in done.stderr

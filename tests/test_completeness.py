@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from alone import said_by
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import lazy_stack
@@ -39,16 +40,16 @@ def test_failed_and_aborted_rollouts_do_not_count_and_truncated_do(make_batch):
         r"group 2 has 1 of 2 \(1 aborted, 1 completed\)",
     ):
         CompletenessGate(group_size=2)(batch)
-    outcome = CompletenessGate(group_size=2, on_incomplete="drop").run(batch)
+    outcome = said_by(CompletenessGate(group_size=2, on_incomplete="drop"), batch)
     assert outcome.batch["group_id"].tolist() == [0, 0]
-    assert outcome.verdict.tolist() == [0, 0, 1, 2, 2, 1]
+    assert outcome.reasons == ["trained", "trained", "incomplete", "failed", "failed", "incomplete"]
 
 
 def test_one_failed_segment_fails_the_rollout(make_batch):
     batch = make_batch([0.0] * 3, [0, 0, 0], [0, 1, 1], status=[DONE, DONE, FAILED])
-    outcome = CompletenessGate(group_size=2, on_incomplete="keep", min_rollouts=1).run(batch)
+    outcome = said_by(CompletenessGate(group_size=2, on_incomplete="keep", min_rollouts=1), batch)
     assert outcome.batch["rollout_id"].tolist() == [0]
-    assert outcome.verdict.tolist() == [0, 2, 2]
+    assert outcome.reasons == ["trained", "failed", "failed"]
 
 
 @pytest.mark.parametrize("states", [[CUT, FAILED, DONE], [FAILED, DONE, CUT], [DONE, CUT, FAILED]])
@@ -60,9 +61,9 @@ def test_a_rollout_ended_as_its_worst_segment_did(make_batch, states):
 
 def test_a_failed_rollout_never_passes_even_if_a_retry_made_its_group_complete(make_batch):
     batch = make_batch([0.0] * 3, [0, 0, 0], status=[DONE, FAILED, DONE])
-    outcome = CompletenessGate(group_size=2).run(batch)
+    outcome = said_by(CompletenessGate(group_size=2), batch)
     assert outcome.batch["rollout_id"].tolist() == [0, 2]
-    assert outcome.verdict.tolist() == [0, 2, 0]
+    assert outcome.reasons == ["trained", "failed", "trained"]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_a_group_that_is_missing_entirely_is_caught(make_batch):
     with pytest.raises(IncompleteGroupsError, match=r"group 8 has 0 of 2 \(no rows\)"):
         CompletenessGate(group_size=2, expected_groups=[3, 8])(batch)
     gate = CompletenessGate(group_size=2, expected_groups=lambda: [3, 8, 9], on_incomplete="drop")
-    outcome = gate.run(batch)
+    outcome = said_by(gate, batch)
     assert len(outcome.batch) == 2
     assert outcome.metrics["missing_groups"] == 2
     with pytest.raises(BatchError, match="not dispatched: 3"):

@@ -13,7 +13,6 @@ from rollouts import make_collector, make_env, make_pipeline
 from torchrl.collectors import MultiAsyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
-from turns import quick_starts
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import BatchError, CompletenessGate, FanOutCollapse, ShuffleSplit
@@ -22,7 +21,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda thing: pickle.loads(pickle
 ASKED = {
     "ledger": lambda pipeline: pipeline.ledger,
     "metrics": lambda pipeline: pipeline.metrics,
-    "account": lambda pipeline: pipeline.account,
+    "account": lambda pipeline: pipeline.last_run,
     "report": lambda pipeline: pipeline.report(),
 }
 
@@ -132,8 +131,9 @@ def take_in_and_extend(pipeline: Pipeline, batch, answers) -> str:
 @pytest.mark.slow
 def test_after_an_asynchronous_collector_the_original_has_no_account():
     pipeline = Pipeline({"gate": CompletenessGate(on_incomplete="drop")})
-    with quick_starts():
-        options = {"frames_per_batch": 24, "total_frames": 24 * 4, "postproc": pipeline}
-        assert sum(map(len, MultiAsyncCollector(quiz_makers(2), **options))) > 0
+    collector = MultiAsyncCollector(
+        quiz_makers(2), frames_per_batch=24, total_frames=24 * 4, postproc=pipeline
+    )
+    assert sum(len(batch) for batch in collector) > 0
     with pytest.raises(RuntimeError, match="is known to that copy"):
         pipeline.report()

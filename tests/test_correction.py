@@ -13,6 +13,7 @@ from policies import (
     MASK,
     OLD,
     SAMPLER,
+    alone,
     log_ratios,
     ragged,
     stated_divergence,
@@ -21,11 +22,15 @@ from policies import (
 )
 from tensordict import TensorDict
 
+from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
+    DirectedWeight,
     Diverged,
+    LogRatio,
     RolloutCorrection,
     SampleFilter,
+    TokenAdvantage,
     TokenFilter,
     divergence,
     importance_weight,
@@ -47,11 +52,13 @@ def close(found: torch.Tensor, expected) -> None:
     torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("normalise", ["none", "batch"])
+@pytest.mark.parametrize(("low", "high"), LIMITS)
+@pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_weights_are_those_of_a_loop(level):
-    cases = itertools.product(BOUNDS, LIMITS, ("none", "batch"), range(2))
-    for bound, (low, high), normalise, seed in cases:
-        options = {"level": level, "bound": bound, "low": low, "high": high, "normalise": normalise}
+def test_weights_are_those_of_a_loop(level, bound, low, high, normalise):
+    options = {"level": level, "bound": bound, "low": low, "high": high, "normalise": normalise}
+    for seed in range(3):
         batch = two_policies(9, 7, seed)
         expected = spread_out(stated_weights(log_ratios(batch), **options), batch[MASK])
         close(importance_weight(batch[OLD], batch[SAMPLER], batch[MASK], **options), expected)
@@ -61,21 +68,19 @@ def test_weights_are_those_of_a_loop(level):
         assert out["advantage"].shape == (9, 7, 1)
 
 
-def test_divergences_are_those_of_a_loop():
+@pytest.mark.parametrize("level", OVER)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_divergences_are_those_of_a_loop(estimator, level):
     batch = two_policies(9, 7, 5)
-    for estimator, level in itertools.product(ESTIMATORS, OVER):
-        found = divergence(batch[OLD], batch[SAMPLER], batch[MASK], estimator=estimator, level=level)
-        expected = stated_divergence(log_ratios(batch), estimator, level)
-        close(found, spread_out(expected, batch[MASK]) if level == "token" else expected)
+    found = divergence(batch[OLD], batch[SAMPLER], batch[MASK], estimator=estimator, level=level)
+    expected = stated_divergence(log_ratios(batch), estimator, level)
+    close(found, spread_out(expected, batch[MASK]) if level == "token" else expected)
 
 
-def test_rejection_is_that_of_a_loop():
-    limits = [(0.5, 2.0), (None, 1.5), (0.9, None), (0.0, 1.01)]
-    for estimator, level, (low, high) in itertools.product(ESTIMATORS, OVER, limits):
-        check_rejection(estimator, level, low, high)
-
-
-def check_rejection(estimator, level, low, high):
+@pytest.mark.parametrize(("low", "high"), [(0.5, 2.0), (None, 1.5), (0.9, None), (0.0, 1.01)])
+@pytest.mark.parametrize("level", OVER)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_rejection_is_that_of_a_loop(estimator, level, low, high):
     if estimator != "k1" and (low is not None or high is None):
         with pytest.raises(ValueError, match=f"{estimator} is bounded above alone"):
             Diverged(estimator=estimator, level=level, low=low, high=high)
@@ -149,7 +154,7 @@ def test_a_mean_of_next_to_nothing_changes_nothing():
 def test_ragged_rows_have_the_bits_of_dense_ones(level):
     batch = two_policies(9, 7, 4)
     stage = RolloutCorrection(level=level, bound="truncate", normalise="batch")
-    dense, rows = stage.run(batch), stage.run(ragged(batch))
+    dense, rows = alone(stage, batch), alone(stage, ragged(batch))
     for row, own in enumerate(rows.batch.tensordicts):
         length = own[MASK].numel()
         for key in ("importance_weight", "advantage"):
@@ -184,7 +189,7 @@ def test_a_rollout_is_one_sequence_however_it_is_cut_into_rows(level):
     for key in (OLD, SAMPLER, MASK):
         whole[key] = batch[key].reshape(4, 12)
     options = {"level": level, "unit": "rollout", "normalise": "batch"}
-    cut, one = RolloutCorrection(**options).run(batch), RolloutCorrection(**options).run(whole)
+    cut, one = alone(RolloutCorrection(**options), batch), alone(RolloutCorrection(**options), whole)
     assert torch.equal(cut.batch["importance_weight"].reshape(4, 12), one.batch["importance_weight"])
     assert cut.metrics == pytest.approx(one.metrics, rel=1e-14)
     for estimator, over in itertools.product(ESTIMATORS, ("sum", "mean", "max")):
@@ -250,7 +255,7 @@ def test_a_row_out_of_the_loss_is_in_no_weight_and_no_number():
     gone[MASK][2] = False
     for key in (OLD, SAMPLER):
         batch[key][2] = math.nan
-    with_row, without = (RolloutCorrection(normalise="batch").run(each) for each in (batch, gone))
+    with_row, without = (alone(RolloutCorrection(normalise="batch"), each) for each in (batch, gone))
     assert torch.equal(with_row.batch["importance_weight"], without.batch["importance_weight"])
     assert with_row.metrics == without.metrics
     assert Diverged(high=1e-9)(batch)[2]
@@ -311,6 +316,26 @@ def test_rows_that_were_corrected_are_not_corrected_again():
         RolloutCorrection()(RolloutCorrection()(two_policies(4, 5)))
 
 
+@pytest.mark.parametrize("form", [lambda batch: batch, ragged], ids=["dense", "ragged"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_stages_in_a_pipeline_are_the_stages_one_after_another(level, form):
+    """Also where one reads what the one before leaves to the gathering of rows."""
+    keys = {"numerator_key": OLD, "denominator_key": SAMPLER}
+    stages = {
+        "term": TokenAdvantage(term=LogRatio(**keys), factor=0.5),
+        "share": TokenAdvantage(term=DirectedWeight(**keys), how="multiply"),
+        "weigh": RolloutCorrection(level=level, bound="zero", high=1.5),
+        "reject": TokenFilter(criterion=Diverged(high=0.3, judges="negative"), denominator="all"),
+    }
+    expected = form(two_policies(9, 7, 4))
+    found = Pipeline(stages).run(expected).batch
+    for stage in stages.values():
+        expected = stage(expected)
+    for key in ("advantage", "importance_weight"):
+        rows = zip(found.get(key, as_list=True), expected.get(key, as_list=True), strict=True)
+        assert all(torch.equal(one, other) for one, other in rows)
+
+
 # -- tokens, and what the loss is divided by ---------------------------------------------------------------
 
 
@@ -319,13 +344,13 @@ def test_tokens_leave_the_mask_or_keep_their_place_in_the_denominator():
     criterion = Diverged(estimator="k1", level="token", high=1.5)
     out = batch[MASK] & ~criterion(batch)
     assert out.any()
-    kept = TokenFilter(criterion=criterion).run(batch)
+    kept = alone(TokenFilter(criterion=criterion), batch)
     assert torch.equal(kept.batch[MASK], batch[MASK] & ~out)
     assert kept.batch[SAMPLER][out].isnan().all()
     assert torch.equal(kept.batch["advantage"], batch["advantage"])
     lengths = torch.where(out.any(1), batch[MASK].sum(1), -1)
     assert torch.equal(kept.batch["headrace", "length"], lengths)
-    every = TokenFilter(criterion=criterion, denominator="all").run(batch)
+    every = alone(TokenFilter(criterion=criterion, denominator="all"), batch)
     assert torch.equal(every.batch[MASK], batch[MASK])
     assert torch.equal(every.batch["advantage"][..., 0], torch.where(out, 0.0, batch["advantage"][..., 0]))
     tokens = int(batch[MASK].sum())
@@ -387,7 +412,9 @@ def test_numbers_are_those_of_a_loop(level, bound):
     logs = log_ratios(batch)
     weights = stated_weights(logs, level, bound, 0.5, 2.0, "none")
     ratios = stated_weights(logs, level, "none", None, None, "none")
-    found = RolloutCorrection(level=level, bound=bound, low=0.5, high=2.0, least_ess=None).run(batch).metrics
+    found = alone(
+        RolloutCorrection(level=level, bound=bound, low=0.5, high=2.0, least_ess=None), batch
+    ).metrics
     tokens = [w for row in weights for w in row]
     rows = [math.fsum(row) / len(row) for row in weights if row]
     out = [[not 0.5 <= r <= 2.0 for r in row] for row in ratios]
@@ -412,12 +439,12 @@ def test_numbers_are_those_of_a_loop(level, bound):
 @pytest.mark.parametrize("unit", ["sample", "rollout"])
 def test_who_rejects_says_how_far_the_policies_were_apart_before(unit):
     batch = two_policies(8, 5)
-    expected = RolloutCorrection(unit=unit).run(batch).metrics
+    expected = alone(RolloutCorrection(unit=unit), batch).metrics
     for stage in (
         SampleFilter(criterion=Diverged(high=0.1, unit=unit), action="drop"),
         TokenFilter(criterion=Diverged(high=0.1, unit=unit)),
     ):
-        found = stage.run(batch).metrics
+        found = alone(stage, batch).metrics
         names = [f"{name}_{by}" for name in ("kl_k1", "kl_k3", "chi2") for by in ("token", "sequence")]
         assert [found[name] for name in names] == [expected[name] for name in names]
         assert found["fraction_kept"] < 1
@@ -425,8 +452,8 @@ def test_who_rejects_says_how_far_the_policies_were_apart_before(unit):
 
 def test_where_nothing_is_kept_the_effective_sample_size_is_zero():
     batch = two_policies(4, 3)
-    numbers = RolloutCorrection(bound="zero", low=1e12, high=None).run(batch).metrics
+    numbers = alone(RolloutCorrection(bound="zero", low=1e12, high=None), batch).metrics
     assert numbers["ess_token"] == numbers["ess_sequence"] == numbers["weight_max_token"] == 0
     assert numbers["out_of_bounds_token"] == 1
     batch[MASK] = torch.zeros_like(batch[MASK])
-    assert set(RolloutCorrection(least_ess=None).run(batch).metrics.values()) == {0.0}
+    assert set(alone(RolloutCorrection(least_ess=None), batch).metrics.values()) == {0.0}

@@ -35,7 +35,6 @@ def test_type_checkers_see_all_of_both_packages():
     assert stars == ["from .pipeline import *", "from .transforms import *"]
 
 
-@pytest.mark.slow
 def test_neither_importing_nor_listing_nor_misspelling_it_brings_torch_along():
     code = (
         "import sys, headrace\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from alone import said_by
 from tensordict import TensorDict, lazy_stack
 
 from headrace.transforms import (
@@ -121,10 +122,10 @@ def test_the_hook_sees_every_row_with_its_verdict(make_batch):
 
 def test_nothing_left_is_an_empty_batch_and_a_metric(make_batch):
     stage = SampleFilter(criterion=RewardWithin(high=-1.0), action="drop")
-    outcome = stage.run(make_batch([1.0, 8], [0, 0]))
+    outcome = said_by(stage, make_batch([1.0, 8], [0, 0]))
     assert outcome.batch.shape == (0,)
     assert outcome.metrics == {"kept": 0, "fraction_kept": 0}
-    assert outcome.verdict.tolist() == [1, 1]
+    assert outcome.reasons == ["reward_bounds"] * 2
 
 
 def test_two_filters_add_up(make_batch):

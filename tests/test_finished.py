@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
+from alone import said_by
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
@@ -38,7 +39,8 @@ def ended(make_batch, rollouts, done, groups=None, **columns):
 
 def verdicts(batch, **options):
     sizes = {"group_size": 2, "on_incomplete": "drop"}
-    return CompletenessGate(**sizes | options).run(batch).verdict.tolist()
+    reasons = ["trained", *CompletenessGate.reasons]
+    return [reasons.index(reason) for reason in said_by(CompletenessGate(**sizes | options), batch).reasons]
 
 
 # -- one end ---------------------------------------------------------------------------------------------
@@ -345,10 +347,8 @@ def test_as_much_must_begin_as_ends(make_batch, rows, options, verdict):
     if "expected" in options:
         batch["expected_segments"] = torch.full((number,), options["expected"])
     batch["segment"] = torch.tensor(options.get("segment", [0] * number))
-    gate = CompletenessGate(
-        group_size=1, on_incomplete="drop", segment_key="segment" if "segment" in options else None
-    )
-    assert gate.run(batch).verdict.tolist() == [verdict] * number
+    segment_key = "segment" if "segment" in options else None
+    assert verdicts(batch, group_size=1, segment_key=segment_key) == [verdict] * number
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from budgets import run_budget
+from cutting import cut_alone
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import run_processes
@@ -50,9 +51,9 @@ def test_whole_units_are_left_out_until_no_micro_batch_is_empty(rows, ranks, mul
     expected = longest_start(by_unit(rows), rows, **how)
     if not expected:
         with pytest.raises(BatchError, match=rf"would leave out all {len(rows)} rows"):
-            split.run(batch_of(rows))
+            cut_alone(split, batch_of(rows))
         return
-    out, verdict, *_ = split.run(batch_of(rows))
+    out, verdict, *_ = cut_alone(split, batch_of(rows))
     assert sorted(out["row"].tolist()) == sorted(expected)
     assert (verdict == 0).nonzero().flatten().tolist() == sorted(expected)
     assert verdict.max() <= 1
@@ -69,12 +70,12 @@ def test_a_minibatch_of_which_nothing_remains_is_none():
     """Rollout 2 alone is one row for two ranks; the others fill a minibatch."""
     rows = [(0, 4), (1, 4), (2, 4)]
     split = ShuffleSplit(minibatches=None, minibatch_size=2, max_tokens=4, ranks=2, remainder="drop")
-    out, _, measured, *_ = split.run(batch_of(rows))
+    out, _, measured, *_ = cut_alone(split, batch_of(rows))
     assert (measured["minibatches"], measured["left"]) == (1, 1)
     assert out[MINIBATCH].tolist() == [0, 0]
     rows += [(2, 4)]
     fanned = ShuffleSplit(minibatches=3, max_tokens=4, ranks=2, remainder="drop", shuffle=False)
-    out = fanned.run(batch_of(rows)).batch
+    out = cut_alone(fanned, batch_of(rows)).batch
     assert out["rollout_id"].tolist() == [2, 2]
     assert out[MINIBATCH].tolist() == [0, 0]
 

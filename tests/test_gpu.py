@@ -82,24 +82,6 @@ def test_the_pipeline_itself_reads_nothing(no_read):
     assert len(Pipeline({"filter": SampleFilter(criterion=RewardWithin(), unit="sample")})(batch)) == 5
 
 
-def test_the_cores_read_nothing(no_read):
-    from headrace.transforms.advantage.baselines import Formula, advantage_in_groups
-    from headrace.transforms.advantage.grouping import Blocks, ById
-    from headrace.transforms.advantage.layout import Facts, facts_of, gather_blocks
-    from headrace.transforms.checks import identity_rules, reward_rules
-    from headrace.transforms.ids import first_row, is_first
-
-    reward = torch.rand(12, device="cuda")
-    ids = torch.arange(12, device="cuda")
-    first, groups = first_row(ids), first_row(ids // 4)
-    rules = identity_rules(ids, ids // 4, first) + reward_rules(reward, ids, first, siblings_agree=True)
-    facts_of(rules, reward, first, groups)
-    _, blocks = gather_blocks(first, Facts(False, 4, 4, True, 12, 1.0), reward)
-    for layout in (Blocks(blocks[0].double()), ById(reward.double(), groups, 12, is_first(first))):
-        credit = advantage_in_groups(layout, Formula("leave_one_out", singleton="raw"))
-        assert credit.numel() == 12
-
-
 ALONE = ("collapse", "advantage, rows", "filter, group", "split", "split, samples", "weight")
 TWO = Pipeline({"collapse": FanOutCollapse(), "filter": SampleFilter(criterion=RewardsVary())})
 

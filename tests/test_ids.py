@@ -1,57 +1,109 @@
-"""Rows that share an id, found by every route."""
+"""Arithmetic per id: over the rows of the id that count, whatever else is there and however rows lie."""
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.transforms.ids import (
-    any_by,
-    first_row,
-    first_row_by_sorting,
-    is_first,
-    last_row,
-    reduce_by,
-    sum_by,
-)
+from headrace.transforms.ids import Ids, first_row
 
-IDS = st.one_of(
+LABELS = st.one_of(
     st.lists(st.integers(0, 5), min_size=1, max_size=30),
     st.lists(st.integers(0, 5), min_size=1, max_size=30).map(sorted),
-    st.lists(st.sampled_from([0, 3, 2**40, 2**62]), min_size=1, max_size=30),
+    st.lists(st.sampled_from([-1, 0, 3, 2**40, 2**62]), min_size=1, max_size=30),
+    st.integers(1, 30).map(lambda rows: list(range(rows))),
 )
+NUMBERS = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([0.0, 0.1, 1 / 3, 1e-30, 1e300, -1e300, 5e-324]))
 
 
-@given(IDS)
-def test_first_row_is_the_first_with_the_id(ids):
-    expected = [ids.index(i) for i in ids]
-    assert first_row(torch.tensor(ids)).tolist() == expected
-    assert first_row_by_sorting(torch.tensor(ids)).tolist() == expected
+@st.composite
+def rows(draw, values=st.integers(-50, 50)):
+    """Labels, which rows count (or None), and a value for each."""
+    labels = draw(LABELS)
+    of_each = {"min_size": len(labels), "max_size": len(labels)}
+    counts = draw(st.one_of(st.none(), st.lists(st.booleans(), **of_each)))
+    return labels, counts, draw(st.lists(values, **of_each))
 
 
-@given(IDS)
-def test_last_row_is_the_last_with_the_id(ids):
-    last = {i: row for row, i in enumerate(ids)}
-    assert last_row(first_row(torch.tensor(ids))).tolist() == [last[i] for i in ids]
+def ids_of(labels, counts=None):
+    return Ids(torch.tensor(labels), None if counts is None else torch.tensor(counts))
 
 
-@given(IDS, st.randoms())
-def test_sums_and_extremes_are_over_the_rows_of_the_id(ids, random):
-    values = [random.randint(-50, 50) for _ in ids]
-    first, column = first_row(torch.tensor(ids)), torch.tensor(values)
-    of = {i: [v for v, j in zip(values, ids, strict=True) if j == i] for i in ids}
-    assert sum_by(first, column).tolist() == [sum(of[i]) for i in ids]
-    assert reduce_by(first, column, "amax").tolist() == [max(of[i]) for i in ids]
-    assert reduce_by(first, column, "amin").tolist() == [min(of[i]) for i in ids]
-    assert any_by(first, column > 0).tolist() == [max(of[i]) > 0 for i in ids]
+@given(rows())
+def test_sums_extremes_and_counts_are_of_the_rows_of_the_id_that_count(drawn):
+    labels, counts, values = drawn
+    ids, column = ids_of(labels, counts), torch.tensor(values)
+    counted = [True] * len(labels) if counts is None else counts
+    voices = {
+        label: [row for row, other in enumerate(labels) if other == label and counted[row]]
+        for label in sorted(set(labels))
+    }
+    of = {label: [values[row] for row in some] for label, some in voices.items()}
+    assert ids.n == len(of)
+    assert ids.spread(torch.tensor(list(of))).tolist() == labels
+    assert ids.sum(column).tolist() == [sum(each) for each in of.values()]
+    assert ids.sum(column.double()).tolist() == [sum(each) for each in of.values()]
+    assert ids.count.tolist() == [len(each) for each in of.values()]
+    assert ids.first.tolist() == [some[0] if some else len(labels) for some in voices.values()]
+    assert ids.is_first.nonzero().flatten().tolist() == sorted(some[0] for some in voices.values() if some)
+    lowest, highest = math.inf, -math.inf
+    assert ids.max(column.double()).tolist() == [max(each, default=highest) for each in of.values()]
+    assert ids.min(column.double()).tolist() == [min(each, default=lowest) for each in of.values()]
+    assert ids.any(column > 0).tolist() == [any(value > 0 for value in each) for each in of.values()]
+    assert ids.all(column > 0).tolist() == [all(value > 0 for value in each) for each in of.values()]
+    assert ids.everyone.count.tolist() == [labels.count(label) for label in of]
 
 
-@given(IDS)
-def test_one_row_of_each_id_is_first(ids):
-    first = is_first(first_row(torch.tensor(ids)))
-    assert sorted(torch.tensor(ids)[first].tolist()) == sorted(set(ids))
+@given(LABELS)
+def test_first_row_is_the_first_with_the_id(labels):
+    assert first_row(torch.tensor(labels)).tolist() == [labels.index(label) for label in labels]
 
 
-def test_no_ids_have_no_rows():
-    assert first_row(torch.empty(0, dtype=torch.int64)).shape == (0,)
+@given(rows(NUMBERS), st.randoms())
+def test_a_sum_follows_from_its_terms_and_neither_from_their_order_nor_from_other_rows(drawn, random):
+    labels, counts, values = drawn
+    column = torch.tensor(values, dtype=torch.float64)
+    sums = dict(zip(sorted(set(labels)), ids_of(labels, counts).sum(column).tolist(), strict=True))
+    order = list(range(len(labels)))
+    random.shuffle(order)
+    shuffled = [labels[row] for row in order]
+    some = None if counts is None else [counts[row] for row in order]
+    assert ids_of(shuffled, some).sum(column[order]).tolist() == list(sums.values())
+    for label, total in sums.items():
+        own = [row for row in order if labels[row] == label and (counts is None or counts[row])]
+        alone = ids_of([label] * len(own)).sum(column[own]).tolist() if own else [0.0]
+        assert alone == [total]
+
+
+@given(rows())
+def test_ids_of_pairs_are_shared_where_both_are(drawn):
+    labels, counts, values = drawn
+    both = ids_of(labels, counts).paired_with(ids_of(values))
+    pairs = list(zip(labels, values, strict=True))
+    numbers = both.of.tolist()
+    assert [[a == b for b in pairs] for a in pairs] == [[a == b for b in numbers] for a in numbers]
+    assert both.counts is None if counts is None else both.counts.tolist() == counts
+
+
+@given(rows(), st.booleans())
+def test_rows_of_an_id_have_places_from_0_on(drawn, by_value):
+    labels, _, values = drawn
+    places = ids_of(labels).positions(torch.tensor(values) if by_value else None).tolist()
+    for label in set(labels):
+        own = [row for row, other in enumerate(labels) if other == label]
+        ordered = sorted(own, key=lambda row: values[row]) if by_value else own
+        assert [places[row] for row in ordered] == list(range(len(own)))
+
+
+@pytest.mark.parametrize("counts", [None, torch.empty(0, dtype=torch.bool)])
+def test_of_no_rows_there_are_no_ids(counts):
+    ids = Ids(torch.empty(0, dtype=torch.int64), counts)
+    nothing = torch.empty(0)
+    assert ids.n == 0
+    for values in (ids.sum(nothing), ids.count, ids.first, ids.is_first, ids.spread(nothing)):
+        assert values.shape == (0,)
+    assert ids.positions().shape == ids.max(nothing).shape == (0,)

@@ -40,7 +40,6 @@ VALUES = {
     "process_group": ("world", "world"),
     "shared_ids": ("different", "different"),
     "patience": (2.5, "2.5"),
-    "validate": ("deferred", "deferred"),
 }
 
 

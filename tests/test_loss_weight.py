@@ -212,6 +212,15 @@ def test_ragged_advantages_per_token_are_folded_row_by_row():
     assert [a.flatten().tolist() for a in stack.get("advantage", as_list=True)] == [[1.0], [1.0] * 3]
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_folded_advantage_is_at_least_float32_dense_or_ragged(tokens):
+    batch = batch_of(NINE)
+    batch["advantage"] = torch.full((3, tokens, 1), 1.5, dtype=torch.bfloat16)
+    dense = LossWeight(fold="sum")(batch)["advantage"]
+    assert dense.dtype is torch.float32
+    assert torch.equal(dense, LossWeight(fold="sum")(lazy_stack(list(batch.unbind(0))))["advantage"])
+
+
 def test_averaged_gradients_of_dealt_rows_need_the_number_of_ranks():
     batch = batch_of(NINE)
     batch[RANK] = torch.tensor([0, 1, 1])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from batches import batch_of
 from live_bytes import LiveBytes, bytes_of
+from policies import with_old
 
 from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms import (
@@ -77,6 +78,19 @@ def test_silenced_groups_cost_no_copy_of_the_batch_and_the_callers_rows_stay_as_
     assert (silenced, trained) == (64, 576)
     assert memory.peak / bytes_of(batch) <= 0.2
     assert (batch == before).all()
+
+
+def test_weights_of_tokens_are_there_for_a_minibatch_at_a_time():
+    """Importance weights and an advantage by token would be half of the batch again."""
+    batch = with_old(batch_of([float(i % 5) for i in range(256)], [i // 8 for i in range(256)], tokens=4096))
+    batch["expected_rollouts"] = torch.full((256,), 8)
+    batch = batch.exclude("prompt_text", "teacher_log_probs", "ref_log_probs", "entropy")
+    pipeline = load_pipeline("pipeline=tis", "pipeline.stages.split.minibatches=8")
+    with LiveBytes() as memory:
+        for minibatch in pipeline.minibatches(batch):
+            assert minibatch["importance_weight"].shape == (32, 4096)
+            del minibatch
+    assert memory.peak / bytes_of(batch) <= 0.35
 
 
 class Looks(torch.nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from alone import said_by
 from gradients import distance
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,6 @@ from headrace.transforms import (
     RewardWithin,
     SampleFilter,
     ShuffleSplit,
-    enforce,
 )
 from headrace.transforms.schema import IN_LOSS, IS_FIRST_SEGMENT
 
@@ -84,16 +84,14 @@ def test_a_merged_row_says_of_each_token_what_the_row_said_in_which_it_trains(ro
     rows = rows_of(rollouts)
     batch = batch_of(rows, layout, turn=by_turn)
     stage = MergeTurns(turn_key="turn" if by_turn else None)
-    outcome = stage.run(batch)
-    enforce(outcome.rules)
+    said = said_by(stage, batch)
     segments = merged_by_loop(rows)
-    assert len(outcome.batch) == len(segments)
-    assert outcome.verdict.tolist() == [
-        int(not any(segment[-1] == number for segment in segments)) for number in range(len(rows))
-    ]
-    assert outcome.metrics["merged"] == len(rows) - len(segments)
-    assert outcome.metrics["broken"] == sum(row["turn"] > 0 and not row["extends"] for row in rows)
-    for out, segment in zip(outcome.batch.unbind(0), segments, strict=True):
+    last = {segment[-1] for segment in segments}
+    assert len(said.batch) == len(segments)
+    assert said.reasons == ["trained" if number in last else "merged" for number in range(len(rows))]
+    assert said.metrics["merged"] == len(rows) - len(segments)
+    assert said.metrics["broken"] == sum(row["turn"] > 0 and not row["extends"] for row in rows)
+    for out, segment in zip(said.batch.unbind(0), segments, strict=True):
         there = out[ATTENTION]
         assert out[FULL][there].tolist() == rows[segment[-1]]["tokens"]
         trained = {}
@@ -225,9 +223,9 @@ def test_a_merged_row_is_the_first_segment_if_one_of_it_was():
 def test_a_row_that_trains_what_the_row_before_trained_is_a_segment_of_its_own():
     batch = batch_of(rows_of([[(2, 2, False), (1, 2, False)]]))
     batch[LOSS][1] |= batch[ATTENTION][1] & (batch[ATTENTION][1].cumsum(0) == 4)
-    outcome = MergeTurns().run(batch)
-    assert len(outcome.batch) == 2
-    assert outcome.metrics["broken"] == 1
+    said = said_by(MergeTurns(), batch)
+    assert len(said.batch) == 2
+    assert said.metrics["broken"] == 1
 
 
 def test_what_cannot_be_merged_says_why():

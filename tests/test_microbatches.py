@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from cutting import cut_alone
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
@@ -70,7 +71,7 @@ def test_the_promises(lengths, fan_out, options, cut):
     batch = batch_of(lengths, [i // fan_out for i in range(len(lengths))])
     split = ShuffleSplit(**options)
     try:
-        out, verdict, *_ = split.run(batch)
+        out, verdict, *_ = cut_alone(split, batch)
     except BatchError as err:  # fewer rows than ranks, and no padding allowed; fewer units than minibatches
         assume(
             not any(why in str(err) for why in ("none may be empty", "no step is left", "would leave out"))
@@ -165,9 +166,9 @@ def test_minibatches_one_by_one_are_those_of_the_whole(lengths, minibatches, ran
 @pytest.mark.parametrize(("rows", "ranks", "each"), [(5, 2, 2), (4, 2, 2), (7, 3, 2), (3, 1, 3), (9, 2, 4)])
 def test_too_few_rows_make_fewer_micro_batches_as_many_on_each_rank(rows, ranks, each):
     split = ShuffleSplit(minibatches=1, ranks=ranks, microbatches=4, unit="sample", remainder="uneven")
-    outcome = split.run(batch_of([2] * rows))
+    outcome = cut_alone(split, batch_of([2] * rows))
     assert len(outcome.batch) == rows
-    assert outcome.metrics["microbatches"] == each
+    assert outcome.measured["microbatches"] == each
     held = outcome.batch.get(RANK, torch.zeros(rows, dtype=torch.int64))
     for rank in range(ranks):
         assert outcome.batch[MICROBATCH][held == rank].unique().tolist() == list(range(each))
@@ -241,18 +242,18 @@ def test_of_two_rounds_the_lighter_rank_gets_the_heavier_part():
 
 def test_padding_is_no_load():
     split = ShuffleSplit(minibatches=1, ranks=2, balance="tokens", remainder="pad")
-    outcome = split.run(batch_of([2, 2, 2]))
+    outcome = cut_alone(split, batch_of([2, 2, 2]))
     assert int(outcome.batch[PADDING].sum()) == 1
-    assert outcome.metrics["rank_imbalance"] == pytest.approx(4 / 3 - 1)
+    assert outcome.measured["rank_imbalance"] == pytest.approx(4 / 3 - 1)
 
 
 def test_a_row_above_the_budget_is_alone_counted_or_refused():
     batch = batch_of([3, 20, 3, 3])
     split = ShuffleSplit(minibatches=1, max_tokens=9)
-    outcome = split.run(batch)
+    outcome = cut_alone(split, batch)
     parts = list(split_microbatches(outcome.batch))
     assert sorted(part[ATTENTION].sum(-1).tolist() for part in parts) == [[3, 3, 3], [20]]
-    assert outcome.metrics["oversized"] == 1
+    assert outcome.measured["oversized"] == 1
     with pytest.raises(
         BatchError, match=r"rows \[1\] have \[20\] tokens.*9 \(max_tokens\).*oversized='alone'"
     ):
@@ -261,9 +262,9 @@ def test_a_row_above_the_budget_is_alone_counted_or_refused():
 
 def test_a_row_as_long_as_the_budget_is_not_above_it():
     batch = batch_of([9, 9, 3])
-    assert ShuffleSplit(minibatches=1, max_tokens=9).run(batch).metrics["oversized"] == 0
+    assert cut_alone(ShuffleSplit(minibatches=1, max_tokens=9), batch).measured["oversized"] == 0
     assert len(ShuffleSplit(minibatches=1, max_tokens=9, oversized="raise")(batch)) == 3
-    assert ShuffleSplit(minibatches=1, max_tokens=8).run(batch).metrics["oversized"] == 2
+    assert cut_alone(ShuffleSplit(minibatches=1, max_tokens=8), batch).measured["oversized"] == 2
 
 
 def test_too_few_rows_for_the_ranks_say_what_to_do():

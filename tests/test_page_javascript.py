@@ -81,44 +81,47 @@ def test_the_data_is_read_in_one_module():
     assert uses == ['const page = readPage(byId("page-data").textContent);']
 
 
-def test_no_module_asks_for_a_field_that_there_is_not():
-    for word, kinds in WORDS.items():
-        known = set().union(*(SCHEMAS[kind] for kind in kinds)) | ADDED.get(word, set())
-        assert accesses(word) - known == set(), word
+@pytest.mark.parametrize("word", WORDS)
+def test_no_module_asks_for_a_field_that_there_is_not(word):
+    known = set().union(*(SCHEMAS[kind] for kind in WORDS[word])) | ADDED.get(word, set())
+    assert accesses(word) - known == set()
 
 
-def test_each_field_is_used_by_a_module():
-    for kind, fields in SCHEMAS.items():
-        used = set().union(*(accesses(word) for word, kinds in WORDS.items() if kind in kinds))
-        units = listed_units() if kind in ("PageLevel", "PageLeft") else set()
-        assert units <= fields, kind
-        assert fields - used - units == set(), kind
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_each_field_is_used_by_a_module(kind):
+    used = set().union(*(accesses(word) for word, kinds in WORDS.items() if kind in kinds))
+    units = listed_units() if kind in ("PageLevel", "PageLeft") else set()
+    assert units <= SCHEMAS[kind]
+    assert SCHEMAS[kind] - used - units == set()
 
 
-def test_each_import_is_used_and_each_export_imported():
+@pytest.mark.parametrize("name", MODULES)
+def test_each_import_is_used_and_each_export_imported(name):
+    text = MODULES[name]
     imports = re.compile(r"^import \{([^}]*)\} from .*;$", re.M)
-    for name, text in MODULES.items():
-        body = imports.sub("", text)
-        for word in re.findall(r"\w+", " ".join(imports.findall(text))):
-            used = re.search(rf"(?<!\w)(?:(?<!\.)|(?<=\.\.\.)){word}\b", body)
-            assert used, f"{name} imports {word} and does not use it"
-        taken = {
-            word
-            for other in MODULES.values()
-            for names in re.findall(rf'^import \{{([^}}]*)\}} from "\./{re.escape(name)}";$', other, re.M)
-            for word in re.findall(r"\w+", names)
-        }
-        assert set(re.findall(r"^export (?:function|const|class) (\w+)", text, re.M)) == taken, name
+    body = imports.sub("", text)
+    for word in re.findall(r"\w+", " ".join(imports.findall(text))):
+        assert re.search(rf"(?<!\w)(?:(?<!\.)|(?<=\.\.\.)){word}\b", body), (
+            f"{name} imports {word} and does not use it"
+        )
+    taken = {
+        word
+        for other in MODULES.values()
+        for names in re.findall(rf'^import \{{([^}}]*)\}} from "\./{re.escape(name)}";$', other, re.M)
+        for word in re.findall(r"\w+", names)
+    }
+    assert set(re.findall(r"^export (?:function|const|class) (\w+)", text, re.M)) == taken
 
 
-def test_each_function_of_another_module_that_is_called_is_imported():
+@pytest.mark.parametrize("name", MODULES)
+def test_each_function_of_another_module_that_is_called_is_imported(name):
     """Without an import the call fails, but only where the page gets to it."""
+    text = MODULES[name]
     exports = re.findall(r"^export (?:function|const) (\w+)", "\n".join(MODULES.values()), re.M)
-    for name, text in MODULES.items():
-        called = {word for word in exports if re.search(rf"(?<![\w.]){word}\(", text)}
-        imported = re.findall(r"\w+", " ".join(re.findall(r"^import \{([^}]*)\}", text, re.M)))
-        declared = re.findall(r"\b(?:function|const|let) (\w+)", text)
-        assert called - {*imported} - {*declared} == set(), name
+    called = {word for word in exports if re.search(rf"(?<![\w.]){word}\(", text)}
+    imported = re.findall(r"\w+", " ".join(re.findall(r"^import \{([^}]*)\}", text, re.M)))
+    declared = re.findall(r"\b(?:function|const|let) (\w+)", text)
+    assert called - {*imported} - {*declared} == set()
 
 
 @pytest.fixture

@@ -25,16 +25,18 @@ from headrace.transforms import (
     LossWeight,
     MissingKeyError,
     RelativeLength,
+    RewardsToGo,
     RewardsVary,
     RunningBaseline,
     SampleFilter,
     ShuffleSplit,
     SignFactors,
+    TurnDiscount,
     combine_ids,
     difficulty_weight,
     relative_length,
 )
-from headrace.transforms.schema import COUNTED, REWARD
+from headrace.transforms.schema import COUNTED, RETURN, REWARD
 
 MASK = ("masks", "all_assistant_mask")
 NAN = float("nan")
@@ -282,6 +284,37 @@ def test_factors_take_an_advantage_by_token_and_ragged_rows():
     assert [each.flatten().tolist() for each in weighed] == [[-1, 1], [-1, 0, 1]]  # half of them succeed
 
 
+def test_an_advantage_by_token_is_changed_as_that_of_its_row_would_be_stage_by_stage():
+    """Whether in the table, where rows are gathered, or because a later stage asks for it."""
+    batch = FanOutCollapse()(batch_of([1.0, 1, 0, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3]))
+    batch["advantage"] = torch.tensor([-2.0, 1, 3, 4, -5]).view(5, 1, 1)
+    stages = {
+        "difficulty": DifficultyWeight(strength=2.0),
+        "signs": SignFactors(positive=0.5),
+        "discount": TurnDiscount(discount=0.5),
+        "weight": LossWeight(fold="sum"),
+    }
+    of_rows = Pipeline(stages)(batch)["advantage"]
+    by_token = batch.set("advantage", batch["advantage"].expand(5, 4, 1).contiguous())
+    torch.testing.assert_close(Pipeline(stages)(by_token)["advantage"], of_rows.expand(5, 4, 1))
+    for stage in stages.values():
+        by_token = stage(by_token)
+    torch.testing.assert_close(by_token["advantage"], of_rows.expand(5, 4, 1))
+
+
+def test_a_segment_that_has_left_keeps_its_place():
+    batch = batch_of([1.0, 2, 4, 8], [0] * 4, [5, 5, 5, 6])
+    batch["advantage"] = torch.ones(4, 1, 1)
+    stages = {
+        "filter": SampleFilter(criterion=lambda batch: batch["next", "reward"].flatten() != 2, action="drop"),
+        "returns": RewardsToGo(discount=0.5),
+        "discount": TurnDiscount(discount=0.5),
+    }
+    out = Pipeline(stages)(batch)
+    assert out["advantage"].flatten().tolist() == [0.25, 1, 1]
+    assert out[RETURN].tolist() == [2, 4, 8]  # 1 + 4/4: who has left pays nobody
+
+
 @pytest.mark.parametrize("strength", [0.0, 1.0, 4.0])
 @pytest.mark.parametrize("successes", range(5))
 def test_a_group_weighs_by_how_difficult_it_is(strength, successes):
@@ -493,6 +526,12 @@ def test_equal_tuples_have_one_id_whatever_else_is_there(tuples):
     assert bool((ids >= 0).all())
     assert len(set(ids.tolist())) == len(set(tuples))
     assert torch.equal(combine_ids(*(column[:1] for column in columns)), ids[:1])
+
+
+def test_columns_may_have_the_names_of_a_stages_own_words():
+    columns = {"turn": [0, 1, 0], "status": [2, 2, 2]}
+    out = CombineIds(keys=["turn", "status"], into="weight")(batch_of([1.0, 2, 3], [0] * 3, **columns))
+    assert torch.equal(out["weight"], combine_ids(*(torch.tensor(column) for column in columns.values())))
 
 
 def test_an_id_that_is_not_set_is_refused():

@@ -7,6 +7,7 @@ import statistics
 
 import pytest
 import torch
+from alone import said_by
 from batches import batch_of
 from composed import composed
 from dumps import trl_dump
@@ -54,7 +55,7 @@ def by_hand(rewards, weights):
     st.lists(NUMBERS, min_size=3, max_size=3),
 )
 def test_the_reward_is_the_weighted_sum_of_those_that_are_there(rewards, weights):
-    out = FanOutCollapse(columns=3, weights=weights, missing="skip").run(table(batch_of, rewards))
+    out = said_by(FanOutCollapse(columns=3, weights=weights, missing="skip"), table(batch_of, rewards))
     expected = [by_hand(each, weights) for each in rewards]
     assert out.batch[REWARD].tolist() == pytest.approx(expected, nan_ok=True)
     assert torch.equal(out.batch[REWARDS].nan_to_num(9.0), torch.tensor(rewards).nan_to_num(9.0))
@@ -254,7 +255,7 @@ def test_who_has_no_reward_is_shaped_into_none(make_batch):
         LengthPenalty(coefficient=0.25),
         OverlongPunishment(max_length=4, cache=4),
     ):
-        outcome = stage.run(batch)
+        outcome = said_by(stage, batch)
         assert outcome.batch[REWARD].isnan().tolist() == [False, True, False]
         change = (outcome.batch[REWARD] - batch[REWARD])[[0, 2]]
         assert outcome.metrics == {"changed": 1, "mean": pytest.approx(float(change.mean()))}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cutting import cut_alone
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.transforms import BatchError, MissingKeyError, ShuffleSplit, shuffle_split, split_minibatches
+from headrace.transforms.rows import Rows
 from headrace.transforms.schema import MINIBATCH
 
 UNITS = st.one_of(st.none(), st.lists(st.integers(0, 6), min_size=1, max_size=25))
@@ -94,8 +96,9 @@ def test_the_column_and_the_views_agree_with_the_lazy_gather(make_batch):
     batch = make_batch([float(i) for i in range(7)], [0] * 7)
     one, two = (ShuffleSplit(minibatches=3, remainder="uneven", seed=1) for _ in "ab")
     views = list(split_minibatches(one(batch)))
-    draw = two.draw(batch, two.state)
-    gathered = list(two.accept(draw, draw.marked(), whole=False))
+    rows = Rows.read(batch)
+    drawn = two.draw(rows.seen_by(two))
+    gathered = list(drawn.steps([(rows.written_columns(), ())]))
     assert [len(view) for view in views] == [3, 2, 2]
     for number, (view, part) in enumerate(zip(views, gathered, strict=True)):
         assert view[MINIBATCH].tolist() == part[MINIBATCH].tolist() == [number] * len(view)
@@ -111,8 +114,8 @@ def test_a_remainder_raises_unless_told_otherwise(make_batch):
         ShuffleSplit(minibatch_size=3, unit="rollout")(batch)
     batch["row"] = torch.arange(5)
     stage = ShuffleSplit(minibatch_size=2, unit="sample", remainder="drop")
-    outcome = stage.run(batch)
-    assert outcome.metrics["left"] == 1
+    outcome = cut_alone(stage, batch)
+    assert outcome.measured["left"] == 1
     left = outcome.verdict.nonzero().flatten().tolist()
     assert sorted(outcome.batch["row"].tolist() + left) == [0, 1, 2, 3, 4]
 
@@ -123,9 +126,9 @@ def test_fewer_units_than_minibatches_make_none_that_is_empty(make_batch):
         1,
         1,
     ]
-    outcome = ShuffleSplit(minibatches=5, remainder="carry").run(batch)
+    outcome = cut_alone(ShuffleSplit(minibatches=5, remainder="carry"), batch)
     assert outcome.batch.shape == (0,)
-    assert outcome.metrics["left"] == 2
+    assert outcome.measured["left"] == 2
 
 
 @pytest.mark.parametrize(

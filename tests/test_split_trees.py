@@ -6,6 +6,7 @@ from itertools import combinations
 
 import pytest
 import torch
+from cutting import cut_alone
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -157,7 +158,7 @@ def test_where_trees_are_fewer_than_micro_batches_none_is_empty():
 def test_rows_that_fill_up_a_micro_batch_cost_nothing_more():
     rows = [[1, 2, 3], [1, 2, 4], [1, 2, 5], [2, 2]]
     split = ShuffleSplit(minibatches=1, microbatches=2, tree="group", remainder="pad", balance="tokens")
-    outcome = split.run(batch_of(rows, [0] * 4))
+    outcome = cut_alone(split, batch_of(rows, [0] * 4))
     assert outcome.measured["padded"] == 2
     assert outcome.measured["max_tokens"] == 5
     assert outcome.measured["shared_tokens"] == 4
@@ -168,7 +169,7 @@ def test_rows_share_tokens_within_their_rollout_or_group_alone():
     batch["rollout_id"] = torch.tensor([0, 1, 2])
     for tree, shared in (("none", None), ("rollout", 0.0), ("group", 2.0)):
         split = ShuffleSplit(minibatches=1, max_tokens=99, tree=tree)
-        assert split.run(batch).measured.get("shared_tokens") == shared
+        assert cut_alone(split, batch).measured.get("shared_tokens") == shared
 
 
 @pytest.mark.parametrize("build", [dense, ragged])
@@ -176,7 +177,7 @@ def test_measured_numbers_are_of_nodes(build):
     rows = scenes()[GROUP]
     split = ShuffleSplit(minibatches=1, max_tokens=30, tree="group", balance="tokens")
     batch = batch_of(rows, [row[0] for row in rows], build)
-    out = split.run(batch)
+    out = cut_alone(split, batch)
     passes = [pack(each, tree=True)["input_ids"].shape[1] for each in split_microbatches(out.batch)]
     assert out.measured["max_tokens"] == max(passes) <= 30
     assert out.measured["shared_tokens"] == sum(map(len, rows)) - sum(passes)

@@ -1,7 +1,8 @@
-"""Tokens are counted by eight bytes at a time, whatever lies where."""
+"""Tokens are counted by eight bytes at a time, whatever lies where, and added up in any order."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from unittest.mock import patch
 
 import pytest
@@ -12,12 +13,19 @@ from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline, optimise, total_loss
 from headrace.transforms import LossWeight, MissingKeyError
-from headrace.transforms.tokens.counting import FEW, count_true, loss_tokens
+from headrace.transforms.rows import Rows
+from headrace.transforms.tensordicts import FEW, count_true
+from headrace.transforms.tokens import sum_of_tokens
+
+
+def loss_tokens(batch: TensorDict, mask, log_prob) -> torch.Tensor:
+    """Of each row, as the table has them."""
+    return Rows.read(batch).seen_by(LossWeight(loss_mask_key=mask, log_prob_key=log_prob)).loss_tokens
 
 
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(0, 9), st.booleans(), st.sampled_from([0, FEW]))
 def test_tokens_are_counted_whatever_the_width(width, rows, seed, odd, few):
-    with patch("headrace.transforms.tokens.counting.FEW", few):
+    with patch("headrace.transforms.tensordicts.FEW", few):
         count_of_any_width(width, rows, seed, odd)
 
 
@@ -32,6 +40,17 @@ def count_of_any_width(width, rows, seed, odd):
         assert count_true(wide[row : row + 1]).tolist() == [8 * 300 + width]
         assert count_true(wide[row:, 3:]).tolist() == [8 * 300 + width - 3] * (rows - row)
     assert count_true(wide.t()).tolist() == [rows] * (8 * 300 + width)
+
+
+@given(st.lists(st.integers(-(2**40), 2**40), max_size=70), st.integers(0, 5), st.randoms())
+def test_a_sum_over_tokens_is_the_float_nearest_to_the_true_one_in_any_order_and_padding(steps, more, random):
+    """Of differences of log-probabilities, which are multiples of a power of two."""
+    values = [step * 2.0**-30 for step in steps]
+    true = float(sum(map(Fraction, values)))
+    assert float(sum_of_tokens(torch.tensor([values], dtype=torch.float64))) == true
+    padded = values + [0.0] * more
+    random.shuffle(padded)
+    assert float(sum_of_tokens(torch.tensor(padded, dtype=torch.float64))) == true
 
 
 def test_the_next_batch_may_lie_in_the_memory_of_the_last_whoever_wrote_it():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from headrace.transforms import (
     ShuffleSplit,
     split_microbatches,
 )
-from headrace.transforms.rows import as_texts
+from headrace.transforms.tensordicts import as_texts
 
 MASK, REWARD = ("masks", "all_assistant_mask"), ("next", "reward")
 
@@ -139,40 +138,6 @@ def test_microbatches_that_were_moved_are_refused_also_in_another_process():
     for rows in (minibatch, pickle.loads(pickle.dumps(minibatch))):
         with pytest.raises(BatchError, match="moved since"):
             split_microbatches(rows)
-
-
-def test_what_is_said_late_is_said_of_the_rows_that_there_were():
-    pipeline = Pipeline({"collapse": FanOutCollapse()}, validate="deferred")
-    memory = sixteen()
-    memory[REWARD][2] = torch.nan
-    pipeline(memory)
-    memory.copy_(sixteen())  # a collector's, used again
-    memory["rollout_id"] += 1000
-    with pytest.raises(BatchError, match=r"nan at row 2 \(rollout 2\)"):
-        pipeline.check()
-
-
-def test_of_two_batches_that_are_wrong_both_are_said():
-    barrier, wrong = threading.Barrier(2, timeout=60), []
-
-    def both_are_here(batch):
-        barrier.wait()
-        return batch
-
-    pipeline = Pipeline({"meet": both_are_here, "collapse": FanOutCollapse()}, validate="deferred")
-    for number in (1, 2):
-        batch = sixteen()
-        batch["rollout_id"] += 100 * number
-        batch[REWARD][0] = torch.nan
-        wrong.append(batch)
-
-    threads = [threading.Thread(target=pipeline, args=(batch,)) for batch in wrong]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    for _ in wrong:
-        with pytest.raises(BatchError, match=r"rollout \d00\)"):
-            pipeline.check()
-    pipeline.check()
 
 
 def test_a_recipe_runs_in_inference_mode():

@@ -36,11 +36,8 @@ from .advantage import (
     whiten,
 )
 from .assembler import GroupAssembler, StalledError
-from .base import BatchTransform, Outcome, read_numbers
-from .checks import Rule, enforce
 from .collapse import Collapsed, FanOutCollapse, collapse_fan_out
 from .correction import Diverged, RolloutCorrection, TokenFilter, divergence, importance_weight
-from .distributed import Population, population_of
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, ProcessedTwiceError
 from .filter import (
     BestOf,
@@ -55,8 +52,10 @@ from .filter import (
     SampleFilter,
 )
 from .gate import CompletenessGate, IncompleteGroups, incomplete_groups
-from .ids import number_labels
-from .loss_rows import (
+from .ids import Ids, number_labels
+from .rows import Rows
+from .schema import Status
+from .sequences import (
     DenseRows,
     MergeTurns,
     ScoreRows,
@@ -69,8 +68,6 @@ from .loss_rows import (
     unpack,
     unpack_tokens,
 )
-from .rows import take_rows
-from .schema import Status
 from .shaping import (
     LengthPenalty,
     OverlongPunishment,
@@ -89,6 +86,8 @@ from .split import (
     split_microbatches,
     split_minibatches,
 )
+from .stage import BatchTransform
+from .tensordicts import take_rows
 from .weight import LossWeight, Weighed, loss_weight, weighted_loss
 
 __all__ = [
@@ -112,6 +111,7 @@ __all__ = [
     "GroupAssembler",
     "GroupMeanWithin",
     "GroupRelativeAdvantage",
+    "Ids",
     "IncompleteGroups",
     "IncompleteGroupsError",
     "LengthPenalty",
@@ -121,10 +121,8 @@ __all__ = [
     "MergeTurns",
     "MissingKeyError",
     "NotTruncated",
-    "Outcome",
     "OverlongPunishment",
     "Plan",
-    "Population",
     "ProcessedTwiceError",
     "RelativeLength",
     "RewardScale",
@@ -132,7 +130,7 @@ __all__ = [
     "RewardsToGo",
     "RewardsVary",
     "RolloutCorrection",
-    "Rule",
+    "Rows",
     "RunningBaseline",
     "SampleFilter",
     "ScoreRows",
@@ -156,7 +154,6 @@ __all__ = [
     "difficulty_weight",
     "directed_weight",
     "divergence",
-    "enforce",
     "group_relative_advantage",
     "importance_weight",
     "incomplete_groups",
@@ -167,8 +164,6 @@ __all__ = [
     "number_labels",
     "overlong_punishment",
     "pack",
-    "population_of",
-    "read_numbers",
     "relative_length",
     "rewards_to_go",
     "schema",

@@ -6,29 +6,17 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey
 from torch import Tensor
 
-from .base import BatchTransform, Outcome
-from .checks import (
-    Rule,
-    as_rewards,
-    at_least_float32,
-    describe_segments,
-    end_rules,
-    enforce,
-    identity_rules,
-    reward_rules,
-    same_length,
-    turn_rules,
-)
-from .distributed import population_of
-from .errors import BatchError
-from .ids import as_ids, first_row, is_first, last_row, reduce_by, sum_by
+from .ends import require_unseen_ends
+from .errors import NUMBER_WORKERS, BatchError
+from .ids import Ids, as_ids
 from .options import at_least, nested_key, one_of
-from .rewards import Missing, factors_of, weighted_reward
-from .schema import DONE, EXPECTED_SEGMENTS, IS_FIRST_SEGMENT, REWARD, REWARDS, require
-from .sums import sum_by_in_any_order
+from .rewards import Missing, as_rewards, factors_of, weighted_reward
+from .rows import Rows, few
+from .schema import DONE, EXPECTED_SEGMENTS, IS_FIRST_SEGMENT, REWARD, REWARDS
+from .stage import BatchTransform
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
 
@@ -58,7 +46,7 @@ def collapse_fan_out(
         first    R_k = r_{min S(k)}        last   R_k = r_{max S(k)}
         sum      R_k = Σ_{i∈S(k)} r_i      mean   R_k = Σ_{i∈S(k)} r_i / |S(k)|      max  R_k = max r_i
 
-    Sums are float64, whatever the order of the rows, and rounded once. One device read, for the checks.
+    Sums are float64, whatever the order of the rows, and rounded once.
 
     Args:
         reward: (N,) floats, one a row.
@@ -77,43 +65,105 @@ def collapse_fan_out(
     """
     one_of("reduce", reduce, get_args(Reduction))
     reward = as_rewards(reward)
-    rollouts = as_ids(rollout_id, "rollout_id", device=reward.device)
-    groups = None if group_id is None else as_ids(group_id, "group_id", device=reward.device)
-    turns = None if turn is None else as_ids(turn, "turn", device=reward.device)
-    same_length(reward=reward, rollout_id=rollouts, group_id=groups, turn=turns)
+    rows = Rows.of(reward=reward, rollout=rollout_id, group=group_id, turn=turn)
     if len(reward) == 0:
         return Collapsed(reward, torch.empty_like(reward, dtype=torch.bool))
-    first = first_row(rollouts)
-    rules = identity_rules(rollouts, groups, first)
-    rules += reward_rules(reward, rollouts, first, siblings_agree=reduce == "shared")
-    rules += turn_rules(rollouts, first, turns)
-    enforce(rules)
-    return Collapsed(reduce_rewards(reward, first, reduce, turns), is_first(first))
+    require_identity(rows)
+    one = collapse_column(rows, rows["reward"], reduce)
+    return Collapsed(one.to(reward.dtype).to(reward.device), rows.rollouts.is_first.to(reward.device))
 
 
-def reduce_rewards(reward: Tensor, first: Tensor, how: Reduction, turn: Tensor | None = None) -> Tensor:
-    """The reduction alone: (N,) rewards and the first row of each row's rollout in, (N,) out. No read."""
+def collapse_column(rows: Rows, reward: Tensor, how: Reduction) -> Tensor:
+    """(M,) float64: the rollout's reward of (M,) rewards of rows, on each row; with its checks."""
+    rollouts = rows.rollouts
+    turn = as_ids(rows.number("turn"), "turn") if rows.has("turn") else None
+    require_turns(rows, turn)
+    require_rewards(rows, reward, siblings_agree=how == "shared")
+    if rollouts.n == len(reward):
+        return reward
     if how in ("first", "last") and turn is not None:
-        chosen = reduce_by(first, turn, "amin" if how == "first" else "amax") == turn
-        row = torch.where(chosen, torch.arange(len(first), device=first.device), -1)
-        return reward.index_select(0, reduce_by(first, row, "amax"))
+        edge = rollouts.min(turn) if how == "first" else rollouts.max(turn)
+        chosen = rollouts.spread(edge) == turn
+        return rollouts.spread(rollouts.max(torch.where(chosen, reward, float("-inf"))))
     if how in ("shared", "first"):
-        return reward.index_select(0, first)
+        return rollouts.spread(reward[rollouts.first])
     if how == "last":
-        return reward.index_select(0, last_row(first))
+        return rollouts.spread(reward[rollouts.max(torch.arange(len(reward)))])
     if how == "max":
-        return reduce_by(first, reward, "amax")
-    number = sum_by(first, torch.ones_like(first)).double()
-    total = sum_by_in_any_order(first, reward.double())
-    return (total / number if how == "mean" else total).to(reward.dtype)
+        return rollouts.spread(rollouts.max(reward))
+    total = rollouts.sum(reward)
+    return rollouts.spread(total / rollouts.count if how == "mean" else total)
+
+
+def require_identity(rows: Rows) -> None:
+    """Ids are set, and a rollout belongs to one group.
+
+    Raises:
+        BatchError: an id is not set, or a rollout is in several groups; with the ids.
+    """
+    rollouts = rows.rollouts
+    if rows.key("group") is None:
+        return
+    groups = rows.groups.labels
+    if rollouts.n == len(groups):
+        return
+    home = rollouts.everyone.spread(rollouts.everyone.min(groups))
+
+    def describe(row: int) -> str:
+        segments = rollouts.of == rollouts.of[row]
+        numbers = few([rows.at(int(i)) for i in segments.nonzero().flatten()])
+        return (
+            f"rollout {rows.name('rollout', row)} in groups {few(groups[segments].unique())} (rows {numbers})"
+        )
+
+    rows.require(
+        home == groups,
+        "a rollout belongs to one group; found {found}. Are ids reused? " + NUMBER_WORKERS,
+        describe,
+    )
+
+
+def require_turns(rows: Rows, turn: Tensor | None) -> None:
+    """The segments of a rollout have turns of their own.
+
+    Raises:
+        BatchError: two have one turn, with the rows.
+    """
+    if turn is not None:
+        pairs = rows.rollouts.everyone.paired_with(Ids(turn))
+        rows.require(
+            pairs.is_first,
+            "the segments of a rollout need turns of their own; found {found}",
+            lambda row: rows.segments(row, turn),
+        )
+
+
+def require_rewards(rows: Rows, reward: Tensor, *, siblings_agree: bool) -> None:
+    """Rewards are finite and, where asked, shared by the segments of a rollout.
+
+    Raises:
+        BatchError: one is not, with the rows.
+    """
+    rows.require(
+        torch.isfinite(reward),
+        "every reward must be finite; found {found}. Score those rollouts, or take them out before this "
+        "stage with SampleFilter(criterion=Finite(), action='exclude')",
+        lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
+    )
+    if siblings_agree and rows.rollouts.n < len(reward):
+        rows.require(
+            rows.rollouts.spread(reward[rows.rollouts.first]) == reward,
+            "the segments of a rollout share its reward; found {found}. If segments carry rewards of their "
+            "own, say how they add up: reward='sum', 'last', …",
+            lambda row: rows.segments(row, reward),
+        )
 
 
 class FanOutCollapse(BatchTransform):
     """Give the segments of one rollout one vote and one reward (:func:`collapse_fan_out`).
 
     The batch keeps its shape: the stage adds columns. Rows that are out of the statistics
-    (``SampleFilter(action="exclude")``) get a reward of 0 and False. One device read where there are such
-    rows, else none.
+    (``SampleFilter(action="exclude")``) get a reward of 0 and False.
 
     Of several rewards the segments' are reduced column by column, and then added up by weight: ``R = Σ_k w_k
     r_k`` is the rollout's one reward (:func:`weighted_reward`), which every later stage and the report read.
@@ -149,9 +199,6 @@ class FanOutCollapse(BatchTransform):
         [True, True, False]
     """
 
-    keeps_rows = True
-    asks_in_loss = True
-    spans_ranks = True
     within_groups = True
 
     def __init__(
@@ -183,81 +230,58 @@ class FanOutCollapse(BatchTransform):
         """Where rows have rewards of their own."""
         return "" if self.reward == "shared" else "rewards"
 
-    def apply(self, batch: TensorDictBase) -> Outcome:
+    def decide(self, rows: Rows) -> None:
         """Add the columns."""
-        people, ends = population_of(batch), self.unseen_ends(batch)
-        turns = {} if self.turn_key is None else {"turn": as_ids(self.column(batch, "turn_key"), "turn")}
-        everyone = people.take({"reward": self._rewards(batch)} | ends | turns, self._ids(batch))
-        reward, turn = everyone["reward"], everyone.get("turn")
-        rollouts, groups = everyone["rollouts"], everyone.get("groups")
-        first = first_row(rollouts)
+        every, rows = rows, rows.statistics
+        require_identity(rows)
+        require_unseen_ends(rows)
+        reward = self._rewards(rows)
         missing = reward.isnan() if self.missing == "skip" else None
-        known = reward if missing is None else reward.masked_fill(missing, 0.0)
-        rules = identity_rules(rollouts, groups, first) + turn_rules(rollouts, first, turn)
-        rules += end_rules(rollouts, first, **{name: everyone[name] for name in ends})
         if missing is not None:
-            rules.append(_same_missing(reward, missing, rollouts, first))
-        for column in known.unbind(1):
-            rules += reward_rules(column, rollouts, first, siblings_agree=self.reward == "shared")
-        reduced = [reduce_rewards(column, first, self.reward, turn) for column in known.unbind(1)]
-        rewards = torch.stack(reduced, 1)
+            of = rows.rollouts.everyone
+            rows.require(
+                (missing[of.spread(of.first)] == missing).all(1),
+                "a reward that is missing (NaN) is missing on all segments of its rollout; found {found}",
+                lambda row: rows.segments(row, reward),
+            )
+            reward = reward.masked_fill(missing, 0.0)
+        rewards = torch.stack([collapse_column(rows, column, self.reward) for column in reward.unbind(1)], 1)
+        dtype = torch.promote_types(rows.table.dtypes.get(self.reward_key, torch.float64), torch.float32)
+        if not dtype.is_floating_point:
+            dtype = torch.float64
         if self.reward in ("sum", "mean"):  # else it is one of those that were looked at
-            rules.append(_fits(rewards, rollouts))
+            rows.require(
+                (rewards.abs() <= torch.finfo(dtype).max).all(1),
+                f"the rewards of a rollout's segments must add up within {dtype}; found {{found}}. Give "
+                "rewards of a larger dtype",
+                lambda row: f"{rewards[row].tolist()} for rollout {rows.name('rollout', row)}",
+            )
         if missing is not None:
             rewards = rewards.masked_fill(missing, float("nan"))
-        one = people.put_back(weighted_reward(rewards, self.weights))
-        is_first_segment = people.put_back(is_first(first))
-        batch.set(REWARD, one)
+        # Rounded here: rewards that are equal as they are written are equal to every stage.
+        rewards = rewards.to(dtype)
+        one = weighted_reward(rewards, self.weights).double()
+        every.put(REWARD, every.from_statistics(one), dtype=dtype, ndim=1)
         if REWARDS in self.out_keys:
-            batch.set(REWARDS, people.put_back(rewards))
-        batch.set(IS_FIRST_SEGMENT, is_first_segment)
-        measured = {
-            "rollouts": is_first_segment.sum(),
-            "reward_mean": _mean_of_rollouts(one, is_first_segment),
-        }
-        return Outcome(batch, measured=measured, rules=people.rules(rules))
+            every.put(REWARDS, every.from_statistics(rewards.double()), dtype=dtype, ndim=2)
+        first = rows.rollouts.is_first
+        every.put(IS_FIRST_SEGMENT, every.from_statistics(first), dtype=torch.bool, ndim=1)
+        own = rows.of_rank(one)[rows.of_rank(first)]
+        rows.metric("rollouts", len(own))
+        known = own[~own.isnan()]
+        rows.metric("reward_mean", known.mean() if len(known) else 0.0)
 
-    def _ids(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        rollouts = {"rollouts": self.ids(batch, "rollout")}
-        return rollouts if self.group_key is None else rollouts | {"groups": self.ids(batch, "group")}
-
-    def _rewards(self, batch: TensorDictBase) -> Tensor:
-        """(N, K), at least float32."""
-        value = require(batch, self.reward_key, reader=type(self).__name__, option="reward_key")
-        if self.columns == 1:
-            try:
-                return at_least_float32(as_rewards(self.column(batch, "reward_key")))[:, None]
-            except BatchError as err:
-                raise BatchError(f"{err}. If they are several rewards, say how many: columns") from err
-        if value.numel() != len(batch) * self.columns or value.shape[-1] != self.columns:
+    def _rewards(self, rows: Rows) -> Tensor:
+        """(M, K) float64."""
+        value = rows["reward"]
+        if self.columns == 1 and value.ndim > 1:
+            raise BatchError(
+                f"FanOutCollapse needs one number a row in {self.reward_key!r} (reward_key), for {len(rows)} "
+                f"rows; found {tuple(value.shape)}. If they are several rewards, say how many: columns"
+            )
+        if self.columns > 1 and value.shape[1:] != (self.columns,):
             raise BatchError(
                 f"FanOutCollapse needs {self.columns} rewards a row (columns); found {tuple(value.shape)} in "
-                f"{self.reward_key!r} for {len(batch)} rows"
+                f"{self.reward_key!r} for {len(rows)} rows"
             )
-        value = value.detach().reshape(len(batch), self.columns)
-        return at_least_float32(value) if value.is_floating_point() else value.double()
-
-
-def _same_missing(reward: Tensor, missing: Tensor, rollouts: Tensor, first: Tensor) -> Rule:
-    """The segments of a rollout agree on which of its rewards are missing."""
-    return Rule(
-        (missing.index_select(0, first) != missing).any(1),
-        describe_segments(rollouts, reward),
-        "a reward that is missing (NaN) is missing on all segments of its rollout; found {found}",
-    )
-
-
-def _fits(rewards: Tensor, rollouts: Tensor) -> Rule:
-    """A sum of rewards that are finite is, too."""
-    return Rule(
-        ~rewards.isfinite().all(1),
-        lambda row: f"{rewards[row].tolist()} for rollout {int(rollouts[row])}",
-        f"the rewards of a rollout's segments must add up within {rewards.dtype}; found {{found}}. Give "
-        "rewards of a larger dtype",
-    )
-
-
-def _mean_of_rollouts(reward: Tensor, is_first_segment: Tensor) -> Tensor:
-    """Scalar float64: the mean over rollouts that have a reward; 0 where none has."""
-    known = is_first_segment & ~reward.isnan()
-    return torch.where(known, reward, 0.0).double().sum() / known.sum().clamp_min(1)
+        return value.double().reshape(len(rows), self.columns)

@@ -1,28 +1,26 @@
-"""Arithmetic per id: which rows share one, and sums over those that do.
+"""Ids: labels of any kind as numbers, and arithmetic per id.
 
-Ids are labels: any order, any gaps, never used to index. What stands for an id here is the **first row**
-that carries it: ``first = first_row(ids)`` is an (N,) index, ``first[i] == i`` where a row is the first of
-its id, and a sum per id lives in an (N,) buffer at those rows. No shape depends on the data but in the CPU's
-own way to find first rows, so the CUDA route and a compiled one need no device read.
+Ids are labels: any order, any gaps, never used to index. :class:`Ids` numbers them from 0; sums, extremes and
+first rows per id are tables by that number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .errors import BatchError, listing, who_stamps
-from .once import once
 
 
 def number_labels(labels: Sequence[str]) -> Tensor:
     """Numbers for labels such as UUIDs: equal ones for equal labels, in every batch, process and run.
 
-    The number is a hash, the first 62 bits of BLAKE2b over the label in UTF-8.
+    The number is a hash, the first 62 bits of BLAKE2b over the label in UTF-8. Each label is hashed once.
 
     Args:
         labels: N strings, none of them empty.
@@ -37,18 +35,34 @@ def number_labels(labels: Sequence[str]) -> Tensor:
         >>> number_labels(["7f3a", "90cc", "7f3a"]).tolist()
         [433565767902309504, 4497001111266328251, 433565767902309504]
     """
-    odd = [f"{label!r:.60} at row {row}" for row, label in enumerate(labels) if not isinstance(label, str)]
-    if odd:
+    if odd_types := tuple(kind for kind in set(map(type, labels)) if not issubclass(kind, str)):
+        odd = [
+            f"{label!r:.60} at row {row}" for row, label in enumerate(labels) if isinstance(label, odd_types)
+        ]
         raise BatchError(f"labels are one string a row; found {listing(odd)}")
-    empty = [str(row) for row, label in enumerate(labels) if not label]
-    if empty:
+    distinct, of = _distinct(labels)
+    if "" in distinct:
+        empty = [str(row) for row, label in enumerate(labels) if not label]
         raise BatchError(f"every row needs a label; found empty ones at rows {listing(empty)}")
-    numbers = {label: _hashed(label) for label in dict.fromkeys(labels)}
+    numbers = [_hashed(label) for label in distinct]
     taken: dict[int, str] = {}
-    for label, number in numbers.items():
+    for label, number in zip(distinct, numbers, strict=True):
         if taken.setdefault(number, label) != label:
             raise BatchError(f"the labels {taken[number]!r} and {label!r} have the same number: rename one")
-    return torch.tensor([numbers[label] for label in labels], dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64)[of]
+
+
+def _distinct(labels: Sequence[str]) -> tuple[list[str], Tensor]:
+    """The distinct labels in the order of their first rows, and (N,) int64, which of them each row has."""
+    import pyarrow  # here: most batches have no text ids
+
+    try:
+        encoded = pyarrow.array(labels, pyarrow.large_string()).dictionary_encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which Arrow has no text for
+        number = {label: place for place, label in enumerate(dict.fromkeys(labels))}
+        return list(number), torch.tensor([number[label] for label in labels], dtype=torch.int64)
+    indices = encoded.indices.to_numpy(zero_copy_only=False).astype("int64")
+    return encoded.dictionary.to_pylist(), torch.from_numpy(indices)
 
 
 def _hashed(label: str) -> int:
@@ -92,6 +106,146 @@ def as_ids(
     return (ids if ids.ndim == 1 else ids.reshape(-1)).to(torch.int64)
 
 
+class Ids:
+    """The ids of rows as numbers 0 … n − 1, ascending by id, and arithmetic per id.
+
+    Rows that do not count (`counts` False) are left out of every sum, extreme and count. What is known of each
+    id is an (n,) tensor; :meth:`spread` brings it to the rows.
+
+    Args:
+        labels: (M,) int64, any labels; equal ones are one id.
+        counts: (M,) bool; None: all rows count.
+
+    Attributes:
+        of: (M,) int64, the number of each row's id.
+        n: how many ids there are.
+        ascending: whether the labels ascend, so that the rows of an id lie together.
+
+    Example:
+        >>> ids = Ids(torch.tensor([7, 3, 7, 9]))
+        >>> ids.of.tolist(), ids.n, ids.sum(torch.tensor([1.0, 2.0, 4.0, 8.0])).tolist()
+        ([1, 0, 1, 2], 3, [2.0, 5.0, 8.0])
+        >>> ids.spread(ids.count).tolist()
+        [2, 1, 2, 1]
+    """
+
+    def __init__(self, labels: Tensor, counts: Tensor | None = None):
+        self.labels, self.counts = labels, counts
+        if len(labels) == 0:
+            self.of, self.n, self.ascending = labels, 0, True
+            return
+        step = labels.diff()
+        self.ascending = len(step) == 0 or bool(step.amin() >= 0)
+        if self.ascending:
+            self.of = torch.zeros_like(labels)
+            self.of[1:] = (step != 0).cumsum(0)
+            self.n = int(self.of[-1]) + 1
+            return
+        low, high = (int(end) for end in labels.aminmax())
+        if high - low < 8 * len(labels):  # a table over the span costs less than a sort
+            slot = labels - low
+            number = torch.bincount(slot).ne_(0).cumsum(0)
+            self.of, self.n = number[slot] - 1, int(number[-1])
+        else:
+            found, self.of = labels.unique(return_inverse=True)
+            self.n = len(found)
+
+    def spread(self, per_id: Tensor) -> Tensor:
+        """(n,) → (M,): what is known of each row's id."""
+        return per_id.index_select(0, self.of)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """(n,) sums of (M,) `values`: int64 of integers and bools, else float64.
+
+        Floats are added in the order of their size, so that the sum follows from the set of values, and not
+        from the order of the rows.
+        """
+        if self.counts is not None:
+            values = torch.where(
+                self.counts, values, torch.zeros((), dtype=values.dtype, device=values.device)
+            )
+        if not values.is_floating_point():
+            return torch.zeros(self.n, dtype=torch.int64, device=values.device).scatter_add_(
+                0, self.of, values.long()
+            )
+        values = values.double()
+        if self.n == len(values):
+            return torch.empty_like(values).scatter_(0, self.of, values)
+        order = values.argsort()
+        return torch.bincount(self.of[order], weights=values[order], minlength=self.n)
+
+    def any(self, flags: Tensor) -> Tensor:
+        """(n,) bool: whether a row of the id has the flag."""
+        return self.sum(flags) > 0
+
+    def all(self, flags: Tensor) -> Tensor:
+        """(n,) bool: whether all rows of the id have the flag."""
+        return ~self.any(~flags)
+
+    def min(self, values: Tensor) -> Tensor:
+        """(n,) smallest of (M,) `values`; the largest number of the dtype where no row counts."""
+        return self._extreme(values, "amin")
+
+    def max(self, values: Tensor) -> Tensor:
+        """(n,) largest of (M,) `values`; the smallest number of the dtype where no row counts."""
+        return self._extreme(values, "amax")
+
+    def _extreme(self, values: Tensor, which: str) -> Tensor:
+        if values.is_floating_point():
+            nothing = float("inf") if which == "amin" else float("-inf")
+        else:
+            limits = torch.iinfo(values.dtype)
+            nothing = limits.max if which == "amin" else limits.min
+        if self.counts is not None:
+            values = torch.where(self.counts, values, nothing)
+        return values.new_full((self.n,), nothing).scatter_reduce_(0, self.of, values, which)
+
+    @cached_property
+    def count(self) -> Tensor:
+        """(n,) int64, rows of each id that count."""
+        if self.counts is None:
+            return torch.bincount(self.of, minlength=self.n)
+        return self.sum(self.counts)
+
+    @cached_property
+    def first(self) -> Tensor:
+        """(n,) int64, the first row of each id that counts; the number of rows where none does."""
+        rows = torch.arange(len(self.labels), device=self.labels.device)
+        if self.counts is None and self.n == len(rows):
+            return rows if self.ascending else torch.empty_like(rows).scatter_(0, self.of, rows)
+        return self.min(rows).clamp_max(len(rows))
+
+    @cached_property
+    def is_first(self) -> Tensor:
+        """(M,) bool: True on the first row of each id that counts."""
+        if self.counts is None and self.n == len(self.labels):
+            return torch.ones_like(self.labels, dtype=torch.bool)
+        return self.spread(self.first) == torch.arange(len(self.labels), device=self.labels.device)
+
+    @property
+    def everyone(self) -> Ids:
+        """The same ids where every row counts."""
+        if self.counts is None:
+            return self
+        same = copy(self)
+        same.counts = None
+        for name in ("count", "first", "is_first"):
+            same.__dict__.pop(name, None)
+        return same
+
+    def paired_with(self, other: Ids) -> Ids:
+        """The ids of pairs: rows with the same id here and there share one."""
+        return Ids(self.of * max(other.n, 1) + other.of, self.counts)
+
+    def positions(self, by: Tensor | None = None) -> Tensor:
+        """(M,) int64: where each row stands among those of its id, from 0, by (M,) `by` or as rows come."""
+        order = torch.arange(len(self.of), device=self.of.device) if by is None else by.argsort(stable=True)
+        order = order[self.of[order].argsort(stable=True)]
+        size = torch.bincount(self.of, minlength=self.n)
+        place = torch.arange(len(order), device=order.device) - (size.cumsum(0) - size)[self.of[order]]
+        return torch.empty_like(place).scatter_(0, order, place)
+
+
 def first_row(ids: Tensor) -> Tensor:
     """For each row, the first row with the same id.
 
@@ -105,119 +259,5 @@ def first_row(ids: Tensor) -> Tensor:
         >>> first_row(torch.tensor([7, 3, 7, 3, 9])).tolist()
         [0, 1, 0, 1, 4]
     """
-    if len(ids) == 0:
-        return ids.new_empty(0)
-    return once(_first_row_by_looking if ids.device.type == "cpu" else first_row_by_sorting, ids)
-
-
-def first_row_of_pairs(first: Tensor, ids: Tensor) -> Tensor:
-    """For each row, the first row with the same pair of `first`, itself a first row, and id.
-
-    Example:
-        >>> first_row_of_pairs(torch.tensor([0, 0, 2, 0]), torch.tensor([7, 8, 7, 7])).tolist()
-        [0, 1, 2, 0]
-    """
-    return first_row(first * len(first) + first_row(ids))
-
-
-def first_row_by_sorting(ids: Tensor) -> Tensor:
-    """:func:`first_row` with shapes that do not depend on the data: one stable sort, no device read."""
-    position = torch.arange(len(ids), device=ids.device)
-    ordered, order = ids.sort(stable=True)
-    starts = torch.ones_like(ordered, dtype=torch.bool)
-    starts[1:] = ordered[1:] != ordered[:-1]
-    start_of_run = torch.where(starts, position, 0).cummax(0).values
-    return torch.empty_like(order).scatter_(0, order, order.index_select(0, start_of_run))
-
-
-def _first_row_by_looking(ids: Tensor) -> Tensor:
-    # Runs of ascending ids are what collectors write; then a table over the span; `unique` last.
-    run_ids, run, counts = torch.unique_consecutive(ids, return_inverse=True, return_counts=True)
-    if everywhere(run_ids[1:] > run_ids[:-1]):
-        return (counts.cumsum(0) - counts).index_select(0, run)
-    low, high = (int(x) for x in torch.aminmax(ids))
-    span = high - low + 1
-    if span <= 8 * len(ids):
-        slot = ids - low
-    else:
-        found, slot = torch.unique(ids, return_inverse=True)
-        span = len(found)
-    rows = torch.arange(len(ids))
-    table = torch.full((span,), len(ids)).scatter_reduce_(0, slot, rows, "amin")
-    return table.index_select(0, slot)
-
-
-def everywhere(flags: Tensor) -> bool:
-    """Whether all of (N,) bool are True. Reads; on the CPU at a fifth of the cost of ``flags.all()``."""
-    return len(flags) == 0 or bool(flags.view(torch.uint8).amin())
-
-
-def lowest(ids: Tensor) -> int:
-    """The smallest of (N,) int64, N ≥ 1. Reads; on the CPU at half the cost of ``ids.amin()``."""
-    return int(torch.aminmax(ids)[0])
-
-
-def is_first(first: Tensor) -> Tensor:
-    """(N,) bool: True on the first row of each id."""
-    return first == torch.arange(len(first), device=first.device)
-
-
-def number_of(first: Tensor) -> Tensor:
-    """(N,) int64: 0, 1, … by first appearance, the number of each row's id."""
-    return (is_first(first).long().cumsum(0) - 1).index_select(0, first)
-
-
-def sum_by(first: Tensor, values: Tensor) -> Tensor:
-    """Per row, the sum of `values` (N,) over the rows of its id."""
-    return torch.zeros_like(values).index_add_(0, first, values).index_select(0, first)
-
-
-def reduce_by(first: Tensor, values: Tensor, how: str) -> Tensor:
-    """Per row, the ``"amin"`` or ``"amax"`` of `values` (N,) over the rows of its id."""
-    buffer = values.clone()  # each first row starts from its own value; the other slots are never read
-    return buffer.scatter_reduce_(0, first, values, how).index_select(0, first)
-
-
-def any_by(first: Tensor, flags: Tensor) -> Tensor:
-    """Per row, whether any row of its id has the flag; (N,) bool."""
-    return reduce_by(first, flags.to(torch.uint8), "amax").to(torch.bool)
-
-
-def last_row(first: Tensor) -> Tensor:
-    """For each row, the last row of its id."""
-    return reduce_by(first, torch.arange(len(first), device=first.device), "amax")
-
-
-class Places(NamedTuple):
-    """Where rows stand among those of their id."""
-
-    first: Tensor
-    """(N,) int64, the first row of each row's id, as it was given."""
-    place: Tensor
-    """(N,) int64, from 0."""
-    tied: Tensor
-    """(N,) bool: an earlier row of the id has the same turn."""
-
-
-def places_by_turn(first: Tensor, turn: Tensor | None = None) -> Places:
-    """Order the rows of each id by a column, or as they come. No device read.
-
-    Args:
-        first: (N,) int64, of :func:`first_row`.
-        turn: (N,) int64; None: the order of the rows.
-
-    Example:
-        >>> places_by_turn(torch.tensor([0, 1, 0, 0]), torch.tensor([5, 0, 3, 4])).place.tolist()
-        [2, 0, 0, 1]
-    """
-    position = torch.arange(len(first), device=first.device)
-    order = position if turn is None else turn.sort(stable=True).indices
-    order = order[first[order].sort(stable=True).indices]
-    begins = torch.ones_like(order, dtype=torch.bool)
-    begins[1:] = first[order[1:]] != first[order[:-1]]
-    place = position - torch.where(begins, position, 0).cummax(0).values
-    tied = torch.zeros_like(begins)
-    if turn is not None:
-        tied[1:] = ~begins[1:] & (turn[order[1:]] == turn[order[:-1]])
-    by_row = torch.empty_like(place)
-    return Places(first, by_row.scatter_(0, order, place), torch.empty_like(tied).scatter_(0, order, tied))
+    numbered = Ids(ids)
+    return numbered.spread(numbered.first)

@@ -9,9 +9,33 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .errors import BatchError
+from .errors import BatchError, listing
 
 Missing = Literal["raise", "skip"]
+
+
+def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
+    """Rewards as an (N,) floating-point tensor; float64, which keeps large integers apart, of anything else.
+
+    Raises:
+        BatchError: a None (the rows are named), or more than one number a row.
+    """
+    if not isinstance(reward, Tensor):
+        missing = [row for row, value in enumerate(reward) if value is None]
+        if missing:
+            raise BatchError(f"every row needs a reward; None at rows {listing(map(str, missing))}")
+        reward = torch.tensor(reward, dtype=torch.float64)
+    if not reward.is_floating_point():
+        reward = reward.double()
+    if reward.ndim == 0 or reward.numel() != reward.shape[0]:
+        raise BatchError(f"one reward a row is needed, (N,) or (N, 1, ...); got {tuple(reward.shape)}")
+    return reward.detach().reshape(-1)
+
+
+def credit_dtype(reward: Tensor | Sequence[float]) -> torch.dtype:
+    """The dtype of what is measured of rewards: their own, or torch's default where they are no floats."""
+    floats = isinstance(reward, Tensor) and reward.is_floating_point()
+    return reward.dtype if floats else torch.get_default_dtype()  # type: ignore[union-attr]
 
 
 def weighted_reward(rewards: Tensor, weights: Sequence[float] | None = None) -> Tensor:

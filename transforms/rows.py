@@ -1,360 +1,1234 @@
-"""Rows of a TensorDict: take some, join some, leave some out."""
+"""The table that stages decide on: a few numbers per row, on the CPU, while tokens stay on their device.
+
+A run reads the table once, every stage is a function of it, and the rows of the batch are gathered at the end::
+
+    rows = Rows.read(batch)             # group_id, rollout_id, reward, ... as columns
+    for stage in stages:
+        stage.decide(rows.seen_by(stage))   # require, leave, write columns
+    batch = rows.write()                # what was decided, as a batch again
+
+Everything that a stage author needs is here: columns by role (``rows["reward"]``), ids (``rows.groups``,
+``rows.rollouts``), one row for each rollout that counts (``rows.voters``), and the three verbs ``require``
+(refuse the batch, with the ids), ``leave`` (take rows out, with a reason) and ``measure`` (turn tokens into a
+number per row).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    MetaData,
-    NestedKey,
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-    TensorDictBase,
-    is_leaf_nontensor,
-    is_tensor_collection,
-    is_tensorclass,
-    lazy_stack,
-)
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from .checks import Rule
-from .errors import BatchError
+from .columns import DEFAULTS, WRITERS
+from .errors import BatchError, MissingKeyError, listing, who_stamps
+from .ids import Ids, as_ids
+from .options import nested_key
+from .schema import COUNTED, IN_LOSS, LENGTH, REWARD, ROW, STATUS_KEYS, key_names
+from .tensordicts import (
+    column_of,
+    count_in_loss,
+    device_of,
+    flat_rows,
+    join_rows,
+    leave_out,
+    number_column,
+    read_packed,
+    rows_between,
+    same_column,
+    shallow_copy,
+    silence_rows,
+    take_rows,
+    write_column,
+)
 
-Column = tuple[NestedKey, torch.dtype, tuple[int, ...]]
+Effect = Literal["masked", "excluded", "dropped", "carried"]
+"""What becomes of a row that leaves: out of the loss; out of the statistics too; gone; kept for later."""
 
-ROWS_LEFT_OUT = " (Rows out of the statistics are not in these row numbers.)"
-
-
-def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
-    """The same columns in another TensorDict, nested ones too. Nothing is copied but the references.
-
-    ``td.clone(recurse=False)`` does the same, but visits every single string: 8,192 rows with two texts take
-    it a quarter of a second.
-
-    Example:
-        >>> td = TensorDict({"next": {"reward": torch.zeros(2)}}, batch_size=[2])
-        >>> copy = shallow_copy(td)
-        >>> copy["next", "done"] = torch.ones(2)
-        >>> ("next", "done") in td.keys(True), copy["next", "reward"] is td["next", "reward"]
-        (False, True)
-    """
-    if type(batch) is not TensorDict or not len(batch):  # stacks of no strings know no shape
-        return batch.clone(recurse=False)
-    columns = {}
-    for key, value in batch.items():
-        columns[key] = shallow_copy(value) if _is_nested(value) else value
-    names = batch.names if batch._has_names() else None
-    return of_columns(columns, batch.batch_size, batch.device, names)
-
-
-def _is_nested(value: Any) -> bool:
-    if type(value) is Tensor:  # asked first: abstract classes take long to say whose they are
-        return False
-    return isinstance(value, TensorDictBase) and not isinstance(value, NonTensorData | NonTensorStack)
+_NAMES = {"group": "group_id", "rollout": "rollout_id"}  # of the columns of ids, in messages
+OF_THE_TABLE = (IN_LOSS, COUNTED, LENGTH)  # columns that a batch has of the table itself
+DESCRIBED = 100  # rows of an error that are described; nobody reads more
+AHEAD = 16  # numbers a row, at most, that are read before somebody asks for them; more are of tokens
+TRAINED = "trained"
 
 
-_unchecked = getattr(TensorDict, "_new_unsafe", TensorDict)  # a private name, so that it may be missing
+class Written(NamedTuple):
+    """How a column that a stage has written goes into the batch."""
+
+    dtype: torch.dtype
+    ndim: int
+    """1: (N,); 2: (N, 1) or (N, K); 3: (N, 1, 1)."""
 
 
-def of_columns(
-    columns: dict[str, Any], size: Sequence[int], device: torch.device | None, names: Any = None
-) -> TensorDict:
-    """A TensorDict of columns that are known to fit; to check each of them costs as much as to gather it."""
-    return _unchecked(columns, batch_size=torch.Size(size), device=device, names=names)
+class Late(NamedTuple):
+    """Something that is done to token columns where rows are gathered, a minibatch at a time."""
+
+    change: Callable[[TensorDictBase, dict[str, Tensor]], None]
+    """Changes the gathered rows in place of the batch; gets the numbers of these rows, on their device."""
+    numbers: dict[str, Tensor]
+    """(N,) or (N, K) each, by name."""
+    writes: Sequence[NestedKey] = ()
+    """The columns that it writes."""
 
 
-def jagged_keys(batch: TensorDictBase) -> list[NestedKey]:
-    """The columns that are nested tensors, which neither indexing nor arithmetic by rows knows.
+class TokenCount(NamedTuple):
+    """The key of a column that counts tokens of each row: in a mask, and with a finite log-probability."""
 
-    Example:
-        >>> rows = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
-        >>> jagged_keys(TensorDict({"a": {"b": rows}, "c": torch.zeros(2)}, batch_size=[2]))
-        [('a', 'b')]
-    """
-    if isinstance(batch, LazyStackedTensorDict):
-        return []
-    found: list[NestedKey] = []
-    for key, value in batch.items():
-        if type(value) is Tensor or isinstance(value, Tensor):
-            found += [key] if value.is_nested else []
-        elif _is_nested(value):
-            inner = jagged_keys(value)
-            found += [(key, *((deep,) if isinstance(deep, str) else deep)) for deep in inner]
-    return found
+    mask: NestedKey
+    log_prob: NestedKey | None
 
 
-def take_rows(batch: TensorDictBase, rows: Tensor, *, on_cpu: Tensor | None = None) -> TensorDictBase:
-    """Gather rows, in the order given.
+class Reduced(NamedTuple):
+    """The key of a column that :meth:`Rows.reduce` has made of another."""
 
-    `index_select` per dense leaf is what costs least; ``td.apply`` and ``td.gather`` would lose strings.
-
-    Args:
-        batch: TensorDict ``[N]``, dense or lazily stacked.
-        rows: (M,) int64, row numbers.
-        on_cpu: the same where the host sees them, which texts and ragged rows else read from the device.
-
-    Returns:
-        TensorDict ``[M]``, dense leaves copied, everything else indexed; of no rows, the tensors alone.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> td = TensorDict({"x": torch.arange(3), "name": ["a", "b", "c"]}, batch_size=[3])
-        >>> taken = take_rows(td, torch.tensor([2, 0]))
-        >>> taken["x"].tolist(), list(taken["name"])
-        ([2, 0], ['c', 'a'])
-    """
-    if len(batch) == 0:
-        return batch
-    if len(rows) == 0:  # lazy stacks of nothing have no columns, and stacks of no strings no shape
-        return without_rows(describe_columns(batch), device_of(batch))
-    seen = rows if on_cpu is None else on_cpu
-    if isinstance(batch, NonTensorStack) and batch.stack_dim == 0:
-        return _stack_of_texts(*(batch.tensordicts[row] for row in seen.tolist()))
-    if isinstance(batch, LazyStackedTensorDict):
-        return batch[seen].clone(recurse=False)  # indexing alone hands out the rows themselves
-    columns = {key: take_column(value, rows, on_cpu=on_cpu) for key, value in batch.items()}
-    return of_columns(columns, [len(rows), *batch.batch_size[1:]], batch.device)
+    name: str
+    of: NestedKey
 
 
-def rows_that_stay(batch: TensorDictBase, stays: Tensor) -> TensorDictBase:
-    """The rows where (N,) bool `stays`; the batch itself where all do. One device read."""
-    rows = stays.nonzero().flatten()
-    return batch if len(rows) == len(batch) else take_rows(batch, rows)
+@dataclass
+class Table:
+    """What is known of all rows of a run; every view shares it.
 
-
-def take_column(value: Any, rows: Tensor, *, on_cpu: Tensor | None = None) -> Any:
-    """:func:`take_rows` of whatever a batch holds under a key."""
-    if isinstance(value, Tensor):
-        return value.index_select(0, rows)
-    if isinstance(value, TensorDictBase):
-        return take_rows(value, rows, on_cpu=on_cpu)
-    return value[rows if on_cpu is None else on_cpu]
-
-
-# TensorDict looks at every text whenever one is made, stacked, indexed or listed: 1 to 40 microseconds each.
-# The names by which it does without are not public; where one is missing, the public way is taken.
-_stack_of_texts = getattr(NonTensorStack, "_new_lazy_unsafe", NonTensorStack)
-_text_of = getattr(NonTensorData, "_from_tensordict", lambda _, data: NonTensorData(data["data"]))
-
-
-def as_texts(values: Sequence[str]) -> NonTensorStack:
-    """A column of one text a row.
-
-    Example:
-        >>> as_texts(["a", "b"]).tolist()
-        ['a', 'b']
-    """
-    nothing = of_columns({}, [], None)
-    return _stack_of_texts(*(_text_of(nothing, {"data": value, "_is_non_tensor": True}) for value in values))
-
-
-def listed(column: Any) -> list[Any]:
-    """What is no tensor, as a list of N.
-
-    Example:
-        >>> listed(as_texts(["a", "b"]))
-        ['a', 'b']
-    """
-    if type(column) is NonTensorStack and column.stack_dim == 0 and column.batch_dims == 1:
-        with suppress(AttributeError, KeyError):
-            return [row._non_tensordict["data"] for row in column.tensordicts]
-    return column.tolist() if hasattr(column, "tolist") else list(column)
-
-
-def flat_rows(values: Tensor) -> Tensor:
-    """(N, ...) → (N, K), also of no rows."""
-    return values if values.ndim == 2 else values.unsqueeze(1).flatten(1)
-
-
-def describe_columns(batch: TensorDictBase) -> list[Column]:
-    """Key, dtype and shape in a row of each tensor column of a batch ``[N]``, N ≥ 1: in the first row."""
-    row = batch.tensordicts[0] if isinstance(batch, LazyStackedTensorDict) else batch[0]
-    leaves = [(key, row.get(key)) for key in row.keys(include_nested=True, leaves_only=True)]
-    return [(key, leaf.dtype, tuple(leaf.shape)) for key, leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def without_rows(columns: Sequence[Column], device: torch.device | None) -> TensorDict:
-    """A TensorDict ``[0]`` with such columns."""
-    batch = TensorDict({}, batch_size=[0], device=device)
-    for key, dtype, shape in columns:
-        batch.set(key, torch.empty(0, *shape, dtype=dtype, device=device))
-    return batch
-
-
-def join_rows(batches: Sequence[TensorDictBase], what: str) -> TensorDictBase:
-    """Put the rows of batches one after the other; lazy stacks make a lazy stack.
-
-    Args:
-        batches: TensorDicts ``[n_k]``, with the same columns.
-        what: what the message calls them.
-
-    Raises:
-        BatchError: they differ in columns, or in the widths of dense ones.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> parts = [TensorDict({"x": torch.ones(n)}, batch_size=[n]) for n in (2, 1)]
-        >>> join_rows(parts, "parts").shape
-        torch.Size([3])
-    """
-    first, *others = (
-        set(batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)) for batch in batches
-    )
-    for other in others:
-        if odd := sorted(map(str, first ^ other)):
-            raise BatchError(f"{what} must have the same columns; only some have {', '.join(odd)}")
-    try:
-        return torch.cat(list(batches), 0)
-    except RuntimeError as err:
-        raise BatchError(
-            f"{what} must have columns of the same width; pad them to one, or keep ragged rows in a lazy "
-            f"stack: {err}"
-        ) from err
-
-
-class SomeRows:
-    """Some rows of a batch, taken out of columns and put back.
-
-    Args:
-        chosen: (N,) bool, True at M rows; None: all rows, and nothing is copied. One device read, if given.
-
-    Example:
-        >>> rows = SomeRows(torch.tensor([True, False, True]))
-        >>> rows.take(torch.tensor([1, 2, 3])).tolist(), rows.put_back(torch.tensor([7, 8])).tolist()
-        ([1, 3], [7, 0, 8])
+    Attributes:
+        batch: the rows themselves, TensorDict ``[B]``, on their device.
+        live: (B,) int64, the number of each row of the batch in the table, ascending.
+        kept: (N,) bool: rows that are in the batch, or in that of their rank.
+        columns: (N,) or (N, K) by key: int64, float64 or bool, on the CPU.
+        written: the columns that stages have written.
+        reason: (N,) int64; 0 is trained, and `names` says what the others are. The first reason stays.
+        here: (N,) bool: neither dropped nor carried.
+        in_loss: (N,) bool.
+        into: (N,) int64, the row whose tokens a row's became; itself for most. None: no rows were merged.
+        counted: (N,) bool: in the statistics. None: all are.
+        metrics: what stages measured, ``<stage>/<name>``.
+        notes: what a stage keeps from `decide` to `state_after`, by the stage.
     """
 
-    def __init__(self, chosen: Tensor | None):
-        self.total = 0 if chosen is None else len(chosen)
-        self.rows = None if chosen is None else chosen.nonzero().squeeze(-1)
+    batch: TensorDictBase
+    live: Tensor
+    columns: dict[Any, Tensor] = field(default_factory=dict)
+    dtypes: dict[Any, torch.dtype] = field(default_factory=dict)
+    written: dict[NestedKey, Written] = field(default_factory=dict)
+    late: list[Late] = field(default_factory=list)
+    names: list[str] = field(default_factory=lambda: [TRAINED])
+    effects: list[str] = field(default_factory=lambda: [TRAINED])
+    metrics: dict[str, float] = field(default_factory=dict)
+    notes: dict[Any, Any] = field(default_factory=dict)
+    ranks: Any = None
+    starts: list[int] = field(default_factory=list)
+    """The first row of each rank, and the end."""
+    own: slice = field(default_factory=lambda: slice(None))
+    size: int = 0
+    masks_rows: bool = False  # a stage has taken rows out of the loss, which the batch is to say
+    silenced: dict[NestedKey, None] = field(default_factory=dict)  # token columns in which it says so
 
-    def take(self, column: Tensor) -> Tensor:
-        """(N, ...) → (M, ...)."""
-        return column if self.rows is None else column.index_select(0, self.rows)
+    def __post_init__(self) -> None:
+        self.reason = torch.zeros(self.size, dtype=torch.int64)
+        self.here = torch.ones(self.size, dtype=torch.bool)
+        self.kept = torch.ones(self.size, dtype=torch.bool)
+        self.in_loss = torch.ones(self.size, dtype=torch.bool)
+        self.counted: Tensor | None = None
+        self.into: Tensor | None = None
+        self.gone = False  # some row is not here
+        self.index: Tensor | None = None  # (M,) int64, the rows that are here; None: all
+        self.ids: dict[Any, tuple[Tensor | None, Ids]] = {}  # of the rows that are here, by column
+        self.numbers_of_rank = torch.arange(self.size)[self.own]
+        """(n,) int64: the rows of this rank, as they came, and behind them those carried to it."""
+        self.carried: Tensor | None = None  # (C,) int64, rows of earlier batches
+        self.carried_starts: list[int] = []  # the first of them of each rank, and the end
 
-    def put_back(self, values: Tensor) -> Tensor:
-        """(M, ...) → (N, ...), zeros for the other rows."""
-        if self.rows is None:
-            return values
-        return values.new_zeros(self.total, *values.shape[1:]).index_copy_(0, self.rows, values)
+    def take(self, numbers: Tensor) -> TensorDictBase:
+        """Gather rows of this rank's batch, by (n,) int64 numbers in the table."""
+        at = self.places(numbers)
+        return take_rows(self.batch, at.to(device_of(self.batch)), on_cpu=at)
 
-    def rules(self, rules: Sequence[Rule]) -> list[Rule]:
-        """Rules of the M rows as rules of all N."""
-        if self.rows is None:
-            return list(rules)
-        place = self.put_back(torch.arange(len(self.rows), device=self.rows.device))
+    def places(self, numbers: Tensor) -> Tensor:
+        """(n,) int64: where rows of this rank are in its batch, by their numbers in the table."""
+        if len(self.live) == self.size:
+            return numbers
+        at = torch.full((self.size,), -1)
+        at[self.live] = torch.arange(len(self.live))
+        return at.index_select(0, numbers)
+
+    def of_ranks(self, chosen: Tensor) -> list[Tensor]:
+        """The rows where (N,) bool `chosen`, by rank: (n,) int64 each, in the order of the rank's batch.
+
+        Where no ranks share the batch, all are of one.
+        """
+        if self.ranks is None:
+            return [chosen.nonzero().flatten()]
+        parts = [starts for starts in (self.starts, self.carried_starts) if starts]
         return [
-            rule._replace(
-                bad=self.put_back(rule.bad),
-                describe=lambda row, rule=rule: rule.describe(int(place[row])),  # type: ignore[misc]
-                message=rule.message.removesuffix(ROWS_LEFT_OUT) + ROWS_LEFT_OUT,
-            )
-            for rule in rules
+            torch.cat([chosen[at[rank] : at[rank + 1]].nonzero().flatten() + at[rank] for at in parts])
+            for rank in range(len(self.starts) - 1)
         ]
 
+    def with_merged(self, counts: Tensor) -> Tensor:
+        """(N,) counts of rows, those of merged rows added to what they were merged into."""
+        return counts if self.into is None else torch.zeros_like(counts).index_add_(0, self.into, counts)
 
-def silence_rows(batch: TensorDictBase, key: NestedKey, silent: Tensor) -> None:
-    """Take whole rows of a column out of the loss: False in a mask, NaN in log-probabilities.
+    def append(self, more: Table) -> None:
+        """Put the rows of another table, carried from an earlier batch, behind those of each rank.
 
-    The batch gets a new tensor; the old one is left alone. No device read.
+        Raises:
+            BatchError: their batches have different columns.
+        """
+        ranks, before = self.ranks, self.size
+        if ranks is not None:
+            ranks.share(more)
+            if more.size == 0:
+                return
+            if more.batch is None:
+                more.batch = self.batch[:0]
+        counted = None if self.counted is None else torch.ones(more.size, dtype=torch.bool)
+        if more.batch is not None and len(more.batch):
+            # What stages wrote to carried rows is in the table now, as it is of the other rows.
+            only_here = [*self.written, *OF_THE_TABLE]
+            plain = leave_out(more.batch, [key for key in only_here if column_of(self.batch, key) is None])
+            plain = plain.to(device_of(self.batch))
+            plain = plain.clear_device_() if self.batch.device is None else plain
+            self.batch = join_rows([self.batch, plain], "carried rows") if len(self.batch) else plain
+        for key, column in self.columns.items():
+            extra = more.columns.get(key)
+            if extra is None or extra.shape[1:] != column.shape[1:]:
+                nothing = {torch.float64: float("nan"), torch.bool: False}.get(column.dtype, -1)
+                extra = column.new_full((more.size, *column.shape[1:]), nothing)
+            self.columns[key] = torch.cat([column, extra.to(column.dtype)])
+        for late in self.late:
+            for name, values in late.numbers.items():
+                late.numbers[name] = torch.cat([values, values.new_zeros(more.size, *values.shape[1:])])
+        self.reason = torch.cat([self.reason, more.reason])
+        self.here, self.kept = torch.cat([self.here, more.here]), torch.cat([self.kept, more.here])
+        if self.into is not None:
+            self.into = torch.cat([self.into, torch.arange(before, before + more.size)])
+        in_loss = more.columns[IN_LOSS] if IN_LOSS in more.columns else more.in_loss
+        self.in_loss = torch.cat([self.in_loss, in_loss])
+        if self.counted is not None and counted is not None:
+            counted = more.columns.get(COUNTED, counted)
+            self.counted = torch.cat([self.counted, counted])
+        own = slice(0, more.size) if ranks is None else more.own
+        self.live = torch.cat([self.live, torch.arange(before + own.start, before + own.stop)])
+        self.size = before + more.size
+        self.index = self.here.nonzero().flatten() if self.gone else None
+        self.ids.clear()
+        self.numbers_of_rank = torch.cat(
+            [self.numbers_of_rank, self.live[len(self.live) - (own.stop - own.start) :]]
+        )
+        self.carried = torch.arange(before, self.size)
+        self.carried_starts = [before + start for start in more.starts]
+
+
+class Rows:
+    """A view of the table: the rows that a stage sees, and its columns by the names that the stage uses.
 
     Args:
-        batch: TensorDict ``[N]``; its entry `key` is replaced.
-        key: a dense (N, ...) or ragged column, bool or floating point.
-        silent: (N,) bool, the rows.
-    """
-    if isinstance(batch, LazyStackedTensorDict):
-        for td, is_silent in zip(batch.tensordicts, silent.tolist(), strict=True):
-            if is_silent:
-                row = td.get(key)
-                td.set(key, torch.full_like(row, False if row.dtype is torch.bool else float("nan")))
-        return
-    column = batch.get(key)
-    wide = silent.view(-1, *[1] * (column.ndim - 1))
-    # The plain ways, `column & ~wide` and `masked_fill`, cost ten times and up to three times as much on CPU.
-    if column.dtype is torch.bool:
-        kept_bits = (~wide).view(torch.uint8).neg()  # 0 or 255: a True may be any byte but 0
-        batch.set(key, (column.contiguous().view(torch.uint8) & kept_bits).view(torch.bool))
-    else:
-        batch.set(key, column + torch.zeros_like(wide, dtype=column.dtype).masked_fill_(wide, float("nan")))
-
-
-def device_of(batch: TensorDictBase) -> torch.device:
-    """Where a batch lies: its own word, else that of its first tensor."""
-    if batch.device is not None:
-        return batch.device
-    if isinstance(batch, LazyStackedTensorDict) and batch.tensordicts:
-        return device_of(batch.tensordicts[0])  # its own columns may be ragged
-    for value in batch.values(include_nested=True, leaves_only=True):
-        if isinstance(value, Tensor):
-            return value.device
-    return torch.device("cpu")
-
-
-def to_plain(batch: TensorDictBase | None) -> dict[str, Any] | None:
-    """Rows as dicts of tensors and lists, which ``torch.load`` reads without trusting the file.
+        table: shared by all views.
+        names: the key of each column, by role.
+        reader: who reads, for messages.
+        index: (M,) int64, which rows of the table; None: all.
 
     Example:
-        >>> rows = TensorDict({"x": torch.ones(2), "name": ["a", "b"]}, batch_size=[2])
-        >>> list(from_plain(to_plain(rows))["name"])
-        ['a', 'b']
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict({"group_id": [4, 4, 9], ("next", "reward"): [0.0, 2.0, 5.0]}, batch_size=[3])
+        >>> rows = Rows.read(batch)
+        >>> rows["reward"].tolist(), rows.groups.sum(rows["reward"]).tolist()
+        ([0.0, 2.0, 5.0], [2.0, 5.0])
+        >>> rows.leave(rows["reward"] > 4, "too_high", "dropped")
+        >>> rows["doubled"] = 2 * rows["reward"]
+        >>> rows.write()["doubled"].tolist()
+        [0.0, 4.0]
     """
-    if batch is None:
-        return None
-    if isinstance(batch, LazyStackedTensorDict):
-        return {"rows": [to_plain(row) for row in batch.unbind(0)]}
-    columns: dict[str, Any] = {}
-    if is_tensorclass(batch):  # whose own get() takes data out of what holds it
-        batch = batch.to_tensordict()
-    for key in batch.keys():
-        value = batch.get(key)
-        if isinstance(value, MetaData | NonTensorData | NonTensorStack):
-            is_one = isinstance(value, MetaData)  # for all rows
-            plain = {"meta": value.data} if is_one else {"data": _data_of(value, value.batch_dims)}
-            columns[key] = plain | {"batch_size": list(value.batch_size)}
+
+    def __init__(
+        self,
+        table: Table,
+        names: Mapping[str, NestedKey | None],
+        reader: str = "a stage",
+        stage: str = "",
+        index: Tensor | None = None,
+    ):
+        self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
+
+    # -- in and out ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def read(
+        cls,
+        batch: TensorDictBase,
+        *,
+        keys: Iterable[NestedKey | None] = (),
+        tokens: Iterable[tuple[NestedKey, NestedKey | None]] = (),
+        ranks: Any = None,
+    ) -> Rows:
+        """Read a batch: all columns in one packed copy.
+
+        Args:
+            batch: TensorDict ``[B]``, flat. Its tokens stay where they are.
+            keys: columns that will be asked for, of which those of a few numbers per row are read; others are
+                when somebody asks.
+            tokens: pairs of a loss mask and log-probabilities (or None) whose tokens will be counted.
+            ranks: that share the batch: one exchange brings the rows of all to each.
+        """
+        table = Table(batch, torch.arange(len(batch)), size=len(batch))
+        rows = cls(table, DEFAULTS)
+        rows.load([*keys, COUNTED, IN_LOSS, LENGTH], tokens, most=AHEAD)
+        if ranks is not None:
+            ranks.share(table)
+        if IN_LOSS in table.columns:  # stages were alone with this batch before
+            table.in_loss, table.masks_rows = table.columns[IN_LOSS].clone(), True
+        if COUNTED in table.columns:
+            table.counted = table.columns[COUNTED].clone()
+        return rows
+
+    @classmethod
+    def of(cls, **columns: Tensor | Sequence[Any] | None) -> Rows:
+        """A table of plain columns, by role; None is no column.
+
+        Raises:
+            BatchError: an id is no integer or text; columns differ in length or device.
+        """
+        first = next(iter(columns.values()))
+        device = first.device if isinstance(first, Tensor) else torch.device("cpu")
+        given: dict[str, Tensor] = {}
+        for role, values in columns.items():
+            if values is not None:
+                is_id = role not in ("reward", "advantage") and not (
+                    isinstance(values, Tensor) and values.dtype is torch.bool
+                )
+                given[role] = as_ids(values, _NAMES.get(role, role), device=device) if is_id else values
+        if len({(len(column), column.device) for column in given.values()}) > 1:
+            found = ", ".join(f"{_NAMES.get(role, role)} {len(c)} on {c.device}" for role, c in given.items())
+            raise BatchError(f"columns must have one length and one device; found {found}")
+        size = len(next(iter(given.values())))
+        table = Table(None, torch.arange(size), size=size)
+        table.dtypes = {role: column.dtype for role, column in given.items()}
+        table.columns = dict(zip(given, read_packed(list(given.values())), strict=True))
+        return cls(table, {role: role if role in given else None for role in columns})
+
+    def load(
+        self,
+        keys: Iterable[NestedKey | None] = (),
+        tokens: Iterable[tuple[NestedKey, NestedKey | None]] = (),
+        most: int | None = None,
+    ) -> None:
+        """Bring columns of the batch to the table, in one packed copy; those that are there already stay.
+
+        Args:
+            keys: of columns of numbers per row.
+            tokens: as :meth:`read` takes them.
+            most: numbers a row; a column of more, or of ragged rows, is left where it is.
+        """
+        table, found = self.table, dict[Any, Tensor]()
+        for key in dict.fromkeys(keys):
+            if key is None or key in table.columns or table.batch is None:
+                continue
+            column = number_column(table.batch, key, most=most)
+            if isinstance(column, list):  # texts, of which some may be missing
+                there = [row for row, label in enumerate(column) if label not in ("", None)]
+                numbers = torch.full((len(column),), -1)
+                name = key if isinstance(key, str) else str(key[-1])
+                numbers[there] = as_ids([column[row] for row in there], name)
+                column = numbers.to(device_of(table.batch))
+            if column is not None:
+                found[key] = column
+        for count in [TokenCount(*pair) for pair in tokens]:
+            if count not in table.columns and table.batch is not None:
+                mask, inside = count_in_loss(table.batch, *count)
+                if mask is not None:
+                    found[count._replace(log_prob=None)], found[count] = mask, inside
+        if not found:
+            return
+        table.dtypes |= {key: column.dtype for key, column in found.items()}
+        for key, values in zip(found, read_packed(list(found.values())), strict=True):
+            table.columns[key] = self._of_all(values)
+
+    def _of_all(self, values: Tensor) -> Tensor:
+        """(B, ...) values of the rows of the batch as a column of the table; unknown for rows that left it."""
+        table = self.table
+        if table.ranks is None and len(values) == table.size:
+            return values
+        nothing = {torch.float64: float("nan"), torch.bool: False}.get(values.dtype, -1)
+        kept = table.of_ranks(table.kept)
+        if table.ranks is not None:
+            values = table.ranks.gather_rows(values, list(map(len, kept)))
+        column = values.new_full((table.size, *values.shape[1:]), nothing)
+        return column.index_copy_(0, torch.cat(kept), values)
+
+    def write(self) -> TensorDictBase:
+        """The rows that are here, with all that was decided: the inverse of :meth:`read`.
+
+        Values are rounded to the dtype of their column. Rows out of the loss are masked.
+        """
+        batch = self.as_decided()
+        if self.table.masks_rows:
+            self._mask(batch)
+        return batch
+
+    def as_decided(self) -> TensorDictBase:
+        """The rows that are here, with all that was decided, but that rows out of the loss are not masked."""
+        self.compact()
+        batch, table = self.with_written(shallow_copy(self.table.batch)), self.table
+        for change, numbers, _ in table.late:
+            live = {name: column[table.live] for name, column in numbers.items()}
+            change(batch, {name: column.to(device_of(batch)) for name, column in live.items()})
+        return batch
+
+    def decided_in_parts(self, parts: int = 16) -> Iterator[TensorDictBase]:
+        """:meth:`as_decided`, some rows at a time, one of no rows at least, and without columns of texts.
+
+        So what waits for the gathering of rows is never there for all of them.
+        """
+        self.compact()
+        step = max(-(-len(self.table.live) // parts), 1)
+        for start in range(0, max(len(self.table.live), 1), step):
+            part, some = copy(self.table), slice(start, start + step)
+            part.batch, part.live, part.gone = rows_between(part.batch, some), part.live[some], False
+            yield Rows(part, self.names).as_decided()
+
+    def with_written(self, batch: TensorDictBase) -> TensorDictBase:
+        """Write the columns that stages have written to the table into the rows of :meth:`tokens`."""
+        for key, (column, dtype, ndim) in self.written_columns().items():
+            column = column[self.table.live]
+            column = column.reshape(len(column), *column.shape[1:], *[1] * (ndim - column.ndim))
+            write_column(batch, key, column.to(dtype).to(device_of(batch)))
+        return batch
+
+    def settle(self) -> None:
+        """Make the columns now that were left to the gathering of rows: somebody asks for one of them."""
+        table = self.table
+        if table.late:
+            table.batch = self.as_decided()
+            self._forget({key for late in table.late for key in late.writes})
+            table.late.clear()
+
+    def is_late(self, role: Any) -> bool:
+        """Whether a column is only made where rows are gathered."""
+        return any(self.key(role) in late.writes for late in self.table.late)
+
+    def _forget(self, changed: Collection[NestedKey]) -> None:
+        """Read columns of the batch anew when somebody asks, and what was counted in them or reduced of them."""
+        table = self.table
+        for key in list(table.columns):
+            if any(source in changed for source in _sources(key)):
+                del table.columns[key]
+                table.dtypes.pop(key, None)
+                table.written.pop(key, None)
+
+    def _mask(self, batch: TensorDictBase) -> None:
+        table = self.table
+        in_loss = table.in_loss[table.live]
+        if not bool(in_loss.all()):
+            for key in table.silenced:
+                silence_rows(batch, key, (~in_loss).to(device_of(batch)))
+
+    def reread(self, batch: TensorDictBase, numbers: Tensor) -> None:
+        """Read the table again from a batch that somebody's own code has made of :meth:`write`.
+
+        A column that nobody changed keeps the values of the table.
+
+        Args:
+            batch: TensorDict ``[B]``.
+            numbers: (B,) int64, the number of each row in the table.
+        """
+        table, before = self.table, dict(self.table.columns)
+        if bool((numbers[1:] < numbers[:-1]).any()):  # rows of a table lie in its order
+            numbers, order = numbers.sort()
+            batch = take_rows(batch, order.to(device_of(batch)), on_cpu=order)
+        table.batch, table.live = batch, numbers
+        table.kept = table.here.clone()
+        table.columns = {}
+        counts = [key for key in before if isinstance(key, TokenCount)]
+        self.load([*(key for key in before if key not in counts), IN_LOSS, COUNTED, LENGTH], counts)
+        rows = table.kept.nonzero().flatten()
+        if IN_LOSS in table.columns:
+            table.in_loss[rows] &= table.columns[IN_LOSS][rows]
+            table.masks_rows = True
+        if COUNTED in table.columns:
+            counted = torch.ones(table.size, dtype=torch.bool) if table.counted is None else table.counted
+            counted[rows] &= table.columns[COUNTED][rows]
+            table.counted = counted
+        table.ids.clear()
+        for key, old in before.items():
+            new = table.columns.get(key)
+            if new is None:
+                if key not in counts and key not in table.written and not isinstance(key, Reduced):
+                    table.columns[key] = old  # measured, and in no batch
+                continue
+            if new.shape != old.shape or new.dtype != old.dtype:
+                continue
+            known = old.clone()
+            now, rounded = new[rows], old[rows].to(table.dtypes[key]).to(old.dtype)
+            same = (now == rounded) | ((now != now) & (rounded != rounded))
+            known[rows] = torch.where(same, old[rows], now)
+            table.columns[key] = known
+        table.late.clear()
+        table.written = {key: how for key, how in table.written.items() if key in table.columns}
+        # They are in the table, and in no batch before it is written.
+        of_table = [key for key in (*table.written, *OF_THE_TABLE) if column_of(batch, key) is not None]
+        table.batch = leave_out(batch, of_table) if of_table and len(batch) else batch
+
+    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
+        """Put rows that an earlier batch left for this one behind those of the batch.
+
+        Args:
+            carried: TensorDict ``[C]`` as :meth:`write` made it; None: there are none. Of several ranks all
+                call this together.
+
+        Raises:
+            BatchError: the columns differ.
+        """
+        table = self.table
+        if carried is None and (table.ranks is None or remainder != "carry"):
+            return
+        self.settle()
+        more = Rows(Table(carried, torch.arange(0 if carried is None else len(carried))), self.names)
+        more.table.size = len(more.table.live)
+        more.table.__post_init__()
+        if carried is not None:
+            counts = [key for key in table.columns if isinstance(key, TokenCount)]
+            more.load([*(key for key in table.columns if key not in counts), *OF_THE_TABLE], counts)
+        table.append(more.table)
+        if ROW in table.columns:
+            table.columns[ROW] = self.row_numbers()
+
+    def taken(self, numbers: Tensor) -> TensorDictBase:
+        """Some rows of this rank as a batch, with all that was decided: what :meth:`extend` takes later.
+
+        Args:
+            numbers: (n,) int64, rows of the table.
+        """
+        part = copy(self.table)
+        part.batch, part.live, part.gone = self.table.take(numbers), numbers, False
+        return leave_out(Rows(part, self.names).as_decided(), [ROW])
+
+    def compact(self) -> None:
+        """Let the batch have the rows that are here, and no others."""
+        table = self.table
+        if not table.gone or torch.equal(table.kept, table.here):
+            return
+        kept = table.here[table.live].nonzero().flatten()
+        if len(kept) < len(table.live):
+            there = kept.to(device_of(table.batch))
+            table.batch = take_rows(table.batch, there, on_cpu=kept, shared=True)
+        table.live, table.kept = table.live[kept], table.here.clone()
+
+    # -- what a stage sees --------------------------------------------------------------------------------
+
+    def seen_by(self, stage: Any, name: str = "") -> Rows:
+        """The rows that are here, with the columns by the names that a stage uses for them."""
+        names = {**DEFAULTS, **column_keys(stage)}
+        return Rows(self.table, names, type(stage).__name__, name, self.table.index)
+
+    def __len__(self) -> int:
+        return self.table.size if self.index is None else len(self.index)
+
+    def key(self, role: Any) -> NestedKey | None:
+        """Where a column is in the batch; ``("turn",)`` is the key ``"turn"``, and no role."""
+        if isinstance(role, tuple) and len(role) == 1:
+            return role[0]
+        return self.names[role] if isinstance(role, str) and role in self.names else role
+
+    def has(self, role: Any) -> bool:
+        """Whether there is such a column."""
+        key = self.key(role)
+        if self.is_late(role):
+            self.settle()
+        if key is not None and key not in self.table.columns:
+            self.load([key])
+        return key is not None and key in self.table.columns
+
+    def __getitem__(self, role: Any) -> Tensor:
+        """(M,) or (M, K): a column, by its role or its key.
+
+        Raises:
+            MissingKeyError: it is not there; the message lists the columns that are.
+        """
+        if not self.has(role):
+            raise self._missing(role)
+        column = self.table.columns[self.key(role)]
+        return column if self.index is None else column.index_select(0, self.index)
+
+    def number(self, role: Any) -> Tensor:
+        """(M,): a column of one number a row.
+
+        Raises:
+            MissingKeyError: it is not there.
+            BatchError: it has several numbers a row.
+        """
+        column = self[role]
+        if column.ndim > 1:
+            raise BatchError(
+                f"{self.reader} needs one number a row in {self.key(role)!r} ({self._option(role)}), for "
+                f"{len(self)} rows; found {tuple(column.shape)}"
+            )
+        return column
+
+    def flags(self, role: Any) -> Tensor:
+        """(M,) bool.
+
+        Raises:
+            MissingKeyError: it is not there.
+            BatchError: it is not bool.
+        """
+        column = self.number(role)
+        if column.dtype is not torch.bool:
+            raise BatchError(
+                f"{self.reader} needs a bool a row in {self.key(role)!r} ({self._option(role)}); found "
+                f"{self.table.dtypes[self.key(role)]}"
+            )
+        return column
+
+    def integers(self, role: Any, name: str) -> Tensor:
+        """(M,) int64.
+
+        Raises:
+            MissingKeyError: it is not there.
+            BatchError: it has other numbers.
+        """
+        return as_ids(self.number(role), name)
+
+    def dtype(self, role: Any) -> torch.dtype:
+        """In which dtype the batch has a column, or will have it."""
+        key = self.key(role)
+        written = self.table.written.get(key)
+        return self.table.dtypes[key] if written is None else written.dtype
+
+    def __setitem__(self, role: Any, values: Tensor) -> None:
+        self.put(role, values)
+
+    def put(
+        self,
+        role: Any,
+        values: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        ndim: int | None = None,
+        fill: float | None = None,
+    ) -> None:
+        """Write a column.
+
+        Args:
+            role: or key.
+            values: (M,) or (M, K), for the rows of this view.
+            dtype: that of the column in the batch; None: the one that it has there, else torch's default for
+                floats.
+            ndim: dimensions of the column in the batch; None: those that it has there.
+            fill: for rows outside of this view, where the column is new; None: NaN, or 0 for integers.
+        """
+        table, key = self.table, self.key(role)
+        assert key is not None
+        before = table.written.get(key)
+        if dtype is None:
+            dtype = before.dtype if before else table.dtypes.get(key, values.dtype)
+            if dtype is torch.float64 and key not in table.dtypes and not before:
+                dtype = torch.get_default_dtype()
+        if ndim is None:
+            there = None if before or key not in table.dtypes else number_column(table.batch, key, raw=True)
+            ndim = before.ndim if before else values.ndim if there is None else there.ndim
+        if self.index is None:
+            column = values
         else:
-            columns[key] = to_plain(value) if is_tensor_collection(value) else value
-    return {"columns": columns, "batch_size": list(batch.batch_size), "device": str(batch.device or "")}
+            column = table.columns.get(key)
+            if column is None or column.dtype != values.dtype or column.shape[1:] != values.shape[1:]:
+                nothing = float("nan") if values.is_floating_point() else 0
+                column = values.new_full((table.size, *values.shape[1:]), nothing if fill is None else fill)
+            column = column.index_copy(0, self.index, values)
+        table.columns[key], table.written[key] = column, Written(dtype, ndim)
+
+    # -- ids ----------------------------------------------------------------------------------------------
+
+    def ids(self, role: str, *, checked: bool = True) -> Ids:
+        """The ids of a column, whose sums leave out rows that do not count; where its key is None, each row.
+
+        Raises:
+            MissingKeyError: they are not there.
+            BatchError: an id is not set; they are no integers.
+        """
+        key, table = self.key(role), self.table
+        column = table.columns.get(key) if key is None or self.has(role) else None
+        known = table.ids.get((key, id(self.index)))
+        if known is not None and known[0] is column:
+            return known[1]
+        if key is None:
+            labels = torch.arange(len(self))
+        else:
+            labels = as_ids(self.number(role), f"{role}_id")
+            if checked:
+                why = {
+                    "group": "rows without an id would be compared with one another",
+                    "rollout": "rows without an id would be taken for one rollout",
+                }
+                self.require_set(labels, f"{role}_id", why.get(role, "rows without an id would be one"))
+        ids = Ids(labels, self.counted)
+        if self.index is table.index:
+            table.ids[key, id(self.index)] = column, ids
+        return ids
+
+    @property
+    def groups(self) -> Ids:
+        """Which rollouts are compared."""
+        return self.ids("group")
+
+    @property
+    def rollouts(self) -> Ids:
+        """Which rows are one rollout."""
+        return self.ids("rollout")
+
+    @cached_property
+    def counted(self) -> Tensor | None:
+        """(M,) bool: rows in the statistics; None: all are."""
+        counted = self.table.counted
+        if counted is None or self.index is None:
+            return counted
+        return counted.index_select(0, self.index)
+
+    @property
+    def in_loss(self) -> Tensor:
+        """(M,) bool: rows in the loss."""
+        return self.table.in_loss if self.index is None else self.table.in_loss[self.index]
+
+    def of_rank(self, values: Tensor) -> Tensor:
+        """Those of (M, ...) `values` that are of this rank's rows; all of them where no ranks share a batch."""
+        own = self.table.own
+        if self.table.ranks is None:
+            return values
+        if self.index is None:
+            return values[own]
+        return values[(self.index >= own.start) & (self.index < own.stop)]
+
+    def where(self, chosen: Tensor) -> Rows:
+        """The rows of this view where (M,) bool `chosen`."""
+        if bool(chosen.all()):
+            return self
+        rows = chosen.nonzero().flatten()
+        index = rows if self.index is None else self.index[rows]
+        return Rows(self.table, self.names, self.reader, self.stage, index)
+
+    @cached_property
+    def statistics(self) -> Rows:
+        """The rows in the statistics: to them an excluded row does not exist."""
+        return self if self.counted is None else self.where(self.counted)
+
+    @property
+    def on_arrival(self) -> Rows:
+        """All rows of the table, also those that have left, by which segments are numbered."""
+        return self if self.index is None else Rows(self.table, self.names, self.reader, self.stage)
+
+    def from_arrival(self, values: Tensor) -> Tensor:
+        """(N, ...) of :attr:`on_arrival` → (M, ...) of this view."""
+        return values if self.index is None else values.index_select(0, self.index)
+
+    def to_arrival(self, values: Tensor) -> Tensor:
+        """(M, ...) of this view → (N, ...) of :attr:`on_arrival`, 0 elsewhere."""
+        if self.index is None:
+            return values
+        return values.new_zeros(self.table.size, *values.shape[1:]).index_copy_(0, self.index, values)
+
+    @cached_property
+    def voters(self) -> Rows:
+        """One row for each rollout in the statistics, its first row that counts."""
+        return self.where(self.rollouts.is_first)
+
+    def from_voters(self, values: Tensor) -> Tensor:
+        """(V, ...) → (M, ...): what is known of each rollout, on all its rows; 0 on rows that do not count."""
+        if self.voters is self:
+            return values
+        of = self.rollouts.of
+        per_rollout = values.new_zeros(self.rollouts.n, *values.shape[1:])
+        per_rollout[of[self.rollouts.is_first]] = values
+        column = per_rollout.index_select(0, of)
+        if self.counted is not None:
+            column[~self.counted] = 0
+        return column
+
+    @property
+    def status(self) -> Tensor | None:
+        """(M,) int64, :class:`Status`, by its key, else ``("next", "status")``, else ``status``; or None."""
+        if self.key("status") is not None:
+            return self.integers("status", "status")
+        self.load(STATUS_KEYS)
+        found = next((key for key in STATUS_KEYS if key in self.table.columns), None)
+        if found is None:
+            return None
+        column = as_ids(self.table.columns[found], "status")
+        return column if self.index is None else column.index_select(0, self.index)
+
+    def from_statistics(self, values: Tensor) -> Tensor:
+        """(S, ...) → (M, ...): values of the rows in the statistics; 0 on the others."""
+        if self.statistics is self:
+            return values
+        column = values.new_zeros(len(self), *values.shape[1:])
+        column[self.counted] = values
+        return column
+
+    @property
+    def reward(self) -> Tensor:
+        """(M,) float64: the rollout's reward where a stage has written it, else the row's own as collected."""
+        return self[REWARD] if self.has(REWARD) else self.number("reward").double()
+
+    # -- tokens -------------------------------------------------------------------------------------------
+
+    def _tokens(self, log_prob: NestedKey | None) -> Tensor:
+        mask = self.key("loss_mask")
+        count = TokenCount(mask, log_prob)
+        if count not in self.table.columns:
+            self.load(tokens=[count])
+        if count not in self.table.columns:
+            raise MissingKeyError(
+                f"tokens in the loss are those of the mask {mask!r} (loss_mask_key), or of a response "
+                "behind its prompt: ('tokens', 'prompt') and ('tokens', 'response'), as wide together as "
+                "('masks', 'all_attention_mask'). Finite log-probabilities do not say which tokens "
+                "train: those of a scored prompt are finite, too. The batch has "
+                f"{key_names(self.table.batch)}: write the mask, True where a token trains"
+            )
+        column = self.table.columns[count]
+        return column if self.index is None else column.index_select(0, self.index)
+
+    @property
+    def lengths(self) -> Tensor:
+        """(M,) int64: tokens in the loss mask as the row arrived, whether it is masked out by now or not."""
+        tokens = self._mask_tokens()
+        if LENGTH not in self.table.columns:
+            return tokens
+        before = self[LENGTH]
+        return torch.where(before < 0, tokens, before)
+
+    @property
+    def masked_tokens(self) -> Tensor:
+        """(M,) int64: tokens in the loss mask; 0 for rows out of the loss."""
+        return self._mask_tokens() * self.in_loss
+
+    def _mask_tokens(self) -> Tensor:
+        return self.count("loss_mask")
+
+    def count(self, role: str) -> Tensor:
+        """(M,) int64: the True entries of each row of a token mask, dense or ragged.
+
+        Raises:
+            MissingKeyError: it is not there.
+            BatchError: it is not bool.
+        """
+        count = TokenCount(self.key(role), None)
+        if count not in self.table.columns:
+            if column_of(self.table.batch, count.mask) is None:
+                raise self._missing(role)
+            self.load(tokens=[count])
+        column = self.table.columns[count]
+        return column if self.index is None else column.index_select(0, self.index)
+
+    def reduce(
+        self, role: Any, number: Callable[[Tensor], Tensor], *, name: str, option: str | None = None
+    ) -> Tensor:
+        """(M,): one number for each row, of a column that may have any width, computed on its device.
+
+        Args:
+            role: or key.
+            number: (B, ...) → (B,); of ragged rows (1, ...) → (1,), row by row.
+            name: of what is computed.
+            option: what messages call the column.
+
+        Raises:
+            MissingKeyError: it is not there.
+        """
+        key = self.key(role)
+        if self.is_late(role):
+            self.settle()
+        made = Reduced(name, key)
+        if made not in self.table.columns:
+            column = column_of(self.table.batch, key)
+            if column is None:
+                raise self._missing(role, option)
+            if isinstance(column, list):
+                column = torch.cat([number(row[None]) for row in column])
+            else:
+                column = number(column)
+            return self.measure(made, column)
+        return self[made]
+
+    @property
+    def loss_tokens(self) -> Tensor:
+        """(M,) int64: tokens in the loss, with a finite log-probability; 0 for rows out of the loss."""
+        return self._tokens(self.key("log_prob")) * self.in_loss
+
+    # -- the verbs ----------------------------------------------------------------------------------------
+
+    def require(
+        self,
+        ok: Tensor,
+        message: str,
+        describe: Callable[[int], str] | None = None,
+        error: type[BatchError] = BatchError,
+    ) -> None:
+        """Refuse the batch unless (M,) bool `ok` holds everywhere.
+
+        Args:
+            ok: of each row of this view.
+            message: what is required, ``{found}``, and what to do; ``{count}`` rows break it (``{s}``: a
+                plural's s).
+            describe: row i of this view in words; None: its number. Equal words are said once.
+            error: what is raised.
+
+        Raises:
+            BatchError: it does not hold, with the rows.
+        """
+        if bool(ok.all()):
+            return
+        bad = (~ok).nonzero().flatten().tolist()
+        describe = describe or (lambda row: f"row {self.at(row)}")
+        found = listing(dict.fromkeys(map(describe, bad[:DESCRIBED])))
+        if len(bad) > DESCRIBED:
+            found += f" (the first {DESCRIBED} of {len(bad)} rows)"
+        note = "" if self.table.ranks is None else self.table.ranks.note(self.table.own.start)
+        raise error(message.format(found=found, count=len(bad), s="" if len(bad) == 1 else "s") + note)
+
+    def require_set(self, ids: Tensor, name: str, why: str) -> None:
+        """Refuse the batch where a row that counts has no id: (M,) int64 `ids` < 0."""
+        ok = ids >= 0
+        if self.counted is not None:
+            ok = ok | ~self.counted
+        message = f"every row needs a {name} ≥ 0; found {{found}}: {why}{who_stamps(name)}"
+        self.require(ok, message, lambda row: f"{int(ids[row])} at row {self.at(row)}")
+
+    def at(self, row: int) -> int:
+        """The number of row i of this view in the batch as it arrived."""
+        return row if self.index is None else int(self.index[row])
+
+    def name(self, role: str, row: int) -> str:
+        """The id of row i of this view; its number where it has none."""
+        return str(int(self[role][row]) if self.has(role) else self.at(row))
+
+    def segments(self, row: int, values: Tensor) -> str:
+        """The rollout of row i of this view in words: all its rows, with their (M,) `values`."""
+        of = self.rollouts.of
+        rows = (of == of[row]).nonzero().flatten()
+        numbers = rows if self.index is None else self.index[rows]
+        return f"rollout {self.name('rollout', row)} (rows {few(numbers)}: {few(values[rows])})"
+
+    def leave(self, rows: Tensor, reason: str, effect: Effect = "dropped") -> None:
+        """Take the rows where (M,) bool `rows` out, for a reason that the ledger keeps.
+
+        Args:
+            rows: who leaves. A row that has left keeps its first reason; a masked one may still be dropped.
+            reason: a word.
+            effect: ``masked`` out of the loss; ``excluded`` out of the statistics too; ``dropped`` or
+                ``carried`` out of the batch.
+        """
+        table = self.table
+        name = f"{self.stage}/{reason}" if self.stage else reason
+        if name not in table.names:
+            table.names.append(name)
+            table.effects.append(effect)
+        if effect in ("masked", "excluded"):
+            table.masks_rows = True
+            if effect == "excluded" and table.counted is None:
+                table.counted = torch.ones(table.size, dtype=torch.bool)
+        if not bool(rows.any()):
+            return
+        number = rows.nonzero().flatten()
+        number = number if self.index is None else self.index[number]
+        first = number[table.reason[number] == 0]
+        table.reason[first] = table.names.index(name)
+        table.in_loss[number] = False
+        if effect == "excluded":
+            assert table.counted is not None
+            table.counted[number] = False
+            table.ids.clear()
+        if effect in ("dropped", "carried"):
+            table.here[number] = False
+            table.gone = True
+            table.index = table.here.nonzero().flatten()
+            table.ids.clear()
+
+    def merge(self, into: Tensor, reason: str = "merged") -> None:
+        """Take out the rows that become a part of others, with their tokens.
+
+        Rows out of the loss leave without their tokens, which do not train (:meth:`Table.with_merged`).
+
+        Args:
+            into: (M,) int64, for each row of this view the number in the table of the row into which it is
+                merged; its own where it stays.
+            reason: a word.
+        """
+        table = self.table
+        own = torch.arange(table.size) if self.index is None else self.index
+        step = torch.arange(table.size).index_copy_(0, own, torch.where(self.in_loss, into, own))
+        table.into = step if table.into is None else step[table.into]
+        self.leave(into != own, reason, "dropped")
+
+    def mask_in(self, loss_mask: NestedKey, log_prob: NestedKey | None, rows: Tensor) -> None:
+        """Say in which token columns rows that leave the loss are masked: False, and NaN.
+
+        Args:
+            loss_mask: (N, T) bool.
+            log_prob: (N, T) float; None: none.
+            rows: (M,) bool, who is about to leave.
+
+        Raises:
+            BatchError: the batch has neither, and a row is to leave.
+        """
+        batch = self.table.batch
+        found = [
+            key for key in (loss_mask, log_prob) if key is not None and column_of(batch, key) is not None
+        ]
+        self.table.silenced |= dict.fromkeys(found)
+        if not found and bool(rows.any()):
+            raise BatchError(
+                f"{int(rows.sum())} rows are to leave the loss, but the batch has neither {loss_mask!r} "
+                f"(loss_mask_key) nor {log_prob!r} (log_prob_key): they would train all the same. It has "
+                f"{key_names(batch)}; set the keys, or drop the rows"
+            )
+        if loss_mask in found:
+            lengths = self.lengths
+            before = self[LENGTH] if self.has(LENGTH) else torch.full_like(lengths, -1)
+            self.put(LENGTH, torch.where((before < 0) & rows, lengths, before), ndim=1, fill=-1)
+
+    def ask(self, criterion: Callable[[TensorDictBase], Any]) -> Any:
+        """(M,): what a callable of a batch says of each row; the batch is written for it, and read once more."""
+        said = criterion(self.write())
+        fits = isinstance(said, Tensor) and said.dtype is torch.bool and said.numel() == len(self.table.live)
+        return self.measure(("asked", id(criterion)), said.reshape(-1)) if fits else said
+
+    def shown(self, values: Tensor) -> tuple[TensorDictBase, Tensor]:
+        """The batch as it is by now, and (M,) `values` for its rows, on its device."""
+        batch = self.write()
+        return batch, self.of_rank(values).to(device_of(batch))
+
+    def record(self, rows: Tensor, reason: str, effect: Effect) -> None:
+        """Keep a reason for (M,) bool `rows` that have none yet, and change nothing else about them."""
+        table, name = self.table, f"{self.stage}/{reason}"
+        table.names.append(name)
+        table.effects.append(effect)
+        table.reason[rows & (table.reason == 0)] = len(table.names) - 1
+
+    def row_numbers(self) -> Tensor:
+        """(N,) int64: the number of each row of the table in the batch of its rank as it came."""
+        table = self.table
+        numbers = torch.zeros(table.size, dtype=torch.int64)
+        numbers[table.numbers_of_rank] = torch.arange(len(table.numbers_of_rank))
+        return numbers
+
+    def numbers_of(self, batch: TensorDictBase) -> Tensor:
+        """(B,) int64: the numbers in the table of rows that :meth:`write` has numbered."""
+        if len(batch) == 0:  # an empty lazy stack has no columns
+            return torch.zeros(0, dtype=torch.int64)
+        return self.table.numbers_of_rank[column_of(batch, ROW).cpu()]
+
+    def written_columns(self) -> dict[NestedKey, tuple[Tensor, torch.dtype, int]]:
+        """What stages have written, by key: values for all rows of the table, dtype and dimensions."""
+        table = self.table
+        found = {key: (table.columns[key], *how) for key, how in table.written.items()}
+        if table.masks_rows:
+            found[IN_LOSS] = (table.in_loss, torch.bool, 1)
+        if table.counted is not None and table.masks_rows:
+            found[COUNTED] = (table.counted, torch.bool, 1)
+        return found
+
+    def metric(self, name: str, value: Tensor | float) -> None:
+        """Say a number of this batch, as ``<stage>/<name>``."""
+        self.table.metrics[f"{self.stage}/{name}" if self.stage else name] = float(value)
+
+    def measure(self, name: Any, values: Tensor) -> Tensor:
+        """Make a column of what tokens were reduced to on the device: one more copy, and one more exchange.
+
+        Args:
+            name: of the column.
+            values: (B,) for the rows of the batch.
+
+        Returns:
+            (M,) for the rows of this view.
+        """
+        self.table.dtypes[name] = values.dtype
+        self.table.columns[name] = self._of_all(read_packed([values])[0])
+        return self[name]
+
+    def measured(self, **numbers: Tensor) -> dict[str, Tensor]:
+        """Bring what tokens were reduced to on the device to this stage, by one copy and one exchange.
+
+        Args:
+            numbers: (B,) or (B, K) for the rows of the batch each, by name.
+
+        Returns:
+            (M,) or (M, K) float64 each, for the rows of this view; the table does not keep them.
+        """
+        parts = [flat_rows(values.detach().double()) for values in numbers.values()]
+        column = self.of_all_ranks(torch.cat(parts, 1))
+        split = column.split([part.shape[1] for part in parts], 1)
+        pairs = zip(numbers.items(), split, strict=True)
+        return {name: part if values.ndim > 1 else part[:, 0] for (name, values), part in pairs}
+
+    def of_all_ranks(self, values: Tensor) -> Tensor:
+        """(B, ...) for the rows of the batch → (M, ...) for the rows of this view, on the CPU. An exchange."""
+        column = self._of_all(values.cpu())
+        return column if self.index is None else column.index_select(0, self.index)
+
+    # -- token-level stages -------------------------------------------------------------------------------
+
+    def tokens(self) -> TensorDictBase:
+        """The rows of this rank that are here, TensorDict ``[B]`` on their device: a shallow copy.
+
+        What stages have written is in the table alone (:meth:`with_written`); rows out of the loss are not
+        masked in it yet.
+        """
+        self.settle()
+        self.compact()
+        return shallow_copy(self.table.batch)
+
+    def there(self, values: Tensor) -> Tensor:
+        """(M, ...) values of this view as (B, ...) for the rows of :meth:`tokens`, on their device."""
+        return self.of_rank(values).to(device_of(self.table.batch))
+
+    def stored_as(self, batch: TensorDictBase) -> None:
+        """Take :meth:`tokens` as somebody has stored them anew, as dense columns say: no number has changed."""
+        self.table.batch = batch
+
+    def accept(self, batch: TensorDictBase) -> None:
+        """Take a batch that a token-level stage has made of :meth:`tokens`.
+
+        Columns and counts of tokens that it has changed are read again when somebody asks.
+
+        Args:
+            batch: TensorDict of all rows of :meth:`tokens`, or of those of them that have not left.
+
+        Raises:
+            BatchError: it has other rows.
+        """
+        table, before = self.table, self.table.batch
+        live = table.live[table.here[table.live]]
+        if len(batch) == len(live):
+            table.live, table.kept = live, table.here.clone()
+        elif len(batch) != len(table.live):
+            raise BatchError(
+                f"a stage returns the rows that are here, {len(live)}; {len(batch)} came out. Rows that go are "
+                "taken out by rows.leave"
+            )
+        table.batch = batch
+        self._forget(
+            {
+                key
+                for key in {source for key in table.columns for source in _sources(key)}
+                if not same_column(before, batch, key)
+                and not (key in table.written and column_of(batch, key) is None)
+            }
+        )
+
+    def when_gathered(
+        self,
+        change: Callable[[TensorDictBase, dict[str, Tensor]], None],
+        writes: Sequence[NestedKey],
+        **numbers: Tensor,
+    ) -> None:
+        """Change token columns where rows are gathered, a minibatch at a time.
+
+        A stage that asks for one of these columns before that gets it (:meth:`settle`).
+
+        Args:
+            change: of gathered rows and their numbers, which are on the device of the rows. It finds what
+                stages have written in the rows, and writes what follows from each token by itself.
+            writes: the columns that it writes.
+            numbers: (M,) or (M, K) each, for the rows of this view.
+        """
+        every = {name: self.to_arrival(values) for name, values in numbers.items()}
+        self.table.late.append(Late(change, every, tuple(writes)))
+
+    def change_advantage(
+        self, how: Callable[..., Tensor], *, at_least: torch.dtype | None = None, **numbers: Tensor
+    ) -> None:
+        """Change the advantage element by element: in the table, or that of tokens where rows are gathered.
+
+        Args:
+            how: ``how(advantage, **numbers)``, elements of float64, or of tokens of at least float32, and
+                numbers that broadcast to them.
+            at_least: the advantage keeps its dtype, but is of this one at least.
+            numbers: (M,) float each, for the rows of this view.
+
+        Raises:
+            MissingKeyError: there is none.
+            BatchError: it is of integers.
+        """
+        table, key, dtype = self.table, self.key("advantage"), self.advantage_dtype
+        if dtype is None:
+            raise self._missing("advantage")
+        if not dtype.is_floating_point:
+            raise BatchError(f"an advantage is a floating-point number; found {dtype}")
+        column = table.columns.get(key)
+        if key not in table.written and (column is None or column.ndim > 1):
+            column = column_of(table.batch, key)
+        is_of_rows = isinstance(column, Tensor) and column.numel() == len(column)
+        if is_of_rows and not self.is_late("advantage"):
+            changed = how(self["advantage"], **numbers)
+            self.put("advantage", changed, dtype=torch.promote_types(dtype, at_least or dtype))
+            return
+
+        def change(batch: TensorDictBase, numbers: dict[str, Tensor]) -> None:
+            rows = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
+            for number, part in enumerate(rows):
+                credit = part.get(key)
+                wide = credit.to(torch.promote_types(credit.dtype, torch.float32))
+                own = {name: each.to(wide.dtype) for name, each in numbers.items()}
+                if part is batch:
+                    own = {name: each.view(-1, *[1] * (wide.ndim - 1)) for name, each in own.items()}
+                else:
+                    own = {name: each[number] for name, each in own.items()}
+                part.set(
+                    key, how(wide, **own).to(torch.promote_types(credit.dtype, at_least or credit.dtype))
+                )
+
+        self.when_gathered(change, [key], **numbers)
+
+    @property
+    def advantage_dtype(self) -> torch.dtype | None:
+        """In which dtype the batch has the advantage, of rows or of tokens; None: it has none."""
+        key = self.key("advantage")
+        if key in self.table.columns:
+            return self.dtype("advantage")
+        column = column_of(self.table.batch, key)
+        if column is None:
+            return None
+        return column[0].dtype if isinstance(column, list) else column.dtype
+
+    def _option(self, role: Any) -> str:
+        if isinstance(role, str) and role in self.names:
+            return f"{role}_key"
+        return str(self.key(role))
+
+    def _missing(self, role: Any, option: str | None = None) -> MissingKeyError:
+        key = self.key(role)
+        if key in WRITERS:
+            writer = WRITERS[key]
+            return MissingKeyError(
+                f"{self.reader} needs the column {key!r}, written by {writer}: put {writer} before it"
+            )
+        option = option or self._option(role)
+        return MissingKeyError(
+            f"{self.reader} needs the key {key!r} ({option}); the batch has {key_names(self.table.batch)}. "
+            f"If it goes by another name, set {option}{who_stamps(option)}"
+        )
 
 
-def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
-    """What :func:`to_plain` made dicts of."""
-    if plain is None:
-        return None
-    if "rows" in plain:
-        return lazy_stack([from_plain(row) for row in plain["rows"]])
-    # Who saved it on a GPU may be read without one: its device is where its tensors are now.
-    device = _device_in(plain) if plain["device"] else None
-    batch = TensorDict({}, batch_size=plain["batch_size"], device=device)
-    for key, value in plain["columns"].items():
-        if isinstance(value, dict) and "data" in value:
-            value = _stack_data(value["data"], len(value["batch_size"]))
-        elif isinstance(value, dict) and "meta" in value:
-            value = MetaData(value["meta"], batch_size=value["batch_size"])
-        batch[key] = from_plain(value) if isinstance(value, dict) else value
-    return batch
+def _sources(key: Any) -> list[NestedKey]:
+    """The columns of the batch that a column of the table is made of."""
+    if isinstance(key, TokenCount):
+        return [each for each in key if each is not None]
+    return [key.of] if isinstance(key, Reduced) else [key]
 
 
-def _device_in(plain: dict[str, Any]) -> torch.device | str:
-    """Of the first tensor; where there is none, as it was said."""
-    columns = list(plain["columns"].values())
-    for value in columns:
-        if isinstance(value, Tensor):
-            return value.device
-    nested = (value for value in columns if isinstance(value, dict) and "columns" in value)
-    return next(map(_device_in, nested), plain["device"])
+def column_keys(stage: Any) -> dict[str, NestedKey | None]:
+    """Where a stage finds each column, by role: its options named ``<role>_key``."""
+    return {name[:-4]: nested_key(key) for name, key in vars(stage).items() if name.endswith("_key")}
 
 
-def _data_of(value: Any, dims: int) -> Any:
-    """What is not a tensor, in lists as deep as its batch dimensions."""
-    return [_data_of(each, dims - 1) for each in value.unbind(0)] if dims else value.data
+def few(values: Tensor | Sequence[Any], most: int = 8) -> str:
+    """The first of many values, and how many more there are.
 
-
-def _stack_data(data: Any, dims: int) -> Any:
-    """A list alone would become a tensor where it has numbers in it."""
-    return NonTensorStack(*(_stack_data(each, dims - 1) for each in data)) if dims else NonTensorData(data)
+    Example:
+        >>> few(torch.arange(10)), few(torch.tensor([1.5]))
+        ('[0, 1, 2, 3, 4, 5, 6, 7] and 2 more', '[1.5]')
+    """
+    more = len(values) - most
+    shown = values[:most].tolist() if isinstance(values, Tensor) else list(values[:most])
+    return f"{shown}" + (f" and {more} more" if more > 0 else "")

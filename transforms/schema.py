@@ -49,8 +49,9 @@ from tensordict import (
 )
 from torch import Tensor
 
-from .errors import BatchError, MissingKeyError, listing, who_stamps
+from .errors import BatchError, MissingKeyError, who_stamps
 from .options import one_of
+from .tensordicts import entries_of
 
 REWARD = ("headrace", "reward")
 REWARDS = ("headrace", "rewards")
@@ -105,13 +106,7 @@ def has_key(batch: TensorDictBase, key: NestedKey | None) -> bool:
         return False
     if not isinstance(batch, LazyStackedTensorDict):
         return _has_path(batch, key if isinstance(key, tuple) else (key,))
-    rows = [i for i, row in enumerate(batch.tensordicts) if has_key(row, key)]
-    if rows and len(rows) < len(batch.tensordicts):
-        raise BatchError(
-            f"a column is on every row or on none; {key!r} is on {len(rows)} of {len(batch)} rows: "
-            f"{listing(map(str, rows))}"
-        )
-    return bool(rows)
+    return entries_of(batch, key) is not None
 
 
 def _has_path(batch: TensorDictBase, path: Sequence[str]) -> bool:

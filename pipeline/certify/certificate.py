@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from headrace.pipeline.accounting.row_table import weights_of_stages
+from headrace.pipeline.columns import weights_of_stages
 from headrace.pipeline.load import ConfigError
 from headrace.transforms.errors import BatchError
 

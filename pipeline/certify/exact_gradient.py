@@ -16,9 +16,10 @@ from omegaconf import DictConfig, open_dict
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from headrace.pipeline.accounting.row_table import keys_of_stages
+from headrace.pipeline.columns import keys_of_stages
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.pipeline import Pipeline
+from headrace.transforms import CompletenessGate, ShuffleSplit
 from headrace.transforms.errors import BatchError
 
 from .small_task import Prompt, SmallTask
@@ -47,7 +48,7 @@ def one_group_a_step(config: DictConfig, task: SmallTask, words: Sequence[str] =
     """Build a composed ``pipeline`` node for the groups of a task, one group an optimiser step.
 
     What is changed is how a batch is cut, by the stage's trait `cuts`; that the gate learns the size of
-    groups from their column, by its trait `gates`; that weights are written and not folded into the
+    groups from their column, as the gate has it; that weights are written and not folded into the
     advantage, which is the same loss; how many rewards there are; and what the task itself needs (its
     `settings`), where the recipe leaves it at its default. Everything else is the recipe's.
 
@@ -75,9 +76,9 @@ def one_group_a_step(config: DictConfig, task: SmallTask, words: Sequence[str] =
             if callable(made_by):
                 defaults = {key: each.default for key, each in inspect.signature(made_by).parameters.items()}
             options: dict[str, Any] = {"fold": "none"}
-            if getattr(made_by, "cuts", False):
+            if made_by is ShuffleSplit:
                 options |= CUT
-            if getattr(made_by, "gates", False):
+            if made_by is CompletenessGate:
                 options["group_size"] = None
             for path, value in settings.items():
                 owner, _, option = path.partition(".")

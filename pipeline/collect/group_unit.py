@@ -10,10 +10,10 @@ from torch import Tensor
 from torchrl.data.replay_buffers import ConsumingSampler, Sampler, SampleUnit, StalenessAwareSampler, Storage
 
 from headrace.transforms import BatchError, CompletenessGate, enforce
-from headrace.transforms.checks import few, set_rule
-from headrace.transforms.door import enter_rows
-from headrace.transforms.ids import as_ids, first_row, is_first, reduce_by
+from headrace.transforms.entry import enter_rows
+from headrace.transforms.ids import Ids, as_ids, first_row
 from headrace.transforms.options import at_least, describe_options, one_of
+from headrace.transforms.rows import few
 from headrace.transforms.schema import STATUS_KEYS, has_key, read_column
 
 Anchors = Literal["any", "first"]
@@ -84,8 +84,14 @@ class GroupUnit(SampleUnit):
         columns = stored.select(*self.gate.in_keys, *STATUS_KEYS, strict=False)
         ids = [key for key in (self.gate.group_key, self.gate.rollout_key) if key is not None]
         columns = enter_rows(columns, ids, reader=type(self).__name__)
-        group = as_ids(self.gate.column(columns, "group_key"), "group_id")
-        enforce([set_rule(group, "group_id", "rows without an id would be one group")])
+        key, name = self.gate.group_key, type(self.gate).__name__
+        group = as_ids(read_column(columns, key, reader=name, option="group_key"), "group_id")
+        if bool((group < 0).any()):
+            unset = (group < 0).nonzero().flatten()
+            raise BatchError(
+                f"every row needs a group_id ≥ 0; found none at rows {few(unset)}: rows without an id would be "
+                "one group"
+            )
         first = first_row(group)
         heads, places = groups_drawn(first, index.reshape(-1).to(first.device), self.anchors)
         usable = self._unused(group)[heads] & fresh_groups(stored, first, sampler)[heads]
@@ -194,8 +200,8 @@ def groups_drawn(first: Tensor, drawn: Tensor, anchors: Anchors) -> tuple[Tensor
     heads = first[drawn]
     if anchors == "first":
         places, heads = places[heads == drawn], heads[heads == drawn]
-    once = is_first(first_row(heads))
-    return heads[once], places[once]
+    again = ~Ids(heads).is_first
+    return heads[~again], places[~again]
 
 
 def rows_of_groups(first: Tensor, heads: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,4 +226,5 @@ def fresh_groups(stored: TensorDictBase, first: Tensor, sampler: Sampler | None)
         return torch.ones_like(first, dtype=torch.bool)
     reader = type(sampler).__name__
     version = read_column(stored, sampler._version_key, reader=reader, option="version_key")
-    return sampler.consumer_version - reduce_by(first, version, "amin") <= sampler.max_staleness
+    groups = Ids(first)
+    return sampler.consumer_version - groups.spread(groups.min(version)) <= sampler.max_staleness

@@ -11,7 +11,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
 from headrace.transforms import GroupAssembler
-from headrace.transforms.rows import join_rows
+from headrace.transforms.tensordicts import join_rows
 
 COPY = "a copy of it in a worker process"
 

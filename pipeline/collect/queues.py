@@ -24,8 +24,8 @@ from headrace.pipeline.installed import import_extra
 from headrace.transforms import BatchError, StalledError
 from headrace.transforms.errors import listing
 from headrace.transforms.options import at_least, one_of
-from headrace.transforms.rows import take_rows
 from headrace.transforms.schema import RANK, read_written
+from headrace.transforms.tensordicts import take_rows
 
 from .assembling import check_patience
 
@@ -239,8 +239,7 @@ class StepQueue:
                         raise StalledError(f"{late} for {patience:g} s")
                     time.sleep(POLL)
             for rank, rows in enumerate(parts):
-                name = f"{self.partition}/{rank}"
-                tag: dict[str, Any] = {}
+                name, tag = f"{self.partition}/{rank}", {}
                 if len(rows):
                     columns, tag = encode_rows(rows)
                     keys = [f"{self.steps}/{row}" for row in range(len(rows))]

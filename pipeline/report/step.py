@@ -5,36 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from headrace.pipeline.accounting.account import Account
-from headrace.pipeline.accounting.ledger import ledger_numbers
-from headrace.pipeline.accounting.row_table import RowTable, labels_of_ids, strings
 from headrace.pipeline.notebook import ColumnTable, report_html
+from headrace.pipeline.texts import labels_of_ids, strings
 from headrace.transforms import Status
-from headrace.transforms.door import enter_rows
+from headrace.transforms.entry import enter_rows
+from headrace.transforms.schema import FINISHED
 
 from .advice import Advisory, advise
+from .columns import report_columns
 from .measuring.funnel import Level, funnel, left_numbers
 from .measuring.groups import compared_ids, groups_of, rollouts_of, staleness_of, widest_first
 from .measuring.numbers import numbers_of
 from .measuring.shared_tokens import count_shared_tokens, linear_of
 from .texts import Decode, TokenValues, last_user_turn, texts_of_tokens, values_by_token
 
+if TYPE_CHECKING:
+    from headrace.pipeline.pipeline import Pipeline
+    from headrace.pipeline.run import Run
+
 BY_TOKEN = ("advantage", "importance_weight", "loss_weight")
 TOKENS_READ = 50_000  # of which each has its number in a report: what a page shows of many steps is less
-
-
-class HasAccount(Protocol):
-    """A pipeline, with the account of its last batch, or a run, with its own."""
-
-    @property
-    def account(self) -> Account | None:
-        """None where there was no batch."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,7 @@ class StepReport:
 
 
 def make_report(
-    processed: HasAccount,
+    processed: Run | Pipeline,
     *,
     step: int = 0,
     solved: float = 1.0,
@@ -168,7 +164,7 @@ def make_report(
     parameters: float | None = None,
     decode: Decode | None = None,
 ) -> StepReport:
-    """The report of a run, or of the last batch of a pipeline. One device read, and two of a batch's tokens.
+    """The report of a run, or of the last batch of a pipeline.
 
     Of a run it has numbers by token too, where a recipe writes any, of the rows of which most is to be
     learnt: those of at most 50,000 tokens. They, and texts out of tokens, take a few reads more.
@@ -194,50 +190,60 @@ def make_report(
         >>> make_report(run, step=7)
         StepReport(step=7, 2 of 2 rows trained)
     """
-    account = processed.account
-    if account is None:
+    run: Run | None = processed.last_run if hasattr(processed, "last_run") else processed  # type: ignore[assignment]
+    if run is None:
         raise RuntimeError(
             "there is no batch to report on: run the pipeline over one; one that was refused has none, and "
             "what a copy of the pipeline has run, in a worker process say, is known to that copy"
         )
-    ledger, table = account.ledger, account.table
-    if ledger is None or table is None:
-        return _empty_report(account, step)
-    columns, numbers = table.read({"reason": ledger.reason, "left": ledger.left}, account.numbers)
-    left = columns.pop("left").astype(bool)
-    ids = {unit: columns[f"{unit.removesuffix('s')}_id"] for unit in ledger.ids}
-    metrics = ledger_numbers(columns["reason"], ledger.names, ids) | numbers
-    rows = len(columns["reason"])
-    columns["row"] = np.arange(rows)
-    if (by_row := _advantage_by_row(account, columns)) is not None:
-        columns["advantage_by_row"] = by_row
+    recipe = tuple((name, repr(stage)) for name, stage in run.stages.items())
+    if run.ledger is None or run.rows is None:
+        names = ("row", "reason", "group_id", "rollout_id")
+        nothing = {name: np.empty(0, dtype=np.int64) for name in names} | {"collected_reward": np.empty(0)}
+        return StepReport(step, recipe, nothing, ("trained",), ("trained",))
+    columns = {**report_columns(run), "reason": run.ledger.reason.numpy()}
+    columns["row"] = np.arange(len(columns["reason"]))
+    comparing = [stage for stage in run.stages.values() if hasattr(stage, "advantage_by_row")]
+    if (
+        comparing and run.rows.table.ranks is None
+    ):  # of rows that are spread over ranks, this one's say nothing
+        if (by_row := _advantage_by_row(comparing[0], columns)) is not None:
+            columns["advantage_by_row"] = by_row
+    metrics, there = run.metrics, None if run is not processed else run.ungathered
     if batch is not None:
         batch = enter_rows(batch, [], reader="make_report")
-        metrics |= _shared(account, batch, columns, left, parameters)
-    there: TensorDictBase | None = getattr(processed, "ungathered", None)  # a pipeline keeps no batch
+        ids = {name: columns[name][: len(batch)] for name in ("group_id", "rollout_id") if name in columns}
+        counts = count_shared_tokens(batch, ids, ~run.ledger.left.numpy()[: len(batch)])
+        metrics |= counts.numbers(linear=linear_of(run.stages.values()), parameters=parameters)
+    gates = [stage.group_size for stage in run.stages.values() if FINISHED in getattr(stage, "out_keys", ())]
     report = StepReport(
         step=step,
-        recipe=account.recipe,
+        recipe=recipe,
         columns=columns,
-        names=tuple(ledger.names),
-        actions=tuple(ledger.actions),
-        texts=_texts(table, columns, there if batch is None else batch, decode),
-        group_size=account.group_size,
+        names=tuple(run.ledger.names),
+        actions=tuple(run.ledger.actions),
+        texts=_texts(run, columns, there if batch is None else batch, decode),
+        group_size=gates[0] if gates else None,
         solved=solved,
-        each_reward=account.each_reward,
+        each_reward=not comparing or getattr(comparing[0], "several", "sum") != "sum",
         metrics=metrics,
     )
-    return report if there is None else replace(report, by_token=_by_token(report, table, there, decode))
+    if there is None:
+        return report
+    tokens = columns.get("tokens", np.zeros(len(report), np.int64))
+    chosen = rows_to_read(report)
+    chosen = chosen[np.cumsum(tokens[chosen]) <= TOKENS_READ]
+    keys = {name: run.keys.found[name][0] for name in BY_TOKEN}
+    by_token = values_by_token(there, keys, chosen.tolist(), run.keys.loss_mask, decode)
+    return replace(report, by_token=by_token)
 
 
 def _texts(
-    table: RowTable,
-    columns: Mapping[str, np.ndarray],
-    batch: TensorDictBase | None,
-    decode: Decode | None,
+    run: Run, columns: Mapping[str, np.ndarray], batch: TensorDictBase | None, decode: Decode | None
 ) -> dict[str, Sequence[str]]:
     """Texts of all rows, and labels of their ids: those that the batch had; texts else out of its tokens."""
-    found = {name: strings(text, table.rows) for name, text in table.texts.items()}
+    rows = len(columns["reason"])
+    found = {name: strings(text, rows) for name, text in run.texts.items()}
     for unit in ("group", "rollout"):
         if found.get(f"{unit}_label") is not None:
             ids = columns.get(f"{unit}_id", np.empty(0)).tolist()
@@ -245,18 +251,7 @@ def _texts(
     texts = {name: text for name, text in found.items() if text is not None}
     if decode is None or batch is None or {"prompt", "response"} <= set(texts):
         return texts
-    return texts_of_tokens(batch, table.rows, decode, table.loss_mask_key) | texts
-
-
-def _by_token(
-    report: StepReport, table: RowTable, batch: TensorDictBase, decode: Decode | None
-) -> dict[int, TokenValues]:
-    """Of the rows that come first, as many as have so many tokens together."""
-    tokens = report.columns.get("tokens", np.zeros(len(report), np.int64))
-    rows = rows_to_read(report)
-    rows = rows[np.cumsum(tokens[rows]) <= TOKENS_READ]
-    keys = {name: key for name in BY_TOKEN for key in table.keys[name][:1]}
-    return values_by_token(batch, keys, rows.tolist(), table.loss_mask_key, decode)
+    return texts_of_tokens(batch, rows, decode, run.keys.loss_mask) | texts
 
 
 def rows_to_read(report: StepReport) -> np.ndarray:
@@ -275,36 +270,16 @@ def rows_to_read(report: StepReport) -> np.ndarray:
     return np.argsort([place[group] for group in report.columns["group_id"].tolist()], kind="stable")
 
 
-def _shared(
-    account: Account,
-    batch: TensorDictBase,
-    columns: Mapping[str, np.ndarray],
-    left: np.ndarray,
-    parameters: float | None,
-) -> dict[str, float]:
-    """What the rows of a batch that stay would cost as trees."""
-    ids = {name: columns[name][: len(batch)] for name in ("group_id", "rollout_id") if name in columns}
-    counts = count_shared_tokens(batch, ids, ~left[: len(batch)])
-    return counts.numbers(linear=linear_of(account.stages.values()), parameters=parameters)
-
-
-def _empty_report(account: Account, step: int) -> StepReport:
-    """The report of a batch without rows."""
-    names = ("row", "reason", "group_id", "rollout_id")
-    columns = {name: np.empty(0, dtype=np.int64) for name in names} | {"collected_reward": np.empty(0)}
-    return StepReport(step, account.recipe, columns, ("trained",), ("trained",))
-
-
-def _advantage_by_row(account: Account, columns: Mapping[str, np.ndarray]) -> np.ndarray | None:
+def _advantage_by_row(stage: Any, columns: Mapping[str, np.ndarray]) -> np.ndarray | None:
     """(N,) the advantage that each row would have if it were a rollout."""
-    if account.advantage_by_row is None or not {"reward", "advantage", "group_id"} <= set(columns):
+    if not {"reward", "advantage", "group_id"} <= set(columns):
         return None
     rows = np.isfinite(columns["advantage"]) & np.isfinite(columns["reward"]) & (columns["group_id"] >= 0)
     rows &= columns.get("counted", np.ones(len(rows))) != 0
     if not rows.any():
         return None
     reward, groups = (torch.from_numpy(each[rows]) for each in (columns["reward"], compared_ids(columns)))
-    credit = account.advantage_by_row(reward, groups)
+    credit = stage.advantage_by_row(reward, groups)
     if credit is None:
         return None
     result = np.full(len(rows), np.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console, Group
@@ -15,8 +16,12 @@ from headrace.pipeline.wording import count_words, minus_words, printable, reaso
 from .advice import Advisory
 from .measuring.funnel import UNITS
 from .measuring.shared_tokens import tree_words
-from .step import HasAccount, StepReport, make_report
+from .step import StepReport, make_report
 from .texts import Decode
+
+if TYPE_CHECKING:
+    from headrace.pipeline.pipeline import Pipeline
+    from headrace.pipeline.run import Run
 
 GROUPS = 12  # lines of the table; the number of other groups is below it
 ROLLOUTS = 8  # rewards in a line
@@ -59,7 +64,7 @@ def show_advisories(advisories: Sequence[Advisory], verdict: str | None = None) 
 
 
 def print_report(
-    processed: HasAccount,
+    processed: Run | Pipeline,
     *,
     step: int = 0,
     console: Console | None = None,

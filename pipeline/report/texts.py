@@ -11,8 +11,8 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.rows import device_of, take_rows
 from headrace.transforms.schema import ROW, has_key
+from headrace.transforms.tensordicts import device_of, take_rows
 from headrace.transforms.tokens import ATTENTION, PROMPT, RESPONSE
 
 Decode = Callable[[list[int]], Sequence[str]]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.transforms import Status, number_labels
 from headrace.transforms.errors import listing
-from headrace.transforms.rows import as_texts
+from headrace.transforms.tensordicts import as_texts
 
 from .malformed import SourceError, quote
 

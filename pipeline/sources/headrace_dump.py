@@ -21,7 +21,7 @@ import torch
 from tensordict import TensorDict
 
 from headrace.transforms import Status
-from headrace.transforms.rows import as_texts
+from headrace.transforms.tensordicts import as_texts
 
 from .batch import MAX_CELLS, MAX_TOKENS, Sample
 from .file_kinds import Reading, read_jsonl, read_table

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from headrace.transforms import Status
 from headrace.transforms.errors import listing
-from headrace.transforms.ids import first_row, is_first, reduce_by, sum_by
-from headrace.transforms.rows import listed, shallow_copy
+from headrace.transforms.ids import Ids
 from headrace.transforms.schema import has_key
+from headrace.transforms.tensordicts import listed, shallow_copy
 
 from .malformed import SourceError, first_line, quote
 
@@ -85,12 +85,12 @@ def regrade(batch: TensorDictBase, grade: Grade) -> tuple[TensorDictBase, Regrad
     """
     if not has_key(batch, "response_text"):
         raise SourceError("to grade again takes the texts of the responses, and this dump has none")
-    rollout, status = first_row(batch.get("rollout_id")), batch.get("status", None)
+    ids, status = Ids(batch.get("rollout_id")), batch.get("status", None)
+    rollout = ids.spread(ids.first)
     lost = torch.zeros(len(batch), dtype=torch.bool)
     if status is not None:
         lost = torch.isin(status, torch.tensor([Status.FAILED, Status.ABORTED]))
-    lost = reduce_by(rollout, lost.to(torch.uint8), "amax").bool()
-    heads = (is_first(rollout) & ~lost).nonzero().flatten()
+    heads = (ids.is_first & ~ids.spread(ids.any(lost))).nonzero().flatten()
     changed = shallow_copy(batch).exclude(*STALE)
     old = batch.get(("next", "reward")).double().reshape(len(batch), -1)
     if not len(heads):
@@ -166,9 +166,9 @@ def _change(old: Tensor, new: Tensor, group: Tensor) -> Regraded:
     same = old.shape == new.shape
     changed = (old != new).any(1) if same else torch.ones(len(new), dtype=torch.bool)
     known = ~old.isnan().all(1)
-    first = first_row(group)
-    several = is_first(first) & (sum_by(first, torch.ones_like(first)) > 1)
-    differed, differ = (_differ(values, first) for values in (old, new))
+    groups = Ids(group)
+    several = groups.is_first & (groups.spread(groups.count) > 1)
+    differed, differ = (_differ(values, groups) for values in (old, new))
     return Regraded(
         rollouts=len(new),
         changed=int(changed.sum()),
@@ -181,10 +181,10 @@ def _change(old: Tensor, new: Tensor, group: Tensor) -> Regraded:
     )
 
 
-def _differ(values: Tensor, first: Tensor) -> Tensor:
+def _differ(values: Tensor, groups: Ids) -> Tensor:
     """(R,) bool: whether one of the K rewards (R, K) differs within the rollout's group."""
     differ = torch.zeros(len(values), dtype=torch.bool)
     for column in values.T:
         low, high = (column.nan_to_num(nan=end) for end in (float("inf"), float("-inf")))
-        differ |= reduce_by(first, high, "amax") > reduce_by(first, low, "amin")
+        differ |= groups.spread(groups.max(high) > groups.min(low))
     return differ

@@ -17,6 +17,7 @@ from headrace.pipeline.notebook import show_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report import ReportFolder, StepReport, decoder_of, make_report, show_advisories
 from headrace.transforms import weighted_loss
+from headrace.transforms.schema import FINISHED
 
 from .display import TrainingDisplay
 from .optimiser_steps import optimise, total_loss, transform_of
@@ -52,7 +53,7 @@ def train(config: DictConfig, output: Path) -> float:
     components = _instantiate_components(config, device)
     env, steps = components["env"], config.train.steps
     for stage in pipeline.stages.values() if getattr(env, "whole_draws", False) else ():
-        if getattr(stage, "gates", False) and getattr(stage, "expected_groups", ()) is None:
+        if FINISHED in getattr(stage, "out_keys", ()) and getattr(stage, "expected_groups", ()) is None:
             stage.expected_groups = env.sampler  # so it notices groups of which no row came back
     frames = {"frames_per_batch": env.frames_per_batch, "total_frames": env.frames_per_batch * steps}
     collector = Collector(env, components["policy"], auto_register_policy_transforms=False, **frames)

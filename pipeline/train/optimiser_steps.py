@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from headrace.transforms import BatchError, pack, split_microbatches, weighted_loss
 from headrace.transforms.distributed import resolve_group
 from headrace.transforms.options import nested_key, one_of
-from headrace.transforms.rows import device_of
 from headrace.transforms.schema import MICROBATCH, RANK, ROW, STEP_WEIGHT, has_key
+from headrace.transforms.tensordicts import device_of
 from headrace.transforms.tokens import loss_tokens
 
 SAMPLER, OLD, WEIGHTS = ("log_probs", "full"), ("old_log_probs", "full"), "importance_weight"

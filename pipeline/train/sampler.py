@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 
 from headrace.pipeline.collect.stamping import stamp_ids
 from headrace.transforms.options import describe_options, one_of
-from headrace.transforms.split.seeds import stream_seed
+from headrace.transforms.split.shuffle import stream_seed
 
 
 class RepeatSampler(Sampler[int]):

@@ -48,7 +48,7 @@ def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
         "loss-rows": (
             "Rows for the loss",
             "Ragged rows made dense, scored, packed, merged, or laid out as a tree.",
-            _of("transforms.loss_rows"),
+            _of("transforms.sequences"),
         ),
         "criteria": (
             "Criteria and token terms",
@@ -58,7 +58,7 @@ def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
         "collect": (
             "Collecting",
             "Who stamps ids, and how rows that come one by one become whole groups.",
-            _of("pipeline.collect", "transforms.assembler", "pipeline.train.sampler"),
+            _of("pipeline.collect", "transforms.stream", "pipeline.train.sampler"),
         ),
         "reports": (
             "Reports",

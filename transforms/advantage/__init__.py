@@ -1,25 +1,25 @@
 """What a rollout's reward is worth, measured against those of its group."""
 
-from .by_prefix import tree_advantage
-from .by_turn import turn_advantage
-from .entropy_terms import EntropyShare, TopShare, share_at_place, top_share
+from .by_prefix import TreeAdvantage, tree_advantage
+from .by_token import TokenAdvantage, token_advantage
+from .by_turn import TurnAdvantage, turn_advantage
 from .factors import DifficultyWeight, SignFactors, difficulty_weight
-from .group_relative import group_relative_advantage
+from .group_relative import GroupRelativeAdvantage, group_relative_advantage
 from .peers import CombineIds, combine_ids
 from .running import RunningBaseline
-from .stage import GroupRelativeAdvantage
 from .states import StateAdvantage, state_groups
-from .token_advantage import TokenAdvantage, token_advantage
 from .token_terms import (
     DirectedWeight,
+    EntropyShare,
     LogRatio,
     StalenessWeight,
     TokenTerm,
+    TopShare,
     directed_weight,
+    share_at_place,
     staleness_weight,
+    top_share,
 )
-from .tree_stage import TreeAdvantage
-from .turn_stage import TurnAdvantage
 from .turns import RewardsToGo, TurnDiscount, rewards_to_go, turns_to_go
 from .whiten import BatchWhitening, whiten
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from headrace.transforms.ids import Ids
 from headrace.transforms.options import at_least, one_of, within
-from headrace.transforms.ranking import rank_in_groups
-
-from .grouping import Grouping
 
 Baseline = Literal[
     "mean",
@@ -30,15 +29,140 @@ EpsMode = Literal["add", "clamp", "skip"]
 Singleton = Literal["zero", "raw", "raise"]
 Clip = Sequence[float | None]
 
+
+class Groups:
+    """The rewards of groups, each group sorted: what a baseline or a scale may ask.
+
+    Everything per rollout is (V,), in the order of the groups and in each of the rewards; everything per group
+    is (P,), until :meth:`spread` brings it to the rollouts. Sums follow that order, so that they depend on the
+    set of a group's rewards, and on nothing else to the last bit.
+
+    Args:
+        reward: (V,) float64, one a rollout.
+        ids: of their groups.
+        length: (V,) int64, tokens of each rollout, where somebody asks.
+
+    Example:
+        >>> g = Groups(torch.tensor([5.0, 1.0, 3.0]).double(), Ids(torch.tensor([7, 2, 7])))
+        >>> g.reward.tolist(), g.count.tolist(), g.unsorted(g.deviation).tolist()
+        ([1.0, 3.0, 5.0], [1.0, 2.0], [1.0, 0.0, -1.0])
+    """
+
+    def __init__(self, reward: Tensor, ids: Ids, length: Tensor | None = None):
+        self.order = sorted_in_groups(reward, ids)
+        self.reward, self.of = reward[self.order], ids.of[self.order]
+        self.number, self.end = ids.count, ids.count.cumsum(0)
+        self.count, self.start = ids.count.double(), self.end - ids.count
+        self.length = None if length is None else length[self.order]
+
+    def unsorted(self, values: Tensor) -> Tensor:
+        """(V,) in the order of the rollouts as they were given."""
+        return torch.empty_like(values).index_copy_(0, self.order, values)
+
+    def spread(self, per_group: Tensor) -> Tensor:
+        """(P,) → (V,)."""
+        return per_group.index_select(0, self.of)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """(P,) float64, Σ_{j∈g} of (V,) values."""
+        return torch.bincount(self.of, weights=values, minlength=len(self.count))
+
+    @cached_property
+    def place(self) -> Tensor:
+        """(V,) int64: how many rewards of the group are in front of each."""
+        return torch.arange(len(self.of), device=self.of.device) - self.spread(self.start)
+
+    @cached_property
+    def smallest(self) -> Tensor:
+        """(P,) min_{j∈g} R_j."""
+        return self.reward[self.start]
+
+    @cached_property
+    def largest(self) -> Tensor:
+        """(P,) max_{j∈g} R_j."""
+        return self.reward[self.end - 1]
+
+    @cached_property
+    def equal(self) -> Tensor:
+        """(P,) bool: all rewards of the group are equal."""
+        return self.smallest == self.largest
+
+    @cached_property
+    def deviation(self) -> Tensor:
+        """(V,) R_i − mean_{j∈g} R_j; exactly 0 where all rewards are equal, which rounding would miss."""
+        deviation = self.reward - self.spread(self.sum(self.reward) / self.count)
+        return deviation.masked_fill_(self.spread(self.equal), 0.0)
+
+    @cached_property
+    def batch_deviation(self) -> Tensor:
+        """(V,) R_i − the mean over all rollouts."""
+        return self.reward - self.reward.sort().values.sum() / len(self.reward)
+
+    def std(self, ddof: int) -> Tensor:
+        """(P,) by the deviations, since a sum of squares loses everything to a large mean."""
+        return (self.sum(self.deviation.square()) / (self.count - ddof).clamp_min(1)).sqrt()
+
+    def batch_std(self, ddof: int) -> Tensor:
+        """Scalar, over all rollouts."""
+        squares = self.batch_deviation.square().sort().values.sum()
+        return (squares / max(len(self.reward) - ddof, 1)).sqrt()
+
+    @cached_property
+    def median(self) -> Tensor:
+        """(P,); of an even number between the middle two."""
+        low, high = (self.reward[self.start + (self.number - odd) // 2] for odd in (1, 0))
+        return low / 2 + high / 2
+
+    @cached_property
+    def mad(self) -> Tensor:
+        """(P,) median of |R_j − median(R_j)|."""
+        return Groups((self.reward - self.spread(self.median)).abs(), Ids(self.of)).median
+
+    @cached_property
+    def best_other(self) -> Tensor:
+        """(V,) max_{j∈g, j≠i} R_j; the reward itself where a rollout is alone."""
+        second = self.reward[(self.end - 2).maximum(self.start)]
+        is_last = self.place == self.spread(self.number) - 1
+        return torch.where(is_last, self.spread(second), self.spread(self.largest))
+
+    @cached_property
+    def worst_other(self) -> Tensor:
+        """(V,) min_{j∈g, j≠i} R_j."""
+        second = self.reward[(self.start + 1).minimum(self.end - 1)]
+        return torch.where(self.place == 0, self.spread(second), self.spread(self.smallest))
+
+    def running(self, values: Tensor) -> Tensor:
+        """(V,) the sum of (V,) values up to each, in its group alone."""
+        table = values.new_zeros(len(self.count), int(self.number.max()))
+        table[self.of, self.place] = values
+        return table.cumsum(1)[self.of, self.place]
+
+
+def sorted_in_groups(reward: Tensor, ids: Ids) -> Tensor:
+    """(V,) int64: the rollouts group by group, and in each from the smallest reward to the largest."""
+    rows = torch.arange(len(reward), device=reward.device)
+    by_group = rows if ids.ascending else ids.of.argsort(stable=True)
+    largest = int(ids.count.max()) if ids.n else 0
+    if largest == 1:
+        return by_group
+    if largest * ids.n > 4 * len(reward):  # one group is much larger than the others
+        by_reward = reward.argsort(stable=True)
+        return by_reward[ids.of[by_reward].argsort(stable=True)]
+    start = (ids.count.cumsum(0) - ids.count)[:, None]
+    if largest * ids.n == len(reward):
+        return by_group[(reward[by_group].view(ids.n, largest).argsort(1) + start).flatten()]
+    inside = rows[:largest] < ids.count[:, None]
+    table = reward.new_full(inside.shape, float("inf")).masked_scatter_(inside, reward[by_group])
+    return by_group[(table.sort(dim=1, stable=True).indices + start)[inside]]
+
+
 # The reward less its baseline. In a group whose rewards are all equal, all but the last two give 0.
-BASELINES: dict[str, Callable[[Grouping, Formula], Tensor]] = {
+BASELINES: dict[str, Callable[[Groups, Formula], Tensor]] = {
     "mean": lambda g, _: g.deviation,
     "leave_one_out": lambda g, _: g.deviation * g.spread(g.count / (g.count - 1).clamp_min(1)),
-    "median": lambda g, _: g.reward - g.spread(median(g.reward, g)),
-    "length_weighted": lambda g, _: (
-        g.deviation - g.spread(g.sum(g.length * g.deviation) / g.add(g.length).clamp_min(1))
-    ),
-    "best_other": lambda g, _: (g.reward - other_best(g.reward, g)).masked_fill(g.spread(g.count == 1), 0.0),
+    "median": lambda g, _: g.reward - g.spread(g.median),
+    "length_weighted": lambda g, _: g.deviation - g.spread(length_weighted(g)),
+    "best_other": lambda g, _: g.reward - g.best_other,
     "best_of_k": lambda g, formula: above_others_of_k(g, formula.k or 2),
     "log_mean_exp": lambda g, formula: above_log_mean_exp(g, formula.temperature),
     "batch": lambda g, _: g.batch_deviation,
@@ -46,17 +170,18 @@ BASELINES: dict[str, Callable[[Grouping, Formula], Tensor]] = {
 }
 ABSOLUTE = ("batch", "none")  # the baselines that need no group
 
-# What the difference is divided by, before ε: of the group, of the batch, or of each rollout.
-SCALES: dict[str, Callable[[Grouping, int], Tensor] | None] = {
+# What the difference is divided by, before ε: (P,) of the group, () of the batch, or (V,) of each rollout.
+SCALES: dict[str, Callable[[Groups, int], Tensor] | None] = {
     "group": lambda g, ddof: g.std(ddof),
     "leave_one_out": lambda g, ddof: leave_one_out_std(g, ddof),
-    "mad": lambda g, _: median((g.reward - g.spread(median(g.reward, g))).abs(), g),
+    "mad": lambda g, _: g.mad,
     "batch": lambda g, ddof: g.batch_std(ddof),
     "mean": lambda g, _: g.sum(g.reward) / g.count,
-    "nonzero": lambda g, _: g.add_all((g.reward != 0).double()) / g.rollouts,
+    "nonzero": lambda g, _: (g.reward != 0).double().mean(),
     "none": None,
 }
 SPREADS = ("group", "leave_one_out", "mad")  # of the group: 0 where its rewards are equal
+OF_GROUP = ("group", "mad", "mean")  # one number for each group
 OF_BATCH = ("batch", "nonzero")  # baselines and scales that are measured over all groups of the batch
 MAY_BE_0 = ("leave_one_out", "mad")  # and also where they are not
 
@@ -120,85 +245,68 @@ class Formula:
         return self.k or (2 if self.singleton == "raise" and self.is_relative else 1)
 
 
-def advantage_in_groups(grouping: Grouping, formula: Formula) -> Tensor:
-    """The formula, in whatever layout; no device read."""
-    g, credit = grouping, BASELINES[formula.baseline](grouping, formula)
+def advantage_in_groups(g: Groups, formula: Formula) -> Tensor:
+    """(V,) float64, in the order of :class:`Groups`: ``(R − b − δ) / s``, clipped."""
+    alone = g.spread(g.number == 1)
+    credit = BASELINES[formula.baseline](g, formula)
     if formula.shift:
         credit = credit - formula.shift
         if formula.is_relative:
-            credit = credit.masked_fill(g.spread(g.count == 1), 0.0)
-    if (spread := SCALES[formula.scale]) is not None:
-        divisor = spread(g, formula.ddof)
-        softened = with_eps(divisor, formula.eps, formula.eps_mode)
-        nothing = softened == 0
+            credit = credit.masked_fill(alone, 0.0)
+    if (measure := SCALES[formula.scale]) is not None:
+        scale = measure(g, formula.ddof)
+        divisor = with_eps(scale, formula.eps, formula.eps_mode)
+        nothing = divisor == 0
         if formula.scale == "group":
-            nothing = nothing | (divisor == 0)
-        softened = softened.masked_fill_(nothing, float("inf"))  # by which all is divided to 0
-        credit = credit / (softened if formula.scale == "leave_one_out" else g.spread(softened))
+            nothing = nothing | (scale == 0)
+        divisor = divisor.masked_fill(nothing, float("inf"))  # by which all is divided to 0
+        credit = credit / (g.spread(divisor) if formula.scale in OF_GROUP else divisor)
     if formula.scale in MAY_BE_0 and (formula.baseline in ABSOLUTE or formula.shift):
-        credit = credit.masked_fill(g.spread(g.std(0) == 0), 0.0)
+        credit = credit.masked_fill(g.spread(g.equal), 0.0)
     if formula.is_relative and formula.singleton == "raw":
-        credit = torch.where(g.spread(g.count == 1), g.reward, credit)
+        credit = torch.where(alone, g.reward, credit)
     return credit if formula.clip is None else credit.clamp(*formula.clip)
 
 
-def with_eps(spread: Tensor, eps: float, eps_mode: str) -> Tensor:
+def with_eps(scale: Tensor, eps: float, eps_mode: str) -> Tensor:
     """What to divide by."""
     if eps_mode == "add":
-        return spread + eps
+        return scale + eps
     if eps_mode == "clamp":
-        return spread.clamp_min(eps)
-    return torch.where(spread > 0, spread + eps, 1.0)
+        return scale.clamp_min(eps)
+    return torch.where(scale > 0, scale + eps, 1.0)
 
 
-def other_best(values: Tensor, g: Grouping) -> Tensor:
-    """For each rollout, the largest of the others' `values` in its group; −∞ where there is none."""
-    best = g.max(values)
-    is_best = values == g.spread(best)
-    runner_up = g.max(values.masked_fill(is_best, float("-inf")))
-    of_best = torch.where(g.add(is_best.double()) == 1, runner_up, best)
-    return torch.where(is_best, g.spread(of_best), g.spread(best))
+def length_weighted(g: Groups) -> Tensor:
+    """(P,) ``Σ L_j d_j / Σ L_j`` of the deviations d: what a weighted mean lies above the plain one."""
+    assert g.length is not None
+    ids, length = Ids(g.of), g.length.double()
+    return ids.sum(length * g.deviation) / g.sum(length).clamp_min(1)
 
 
-def above_others_of_k(g: Grouping, k: int) -> Tensor:
+def above_others_of_k(g: Groups, k: int) -> Tensor:
     """For each rollout, by how much it exceeds the best of k − 1 others, in the mean over all such sets.
 
     It is an integral over the values t below R_i of the share of sets that lie at t or below, which is with
     j of the others there ``C(j, k − 1) / C(n − 1, k − 1)``. That is constant between neighbouring rewards, so
     that a sum along their order is all there is to do.
     """
-    reward = g.reward.double().flatten()
-    number = torch.broadcast_to(g.spread(g.count), g.reward.shape).flatten()
-    ranking = rank_in_groups(g.labels, reward)
-    values, others = ranking.at_places(reward), ranking.at_places(number) - 1
-    below = ranking.before(ranking.at_places(g.voices)).double()
-    place = torch.arange(len(values), device=values.device)
-    share = torch.where(place == ranking.start, 0.0, values - values.roll(1))
+    others = g.spread(g.number) - 1
+    share = torch.where(g.place == 0, 0.0, g.reward - g.reward.roll(1))
     for taken in range(k - 1):
-        share = share * (below - taken).clamp_min(0) / (others - taken).clamp_min(1)
-    return ranking.to_rows(ranking.running(share)).view_as(g.reward).to(g.reward.dtype)
+        share = share * (g.place - taken).clamp_min(0) / (others - taken).clamp_min(1)
+    return g.running(share)
 
 
-def above_log_mean_exp(g: Grouping, temperature: float) -> Tensor:
+def above_log_mean_exp(g: Groups, temperature: float) -> Tensor:
     """``R − τ log mean exp(R/τ)``, from the best of the group on, and without a cancellation for large τ."""
-    from_best = g.reward - g.spread(g.max(g.reward))
+    from_best = g.reward - g.spread(g.largest)
     mean = g.sum(torch.expm1(from_best / temperature)) / g.count
     return from_best - g.spread(temperature * torch.log1p(mean))
 
 
-def median(values: Tensor, g: Grouping) -> Tensor:
-    """The median of `values` per group, each rollout once; of an even number between the middle two."""
-    flat, votes = values.flatten(), g.voices
-    number = torch.broadcast_to(g.spread(g.count), values.shape).flatten().long()
-    ranking = rank_in_groups(g.labels, flat)
-    votes, number = ranking.at_places(votes), ranking.at_places(number)
-    place, half = ranking.before(votes), ranking.at_places(flat) / 2
-    low, high = (torch.where(votes & (place == middle // 2), half, 0.0) for middle in (number - 1, number))
-    return g.add(ranking.to_rows(low).view_as(values)) + g.add(ranking.to_rows(high).view_as(values))
-
-
-def leave_one_out_std(g: Grouping, ddof: int) -> Tensor:
-    """For each rollout, the std of the others in its group.
+def leave_one_out_std(g: Groups, ddof: int) -> Tensor:
+    """(V,): for each rollout, the std of the others in its group.
 
     With d the deviations from the group's mean, the squares of the others about their own mean add up to
     ``Σ d_j² − d_i² · n/(n − 1)``. That loses all digits for a rollout that lies far from others which agree,
@@ -207,14 +315,14 @@ def leave_one_out_std(g: Grouping, ddof: int) -> Tensor:
     """
     squares, others = g.deviation.square(), (g.count - 1).clamp_min(1)
     rest = g.spread(g.sum(squares)) - squares * g.spread(g.count / others)
-    furthest = squares == g.spread(g.max(squares))
-    alone = furthest & g.spread(g.add(furthest.double()) == 1)
+    furthest = squares == g.spread(torch.maximum(squares[g.start], squares[g.end - 1]))
+    alone = furthest & g.spread(g.sum(furthest.double()) == 1)
     without = g.reward.masked_fill(alone, 0.0)
     without = g.reward - g.spread(g.sum(without) / others)
     anew = g.spread(g.sum(without.square().masked_fill(alone, 0.0)))
     divisor = g.spread((g.count - 1 - ddof).clamp_min(1))
     std = (torch.where(alone, anew, rest).clamp_min(0) / divisor).sqrt()
-    return std.masked_fill(other_best(g.reward, g) == -other_best(-g.reward, g), 0.0)
+    return std.masked_fill(g.best_other == g.worst_other, 0.0)
 
 
 def check_clip(clip: Clip | None) -> None:
@@ -229,3 +337,13 @@ def check_clip(clip: Clip | None) -> None:
     bounds = [bound for bound in (low, high) if bound is not None]
     if not bounds or any(bound != bound for bound in bounds) or bounds[0] > bounds[-1]:
         raise ValueError(f"clip must be [low, high], one of which may be null; got {clip!r}")
+
+
+def largest_to_square(terms: int, dtype: torch.dtype) -> float:
+    """Below it, `terms` squares of differences of numbers can be summed without overflow."""
+    return float((torch.finfo(dtype).max / max(terms, 1)) ** 0.5 / 16)
+
+
+def largest_that_fits(rollouts: int, dtype: torch.dtype) -> float:
+    """The largest reward that leaves room for differences in its dtype, and for squares in float64."""
+    return min(torch.finfo(dtype).max / 2, largest_to_square(rollouts, torch.float64))

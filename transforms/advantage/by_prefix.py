@@ -5,26 +5,35 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 import torch
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.checks import (
-    Rule,
-    as_rewards,
-    credit_dtype,
-    enforce,
-    identity_rules,
-    reward_rules,
-    same_length,
-)
-from headrace.transforms.ids import as_ids, first_row, number_of, places_by_turn
-from headrace.transforms.options import one_of
+from headrace.transforms.collapse import require_identity, require_rewards
+from headrace.transforms.errors import BatchError
+from headrace.transforms.ids import Ids
+from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.prefixes import END, left_aligned
-from headrace.transforms.sums import sum_in_any_order
+from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
+from headrace.transforms.rows import Rows
+from headrace.transforms.schema import COUNTED, REWARD
+from headrace.transforms.stage import BatchTransform
+from headrace.transforms.tensordicts import number_column
+from headrace.transforms.tokens import (
+    read_tokens,
+    same_width,
+    sum_of_tokens,
+    tokens_of_all_ranks,
+    whole_numbers,
+    write_tokens,
+)
 
-from .by_turn import Alone, fits_rule
-from .grouping import ById
+from .baselines import Groups
+from .by_turn import Alone
+from .group_relative import require_fit
+from .turns import places_on_arrival
 
 TreeBaseline = Literal["mean", "leave_one_out"]
+Forks = Literal["prefix", "parent"]
 
 
 def tree_advantage(
@@ -50,7 +59,7 @@ def tree_advantage(
     separately, and how many was decided before: what it subtracts does not follow from the branch. Branches
     that begin with equal tokens by chance are one node here, which is a bias; mean has one of (m − 1)/m with
     m branches of one size. Statistics are float64, by sums that do not depend on the order of the rows, and
-    rounded once. Two device reads, for the size of the groups and the checks.
+    rounded once.
 
     Args:
         reward: (N,) floats, one a rollout; each row is one.
@@ -72,23 +81,20 @@ def tree_advantage(
         >>> tree_advantage(torch.tensor([1.0, 3.0, 8.0]), tokens, torch.tensor([0, 0, 0])).tolist()
         [[0.0, -2.0, -1.0], [0.0, -2.0, 1.0], [0.0, 4.0, 4.0]]
     """
-    dtype, rewards, groups = credit_dtype(reward), as_rewards(reward), as_ids(group_id, "group_id")
-    same_length(reward=rewards, tokens=tokens, group_id=groups, mask=mask)
+    one_of("baseline", baseline, get_args(TreeBaseline))
+    one_of("alone", alone, get_args(Alone))
+    rows, dtype = Rows.of(reward=as_rewards(reward), group=group_id), credit_dtype(reward)
     present = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    if len(tokens) != len(rows) or present.shape != tokens.shape:
+        shapes = f"{tuple(tokens.shape)} and {tuple(present.shape)}"
+        raise BatchError(f"tokens and mask are (N, T), for {len(rows)} rewards; found {shapes}")
+    groups = rows.groups
+    require_rewards(rows, rows["reward"], siblings_agree=False)
     labels = left_aligned(tokens.long(), present)
-    rows = torch.arange(len(rewards), device=rewards.device)
-    credit = TreeFormula(baseline, alone)(rewards, labels, first_row(groups))
-    enforce([*tree_rules(rewards, rows, groups), fits_rule(credit.at_token, dtype, groups)])
-    return at_places(credit.at_token, present).to(dtype)
-
-
-def tree_rules(reward: Tensor, rollouts: Tensor, groups: Tensor) -> list[Rule]:
-    """What must hold of (N,) rewards and ids."""
-    first = first_row(rollouts)
-    return [
-        *identity_rules(rollouts, groups, first),
-        *reward_rules(reward, rollouts, first, siblings_agree=True),
-    ]
+    credit = credit_of_branches(rows["reward"], labels, groups, baseline, alone).at_token
+    if credit.numel():
+        require_fit(rows, rows.measured(largest=credit.abs().amax(1))["largest"], dtype)
+    return at_places(credit, present).to(dtype)
 
 
 class BranchCredit(NamedTuple):
@@ -100,77 +106,55 @@ class BranchCredit(NamedTuple):
     """(N,), for what the row's rollout alone goes on with behind them."""
 
 
-class TreeFormula:
-    """The options of :func:`tree_advantage`, checked, and its arithmetic."""
+def credit_of_branches(
+    reward: Tensor, labels: Tensor, groups: Ids, baseline: TreeBaseline, alone: Alone
+) -> BranchCredit:
+    """:func:`tree_advantage` of rollouts, a row each.
 
-    def __init__(self, baseline: TreeBaseline, alone: Alone):
-        self.baseline = one_of("baseline", baseline, get_args(TreeBaseline))
-        self.alone = one_of("alone", alone, get_args(Alone))
+    Args:
+        reward: (N,) float64, on the CPU.
+        labels: (N, T) int64, by :func:`~headrace.transforms.prefixes.left_aligned`, on any device.
+        groups: of the rollouts.
+        baseline: as the function has it.
+        alone: as the function has it.
+    """
+    if len(reward) == 0:
+        return BranchCredit(labels.double(), labels.new_zeros(0, dtype=torch.float64))
+    device, width = labels.device, labels.shape[1]
+    # 1. Of each row the members of its group, (N, G), and their deviations: none where rewards are equal.
+    g, row = Groups(reward, groups), torch.arange(len(reward))
+    member = torch.full((groups.n, int(g.number.max())), -1)
+    member[groups.of, groups.positions()] = row
+    member = groups.spread(member).to(device)
+    lone = g.unsorted(g.spread(g.sum(g.reward) / g.count)) if alone == "return" else torch.zeros_like(reward)
+    lone, row = lone.to(device), row.to(device)
+    there, other = member >= 0, (member >= 0) & (member != row[:, None])
+    member = member.clamp_min(0)
+    deviation = g.unsorted(g.deviation).to(device)[member]
+    # 2. How many of its first tokens each row shares with the others: where they fork from it.
+    fork = torch.stack([_shared(labels, column) for column in member.unbind(1)], 1)
+    fork = fork.masked_fill(there & ~other, width + 1)  # of itself it shares all
 
-    def __call__(self, reward: Tensor, labels: Tensor, group_first: Tensor) -> BranchCredit:
-        """The credit of rollouts, a row each. One device read, for a shape.
+    def mean(chosen: Tensor) -> Tensor:
+        """(N,): over the members that are chosen; 0 where none is."""
+        return sum_of_tokens(torch.where(chosen, deviation, 0.0)) / chosen.sum(1).clamp_min(1)
 
-        Args:
-            reward: (N,) float.
-            labels: (N, T) int64, by :func:`~headrace.transforms.prefixes.left_aligned`.
-            group_first: (N,) int64, the first row of each row's group.
-        """
-        if len(reward) == 0:
-            return BranchCredit(labels.double(), reward.double())
-        reward = reward.double()
-        grouping, tree = ById(reward, group_first, len(reward)), _Tree.of(labels, group_first)
-        deviation = grouping.deviation[tree.member]  # of which equal rewards leave nothing
-        lone = grouping.sum(reward) / grouping.count
-        lone = grouping.spread(lone) if self.alone == "return" else torch.zeros_like(reward)
-        worth = [self._worth(deviation, tree, tree.fork[:, place, None]) for place in range(tree.size)]
-        last = tree.fork.masked_fill(~tree.other, -1).amax(1, keepdim=True)
-        last = torch.minimum(
-            last, (labels != END).sum(1, keepdim=True)
-        )  # who ends alike parts from all there
-        behind = torch.where(last[:, 0] < 0, lone, self._worth(deviation, tree, last, alone=True))
-        fork, order = tree.fork.masked_fill(~tree.other, labels.shape[1] + 1).sort(1)
-        steps = torch.cat([lone[:, None], torch.stack(worth, 1).gather(1, order)], 1)
-        place = torch.arange(labels.shape[1], device=labels.device).expand(labels.shape).contiguous()
-        passed = torch.searchsorted(fork, place, right=True)  # forks at this token or before
-        return BranchCredit(steps.gather(1, passed), behind)
+    def worth(depth: Tensor, *, by_itself: bool = False) -> Tensor:
+        """(N,): V(node) − V(parent) of the branch that a row takes at a fork before token `depth`, (N, 1)."""
+        parent = there & (fork >= depth)
+        node = there & ~other if by_itself else parent & (fork > depth)
+        return mean(node) - mean(parent & ~node if baseline == "leave_one_out" else parent)
 
-    def _worth(self, deviation: Tensor, tree: _Tree, depth: Tensor, *, alone: bool = False) -> Tensor:
-        """(N,): what the branch is worth that a row takes at a fork before token `depth`, (N, 1)."""
-        parent = tree.there & (tree.fork >= depth)
-        node = tree.there & ~tree.other if alone else parent & (tree.fork > depth)
-        from_ = parent & ~node if self.baseline == "leave_one_out" else parent
-        return _mean(deviation, node) - _mean(deviation, from_)
-
-
-class _Tree(NamedTuple):
-    """Each row's group, (N, G), and where the others leave it."""
-
-    member: Tensor
-    """int64 row numbers; what is not `there` is some row."""
-    there: Tensor
-    """bool."""
-    other: Tensor
-    """bool: it is there, and not the row itself."""
-    fork: Tensor
-    """int64: how many of the row's first labels the member shares; the row itself one more than there are."""
-
-    @property
-    def size(self) -> int:
-        """Rollouts of the largest group."""
-        return self.member.shape[1]
-
-    @classmethod
-    def of(cls, labels: Tensor, group_first: Tensor) -> _Tree:
-        """From (N, T) labels and the first row of each row's group. One device read."""
-        place, number = places_by_turn(group_first).place, number_of(group_first)
-        rows = torch.arange(len(labels), device=labels.device)
-        table = torch.full((len(labels), int(place.amax()) + 1), -1, device=labels.device)
-        table = table.index_put_((number, place), rows)
-        member = table.index_select(0, number)
-        there, other = member >= 0, (member >= 0) & (member != rows[:, None])
-        member = member.clamp_min(0)
-        fork = torch.stack([_shared(labels, column) for column in member.unbind(1)], 1)
-        return cls(member, there, other, fork.masked_fill(there & ~other, labels.shape[1] + 1))
+    # 3. The worth of each branch on a row's way, and of what the row alone goes on with behind its tokens.
+    branches = torch.stack([worth(fork[:, place, None]) for place in range(member.shape[1])], 1)
+    last = fork.masked_fill(~other, -1).amax(1, keepdim=True)
+    last = torch.minimum(last, (labels != END).sum(1, keepdim=True))  # who ends alike parts from all there
+    behind = torch.where(last[:, 0] < 0, lone, worth(last, by_itself=True))
+    # 4. Each token has that of the last fork at it or before.
+    forks, order = fork.masked_fill(~other, width + 1).sort(1)
+    steps = torch.cat([lone[:, None], branches.gather(1, order)], 1)
+    place = torch.arange(width, device=device).expand(labels.shape).contiguous()
+    return BranchCredit(steps.gather(1, torch.searchsorted(forks, place, right=True)), behind)
 
 
 def _shared(labels: Tensor, rows: Tensor) -> Tensor:
@@ -180,18 +164,6 @@ def _shared(labels: Tensor, rows: Tensor) -> Tensor:
     differs = labels != labels.index_select(0, rows)
     at = differs.view(torch.uint8).argmax(1)  # the first of the largest
     return torch.where(differs.any(1), at, labels.shape[1])
-
-
-def _mean(values: Tensor, chosen: Tensor) -> Tensor:
-    """(N,): the mean over the (N, G) `values` that are chosen, whatever their order; 0 where none is."""
-    number = chosen.sum(1).double()
-    total = sum_in_any_order(
-        torch.where(chosen, values, 0.0),
-        lambda part: part.sum(1),
-        peak=lambda: values.abs().amax(1, keepdim=True),
-        terms=number[:, None],
-    )
-    return total / number.clamp_min(1)
 
 
 def at_places(values: Tensor, present: Tensor) -> Tensor:
@@ -208,17 +180,186 @@ def origin_of(labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         rows: (N,) int64, the row that each was forked from; itself where it was not.
 
     Returns:
-        (N, T) int64, equal where rows share a token; and (N,) bool, the rows whose parents lead round in a
-        circle. No device read.
+        (N, T) int64, equal where rows share a token.
 
     Example:
         >>> labels = torch.tensor([[5, 6, 7], [5, 6, 8], [5, 6, 7]])
-        >>> origin_of(labels, torch.tensor([0, 0, 2]))[0].tolist()
+        >>> origin_of(labels, torch.tensor([0, 0, 2])).tolist()
         [[0, 0, 0], [0, 0, 1], [2, 2, 2]]
     """
     row = torch.arange(len(labels), device=labels.device)
     inherited = torch.arange(labels.shape[1], device=labels.device) < _shared(labels, rows)[:, None]
-    origin, oldest = torch.where(inherited, rows[:, None], row[:, None]), rows
+    origin = torch.where(inherited, rows[:, None], row[:, None])
     for _ in range(len(labels).bit_length()):  # each time twice as far back
-        origin, oldest = origin.gather(0, origin), oldest[oldest]
-    return origin.masked_fill(labels == END, END), (rows != row)[oldest]
+        origin = origin.gather(0, origin)
+    return origin.masked_fill(labels == END, END)
+
+
+class TreeAdvantage(BatchTransform):
+    """Write each branch's advantage over the node that it forks from (:func:`tree_advantage`).
+
+    Rollouts are the leaves of their group's tree. Of a rollout with several rows the first is in the tree,
+    the others are a branch of its own behind it. Rows that are out of the statistics get 0. Ranks that share
+    the batch exchange their tokens.
+
+    Reads ``("headrace", "reward")`` if there, else `reward_key`; `tokens_key`, `attention_key`, `group_key`,
+    `rollout_key`, `parent_key` by `forks`, `turn_key` where it is given. Writes `advantage_key`, (N, T, 1).
+
+    Args:
+        baseline: V(parent), a ``mean`` over all of its rollouts; or ``leave_one_out``: without those of the
+            node itself, which is unbiased where branches are drawn separately.
+        alone: what the tokens get that all rollouts of a group share: ``zero``, which under leave_one_out is
+            a bias where they were drawn once and then forked; or their mean reward, its ``return``.
+        forks: rollouts share tokens where they have the same ``prefix``; or only with their ``parent``, so
+            that equal tokens of rollouts that were drawn separately are two nodes. Where a rollout goes on
+            with its parent's own next tokens by chance, they are one all the same, which is a bias; labels
+            of nodes in `tokens_key` have none.
+        missing: what a reward of NaN does: ``raise``, or ``skip``: its rollout is no part of the tree.
+        tokens_key: (N, T) int, or any labels of the nodes that tokens are of.
+        attention_key: (N, T) bool, tokens that are not padding; None: all are not.
+        parent_key: (N,) or (N, 1) int, the rollout that the row's went on from, negative: none; or N
+            strings, an empty one or None: none.
+        turn_key: (N,) or (N, 1) int that orders a rollout's rows; None: the order of the rows.
+        reward_key: (N,), (N, 1) or (N, 1, 1) float.
+        group_key: (N,) or (N, 1) int ≥ 0.
+        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
+        advantage_key: where the result goes.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: as the function; a parent that is not in the group, or that follows from its child.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> ids = {"group_id": [0, 0, 0], "rollout_id": [0, 1, 2], ("next", "reward"): [1.0, 3.0, 8.0]}
+        >>> td = TensorDict(ids, batch_size=[3])
+        >>> td["tokens", "full"] = torch.tensor([[5, 1, 1], [5, 1, 2], [5, 2, 2]])
+        >>> TreeAdvantage(attention_key=None)(td)["advantage"].squeeze(-1).tolist()
+        [[0.0, -2.0, -1.0], [0.0, -2.0, 1.0], [0.0, 4.0, 4.0]]
+    """
+
+    of_whole_rollouts = "places"
+    within_groups = True
+
+    def __init__(
+        self,
+        *,
+        baseline: TreeBaseline = "mean",
+        alone: Alone = "zero",
+        forks: Forks = "prefix",
+        missing: Missing = "raise",
+        tokens_key: NestedKey = ("tokens", "full"),
+        attention_key: NestedKey | None = ("masks", "all_attention_mask"),
+        parent_key: NestedKey = "parent_id",
+        turn_key: NestedKey | None = None,
+        reward_key: NestedKey = ("next", "reward"),
+        group_key: NestedKey = "group_id",
+        rollout_key: NestedKey | None = "rollout_id",
+        advantage_key: NestedKey = "advantage",
+    ):
+        self.tokens_key, self.attention_key = nested_key(tokens_key), nested_key(attention_key)
+        self.parent_key, self.turn_key = nested_key(parent_key), nested_key(turn_key)
+        self.reward_key, self.advantage_key = nested_key(reward_key), nested_key(advantage_key)
+        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
+        self.forks = one_of("forks", forks, get_args(Forks))
+        self.missing = one_of("missing", missing, get_args(Missing))
+        parents = self.parent_key if forks == "parent" else None
+        reads = [self.reward_key, REWARD, self.tokens_key, self.attention_key, parents, self.turn_key]
+        super().__init__([*reads, self.group_key, self.rollout_key, COUNTED], [self.advantage_key])
+        self.final_keys = tuple(self.in_keys)
+        self.baseline = one_of("baseline", baseline, get_args(TreeBaseline))
+        self.alone = one_of("alone", alone, get_args(Alone))
+
+    def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
+        """Add the advantage."""
+        labels, present = self._tokens(batch)
+        # 1. The rollouts of all ranks that are in the statistics, and the row of each that is in its tree.
+        reward = rows.reward
+        dtype = rows.dtype("reward" if rows.has("reward") else REWARD)
+        dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+        chosen = torch.ones(len(rows), dtype=torch.bool) if rows.counted is None else rows.counted
+        if self.missing == "skip":
+            chosen = chosen & ~reward.isnan()
+        some, place = rows.where(chosen), rows.from_arrival(places_on_arrival(rows)[1])
+        require_identity(some)
+        require_rewards(some, reward[chosen], siblings_agree=True)
+        rollouts, begins = some.rollouts, place[chosen] == 0
+        heads = rollouts.max(torch.where(begins, torch.arange(len(some)), -1))
+        some.require(
+            rollouts.spread(heads) >= 0,
+            "the first row of a rollout is in the tree, and the others are behind it; found first rows out "
+            "of the statistics, and others in, of {found}. Take whole rollouts out: unit='rollout'",
+            lambda row: f"rollout {some.name('rollout', row)}",
+        )
+        # 2. Their tokens, or which rollout each was first generated for.
+        (tokens,) = tokens_of_all_ranks(rows, labels, fill=END)
+        number, head = chosen.nonzero().flatten().to(tokens.device), rollouts.spread(heads)
+        tokens = tokens if some is rows else tokens.index_select(0, number)
+        if self.forks == "parent":
+            tokens = origin_of(tokens, self._sources(rows, batch, chosen, some, head).to(tokens.device))
+        # 3. The advantage of each token, and behind the tokens of a rollout's first row, of all its others.
+        beside = some.groups.n + torch.arange(len(some))  # rows that are in no tree
+        groups = Ids(torch.where(begins, some.groups.of, beside))
+        credit = credit_of_branches(reward[chosen], tokens, groups, self.baseline, self.alone)
+        behind = credit.behind.index_select(0, head.to(tokens.device))
+        of_token = torch.where(begins.to(tokens.device)[:, None], credit.at_token, behind[:, None])
+        if some is not rows:
+            of_token = of_token.new_zeros(len(rows), of_token.shape[1]).index_copy_(0, number, of_token)
+        own = rows.of_rank(of_token)[:, : labels.shape[1]]
+        if labels.shape[1]:
+            require_fit(rows, rows.measured(largest=own.abs().amax(1))["largest"], dtype)
+        at_token = at_places(own, present).to(dtype).unsqueeze(-1)
+        write_tokens(batch, self.advantage_key, at_token, self.tokens_key)
+        return batch
+
+    def _tokens(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """(B, T): the tokens, from the left on, and where in the rows they are."""
+        name = type(self).__name__
+        tokens = read_tokens(batch, self.tokens_key, fill=END, reader=name, option="tokens_key")
+        tokens = whole_numbers(tokens, self.tokens_key, "tokens_key")
+        present = tokens != END
+        if self.attention_key is not None:
+            mask = read_tokens(batch, self.attention_key, fill=0, reader=name, option="attention_key")
+            same_width(tokens, mask, "tokens_key and attention_key")
+            present = mask != 0
+        return left_aligned(tokens, present), present
+
+    def _sources(self, rows: Rows, batch: TensorDictBase, chosen: Tensor, some: Rows, head: Tensor) -> Tensor:
+        """(m,) int64: the row of the rollout that each first row's went on from; itself where it began anew.
+
+        Raises:
+            BatchError: a parent is in no group of its child or not there, or follows from its child.
+        """
+        parent, row = some.integers("parent", "parent_id"), torch.arange(len(some))
+        own, home = some.rollouts.labels, torch.zeros_like(row)
+        ranks = rows.table.ranks
+        if ranks is not None and ranks.shared_ids == "different" and self.rollout_key is not None:
+            # A parent's id is as its rank numbers rollouts.
+            numbers = number_column(batch, self.rollout_key)
+            both = torch.stack([numbers, torch.full_like(numbers, ranks.rank)], 1)
+            own, home = rows.of_all_ranks(both)[chosen].unbind(1)
+        owner = Ids(torch.cat([home, home])).paired_with(Ids(torch.cat([own, parent])))
+        first = owner.spread(owner.first)[len(row) :]
+        is_root, found = parent < 0, first < len(row)
+        source = torch.where(is_root | ~found, row, head[first.clamp_max(max(len(row) - 1, 0))])
+        source = torch.where(head == row, source, row)
+        oldest = source
+        for _ in range(len(row).bit_length()):  # each time twice as far back
+            oldest = oldest[oldest]
+
+        def describe(at: int) -> str:
+            return f"parent {int(parent[at])} of rollout {int(own[at])} (row {some.at(at)})"
+
+        groups = some.groups.of
+        some.require(
+            is_root | (found & (groups[source] == groups)),
+            "a rollout goes on from one of its group that is in the batch; found {found}. Let whole groups "
+            "through a gate before, or set parent_id to -1 where a rollout begins anew",
+            describe,
+        )
+        some.require(
+            (source == row)[oldest] & (is_root | (parent != own)),
+            "a rollout goes on from an earlier one; in a circle are {found}",
+            describe,
+        )
+        return source

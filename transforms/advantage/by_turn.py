@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, get_args
 
 import torch
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.checks import (
-    Rule,
-    as_rewards,
-    credit_dtype,
-    enforce,
-    identity_rules,
-    reward_rules,
-    same_length,
-)
-from headrace.transforms.ids import as_ids, first_row
-from headrace.transforms.options import one_of, within
+from headrace.transforms.collapse import require_identity, require_rewards
+from headrace.transforms.errors import BatchError
+from headrace.transforms.ids import Ids
+from headrace.transforms.options import nested_key, one_of, within
+from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
+from headrace.transforms.rows import Rows
+from headrace.transforms.schema import COUNTED, REWARD, has_key
+from headrace.transforms.stage import BatchTransform
+from headrace.transforms.tokens import read_tokens, same_width, whole_numbers, write_tokens
 
-from .baselines import BASELINES, Formula
-from .grouping import ById
-from .layout import fit_rule
+from .baselines import Formula, Groups, advantage_in_groups
+from .group_relative import require_fit
+from .turns import places_on_arrival
 
 TurnBaseline = Literal["leave_one_out", "mean"]
 Alone = Literal["return", "zero"]
+TurnRewards = Literal["none", "turn", "token"]
+Outcomes = Literal["last", "none"]
 
 
 def turn_advantage(
@@ -51,7 +53,7 @@ def turn_advantage(
     unbiased, for any number of turns, if a rollout that is alone at a turn keeps its return. In its place 0
     is a bias against going on where others stop. A mean that includes the rollout itself makes its credit
     (m − 1)/m of what it should be, the less the later the turn. Statistics are float64, by sums that do not
-    depend on the order of the rows, and rounded once. One device read, for the checks.
+    depend on the order of the rows, and rounded once.
 
     Args:
         reward: (N, K) float, r of each turn that a row has; what else is in it is not read.
@@ -76,89 +78,297 @@ def turn_advantage(
         >>> turn_advantage(reward, has_turn, torch.tensor([0, 0, 0])).tolist()
         [[1.5, 2.0], [-1.5, -2.0], [0.0, 0.0]]
     """
-    groups = as_ids(group_id, "group_id")
-    rollouts = torch.arange(len(groups), device=groups.device) if rollout_id is None else rollout_id
-    rollouts = as_ids(rollouts, "rollout_id")
+    _checked(discount, baseline, alone)
     paid = None if outcome is None else as_rewards(outcome)
-    same_length(reward=reward, has_turn=has_turn, group_id=groups, rollout_id=rollouts, outcome=paid)
-    compare = TurnFormula(discount, baseline, alone)
-    credit, rules = compare(reward.detach(), has_turn, groups, rollouts, paid)
-    enforce([*rules, fits_rule(credit, credit_dtype(reward), rollouts)])
-    return credit.to(credit_dtype(reward))
+    rows = Rows.of(has_turn=has_turn, group=group_id, rollout=rollout_id, reward=paid)
+    if reward.shape != has_turn.shape:
+        raise BatchError(
+            f"each turn has one reward, (N, K); found {tuple(reward.shape)} for {tuple(has_turn.shape)} turns"
+        )
+    if has_turn.numel() == 0:
+        return reward.to(credit_dtype(reward))
+    own = rows.measure("turn_reward", reward.detach())
+    credit = credit_of_turns(
+        rows, own, rows["has_turn"], None if paid is None else rows["reward"], discount, baseline, alone
+    )
+    require_fit(rows, credit.abs().amax(1), credit_dtype(reward))
+    return credit.to(credit_dtype(reward)).to(reward.device)
 
 
-class TurnFormula:
-    """The options of :func:`turn_advantage`, checked, and its arithmetic."""
-
-    def __init__(self, discount: float, baseline: TurnBaseline, alone: Alone):
-        self.discount = within("discount", discount, 0, 1)
-        self.baseline = one_of("baseline", baseline, get_args(TurnBaseline))
-        self.alone = one_of("alone", alone, get_args(Alone))
-
-    def __call__(
-        self, reward: Tensor, has_turn: Tensor, groups: Tensor, rollouts: Tensor, outcome: Tensor | None
-    ) -> tuple[Tensor, list[Rule]]:
-        """(N, K) float64, and what must hold of the rows. No device read."""
-        if has_turn.numel() == 0:
-            return reward.double(), []
-        reward = reward.double().masked_fill(~has_turn, 0.0)
-        first = first_row(rollouts)
-        rows = torch.zeros_like(has_turn, dtype=torch.int64).index_add_(0, first, has_turn.long())
-        rules = identity_rules(rollouts, groups, first)
-        rules += [_finite(reward, rollouts), _once(has_turn & (rows.index_select(0, first) > 1), rollouts)]
-        if outcome is not None:
-            rules += reward_rules(outcome, rollouts, first, siblings_agree=True)
-            reward = reward + _at_last_turn(outcome, rows, first, has_turn)
-        returns = _to_go(reward, first, self.discount)
-        return self._compare(returns, has_turn, first_row(groups)).masked_fill(~has_turn, 0.0), rules
-
-    def _compare(self, returns: Tensor, has_turn: Tensor, group_first: Tensor) -> Tensor:
-        """(N, K), each return against those of its group's at the same turn."""
-        turns = returns.shape[1]
-        label = group_first[:, None] * turns + torch.arange(turns, device=returns.device)
-        grouping = ById(returns.flatten(), label.flatten(), label.numel(), has_turn.flatten())
-        credit = BASELINES[self.baseline](grouping, Formula(self.baseline, scale="none")).view_as(returns)
-        lone = grouping.spread(grouping.count == 1).view_as(returns)
-        return torch.where(lone, returns, credit) if self.alone == "return" else credit.masked_fill(lone, 0.0)
+def _checked(discount: float, baseline: TurnBaseline, alone: Alone) -> tuple[float, TurnBaseline, Alone]:
+    one_of("baseline", baseline, get_args(TurnBaseline))
+    return within("discount", discount, 0, 1), baseline, one_of("alone", alone, get_args(Alone))
 
 
-def _at_last_turn(outcome: Tensor, rows: Tensor, first: Tensor, has_turn: Tensor) -> Tensor:
-    """(N, K): a rollout's outcome at its last turn, on the row that has it; `rows` (N, K) at first rows."""
-    number = torch.arange(rows.shape[1], device=rows.device)
-    last = torch.where(rows > 0, number, -1).amax(1).index_select(0, first)
-    return torch.where(has_turn & (number == last[:, None]), outcome.double()[:, None], 0.0)
+def credit_of_turns(
+    rows: Rows,
+    reward: Tensor,
+    has_turn: Tensor,
+    outcome: Tensor | None,
+    discount: float,
+    baseline: TurnBaseline,
+    alone: Alone,
+) -> Tensor:
+    """(M, K) float64: :func:`turn_advantage` of rows that are all in the statistics; with its checks.
 
+    Args:
+        rows: M of them.
+        reward: (M, K) float64.
+        has_turn: (M, K) bool.
+        outcome: (M,) float64; None: nothing is paid at the end.
+        discount: γ.
+        baseline: as the function has it.
+        alone: as the function has it.
 
-def _to_go(reward: Tensor, first: Tensor, discount: float) -> Tensor:
-    """(N, K): the discounted return of each row's rollout from each turn on."""
-    returns = torch.zeros_like(reward).index_add_(0, first, reward)  # of a turn, which is on one row, exact
-    for turn in range(reward.shape[1] - 2, -1, -1):
-        returns[:, turn] += discount * returns[:, turn + 1]
-    return returns.index_select(0, first)
-
-
-def _finite(reward: Tensor, rollouts: Tensor) -> Rule:
-    return Rule(
-        ~reward.isfinite().all(1),
-        lambda row: f"{reward[row].tolist()} at row {row} (rollout {int(rollouts[row])})",
+    Raises:
+        BatchError: as the function.
+    """
+    rollouts, reward = rows.rollouts, reward.masked_fill(~has_turn, 0.0)
+    require_identity(rows)
+    number = torch.arange(has_turn.shape[1])
+    rows.require(
+        reward.isfinite().all(1),
         "every turn's reward must be finite; found {found}. Score those turns, or take the rollouts out "
         "before this stage with SampleFilter(action='exclude')",
+        lambda row: f"{reward[row].tolist()} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
     )
-
-
-def _once(twice: Tensor, rollouts: Tensor) -> Rule:
-    return Rule(
-        twice.any(1),
-        lambda row: (
-            f"turn {int(twice[row].int().argmax())} of rollout {int(rollouts[row])} also on a row other than "
-            f"{row}"
-        ),
+    # 1. The turns of each rollout, (n, K), of which each is on one row.
+    times = torch.zeros(rollouts.n, len(number), dtype=torch.int64)
+    times.index_add_(0, rollouts.of, has_turn.long())
+    twice = has_turn & (rollouts.spread(times) > 1)
+    rows.require(
+        ~twice.any(1),
         "a turn of a rollout is on one row; found {found}. Tokens of an earlier turn that a row repeats as "
         "context have the turn index -1",
+        lambda row: (
+            f"turn {int(twice[row].int().argmax())} of rollout {rows.name('rollout', row)} also on a row "
+            f"other than {rows.at(row)}"
+        ),
     )
+    returns = torch.zeros(times.shape, dtype=torch.float64).index_add_(0, rollouts.of, reward)
+    there = times > 0
+    # 2. The return from each turn on: G_k = r_k + γ G_{k+1}.
+    if outcome is not None:
+        require_rewards(rows, outcome, siblings_agree=True)
+        last = torch.where(there, number, -1).amax(1)
+        returns += torch.where(there & (number == last[:, None]), outcome[rollouts.first][:, None], 0.0)
+    for turn in range(len(number) - 2, -1, -1):
+        returns[:, turn] += discount * returns[:, turn + 1]
+    # 3. Against the same turn of the others: each pair of group and turn is a group of its own.
+    pair = rows.groups.of[rollouts.first][:, None] * len(number) + number
+    singleton = "raw" if alone == "return" else "zero"
+    formula = Formula(baseline, "none", singleton=singleton)  # type: ignore[arg-type]
+    g = Groups(returns[there], Ids(pair[there]))
+    credit = torch.zeros_like(returns)
+    credit[there] = g.unsorted(advantage_in_groups(g, formula))
+    return rollouts.spread(credit).masked_fill(~has_turn, 0.0)
 
 
-def fits_rule(credit: Tensor, dtype: torch.dtype, rollouts: Tensor) -> Rule:
-    """Each advantage of a row fits into the dtype that it is rounded to."""
-    largest = credit.abs().amax(1) if credit.numel() else credit.new_zeros(len(rollouts))
-    return fit_rule(largest, dtype)
+class TurnAdvantage(BatchTransform):
+    """Write each turn's advantage against the same turn of the others in its group (:func:`turn_advantage`).
+
+    Turns are inside rows, each token with the number of its turn; or with ``turn_index_key=None`` each row is
+    a turn with a reward of its own, as RewardsToGo takes it. Rows that are out of the statistics get 0, and
+    tokens without a turn.
+
+    Reads `turn_index_key` and `loss_mask_key` if there, `turn_reward_key` by `turn_rewards`, by `outcome`
+    ``("headrace", "reward")`` if there, else `reward_key`; `group_key`, `rollout_key`. Writes
+    `advantage_key`: (N, T, 1), or where rows are turns (N, 1, 1).
+
+    Args:
+        discount: γ in [0, 1], per turn.
+        baseline: ``leave_one_out``, which is unbiased, or ``mean``, the rollout itself included.
+        alone: what a rollout gets at a turn that no other of its group has: its ``return``; or ``zero``,
+            which is a bias against turns that few reach.
+        turn_rewards: where turns have rewards of their own: ``none``; in `turn_reward_key` one a ``turn``,
+            (N, K); or one a ``token``, (N, T), which are added up over the tokens of a turn.
+        outcome: whether the rollout's reward is paid at its ``last`` turn, besides; or ``none`` is.
+        missing: what an outcome of NaN does: ``raise``, or ``skip``: its rollout is out of the statistics.
+        turn_index_key: (N, T) int, from 0; -1 where a token is of no turn, as prompt, padding and repeated
+            context; None: each row is a turn.
+        turn_reward_key: float, as `turn_rewards` says.
+        turn_key: (N,) or (N, 1) int that orders a rollout's rows where each is a turn; None: the order of the
+            rows.
+        reward_key: (N,), (N, 1) or (N, 1, 1) float: the rollout's; where rows are turns, the row's.
+        group_key: (N,) or (N, 1) int ≥ 0.
+        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
+        loss_mask_key: (N, T) bool, whose tokens must have a turn.
+        advantage_key: where the result goes.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: as the function; a token in the loss, or with a reward, that has no turn.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict({"group_id": [0, 0], "rollout_id": [0, 1], ("next", "reward"): [1.0, 3.0]}, [2])
+        >>> td["turn_index"] = torch.tensor([[-1, 0, 0, 1], [-1, 0, -1, -1]])
+        >>> TurnAdvantage()(td)["advantage"].squeeze(-1).tolist()
+        [[0.0, -2.0, -2.0, 1.0], [0.0, 2.0, 0.0, 0.0]]
+    """
+
+    within_groups = True
+
+    def __init__(
+        self,
+        *,
+        discount: float = 1.0,
+        baseline: TurnBaseline = "leave_one_out",
+        alone: Alone = "return",
+        turn_rewards: TurnRewards = "none",
+        outcome: Outcomes = "last",
+        missing: Missing = "raise",
+        turn_index_key: NestedKey | None = "turn_index",
+        turn_reward_key: NestedKey = "turn_reward",
+        turn_key: NestedKey | None = None,
+        reward_key: NestedKey = ("next", "reward"),
+        group_key: NestedKey = "group_id",
+        rollout_key: NestedKey | None = "rollout_id",
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        advantage_key: NestedKey = "advantage",
+    ):
+        self.turn_index_key, self.turn_reward_key = nested_key(turn_index_key), nested_key(turn_reward_key)
+        self.turn_key, self.reward_key = nested_key(turn_key), nested_key(reward_key)
+        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
+        self.loss_mask_key, self.advantage_key = nested_key(loss_mask_key), nested_key(advantage_key)
+        self.turn_rewards = one_of("turn_rewards", turn_rewards, get_args(TurnRewards))
+        self.outcome = one_of("outcome", outcome, get_args(Outcomes))
+        self.missing = one_of("missing", missing, get_args(Missing))
+        rows_are_turns = turn_index_key is None
+        if rows_are_turns and (turn_rewards, outcome, missing) != ("none", "last", "raise"):
+            raise ValueError(
+                "where rows are turns (turn_index_key=None) each brings its own reward: leave turn_rewards="
+                f"'none', outcome='last', missing='raise'; got {turn_rewards!r}, {outcome!r}, {missing!r}"
+            )
+        if not rows_are_turns and turn_key is not None:
+            raise ValueError("turn_key is for rows that are turns: set turn_index_key=None")
+        if (turn_rewards, outcome) == ("none", "none"):
+            raise ValueError("without turn_rewards and outcome there is no reward: set one of them")
+        process = None if turn_rewards == "none" else self.turn_reward_key
+        paid = (self.reward_key, None if rows_are_turns else REWARD) if outcome == "last" else ()
+        columns = (self.group_key, self.rollout_key, self.turn_index_key, self.turn_key, process, *paid)
+        super().__init__([*columns, COUNTED], [self.advantage_key])
+        self.final_keys = tuple(self.in_keys)
+        self.discount, self.baseline, self.alone = _checked(discount, baseline, alone)
+
+    @property
+    def of_whole_rollouts(self) -> Literal["", "rewards", "places"]:  # type: ignore[override]
+        """Where rows are turns, by their places."""
+        return "places" if self.turn_index_key is None else ""
+
+    def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
+        """Add the advantage, to tokens where rows are gathered."""
+        if self.turn_index_key is None:
+            self._of_rows(rows)
+            return batch
+        reader, turn = type(self).__name__, self._turns_in(batch)
+        process, size = None, torch.zeros(len(turn), dtype=torch.int64, device=turn.device)
+        if self.turn_rewards != "none":
+            process = read_tokens(batch, self.turn_reward_key, reader=reader, option="turn_reward_key")
+        if process is not None and self.turn_rewards == "turn":
+            size = size + process.shape[1]
+        elif turn.shape[1]:
+            size = turn.amax(1) + 1
+        # 1. How many turns there are at most, in the rows of all ranks.
+        sizes = rows.measured(turns=size)["turns"]
+        turns = int(sizes.max()) if len(sizes) else 0
+        # 2. Of each row and turn whether the row has it, and its reward; and what is out of place.
+        beyond = torch.where((turn < 0) | (turn >= turns), turns, turn)
+        has_turn = torch.zeros(len(turn), turns + 1, dtype=torch.bool, device=turn.device)
+        has_turn = has_turn.scatter_(1, beyond, True)[:, :turns]
+        unplaced = turn >= turns
+        if has_key(batch, self.loss_mask_key):
+            mask = read_tokens(batch, self.loss_mask_key, reader=reader, option="loss_mask_key")
+            same_width(turn, mask, "turn_index_key and loss_mask_key")
+            unplaced = unplaced | ((mask != 0) & (turn < 0))
+        reward, misplaced = torch.zeros_like(has_turn, dtype=torch.float64), torch.zeros_like(has_turn[:, :1])
+        if process is not None and self.turn_rewards == "turn":
+            reward[:, : process.shape[1]] = process.double()
+            misplaced = (reward != 0) & ~has_turn
+        elif process is not None:
+            same_width(turn, process, "turn_index_key and turn_reward_key")
+            reward, misplaced = _sum_by_turn(process, turn, turns), (process != 0) & (turn < 0)
+        found = rows.measured(
+            has_turn=has_turn, reward=reward, unplaced=unplaced.any(1), misplaced=misplaced.any(1)
+        )
+        # 3. The advantage of rows in the statistics, and 0 for the others.
+        outcome, chosen = None, torch.ones(len(rows), dtype=torch.bool)
+        chosen = chosen if rows.counted is None else rows.counted
+        dtype = torch.float64 if process is None else credit_dtype(process)
+        if self.outcome == "last":
+            outcome, dtype = rows.reward, self._dtype_of_reward(rows)
+            chosen = chosen & ~outcome.isnan() if self.missing == "skip" else chosen
+        some, credit = rows.where(chosen), torch.zeros_like(found["reward"])
+        if turns and len(some):
+            paid = None if outcome is None else outcome[chosen]
+            columns = found["reward"][chosen], found["has_turn"][chosen].bool(), paid
+            credit[chosen] = credit_of_turns(some, *columns, self.discount, self.baseline, self.alone)
+        self._require_placed(some, found["unplaced"][chosen] == 0, found["misplaced"][chosen] == 0)
+        if turns:
+            require_fit(rows, credit.abs().amax(1), dtype)
+        rows.when_gathered(partial(self._write, dtype=dtype), [self.advantage_key], credit=credit)
+        return batch
+
+    def _of_rows(self, rows: Rows) -> None:
+        """Rows are turns. One that is out of the statistics keeps its place among those of its rollout."""
+        reward, dtype = rows.number("reward").double(), self._dtype_of_reward(rows, collected=True)
+        _, place = places_on_arrival(rows)
+        place, some = rows.from_arrival(place), rows.statistics
+        if some is not rows:
+            reward, place = reward[rows.counted], place[rows.counted]
+        credit = torch.zeros_like(reward)
+        if len(some):
+            has_turn = place[:, None] == torch.arange(int(place.max()) + 1)
+            options = self.discount, self.baseline, self.alone
+            table = credit_of_turns(some, reward[:, None].expand(has_turn.shape), has_turn, None, *options)
+            credit = table.gather(1, place[:, None]).squeeze(1)
+        require_fit(some, credit, dtype)
+        rows.put("advantage", rows.from_statistics(credit), dtype=dtype, ndim=3)
+
+    def _write(self, batch: TensorDictBase, numbers: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Write the advantage of gathered rows: that of each token's turn, 0 without a turn."""
+        turn, credit = self._turns_in(batch), numbers["credit"].to(dtype)
+        credit = torch.cat([credit.new_zeros(len(credit), 1), credit], 1)
+        of_token = credit.gather(1, turn.clamp(-1, credit.shape[1] - 2) + 1)
+        write_tokens(batch, self.advantage_key, of_token.unsqueeze(-1), self.turn_index_key)
+
+    def _turns_in(self, batch: TensorDictBase) -> Tensor:
+        """(B, T) int64, −1 where a token is of no turn."""
+        key, reader = self.turn_index_key, type(self).__name__
+        turn = read_tokens(batch, key, fill=-1, reader=reader, option="turn_index_key")
+        return whole_numbers(turn, key, "turn_index_key")
+
+    @staticmethod
+    def _dtype_of_reward(rows: Rows, *, collected: bool = False) -> torch.dtype:
+        there = collected or rows.has("reward")
+        dtype = rows.dtype("reward" if there else REWARD)
+        return dtype if dtype.is_floating_point else torch.get_default_dtype()
+
+    @staticmethod
+    def _require_placed(rows: Rows, placed: Tensor, paid: Tensor) -> None:
+        """What trains and what is paid belongs to a turn."""
+
+        def describe(row: int) -> str:
+            return f"row {rows.at(row)} (rollout {rows.name('rollout', row)})"
+
+        rows.require(
+            placed,
+            "every token in the loss needs a turn, from 0 on and below the number of rewards; found others "
+            "in {found}. Write turn_index where turns are generated",
+            describe,
+        )
+        rows.require(
+            paid,
+            "a reward belongs to a turn of its row; found others, that are not 0, in {found}. Write it on a "
+            "token of the turn that it is for, or into the column of that turn",
+            describe,
+        )
+
+
+def _sum_by_turn(reward: Tensor, turn: Tensor, turns: int) -> Tensor:
+    """(B, K) float64: the rewards of each turn's tokens, added up in the order of their size."""
+    row, token = ((reward != 0) & (turn >= 0)).nonzero().unbind(1)
+    values, place = reward[row, token].double().cpu(), (row * turns + turn[row, token]).cpu()
+    order = values.argsort()
+    sums = torch.bincount(place[order], weights=values[order], minlength=len(turn) * turns)
+    return sums.view(len(turn), turns).to(turn.device)

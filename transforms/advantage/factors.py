@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from tensordict import NestedKey
 from torch import Tensor
 
-from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import Rule, at_least_float32, identity_rules
-from headrace.transforms.distributed import population_of
-from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import first_row, is_first
+from headrace.transforms.collapse import require_identity
+from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key, within
-from headrace.transforms.schema import COUNTED, REWARD, read_written, require
-from headrace.transforms.sums import divide
-
-from .grouping import ById
+from headrace.transforms.rows import Rows
+from headrace.transforms.schema import COUNTED, REWARD
+from headrace.transforms.stage import BatchTransform
 
 
 def difficulty_weight(mean: Tensor, strength: float) -> Tensor:
@@ -66,9 +62,7 @@ class SignFactors(BatchTransform):
         [-1.0, 1.0]
     """
 
-    keeps_rows = True
     within_groups = True
-    asks_in_loss = True
 
     def __init__(
         self, *, positive: float = 1.0, negative: float = 1.0, advantage_key: NestedKey = "advantage"
@@ -78,21 +72,18 @@ class SignFactors(BatchTransform):
         self.positive = within("positive", positive, 0, math.inf)
         self.negative = within("negative", negative, 0, math.inf)
 
-    def apply(self, batch: TensorDictBase) -> Outcome:
+    def decide(self, rows: Rows) -> None:
         """Rewrite the advantage."""
-        for rows in _parts(batch, self):
-            credit = rows.get(self.advantage_key)
-            wide = at_least_float32(credit)
-            scaled = torch.where(wide > 0, wide * self.positive, wide * self.negative)
-            rows.set(self.advantage_key, scaled.to(credit.dtype))
-        return Outcome(batch)
+        rows.change_advantage(
+            lambda advantage: torch.where(advantage > 0, advantage * self.positive, advantage * self.negative)
+        )
 
 
 class DifficultyWeight(BatchTransform):
     """Multiply the advantage by :func:`difficulty_weight` of the group's mean reward.
 
-    The mean is over the rollouts in the statistics that have a reward. One device read where rows are out of
-    the statistics, whose advantage becomes 0.
+    The mean is over the rollouts in the statistics that have a reward. The advantage of rows that are out of
+    them becomes 0.
 
     Reads ``("headrace", "reward")``, `group_key`, `rollout_key`; reads and writes `advantage_key`.
 
@@ -111,10 +102,7 @@ class DifficultyWeight(BatchTransform):
         DifficultyWeight(strength=4.0)
     """
 
-    keeps_rows = True
     within_groups = True
-    asks_in_loss = True
-    spans_ranks = True
 
     def __init__(
         self,
@@ -131,42 +119,22 @@ class DifficultyWeight(BatchTransform):
         self.final_keys = tuple(built_on)
         self.strength = within("strength", strength, 0, math.inf)
 
-    def apply(self, batch: TensorDictBase) -> Outcome:
+    def decide(self, rows: Rows) -> None:
         """Rewrite the advantage."""
-        reward = read_written(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
-        people = population_of(batch)
-        ids = {f"{unit}s": self.ids(batch, unit) for unit in ("group", "rollout")}
-        every = people.take({"reward": reward.double()}, ids)
-        reward, groups, rollouts = every["reward"], every["groups"], every["rollouts"]
-        first, present = first_row(rollouts), ~reward.isnan()
-        group_first = first_row(groups)
-        means = ById(reward.nan_to_num(), group_first, len(reward), is_first(first) & present)
-        mean = means.spread(divide(means.sums(means.reward), means.count.clamp_min(1)).high)
-        factor = people.put_back(difficulty_weight(mean.clamp(0, 1), self.strength))
-        parts = _parts(batch, self)
-        shares = [factor] if len(parts) == 1 and parts[0] is batch else factor.unbind()
-        for rows, own in zip(parts, shares, strict=True):
-            credit = rows.get(self.advantage_key)
-            own = own.view(-1, *[1] * (credit.ndim - 1)) if own.ndim else own
-            rows.set(self.advantage_key, (credit.double() * own).to(credit.dtype))
-        outside = Rule(
-            present & ((reward < 0) | (reward > 1)),
-            lambda row: f"{float(reward[row])} at row {row} (rollout {int(rollouts[row])})",
+        reward, some = rows[REWARD], rows.statistics
+        require_identity(some)
+        counts = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
+        rows.require(
+            ~counts | ((reward >= 0) & (reward <= 1)),
             "a group's difficulty is the share of its rewards, which must be in [0, 1]; found {found}. Put "
             "RewardScale behind FanOutCollapse, or leave this stage out",
+            lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
-        rules = people.rules([*identity_rules(rollouts, groups, first), outside])
-        return Outcome(batch, measured={"mean": factor.mean()}, rules=rules)
-
-
-def _parts(batch: TensorDictBase, stage: SignFactors | DifficultyWeight) -> list[TensorDictBase]:
-    """The batch, or its rows where they may be ragged; each with a floating-point advantage."""
-    require(batch[:1], stage.advantage_key, reader=type(stage).__name__, option="advantage_key")
-    parts = list(batch.tensordicts) if isinstance(batch, LazyStackedTensorDict) else [batch]
-    if odd := {part.get(stage.advantage_key).dtype for part in parts if not _is_float(part, stage)}:
-        raise BatchError(f"an advantage is a floating-point number; found {odd.pop()}")
-    return parts
-
-
-def _is_float(part: TensorDictBase, stage: SignFactors | DifficultyWeight) -> bool:
-    return part.get(stage.advantage_key).is_floating_point()
+        groups = Ids(rows.groups.of, counts & rows.rollouts.is_first)
+        mean = groups.sum(reward.nan_to_num()) / groups.count.clamp_min(1)
+        factor = groups.spread(difficulty_weight(mean.clamp(0, 1), self.strength))
+        if rows.counted is not None:
+            factor = factor * rows.counted
+        rows.change_advantage(lambda advantage, factor: advantage * factor, factor=factor)
+        own = rows.of_rank(factor)
+        rows.metric("mean", own.mean() if len(own) else 0.0)

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Literal, get_args
 
 import torch
+from tensordict import NestedKey
 from torch import Tensor
 
-from headrace.transforms.checks import (
-    Rule,
-    as_rewards,
-    credit_dtype,
-    enforce,
-    identity_rules,
-    reward_rules,
-    same_length,
-)
-from headrace.transforms.ids import as_ids, first_row, is_first, sum_by
-from headrace.transforms.sums import largest
+from headrace.transforms.collapse import require_identity, require_rewards
+from headrace.transforms.errors import BatchError
+from headrace.transforms.options import as_dtype, at_least, nested_key, one_of
+from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
+from headrace.transforms.rows import Rows
+from headrace.transforms.schema import COUNTED, REWARD, REWARDS
+from headrace.transforms.stage import BatchTransform
 
-from .baselines import Baseline, Clip, EpsMode, Formula, Scale, Singleton, advantage_in_groups
-from .grouping import Blocks, ById, Grouping, ReshapeFormula, squares_fit
-from .layout import Facts, Found, find_groups, fit_rule, gather_blocks, largest_that_fits, read_facts
+from .baselines import (
+    Baseline,
+    Clip,
+    EpsMode,
+    Formula,
+    Groups,
+    Scale,
+    Singleton,
+    advantage_in_groups,
+    largest_that_fits,
+)
+from .reshape_formula import reshaped
+
+Several = Literal["sum", "decoupled"]
+WithoutIds = Literal["raise", "chunks", "rigid_or_global"]
 
 
 def group_relative_advantage(
@@ -77,8 +88,7 @@ def group_relative_advantage(
     Where the baseline or the scale is the group's own, a group whose rewards are all equal has an advantage
     of exactly 0, where rounding would leave a rest that a small ε blows up. Statistics are float64, by sums
     that do not depend on the order of their terms, and rounded once: to the last bit an advantage follows
-    from the rewards of its group, however rows lie and whatever else is in the batch. One device read, for
-    the checks; under a smaller `dtype` another, for the layout.
+    from the rewards of its group, however rows lie and whatever else is in the batch.
 
     Args:
         reward: (N,) floats, one a row; the segments of a rollout must agree.
@@ -98,9 +108,8 @@ def group_relative_advantage(
         temperature: τ > 0, in units of the reward, for ``log_mean_exp``: near 0 it is the best of the group,
             from above the mean.
         k: for ``best_of_k``, from 2 up to the size of the smallest group.
-        dtype: None or float64: as said above. A smaller one, where groups of one size lie in contiguous
-            rows, fan-out or not: the bits of ``x = r.view(P, G); x -= x.mean(-1); x / (x.std(-1) + eps)`` in
-            that dtype; other layouts are float64 all the same.
+        dtype: None or float64: as said above. A smaller one asks for the bits of the reshape formula in that
+            dtype, where rows lie as it needs them (:func:`.reshape_formula.reshaped`).
         length: (N,) tokens of each row, for ``length_weighted``; a rollout's are those of its segments.
 
     Returns:
@@ -120,158 +129,335 @@ def group_relative_advantage(
     if (length is None) == (baseline == "length_weighted"):
         raise ValueError("length is for baseline='length_weighted', and needed there")
     result_dtype, reward = credit_dtype(reward), as_rewards(reward)
-    groups = as_ids(group_id, "group_id", device=reward.device)
-    rollouts = None if rollout_id is None else as_ids(rollout_id, "rollout_id", device=reward.device)
-    tokens = None if length is None else as_ids(length, "length", device=reward.device)
-    same_length(reward=reward, group_id=groups, rollout_id=rollouts, length=tokens)
-    credit, rules = compare_in_groups(reward, groups, rollouts, formula=formula, dtype=dtype, length=tokens)
-    enforce(rules)
-    return credit.to(result_dtype)
-
-
-def compare_in_groups(
-    reward: Tensor,
-    groups: Tensor,
-    rollouts: Tensor | None = None,
-    *,
-    formula: Formula,
-    dtype: torch.dtype | None = None,
-    length: Tensor | None = None,
-) -> tuple[Tensor, list[Rule]]:
-    """:func:`group_relative_advantage` of checked columns, (N,) each, and what must hold of the rows.
-
-    Returns:
-        The advantage, (N,) in the dtype of `reward`, and rules: where one is broken the advantage means
-        nothing.
-    """
+    rows = Rows.of(reward=reward, group=group_id, rollout=rollout_id, length=length)
     if len(reward) == 0:
-        return reward, []
-    low = None if dtype is torch.float64 else dtype  # asks for the bits of the reshape formula
-    if reward.device.type == "cpu" and (formula.scale != "mean" or float(reward.amin()) >= 0):
-        found = find_groups(reward, groups, rollouts, in_order=low is not None)
-        if (
-            found is not None
-            and (credit := _in_found_groups(reward, found, formula, low, length)) is not None
-        ):
-            return credit, _range_rules(credit, formula)
-    if rollouts is None:
-        rollouts = torch.arange(len(reward), device=reward.device)
-    first, group_first = first_row(rollouts), first_row(groups)
-    rules = _rules(reward, groups, rollouts, first, group_first, formula)
-    rules.append(_size_rule(reward, rollouts))
-    tokens = None if length is None else sum_by(first, length)
-    credit = None if low is None else _as_reshaped(reward, rules, first, group_first, formula, low, tokens)
-    if credit is None:
-        by_id = ById(reward.double(), group_first, len(reward), is_first(first), tokens)
-        credit = advantage_in_groups(by_id, formula).to(reward.dtype)
-    return credit, [*rules, *_range_rules(credit, formula)]
+        return reward.to(result_dtype)
+    tokens = rows["length"] if rows.has("length") else None
+    credit = measure(rows, rows["reward"], formula, low=dtype, length=tokens)
+    require_fit(rows, credit, result_dtype)
+    return credit.to(result_dtype).to(reward.device)
 
 
-def _as_reshaped(
+def measure(
+    rows: Rows,
     reward: Tensor,
-    rules: Sequence[Rule],
-    first: Tensor,
-    group_first: Tensor,
     formula: Formula,
-    low: torch.dtype,
-    tokens: Tensor | None,
-) -> Tensor | None:
-    """The bits of the reshape formula, where rows lie as it needs them. One device read."""
-    facts = read_facts(rules, reward, first, group_first)
-    if facts.problem or not _is_uniform(facts, low):
-        return None
-    columns = [reward] + ([] if tokens is None else [tokens])
-    number, blocks = gather_blocks(first, facts, *columns)
-    credit = advantage_in_groups(_blocks(low, *blocks), formula).to(reward.dtype)
-    return credit.reshape(-1).index_select(0, number)
+    *,
+    low: torch.dtype | None = None,
+    length: Tensor | None = None,
+) -> Tensor:
+    """(M,) float64: the advantage of (M,) rewards, one a rollout, on all rows of each; with its checks.
 
+    Args:
+        rows: of which those in the statistics are compared.
+        reward: float64, that the segments of a rollout share.
+        formula: baseline, scale and the rest.
+        low: the dtype of the reshape formula, if its bits are asked for.
+        length: (M,) int64, tokens of each row, for ``length_weighted``.
 
-def _in_found_groups(
-    reward: Tensor, found: Found, formula: Formula, low: torch.dtype | None, length: Tensor | None
-) -> Tensor | None:
-    """The advantage of rows whose groups were found; None where one that is too small is to be named."""
-    dtype = reward.dtype
-    if found.heads is not None:
-        reward = reward.index_select(0, found.heads)
-        if length is not None:
-            length = torch.zeros_like(found.heads).scatter_add_(0, found.number, length)
-    if found.size and (low is None or squares_fit(largest(reward), len(reward), low)):
-        columns = [reward] if length is None else [reward, length]
-        grouping: Grouping = _blocks(low, *(column.view(-1, found.size) for column in columns))
-    else:
-        grouping = ById(reward.double(), found.label, found.labels, length=length)
-    size = grouping.count
-    if formula.least_group > 1 and bool(((size > 0) & (size < formula.least_group)).any()):
-        return None
-    credit = advantage_in_groups(grouping, formula).to(dtype).reshape(-1)
-    return credit if found.number is None else credit.index_select(0, found.number)
+    Raises:
+        BatchError: as :func:`group_relative_advantage`.
+    """
+    counted = rows.statistics
+    chosen = reward if counted is rows else reward[rows.counted]
+    require_identity(counted)
+    require_rewards(counted, chosen, siblings_agree=True)
+    voters = rows.voters
+    one_each = reward if voters is rows else reward[rows.rollouts.is_first]
+    groups = voters.groups
 
+    def rollout(row: int) -> str:
+        return f"(rollout {voters.name('rollout', row)})"
 
-def _blocks(low: torch.dtype | None, reward: Tensor, length: Tensor | None = None) -> Blocks:
-    if low is None:
-        return Blocks(reward.double(), length)
-    return ReshapeFormula(reward.to(low), length)
-
-
-def _is_uniform(facts: Facts, low: torch.dtype) -> bool:
-    """Whether groups of one size lie in contiguous rows, with squares that a low dtype can hold."""
-    size = facts.largest_group
-    uniform = facts.contiguous and facts.smallest_group == size > 1
-    return uniform and squares_fit(facts.peak, facts.rollouts, low)
-
-
-def _range_rules(credit: Tensor, formula: Formula) -> list[Rule]:
-    """A quotient may leave the range of a small dtype, and any where the scale is not the group's own std."""
-    relative = formula.baseline in ("mean", "leave_one_out") and formula.scale in ("group", "none")
-    bounded = relative and not formula.shift and credit.dtype is not torch.float16
-    return [] if bounded else [fit_rule(credit, credit.dtype)]
-
-
-def _rules(
-    reward: Tensor,
-    groups: Tensor,
-    rollouts: Tensor,
-    first: Tensor,
-    group_first: Tensor,
-    formula: Formula,
-) -> list[Rule]:
-    rules = identity_rules(rollouts, groups, first)
-    rules += reward_rules(reward, rollouts, first, siblings_agree=True)
     if formula.least_group > 1:
-        rules.append(_small_rule(groups, rollouts, first, group_first, formula))
+        needs = (
+            "at least two rollouts to compare; found one in {found}. Gate incomplete groups before, or set "
+        )
+        needs += "singleton='zero' or 'raw'"
+        if formula.k is not None:
+            needs = f"at least k={formula.k} rollouts, of which the best is taken; found less in {{found}}. "
+            needs += "Gate incomplete groups before, or set a smaller k"
+        voters.require(
+            groups.spread(groups.count >= formula.least_group),
+            f"a group needs {needs}",
+            lambda row: f"group {voters.name('group', row)} {rollout(row)}",
+        )
+    require_room(voters, one_each, formula, rows.table.dtypes.get(rows.key("reward"), torch.float64))
+    credit = None if low in (None, torch.float64) else reshaped(one_each, groups, formula, low)
+    if credit is None:
+        tokens = None
+        if length is not None:
+            tokens = rows.rollouts.sum(length)[rows.rollouts.of[rows.rollouts.is_first]]
+        g = Groups(one_each, groups, tokens)
+        credit = g.unsorted(advantage_in_groups(g, formula))
+    return rows.from_voters(credit)
+
+
+def require_room(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dtype) -> None:
+    """Differences of rewards fit into their dtype, squares into float64, and MaxRL has none below 0.
+
+    Raises:
+        BatchError: some do not; with the rows.
+    """
     if formula.scale == "mean":
-        rules.append(_negative_rule(reward, rollouts))
-    return rules
-
-
-def _small_rule(
-    groups: Tensor, rollouts: Tensor, first: Tensor, group_first: Tensor, formula: Formula
-) -> Rule:
-    size = sum_by(group_first, is_first(first).long())
-    needs = "at least two rollouts to compare; found one in {found}. Gate incomplete groups before, or set "
-    needs += "singleton='zero' or 'raw'"
-    if formula.k is not None:
-        needs = f"at least k={formula.k} rollouts, of which the best is taken; found less in {{found}}. Gate "
-        needs += "incomplete groups before, or set a smaller k"
-    return Rule(
-        size < formula.least_group,
-        lambda row: f"group {int(groups[row])} (rollout {int(rollouts[row])})",
-        f"a group needs {needs}",
+        rows.require(
+            reward >= 0,
+            "scale='mean' divides by the group's mean, which needs rewards ≥ 0; found {found}",
+            lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
+        )
+    dtype = dtype if dtype.is_floating_point else torch.float64
+    rows.require(
+        reward.abs() <= largest_that_fits(len(reward), dtype),
+        f"rewards must leave room for differences in {dtype}, and for squares in float64; found {{found}}",
+        lambda row: f"{float(reward[row]):.3g} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
     )
 
 
-def _negative_rule(reward: Tensor, rollouts: Tensor) -> Rule:
-    return Rule(
-        reward < 0,
-        lambda row: f"{float(reward[row])} at row {row} (rollout {int(rollouts[row])})",
-        "scale='mean' divides by the group's mean, which needs rewards ≥ 0; found {found}",
+def require_fit(rows: Rows, credit: Tensor, dtype: torch.dtype) -> None:
+    """An advantage fits into the dtype that it is rounded to.
+
+    Raises:
+        BatchError: one does not, or is NaN; with the rows.
+    """
+    rows.require(
+        credit.abs() <= torch.finfo(dtype).max,
+        f"an advantage must fit into {dtype}; found {{found}}. Scale the rewards, set clip, or give rewards "
+        "of a larger dtype",
+        lambda row: f"{float(credit[row]):g} at row {rows.at(row)}",
     )
 
 
-def _size_rule(reward: Tensor, rollouts: Tensor) -> Rule:
-    return Rule(
-        ~(reward.abs() <= largest_that_fits(len(reward), reward.dtype)),
-        lambda row: f"{float(reward[row]):.3g} at row {row} (rollout {int(rollouts[row])})",
-        f"rewards must leave room for differences in {reward.dtype}, and for squares in float64; found "
-        "{found}",
-    )
+class GroupRelativeAdvantage(BatchTransform):
+    """Write each row's advantage (:func:`group_relative_advantage`).
+
+    After :class:`FanOutCollapse` it reads the reward that this has written; without it, a rollout_id on two
+    rows is an error. Rows that are out of the statistics get 0.
+
+    Reads ``("headrace", "reward")`` if there, else `reward_key`; ``("headrace", "rewards")`` where each is
+    compared or there are `weights`; `group_key`, `rollout_key`. Writes `advantage_key`, (N,) with as many
+    trailing ones as `ndim` asks for, and `group_key` where it made the groups.
+
+    Args:
+        baseline: ``mean``, ``leave_one_out``, ``median``, ``length_weighted``, ``best_other``, ``best_of_k``,
+            ``log_mean_exp``, ``batch``, ``none``.
+        scale: ``group``, ``leave_one_out``, ``mad``, ``batch``, ``mean``, ``nonzero``, ``none``.
+        ddof: 1 or 0.
+        eps: ε ≥ 0.
+        eps_mode: ``add``, ``clamp``, ``skip``.
+        singleton: ``zero``, ``raw``, ``raise``.
+        clip: [low, high] for the result, one of which may be null.
+        shift: δ, added to the baseline, in units of the reward.
+        temperature: τ > 0 of ``log_mean_exp``, in units of the reward.
+        k: how many the best is of, for ``best_of_k``, ≥ 2.
+        dtype: of the statistics; None: float64. ``float32`` asks for the bits of the reshape formula where
+            groups of one size are contiguous, as the function says.
+        several: how the rewards of ``FanOutCollapse(columns=K)`` become one advantage: the rollout's reward
+            is compared, their weighted ``sum``; or each is (``decoupled``), and the advantages are added up.
+        weights: of the columns where each is compared, the same as FanOutCollapse's; None: all 1.
+        missing: what a NaN reward does: ``raise``, or ``skip``, which takes it out of the statistics, of its
+            own column where each is compared; a rollout with no reward at all gets 0.
+        without_ids: what follows where no row has a group id. ``raise``; ``chunks``: consecutive
+            `group_size` rollouts, the last group may be short; ``rigid_or_global``: chunks if there are
+            exactly `group_size` × `groups_per_batch` rollouts, else one global group (what miles does).
+        group_size: rollouts per group, for `without_ids`.
+        groups_per_batch: groups per batch, for ``rigid_or_global``.
+        ndim: dimensions of the advantage; 3 is (N, 1, 1), as GRPOLoss takes it.
+        reward_key: (N,), (N, 1) or (N, 1, 1) float.
+        group_key: (N,) or (N, 1) int ≥ 0.
+        rollout_key: (N,) or (N, 1) int ≥ 0; None: every row is a rollout of its own.
+        advantage_key: where the result goes.
+        loss_mask_key: (N, T) bool, whose tokens ``length_weighted`` counts.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: as the function; a repeated rollout_id without FanOutCollapse.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict(
+        ...     {"rollout_id": [0, 1, 2], "group_id": [0, 1, 0], ("next", "reward"): [0.0, 10.0, 2.0]},
+        ...     batch_size=[3],
+        ... )
+        >>> GroupRelativeAdvantage(scale="none")(td)["advantage"].flatten().tolist()
+        [-1.0, 0.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        *,
+        baseline: Baseline = "mean",
+        scale: Scale = "group",
+        ddof: int = 1,
+        eps: float = 1e-6,
+        eps_mode: EpsMode = "add",
+        singleton: Singleton = "zero",
+        clip: Clip | None = None,
+        shift: float = 0.0,
+        temperature: float = 1.0,
+        k: int | None = None,
+        dtype: torch.dtype | str | None = None,
+        several: Several = "sum",
+        weights: Sequence[float] | None = None,
+        missing: Missing = "raise",
+        without_ids: WithoutIds = "raise",
+        group_size: int | None = None,
+        groups_per_batch: int | None = None,
+        ndim: int = 3,
+        reward_key: NestedKey = ("next", "reward"),
+        group_key: NestedKey = "group_id",
+        rollout_key: NestedKey | None = "rollout_id",
+        advantage_key: NestedKey = "advantage",
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+    ):
+        self.reward_key, self.group_key = nested_key(reward_key), nested_key(group_key)
+        self.rollout_key, self.advantage_key = nested_key(rollout_key), nested_key(advantage_key)
+        self.loss_mask_key = nested_key(loss_mask_key)
+        lengths = self.loss_mask_key if baseline == "length_weighted" else None
+        reads = [self.reward_key, self.group_key, self.rollout_key, REWARD, REWARDS, COUNTED, lengths]
+        super().__init__(reads, [self.advantage_key])
+        self.final_keys = tuple(self.in_keys)
+        self.baseline, self.scale, self.ddof, self.eps = baseline, scale, ddof, eps
+        self.eps_mode, self.singleton, self.clip = eps_mode, singleton, clip
+        self.shift, self.temperature, self.k = shift, temperature, k
+        _ = self.formula  # checks its options
+        self.dtype = as_dtype(dtype)
+        self.several, self.weights = one_of("several", several, get_args(Several)), weights
+        self.missing = one_of("missing", missing, get_args(Missing))
+        self.without_ids = one_of("without_ids", without_ids, get_args(WithoutIds))
+        self.group_size = at_least("group_size", group_size, 1)
+        self.groups_per_batch = at_least("groups_per_batch", groups_per_batch, 1)
+        if without_ids != "raise" and group_size is None:
+            raise ValueError(f"without_ids={without_ids!r} needs group_size, the rollouts per group")
+        if without_ids == "rigid_or_global" and groups_per_batch is None:
+            raise ValueError("without_ids='rigid_or_global' needs groups_per_batch")
+        self.ndim = one_of("ndim", ndim, (1, 2, 3))
+
+    @property
+    def formula(self) -> Formula:
+        """The options that are the formula's, checked."""
+        return Formula(*(getattr(self, option.name) for option in fields(Formula)))
+
+    @property
+    def within_groups(self) -> bool:  # type: ignore[override]
+        """Unless baseline or scale are of the batch, or groups are made of positions in it."""
+        return self.formula.within_groups and self.without_ids == "raise"
+
+    @property
+    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
+        """Those of ``length_weighted``."""
+        return [(self.loss_mask_key, None)] if self.baseline == "length_weighted" else []
+
+    def decide(self, rows: Rows) -> None:
+        """Add the advantage."""
+        self._make_groups(rows)
+        reward = rows.reward
+        if not rows.has(REWARD):
+            rollouts = rows.rollouts
+            rows.statistics.require(
+                rows.statistics.rollouts.is_first,
+                "each rollout must be one row; found {found}. They would be counted once per row: put "
+                "FanOutCollapse before GroupRelativeAdvantage",
+                lambda row: (
+                    f"rollout {rows.statistics.name('rollout', row)} in "
+                    f"{int((rollouts.labels == rows.statistics.rollouts.labels[row]).sum())} rows"
+                ),
+            )
+        rewards = rows[REWARDS] if rows.has(REWARDS) else reward[:, None]
+        if self.several == "decoupled" or self.weights is not None:
+            self._require_weighed(rows, reward, rewards)
+        length = rows.lengths if self.baseline == "length_weighted" else None
+        if self.several == "decoupled":
+            factors = factors_of(self.weights, rewards.shape[1])
+            credits = [
+                factor * self._among_known(rows, column, length)
+                for factor, column in zip(factors, rewards.unbind(1), strict=True)
+            ]
+            credit = torch.stack(credits).sum(0)
+        else:
+            credit = self._among_known(rows, reward, length)
+        dtype = rows.table.dtypes.get(
+            self.reward_key, rows.dtype(REWARD) if rows.has(REWARD) else torch.float64
+        )
+        dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+        require_fit(rows, credit, dtype)
+        rows.put("advantage", credit, dtype=dtype, ndim=self.ndim)
+        own = rows.of_rank(credit)
+        rows.metric("abs_mean", own.abs().mean() if len(own) else 0.0)
+        rows.metric("zero", (own == 0).double().mean() if len(own) else 0.0)
+        if self.missing == "skip":
+            rows.metric("unscorable", rows.of_rank(reward).isnan().sum())
+            rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
+
+    def _among_known(self, rows: Rows, reward: Tensor, length: Tensor | None) -> Tensor:
+        """(M,) the advantage of (M,) rewards; under ``skip`` a rollout without one is in no statistic."""
+        known = ~reward.isnan()
+        if self.missing == "raise" or bool(known.all()):
+            return measure(rows, reward, self.formula, low=self.dtype, length=length)
+        some = rows.where(known)
+        credit = torch.zeros_like(reward)
+        if len(some):
+            tokens = None if length is None else length[known]
+            credit[known] = measure(some, reward[known], self.formula, low=self.dtype, length=tokens)
+        return credit
+
+    def _require_weighed(self, rows: Rows, reward: Tensor, rewards: Tensor) -> None:
+        """The rollout's one reward is what the weights make of its rewards, bit by bit.
+
+        Else filters, shaping and the report would go by another reward than the one that is trained.
+        """
+        dtype = rows.dtype(REWARDS if rows.has(REWARDS) else REWARD if rows.has(REWARD) else "reward")
+        expected = weighted_reward(rewards.to(dtype), self.weights).double()
+        todo = {
+            "sum": "Give the weights to FanOutCollapse, and none to the advantage",
+            "decoupled": "Give FanOutCollapse the same weights, and shape no reward where each is compared by "
+            "itself: what a stage adds to their sum would be lost",
+        }
+        ok = (reward == expected) | (reward.isnan() & expected.isnan())
+        rows.require(
+            ok if rows.counted is None else ok | ~rows.counted,
+            "a rollout's reward, which filters and the report go by, must be its rewards by the weights of the "
+            f"advantage; found {{found}}. {todo[self.several]}",
+            lambda row: (
+                f"{float(reward[row]):g} in place of {float(expected[row]):g} for rollout "
+                f"{rows.name('rollout', row)}"
+            ),
+        )
+
+    def _make_groups(self, rows: Rows) -> None:
+        """Write group ids by position, where an option asks for it and no row has one."""
+        if self.without_ids == "raise":
+            return
+        if rows.table.ranks is not None:
+            raise BatchError(
+                f"without_ids={self.without_ids!r} makes groups of positions, which say nothing over ranks: "
+                "give rows their group_id where they are dispatched"
+            )
+        # All rows unset is a batch without ids; some rows unset is wrong data, which is refused later.
+        if rows.has("group") and bool((rows["group"] >= 0).any()):
+            return
+        rollouts = rows.on_arrival.ids("rollout", checked=False).everyone
+        size = self.group_size or 1
+        number = rollouts.spread((rollouts.is_first.cumsum(0) - 1)[rollouts.first])  # by first rows
+        if self.without_ids == "rigid_or_global" and rollouts.n != size * (self.groups_per_batch or 1):
+            number = torch.zeros_like(number)
+        rows.put("group", rows.from_arrival(number // size), dtype=torch.int64, ndim=1, fill=-1)
+
+    def advantage_by_row(self, reward: Tensor, group_id: Tensor) -> Tensor | None:
+        """What each row would get if it were a rollout of its own: the bias that a fan-out would bring.
+
+        Args:
+            reward: (N,) float, the rollouts' rewards by row.
+            group_id: (N,) int.
+
+        Returns:
+            (N,), or None where it cannot be said: under ``length_weighted`` and ``decoupled``, and where the
+            rewards cannot be compared.
+        """
+        if self.baseline == "length_weighted" or self.several != "sum":
+            return None
+        singleton: Singleton = "zero" if self.singleton == "raise" else self.singleton
+        rows = Rows.of(reward=reward, group=group_id, rollout=None)
+        try:
+            return measure(rows, rows["reward"], replace(self.formula, singleton=singleton))
+        except BatchError:
+            return None

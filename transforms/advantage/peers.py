@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey
 from torch import Tensor
 
-from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import Rule, set_rule
-from headrace.transforms.ids import as_ids, first_row
+from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key
-from headrace.transforms.schema import read_column
+from headrace.transforms.rows import Rows
+from headrace.transforms.stage import BatchTransform
 
 BITS = 62  # of an id, as `number_labels` makes them
 
@@ -21,7 +20,7 @@ def combine_ids(*ids: Tensor) -> Tensor:
     """A number for each tuple of ids: equal ones for equal tuples, in every batch, process and run.
 
     A hash, the finaliser of SplitMix64 (doi:10.1145/2714064.2660195) over one id after another, in the order
-    given. No device read.
+    given.
 
     Args:
         ids: (N,) int64 each.
@@ -31,8 +30,8 @@ def combine_ids(*ids: Tensor) -> Tensor:
 
     Example:
         >>> group, role = torch.tensor([7, 7, 7, 8]), torch.tensor([0, 1, 0, 0])
-        >>> first_row(combine_ids(group, role)).tolist()
-        [0, 1, 0, 3]
+        >>> combine_ids(group, role).unique(return_inverse=True)[1].tolist()
+        [1, 0, 1, 2]
     """
     mixed = torch.zeros_like(ids[0])
     for column in ids:
@@ -68,13 +67,12 @@ class CombineIds(BatchTransform):
     Example:
         >>> from tensordict import TensorDict
         >>> td = TensorDict({"group_id": [3, 3, 3], "role": ["solver", "judge", "solver"]}, batch_size=[3])
-        >>> first_row(CombineIds(keys=["group_id", "role"])(td)["peer_id"]).tolist()
-        [0, 1, 0]
+        >>> peers = CombineIds(keys=["group_id", "role"])(td)["peer_id"]
+        >>> (peers[0] == peers[2], peers[0] == peers[1])
+        (tensor(True), tensor(False))
     """
 
-    keeps_rows = True
     within_groups = True
-    asks_in_loss = True
 
     def __init__(self, *, keys: Sequence[NestedKey], into: NestedKey = "peer_id"):
         self.keys, self.into = [nested_key(key) for key in keys], nested_key(into)
@@ -85,25 +83,21 @@ class CombineIds(BatchTransform):
     def _id_keys(self) -> list[NestedKey]:
         return self.keys
 
-    def apply(self, batch: TensorDictBase) -> Outcome:
+    def decide(self, rows: Rows) -> None:
         """Add the id."""
-        name = type(self).__name__
-        columns = [
-            as_ids(read_column(batch, key, reader=name, option="one of its keys"), str(key))
-            for key in self.keys
-        ]
+        exact = [(key,) if isinstance(key, str) else key for key in (*self.keys, self.into)]
+        columns = [rows.integers(key, str(name)) for key, name in zip(exact, self.keys, strict=False)]
+        for key, ids in zip(self.keys, columns, strict=True):
+            rows.require_set(ids, last_of(key), "rows without an id would be compared with one another")
         combined = combine_ids(*columns)
-        first = first_row(combined)
-
-        def describe(row: int) -> str:
-            return f"{tuple(int(column[row]) for column in columns)} at row {row}"
-
-        why = "rows without an id would be compared with one another"
-        rules = [set_rule(ids, last_of(key), why) for key, ids in zip(self.keys, columns, strict=True)]
-        differ = torch.stack([column.index_select(0, first) != column for column in columns]).any(0)
-        twice = "two tuples of ids have one number, which is a matter of 2^-62; rename an id of {found}"
-        rules.append(Rule(differ & (combined >= 0), describe, twice))
-        return Outcome(batch.set(self.into, combined), rules=rules)
+        first = Ids(combined)
+        same = torch.stack([first.spread(column[first.first]) == column for column in columns]).all(0)
+        rows.require(
+            same | (combined < 0),
+            "two tuples of ids have one number, which is a matter of 2^-62; rename an id of {found}",
+            lambda row: f"{tuple(int(column[row]) for column in columns)} at row {rows.at(row)}",
+        )
+        rows.put(exact[-1], combined, dtype=torch.int64, ndim=1, fill=-1)
 
 
 def last_of(key: NestedKey) -> str:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey
 from torch import Tensor
 
-from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import (
-    Rule,
-    as_rewards,
-    broken,
-    identity_rules,
-    read_columns,
-    reward_rules,
-    set_rule,
-)
-from headrace.transforms.distributed import population_of
-from headrace.transforms.ids import as_ids, first_row, is_first
+from headrace.transforms.collapse import require_rewards
+from headrace.transforms.ids import Ids
 from headrace.transforms.options import above_zero, nested_key, within
-from headrace.transforms.schema import COUNTED, REWARD, read_written
-from headrace.transforms.sums import sum_in_any_order
+from headrace.transforms.rows import Rows
+from headrace.transforms.schema import COUNTED, REWARD
+from headrace.transforms.stage import BatchTransform
 
 from .peers import last_of
 
@@ -70,15 +60,10 @@ class Tracked(NamedTuple):
             start: b of a key that was not seen.
             start_weight: w of it.
         """
-        found, number, count = torch.unique(keys, return_inverse=True, return_counts=True)
-        if len(found) == 0:
+        if len(keys) == 0:
             return self
-        total = sum_in_any_order(
-            reward,
-            lambda values: values.new_zeros(len(found)).index_add_(0, number, values),
-            peak=lambda: reward.abs().amax(),
-            terms=count.amax(),
-        )
+        ids = Ids(keys)
+        found, count, total = keys[ids.first], ids.count, ids.sum(reward)
         mean, weight = self.look_up(found, start, start_weight)
         kept = torch.full((), decay, dtype=torch.float64).pow(count)
         old, new = weight * kept, count.double() if decay == 1 else (1 - kept) / (1 - decay)
@@ -127,8 +112,7 @@ class RunningBaseline(BatchTransform):
     and counts once, also after ``load_state_dict``. What a stage of the pipeline refuses does not count.
     Rollouts that are out of the statistics or have no reward neither count nor change.
 
-    Reads ``("headrace", "reward")``, `baseline_key`, `rollout_key`; reads and writes `advantage_key`. One
-    device read and one copy; a second read where rows are out of the statistics.
+    Reads ``("headrace", "reward")``, `baseline_key`, `rollout_key`; reads and writes `advantage_key`.
 
     Args:
         decay: ρ in [0, 1].
@@ -153,11 +137,7 @@ class RunningBaseline(BatchTransform):
         [8.0, 4.0, 2.0]
     """
 
-    keeps_rows = True
-    asks_in_loss = True
-    spans_ranks = True
     stateful = True
-    shows_batch = True  # rules of earlier stages are read before it counts
 
     def __init__(
         self,
@@ -188,65 +168,53 @@ class RunningBaseline(BatchTransform):
     def _id_keys(self) -> list[NestedKey]:
         return [*super()._id_keys(), *([] if self.baseline_key is None else [self.baseline_key])]
 
-    def apply(self, batch: TensorDictBase) -> Outcome:
-        """Rewrite the advantage; the batch counts when nobody has refused it."""
-        credit = as_rewards(self.column(batch, "advantage_key"))
-        reward = read_written(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
-        keys = torch.zeros(len(reward), dtype=torch.int64, device=reward.device)
+    def decide(self, rows: Rows) -> None:
+        """Rewrite the advantage; the batch counts when nobody has refused it (:meth:`state_after`)."""
+        credit, reward = rows.number("advantage"), rows[REWARD]
+        keys = torch.zeros(len(rows), dtype=torch.int64)
         if self.baseline_key is not None:
-            keys = as_ids(self.column(batch, "baseline_key"), str(self.baseline_key))
-        people = population_of(batch)
-        columns = {"reward": reward.double(), "keys": keys}
-        every = people.take(columns, {"rollouts": self.ids(batch, "rollout")})
-        first = first_row(every["rollouts"])
-        rules = self._rules(every["reward"], every["keys"], every["rollouts"], first)
-        votes = is_first(first) & ~every["reward"].isnan()
-        bits, flags = every["reward"].view(torch.int64), votes.long() + 2 * broken(rules).long()
-        read = read_columns([every["keys"], every["rollouts"], bits, flags])
-        keys, rollouts, bits, flags = (column for column in read if column is not None)
-        if bool((flags > 1).any()):  # it does not count, and whoever reads the rules raises
-            return Outcome(batch, rules=people.rules(rules))
-        before, remember = self._measured_by(torch.stack([keys, rollouts, bits])[:, flags > 0])
-        baseline = before.look_up(keys, **self._start)[0]
-        baseline = people.put_back(baseline.to(reward.device)).masked_fill(reward.isnan(), 0.0)
-        less = (credit.double() - baseline).to(credit.dtype)
-        batch.set(self.advantage_key, less.view_as(batch.get(self.advantage_key)))
-        measured = {"mean": baseline.mean(), "keys": float(len(before.keys))}
-        return Outcome(batch, measured=measured, rules=people.rules(rules), remember=remember)
-
-    def _measured_by(self, came: Tensor) -> tuple[Tracked, Callable[[], None]]:
-        """What these (3, M) keys, rollouts and rewards are measured by; and what counts them."""
+            keys = rows.integers("baseline", str(self.baseline_key))
+        self._require_one_key(rows, reward, keys)
+        counts = rows.rollouts.is_first & ~reward.isnan()
+        came = torch.stack([keys, rows.rollouts.labels, reward.view(torch.int64)])[:, counts]
         came = came[:, came[1].argsort()]  # ranks and orders of rows are no matter
         known = self.memory
         before = known.before if known.knows(came) else known.after
+        baseline = before.look_up(keys, **self._start)[0].masked_fill(reward.isnan(), 0.0)
+        if rows.counted is not None:
+            baseline = baseline * rows.counted
+        dtype = rows.dtype("advantage")
+        rows.put("advantage", credit - baseline, dtype=dtype if dtype.is_floating_point else torch.float64)
+        rows.table.notes[self] = came
+        own = rows.of_rank(baseline)
+        rows.metric("mean", own.mean() if len(own) else 0.0)
+        rows.metric("keys", len(before.keys))
 
-        def count() -> None:
-            with COUNTING:
-                if not self.memory.knows(came):
-                    self.memory = self.memory.with_batch(came, decay=self.decay, **self._start)
+    def state_after(self, rows: Rows) -> None:
+        """Let the batch count, once."""
+        came = rows.table.notes.pop(self, None)
+        with COUNTING:
+            if came is not None and not self.memory.knows(came):
+                self.memory = self.memory.with_batch(came, decay=self.decay, **self._start)
 
-        return before, count
+    def _require_one_key(self, rows: Rows, reward: Tensor, keys: Tensor) -> None:
+        """Rewards are finite or missing, a rollout has one, and one key that is set."""
+        some = rows.statistics
+        if some is not rows:
+            reward, keys = reward[rows.counted], keys[rows.counted]
+        rollouts = some.rollouts
+        require_rewards(some, reward.masked_fill(reward.isnan(), 0.0), siblings_agree=True)
+        some.require_set(keys, last_of(self.baseline_key or ""), "rows without a key would have one baseline")
+        some.require(
+            rollouts.spread(keys[rollouts.first]) == keys,
+            "the rows of a rollout have one baseline_key; found {found}",
+            lambda row: f"{int(keys[row])} at row {some.at(row)} (rollout {some.name('rollout', row)})",
+        )
 
     @property
     def _start(self) -> dict[str, float]:
         weight = 1 / (1 - self.decay) if self.start_weight is None else self.start_weight
         return {"start": self.start, "start_weight": weight}
-
-    def _rules(self, reward: Tensor, keys: Tensor, rollouts: Tensor, first: Tensor) -> list[Rule]:
-        def describe(row: int) -> str:
-            return f"{int(keys[row])} at row {row} (rollout {int(rollouts[row])})"
-
-        given = torch.where(reward.isnan(), 0.0, reward)
-        return [
-            *identity_rules(rollouts, None, first),
-            *reward_rules(given, rollouts, first, siblings_agree=True),
-            set_rule(keys, last_of(self.baseline_key or ""), "rows without a key would have one baseline"),
-            Rule(
-                keys.index_select(0, first) != keys,
-                describe,
-                "the rows of a rollout have one baseline_key; found {found}",
-            ),
-        ]
 
     def get_extra_state(self) -> dict[str, Any]:
         """What ``state_dict`` saves."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey
 from torch import Tensor
 
-from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import set_rule
-from headrace.transforms.distributed import population_of
-from headrace.transforms.ids import as_ids, first_row, first_row_of_pairs, sum_by
+from headrace.transforms.collapse import require_rewards
+from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key, one_of
-from headrace.transforms.schema import COUNTED, RETURN, read_written, require
-from headrace.transforms.sums import sum_by_in_any_order
+from headrace.transforms.rows import Rows
+from headrace.transforms.schema import COUNTED, RETURN
+from headrace.transforms.stage import BatchTransform
 
-from .baselines import EpsMode, Formula, Scale
+from .baselines import EpsMode, Formula, Groups, Scale, advantage_in_groups
 from .by_turn import Alone
-from .group_relative import compare_in_groups
+from .group_relative import require_fit, require_room
 
 StateBaseline = Literal["mean", "leave_one_out"]
 
@@ -31,18 +30,16 @@ def state_groups(group_id: Tensor, state_id: Tensor) -> Tensor:
         state_id: (N,) integers, any labels; equal ones in two groups are two states.
 
     Returns:
-        (N,) int64 ≥ 0, fit to be group ids. No device read.
+        (N,) int64 ≥ 0, fit to be group ids.
 
     Example:
-        >>> import torch
-        >>> ids = state_groups(torch.tensor([0, 0, 0, 1]), torch.tensor([7, 5, 7, 7]))
-        >>> [int(i) for i in first_row(ids)]
-        [0, 1, 0, 3]
+        >>> state_groups(torch.tensor([0, 0, 0, 1]), torch.tensor([7, 5, 7, 7])).tolist()
+        [1, 0, 1, 2]
     """
-    return first_row(group_id) * len(group_id) + first_row(state_id)
+    return Ids(group_id).paired_with(Ids(state_id)).of
 
 
-def leave_rollouts_out(centred: Tensor, state_first: Tensor, own: Tensor) -> Tensor:
+def leave_rollouts_out(centred: Tensor, states: Ids, own: Ids) -> Tensor:
     """From deviations about a state's mean, those about the mean of the other rollouts' steps there.
 
     With d the deviations, which add up to 0 over a state of n steps, m of them of rollout i::
@@ -51,22 +48,19 @@ def leave_rollouts_out(centred: Tensor, state_first: Tensor, own: Tensor) -> Ten
 
     Args:
         centred: (N,) float64, d, or d over a scale.
-        state_first: (N,) int64, the first row of each row's state.
-        own: (N,) int64, the first row of each row's pair of state and rollout.
+        states: of the rows.
+        own: pairs of state and rollout.
 
     Returns:
-        (N,), 0 where no other rollout is. No device read.
+        (N,), 0 where no other rollout is.
 
     Example:
-        >>> import torch
-        >>> state, own = torch.tensor([0, 0, 0]), torch.tensor([0, 1, 1])
-        >>> leave_rollouts_out(torch.tensor([2.0, -2.0, 0.0], dtype=torch.float64), state, own).tolist()
+        >>> states, own = Ids(torch.tensor([0, 0, 0])), Ids(torch.tensor([0, 1, 1]))
+        >>> leave_rollouts_out(torch.tensor([2.0, -2.0, 0.0], dtype=torch.float64), states, own).tolist()
         [3.0, -4.0, -2.0]
     """
-    mine = sum_by(own, torch.ones_like(own))
-    others = sum_by(state_first, torch.ones_like(own)) - mine
-    total = sum_by_in_any_order(own, centred)
-    return (centred + total / others.clamp_min(1)).masked_fill(others == 0, 0.0)
+    others = states.spread(states.count) - own.spread(own.count)
+    return (centred + own.spread(own.sum(centred)) / others.clamp_min(1)).masked_fill(others == 0, 0.0)
 
 
 class StateAdvantage(BatchTransform):
@@ -82,8 +76,7 @@ class StateAdvantage(BatchTransform):
 
     Every step counts, also two of one rollout. A mean that includes the step itself makes its credit
     (m − 1)/m of what it should be among m steps; leave_one_out is unbiased, if a rollout that is alone in a
-    state keeps its return. With the turn's number as `state_key`, segments are compared turn by turn. One
-    device read, for the checks.
+    state keeps its return. With the turn's number as `state_key`, segments are compared turn by turn.
 
     Reads `advantage_key`, ``("headrace", "return")``, `group_key`, `state_key`, and `rollout_key` where it
     matters whose steps they are; writes `advantage_key`.
@@ -110,10 +103,6 @@ class StateAdvantage(BatchTransform):
         >>> StateAdvantage(weight=0.5)
         StateAdvantage(weight=0.5)
     """
-
-    keeps_rows = True
-    asks_in_loss = True
-    spans_ranks = True
 
     def __init__(
         self,
@@ -157,34 +146,26 @@ class StateAdvantage(BatchTransform):
         """Unless the scale is of the batch."""
         return self.formula.within_groups
 
-    def apply(self, batch: TensorDictBase) -> Outcome:
+    def decide(self, rows: Rows) -> None:
         """Add to the advantage."""
-        credit = require(batch, self.advantage_key, reader=type(self).__name__, option="advantage_key")
-        states = as_ids(self.column(batch, "state_key"), "state_id")
-        returns = read_written(batch, RETURN, reader=type(self).__name__, writer="RewardsToGo")
-        people = population_of(batch)
-        ids = {"groups": self.ids(batch, "group")}
+        credit, some = rows.number("advantage"), rows.statistics
+        returns = some[RETURN]
+        states = some.groups.paired_with(Ids(some.integers("state", "state_id")))
+        require_rewards(some, returns, siblings_agree=False)
+        require_room(some, returns, self.formula, rows.dtype(RETURN))
+        steps = Groups(returns, states)
+        within = steps.unsorted(advantage_in_groups(steps, self.formula))
         if self._asks_whose:
-            ids["rollouts"] = self.ids(batch, "rollout")
-        everyone = people.take({"returns": returns, "states": states}, ids)
-        groups, returns = everyone["groups"], everyone["returns"].double()
-        steps = state_groups(groups, everyone["states"])
-        within, rules = compare_in_groups(returns, steps, formula=self.formula)
-        rules.append(set_rule(groups, "group_id", "rows without an id would be compared with one another"))
-        if self._asks_whose:
-            rollouts = everyone["rollouts"]
-            rules.append(set_rule(rollouts, "rollout_id", "rows without an id would be one rollout's"))
-            within = self._by_rollout(within, returns, first_row(steps), rollouts)
-        more = self.weight * people.put_back(within).double().view_as(credit)
-        batch.set(self.advantage_key, (credit + more).to(credit.dtype))
-        return Outcome(batch, rules=people.rules(rules))
-
-    def _by_rollout(self, centred: Tensor, returns: Tensor, state_first: Tensor, rollouts: Tensor) -> Tensor:
-        """What steps are worth where it matters whose they are."""
-        own = first_row_of_pairs(state_first, rollouts)
-        if self.baseline == "leave_one_out":
-            centred = leave_rollouts_out(centred, state_first, own)
-        if self.alone == "zero":
-            return centred
-        steps = torch.ones_like(own)
-        return torch.where(sum_by(state_first, steps) == sum_by(own, steps), returns, centred)
+            rollouts = some.ids("rollout", checked=False)
+            some.require_set(rollouts.labels, "rollout_id", "rows without an id would be one rollout's")
+            own = states.paired_with(rollouts)
+            if self.baseline == "leave_one_out":
+                within = leave_rollouts_out(within, states, own)
+            if self.alone == "return":
+                lone = states.spread(states.count) == own.spread(own.count)
+                within = torch.where(lone, returns, within)
+        require_fit(some, within, rows.dtype(RETURN))
+        more = self.weight * within
+        if some is not rows:
+            more = torch.zeros_like(credit).masked_scatter_(rows.counted, more)
+        rows["advantage"] = credit + more

@@ -2,53 +2,27 @@
 
 A term is a callable: a batch and the (N, T) bool tokens in the loss go in, (N, T) numbers come out, of which
 those of tokens in the loss are read. `in_keys` are the columns that it reads, dense when it sees them: of
-ragged rows it is given these alone, padded on the right. `rules`, from the same two, say what must hold. What
-a term measures over tokens is over those in the loss, of all ranks that share the batch. No device read.
+ragged rows it is given these alone, padded on the right. What a term measures over tokens is over those in
+the loss, of all ranks that share the batch (:meth:`TokenTerm.over`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.checks import Rule, at_least_float32
-from headrace.transforms.distributed import Population, present_ranks
 from headrace.transforms.errors import BatchError
+from headrace.transforms.ids import Ids, as_ids
 from headrace.transforms.options import above_zero, at_least, describe_options, nested_key, one_of, within
-from headrace.transforms.schema import require
-from headrace.transforms.sums import sum_in_any_order
+from headrace.transforms.rows import Rows
+from headrace.transforms.schema import read_column, require
+from headrace.transforms.tokens import sum_of_tokens, tokens_of_all_ranks
 
 Centre = Literal["none", "batch"]
-
-
-def mean_of_tokens(values: Tensor, trains: Tensor) -> Tensor:
-    """Scalar float64: the mean over tokens in the loss; 0 where there are none.
-
-    Rows are added up first, each in any order, then their sums: it depends neither on padding nor on how rows
-    are spread over ranks.
-
-    Args:
-        values: (N, T) float.
-        trains: (N, T) bool.
-
-    Example:
-        >>> mean_of_tokens(torch.tensor([[1.0, 4.0], [9.0, 7.0]]), torch.tensor([[1, 1], [0, 1]]).bool())
-        tensor(4., dtype=torch.float64)
-    """
-    counted, tokens = torch.where(trains, values, 0.0).double(), trains.sum(1)
-    everyone = Population(None, present_ranks()).take({"sums": _sum(counted, 1), "tokens": tokens})
-    return _sum(everyone["sums"], 0) / everyone["tokens"].sum().clamp_min(1)
-
-
-def _sum(values: Tensor, dim: int) -> Tensor:
-    if values.numel() == 0:
-        return values.sum(dim)
-    terms = torch.full((), values.shape[dim], device=values.device)
-    return sum_in_any_order(values, lambda part: part.sum(dim), peak=lambda: values.abs().amax(), terms=terms)
 
 
 def directed_weight(log_ratio: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
@@ -91,19 +65,122 @@ def staleness_weight(age: Tensor, *, decay: float = 1.0, max_staleness: int | No
     return factor if max_staleness is None else factor.masked_fill(age > max_staleness, 0.0)
 
 
+def top_share(values: Tensor, trains: Tensor, share: float) -> Tensor:
+    """The tokens in the loss with the largest values, a share of them all.
+
+    Their number is the nearest whole one, at least 1; tokens that equal the last of them are taken too.
+
+    Args:
+        values: (N, T) float.
+        trains: (N, T) bool.
+        share: in (0, 1].
+
+    Returns:
+        (N, T) bool.
+
+    Example:
+        >>> values = torch.tensor([[0.1, 0.9, 0.5], [0.7, 0.2, 9.0]])
+        >>> top_share(values, torch.tensor([[1, 1, 1], [1, 1, 0]]).bool(), 0.4).int().tolist()
+        [[0, 1, 0], [1, 0, 0]]
+    """
+    known = torch.where(trains, values.double(), float("-inf"))
+    return trains & (known >= _least_of_share(known, share))
+
+
+def _least_of_share(values: Tensor, share: float) -> Tensor:
+    """(1,): the smallest of the share of the values that are largest, of those above −∞."""
+    if values.numel() == 0:
+        return values.new_zeros(1)
+    number = ((values > float("-inf")).sum().double() * share).round().long().clamp_min(1)
+    return values.flatten().sort(descending=True).values.index_select(0, number.view(1) - 1)
+
+
+def share_at_place(
+    values: Tensor, trains: Tensor, group_id: Tensor, direction: Tensor, *, floor: float = 1e-6
+) -> Tensor:
+    """How a token's entropy compares with those of the group's rows at the same place that pull the same way.
+
+    GTPO (arXiv:2508.04349), with t the token's place among those of its row in the loss, and k over the n
+    rows of the group that have a t-th token and the same direction::
+
+        n H_t / Σ_k H_k,t                where the direction is positive
+        n (1 / H_t) / Σ_k (1 / H_k,t)    where it is negative
+        1                                where it is 0
+
+    Their mean is 1: what is given to one is taken from others.
+
+    Args:
+        values: (N, T) H, ≥ 0.
+        trains: (N, T) bool.
+        group_id: (N,) int64.
+        direction: (N, T), of which the sign counts, such as the advantage.
+        floor: least H, > 0, so that it can be divided by.
+
+    Returns:
+        (N, T) float64.
+
+    Example:
+        >>> values, ones = torch.tensor([[1.0, 2.0], [3.0, 2.0]]), torch.ones(2, 2)
+        >>> group = torch.tensor([5, 5])
+        >>> share_at_place(values, ones.bool(), group, ones).tolist()
+        [[0.5, 1.0], [1.5, 1.0]]
+        >>> share_at_place(values, ones.bool(), group, -ones).tolist()
+        [[1.5, 1.0], [0.5, 1.0]]
+    """
+    groups = as_ids(group_id, "group_id")
+    return _share_in_groups(values, trains, Ids(groups.cpu()), direction.expand_as(values), floor)
+
+
+def _share_in_groups(values: Tensor, trains: Tensor, groups: Ids, direction: Tensor, floor: float) -> Tensor:
+    """(N, T) float64, of the N rows of some groups; the ids are on the CPU."""
+    # 1. The rows of each group, (P, G), by their numbers; one that is not there is behind all.
+    member = torch.full((groups.n, int(groups.everyone.count.max()) if groups.n else 0), len(trains))
+    member[groups.of, groups.positions()] = torch.arange(len(trains))
+    member, of = member.to(values.device), groups.of.to(values.device)
+    # 2. Where each token is among those of its row in the loss.
+    place = (trains.cumsum(1) - 1).clamp_min(0)
+    to = torch.where(trains, place, trains.shape[1])
+
+    def over_group(known: Tensor) -> Tensor:
+        """(N, T) of tokens → their sum over the rows of the group that have a token at its place."""
+        by_place = known.new_zeros(len(known) + 1, known.shape[1] + 1)
+        by_place[:-1].scatter_(1, to, known)
+        sums = sum_of_tokens(by_place[member].movedim(1, -1))
+        return sums.index_select(0, of).gather(1, place)
+
+    # 3. n H / Σ H of the tokens that pull up, and n (1/H) / Σ (1/H) of those that pull down.
+    known, share = values.double().clamp_min(floor), torch.ones_like(values, dtype=torch.float64)
+    for way, part in ((direction > 0, known), (direction < 0, known.reciprocal())):
+        way, part = trains & way, torch.where(way & trains, part, 0.0)
+        share = torch.where(way, over_group(way.double()) * part / over_group(part), share)
+    return share
+
+
 class TokenTerm:
-    """A term with declared columns. Subclasses implement ``__call__``."""
+    """A term with declared columns. Subclasses implement ``__call__``.
+
+    Attributes:
+        in_keys: the columns that it reads.
+        within_groups: as a stage's: what a token gets follows from its group alone.
+        elementwise: what a token gets follows from its own numbers and those of its row, so that it can be
+            computed where rows are gathered.
+    """
 
     in_keys: tuple[NestedKey, ...] = ()
-    within_groups: bool = False  # as a stage's: what a token gets follows from its group alone
+    within_groups: bool = False
+    elementwise: bool = False
 
     def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
         """(N, T) float; read where `trains`, (N, T) bool."""
         raise NotImplementedError
 
-    def rules(self, batch: TensorDictBase, trains: Tensor) -> Sequence[Rule]:
-        """What must hold of the rows for the term to mean anything. Not read here."""
-        return ()
+    def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
+        """The same where more rows are compared than those of `batch`: all of the table, of all ranks."""
+        return self(batch, trains)
+
+    def refused(self, batch: TensorDictBase, trains: Tensor) -> Mapping[str, Tensor]:
+        """(B,) bool each, rows for which the term means nothing, by a message with ``{found}`` for them."""
+        return {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self)})"
@@ -130,7 +207,16 @@ class TokenTerm:
         above, below = (
             self._tokens(batch, trains, option) for option in ("numerator_key", "denominator_key")
         )
-        return at_least_float32(above) - at_least_float32(below)
+        return _at_least_float32(above) - _at_least_float32(below)
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _alone(trains: Tensor) -> Rows:
+    """A table of a batch by itself, for what is measured over its rows."""
+    return Rows.of(row=torch.arange(len(trains)))
 
 
 class LogRatio(TokenTerm):
@@ -154,13 +240,21 @@ class LogRatio(TokenTerm):
     ):
         self.numerator_key, self.denominator_key = nested_key(numerator_key), nested_key(denominator_key)
         self.centre = one_of("centre", centre, get_args(Centre))
-        self.within_groups = centre == "none"
+        self.within_groups = self.elementwise = centre == "none"
         self.in_keys = (self.numerator_key, self.denominator_key)
 
     def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
         """(N, T)."""
+        return self.over(_alone(trains), batch, trains)
+
+    def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
+        """(N, T); the mean is over all rows."""
         ratio = self._log_ratio(batch, trains)
-        return ratio if self.centre == "none" else ratio.double() - mean_of_tokens(ratio, trains)
+        if self.centre == "none":
+            return ratio
+        sums = sum_of_tokens(torch.where(trains, ratio, 0.0))
+        found = rows.measured(sums=sums, tokens=trains.sum(1))
+        return ratio.double() - float(found["sums"].sort().values.sum() / found["tokens"].sum().clamp_min(1))
 
 
 class DirectedWeight(TokenTerm):
@@ -174,6 +268,7 @@ class DirectedWeight(TokenTerm):
     """
 
     within_groups = True
+    elementwise = True
 
     def __init__(
         self,
@@ -191,7 +286,7 @@ class DirectedWeight(TokenTerm):
     def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
         """(N, T) > 0."""
         credit = self._tokens(batch, trains, "advantage_key")
-        return directed_weight(self._log_ratio(batch, trains), at_least_float32(credit), clip=self.clip)
+        return directed_weight(self._log_ratio(batch, trains), _at_least_float32(credit), clip=self.clip)
 
 
 class StalenessWeight(TokenTerm):
@@ -223,11 +318,15 @@ class StalenessWeight(TokenTerm):
         self.version_key = nested_key(version_key)
         self.in_keys = (self.version_key,)
 
-    def rules(self, batch: TensorDictBase, trains: Tensor) -> Sequence[Rule]:
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Unless a callable is to be asked for the version: by the time rows are gathered it is another."""
+        return not callable(self.current)
+
+    def refused(self, batch: TensorDictBase, trains: Tensor) -> Mapping[str, Tensor]:
         """No token is newer than the version that trains."""
-        age = self._age(batch, trains)
         message = "no token is newer than the version that trains (current); found newer ones in {found}"
-        return [Rule((trains & (age < 0)).any(1), lambda row: f"row {row}", message)]
+        return {message: (trains & (self._age(batch, trains) < 0)).any(1)}
 
     def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
         """(N, T) ≥ 0."""
@@ -236,3 +335,75 @@ class StalenessWeight(TokenTerm):
     def _age(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
         current = int(self.current() if callable(self.current) else self.current)
         return current - self._tokens(batch, trains, "version_key").long()
+
+
+class TopShare(TokenTerm):
+    """1 for the tokens of the batch with the largest values, such as entropies, else 0 (:func:`top_share`).
+
+    Multiplied with the advantage, the others teach nothing and stay in the loss's denominator.
+
+    Args:
+        share: of the tokens in the loss, in (0, 1].
+        value_key: (N, T) float, such as the entropy of the policy that sampled.
+    """
+
+    def __init__(self, *, share: float = 0.2, value_key: NestedKey = ("entropy", "full")):
+        self.share, self.value_key = above_zero("share", share, 1), nested_key(value_key)
+        self.in_keys = (self.value_key,)
+
+    def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
+        """(N, T), 0 or 1."""
+        return self.over(_alone(trains), batch, trains)
+
+    def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
+        """(N, T), 0 or 1; the share is of the tokens of all ranks, which exchange them."""
+        values = self._tokens(batch, trains, "value_key")
+        known = torch.where(trains, values.double(), float("-inf"))
+        (everyone,) = tokens_of_all_ranks(rows, known, fill=float("-inf"))
+        return (known >= _least_of_share(everyone, self.share)).float() * trains
+
+
+class EntropyShare(TokenTerm):
+    """What a token's entropy is beside those of its group at the same place (:func:`share_at_place`).
+
+    Multiplied with the advantage, hesitation that ended well is credited more, and confidence that did not is
+    charged more. A rollout is one row: places in several segments say nothing of one another.
+
+    Args:
+        floor: least entropy, > 0, so that it can be divided by.
+        value_key: (N, T) float ≥ 0, the entropy of the policy that sampled.
+        advantage_key: (N, 1, 1) or (N, T, 1) float, of whose sign the direction is.
+        group_key: (N,) or (N, 1) int ≥ 0.
+    """
+
+    within_groups = True
+
+    def __init__(
+        self,
+        *,
+        floor: float = 1e-6,
+        value_key: NestedKey = ("entropy", "full"),
+        advantage_key: NestedKey = "advantage",
+        group_key: NestedKey = "group_id",
+    ):
+        self.floor, self.value_key = above_zero("floor", floor), nested_key(value_key)
+        self.advantage_key, self.group_key = nested_key(advantage_key), nested_key(group_key)
+        self.in_keys = (self.value_key, self.advantage_key, self.group_key)
+
+    def refused(self, batch: TensorDictBase, trains: Tensor) -> Mapping[str, Tensor]:
+        """No entropy is negative."""
+        low = (trains & (self._tokens(batch, trains, "value_key") < 0)).any(1)
+        return {"no entropy is negative; found negative ones in {found}": low}
+
+    def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
+        """(N, T) > 0."""
+        groups = read_column(batch, self.group_key, reader=type(self).__name__, option="group_key")
+        return self.over(Rows.of(group=groups), batch, trains)
+
+    def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
+        """(N, T) > 0; groups are those of all ranks, which exchange their tokens."""
+        credit = self._tokens(batch, trains, "advantage_key")
+        values = self._tokens(batch, trains, "value_key")
+        every = tokens_of_all_ranks(rows, values.double(), trains.double(), credit.double())
+        share = _share_in_groups(every[0], every[1] > 0, rows.groups.everyone, every[2], self.floor)
+        return rows.of_rank(share)[:, : trains.shape[1]]

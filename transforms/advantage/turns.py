@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey
 from torch import Tensor
 
-from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import (
-    as_rewards,
-    at_least_float32,
-    end_rules,
-    enforce,
-    identity_rules,
-    turn_rules,
-)
-from headrace.transforms.distributed import population_of
-from headrace.transforms.ids import as_ids, first_row, number_of, places_by_turn, sum_by
+from headrace.transforms.collapse import require_turns
+from headrace.transforms.ends import require_unseen_ends
+from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key, within
-from headrace.transforms.schema import COUNTED, DONE, EXPECTED_SEGMENTS, RETURN, require
+from headrace.transforms.rows import Rows
+from headrace.transforms.schema import DONE, EXPECTED_SEGMENTS, RETURN
+from headrace.transforms.stage import BatchTransform
 
 
 def turns_to_go(rollout_id: Tensor, turn: Tensor | None = None) -> Tensor:
@@ -29,7 +23,7 @@ def turns_to_go(rollout_id: Tensor, turn: Tensor | None = None) -> Tensor:
         turn: (N,) integers that order the segments of a rollout, without ties; None: the order of the rows.
 
     Returns:
-        (N,) int64 ≥ 0, 0 on the last segment of each rollout. No device read but for the check of `turn`.
+        (N,) int64 ≥ 0, 0 on the last segment of each rollout.
 
     Raises:
         BatchError: two segments of a rollout have the same turn, with the ids.
@@ -38,8 +32,8 @@ def turns_to_go(rollout_id: Tensor, turn: Tensor | None = None) -> Tensor:
         >>> turns_to_go(torch.tensor([5, 9, 5, 5])).tolist()
         [2, 0, 1, 0]
     """
-    first, place = _places(rollout_id, turn)
-    return sum_by(first, torch.ones_like(first)) - 1 - place
+    rollouts, place = places_on_arrival(Rows.of(rollout=rollout_id, turn=turn), checked=False)
+    return (rollouts.spread(rollouts.count) - 1 - place).to(rollout_id.device)
 
 
 def rewards_to_go(
@@ -47,7 +41,7 @@ def rewards_to_go(
 ) -> Tensor:
     """The discounted return from each segment on: ``G_t = Σ_{u≥t} γ^{u−t} r_u`` over a rollout's segments.
 
-    Accumulates in float64. One device read, for the largest number of segments.
+    Accumulates in float64.
 
     Args:
         reward: (N,) float, each segment's own.
@@ -67,21 +61,28 @@ def rewards_to_go(
     """
     if len(reward) == 0:
         return reward
-    first, place = _places(rollout_id, turn)
-    turns = int(place.amax()) + 1
-    line = number_of(first)  # one per rollout; turns that it does not have stay 0
-    table = torch.zeros(len(first), turns, dtype=torch.float64, device=reward.device)
-    table[line, place] = reward.double()
-    for t in range(turns - 2, -1, -1):
-        table[:, t] += discount * table[:, t + 1]
-    return table[line, place].to(reward.dtype)
+    rollouts, place = places_on_arrival(Rows.of(rollout=rollout_id, turn=turn), checked=False)
+    return _discounted(reward.cpu(), rollouts, place, discount).to(reward)
 
 
-def _places(rollout_id: Tensor, turn: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(N,) first row of each row's rollout, and (N,) place of each row among its rollout's, from 0."""
-    first = first_row(rollout_id)
-    enforce(turn_rules(rollout_id, first, turn))
-    return first, places_by_turn(first, turn).place
+def places_on_arrival(rows: Rows, *, checked: bool = True) -> tuple[Ids, Tensor]:
+    """The rollouts of all rows on arrival, and (N,) int64 which segment of its rollout each is, from 0."""
+    rows.ids("rollout", checked=checked)
+    everyone, turn = rows.on_arrival, None
+    if rows.key("turn") is not None:
+        require_turns(rows, rows.integers("turn", "turn"))
+        turn = everyone.integers("turn", "turn")
+    rollouts = everyone.ids("rollout", checked=False).everyone
+    return rollouts, rollouts.positions(turn)
+
+
+def _discounted(reward: Tensor, rollouts: Ids, place: Tensor, discount: float) -> Tensor:
+    """(N,) float64: the returns of rows that stand at (N,) places in their rollouts."""
+    returns = torch.zeros(rollouts.n, int(place.amax()) + 1, dtype=torch.float64)
+    returns[rollouts.of, place] = reward.double()  # turns that a rollout does not have stay 0
+    for at in range(returns.shape[1] - 2, -1, -1):
+        returns[:, at] += discount * returns[:, at + 1]
+    return returns[rollouts.of, place]
 
 
 class RewardsToGo(BatchTransform):
@@ -107,10 +108,7 @@ class RewardsToGo(BatchTransform):
         [2.0, 4.0]
     """
 
-    keeps_rows = True
     within_groups = True
-    asks_in_loss = True
-    spans_ranks = True
 
     def __init__(
         self,
@@ -126,21 +124,16 @@ class RewardsToGo(BatchTransform):
         super().__init__(reads, [RETURN])
         self.discount = within("discount", discount, 0, 1)
 
-    def apply(self, batch: TensorDictBase) -> Outcome:
+    def decide(self, rows: Rows) -> None:
         """Add the return."""
-        reward = at_least_float32(as_rewards(self.column(batch, "reward_key")))
-        if (counted := batch.get(COUNTED, None)) is not None:
-            reward = reward.masked_fill(~counted, 0.0)  # who is out of the statistics pays nobody
-        rollouts = self.ids(batch, "rollout")
-        people, ends = population_of(batch, every=True), self.unseen_ends(batch)
-        everyone = people.take({"reward": reward} | ends | _turn(self, batch), {"rollouts": rollouts})
-        rollouts, turn = everyone["rollouts"], everyone.get("turn")
-        returns = rewards_to_go(everyone["reward"], rollouts, turn, discount=self.discount)
-        batch.set(RETURN, people.put_back(returns))
-        first = first_row(rollouts)
-        rules = identity_rules(rollouts, None, first)
-        rules += end_rules(rollouts, first, **{name: everyone[name] for name in ends})
-        return Outcome(batch, rules=people.rules(rules))
+        reward, dtype = rows.number("reward").double(), rows.dtype("reward")
+        require_unseen_ends(rows)
+        if rows.counted is not None:
+            reward = reward.masked_fill(~rows.counted, 0.0)  # who is out of the statistics pays nobody
+        rollouts, place = places_on_arrival(rows)
+        returns = _discounted(rows.to_arrival(reward), rollouts, place, self.discount)
+        dtype = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float64
+        rows.put(RETURN, rows.from_arrival(returns), dtype=dtype, ndim=1)
 
 
 class TurnDiscount(BatchTransform):
@@ -165,10 +158,7 @@ class TurnDiscount(BatchTransform):
         [0.5, 1.0]
     """
 
-    keeps_rows = True
     within_groups = True
-    asks_in_loss = True
-    spans_ranks = True
 
     def __init__(
         self,
@@ -183,22 +173,9 @@ class TurnDiscount(BatchTransform):
         super().__init__([self.advantage_key, self.rollout_key, self.turn_key], [self.advantage_key])
         self.discount = within("discount", discount, 0, 1)
 
-    def apply(self, batch: TensorDictBase) -> Outcome:
+    def decide(self, rows: Rows) -> None:
         """Rewrite the advantage."""
-        rollouts = self.ids(batch, "rollout")
-        credit = require(batch, self.advantage_key, reader=type(self).__name__, option="advantage_key")
-        people = population_of(batch, every=True)
-        everyone = people.take(_turn(self, batch), {"rollouts": rollouts})
-        rollouts = everyone["rollouts"]
-        to_go = people.put_back(turns_to_go(rollouts, everyone.get("turn")))
+        rollouts, place = places_on_arrival(rows)
+        to_go = rows.from_arrival(rollouts.spread(rollouts.count) - 1 - place)
         factor = torch.full_like(to_go, self.discount, dtype=torch.float64).pow(to_go)
-        credit = (credit * factor.view(-1, *[1] * (credit.ndim - 1))).to(credit.dtype)
-        return Outcome(
-            batch.set(self.advantage_key, credit),
-            rules=people.rules(identity_rules(rollouts, None, first_row(rollouts))),
-        )
-
-
-def _turn(stage: RewardsToGo | TurnDiscount, batch: TensorDictBase) -> dict[str, Tensor]:
-    """What orders the segments of a rollout, where the batch says."""
-    return {} if stage.turn_key is None else {"turn": as_ids(stage.column(batch, "turn_key"), "turn")}
+        rows.change_advantage(lambda advantage, factor: advantage * factor, factor=factor)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey
 from torch import Tensor
 
-from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import Rule
-from headrace.transforms.distributed import population_of
+from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key, one_of, within
-from headrace.transforms.schema import COUNTED, REWARD, has_key
-from headrace.transforms.sums import sum_in_any_order
+from headrace.transforms.rows import Rows
+from headrace.transforms.schema import COUNTED, REWARD
+from headrace.transforms.stage import BatchTransform
 
 from .baselines import with_eps
 
@@ -35,7 +34,7 @@ def whiten(
         clamp     (A_i − μ) / max(σ, ε)
 
     Values that are all equal become exactly 0. Statistics are float64, by sums that do not depend on the
-    order of the rows. No device read.
+    order of the rows.
 
     Args:
         values: (N,) float, one a row.
@@ -57,25 +56,20 @@ def whiten(
     if len(values) == 0:
         return values
     x, w = values.double(), weights.double()
+    batch = Ids(torch.zeros(len(x), dtype=torch.int64, device=x.device), w > 0)
     total = w.sum()
-    deviation = x - _sum(w * x, w) / total.clamp_min(1)
-    variance = _sum(w * deviation.square(), w) / (total - ddof).clamp_min(1)
+    deviation = x - batch.sum(w * x) / total.clamp_min(1)
+    variance = batch.sum(w * deviation.square()) / (total - ddof).clamp_min(1)
     divisor = (variance + eps).sqrt() if eps_mode == "variance" else with_eps(variance.sqrt(), eps, eps_mode)
-    high, low = (torch.where(w > 0, x, end) for end in (float("-inf"), float("inf")))
-    nothing = (high.amax() == low.amin()) | (w == 0) | (divisor == 0)
+    nothing = (batch.max(x) == batch.min(x)) | (w == 0) | (divisor == 0)
     return torch.where(nothing, 0.0, deviation / divisor).to(values.dtype)
-
-
-def _sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Scalar: the sum over the rows that count, which follows from them alone."""
-    return sum_in_any_order(values, torch.sum, peak=lambda: values.abs().amax(), terms=(weights > 0).sum())
 
 
 class BatchWhitening(BatchTransform):
     """Whiten the advantage over the batch (:func:`whiten`), after the groups were compared.
 
     Rows that are out of the statistics, have no reward or no token get 0; those that a filter silenced
-    (``SampleFilter(action="mask")``) count as long as they were. No device read.
+    (``SampleFilter(action="mask")``) count as long as they were.
 
     Reads and writes `advantage_key`; reads ``("headrace", "reward")`` if there, and `loss_mask_key` where
     `per` is ``token``.
@@ -99,10 +93,6 @@ class BatchWhitening(BatchTransform):
         [-1.0, 1.0]
     """
 
-    keeps_rows = True
-    asks_in_loss = True
-    spans_ranks = True
-
     def __init__(
         self,
         *,
@@ -121,25 +111,25 @@ class BatchWhitening(BatchTransform):
         self.eps, self.eps_mode = within("eps", eps, 0, float("inf")), eps_mode
         one_of("eps_mode", eps_mode, get_args(WhitenEpsMode))
 
-    def apply(self, batch: TensorDictBase) -> Outcome:
+    @property
+    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
+        """Those that weigh a row."""
+        return [(self.loss_mask_key, None)] if self.per == "token" else []
+
+    def decide(self, rows: Rows) -> None:
         """Rewrite the advantage."""
-        credit = self.column(batch, "advantage_key")
-        once = torch.ones_like(credit, dtype=torch.int64)
-        weights = self.lengths(batch) if self.per == "token" else once
-        weights = weights * batch.get(COUNTED, once)
-        if has_key(batch, REWARD):  # who has none is in no statistic
-            weights = weights * ~batch.get(REWARD).reshape(-1).isnan()
-        people = population_of(batch, every=True)
-        everyone = people.take({"values": credit, "weights": weights})
-        white = people.put_back(whiten(**everyone, ddof=self.ddof, eps=self.eps, eps_mode=self.eps_mode))
-        batch.set(self.advantage_key, white.view_as(batch.get(self.advantage_key)))
-        return Outcome(batch, rules=[_finite(credit, credit), _finite(white, credit)])
-
-
-def _finite(values: Tensor, credit: Tensor) -> Rule:
-    """An advantage is finite, and so is what is measured of it."""
-    return Rule(
-        ~values.isfinite(),
-        lambda row: f"{float(credit[row])} at row {row}",
-        "every advantage must be finite to be whitened, and so must the sum of squares; found {found}",
-    )
+        credit = rows.number("advantage").double()
+        weights = rows.lengths if self.per == "token" else torch.ones_like(credit, dtype=torch.int64)
+        if rows.counted is not None:
+            weights = weights * rows.counted
+        if rows.has(REWARD):  # who has none is in no statistic
+            weights = weights * ~rows[REWARD].isnan()
+        white = whiten(credit, weights, ddof=self.ddof, eps=self.eps, eps_mode=self.eps_mode)
+        for values in (credit, white):
+            rows.require(
+                values.isfinite(),
+                "every advantage must be finite to be whitened, and so must the sum of squares; "
+                "found {found}",
+                lambda row: f"{float(credit[row])} at row {rows.at(row)}",
+            )
+        rows["advantage"] = white

@@ -10,11 +10,10 @@ from typing import Any, Literal, get_args
 import torch
 from tensordict import NestedKey, TensorDictBase
 
-from headrace.transforms.door import enter_rows, labels_in_errors
+from headrace.transforms.entry import enter_rows, labels_in_errors
 from headrace.transforms.options import at_least, describe_options, nested_key, one_of
-from headrace.transforms.rows import device_of
+from headrace.transforms.rows import Rows
 from headrace.transforms.schema import DISPATCHED, DONE
-from headrace.transforms.tokens import silence
 
 from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
 from .limits import Limits, Selector, StalledError, check_limits, stalled
@@ -311,8 +310,11 @@ class GroupAssembler:
             places = [(row.piece, row.arrival) for _, row in rows]
             batch = gather(places, {self.expected_key: have, DISPATCHED: dispatched})
             if self.max_staleness is not None and self.on_stale == "mask":
-                fresh = torch.tensor([row.version >= oldest for _, row in rows], device=device_of(batch))
-                silence(batch, fresh, self.loss_mask_key, self.log_prob_key)
+                stale = torch.tensor([row.version < oldest for _, row in rows])
+                seen = Rows.read(batch).seen_by(self)
+                seen.mask_in(self.loss_mask_key, self.log_prob_key, stale)
+                seen.leave(stale, STALE, "masked")
+                batch = seen.write()
             stream.close(groups)
             stream.emitted += len(groups)
             return batch

@@ -22,8 +22,8 @@ from tensordict import (
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.rows import device_of, from_plain, of_columns, take_column, to_plain
 from headrace.transforms.schema import read_column
+from headrace.transforms.tensordicts import device_of, from_plain, of_columns, take_column, to_plain
 
 READER = "GroupAssembler"
 Columns = dict[tuple[str, ...], Any]

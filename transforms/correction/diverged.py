@@ -1,28 +1,110 @@
-"""The criterion by which rows or tokens are rejected that the two policies see too differently."""
+"""How far two recorded policies are apart, of tokens and of rows, and the criterion that rejects by it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal, get_args
 
+import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.checks import Rule, set_rule
-from headrace.transforms.distributed import population_of
-from headrace.transforms.ids import as_ids, first_row
 from headrace.transforms.options import describe_options, nested_key, one_of
-from headrace.transforms.schema import read_column
-from headrace.transforms.tokens import read_advantage
+from headrace.transforms.rows import Rows
+from headrace.transforms.tokens import in_loss_there, read_advantage, sum_of_tokens
 
-from .diagnostics import distance, sums_of_rows
-from .divergence import Estimator, Over, check_divergence, of_tokens, over_rows, row_part
 from .importance import check_bounds, outside
-from .policies import Policies, read_policies
-from .ratios import Ratios, Span, over_units
+from .ratios import Policies, Ratios, Span, distance, over_units, require_known
 
+Estimator = Literal["k1", "k2", "k3"]
+Over = Literal["token", "sum", "mean", "max"]
 Judged = Literal["all", "negative"]
+
+
+def divergence(
+    log_prob: Tensor,
+    sampler_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    estimator: Estimator = "k3",
+    level: Over = "token",
+) -> Tensor:
+    """Estimate KL(μ ‖ π_old) from what μ sampled.
+
+    With d = log μ − log π_old of a token, clamped to ±20 (http://joschu.net/blog/kl-approx.html)::
+
+        k1  d
+        k2  d² / 2
+        k3  e^(−d) − 1 + d
+
+    Of a row the ``sum``, ``mean`` or ``max`` over its tokens in the mask, never clamped; 0 of a row that has
+    none. Computed in float64 and rounded once.
+
+    Args:
+        log_prob: (N, T) float, log π_old: the trainer's policy at the start of the step.
+        sampler_log_prob: (N, T) float, log μ: the policy that sampled.
+        mask: (N, T) bool; outside of it nothing is read, and a token's divergence is 0.
+        estimator: k1, k2, k3.
+        level: of each token, or over those of a row.
+
+    Returns:
+        (N, T) for ``token``, else (N,), in the dtype of the log-probabilities, at least float32, without a
+        gradient.
+
+    Raises:
+        ValueError: an option that is none.
+        BatchError: shapes differ; a log-probability in the mask is not finite, with its rows.
+
+    Example:
+        >>> trainer, sampler = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+        >>> mask = torch.tensor([[True, True]])
+        >>> divergence(trainer, sampler, mask, estimator="k1").tolist()
+        [[-0.5, 1.0]]
+        >>> divergence(trainer, sampler, mask, estimator="k2", level="max").tolist()
+        [0.5]
+    """
+    check_divergence(estimator, level)
+    policies = Policies(log_prob, sampler_log_prob, mask)
+
+    def of_some(ratio: Ratios) -> dict[str, Tensor]:
+        found = of_tokens(ratio, estimator)
+        if level != "token":
+            found = over_tokens(found, ratio.mask, level)
+            tokens = ratio.mask.sum(-1)
+            found = torch.where(tokens > 0, found / tokens.clamp_min(1) if level == "mean" else found, 0.0)
+        return {"found": found.to(ratio.dtype), **ratio.of_rows()}
+
+    made = policies.each_row(of_some)
+    found = made.pop("found")
+    rows = Rows.of(row=torch.arange(len(mask)))
+    require_known(rows, rows.measured(**made))
+    return found
+
+
+def check_divergence(estimator: str, level: str) -> None:
+    """Check the options of a divergence.
+
+    Raises:
+        ValueError: one of them is none.
+    """
+    one_of("estimator", estimator, get_args(Estimator))
+    one_of("level", level, get_args(Over))
+
+
+def of_tokens(ratio: Ratios, estimator: str) -> Tensor:
+    """(B, T) float64, 0 out of the mask."""
+    if estimator == "k1":
+        return -ratio.clamped
+    return ratio.clamped.square() / 2 if estimator == "k2" else ratio.excess - ratio.clamped
+
+
+def over_tokens(values: Tensor, mask: Tensor, level: str) -> Tensor:
+    """(B,) float64: the sum of (B, T) `values`, or under ``max`` the largest in the mask; −∞ of none."""
+    if level != "max":
+        return sum_of_tokens(values)
+    if values.shape[-1] == 0:
+        return values.new_full(values.shape[:-1], float("-inf"))
+    return values.masked_fill(~mask, float("-inf")).amax(-1)
 
 
 class Diverged:
@@ -43,7 +125,7 @@ class Diverged:
     Geometric-mean rejection is ``Diverged(estimator="k1", level="mean", ...)`` (https://richardli.xyz/rl-collapse);
     with `judges` ``negative`` it is the off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556), which
     needs the advantage's sign: it stands after the advantage. Over ranks a rollout's tokens are those of all.
-    The stage measures KL and χ² of all rows, before it rejects any. No device read.
+    The stage measures KL and χ² of all rows, before it rejects any.
 
     Args:
         estimator: k1, k2, k3.
@@ -73,8 +155,6 @@ class Diverged:
     """
 
     reason = "diverged"
-    asks_in_loss = True
-    spans_ranks = True
     within_groups = True
 
     def __init__(
@@ -115,69 +195,71 @@ class Diverged:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self)})"
 
-    def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
-        """Both policies are known of every token in the loss, and every row has a rollout."""
-        policies = self._read(batch)
-        rules = [policies.rule(policies.each_row(lambda ratio: {"wrong": ratio.wrong.any(-1)})["wrong"])]
-        if self.unit == "rollout":
-            why = "rows without an id would be one sequence"
-            rules.append(set_rule(self._rollouts(batch), "rollout_id", why))
-        return rules
+    def decide(self, rows: Rows) -> Tensor:
+        """(M,) bool, for SampleFilter; where tokens are judged one by one (B, T), which it refuses."""
+        of_row, out, negative = self._judge(rows, rows.tokens())
+        if out is not None or (negative is not None and negative.shape[1] > 1):
+            return self._kept(rows, of_row, out, negative)
+        if negative is not None:
+            of_row = of_row & rows.measured(negative=negative[:, 0])["negative"].bool()
+        return ~of_row
 
-    def measured(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """How far the two policies are apart before anything is rejected: kl_k1, kl_k3 and chi2, by token and
-        by sequence (:func:`~headrace.transforms.correction.diagnostics.distance`).
+    def of_tokens(self, rows: Rows, batch: TensorDictBase) -> Tensor:
+        """(B, T) bool, True where a token stays, for TokenFilter; (B, 1) where rows are judged.
+
+        Args:
+            rows: the table.
+            batch: TensorDict ``[B]``, its rows that are here.
         """
-        rows = self._read(batch).each_row(sums_of_rows)
-        ids = {"rollouts": self._rollouts(batch)} if self.unit == "rollout" else {}
-        everyone = population_of(batch, every=True).take(rows, ids)
-        return distance(everyone, first_row(everyone["rollouts"]) if ids else None)
+        return self._kept(rows, *self._judge(rows, batch))
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool, True where the row stays; (N, T), of its tokens, where they are judged one by one."""
-        policies = self._read(batch)
-        if self.level == "token":
-            out = policies.each_row(self._of_tokens)["out"]
-        else:
-            there, found = self._of_rows(batch, policies)
-            out = (there & outside(found.to(policies.dtype), self._low, self._high)).unsqueeze(-1)
-        if self.judges == "negative":
-            width = policies.mask.shape[-1]
-            credit = read_advantage(batch, self.advantage_key, width, reader=type(self).__name__)
-            out = out & (credit < 0)
-        return ~(out if self.level == "token" or out.shape[-1] > 1 else out[:, 0])
+        rows = Rows.read(batch, keys=self.in_keys).seen_by(self)
+        keep = self.of_tokens(rows, rows.tokens())
+        return keep if self.level == "token" or keep.shape[-1] > 1 else keep[:, 0]
 
-    def _of_tokens(self, ratio: Ratios) -> dict[str, Tensor]:
-        """(N, T) bool, tokens that are out of bounds."""
-        found = of_tokens(ratio, self.estimator).to(ratio.dtype)
-        return {"out": ratio.mask & outside(found, self._low, self._high)}
+    @staticmethod
+    def _kept(rows: Rows, of_row: Tensor, out: Tensor | None, negative: Tensor | None) -> Tensor:
+        out = rows.there(of_row).unsqueeze(-1) if out is None else out
+        return ~(out if negative is None else out & negative)
 
-    def _of_rows(self, batch: TensorDictBase, policies: Policies) -> tuple[Tensor, Tensor]:
-        """(N,) bool, whether the row, or its rollout on all ranks, has tokens; (N,) float64, over them."""
+    def _judge(self, rows: Rows, batch: TensorDictBase) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Who is out of bounds: rows (M,), and tokens (B, T) where they are judged; and whose advantage,
+        (B, 1) or (B, T), is negative, where that counts.
+        """
+        reader, by_token = type(self).__name__, self.level == "token"
+        keys = self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key
+        policies = Policies.read(batch, keys, in_loss_there(rows), reader=reader)
 
         def of_some(ratio: Ratios) -> dict[str, Tensor]:
-            return {
-                "part": row_part(of_tokens(ratio, self.estimator), ratio, self.level),
-                "tokens": ratio.tokens,
-            }
+            values, found = of_tokens(ratio, self.estimator), ratio.of_rows()
+            if by_token:
+                return found | {"out": ratio.mask & outside(values.to(ratio.dtype), self._low, self._high)}
+            return found | {"part": over_tokens(values, ratio.mask, self.level)}
 
-        rows = policies.each_row(of_some)
-        if self.unit == "sample":
-            return rows["tokens"] > 0, over_rows(rows["part"], rows["tokens"], None, self.level)
-        people = population_of(batch, every=True)
-        everyone = people.take(rows, {"rollouts": self._rollouts(batch)})
-        first = first_row(everyone["rollouts"])
-        tokens = over_units(everyone["tokens"], first)
-        found = over_rows(everyone["part"], tokens, first, self.level)
-        return people.put_back(tokens > 0), people.put_back(found)
-
-    def _rollouts(self, batch: TensorDictBase) -> Tensor:
-        column = read_column(batch, self.rollout_key, reader=type(self).__name__, option="rollout_key")
-        return as_ids(column, "rollout_id")
-
-    def _read(self, batch: TensorDictBase) -> Policies:
-        keys = self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key
-        return read_policies(batch, *keys, reader=type(self).__name__)
+        made = policies.each_row(of_some)
+        out = made.pop("out") if by_token else None
+        found = rows.measured(**made)
+        require_known(rows, found)
+        rollouts = rows.rollouts.everyone if self.unit == "rollout" else None
+        for name, value in distance(found, rollouts).items():
+            rows.metric(name, value)
+        of_row = torch.zeros(len(rows), dtype=torch.bool)
+        if not by_token:
+            tokens, part = over_units(found["tokens"], rollouts), found["part"]
+            if self.level == "max":
+                total = part if rollouts is None else rollouts.max(part)
+            else:
+                total = over_units(part, rollouts)
+                total = total / tokens.clamp_min(1) if self.level == "mean" else total
+            of_row = (tokens > 0) & outside(total.to(policies.dtype), self._low, self._high)
+            of_row = of_row if rollouts is None else rollouts.spread(of_row)
+        negative = None
+        if self.judges == "negative":
+            width = policies.mask.shape[-1]
+            negative = read_advantage(batch, self.advantage_key, width, reader=reader, rows=rows) < 0
+        return of_row, out, negative
 
 
 def _bounds(estimator: str, low: float | None, high: float | None) -> tuple[float | None, float | None]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from headrace.transforms.checks import enforce
+from headrace.transforms.ids import Ids
 from headrace.transforms.options import one_of
-from headrace.transforms.tokens import in_blocks
+from headrace.transforms.rows import Rows
+from headrace.transforms.tokens import sum_of_tokens
 
-from .policies import Policies
-from .ratios import Ratios, clamped, sum_of_rows, total_of
+from .ratios import Policies, Ratios, clamped, over_units, require_known
 
 Level = Literal["token", "sequence", "mean"]
 Bound = Literal["truncate", "zero", "none"]
@@ -47,8 +48,7 @@ def importance_weight(
         batch     w / mean(w), of tokens, or of rows that have a token where the level is not token
 
     Bounds are inclusive, and None is open. What was zeroed counts in the mean; a mean of at most 1e-8 changes
-    nothing. Computed in float64 and rounded once, by sums that do not depend on the order of rows. One device
-    read, for the check.
+    nothing. Computed in float64 and rounded once, by sums that do not depend on the order of rows.
 
     Args:
         log_prob: (N, T) float, log π_old: the trainer's policy at the start of the step.
@@ -75,29 +75,128 @@ def importance_weight(
         >>> importance_weight(trainer, sampler, mask, level="sequence", bound="none")
         tensor([[12.1825, 12.1825,  0.0000]])
     """
-    check_weights(level, bound, low, high, normalise)
+    formula = WeightFormula(level, bound, low, high, normalise)
     policies = Policies(log_prob, sampler_log_prob, mask)
-    rows = policies.each_row(sums_of_ratios)
-    enforce([policies.rule(rows["wrong"])])
-    of_rows = ratio_of_rows(level, rows["total"], rows["tokens"], policies.dtype)
-    made = policies.each_row(partial(weigh, bound=bound, low=low, high=high), of_rows)
-    if normalise == "none":
-        return made["weight"]
-    return normalised(made["weight"], mean_of(**share_of_mean(level, made["weight"], rows["tokens"])))
+    rows = Rows.of(row=torch.arange(len(mask)))
+    found = rows.measured(**policies.each_row(formula.of_rows))
+    require_known(rows, found)
+    weighed = formula.weigh_rows(found, None, policies.dtype)
+    of_row = None if weighed.of_row is None else weighed.of_row.to(mask.device)
+    return policies.each_row(
+        lambda ratio, of_row: {"weight": formula.weight(ratio, of_row, weighed.mean)}, of_row
+    )["weight"]
 
 
-def check_weights(
-    level: str, bound: str, low: float | None, high: float | None, normalise: str = "none"
-) -> None:
-    """Check the options of a weight.
+class Weighed(NamedTuple):
+    """What the rows of a batch say of the weights of their tokens."""
+
+    of_row: Tensor | None
+    """(M,) the one weight of each row's tokens, before it is normalised; None where each has its own."""
+    mean: float
+    """By which all weights are divided."""
+    sums: dict[str, Tensor]
+    """(M,) float64: over the tokens of each row the sum of weights and of their squares, the largest weight,
+    and how many ratios are out of bounds (``weight``, ``squares``, ``largest``, ``outside``)."""
+
+
+@dataclass(frozen=True)
+class WeightFormula:
+    """The options of :func:`importance_weight`, and its arithmetic: of tokens, then of rows, then of tokens.
 
     Raises:
-        ValueError: an option that is none; bounds that leave nothing between them.
+        ValueError: an option is none of its values; bounds leave nothing between them.
     """
-    one_of("level", level, get_args(Level))
-    one_of("bound", bound, get_args(Bound))
-    one_of("normalise", normalise, get_args(Normalise))
-    check_bounds(low, high)
+
+    level: Level
+    bound: Bound
+    low: float | None
+    high: float | None
+    normalise: Normalise = "none"
+
+    def __post_init__(self) -> None:
+        one_of("level", self.level, get_args(Level))
+        one_of("bound", self.bound, get_args(Bound))
+        one_of("normalise", self.normalise, get_args(Normalise))
+        check_bounds(self.low, self.high)
+
+    def of_rows(self, ratio: Ratios, credit: Tensor | None = None) -> dict[str, Tensor]:
+        """(B,) each: what has to be known of the tokens of each row.
+
+        Args:
+            ratio: of tokens.
+            credit: (B, 1) or (B, T), the advantage to be weighed: its size at most, per weight, is ``peak``.
+        """
+        found, weight = ratio.of_rows(), ratio.mask.double()
+        if self.level == "token":
+            ratios = ratio.clamped.exp().to(ratio.dtype)
+            weight = torch.where(ratio.mask, self.bounded(ratios), 0.0).double()
+            found["weight"] = sum_of_tokens(weight) if self.normalise == "batch" else weight.sum(-1)
+            found["squares"], found["largest"] = weight.square().sum(-1), largest(weight)
+            found["outside"] = (outside(ratios, self.low, self.high) & ratio.mask).sum(-1)
+        else:
+            found["total"] = sum_of_tokens(ratio.token)
+        if credit is not None:
+            found["peak"] = largest(torch.where(ratio.mask, credit.double() * weight, 0.0).abs())
+        return found
+
+    def weigh_rows(self, found: Mapping[str, Tensor], rollouts: Ids | None, dtype: torch.dtype) -> Weighed:
+        """What follows from all rows.
+
+        Args:
+            found: (M,) float64 by name, of :meth:`of_rows`.
+            rollouts: which rows are one sequence; None: each row is.
+            dtype: to which weights are rounded.
+        """
+        tokens, of_row = found["tokens"], None
+        if self.level == "token":
+            sums = {name: found[name] for name in ("weight", "squares", "largest", "outside")}
+            weights, count = sums["weight"], tokens.sum()
+        else:
+            log, length = over_units(found["total"], rollouts), over_units(tokens, rollouts)
+            log = log / length.clamp_min(1) if self.level == "mean" else log
+            ratio = clamped(log).exp().to(dtype)  # of each sequence
+            weight, out = self.bounded(ratio).double(), outside(ratio, self.low, self.high)
+            weights, count = weight * (length > 0), (length > 0).sum()
+            if rollouts is not None:
+                weight, out = rollouts.spread(weight), rollouts.spread(out)
+            of_row = weight
+            sums = {
+                "weight": tokens * weight,
+                "squares": tokens * weight.square(),
+                "largest": weight * (tokens > 0),
+                "outside": tokens * out,
+            }
+        mean = 1.0
+        if self.normalise == "batch" and len(weights):
+            found_mean = float(weights.sort().values.sum() / count.clamp_min(1))
+            mean = found_mean if found_mean > NOTHING else 1.0
+        for name, power in (("weight", 1), ("squares", 2), ("largest", 1)):
+            sums[name] = sums[name] / mean**power
+        return Weighed(of_row, mean, sums)
+
+    def weight(self, ratio: Ratios, of_row: Tensor | None, mean: float) -> Tensor:
+        """(B, T) weights, 0 out of the mask.
+
+        Args:
+            ratio: of tokens.
+            of_row: (B,) the weight of each row, where its tokens have one.
+            mean: by which weights are divided.
+        """
+        if of_row is None:
+            weight = self.bounded(ratio.clamped.exp().to(ratio.dtype))  # `excess + 1` would lose a small one
+        else:
+            weight = of_row.to(ratio.dtype).unsqueeze(-1)
+        if mean != 1:
+            weight = (weight.double() / mean).to(ratio.dtype)
+        return torch.where(ratio.mask, weight, 0.0)
+
+    def bounded(self, ratio: Tensor) -> Tensor:
+        """Ratios with what `bound` makes of those outside."""
+        if self.bound == "none" or (self.low is None and self.high is None):
+            return ratio
+        if self.bound == "truncate":
+            return ratio.clamp(self.low, self.high)
+        return ratio.masked_fill(outside(ratio, self.low, self.high), 0)
 
 
 def check_bounds(low: float | None, high: float | None) -> None:
@@ -113,86 +212,12 @@ def check_bounds(low: float | None, high: float | None) -> None:
         raise ValueError(f"low must be ≤ high; got {low!r} and {high!r}")
 
 
-def sums_of_ratios(ratio: Ratios) -> dict[str, Tensor]:
-    """(N,) each: log ρ added up over a row, its tokens, and whether one of them is wrong."""
-    return {"total": ratio.total, "tokens": ratio.tokens, "wrong": ratio.wrong.any(-1)}
-
-
-def ratio_of_rows(level: str, total: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """(N, 1) the ratios of rows, before any bound; None where each token has its own.
-
-    Args:
-        level: token, sequence, mean.
-        total: (N,) float64, log ρ added up over the row, or its rollout.
-        tokens: (N,) int64, of the same.
-        dtype: to which they are rounded.
-    """
-    if level == "token":
-        return None
-    log = total / tokens.clamp_min(1) if level == "mean" else total
-    return clamped(log).exp().to(dtype).unsqueeze(-1)
-
-
 def outside(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
     """Bool: below `low` or above `high`, in the ratio's own precision."""
     below = torch.zeros_like(ratio, dtype=torch.bool) if low is None else ratio < low
     return below if high is None else below | (ratio > high)
 
 
-def bounded(ratio: Tensor, bound: str, low: float | None, high: float | None) -> Tensor:
-    """Ratios with what `bound` makes of those outside."""
-    if bound == "none" or (low is None and high is None):
-        return ratio
-    return ratio.clamp(low, high) if bound == "truncate" else ratio.masked_fill(outside(ratio, low, high), 0)
-
-
-def weigh(
-    ratio: Ratios, of_rows: Tensor | None, *, bound: str, low: float | None, high: float | None
-) -> dict[str, Tensor]:
-    """(N, T) weights, 0 out of the mask; (N,) float64, how many ratios are out of bounds.
-
-    Args:
-        ratio: of tokens.
-        of_rows: (N, 1), those of :func:`ratio_of_rows`.
-        bound: what becomes of those outside.
-        low: of the ratio.
-        high: of the ratio.
-    """
-    # `excess + 1` would lose a small one
-    found = ratio.clamped.exp().to(ratio.dtype) if of_rows is None else of_rows
-    weight = torch.where(ratio.mask, bounded(found, bound, low, high), 0.0)
-    return {"weight": weight, "outside": (outside(found, low, high) & ratio.mask).sum(-1).double()}
-
-
-def share_of_mean(level: str, weight: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-    """What rows have in the mean weight: (N,) float64 `weight`, (N,) int64 `count`.
-
-    Each token's weight counts once, or where rows have one weight, that of each row with a token.
-
-    Args:
-        level: token, sequence, mean.
-        weight: (N, T), 0 out of the mask.
-        tokens: (N,) int64, in the mask.
-    """
-    if level == "token":
-        return {
-            "weight": in_blocks(lambda some: {"sum": sum_of_rows(some.double())}, weight)["sum"],
-            "count": tokens,
-        }
-    return {"weight": weight_of_rows(weight), "count": (tokens > 0).long()}
-
-
-def weight_of_rows(weight: Tensor) -> Tensor:
-    """(N,) float64: the weight that the tokens of a row in the mask have in common; 0 where it has none."""
-    return weight.amax(-1).double() if weight.shape[-1] else weight.sum(-1).double()
-
-
-def mean_of(weight: Tensor, count: Tensor) -> Tensor:
-    """Scalar float64 to divide weights by: their mean, 1 where that is next to nothing."""
-    mean = total_of(weight) / count.sum().clamp_min(1)
-    return torch.where(mean > NOTHING, mean, 1.0)
-
-
-def normalised(weight: Tensor, mean: Tensor) -> Tensor:
-    """(N, T) weights over their mean."""
-    return in_blocks(lambda some: {"weight": (some.double() / mean).to(some.dtype)}, weight)["weight"]
+def largest(values: Tensor) -> Tensor:
+    """(B,) of (B, T) ≥ 0; NaN where one is."""
+    return values.amax(-1) if values.shape[-1] else values.sum(-1)

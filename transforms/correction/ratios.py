@@ -1,67 +1,174 @@
-"""Log-ratios of the trainer's policy and the one that sampled: of tokens, rows and rollouts.
+"""What two recorded policies say of the tokens in the loss, and how far they are apart.
 
 μ is the policy that sampled, π_old the trainer's at the start of the step, ρ = π_old / μ. Both are recorded
-columns: all here is data, and nothing has a gradient. Shapes are (N, T) by row and token; what is not in the
-mask is never read and counts as a log-ratio of 0. Computed in float64, rounded once.
+columns: all here is data, and nothing has a gradient. Shapes are (B, T) by row and token, on the device of
+the batch; what is not in the mask is never read and counts as a log-ratio of 0. Computed in float64, rounded
+once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
 import torch
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.ids import sum_by
-from headrace.transforms.sums import sum_by_in_any_order, sum_in_any_order
+from headrace.transforms.errors import BatchError
+from headrace.transforms.ids import Ids
+from headrace.transforms.rows import Rows
+from headrace.transforms.tokens import check_lengths, in_blocks, read_loss_mask, read_tokens
 
 LARGEST = 20.0  # a log-ratio beyond it says no more: e^20 is 485 million
 Span = Literal["sample", "rollout"]
 
 
 class Ratios:
-    """log ρ of recorded log-probabilities, and what follows from it, computed where it is asked for.
+    """log ρ of some rows, and what follows from it, computed where it is asked for.
 
     Args:
-        log_prob: (N, T) float, log π_old.
-        sampler_log_prob: (N, T) float, log μ.
-        mask: (N, T) bool, tokens in the loss. What is not finite there counts as 0.
+        log_prob: (B, T) float, log π_old.
+        sampler_log_prob: (B, T) float, log μ.
+        mask: (B, T) bool, tokens in the loss. What is not finite there counts as 0.
 
     Attributes:
-        token: (N, T) float64: log π_old − log μ, 0 out of the mask.
-        mask: (N, T) bool.
-        wrong: (N, T) bool, tokens in the loss of which it is not known, which a rule refuses.
+        token: (B, T) float64: log π_old − log μ, 0 out of the mask.
+        mask: (B, T) bool.
         dtype: what results are rounded to: that of the log-probabilities, at least float32.
-
     """
 
     def __init__(self, log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor):
         self.dtype, self.mask = rounded_to(log_prob, sampler_log_prob), mask
+        self._pair = log_prob, sampler_log_prob
         ratio = log_prob.detach().double() - sampler_log_prob.detach().double()
         finite = ratio.isfinite()
-        self.wrong = mask & ~finite
+        self._wrong = mask & ~finite
         self.token = ratio.masked_fill_(~(mask & finite), 0.0)
 
     @cached_property
-    def tokens(self) -> Tensor:
-        """(N,) int64: how many of a row are in the mask."""
-        return self.mask.sum(-1)
-
-    @cached_property
-    def total(self) -> Tensor:
-        """(N,) float64: log ρ added up over a row, the same bits in whatever order, with whatever padding."""
-        return sum_of_rows(self.token)
-
-    @cached_property
     def clamped(self) -> Tensor:
-        """(N, T) float64: log ρ within ±20."""
+        """(B, T) float64: log ρ within ±20."""
         return clamped(self.token)
 
     @cached_property
     def excess(self) -> Tensor:
-        """(N, T) float64: ρ − 1, of the clamped log-ratio."""
+        """(B, T) float64: ρ − 1, of the clamped log-ratio."""
         return self.clamped.expm1()
+
+    def of_rows(self) -> dict[str, Tensor]:
+        """(B,) each: how many tokens a row has, and sums over them by which :func:`distance` measures.
+
+        Also the first token of which one policy is not known, −1 where all are, and what both say of it
+        (:func:`require_known`).
+        """
+        found = {
+            "tokens": self.mask.sum(-1),
+            "total": self.token.sum(-1),
+            "k1": -self.clamped.sum(-1),
+            "k3": (self.excess - self.clamped).sum(-1),
+            "chi2": (self.excess * (self.excess + 2)).sum(-1),
+        }
+        if self.mask.shape[-1] == 0:
+            return found | dict.fromkeys(("unknown", "trainer", "sampler"), found["total"] - 1)
+        first = self._wrong.view(torch.uint8).argmax(-1, keepdim=True)  # the first of the largest
+        said = [column.gather(-1, first).squeeze(-1) for column in self._pair]
+        found["unknown"] = torch.where(self._wrong.any(-1), first.squeeze(-1), -1)
+        return found | {"trainer": said[0], "sampler": said[1]}
+
+
+class Policies:
+    """The columns of two policies, which :class:`Ratios` are computed of, some rows at a time.
+
+    Args:
+        log_prob: (B, T) float, log π_old.
+        sampler_log_prob: (B, T) float, log μ.
+        mask: (B, T) bool.
+        names: what the columns are called in messages.
+
+    Raises:
+        BatchError: shapes differ, or are not (B, T); the mask is not bool.
+    """
+
+    def __init__(
+        self,
+        log_prob: Tensor,
+        sampler_log_prob: Tensor,
+        mask: Tensor,
+        names: Sequence[NestedKey] = ("log_prob", "sampler_log_prob", "mask"),
+    ):
+        columns = log_prob, sampler_log_prob, mask
+        if len({column.shape for column in columns}) > 1 or mask.ndim != 2:
+            shapes = zip(names, (tuple(column.shape) for column in columns), strict=True)
+            raise BatchError(
+                "a token has a log-probability under both policies and one mask, (N, T) each; found "
+                + ", ".join(f"{name!r} {shape}" for name, shape in shapes)
+            )
+        if mask.dtype is not torch.bool:
+            raise BatchError(
+                f"a loss mask is bool, True trains; found {mask.dtype}: convert it by `mask != 0`"
+            )
+        self.log_prob, self.sampler_log_prob, self.mask = log_prob.detach(), sampler_log_prob.detach(), mask
+        self.dtype = rounded_to(log_prob, sampler_log_prob)
+
+    @classmethod
+    def read(
+        cls, batch: TensorDictBase, keys: Sequence[NestedKey], in_loss: Tensor | None, *, reader: str
+    ) -> Policies:
+        """Read the columns of a batch.
+
+        Args:
+            batch: TensorDict ``[B]``, dense or ragged.
+            keys: of log π_old, log μ and the loss mask.
+            in_loss: (B,) bool, rows in the loss; None: all are.
+            reader: who it is, for messages.
+
+        Raises:
+            MissingKeyError: a column is not there.
+            BatchError: they are not of the same tokens; the mask is not bool.
+        """
+        old = read_tokens(batch, keys[0], reader=reader, option="old_log_prob_key")
+        sampler = read_tokens(batch, keys[1], reader=reader, option="sampler_log_prob_key")
+        mask = read_loss_mask(batch, keys[2], in_loss, reader=reader)
+        check_lengths(batch, keys, keys[2], reader=reader)
+        return cls(old, sampler, mask, keys)
+
+    def each_row(
+        self, function: Callable[..., Mapping[str, Tensor]], *more: Tensor | None
+    ) -> dict[str, Tensor]:
+        """What a function of the :class:`Ratios` of some rows, and of their `more`, says of all rows."""
+
+        def of_some(log_prob: Tensor, sampler: Tensor, mask: Tensor, *more: Tensor) -> Mapping[str, Tensor]:
+            return function(Ratios(log_prob, sampler, mask), *more)
+
+        return in_blocks(of_some, self.log_prob, self.sampler_log_prob, self.mask, *more)
+
+
+def require_known(rows: Rows, found: Mapping[str, Tensor]) -> None:
+    """Every token in the loss has finite log-probabilities.
+
+    Args:
+        rows: M of them.
+        found: (M,) by name, of :meth:`Ratios.of_rows`.
+
+    Raises:
+        BatchError: one has not, with its row.
+    """
+
+    def describe(row: int) -> str:
+        ids = [f"{role} {rows.name(role, row)}" for role in ("group", "rollout") if rows.has(role)]
+        known = f" ({', '.join(ids)})" if ids else ""
+        said = f"{float(found['trainer'][row]):g} (trainer) and {float(found['sampler'][row]):g} (sampler)"
+        return f"{said} at row {rows.at(row)}{known}, token {int(found['unknown'][row])}"
+
+    rows.require(
+        found["unknown"] < 0,
+        "tokens in the loss have a finite log-probability under both policies; found {found}. Record both "
+        "for every token that trains, or take those rows out before: "
+        "SampleFilter(criterion=Finite(key=...))",
+        describe,
+    )
 
 
 def rounded_to(log_prob: Tensor, sampler_log_prob: Tensor) -> torch.dtype:
@@ -69,40 +176,40 @@ def rounded_to(log_prob: Tensor, sampler_log_prob: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(log_prob.dtype, sampler_log_prob.dtype), torch.float32)
 
 
-def sum_of_rows(values: Tensor) -> Tensor:
-    """(N,) the sums of (N, T) float64, which follow from each row's numbers alone. No device read."""
-    if values.numel() == 0:
-        return values.sum(-1)
-    return sum_in_any_order(
-        values,
-        lambda part: part.sum(-1),
-        peak=lambda: values.abs().amax(-1, keepdim=True),
-        terms=torch.full((1,), values.shape[-1], device=values.device),
-    )
-
-
-def over_units(values: Tensor, first: Tensor | None) -> Tensor:
-    """(N,) per row, the sum over the rows of its unit; integers as they are, floats in any order.
-
-    Args:
-        values: (N,) int64 or float64.
-        first: (N,) int64, the first row of each row's unit; None: each row is one.
-    """
-    if first is None or len(values) == 0:
-        return values
-    if not values.is_floating_point():
-        return sum_by(first, values)
-    return sum_by_in_any_order(first, values)
-
-
-def total_of(values: Tensor) -> Tensor:
-    """Scalar float64: the sum of (M,) float64, which does not depend on their order."""
-    if len(values) == 0:
-        return values.sum()
-    terms = (values != 0).sum()
-    return sum_in_any_order(values, torch.sum, peak=lambda: values.abs().amax(), terms=terms)
-
-
 def clamped(log: Tensor) -> Tensor:
     """Log-ratios within ±20."""
     return log.clamp(-LARGEST, LARGEST)
+
+
+def over_units(values: Tensor, rollouts: Ids | None) -> Tensor:
+    """(M,) → (n,): what rows add to the sequences that they are of, each row one where `rollouts` is None."""
+    return values if rollouts is None else rollouts.everyone.sum(values)
+
+
+def distance(found: Mapping[str, Tensor], rollouts: Ids | None) -> dict[str, Tensor]:
+    """How far two policies are apart, by token and by sequence: a row, or a rollout.
+
+    With d = log μ − log π_old of a token, or added up over a sequence, clamped to ±20, and ρ = e^(−d)::
+
+        kl_k1  Σ d / n              an estimate of KL(μ ‖ π_old)
+        kl_k3  Σ (ρ − 1 + d) / n    another (http://joschu.net/blog/kl-approx.html)
+        chi2   Σ ρ² / n − 1         of χ²(π_old ‖ μ)
+
+    Sequences without a token in the loss are in none of them.
+
+    Args:
+        found: (M,) by name, of :meth:`Ratios.of_rows`.
+        rollouts: which rows are one sequence; None: each row is.
+    """
+    tokens = found["tokens"].sum().clamp_min(1)
+    there = over_units(found["tokens"], rollouts) > 0
+    d = -clamped(over_units(found["total"], rollouts)) * there
+    sequences = there.sum().clamp_min(1)
+    return {
+        "kl_k1_token": found["k1"].sum() / tokens,
+        "kl_k3_token": found["k3"].sum() / tokens,
+        "chi2_token": found["chi2"].sum() / tokens,
+        "kl_k1_sequence": d.sum() / sequences,
+        "kl_k3_sequence": ((-d).expm1() + d).sum() / sequences,
+        "chi2_sequence": (-2 * d).expm1().sum() / sequences,
+    }

@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import Rule, set_rule
-from headrace.transforms.distributed import Population, population_of
 from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import first_row, is_first, reduce_by
+from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key, one_of, within
+from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key
-from headrace.transforms.tokens import in_blocks, write_tokens
+from headrace.transforms.stage import BatchTransform
+from headrace.transforms.tokens import check_lengths, in_loss_there, read_advantage, write_tokens
 
-from .diagnostics import diagnose, sums_of_rows, sums_of_weights
-from .importance import (
-    Bound,
-    Level,
-    Normalise,
-    check_weights,
-    mean_of,
-    normalised,
-    ratio_of_rows,
-    share_of_mean,
-    weigh,
-    weight_of_rows,
-)
-from .policies import change_advantage, read_policies
-from .ratios import Ratios, Span, over_units
+from .importance import Bound, Level, Normalise, WeightFormula
+from .ratios import Policies, Ratios, Span, distance, over_units, require_known
 
 
 class RolloutCorrection(BatchTransform):
@@ -40,7 +27,8 @@ class RolloutCorrection(BatchTransform):
 
     A weight w ≥ 0 that does not depend on the policy in the loss goes through clipping unchanged,
     ``min(r·wA, clip(r)·wA) = w·min(r·A, clip(r)·A)``, so that the loss needs to know nothing of it. It
-    stands after the advantage and all that adds to it, and in front of the split.
+    stands after the advantage and all that adds to it, and in front of the split. Weights and advantage are
+    made where rows are gathered.
 
     The loss must measure its ratio from π_old, or the correction counts twice:
     ``loss.set_keys(sample_log_prob=("old_log_probs", "full"))`` on TorchRL's GRPOLoss, whose default is μ;
@@ -52,15 +40,15 @@ class RolloutCorrection(BatchTransform):
     Reads `old_log_prob_key`, `sampler_log_prob_key`, `loss_mask_key`, ``("headrace", "in_loss")`` if there,
     and `rollout_key` where `unit` is ``rollout``; writes `importance_key` (N, T), and `advantage_key` as
     (N, T, 1), 0 out of the mask. Measures the mean and largest weight, the effective sample size, the share
-    out of bounds, KL and χ², by token and by sequence (``ess_token``, ``ess_sequence``, …). No device read.
+    out of bounds, KL and χ², by token and by sequence (``ess_token``, ``ess_sequence``, …).
 
     Args:
         level: over what ratios are multiplied: a ``token``, a ``sequence``, or its geometric ``mean``.
         bound: what happens outside of the bounds: ``truncate``, ``zero``, ``none``.
         low: least ratio π_old / μ, ≥ 0; null: open.
         high: greatest ratio, > 0; null: open.
-        normalise: ``none``, or by the mean weight of the ``batch``.
-        unit: what a sequence is: a row (``sample``) or all rows of a ``rollout``.
+        normalise: ``none``, or ``batch``: the weights have mean 1 over the batch.
+        unit: what a sequence is, in weights and numbers: a row (``sample``), or all rows of a ``rollout``.
         least_ess: the report warns of an effective sample size below this share; null: never.
         old_log_prob_key: (N, T) float.
         sampler_log_prob_key: (N, T) float.
@@ -83,10 +71,6 @@ class RolloutCorrection(BatchTransform):
         [-0.5, -1.0]
     """
 
-    keeps_rows = True
-    asks_in_loss = True
-    spans_ranks = True
-
     def __init__(
         self,
         *,
@@ -104,7 +88,7 @@ class RolloutCorrection(BatchTransform):
         importance_key: NestedKey = "importance_weight",
         rollout_key: NestedKey | None = "rollout_id",
     ):
-        check_weights(level, bound, low, high, normalise)
+        self.formula = WeightFormula(level, bound, low, high, normalise)
         one_of("unit", unit, get_args(Span))
         self.old_log_prob_key, self.advantage_key = nested_key(old_log_prob_key), nested_key(advantage_key)
         self.sampler_log_prob_key = nested_key(sampler_log_prob_key)
@@ -128,72 +112,97 @@ class RolloutCorrection(BatchTransform):
         """Unless the weights have mean 1 over the batch."""
         return self.normalise == "none"
 
-    def apply(self, batch: TensorDictBase) -> Outcome:
-        """Add the weights, and multiply the advantage by them."""
-        name = type(self).__name__
+    def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
+        """Measure the weights, and leave them and the product with the advantage to the gathering of rows."""
         if has_key(batch, self.importance_key):
             raise BatchError(
                 f"these rows have {self.importance_key!r} (importance_key) already: correcting twice would "
                 "weigh them twice. Take one RolloutCorrection, or the column, out"
             )
+        policies, credit = self._read(batch, in_loss_there(rows), rows)
+        if self.advantage_key not in rows.table.written:
+            check_lengths(batch, [self.advantage_key], self.loss_mask_key, reader=type(self).__name__)
+        rollouts = rows.rollouts if self.unit == "rollout" else None
+        found = rows.measured(**policies.each_row(self.formula.of_rows, credit))
+        require_known(rows, found)
+        weighed = self.formula.weigh_rows(found, rollouts, policies.dtype)
+        peak = found["peak"] / weighed.mean
+        if weighed.of_row is not None:
+            peak = peak * weighed.of_row
+        rows.require(
+            peak <= torch.finfo(credit.dtype).max,
+            f"an advantage must be finite in {credit.dtype}; found others in {{found}}",
+        )
+        for name, value in weights_measured(weighed.sums, found["tokens"], rollouts).items():
+            rows.metric(name, value)
+        for name, value in distance(found, rollouts).items():
+            rows.metric(name, value)
+        if self.least_ess is not None:
+            rows.metric("least_ess", self.least_ess)
+        numbers = {"in_loss": rows.in_loss} | ({} if weighed.of_row is None else {"of_row": weighed.of_row})
+        writes = [self.advantage_key, self.importance_key]
+        rows.when_gathered(partial(self._weigh, mean=weighed.mean), writes, **numbers)
+        return batch
+
+    def _weigh(self, batch: TensorDictBase, numbers: dict[str, Tensor], mean: float) -> None:
+        """Write the weights of gathered rows, and multiply their advantage by them."""
+        policies, credit = self._read(batch, numbers["in_loss"])
+
+        def weighed(ratio: Ratios, credit: Tensor, of_row: Tensor | None) -> dict[str, Tensor]:
+            weight = self.formula.weight(ratio, of_row, mean)
+            precise = credit.to(torch.promote_types(credit.dtype, torch.float32))
+            product = torch.where(ratio.mask, precise * weight, 0.0)
+            return {"weight": weight, "credit": product.to(credit.dtype)}
+
+        made = policies.each_row(weighed, credit, numbers.get("of_row"))
+        write_tokens(batch, self.importance_key, made["weight"], self.loss_mask_key)
+        write_tokens(batch, self.advantage_key, made["credit"].unsqueeze(-1), self.loss_mask_key)
+
+    def _read(
+        self, batch: TensorDictBase, in_loss: Tensor | None, rows: Rows | None = None
+    ) -> tuple[Policies, Tensor]:
         keys = self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key
-        policies, people = read_policies(batch, *keys, reader=name), population_of(batch, every=True)
-        made = policies.each_row(self._of_tokens if self.level == "token" else sums_of_rows)
-        rollouts = self.ids(batch, "rollout") if self.unit == "rollout" else None
-        total, tokens, rules = self._of_units(made, rollouts, people)
-        if (of_rows := ratio_of_rows(self.level, total, tokens, policies.dtype)) is not None:
-            made |= policies.each_row(self._weigh, of_rows)
-        weight = made.pop("weights")
-        if self.normalise == "batch":
-            weight = normalised(weight, mean_of(**self._share(weight, made["tokens"], rollouts, people)))
-            made |= in_blocks(sums_of_weights, weight)
-        write_tokens(batch, self.importance_key, weight, self.loss_mask_key)
-        columns = weight, policies.mask
-        fits = change_advantage(batch, self.advantage_key, self.loss_mask_key, _weigh, *columns, reader=name)
-        wrong = policies.rule(made.pop("wrong"))
-        return Outcome(batch, measured=self._measure(made, rollouts, people), rules=[wrong, *rules, fits])
-
-    def _of_tokens(self, ratio: Ratios) -> dict[str, Tensor]:
-        """Where each token has its own weight, all that is known of some rows."""
-        return {**sums_of_rows(ratio), **self._weigh(ratio, None)}
-
-    def _weigh(self, ratio: Ratios, of_rows: Tensor | None) -> dict[str, Tensor]:
-        made = weigh(ratio, of_rows, bound=self.bound, low=self.low, high=self.high)
-        return {"weights": made["weight"], "outside": made["outside"]} | sums_of_weights(made["weight"])
-
-    def _of_units(
-        self, rows: Mapping[str, Tensor], rollouts: Tensor | None, people: Population
-    ) -> tuple[Tensor, Tensor, list[Rule]]:
-        """log ρ added up over each row, or its rollout on all ranks, and over how many tokens."""
-        columns = {"total": rows["total"], "tokens": rows["tokens"]}
-        if rollouts is None or self.level == "token":
-            return *columns.values(), []
-        everyone = people.take(columns, {"rollouts": rollouts})
-        first = first_row(everyone["rollouts"])
-        total, tokens = (people.put_back(over_units(everyone[key], first)) for key in columns)
-        rule = set_rule(everyone["rollouts"], "rollout_id", "rows without an id would be one sequence")
-        return total, tokens, people.rules([rule])
-
-    def _share(
-        self, weight: Tensor, tokens: Tensor, rollouts: Tensor | None, people: Population
-    ) -> dict[str, Tensor]:
-        """What rows have in the mean weight of all ranks that share the batch; a rollout counts once."""
-        if rollouts is None or self.level == "token":
-            return people.take(share_of_mean(self.level, weight, tokens))
-        everyone = people.take({"weight": weight_of_rows(weight), "tokens": tokens}, {"rollouts": rollouts})
-        first = first_row(everyone["rollouts"])
-        once = is_first(first) & (over_units(everyone["tokens"], first) > 0)
-        weight = reduce_by(first, everyone["weight"], "amax")  # of the rows that have a token
-        return {"weight": weight * once, "count": once.long()}
-
-    def _measure(
-        self, rows: Mapping[str, Tensor], rollouts: Tensor | None, people: Population
-    ) -> dict[str, Tensor | float]:
-        everyone = people.take(rows, {} if rollouts is None else {"rollouts": rollouts})
-        first = None if rollouts is None else first_row(everyone["rollouts"])
-        bound = {} if self.least_ess is None else {"least_ess": self.least_ess}
-        return {**diagnose(everyone, first), **bound}
+        reader = type(self).__name__
+        policies = Policies.read(batch, keys, in_loss, reader=reader)
+        tokens = policies.mask.shape[-1]
+        return policies, read_advantage(batch, self.advantage_key, tokens, reader=reader, rows=rows)
 
 
-def _weigh(credit: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, credit * weight, 0.0)
+def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids | None) -> dict[str, Tensor]:
+    """The numbers of a batch's weights, by token and by sequence: a row, or a rollout.
+
+    With w the weights of n tokens, or each sequence's mean of them::
+
+        weight_mean    Σ w / n              weight_max  the largest w
+        ess            (Σ w)² / (n Σ w²)    the effective sample size, a share; 0 where no weight is
+        out_of_bounds  share outside of the bounds; of a sequence the share of its tokens
+
+    Sequences without a token in the loss are in none of them.
+
+    Args:
+        sums: (M,) by name, of :class:`~headrace.transforms.correction.importance.Weighed`.
+        tokens: (M,) of each row in the loss.
+        rollouts: which rows are one sequence; None: each row is.
+    """
+    length = over_units(tokens, rollouts)
+    mean = over_units(sums["weight"], rollouts) / length.clamp_min(1)
+    parts = {
+        "token": (sums["weight"], sums["squares"], sums["largest"], sums["outside"], tokens.sum()),
+        "sequence": (
+            mean,
+            mean.square(),
+            mean,
+            over_units(sums["outside"], rollouts) / length.clamp_min(1),
+            (length > 0).sum(),
+        ),
+    }
+    found: dict[str, Tensor] = {}
+    for by, (weight, squares, largest, outside, number) in parts.items():
+        total, square, number = weight.sum(), squares.sum(), number.clamp_min(1)
+        found |= {
+            f"weight_mean_{by}": total / number,
+            f"weight_max_{by}": largest.max() if len(largest) else total,
+            f"ess_{by}": torch.where(square > 0, total.square() / (number * square), 0.0),
+            f"out_of_bounds_{by}": outside.sum() / number,
+        }
+    return found

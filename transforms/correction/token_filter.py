@@ -9,14 +9,19 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.distributed import population_of
 from headrace.transforms.errors import BatchError
 from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.rows import Rows
 from headrace.transforms.schema import LENGTH, has_key
-from headrace.transforms.tokens import read_loss_mask, read_tokens, remember_lengths, write_tokens
-
-from .policies import change_advantage
+from headrace.transforms.stage import BatchTransform
+from headrace.transforms.tokens import (
+    check_lengths,
+    in_loss_there,
+    read_advantage,
+    read_loss_mask,
+    read_tokens,
+    write_tokens,
+)
 
 Denominator = Literal["kept", "all"]
 
@@ -38,7 +43,7 @@ class TokenFilter(BatchTransform):
 
     Reads what its criterion reads, `loss_mask_key`, and ``("headrace", "in_loss")`` if there; writes
     `loss_mask_key`, `log_prob_key` and ``("headrace", "length")``, or under ``all`` `advantage_key`. Measures
-    ``kept`` and ``fraction_kept``, of tokens. No device read besides what the criterion reads.
+    ``kept`` and ``fraction_kept``, of tokens.
 
     Args:
         criterion: batch → (N, T) bool, True where the token stays, of ragged rows padded behind; or (N,)
@@ -61,9 +66,6 @@ class TokenFilter(BatchTransform):
         [[False, True, True]]
     """
 
-    keeps_rows = True
-    spans_ranks = True
-
     def __init__(
         self,
         *,
@@ -85,11 +87,6 @@ class TokenFilter(BatchTransform):
         self.criterion, self.denominator = criterion, denominator
 
     @property
-    def asks_in_loss(self) -> bool:  # type: ignore[override]
-        """Unless its criterion looks at tokens of rows that are out of it."""
-        return getattr(self.criterion, "asks_in_loss", False)
-
-    @property
     def silenced_tokens(self) -> NestedKey | None:
         """The log-probabilities that become NaN, token by token."""
         return self.log_prob_key if self.denominator == "kept" else None
@@ -99,34 +96,47 @@ class TokenFilter(BatchTransform):
         """Where its criterion says so."""
         return getattr(self.criterion, "within_groups", False)
 
-    def apply(self, batch: TensorDictBase) -> Outcome:
+    def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
         """Judge all tokens, and act."""
-        mask = read_loss_mask(batch, self.loss_mask_key, reader=type(self).__name__)
-        keep = self._judge(batch, mask)
-        rules = getattr(self.criterion, "rules", lambda _: ())(batch)
-        more: dict[str, Tensor] = getattr(self.criterion, "measured", lambda _: {})(batch)
-        out = mask & ~keep
+        reader, like = type(self).__name__, self.loss_mask_key
+        mask = read_loss_mask(batch, like, in_loss_there(rows), reader=reader)
+        out = mask & ~self._judge(rows, batch, mask)
+        numbers = {"tokens": mask.sum(-1), "out": out.sum(-1)}
         if self.denominator == "all":
-            change_advantage(
-                batch,
-                self.advantage_key,
-                self.loss_mask_key,
-                lambda credit, out: torch.where(out, 0.0, credit),
-                out,
-                reader=type(self).__name__,
+            credit = read_advantage(batch, self.advantage_key, mask.shape[-1], reader=reader, rows=rows)
+            if self.advantage_key not in rows.table.written:
+                check_lengths(batch, [self.advantage_key], like, reader=reader)
+            changed = torch.where(out, 0.0, credit)
+            numbers["finite"] = changed.isfinite().all(-1)
+        found = rows.measured(**numbers)
+        tokens, kept = found["tokens"].sum(), (found["tokens"] - found["out"]).sum()
+        rows.metric("kept", kept)
+        rows.metric("fraction_kept", kept / tokens.clamp_min(1))
+        if self.denominator == "all":
+            rows.require(
+                found["finite"].bool(),
+                f"an advantage must be finite in {credit.dtype}; found others in {{found}}",
             )
-        else:
-            self._silence(batch, out)
-        everyone = population_of(batch, every=True).take({"tokens": mask.sum(-1), "out": out.sum(-1)})
-        tokens, kept = everyone["tokens"].sum(), (everyone["tokens"] - everyone["out"]).sum()
-        measured = {"kept": kept, "fraction_kept": kept / tokens.clamp_min(1)}
-        return Outcome(batch, measured=more | measured, rules=rules)
+            write_tokens(batch, self.advantage_key, changed.unsqueeze(-1), like)
+            return batch
+        before = rows[LENGTH] if rows.has(LENGTH) else torch.full((len(rows),), -1)
+        shorter = (before < 0) & (found["out"] > 0)
+        rows.put(LENGTH, torch.where(shorter, found["tokens"].long(), before), ndim=1, fill=-1)
+        if self.log_prob_key is not None and has_key(batch, self.log_prob_key):
+            log_prob = read_tokens(batch, self.log_prob_key, reader=reader, option="log_prob_key")
+            write_tokens(batch, self.log_prob_key, log_prob.masked_fill(out, float("nan")), like)
+        # Rows out of the loss keep their mask until they are gathered.
+        whole = read_tokens(batch, like, reader=reader, option="loss_mask_key")
+        write_tokens(batch, like, whole & ~out, like)
+        return batch
 
-    def _judge(self, batch: TensorDictBase, mask: Tensor) -> Tensor:
-        """(N, T) or (N, 1) bool."""
-        # Other ranks may have all rows; a criterion that meets them there is asked here too.
-        asked = len(batch) > 0 or getattr(self.criterion, "spans_ranks", False)
-        keep = self.criterion(batch) if asked else mask
+    def _judge(self, rows: Rows, batch: TensorDictBase, mask: Tensor) -> Tensor:
+        """(B, T) or (B, 1) bool."""
+        of_tokens = getattr(self.criterion, "of_tokens", None)
+        if of_tokens is not None:
+            keep = of_tokens(rows.seen_by(self.criterion, rows.stage), batch)
+        else:  # somebody else's, which sees what was decided, where there are rows
+            keep = self.criterion(rows.write()) if len(batch) else mask
         if not isinstance(keep, Tensor) or keep.dtype is not torch.bool:
             found = f"{keep.dtype}" if isinstance(keep, Tensor) else type(keep).__name__
         elif keep.numel() in (mask.numel(), len(batch)):
@@ -137,15 +147,3 @@ class TokenFilter(BatchTransform):
             f"a criterion of tokens returns one bool each, {tuple(mask.shape)}, or one a row; "
             f"{self.criterion!r} returned {found}"
         )
-
-    def _silence(self, batch: TensorDictBase, out: Tensor) -> None:
-        """Take tokens out of the loss mask, and out of a loss that reads another one."""
-        remember_lengths(batch, self.loss_mask_key, out.any(-1))
-        mask = read_tokens(batch, self.loss_mask_key, reader=type(self).__name__, option="loss_mask_key")
-        if self.log_prob_key is not None and has_key(batch, self.log_prob_key):
-            log_prob = read_tokens(
-                batch, self.log_prob_key, reader=type(self).__name__, option="log_prob_key"
-            )
-            silent = log_prob.masked_fill(out, float("nan"))
-            write_tokens(batch, self.log_prob_key, silent, self.loss_mask_key)
-        write_tokens(batch, self.loss_mask_key, mask & ~out, self.loss_mask_key)

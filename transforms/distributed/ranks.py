@@ -7,17 +7,15 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import first_row
-from headrace.transforms.rows import Column, describe_columns, device_of, without_rows
+from headrace.transforms.tensordicts import describe_columns, device_of, without_rows
 
 from .meeting import Meetings, OtherRankError
 from .process_group import SharedIds
@@ -49,6 +47,7 @@ class Ranks:
     ):
         self.group, self.shared_ids = group, shared_ids
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.id_keys: dict[Any, str] = {}  # columns of ids, and what messages call them
         self.place = "a batch"  # where this rank is, for messages
         self.refused = False  # all know that the batch at hand is
         self._meetings = Meetings(group, patience)
@@ -99,47 +98,92 @@ class Ranks:
         return Gathered(found, slice(start, start + counts[self.rank]))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Exchange something small that pickles, by rank. A meeting and a collective."""
-        self.meet("exchanging objects")
+        """Exchange something small that pickles, by rank."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def admit(self, batch: TensorDictBase, about: str) -> TensorDictBase | None:
-        """Meet at the door of a batch; a rank without rows gets the columns of another's.
+    def share(self, table: Any) -> None:
+        """Let the table of each rank have the rows of all: one exchange, of three collectives.
+
+        A rank without rows gets columns from one that has some, and a batch of no rows with its columns.
 
         Args:
-            batch: TensorDict ``[N]``, N ≥ 0.
-            about: what is done with it, equal on all ranks.
+            table: a :class:`~headrace.transforms.rows.Table`, of this rank's rows, which is changed in place.
 
-        Returns:
-            The batch; None where no rank has rows.
+        Raises:
+            BatchError: on all ranks alike, where ranks have other columns, or several have an id and must not.
         """
-        self.meet(about)
-        found = self._columns_of_any(batch)
-        if found is None:
-            return None
-        return batch if batch.shape.numel() else without_rows(*found)
+        own = len(table.live)
+        kinds = {key: (column.dtype, tuple(column.shape[1:])) for key, column in table.columns.items()}
+        described = None
+        if own:
+            described = describe_columns(table.batch), device_of(table.batch).type
+        every = self.gather_objects((own, kinds, table.dtypes, described))
+        counts = [count for count, *_ in every]
+        known = next((each for each in every if each[0]), None)
+        if known is None:
+            table.size = 0
+            return
+        for rank, (count, theirs, _, _) in enumerate(every):
+            if count and theirs != known[1]:
+                odd = sorted({str(key) for key in theirs.keys() ^ known[1].keys()}) or ["of other shapes"]
+                raise BatchError(
+                    f"ranks must have the same columns; rank {rank} differs in {listing(odd)} from another"
+                )
+        kinds = known[1]
+        if not own:
+            table.columns = {
+                key: torch.zeros(0, *shape, dtype=dtype) for key, (dtype, shape) in kinds.items()
+            }
+            table.dtypes = dict(known[2])
+            if table.batch is None or not len(table.batch):
+                table.batch = without_rows(known[3][0], torch.device(known[3][1]))
+        table.ranks = self
+        table.starts = [sum(counts[:rank]) for rank in range(self.size + 1)]
+        table.own = slice(table.starts[self.rank], table.starts[self.rank + 1])
+        columns = self._gather({key: table.columns[key] for key in kinds}, counts)
+        rank = torch.arange(self.size).repeat_interleave(torch.tensor(counts))
+        for key, name in self.id_keys.items():
+            if key in columns:
+                columns[key] = tell_apart(columns[key], rank, self.shared_ids, name)
+        table.columns, table.size = columns, sum(counts)
+        table.live = torch.arange(table.own.start, table.own.stop)
+        table.__post_init__()
 
-    def share_columns(self, batch: TensorDictBase) -> TensorDictBase:
-        """Let a rank without rows have the columns that a stage wrote where there were some."""
-        found = self._columns_of_any(batch)
-        return batch if found is None or len(batch) else without_rows(*found).update(batch)
+    def gather_rows(self, values: Tensor, counts: list[int]) -> Tensor:
+        """(B, ...) of the rows in this rank's batch → (ΣB, ...) of those in the batches of all. A collective.
 
-    def _columns_of_any(self, batch: TensorDictBase) -> tuple[list[Column], torch.device] | None:
-        """The columns of the first rank that has rows, and the kind of device they are on; None: none has."""
-        own = (describe_columns(batch), device_of(batch).type) if batch.shape.numel() else None
-        found = next((each for each in self.gather_objects(own) if each is not None), None)
-        return None if found is None else (found[0], torch.device(found[1]))
+        Args:
+            values: of this rank.
+            counts: B by rank.
+        """
+        return self._gather({"values": values}, counts)["values"]
+
+    def _gather(self, columns: Mapping[Any, Tensor], counts: list[int]) -> dict[Any, Tensor]:
+        device = torch.device("cuda") if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
+        own = counts[self.rank]
+        bits = [_as_bits(column) for column in columns.values()]
+        padded = torch.zeros(max(counts), sum(part.shape[1] for part in bits), dtype=torch.int64)
+        if own and bits:
+            padded[:own] = torch.cat(bits, 1)
+        padded = padded.to(device)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self.group)
+        together = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).cpu()
+        split = together.split([_width(column) for column in columns.values()], 1)
+        pairs = zip(split, columns.items(), strict=True)
+        return {key: _from_bits(part, column) for part, (key, column) in pairs}
+
+    def note(self, start: int) -> str:
+        """What row numbers mean in messages."""
+        note = f" (Rows are numbered over all ranks, from {start} on rank {self.rank}.)"
+        if self.shared_ids == "different":
+            note += " (Short ids are written behind the number of their rank.)"
+        return note
 
 
 _LOCKS: dict[int, Any] = {}
-_PRESENT: ContextVar[Ranks | None] = ContextVar("headrace_ranks", default=None)
-
-
-def present_ranks() -> Ranks | None:
-    """The ranks that share the batch at hand; None where this process has the whole of it."""
-    return _PRESENT.get()
 
 
 @contextmanager
@@ -152,7 +196,6 @@ def sharing(ranks: Ranks | None) -> Iterator[None]:
     if ranks is None:
         yield
         return
-    token = _PRESENT.set(ranks)
     lock = _LOCKS.setdefault(id(ranks.group), threading.RLock())
     lock.acquire()  # a group carries one batch at a time, whatever the threads
     try:
@@ -165,7 +208,6 @@ def sharing(ranks: Ranks | None) -> Iterator[None]:
         raise
     finally:
         lock.release()
-        _PRESENT.reset(token)
 
 
 def _tell(ranks: Ranks, error: Exception) -> None:

@@ -1,70 +1,57 @@
-"""Criteria for :class:`SampleFilter`: a batch in, (N,) bool out, True where the row stays.
+"""Criteria for :class:`SampleFilter`: the table in, (M,) bool out, True where the row stays.
 
-Any callable of that form is one. Optional attributes help: `reason`, the word under which rows that go are
-counted; `unit`, what stays or goes as one; `in_keys`, the columns it reads, by which a pipeline refuses an
-order that cannot work; `before_baseline`, by which it refuses a place behind the advantage; and `rules`, from
-a batch to what must hold of its rows. None of those here reads from the device, but RewardsVary
-where rows are out of the statistics.
+A criterion implements ``decide(rows) -> keep``. Any other callable, from a batch to (N,) bool, is one too, at the
+cost of one more read. Optional attributes help: `reason`, the word under which rows that go are counted; `unit`,
+what stays or goes as one; `in_keys`, the columns it reads, by which a pipeline refuses an order that cannot work;
+`before_baseline`, by which it refuses a place behind the advantage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.checks import Rule, set_rule
-from headrace.transforms.distributed import population_of
-from headrace.transforms.ids import as_ids, first_row, reduce_by
 from headrace.transforms.options import at_least, describe_options, nested_key, within
-from headrace.transforms.rows import flat_rows
-from headrace.transforms.schema import (
-    COUNTED,
-    REWARD,
-    STATUS_KEYS,
-    Status,
-    has_key,
-    read_column,
-    read_status,
-    read_written,
-    require,
-)
-from headrace.transforms.tokens import masked_tokens
+from headrace.transforms.rows import Rows
+from headrace.transforms.schema import REWARD, STATUS_KEYS, Status
+from headrace.transforms.tensordicts import flat_rows
 
 
 class Criterion:
-    """A criterion with a name and declared columns. Subclasses implement ``__call__``."""
+    """A criterion with a name and declared columns. Subclasses implement :meth:`decide`.
+
+    Example:
+        >>> class Polite(Criterion):
+        ...     reason, in_keys = "rude", ("tone",)
+        ...     def decide(self, rows):
+        ...         return rows["tone"] > 0
+        >>> from tensordict import TensorDict
+        >>> from headrace.transforms import SampleFilter
+        >>> td = TensorDict({"tone": [1.0, -1.0], "rollout_id": [4, 5]}, batch_size=[2])
+        >>> SampleFilter(criterion=Polite(), action="drop")(td)["rollout_id"].tolist()
+        [4]
+    """
 
     reason: str
     unit: str = "sample"
     in_keys: tuple[NestedKey, ...] = ()
     before_baseline: bool = False  # a row that fails is to be judged before rewards are compared
-    spans_ranks: bool = True  # asked on every rank, also of no rows
     within_groups: bool = False  # what it says of a row follows from the rows of its group alone
-    asks_in_loss: bool = False  # it looks at no token of rows that are out of the loss
 
-    def __call__(self, batch: TensorDictBase) -> Tensor:
-        """(N,) bool, True where the row stays."""
+    def decide(self, rows: Rows) -> Tensor:
+        """(M,) bool, True where the row stays."""
         raise NotImplementedError
 
-    def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
-        """What must hold of the rows for the verdicts to mean anything. Not read here."""
-        return ()
+    def __call__(self, batch: TensorDictBase) -> Tensor:
+        """(N,) bool, of a batch by itself."""
+        rows = Rows.read(batch, keys=self.in_keys).seen_by(self)
+        return self.decide(rows)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self)})"
-
-    def _column(self, batch: TensorDictBase, option: str) -> Tensor:
-        return read_column(batch, getattr(self, option), reader=type(self).__name__, option=option)
-
-    def _reward(self, batch: TensorDictBase) -> Tensor:
-        """The rollout's reward where the batch is collapsed, the row's own where it is not."""
-        if has_key(batch, REWARD):
-            return read_written(batch, REWARD, reader=type(self).__name__, writer="FanOutCollapse")
-        reward = self._column(batch, "reward_key")
-        return reward if reward.is_floating_point() else reward.double()  # small integers wrap
 
 
 class RewardsVary(Criterion):
@@ -81,7 +68,6 @@ class RewardsVary(Criterion):
 
     within_groups = True
     reason = "zero_variance"
-    asks_in_loss = True
     unit = "group"
 
     def __init__(
@@ -95,21 +81,16 @@ class RewardsVary(Criterion):
         self.reward_key, self.group_key = nested_key(reward_key), nested_key(group_key)
         self.in_keys = (REWARD, self.reward_key, self.group_key)
 
-    def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
-        """Every row in the statistics has a group."""
-        counted = batch.get(COUNTED, None)
-        rule = set_rule(self._column(batch, "group_key"), "group_id", "rows without an id would be compared")
-        return [rule if counted is None else rule._replace(bad=rule.bad & counted)]
-
-    def __call__(self, batch: TensorDictBase) -> Tensor:
-        """(N,) bool."""
-        people = population_of(batch)
-        groups = as_ids(self._column(batch, "group_key"), "group_id")
-        everyone = people.take({"reward": self._reward(batch).double()}, {"groups": groups})
-        reward, first = everyone["reward"], first_row(everyone["groups"])
-        low, high = (reward.masked_fill(reward.isnan(), end) for end in (float("inf"), float("-inf")))
-        spread = reduce_by(first, high, "amax") - reduce_by(first, low, "amin")  # −∞: nobody has a reward
-        return ~people.put_back(spread <= self.tol)
+    def decide(self, rows: Rows) -> Tensor:
+        """(M,) bool."""
+        reward, groups = rows.reward, rows.groups
+        if bool(reward.isnan().any()):
+            low, high = (reward.masked_fill(reward.isnan(), end) for end in (float("inf"), float("-inf")))
+        else:
+            low = high = reward
+        spread = groups.max(high) - groups.min(low)  # −∞: nobody has a reward
+        vary = groups.spread(spread > self.tol)
+        return vary if rows.counted is None else vary | ~rows.counted  # who has left judges nobody
 
 
 class RewardWithin(Criterion):
@@ -123,7 +104,6 @@ class RewardWithin(Criterion):
 
     within_groups = True
     reason = "reward_bounds"
-    asks_in_loss = True
 
     def __init__(
         self,
@@ -137,10 +117,9 @@ class RewardWithin(Criterion):
         self.low, self.high, self.reward_key = low, high, nested_key(reward_key)
         self.in_keys = (REWARD, self.reward_key)
 
-    def __call__(self, batch: TensorDictBase) -> Tensor:
-        """(N,) bool."""
-        reward = self._reward(batch)
-        return (reward >= self.low) & (reward <= self.high)
+    def decide(self, rows: Rows) -> Tensor:
+        """(M,) bool."""
+        return (rows.reward >= self.low) & (rows.reward <= self.high)
 
 
 class Finite(Criterion):
@@ -158,12 +137,14 @@ class Finite(Criterion):
         self.key = nested_key(key)
         self.in_keys = (self.key,)
 
-    def __call__(self, batch: TensorDictBase) -> Tensor:
-        """(N,) bool."""
-        if isinstance(batch, LazyStackedTensorDict) and has_key(batch, self.key):  # it may be ragged
-            return torch.stack([torch.isfinite(v).all() for v in batch.get(self.key, as_list=True)])
-        value = require(batch, self.key, reader=type(self).__name__, option="key")
-        return flat_rows(torch.isfinite(value)).all(-1)
+    def decide(self, rows: Rows) -> Tensor:
+        """(M,) bool."""
+        return rows.reduce(
+            self.key,
+            lambda column: flat_rows(torch.isfinite(column)).all(-1),
+            name="all finite",
+            option="key",
+        )
 
 
 class NotTruncated(Criterion):
@@ -181,22 +162,18 @@ class NotTruncated(Criterion):
 
     within_groups = True
     reason = "truncated"
-    asks_in_loss = True
 
     def __init__(self, *, status_key: NestedKey | None = None, truncated_key: NestedKey | None = None):
         self.status_key, self.truncated_key = nested_key(status_key), nested_key(truncated_key)
         read = self.truncated_key or self.status_key
         self.in_keys = STATUS_KEYS if read is None else (read,)
 
-    def __call__(self, batch: TensorDictBase) -> Tensor:
-        """(N,) bool."""
+    def decide(self, rows: Rows) -> Tensor:
+        """(M,) bool."""
         if self.truncated_key is not None:
-            return ~self._column(batch, "truncated_key").bool()
-        name = type(self).__name__
-        status = read_status(batch, self.status_key, reader=name)
-        if status is None:
-            status = require(batch, STATUS_KEYS[0], reader=name, option="status_key")
-        return status != Status.TRUNCATED
+            return ~rows.number("truncated").bool()
+        status = rows.status
+        return (rows[STATUS_KEYS[0]] if status is None else status) != Status.TRUNCATED
 
 
 class LengthWithin(Criterion):
@@ -223,10 +200,9 @@ class LengthWithin(Criterion):
         self.low, self.high, self.loss_mask_key = low, high, nested_key(loss_mask_key)
         self.in_keys = (self.loss_mask_key,)
 
-    def __call__(self, batch: TensorDictBase) -> Tensor:
-        """(N,) bool."""
-        name = type(self).__name__
-        tokens = masked_tokens(batch, self.loss_mask_key, reader=name, option="loss_mask_key")
+    def decide(self, rows: Rows) -> Tensor:
+        """(M,) bool."""
+        tokens = rows.masked_tokens
         keep = tokens >= self.low
         return keep if self.high is None else keep & (tokens <= self.high)
 
@@ -244,7 +220,6 @@ class Fresh(Criterion):
 
     within_groups = True
     reason = "stale"
-    asks_in_loss = True
 
     def __init__(
         self,
@@ -263,18 +238,13 @@ class Fresh(Criterion):
         self.version_key = nested_key(version_key)
         self.in_keys = (self.version_key,)
 
-    def rules(self, batch: TensorDictBase) -> Sequence[Rule]:
-        """No row is newer than the version that trains: it would pass whatever its age."""
-        version, current = self._version(batch), self._current()
-        message = f"no row is newer than the version that trains, {current} (current); found {{found}}"
-        return [Rule(version > current, lambda row: f"{int(version[row])} at row {row}", message)]
-
-    def __call__(self, batch: TensorDictBase) -> Tensor:
-        """(N,) bool."""
-        return self._current() - self._version(batch) <= self.max_staleness
-
-    def _current(self) -> int:
-        return int(self.current() if callable(self.current) else self.current)
-
-    def _version(self, batch: TensorDictBase) -> Tensor:
-        return self._column(batch, "version_key").long()
+    def decide(self, rows: Rows) -> Tensor:
+        """(M,) bool."""
+        version = rows.number("version").long()
+        current = int(self.current() if callable(self.current) else self.current)
+        rows.require(
+            version <= current,
+            f"no row is newer than the version that trains, {current} (current); found {{found}}",
+            lambda row: f"{int(version[row])} at row {rows.at(row)}",
+        )
+        return current - version <= self.max_staleness

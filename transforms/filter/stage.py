@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.base import BatchTransform, Effect, Outcome
-from headrace.transforms.checks import Rule, enforce, set_rule
-from headrace.transforms.distributed import population_of
 from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import any_by, first_row
 from headrace.transforms.options import nested_key, one_of
-from headrace.transforms.rows import device_of, rows_that_stay
+from headrace.transforms.rows import Effect, Rows
 from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, unit_keys
-from headrace.transforms.tokens import silence
+from headrace.transforms.stage import BatchTransform
 
 Action = Literal["mask", "exclude", "drop"]
 EFFECTS: dict[str, Effect] = {"mask": "masked", "exclude": "excluded", "drop": "dropped"}
@@ -44,10 +40,10 @@ class SampleFilter(BatchTransform):
 
     Reads what its criterion reads, `rollout_key` or `group_key` by `unit`; writes `loss_mask_key`,
     `log_prob_key`, ``("headrace", "in_loss")``, ``("headrace", "length")`` and, under ``exclude``,
-    ``("headrace", "counted")``. One device read under ``drop`` only, besides what the criterion reads.
+    ``("headrace", "counted")``.
 
     Args:
-        criterion: batch → (N,) bool, True where the row stays; see :mod:`headrace.transforms.filter`.
+        criterion: a :class:`Criterion`, or a callable batch → (N,) bool, True where the row stays.
         unit: what stays or goes as one: a row that fails takes its whole ``rollout`` or ``group`` along.
             None: the criterion's own (``group`` for RewardsVary), else ``sample``.
         action: ``mask``, ``exclude``, ``drop``.
@@ -70,8 +66,6 @@ class SampleFilter(BatchTransform):
         >>> SampleFilter(criterion=RewardWithin(high=1.0), action="drop")(td)["next", "reward"].tolist()
         [0.0]
     """
-
-    spans_ranks = True
 
     def __init__(
         self,
@@ -99,17 +93,12 @@ class SampleFilter(BatchTransform):
         self.reasons, self.effects = (_name_of(criterion),), (EFFECTS[action],)
 
     @property
-    def asks_in_loss(self) -> bool:  # type: ignore[override]
-        """Unless its criterion or its hook looks at tokens."""
-        return self.on_batch is None and getattr(self.criterion, "asks_in_loss", False)
-
-    @property
     def before_baseline(self) -> bool:  # type: ignore[override]
         """Where its criterion says so."""
         return getattr(self.criterion, "before_baseline", False)
 
     @property
-    def takes_rows(self) -> Literal["", "drop", "exclude"]:  # type: ignore[override]
+    def takes_rows(self) -> Literal["", "drop", "exclude"]:
         """Where it judges rows one by one, and does not leave them in the statistics."""
         return "" if self._unit != "sample" or self.action == "mask" else self.action
 
@@ -118,48 +107,43 @@ class SampleFilter(BatchTransform):
         """Where its criterion says so, and no hook sees the batch."""
         return self.on_batch is None and getattr(self.criterion, "within_groups", False)
 
-    def apply(self, batch: TensorDictBase) -> Outcome:
+    @property
+    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
+        """Those of the rows that it masks, and of its criterion."""
+        own = getattr(self.criterion, "loss_mask_key", None)
+        return [(self.loss_mask_key, self.log_prob_key)] + ([] if own is None else [(own, None)])
+
+    def decide(self, rows: Rows) -> None:
         """Judge all rows, call the hook, and act."""
-        keep, rules = self._judge_units(batch, self._judge(batch))
-        rules += getattr(self.criterion, "rules", lambda _: ())(batch)
-        if self.on_batch is not None:
-            enforce(rules)
-            self.on_batch(batch, keep)
-        more: Mapping[str, Tensor] = getattr(self.criterion, "measured", lambda _: {})(batch)
-        out = rows_that_stay(batch, keep) if self.action == "drop" else self._silence(batch, keep)
-        measured = {"kept": keep.sum(), "fraction_kept": keep.double().mean()}
-        return Outcome(out, (~keep).to(torch.int8), {**more, **measured}, rules)
-
-    def _judge(self, batch: TensorDictBase) -> Tensor:
-        if len(batch) == 0 and not getattr(self.criterion, "spans_ranks", False):  # other ranks have all rows
-            return torch.ones(0, dtype=torch.bool, device=device_of(batch))
-        keep = self.criterion(batch)
-        if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(batch):
-            found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
-            raise BatchError(
-                f"a criterion returns one bool a row, ({len(batch)},), True where it stays; "
-                f"{self.criterion!r} returned {found}"
-            )
+        decide = getattr(self.criterion, "decide", None)
+        keep = (
+            rows.ask(self.criterion) if decide is None else decide(rows.seen_by(self.criterion, rows.stage))
+        )
+        if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(rows):
+            raise not_one_bool(self.criterion, keep, len(rows))
         keep = keep.reshape(-1)
-        counted = batch.get(COUNTED, None)
-        return keep if counted is None else keep | ~counted  # who has left the statistics judges nobody
+        if rows.counted is not None:
+            keep = keep | ~rows.counted  # who has left the statistics judges nobody
+        if self._unit != "sample":
+            ids = rows.ids(self._unit).everyone
+            rows.require_set(ids.labels, f"{self._unit}_id", "rows without an id would be judged as one")
+            keep = ids.spread(ids.all(keep))
+        if self.on_batch is not None:
+            self.on_batch(*rows.shown(keep))
+        own = rows.of_rank(keep)
+        rows.metric("kept", own.sum())
+        rows.metric("fraction_kept", own.double().mean() if len(own) else 0.0)
+        if self.action != "drop":
+            rows.mask_in(self.loss_mask_key, self.log_prob_key, ~keep)
+        rows.leave(~keep, self.reasons[0], self.effects[0])
 
-    def _judge_units(self, batch: TensorDictBase, keep: Tensor) -> tuple[Tensor, list[Rule]]:
-        """Spread the verdicts over units, whose ids must be set."""
-        if self._unit == "sample":
-            return keep, []
-        people = population_of(batch, every=True)
-        everyone = people.take({"keep": keep}, {f"{self._unit}s": self.ids(batch, self._unit)})
-        ids = everyone[f"{self._unit}s"]
-        rule = set_rule(ids, f"{self._unit}_id", "rows without an id would be judged as one")
-        keep = people.put_back(~any_by(first_row(ids), ~everyone["keep"]))
-        return keep, people.rules([rule])
 
-    def _silence(self, batch: TensorDictBase, keep: Tensor) -> TensorDictBase:
-        silence(batch, keep, self.loss_mask_key, self.log_prob_key)
-        if self.action == "exclude":
-            batch.set(COUNTED, keep & batch.get(COUNTED, keep))
-        return batch
+def not_one_bool(criterion: object, keep: object, rows: int) -> BatchError:
+    """What is wrong with what a criterion has returned."""
+    found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
+    return BatchError(
+        f"a criterion returns one bool a row, ({rows},), True where it stays; {criterion!r} returned {found}"
+    )
 
 
 def _name_of(criterion: Callable) -> str:

@@ -1,18 +1,17 @@
 """A batch becomes optimiser steps, and a step forward passes."""
 
-from .gather import mark
-from .microbatches import deal
-from .minibatches import Cut, shuffle_split
-from .plan import Plan
-from .stage import ShuffleSplit
-from .views import split_microbatches, split_minibatches
+from .gather import OptimiserSteps, split_microbatches, split_minibatches
+from .plan import Plan, deal
+from .shuffle import Cut, shuffle_split
+from .stage import Drawn, ShuffleSplit
 
 __all__ = [
     "Cut",
+    "Drawn",
+    "OptimiserSteps",
     "Plan",
     "ShuffleSplit",
     "deal",
-    "mark",
     "shuffle_split",
     "split_microbatches",
     "split_minibatches",

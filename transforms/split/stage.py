@@ -3,28 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 
-from headrace.transforms.base import BatchTransform, Outcome
-from headrace.transforms.checks import ReadsColumns, read_columns
-from headrace.transforms.distributed import present_ranks
+from headrace.transforms.distributed import sharing
+from headrace.transforms.entry import labels_in_errors
+from headrace.transforms.errors import BatchError, listing, who_stamps
+from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key
+from headrace.transforms.prefixes import left_aligned, prefix_order
+from headrace.transforms.rows import Late, Reduced, Rows, Table
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
+from headrace.transforms.stage import BatchTransform
+from headrace.transforms.tensordicts import number_column
+from headrace.transforms.tokens import read_tokens
 
-from .checkpoint import SplitState
-from .cut_options import CutOptions, Oversized
-from .draw import Draw, conclude, draw_plans, meet_to_draw, with_those_carried
-from .gather import LossColumns
-from .memory import SplitMemory
-from .microbatches import Balance
-from .minibatches import Remainder
-from .progress import KnownBy, Progress, identifying_columns
-from .steps import OptimiserSteps
-from .trees import Forest, Tree, prefixes_of
+from .gather import Columns, LossColumns, OptimiserSteps
+from .plan import Balance, CutOptions, Oversized, Part, Plan, draw_plans, measure
+from .resume import KnownBy, Progress, SplitMemory, SplitState, identifying_columns
+from .shuffle import TOGETHER, Remainder
+from .trees import Forest, Tree
+
+
+class Pass(NamedTuple):
+    """Where each row of the table is trained in one pass over the batch; (N,) int64, −1: in no step."""
+
+    minibatch: Tensor
+    microbatch: Tensor
+    rank: Tensor | None
+    """None: there is one."""
+
+
+@dataclass
+class Drawn:
+    """The orders of one batch, and what follows from them; nothing is remembered before it is accepted.
+
+    Attributes:
+        passes: one for each epoch.
+        plans: one for each epoch, of this rank's rows, in row numbers of the table.
+        state: after the batch.
+        progress: of the batch.
+    """
+
+    rows: Rows
+    split: ShuffleSplit
+    passes: list[Pass]
+    plans: list[Plan]
+    state: SplitState
+    progress: Progress
+
+    def steps(self, passes: Sequence[tuple[Columns, Sequence[Late]]]) -> OptimiserSteps:
+        """The optimiser steps, which are gathered one at a time.
+
+        Args:
+            passes: by epoch, the columns that stages have written, by row of the table, and what they do to
+                gathered rows.
+
+        Raises:
+            BatchError: there is padding, and no column to keep it out of the loss.
+        """
+        split, rank = self.split, self.split.rank if self.split.ranks > 1 else None
+        loss_columns = LossColumns(split.loss_mask_key, split.log_prob_key, split.weight_key)
+        each = [(plan, *what) for plan, what in zip(self.plans, passes, strict=True)]
+        return OptimiserSteps(
+            self.rows.table, each, rank, loss_columns, self.progress, in_order=not split.shuffle
+        )
 
 
 class ShuffleSplit(SplitMemory, BatchTransform):
@@ -96,11 +144,9 @@ class ShuffleSplit(SplitMemory, BatchTransform):
 
     reasons = ("remainder", "carried")
     effects = ("dropped", "carried")
-    cuts = True
-    spans_ranks = True
     within_groups = True
-    asks_in_loss = True
     stateful = True
+    on_table = True
 
     def __init__(
         self,
@@ -140,8 +186,6 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         self.length_key, self.weight_key = nested_key(length_key), nested_key(weight_key)
         self.reward_key, self.tokens_key = nested_key(reward_key), nested_key(tokens_key)
         self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
-        # Where it silences rows that are out of the loss, as it gathers them; but for what it measures.
-        self.silences = {self.loss_mask_key, self.log_prob_key} - {None, self.length_key}
         SplitMemory.__init__(self)
         reads = [*unit_keys(unit, *ids), *([self.length_key] if self.cut.measures else [])]
         reads += [] if tree == "none" else [*unit_keys(tree, *ids), self.tokens_key]
@@ -152,48 +196,206 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         """The options that name no column, checked."""
         return CutOptions(*(getattr(self, option.name) for option in fields(CutOptions)))
 
-    def apply(self, batch: TensorDictBase) -> Outcome:
-        """Gather all rows in order."""
-        with self.turn:
-            draw = self.draw(batch, self.state)
-            steps = self.accept(draw, draw.marked(), whole=True)
-        return Outcome(steps.whole(), draw.verdict, draw.measured)
+    @property
+    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
+        """The lengths of rows, where they matter."""
+        return [(self.length_key, None)] if self.cut.measures else []
 
-    def draw(
-        self, batch: TensorDictBase, state: SplitState, epochs: int = 1, read: ReadsColumns = read_columns
-    ) -> Draw:
-        """Draw an order for each pass over a batch ``[N]``. No row is moved, and nothing remembered.
+    def same_on_all_ranks(self) -> str:
+        """Options, and where it stands in its draws."""
+        taken = 0 if self.state.interrupted is None else self.state.interrupted.taken
+        return (
+            f"{super().same_on_all_ranks()}\n{self.state.calls} draws before, and {taken} minibatches taken"
+        )
+
+    def carried_rows(self) -> TensorDictBase | None:
+        """Rows of earlier batches that wait for this one, TensorDict ``[C]``; None: there are none."""
+        return self.state.carried
+
+    def draw(self, rows: Rows, epochs: int = 1) -> Drawn:
+        """Draw an order for each pass, and cut it. No row is moved, and nothing remembered.
+
+        Ranks that share the batch draw orders of their own rows, as each would alone. Each makes the plans of
+        all, so that they agree without a word.
 
         Args:
-            batch: TensorDict ``[N]``.
-            state: before the batch: ``split.state``, which is used within ``with split.turn``.
+            rows: of all ranks, with those that were carried (``rows.extend(split.carried_rows())``).
             epochs: passes, ≥ 1.
-            read: brings numbers by row, (N,) int64 or None, to the CPU.
-        """
-        cut, columns = self.cut, identifying_columns(batch, self.reward_key)
-        cut_by = cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
-        progress = Progress(state, KnownBy(len(batch), cut_by, columns))
-        progress.check()
-        unit = "group" if self.unit == "group" else "rollout"
-        batch = with_those_carried(batch, state, getattr(self, f"{unit}_key"), unit, cut)
-        ids = None if self.unit == "sample" else self.ids(batch, self.unit)
-        meet_to_draw(ids, self.unit, cut, state, progress.taken)
-        lengths = self.tokens(batch, "length_key") if cut.measures else None
-        prefixes = [] if self.tree == "none" else prefixes_of(batch, self.ids(batch, self.tree), self)
-        ids, lengths, *prefixes = read([ids, lengths, *prefixes])
-        lengths = torch.zeros(len(batch), dtype=torch.int64) if lengths is None else lengths
-        forest = Forest(prefixes[0], prefixes[1], lengths) if prefixes else None
-        plans = draw_plans(ids, lengths, cut, calls=state.calls, epochs=epochs, forest=forest)
-        return conclude(batch, plans, lengths, cut, progress, forest)
 
-    def accept(self, draw: Draw, marked: Sequence[TensorDictBase], *, whole: bool) -> OptimiserSteps:
-        """Remember a draw, and return its steps, of `marked`: ``draw.marked()``, maybe with columns added."""
-        columns = LossColumns(self.loss_mask_key, self.log_prob_key, self.weight_key)
-        passes = zip(marked, draw.plans, draw.placed, strict=True)
-        steps = OptimiserSteps(list(passes), self.rank if self.ranks > 1 else None, columns, draw.progress)
-        if whole:
-            steps.refuse_to_resume()
-        if (ranks := present_ranks()) is not None:
-            ranks.meet("to accept the draw")  # none remembers a batch that another refuses
-        self.remember(draw.state, draw.progress)
-        return steps
+        Raises:
+            MissingKeyError: a column is not there.
+            BatchError: as :func:`shuffle_split` and :func:`deal`; a batch was interrupted, and this is another.
+        """
+        cut, table, before = self.cut, rows.table, self.state
+        # 1. Is it the batch that was interrupted, if one was?
+        parts, me = table.of_ranks(table.here), 0 if table.ranks is None else table.ranks.rank
+        own = parts[me]
+        fresh = own if table.carried is None else own[~torch.isin(own, table.carried)]
+        cut_by = cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
+        known_by = KnownBy(len(fresh), cut_by, identifying_columns(table, fresh, self.reward_key))
+        progress = Progress(before, known_by)
+
+        # 2. What the orders follow from: units, lengths, and trees.
+        every = Rows(table, rows.names, rows.reader, rows.stage)
+        labels, units = self._units(rows, every, parts)
+        if table.carried is not None and cut.remainder == "carry":
+            self._refuse_again(every)
+        lengths, forest = torch.zeros(table.size, dtype=torch.int64), None
+        if cut.measures:
+            lengths = every.count("length")
+            if self.length_key in table.silenced:  # tokens of rows that are out of the loss cost nothing
+                lengths = lengths * table.in_loss
+            if cut.max_tokens is not None and cut.oversized == "raise":
+                self._refuse_oversized(table, lengths, torch.cat(parts))
+        if cut.tree != "none":
+            forest = self._forest(every, parts, lengths)
+
+        # 3. The orders, and where they put each row.
+        drawn_of = [Part(*each) for each in zip(parts, units, strict=True)]
+        plans = draw_plans(drawn_of, labels, lengths, cut, calls=before.calls, epochs=epochs, forest=forest)
+        passes = [_where(each, table.size) for each in zip(*plans, strict=True)]
+        mine = plans[me]
+        progress.minibatches = sum(len(plan.sizes) for plan in mine)
+
+        # 4. Who is left over, and is carried or dropped.
+        out, carries = torch.zeros(0, dtype=torch.bool), cut.remainder == "carry"
+        if any(len(plan.left) for of_rank in plans for plan in of_rank):
+            trained = torch.stack([each.minibatch for each in passes]).amax(0) >= 0
+            out = ~trained if rows.index is None else ~trained[rows.index]
+            left = own[~trained[own]]
+        else:
+            left = own[:0]
+        kept = rows.taken(left) if carries and len(left) else None
+        for reason, effect in zip(self.reasons, self.effects, strict=True):
+            rows.leave(out if (effect == "carried") == carries else out[:0], reason, effect)
+
+        # 5. Numbers of this rank's rows.
+        measured = measure(mine[-1], lengths, cut, forest) | {"left": float(len(left))}
+        if cut.max_tokens is not None and len(mine[-1].sizes):
+            measured["oversized"] = float((lengths[own] > cut.max_tokens).sum())
+        if carries:
+            measured["carried_in"] = float(len(own) - len(fresh))
+        for name, value in measured.items():
+            rows.metric(name, value)
+        return Drawn(rows, self, passes, mine, SplitState(before.calls + epochs, kept), progress)
+
+    def accept(self, drawn: Drawn) -> None:
+        """Remember a draw: nobody has refused the batch."""
+        self.remember(drawn.state, drawn.progress)
+
+    def _alone(self, batch: TensorDictBase) -> TensorDictBase:
+        ranks = self._own_ranks()
+        with self.lock:
+            with labels_in_errors(batch, self._id_keys()), sharing(ranks):
+                rows = self.read_table(batch, ranks)
+                if rows is None:
+                    return batch
+                rows.extend(self.state.carried, self.remainder)
+                drawn = self.draw(rows.seen_by(self))
+                steps = drawn.steps([(rows.written_columns(), rows.table.late)])
+                out = steps.whole()
+            self.accept(drawn)  # behind the end of the batch: no rank has refused it
+        return out
+
+    def _units(
+        self, rows: Rows, every: Rows, parts: Sequence[Tensor]
+    ) -> tuple[Tensor | None, list[Ids] | list[None]]:
+        """Which rows stay in one minibatch: by (N,) labels, and of the rows of each rank.
+
+        Raises:
+            BatchError: an id is missing; a unit has rows on several ranks, each of which draws minibatches of
+                its own.
+        """
+        if self.unit == "sample":
+            return None, [None] * len(parts)
+        key, name, ranks = rows.key(self.unit), f"{self.unit}_id", rows.table.ranks
+        known = rows.ids(self.unit, checked=False).everyone
+        rows.require(
+            known.labels >= 0,
+            f"every row needs a {name} ≥ 0; found {{found}}: {TOGETHER}{who_stamps(name)}",
+            lambda row: f"{int(known.labels[row])} at row {rows.at(row)}",
+        )
+        labels = torch.arange(rows.table.size) if key is None else every.integers(self.unit, name)
+        if ranks is None:
+            return labels, [known]
+        if self.minibatches != 1 and ranks.shared_ids not in (None, "different"):
+            rank = torch.zeros_like(labels)
+            for number, part in enumerate(parts):
+                rank[part] = number
+            rank = rank if rows.index is None else rank[rows.index]
+            torn = (known.min(rank) != known.max(rank)).nonzero().flatten()
+            if len(torn):
+                found = known.labels[known.first[torn]].tolist()
+                raise BatchError(
+                    f"{self.unit}s {listing(map(str, found))} have rows on more than one rank, and each rank "
+                    "draws its own minibatches: they would be in several optimiser steps. Keep the rows of a "
+                    f"{self.unit} on one rank, or set split.minibatches=1"
+                )
+        return labels, [Ids(labels[part]) for part in parts]
+
+    def _refuse_again(self, every: Rows) -> None:
+        """Refuse ids of carried rows that the batch has as well.
+
+        Raises:
+            BatchError: with the ids.
+        """
+        unit, table = "group" if self.unit == "group" else "rollout", every.table
+        if every.key(unit) is None or not every.has(unit):
+            return
+        ids = every.integers(unit, f"{unit}_id")
+        came = table.here.index_fill(0, table.carried, False)
+        waiting = torch.zeros_like(came).index_fill_(0, table.carried, True)
+        if table.ranks is not None and table.ranks.shared_ids == "different":  # as each rank numbers its own
+            ids = ids.index_copy(0, table.live, number_column(table.batch, every.key(unit)).long().cpu())
+            own = torch.zeros_like(came).index_fill_(0, table.live, True)
+            came, waiting = came & own, waiting & own
+        if again := ids[waiting][torch.isin(ids[waiting], ids[came])].tolist():
+            raise BatchError(
+                f"rows were carried for {unit}s {sorted(set(again))[:10]}, and the batch has those ids "
+                "again: ids must be unique over batches to be carried, as RepeatSampler stamps them"
+            )
+
+    def _refuse_oversized(self, table: Table, lengths: Tensor, rows: Tensor) -> None:
+        """Refuse rows that no micro-batch holds.
+
+        Raises:
+            BatchError: naming them, with their lengths.
+        """
+        rows = rows[lengths[rows] > self.max_tokens][:10]
+        if len(rows):
+            note = "" if table.ranks is None else table.ranks.note(table.own.start)
+            raise BatchError(
+                f"rows {rows.tolist()} have {lengths[rows].tolist()} tokens, and a micro-batch holds "
+                f"{self.max_tokens} (max_tokens): raise it, filter them, or set oversized='alone'{note}"
+            )
+
+    def _forest(self, every: Rows, parts: Sequence[Tensor], lengths: Tensor) -> Forest:
+        """The rows by their prefixes, which they share within one rollout or group."""
+        every.settle()
+        every.compact()
+        batch, reader = every.table.batch, type(self).__name__
+        tokens = read_tokens(batch, self.tokens_key, reader=reader, option="tokens_key").long()
+        mask = read_tokens(batch, self.length_key, reader=reader, option="length_key").bool()
+        key = every.key(self.tree)
+        ids = torch.arange(len(lengths)) if key is None else every.integers(self.tree, f"{self.tree}_id")
+        within = ids[every.table.live].to(tokens.device)
+        order, shared = prefix_order(left_aligned(tokens, mask), within)
+        rank = torch.arange(len(order), device=order.device)
+        by_row = torch.empty(len(order), 2, dtype=torch.int64, device=order.device)
+        by_row[order] = torch.stack([rank, shared], 1)
+        place, shared = every.measure(Reduced("prefixes", self.tokens_key), by_row).unbind(1)  # of all ranks
+        order = torch.cat([part[place[part].argsort()] for part in parts])
+        return Forest(order, shared[order], lengths)
+
+
+def _where(plans: Sequence[Plan], rows: int) -> Pass:
+    """The plans of all ranks for one pass, by row of the table."""
+    numbers = torch.full((3, rows), -1, dtype=torch.int64)
+    for plan in plans:
+        order, found = plan.order, plan.numbers
+        if plan.is_padded:
+            order, found = order[~plan.padding], found[:, ~plan.padding]
+        numbers.index_copy_(1, order, found)
+    minibatch, microbatch, rank = numbers
+    several = any(len(ranks) > 1 for plan in plans for ranks in plan.sizes)
+    return Pass(minibatch, microbatch, rank if several else None)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
-from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
-
-from headrace.transforms.prefixes import PrefixOrder, left_aligned, prefix_order
-from headrace.transforms.tokens import read_tokens
 
 Tree = Literal["none", "rollout", "group"]
 
@@ -20,8 +16,8 @@ class Forest:
     Rows of one tree share their first token, at least.
 
     Args:
-        order: (N,) int64, the row at each place, of :func:`~headrace.transforms.prefixes.prefix_order`.
-        shared: (N,) int64, by place, the tokens that a row shares with the one before.
+        order: (n,) int64, the row at each place, of :func:`~headrace.transforms.prefixes.prefix_order`.
+        shared: (n,) int64, by place, the tokens that a row shares with the one before.
         lengths: (N,) int64, tokens a row.
 
     Example:
@@ -33,7 +29,7 @@ class Forest:
 
     def __init__(self, order: Tensor, shared: Tensor, lengths: Tensor):
         self.lengths, rows = lengths, len(order)
-        self.place = torch.empty_like(order).scatter_(0, order, torch.arange(rows))
+        self.place = torch.zeros_like(lengths).scatter_(0, order, torch.arange(rows))
         least, step = [shared], 1
         while 2 * step <= rows:  # least[k][p] is the least of 2^k entries from p on
             wider = least[-1].clone()
@@ -57,7 +53,7 @@ class Forest:
         size = stands[1:] - stands[:-1]
         power = torch.frexp(size.clamp_min(1).double()).exponent.long() - 1
         ends = stands[1:] + 1 - (1 << power)
-        low = (stands[:-1] + 1).clamp_max(max(len(self.place) - 1, 0))
+        low = (stands[:-1] + 1).clamp_max(max(self._least.shape[1] - 1, 0))
         common = torch.minimum(self._least[power, low], self._least[power, ends])
         common = torch.where(size == 0, self.lengths[rows[order[1:]]], common)
         if part is not None:
@@ -87,23 +83,3 @@ class Forest:
             pieces.append(number)
         tree = torch.empty_like(rows).scatter_(0, order, torch.tensor(pieces, dtype=torch.int64))
         return tree, self.shared(rows, tree)
-
-
-class NamesTokens(Protocol):
-    """A stage that says where tokens are."""
-
-    tokens_key: NestedKey
-    length_key: NestedKey
-
-
-def prefixes_of(batch: TensorDictBase, within: Tensor, stage: NamesTokens) -> PrefixOrder:
-    """The prefix order of a batch's rows, where they lie; they share tokens only `within` one (N,) id.
-
-    Raises:
-        MissingKeyError: the tokens are not there.
-        BatchError: tokens or mask are not one number a token.
-    """
-    reader = type(stage).__name__
-    tokens = read_tokens(batch, stage.tokens_key, reader=reader, option="tokens_key").long()
-    mask = read_tokens(batch, stage.length_key, reader=reader, option="length_key")
-    return prefix_order(left_aligned(tokens, mask.bool()), within)

@@ -1,0 +1,36 @@
+"""A split alone: what it makes of a batch, and who is left over."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from headrace.transforms import ShuffleSplit
+from headrace.transforms.distributed import sharing
+
+
+class Done(NamedTuple):
+    """A batch that was cut."""
+
+    batch: TensorDictBase
+    verdict: Tensor
+    """(N,) int64: 0 stays, 1 is left over, 2 is carried."""
+    measured: dict[str, float]
+
+
+def cut_alone(split: ShuffleSplit, batch: TensorDictBase) -> Done:
+    """Cut a batch, with the rows that were carried behind it; with other ranks, where the split has some."""
+    ranks = split._own_ranks()
+    with sharing(ranks):
+        rows = split.read_table(batch, ranks)
+        rows.extend(split.carried_rows(), split.remainder)
+        drawn = split.draw(rows.seen_by(split))
+        whole = drawn.steps([(rows.written_columns(), ())]).whole()
+    split.accept(drawn)
+    names, table = ["trained", "remainder", "carried"], rows.table
+    reasons = table.reason[table.numbers_of_rank].tolist()
+    verdict = torch.tensor([names.index(table.names[reason]) for reason in reasons])
+    return Done(whole, verdict, table.metrics)

@@ -1,0 +1,236 @@
+"""The advantage by token: a term added to that of the row, or multiplied with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.errors import BatchError
+from headrace.transforms.options import nested_key, one_of, within
+from headrace.transforms.rows import Rows
+from headrace.transforms.schema import REWARD, has_key
+from headrace.transforms.stage import BatchTransform
+from headrace.transforms.tensordicts import column_of, device_of, flat_rows, shallow_copy
+from headrace.transforms.tokens import (
+    check_lengths,
+    in_blocks,
+    padded,
+    read_advantage,
+    read_loss_mask,
+    write_tokens,
+)
+
+from .token_terms import TokenTerm
+
+How = Literal["add", "multiply"]
+
+
+def token_advantage(
+    advantage: Tensor, term: Tensor, trains: Tensor, *, factor: float = 1.0, how: How = "add"
+) -> Tensor:
+    """Give each token in the loss an advantage of its own.
+
+    With A the row's advantage or the token's, and x the token's term::
+
+        add       A + c x
+        multiply  A (1 + c (x − 1)),  which is A x for c = 1
+
+    A factor of 0 changes nothing. Tokens out of the loss keep A, and their terms are not read.
+
+    Args:
+        advantage: (N, 1) or (N, T) float.
+        term: (N, T) float.
+        trains: (N, T) bool, the tokens in the loss.
+        factor: c.
+        how: ``add``, ``multiply``.
+
+    Returns:
+        (N, T) in the dtype of `advantage`, computed in that of the more precise of the two, at least float32.
+
+    Example:
+        >>> credit, term = torch.tensor([[2.0]]), torch.tensor([[0.5, 3.0]])
+        >>> trains = torch.tensor([[True, False]])
+        >>> token_advantage(credit, term, trains, factor=0.1).tolist()
+        [[2.049999952316284, 2.0]]
+        >>> token_advantage(credit, term, trains, how="multiply").tolist()
+        [[1.0, 2.0]]
+    """
+    one_of("how", how, get_args(How))
+    precise = torch.promote_types(torch.promote_types(advantage.dtype, term.dtype), torch.float32)
+    credit, term = advantage.detach().to(precise), term.detach().to(precise)
+    changed = credit + factor * term if how == "add" else credit * (1 + factor * (term - 1))
+    return torch.where(trains, changed, credit).to(advantage.dtype)
+
+
+class TokenAdvantage(BatchTransform):
+    """Add a term to the advantage of each token, or multiply it (:func:`token_advantage`).
+
+    It stands after the advantage, and several may stand one after the other. What the term reads is recorded
+    data: its columns must be finite for every token in the loss. Of a row that is out of the loss, or has no
+    reward, no token is read, and it keeps its advantage. Measures the share of tokens that it ``changed``, by
+    how much (``abs_mean``), and ``term_mean``: of LogRatio that is an estimate of −KL.
+
+    Reads `loss_mask_key`, ``("headrace", "in_loss")`` and ``("headrace", "reward")`` if there, and what the
+    term reads; reads and writes `advantage_key`, (N, T, 1) from then on.
+
+    Args:
+        term: batch and (N, T) bool tokens in the loss → (N, T) float; see
+            :mod:`headrace.transforms.advantage.token_terms`.
+        factor: c, or a callable that returns it, for one that changes over the training.
+        how: ``add``, ``multiply``.
+        advantage_key: (N,) or (N, 1, 1), or (N, T, 1) float.
+        loss_mask_key: (N, T) bool, True trains.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: a number is not finite, or what the term says of its columns; a term of another shape;
+            rows are ragged and the term has no `in_keys`.
+
+    Example:
+        >>> from headrace.transforms import LogRatio
+        >>> log_probs = {"log_probs": {"full": [[-1.0, -2.0]]}, "teacher_log_probs": {"full": [[-0.5, -4.0]]}}
+        >>> masks = {"all_assistant_mask": torch.tensor([[True, True]])}
+        >>> batch = TensorDict({"advantage": [[[1.0]]], "masks": masks} | log_probs, batch_size=[1])
+        >>> TokenAdvantage(term=LogRatio(), factor=0.5)(batch)["advantage"].tolist()
+        [[[1.25], [0.0]]]
+    """
+
+    def __init__(
+        self,
+        *,
+        term: Callable[[TensorDictBase, Tensor], Tensor],
+        factor: float | Callable[[], float] = 1.0,
+        how: How = "add",
+        advantage_key: NestedKey = "advantage",
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+    ):
+        if not callable(term):
+            raise ValueError(
+                f"term must be a callable from a batch and (N, T) bool to (N, T) numbers; got {term!r}"
+            )
+        self.advantage_key, self.loss_mask_key = nested_key(advantage_key), nested_key(loss_mask_key)
+        self._term_keys = [nested_key(key) for key in getattr(term, "in_keys", ())]
+        reads = [self.advantage_key, self.loss_mask_key, REWARD, *self._term_keys]
+        super().__init__(reads, [self.advantage_key])
+        self.final_keys = tuple(key for key in self._term_keys if key != self.advantage_key)
+        self.term, self.how = term, one_of("how", how, get_args(How))
+        self.factor = factor if callable(factor) else within("factor", factor, -math.inf, math.inf)
+
+    @property
+    def within_groups(self) -> bool:  # type: ignore[override]
+        """Where its term says so."""
+        return getattr(self.term, "within_groups", False)
+
+    def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
+        """Rewrite the advantage: now, or where rows are gathered if the term is of each token alone."""
+        key, reader = self.advantage_key, type(self).__name__
+        known = rows.in_loss
+        if rows.has(REWARD):  # who has none has no advantage, and is in no statistic
+            known = known & ~rows[REWARD].isnan()
+        trains = read_loss_mask(batch, self.loss_mask_key, rows.there(known), reader=reader)
+        before = read_advantage(batch, key, trains.shape[1], reader=reader, rows=rows)
+        seen = self._seen(rows.with_written(shallow_copy(batch)))
+        if isinstance(self.term, TokenTerm):
+            term = self.term.over(rows.seen_by(self.term, rows.stage), seen, trains)
+        else:
+            term = self.term(seen, trains)
+        if not isinstance(term, Tensor) or term.shape != trains.shape:
+            shape = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
+            raise BatchError(
+                f"a term returns one number a token, {tuple(trains.shape)}; {self.term!r} gave {shape}"
+            )
+        if key not in rows.table.written:
+            check_lengths(batch, [key], self.loss_mask_key, reader=reader)
+        factor = float(self.factor() if callable(self.factor) else self.factor)
+        late = getattr(self.term, "elementwise", False)
+        read = {repr(each): flat_rows(seen.get(each)) for each in self._term_keys}
+        read = {n: c for n, c in read.items() if c.is_floating_point() and c.shape[1] in (1, term.shape[1])}
+        names = [*read, "the term", "the advantage"]
+
+        def changed(term: Tensor, before: Tensor, trains: Tensor, *read: Tensor) -> dict[str, Tensor]:
+            after = token_advantage(before, term, trains, factor=factor, how=self.how)
+            change = torch.where(trains, after.double() - before.double(), 0.0).abs()
+            made = {
+                "tokens": trains.sum(-1),
+                "changed": (change != 0).sum(-1),
+                "abs_mean": change.sum(-1),
+                "term_mean": torch.where(trains, term.double(), 0.0).sum(-1),
+            }
+            for name, column in zip(names, [*read, term, after], strict=True):
+                place, value = _first_that_is_not_finite(column, trains)
+                made |= {f"place of {name}": place, f"value of {name}": value}
+            return made if late else made | {"after": after}
+
+        made = in_blocks(changed, term, before, trains, *read.values())
+        after = made.pop("after", None)
+        refused: Mapping[str, Tensor] = getattr(self.term, "refused", lambda *_: {})(seen, trains)
+        found = rows.measured(**made, **refused)
+        for name in names:
+            place, value = found[f"place of {name}"], found[f"value of {name}"]
+            rows.require(
+                place < 0,
+                f"{name} must be finite for every token in the loss; found {{found}}",
+                lambda row, place=place, value=value: (  # type: ignore[misc]
+                    f"{float(value[row])} at row {rows.at(row)}, token {int(place[row])}"
+                ),
+            )
+        for message in refused:
+            rows.require(found[message] == 0, message)
+        tokens = rows.of_rank(found["tokens"]).sum().clamp_min(1)
+        for name in ("changed", "abs_mean", "term_mean"):
+            rows.metric(name, rows.of_rank(found[name]).sum() / tokens)
+        if after is None:
+            rows.when_gathered(partial(self._change, factor=factor), [key], known=known)
+        else:
+            write_tokens(batch, key, after.unsqueeze(-1), self.loss_mask_key)
+        return batch
+
+    def _change(self, batch: TensorDictBase, numbers: dict[str, Tensor], factor: float) -> None:
+        """Rewrite the advantage of gathered rows."""
+        trains = read_loss_mask(batch, self.loss_mask_key, numbers["known"], reader=type(self).__name__)
+        before = read_advantage(batch, self.advantage_key, trains.shape[1], reader=type(self).__name__)
+        term = self.term(self._seen(batch), trains)
+
+        def changed(term: Tensor, before: Tensor, trains: Tensor) -> dict[str, Tensor]:
+            return {"after": token_advantage(before, term, trains, factor=factor, how=self.how)}
+
+        after = in_blocks(changed, term, before, trains)["after"]
+        write_tokens(batch, self.advantage_key, after.unsqueeze(-1), self.loss_mask_key)
+
+    def _seen(self, batch: TensorDictBase) -> TensorDictBase:
+        """The columns as the term sees them: of ragged rows those of its `in_keys`, padded."""
+        if not isinstance(batch, LazyStackedTensorDict):
+            return batch
+        if not hasattr(self.term, "in_keys"):
+            raise BatchError(
+                f"of ragged rows a term sees the columns of its in_keys, padded; {self.term!r} has none"
+            )
+        seen = TensorDict({}, batch_size=batch.batch_size, device=device_of(batch))
+        for key in dict.fromkeys([*self._term_keys, self.advantage_key, self.loss_mask_key]):
+            column = column_of(batch, key)
+            if column is not None:
+                seen.set(key, padded(column, key) if isinstance(column, list) else column)
+        by_token = [key for key in self._term_keys if has_key(seen, key) and seen.get(key).ndim > 1]
+        check_lengths(batch, by_token, self.loss_mask_key, reader=type(self).__name__)
+        return seen
+
+    def _id_keys(self) -> list[NestedKey]:
+        """The term's, too."""
+        own = getattr(self.term, "group_key", None)
+        return [*super()._id_keys(), *([] if own is None else [own])]
+
+
+def _first_that_is_not_finite(column: Tensor, trains: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) each: the place of the first token in the loss that is not finite, −1 where all are; and it."""
+    bad = trains & ~column.isfinite()
+    if bad.shape[1] == 0:
+        return bad.sum(1) - 1, bad.sum(1)
+    first = bad.view(torch.uint8).argmax(1, keepdim=True)
+    value = column.expand(trains.shape).gather(1, first)
+    return torch.where(bad.any(1), first.squeeze(1), -1), value.squeeze(1)

@@ -1,0 +1,142 @@
+"""What each batch goes through first: it has rows, no pipeline has been over it, its ids are numbers.
+
+Ids that came as text are numbered, their labels kept, and said in errors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, NonTensorData, NonTensorStack, TensorDictBase
+from torch import Tensor
+
+from .errors import BatchError, ProcessedTwiceError, listing
+from .ids import as_ids
+from .schema import COLLECTED, PROCESSED
+from .tensordicts import (
+    any_row_has,
+    column_of,
+    device_of,
+    entries_of,
+    jagged_keys,
+    number_column,
+    shallow_copy,
+    take_rows,
+    texts_of,
+    write_column,
+)
+
+
+def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: str) -> TensorDictBase:
+    """Check a batch at the door, flatten it, and number ids that are text (:func:`number_labels`).
+
+    What a collector has padded it with are no rows: one device read, where it says which.
+
+    Args:
+        batch: TensorDict ``[N]`` or ``[envs, time]``, which is left alone.
+        id_keys: columns of ids.
+        reader: who takes the batch, for messages.
+
+    Raises:
+        TypeError: the input is no TensorDict.
+        BatchError: the batch has no row dimension, or nested tensors.
+        ProcessedTwiceError: a pipeline has been over this batch.
+    """
+    if not isinstance(batch, TensorDictBase):
+        raise TypeError(f"{reader} takes a TensorDict of rows, got {type(batch).__name__}")
+    if batch.batch_dims == 0:
+        raise BatchError(f"{reader} takes a batch of rows, got a TensorDict of batch size []")
+    rows = batch.shape.numel()
+    if rows and jagged_keys(batch):
+        raise BatchError(
+            f"{reader} takes dense columns, or a lazy stack of rows where they are ragged; found nested "
+            f"tensors in {listing(map(str, jagged_keys(batch)))}: pass batch.to_lazystack()"
+        )
+    flat = batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
+    if rows and any_row_has(flat, PROCESSED):
+        raise ProcessedTwiceError(
+            f"{reader} got {rows} rows a pipeline has processed already; "
+            "filters and statistics must see rollouts once: attach the pipeline at one place, and put "
+            "what else there is to do into its stages"
+        )
+    if rows and any_row_has(flat, COLLECTED):
+        real = number_column(flat, COLLECTED)
+        if not isinstance(real, Tensor) or real.dtype is not torch.bool or real.ndim > 1:
+            raise BatchError(f"{reader} needs a bool a row in {COLLECTED!r}: False for a collector's padding")
+        kept = real.nonzero().flatten()
+        flat = take_rows(flat, kept, on_cpu=kept.cpu()).exclude(COLLECTED)
+    return number_ids(flat, id_keys) if flat.shape.numel() else flat
+
+
+def number_ids(batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
+    """Put numbers in place of ids that are text (:func:`number_labels`), and keep the text.
+
+    Args:
+        batch: TensorDict ``[N]``, which is left alone.
+        keys: columns of ids; those that are numbers, or not there, stay as they are.
+
+    Returns:
+        The batch itself where no id is text; else one with (N,) int64 under those keys, and the text under
+        ``group_label`` for ``group_id``, where nothing is there yet.
+
+    Raises:
+        BatchError: an id is neither a number nor a string, or empty.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> batch = number_ids(TensorDict({"group_id": ["a", "b", "a"]}, batch_size=[3]), ["group_id"])
+        >>> batch["group_id"].unique().shape, list(batch["group_label"])
+        (torch.Size([2]), ['a', 'b', 'a'])
+    """
+    texts = {key: labels for key in keys if (labels := labels_of(batch, key)) is not None}
+    if not texts:
+        return batch
+    numbered = shallow_copy(batch)
+    for key, labels in texts.items():
+        if not any_row_has(batch, label_key(key)):
+            write_column(numbered, label_key(key), column_of(batch, key))
+        write_column(numbered, key, as_ids(labels, _last(key), device=device_of(batch)))
+    return numbered
+
+
+def label_key(key: NestedKey) -> NestedKey:
+    """Where the labels of a column of ids are: ``group_label`` for ``group_id``."""
+    name = f"{_last(key).removesuffix('_id')}_label"
+    return name if isinstance(key, str) else (*key[:-1], name)
+
+
+@contextmanager
+def labels_in_errors(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Iterator[None]:
+    """Where ids of the batch are text, or were, errors inside say the labels in place of their numbers."""
+    try:
+        yield
+    except BatchError as err:
+        names: dict[str, str] = {}
+        with suppress(BatchError):  # what the ids themselves lack is what was raised
+            for key in keys:
+                labels = labels_of(batch, key) or labels_of(batch, label_key(key)) or []
+                numbers = as_ids(labels, "id").tolist()
+                names |= {str(n): repr(label) for n, label in zip(numbers, labels, strict=True)}
+        if names:
+            err.args = (re.sub(r"\d+", lambda number: names.get(number[0], number[0]), str(err)),)
+        raise
+
+
+def labels_of(batch: TensorDictBase, key: NestedKey) -> list[Any] | None:
+    """What a column of ids holds, one a row, if it is no tensor; None if it is one, or not there."""
+    if not isinstance(batch, TensorDictBase) or not batch.shape.numel():
+        return None
+    if batch.batch_dims > 1:
+        batch = batch.reshape(-1)
+    entries = entries_of(batch, key) if isinstance(batch, LazyStackedTensorDict) else [column_of(batch, key)]
+    if not entries or not isinstance(entries[0], NonTensorData | NonTensorStack):
+        return None
+    return texts_of(column_of(batch, key))
+
+
+def _last(key: NestedKey) -> str:
+    return key if isinstance(key, str) else str(key[-1])

@@ -1,0 +1,401 @@
+"""Only groups with all their rollouts pass: unique rollouts are counted, and never rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from .collapse import require_identity
+from .ends import Ends, finished, require_ends
+from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
+from .options import at_least, nested_key, one_of
+from .rows import Rows, few
+from .schema import DONE, EXPECTED_SEGMENTS, FINISHED, INIT, Status, key_names
+from .stage import BatchTransform
+
+OnIncomplete = Literal["raise", "drop", "keep"]
+NAMES = ", ".join(f"{status.value} {status.name}" for status in Status)
+REFUSAL = (
+    "{count} incomplete group{s}: {found}. Wait for the rollouts that are missing, or set "
+    "on_incomplete='drop', or 'keep' with min_rollouts"
+)
+
+
+class Presence(NamedTuple):
+    """Which rollouts are there."""
+
+    lost: Tensor
+    """(n,) bool, by rollout: a segment of it failed or was aborted."""
+    present: Tensor
+    """(n,) bool, by rollout: it is finished, and not lost."""
+    have: Tensor
+    """(P,) int64, by group: present rollouts."""
+    expected: Tensor
+    """(P,) int64, by group: rollouts with which it was dispatched."""
+
+
+class IncompleteGroups(NamedTuple):
+    """Groups that lack rollouts, (K,) int64 each."""
+
+    group_id: Tensor
+    have: Tensor
+    expected: Tensor
+    """-1 for a group without rows where the number per group is not known."""
+
+
+def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status: Tensor | None) -> Presence:
+    """Count each group's unique rollouts that are finished, and neither failed nor aborted.
+
+    Args:
+        rows: with ids, and ``expected`` where `group_size` is None.
+        group_size: rollouts that each group was dispatched with.
+        ends: where rollouts end; None: all are finished.
+        status: (N,) int64, :class:`Status`; None: all completed.
+
+    Raises:
+        BatchError: a rollout in two groups or with wrong ends; an unknown status; numbers of rollouts that
+            differ within a group, or more rollouts than that.
+    """
+    rollouts, groups = rows.rollouts.everyone, rows.groups.everyone
+    require_identity(rows)
+    if ends is not None:
+        require_ends(rows, ends)
+    lost = torch.zeros(rollouts.n, dtype=torch.bool)
+    if status is not None:
+        rows.require(
+            (status >= min(Status)) & (status <= max(Status)),
+            f"status must be one of {NAMES}; found {{found}}",
+            lambda row: f"{int(status[row])} at row {rows.at(row)}",
+        )
+        lost = rollouts.any((status == Status.FAILED) | (status == Status.ABORTED))
+    present = ~lost if ends is None else ~lost & finished(ends, rollouts)
+    home = groups.of[rollouts.first]
+    have = torch.bincount(home[present], minlength=groups.n)
+    if group_size is not None:
+        expected = torch.full_like(have, group_size)
+    else:
+        sizes = rows.integers("expected", "expected_rollouts")
+        expected = groups.min(sizes)
+        rows.require(
+            (sizes >= 1) & (groups.spread(expected) == groups.spread(groups.max(sizes))),
+            "expected_rollouts must be one number ≥ 1 per group; found {found}",
+            lambda row: (
+                f"group {rows.name('group', row)}: "
+                f"{sorted(set(sizes[groups.of == groups.of[row]].tolist()))[:3]}"
+            ),
+        )
+    if bool((have > expected).any()):
+        rows.require(
+            groups.spread(have <= expected),
+            "a group cannot have more rollouts than were dispatched; found {found}. Is group_size right, or "
+            "are group ids reused between steps?",
+            lambda row: (
+                f"group {rows.name('group', row)} has {int(have[groups.of[row]])} of "
+                f"{int(expected[groups.of[row]])}"
+            ),
+        )
+    return Presence(lost, present, have, expected)
+
+
+def incomplete_groups(
+    group_id: Tensor | Sequence[int],
+    rollout_id: Tensor | Sequence[int],
+    *,
+    group_size: int | None = None,
+    expected_rollouts: Tensor | Sequence[int] | None = None,
+    status: Tensor | Sequence[int] | None = None,
+    expected_groups: Iterable[int] | None = None,
+    done: Tensor | Sequence[bool] | None = None,
+    begins: Tensor | Sequence[bool] | None = None,
+    segment: Tensor | Sequence[int] | None = None,
+    expected_segments: Tensor | Sequence[int] | None = None,
+) -> IncompleteGroups:
+    """Find the groups that lack rollouts, by counting unique rollout ids and never rows.
+
+    Args:
+        group_id: (N,) integers ≥ 0.
+        rollout_id: (N,) integers ≥ 0; rows that share one are one rollout.
+        group_size: rollouts that each group was dispatched with.
+        expected_rollouts: (N,) integers ≥ 1, the same per group; used where `group_size` is None.
+        status: (N,) :class:`Status`; failed and aborted rollouts do not count. None: all completed.
+        expected_groups: ids that were dispatched; one without a row lacks everything.
+        done: (N,) bool, True where a rollout ends; one that does not does not count. None: all have ended.
+        begins: (N,) bool, True where a rollout begins; one that does not does not count. Read with `done`.
+        segment: (N,) integers, the order of a rollout's segments, which may end each by themselves.
+        expected_segments: (N,) integers ≥ 1, the same per rollout: how many of its segments end.
+
+    Returns:
+        The incomplete groups in the order of their first rows, then those without rows.
+
+    Raises:
+        BatchError: a negative id, a rollout in two groups or that ends twice, more rollouts than expected, an
+            unknown status, a group that was not dispatched, nothing to count against. Each names the ids.
+
+    Example:
+        >>> short = incomplete_groups([0, 0, 0, 5], [1, 1, 2, 3], group_size=2)
+        >>> short.group_id.tolist(), short.have.tolist()
+        ([5], [1])
+    """
+    if group_size is None and expected_rollouts is None:
+        raise BatchError(
+            "how many rollouts a group should have is not known: give group_size, or the batch a column "
+            "expected_rollouts"
+        )
+    device = group_id.device if isinstance(group_id, Tensor) else torch.device("cpu")
+    rows = Rows.of(
+        group=group_id,
+        rollout=rollout_id,
+        expected=None if group_size is not None else expected_rollouts,
+        status=status,
+        done=None if done is None else torch.as_tensor(done, device=device),
+        begins=None if begins is None else torch.as_tensor(begins, device=device),
+        segment=segment,
+        expected_segments=expected_segments,
+    )
+    found = torch.zeros(0, 3, dtype=torch.int64)
+    if len(rows):
+        ends = None
+        if done is not None:
+            flags = (rows.flags(role) if rows.has(role) else None for role in ("done", "begins"))
+            numbers = (rows[role] if rows.has(role) else None for role in ("segment", "expected_segments"))
+            ends = Ends(*flags, *numbers)
+        presence = count_present(rows, group_size, ends, rows["status"] if rows.has("status") else None)
+        groups, short = rows.groups, presence.have < presence.expected
+        found = torch.stack([groups.labels[groups.first], presence.have, presence.expected], 1)[short]
+        found = found[groups.first[short].argsort()]
+    missing = torch.tensor(missing_groups(rows["group"], expected_groups), dtype=torch.int64)
+    nothing = torch.stack([missing, torch.zeros_like(missing), torch.full_like(missing, group_size or -1)], 1)
+    return IncompleteGroups(*torch.cat([found, nothing]).to(device).unbind(1))
+
+
+def missing_groups(groups: Tensor, expected_groups: Iterable[int] | None) -> list[int]:
+    """Ids that were dispatched and have no row. Reads the groups' ids, but for None.
+
+    Raises:
+        BatchError: a group has rows and was not dispatched.
+    """
+    if expected_groups is None:
+        return []
+    dispatched = dict.fromkeys(int(g) for g in expected_groups)
+    seen = set(groups.unique().tolist())
+    if unknown := sorted(seen - set(dispatched)):
+        raise BatchError(
+            f"the batch has groups that were not dispatched: {listing(map(str, unknown))}. "
+            "Do batches of two steps mix?"
+        )
+    return [g for g in dispatched if g not in seen]
+
+
+def describe_group(rows: Rows, row: int, status: Tensor | None, presence: Presence) -> str:
+    """The group of a row in words, with how its rollouts ended."""
+    groups, rollouts = rows.groups, rows.rollouts
+    group = groups.of[row]
+    own = groups.of == group
+    text = (
+        f"group {rows.name('group', row)} has {int(presence.have[group])} of {int(presence.expected[group])}"
+    )
+    worst: dict[int, int] = {}
+    states = torch.zeros_like(own, dtype=torch.int64) if status is None else status
+    for rollout, state in zip(rollouts.of[own].tolist(), states[own].tolist(), strict=True):
+        worst[rollout] = max(state, worst.get(rollout, 0))
+    unfinished = [rollout for rollout in worst if not (presence.present | presence.lost)[rollout]]
+    for rollout in unfinished:
+        worst.pop(rollout)
+    ends = Counter(Status(state).name.lower() for state in worst.values())
+    how = [f"{count} {name}" for name, count in sorted(ends.items())]
+    if unfinished:
+        how.append(
+            f"{len(unfinished)} unfinished: {few(rollouts.labels[rollouts.first[unfinished]].sort().values)}"
+        )
+    return f"{text} ({', '.join(how)})"
+
+
+@runtime_checkable
+class KnowsDraws(Protocol):
+    """What knows which groups were dispatched together, as a RepeatSampler does."""
+
+    def drawn_with(self, groups: Iterable[int]) -> Iterable[int]:
+        """All groups of the draws of which some are given."""
+
+
+class CompletenessGate(BatchTransform):
+    """Let only groups pass that have all their rollouts (:func:`incomplete_groups`).
+
+    Unique rollouts are counted, never rows; those that failed, were aborted or are not finished do not count
+    and never pass, not even with a group that is kept. It knows no earlier batch: a group that is spread over
+    two is incomplete in both. One device read, for who stays, where rows say how their rollouts ended or
+    incomplete groups are no error; two more with `expected_groups`.
+
+    A rollout is finished where its last row is done; one that ends twice is an error. Segments may end each
+    by themselves, as sub-agents do, where `expected_segments_key` says how many there are, or where their
+    numbers differ (`segment_key`): then all must have ended. A collector's batch may also begin in the middle
+    of a rollout, which shows where TorchRL's ``InitTracker`` marks its first row (`init_key`).
+
+    Reads `group_key`, `rollout_key`, `expected_key` where `group_size` is None, and if they are there
+    `status_key`, `done_key` and with it `init_key`, `expected_segments_key`. Writes
+    ``("headrace", "finished")`` (N,) bool where the batch has ends. Its verdicts are 1 ``incomplete``, for
+    the siblings of who is missing, 2 ``failed`` and 3 ``unfinished``.
+
+    Args:
+        group_size: rollouts that each group was dispatched with. None: the column `expected_key` says.
+        expected_groups: ids that were dispatched, or a callable that returns those of this batch, to catch
+            groups that are missing entirely; or a RepeatSampler, where each batch holds whole draws of it.
+            None: not checked.
+        on_incomplete: ``raise``; ``drop`` the group; ``keep`` it if it has `min_rollouts` and
+            `min_fraction` of what was expected, else drop it.
+        min_rollouts: for ``keep``, ≥ 1.
+        min_fraction: for ``keep``, in (0, 1].
+        group_key: (N,) or (N, 1) int ≥ 0.
+        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout, and finished.
+        expected_key: (N,) or (N, 1) int ≥ 1.
+        status_key: (N,) or (N, 1) :class:`Status`. None: ``("next", "status")`` if it is there, else
+            ``status`` if that is, else all have completed.
+        done_key: (N,) or (N, 1) bool, True where a rollout ends. A batch without it, or None: all are
+            finished.
+        init_key: (N,) or (N, 1) bool, True where a rollout begins. A batch without it, or None: all are there
+            from their beginning.
+        segment_key: (N,) or (N, 1) int, the order of a rollout's segments, which may end each by themselves.
+            None: that of the rows.
+        expected_segments_key: (N,) or (N, 1) int ≥ 1, how many segments of the rollout end, each by itself. A
+            batch without it: the rollout ends once.
+
+    Raises:
+        IncompleteGroupsError: under ``raise``; lists group, have, expected and the statuses.
+        MissingKeyError: a column is not there.
+        BatchError: as :func:`incomplete_groups`; more rollouts than expected, and a rollout that ends twice,
+            always.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict({"group_id": [4, 4, 9], "rollout_id": [0, 1, 2]}, batch_size=[3])
+        >>> CompletenessGate(group_size=2, on_incomplete="drop")(td)["group_id"].tolist()
+        [4, 4]
+    """
+
+    reasons = ("incomplete", "failed", "unfinished")
+    within_groups = True
+    _own_of_rank = ("expected_groups",)
+
+    def __init__(
+        self,
+        *,
+        group_size: int | None = None,
+        expected_groups: Iterable[int] | Callable[[], Iterable[int]] | KnowsDraws | None = None,
+        on_incomplete: OnIncomplete = "raise",
+        min_rollouts: int | None = None,
+        min_fraction: float | None = None,
+        group_key: NestedKey = "group_id",
+        rollout_key: NestedKey | None = "rollout_id",
+        expected_key: NestedKey = "expected_rollouts",
+        status_key: NestedKey | None = None,
+        done_key: NestedKey | None = DONE,
+        init_key: NestedKey | None = INIT,
+        segment_key: NestedKey | None = None,
+        expected_segments_key: NestedKey = EXPECTED_SEGMENTS,
+    ):
+        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
+        self.expected_key, self.status_key = nested_key(expected_key), nested_key(status_key)
+        self.done_key, self.init_key = nested_key(done_key), nested_key(init_key)
+        self.segment_key = nested_key(segment_key)
+        self.expected_segments_key = nested_key(expected_segments_key)
+        ends = [self.done_key, self.init_key, self.segment_key, self.expected_segments_key]
+        reads = [self.group_key, self.rollout_key, self.expected_key, self.status_key]
+        super().__init__([*reads, *ends], [FINISHED])
+        self.group_size, self.expected_groups = at_least("group_size", group_size, 1), expected_groups
+        self.on_incomplete = one_of("on_incomplete", on_incomplete, get_args(OnIncomplete))
+        given = min_rollouts is not None or min_fraction is not None
+        if (on_incomplete == "keep") != given:
+            raise ValueError("on_incomplete='keep', and only that, needs min_rollouts or min_fraction")
+        at_least("min_rollouts", min_rollouts, 1)
+        if min_fraction is not None and not 0 < min_fraction <= 1:
+            raise ValueError(f"min_fraction must be in (0, 1]; got {min_fraction}")
+        self.min_rollouts, self.min_fraction = min_rollouts, min_fraction
+
+    def apply_to_nothing(self, batch: TensorDictBase) -> None:
+        """Refuse a batch without rows where groups were dispatched for it."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._refuse_missing(missing_groups(nothing, self._dispatched(nothing)), [])
+
+    def decide(self, rows: Rows) -> None:
+        """Take out, or refuse, what is incomplete."""
+        ends, status = self._ends(rows), rows.status
+        if self.group_size is None and not rows.has("expected"):
+            raise MissingKeyError(
+                "The gate must know how many rollouts each group was dispatched with: set group_size, or "
+                f"give the batch a column {self.expected_key!r} (expected_key); it has "
+                f"{key_names(rows.table.batch)}"
+            )
+        presence = count_present(rows, self.group_size, ends, status)
+        rollouts, groups = rows.rollouts.everyone, rows.groups.everyone
+        short = presence.have < presence.expected
+        lacking = groups.first[short] if bool(short.any()) else short.nonzero().flatten()
+        missing = self._missing(rows, status, presence, lacking)
+        if self.on_incomplete == "raise" and len(lacking):
+            self._refuse([describe_group(rows, int(row), status, presence) for row in lacking.sort().values])
+        if self.on_incomplete == "keep":
+            short = (presence.have < (self.min_rollouts or 1)) | (
+                presence.have.double() / presence.expected < (self.min_fraction or 0)
+            )
+        present, lost = rollouts.spread(presence.present), rollouts.spread(presence.lost)
+        if rows.has(DONE):  # whether it was read here, or is not to be read: nobody looks again
+            rows.put(FINISHED, present, dtype=torch.bool, ndim=1)
+        rows.leave(groups.spread(short) & present, "incomplete")
+        rows.leave(lost, "failed")
+        rows.leave(~present & ~lost, "unfinished")
+        rows.metric("missing_groups", len(missing))
+        lacks = groups.spread(presence.have < presence.expected)
+        rows.metric("incomplete_rows", rows.of_rank(lacks).sum())
+
+    def _ends(self, rows: Rows) -> Ends | None:
+        """What the batch says of where rollouts begin and end."""
+        if self.rollout_key is None or not rows.has("done"):
+            return None  # a row that is a rollout is all of it
+        return Ends(
+            done=rows.flags("done"),
+            begins=rows.flags("init") if rows.has("init") else None,
+            segment=None if self.segment_key is None else rows.integers("segment", "segment"),
+            expected=rows.integers("expected_segments", EXPECTED_SEGMENTS)
+            if rows.has("expected_segments")
+            else None,
+        )
+
+    def _dispatched(self, own: Tensor) -> Iterable[int] | None:
+        """The groups that were dispatched with those of this rank's rows."""
+        if isinstance(self.expected_groups, KnowsDraws):
+            return self.expected_groups.drawn_with(own.unique().tolist())
+        return self.expected_groups() if callable(self.expected_groups) else self.expected_groups
+
+    def _missing(self, rows: Rows, status: Tensor | None, presence: Presence, lacking: Tensor) -> list[int]:
+        """Groups that were dispatched and have no row; under ``raise`` they are refused with the others.
+
+        Ranks that share ids were dispatched groups together; those that number their own, each by itself.
+        """
+        ranks = rows.table.ranks
+        own = rows.of_rank(rows.groups.labels)
+        dispatched = self._dispatched(own)
+        if dispatched is None:
+            return []
+        if ranks is not None and ranks.shared_ids != "different":
+            every = ranks.gather_objects(list(map(int, dispatched)))
+            dispatched = [group for groups in every for group in groups]
+            own = rows.groups.labels
+        missing = missing_groups(own, dispatched)
+        self._refuse_missing(
+            missing, [describe_group(rows, int(row), status, presence) for row in lacking.sort().values]
+        )
+        return missing
+
+    def _refuse_missing(self, missing: list[int], others: list[str]) -> None:
+        """Under ``raise``, refuse groups without rows, and name those that lack some rows beside them."""
+        if missing and self.on_incomplete == "raise":
+            size = "all" if self.group_size is None else self.group_size
+            self._refuse([*others, *(f"group {group} has 0 of {size} (no rows)" for group in missing)])
+
+    def _refuse(self, found: list[str]) -> None:
+        plural = "s" if len(found) > 1 else ""
+        raise IncompleteGroupsError(REFUSAL.format(count=len(found), found=listing(found), s=plural))

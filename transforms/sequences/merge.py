@@ -1,0 +1,304 @@
+"""Turns that are rows, merged into one row as long as each prompt goes on from the row before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from torch import Tensor, nn
+
+from headrace.transforms.collapse import require_turns
+from headrace.transforms.errors import BatchError, who_stamps
+from headrace.transforms.ids import Ids
+from headrace.transforms.options import nested_key
+from headrace.transforms.prefixes import END, left_aligned, same_content
+from headrace.transforms.rows import Rows
+from headrace.transforms.schema import (
+    IN_LOSS,
+    INIT,
+    IS_FIRST_SEGMENT,
+    LENGTH,
+    MINIBATCH,
+    REWARD,
+    ROW,
+    STATUS_KEYS,
+    has_key,
+)
+from headrace.transforms.stage import BatchTransform
+from headrace.transforms.tensordicts import device_of, entries_of
+from headrace.transforms.tokens import ATTENTION, check_mask, in_loss_there, read_tokens, write_tokens
+
+from .dense import PARTS, describe_row
+from .packing import TOKEN_KEYS
+
+FULL = tuple((name, "full") for name in ("old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy"))
+MERGED_KEYS: tuple[NestedKey, ...] = (*TOKEN_KEYS, *FULL, "turn_index", "turn_reward", "importance_weight")
+LAST_KEYS: tuple[NestedKey, ...] = (
+    *(("next", name) for name in ("done", "terminated", "truncated")),
+    *("done", "terminated", "truncated"),
+    *STATUS_KEYS,
+)
+OF_SEGMENTS = (IS_FIRST_SEGMENT, INIT, LENGTH)
+
+
+class Merged(NamedTuple):
+    """Where rows go that are merged. All (N,)."""
+
+    into: Tensor
+    """int64: the row that a row becomes a part of, the last of its segment; itself where it stays."""
+    broken: Tensor
+    """bool: there is a row before it in its rollout, which it does not go on from."""
+
+
+def merge_turns(
+    tokens: Tensor,
+    trains: Tensor,
+    first: Tensor,
+    turn: Tensor | None = None,
+    silent: Tensor | None = None,
+) -> Merged:
+    """Find the rows of a rollout that are the beginning of the next one's prompt.
+
+    A row goes on from the row before it in its rollout if all tokens of that are its own first ones, and
+    none of them trains in it. Else, as where a conversation was tokenised anew, or compacted, a new segment
+    begins. No device read.
+
+    Args:
+        tokens: (N, T) int64, from the left on, with ``END`` behind (``left_aligned``).
+        trains: (N, T) bool, likewise, the tokens in the loss.
+        first: (N,) int64, the first row of each row's rollout.
+        turn: (N,) int64, orders the rows of a rollout; None: they are in order.
+        silent: (N,) bool, rows out of the loss. A row is not merged into one that says of itself that it
+            does not train, so those at the end of a segment stay as they are. None: there are none.
+
+    Example:
+        >>> tokens = torch.tensor([[5, 6, END, END], [5, 6, 7, 8], [5, 9, 9, END]])
+        >>> trains = torch.tensor([[0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]).bool()
+        >>> merge_turns(tokens, trains, torch.tensor([0, 0, 0])).into.tolist()
+        [1, 1, 2]
+    """
+    row = torch.arange(len(first), device=first.device)
+    order = Ids(first).positions(turn).sort(stable=True).indices
+    order = order[first[order].sort(stable=True).indices]  # rollout by rollout, turn by turn
+    before = order.roll(1)
+    follows = first[order] == first[before]
+    follows[:1] = False
+    inside = tokens[before] != END
+    same = (tokens[order] == tokens[before]) & ~trains[order]
+    extends = goes_on = follows & (same | ~inside).all(1)
+    if silent is not None:
+        segment = (~goes_on).long().cumsum(0) - 1
+        last = torch.where(silent[order], -1, row)
+        last = torch.full_like(row, -1).scatter_reduce_(0, segment, last, "amax")
+        extends = goes_on & (row <= last.index_select(0, segment))
+    ends = torch.ones_like(extends)
+    ends[:-1] = ~extends[1:]
+    at = torch.where(ends, row, len(row)).flip(0).cummin(0).values.flip(0)  # where its segment ends
+    into = torch.empty_like(row).index_copy_(0, order, order[at])
+    return Merged(into, torch.empty_like(ends).index_copy_(0, order, follows & ~goes_on))
+
+
+class MergeTurns(BatchTransform):
+    """Merge rows of a rollout that go on from one another into the last of them (:func:`merge_turns`).
+
+    For trainers without attention over trees. Where rows are turns, each with all that came before it as its
+    prompt, one row with the masks of all computes the same: a token is trained with the log-probabilities,
+    advantage and other columns by token of the row in which it trains. A token trained before and after
+    weighs the same under every mean of LossWeight but those of ``sample`` and ``turn``, to which a merged row
+    is one. It stands before the cut, behind all that measures rows: gate, filters, advantages.
+
+    Where a prompt is not what was sampled before, such as one that was tokenised anew, a new segment begins,
+    counted as ``broken``. Columns by row must agree between rows that are merged, but for `last_keys`, texts
+    and the reward behind FanOutCollapse, of which that of the last row stays. TorchRL's ``prompt`` and
+    ``response`` of tokens and log-probabilities are left out. Rows leave as ``merged``; their tokens are counted
+    in the rows into which they are merged.
+
+    Reads `rollout_key`, `tokens_key`, `attention_key`, `loss_mask_key`, and `turn_key` where it is given.
+    Writes `loss_mask_key`, other columns by token that are there, and `advantage_key`, (N, T, 1).
+
+    Args:
+        token_keys: (N, T, ...) or ragged, columns by token that this library and TorchRL do not know.
+        last_keys: columns by row that may differ, besides the status and where rollouts end.
+        turn_key: (N,) or (N, 1) int that orders a rollout's rows; None: the order of the rows.
+        tokens_key: (N, T) int64.
+        attention_key: (N, T) bool, True at real tokens.
+        loss_mask_key: (N, T) bool, True trains.
+        advantage_key: (N, 1, 1) or (N, T, 1) float; it may be missing.
+        rollout_key: (N,) or (N, 1) int.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: rows to merge differ in a column by row; the batch is cut already; turns are not distinct.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> tokens = torch.tensor([[5, 6, 0, 0], [5, 6, 7, 8]])
+        >>> masks = {"all_attention_mask": tokens > 0, "all_assistant_mask": (tokens == 6) | (tokens == 8)}
+        >>> masks["all_assistant_mask"][1, 1] = False  # its own turn trains there
+        >>> rows = {"tokens": {"full": tokens}, "masks": masks, "rollout_id": [3, 3]}
+        >>> td = TensorDict(rows, batch_size=[2])
+        >>> MergeTurns()(td)["masks", "all_assistant_mask"].int().tolist()
+        [[0, 1, 0, 1]]
+    """
+
+    reasons = ("merged",)
+    effects = ("dropped",)
+
+    def __init__(
+        self,
+        *,
+        token_keys: Sequence[NestedKey] = (),
+        last_keys: Sequence[NestedKey] = (),
+        turn_key: NestedKey | None = None,
+        tokens_key: NestedKey = ("tokens", "full"),
+        attention_key: NestedKey = ATTENTION,
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        advantage_key: NestedKey = "advantage",
+        rollout_key: NestedKey = "rollout_id",
+    ):
+        self.token_keys, self.last_keys = (tuple(map(nested_key, keys)) for keys in (token_keys, last_keys))
+        self.turn_key, self.rollout_key = nested_key(turn_key), nested_key(rollout_key)
+        self.tokens_key, self.attention_key = nested_key(tokens_key), nested_key(attention_key)
+        self.loss_mask_key, self.advantage_key = nested_key(loss_mask_key), nested_key(advantage_key)
+        own = [self.tokens_key, self.attention_key, self.loss_mask_key]
+        super().__init__([self.rollout_key, *own, self.turn_key], [])  # it moves what others have measured
+
+    def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:
+        """Merge, and take out what was merged."""
+        if has_key(batch, MINIBATCH):
+            raise BatchError("rows are merged before they are cut: put MergeTurns before ShuffleSplit")
+        batch = rows.write()
+        device = device_of(batch)
+        tokens = read_tokens(batch, self.tokens_key, reader=rows.reader, option="tokens_key").long()
+        there, loss = (self._mask(batch, option, tokens) for option in ("attention_key", "loss_mask_key"))
+
+        # 1. Which rows go on from the one before them in their rollout.
+        ids = rows.ids("rollout", checked=False).everyone
+        rows.require(
+            ids.labels >= 0,
+            "every row needs a rollout_id ≥ 0; found {found}: rows without an id would be merged"
+            + who_stamps("rollout_id"),
+            lambda row: f"{int(ids.labels[row])} at row {rows.at(row)}",
+        )
+        turn = None if self.turn_key is None else rows.integers("turn", "turn")
+        require_turns(rows, turn)
+        own = Ids(rows.of_rank(ids.labels))
+        in_loss = in_loss_there(rows)
+        trains = loss & there if in_loss is None else loss & there & in_loss[:, None]
+        into, broken = merge_turns(
+            left_aligned(tokens, there),
+            left_aligned(trains.long(), there) == 1,
+            own.spread(own.first).to(device),
+            None if turn is None else rows.there(turn),
+            None if in_loss is None else ~in_loss,
+        )
+
+        # 2. Columns by row are those of the row into which it is merged. One copy tells the table all of it.
+        differs = {
+            key: differs for key in self._alike(batch) if (differs := _differs(batch, key, into)) is not None
+        }
+        found = rows.measured(
+            into=rows.table.live.to(device).index_select(0, into),
+            broken=broken,
+            tokens=trains.sum(1),
+            **{f"differs in {key}": column for key, column in differs.items()},
+        )
+        for key in differs:
+            rows.require(
+                found[f"differs in {key}"] == 0,
+                f"rows of a rollout that are merged agree in each column by row; {key!r} differs in {{found}}."
+                " Where that of the last row will do, name it in last_keys; where it is by token, in "
+                "token_keys; or leave it out (batch.exclude)",
+                describe_row(rows),
+            )
+
+        # 3. What is said of a token goes to where the row has it that it becomes a part of.
+        row, width = torch.arange(len(batch), device=device), tokens.shape[1]
+        place = (there.long().cumsum(1) - 1).clamp_min(0)
+        at = left_aligned(torch.arange(width, device=device).expand_as(there), there)[into].gather(1, place)
+        goes = trains & (into != row)[:, None]
+        to = torch.where(goes, into[:, None] * width + at, len(batch) * width).flatten()
+
+        def moved(values: Tensor) -> Tensor:
+            flat = values.flatten(0, 1)
+            room = torch.cat([flat, flat.new_empty(1, *flat.shape[1:])])  # an entry for all that stays
+            return room.index_copy_(0, to, flat)[:-1].view(values.shape)
+
+        same = (self.tokens_key, self.attention_key, self.loss_mask_key)
+        by_token = [key for key in (*MERGED_KEYS, *self.token_keys, self.advantage_key) if key not in same]
+        of_table = [key for key in (*rows.written_columns(), *OF_SEGMENTS) if key not in by_token]
+        batch = batch.exclude(*PARTS, *of_table)  # where they stay
+        for key in [key for key in dict.fromkeys(by_token) if has_key(batch, key)]:
+            write_tokens(batch, key, moved(_by_token(batch, key, self.tokens_key)), self.tokens_key)
+        write_tokens(batch, self.loss_mask_key, moved(trains), self.tokens_key)
+
+        # 4. What the table says of a segment as a whole.
+        segments = Ids(found["into"].long())
+        rows.load(OF_SEGMENTS)
+        for key in (IS_FIRST_SEGMENT, INIT):
+            if rows.has(key):
+                rows.put(key, segments.spread(segments.any(rows.number(key) != 0)), dtype=torch.bool)
+        if rows.has(LENGTH):
+            before = rows[LENGTH]
+            whole = segments.sum(torch.where(before < 0, found["tokens"].long(), before))
+            known = segments.any(before >= 0)
+            rows.put(LENGTH, segments.spread(torch.where(known, whole, -1)), ndim=1)
+        stays = rows.of_rank(segments.labels) == rows.table.live
+        rows.metric("merged", (~stays).sum())
+        rows.metric("broken", rows.of_rank(found["broken"]).sum())
+        rows.merge(segments.labels, self.reasons[0])
+        return batch
+
+    def _mask(self, batch: TensorDictBase, option: str, tokens: Tensor) -> Tensor:
+        """(B, T) bool, of an option that names a mask."""
+        key = getattr(self, option)
+        mask = read_tokens(batch, key, reader=type(self).__name__, option=option)
+        check_mask(batch, key)
+        if mask.shape != tokens.shape:
+            raise BatchError(
+                f"a mask is as wide as the tokens, {tuple(tokens.shape)}; {key!r} is {tuple(mask.shape)}"
+            )
+        return mask
+
+    def _alike(self, batch: TensorDictBase) -> list[NestedKey]:
+        """The columns by row in which rows that are merged must agree."""
+        may_differ = {self.tokens_key, self.attention_key, self.loss_mask_key, self.advantage_key}
+        may_differ |= {self.turn_key, *MERGED_KEYS, *self.token_keys, *LAST_KEYS, *self.last_keys, *PARTS}
+        may_differ |= {ROW, IN_LOSS, *OF_SEGMENTS}
+        may_differ |= {("next", "reward")} if has_key(batch, REWARD) else set()
+        return [key for key in batch.keys(include_nested=True, leaves_only=True) if key not in may_differ]
+
+
+def _by_token(batch: TensorDictBase, key: NestedKey, like: NestedKey) -> Tensor:
+    """(B, T, ...) of a column by token, or of one with an entry a row that stands for all of them."""
+
+    def widened(column: Tensor, width: int, dim: int) -> Tensor:
+        if column.shape[dim : dim + 1] not in ((width,), (1,)):
+            raise BatchError(
+                f"a column by token is as wide as the tokens, {width}; {key!r} is "
+                f"{tuple(column.shape[dim : dim + 1])}: cut or pad it like them, or leave it out (batch.exclude)"
+            )
+        return column.expand(*column.shape[:dim], width, *column.shape[dim + 1 :])
+
+    if not isinstance(batch, LazyStackedTensorDict):
+        return widened(batch.get(key), batch.get(like).shape[1], 1)
+    pairs: Any = zip(entries_of(batch, key) or [], entries_of(batch, like) or [], strict=True)
+    return nn.utils.rnn.pad_sequence([widened(own, len(whole), 0) for own, whole in pairs], batch_first=True)
+
+
+def _differs(batch: TensorDictBase, key: NestedKey, into: Tensor) -> Tensor | None:
+    """(B,) bool: a column says other things of a row than of the one it is merged into; None of texts."""
+    if isinstance(batch, LazyStackedTensorDict):
+        entries = entries_of(batch, key) or []
+        if not all(isinstance(entry, Tensor) for entry in entries):
+            return None
+        content = same_content(entries)
+        return content != content[into]
+    column = batch.get(key)
+    if not isinstance(column, Tensor):
+        return None
+    column = column.detach().flatten(1) if column.ndim > 1 else column.detach()[:, None]
+    other = column.index_select(0, into)
+    return ((column != other) & ~((column != column) & (other != other))).any(1)

@@ -1,0 +1,365 @@
+"""Rewards shaped before anything is measured against them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from tensordict import NestedKey
+from torch import Tensor
+
+from .errors import who_stamps
+from .ids import Ids
+from .options import nested_key, one_of, within
+from .rows import Rows
+from .schema import REWARD
+from .stage import BatchTransform
+
+Form = Literal["bonus", "rescale"]
+
+
+def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tensor:
+    """The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
+
+    ::
+
+        0                          L ≤ L_max − L_cache
+        (L_max − L_cache − L)/L_cache    up to L_max
+        −1                         beyond
+
+    Args:
+        length: (N,) tokens.
+        max_length: L_max, tokens.
+        cache: L_cache, tokens, in (0, L_max].
+
+    Returns:
+        (N,) float in [−1, 0], to be added to the reward; in torch's default dtype where lengths are integers.
+
+    Example:
+        >>> overlong_punishment(torch.tensor([8, 10, 12]), max_length=10, cache=4).tolist()
+        [-0.5, -1.0, -1.0]
+    """
+    over = length - (max_length - cache)
+    return -(over.clamp(0, cache) / cache)
+
+
+def length_penalty(length: Tensor, *, coefficient: float, free: int = 0) -> Tensor:
+    """A penalty that grows linearly: ``−c · max(L − free, 0)``.
+
+    Args:
+        length: (N,) tokens.
+        coefficient: c, reward per token, ≥ 0.
+        free: tokens that cost nothing.
+
+    Returns:
+        (N,) float ≤ 0, to be added to the reward; in torch's default dtype where lengths are integers.
+
+    Example:
+        >>> length_penalty(torch.tensor([4, 10]), coefficient=0.5, free=3).tolist()
+        [-0.5, -3.5]
+    """
+    dtype = length.dtype if length.is_floating_point() else torch.get_default_dtype()
+    return -coefficient * (length - free).clamp_min(0).to(dtype)
+
+
+def relative_length(
+    reward: Tensor,
+    length: Tensor,
+    group_id: Tensor,
+    rollout_id: Tensor | None = None,
+    *,
+    form: Form = "bonus",
+    coefficient: float = 1.0,
+    success: float | None = None,
+) -> Tensor:
+    """A factor for each reward, by the rollout's length among those of its group.
+
+    With L the lengths, and R the rewards, of a group::
+
+        bonus    1 + c · min(max(1 − L_i/mean(L of successes), 0), 1) for a success, 1 for any other
+        rescale  1 / (1 + c · L_i/mean(L))                  (GR³, arXiv:2603.10535)
+
+    ``bonus`` is the shaping of prime-rl (``orchestrator/algo/advantage.py``): of those that succeed, the
+    shorter ones get up to 1 + c times their reward, and nobody gets less than before. ``rescale`` takes
+    from whoever is long, in proportion to its reward: where that is 0 nothing is to be had by being short.
+
+    Lengths are added up as integers; a rollout counts once. NaN is a reward that is missing, and in no
+    statistic.
+
+    Args:
+        reward: (N,) float, the rollout's, on each of its rows.
+        length: (N,) int64, tokens of the row's rollout.
+        group_id: (N,) int64.
+        rollout_id: (N,) int64; None: each row is one.
+        form: which factor.
+        coefficient: c ≥ 0.
+        success: least reward of a success, for ``bonus``; None: the best of the group, if it is above 0.
+
+    Returns:
+        (N,) float64 > 0.
+
+    Example:
+        >>> reward, length = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2, 6, 1])
+        >>> relative_length(reward, length, torch.zeros(3, dtype=torch.int64)).tolist()
+        [1.5, 1.0, 1.0]
+    """
+    groups, present = Ids(group_id), ~reward.isnan()
+    among = present
+    if form == "bonus" and success is None:
+        best = groups.spread(groups.max(torch.where(present, reward, float("-inf"))))
+        among = present & (reward == best) & (best > 0)
+    elif form == "bonus":
+        among = present & (reward >= success)
+    votes = among
+    if rollout_id is not None:
+        votes = among & Ids(groups.paired_with(Ids(rollout_id)).of, present).is_first
+    counted = Ids(groups.of, votes)
+    number, total = groups.spread(counted.count), groups.spread(counted.sum(length))
+    share = length.double() * number / total.clamp_min(1)  # L_i over the mean
+    if form == "rescale":
+        return 1 / (1 + coefficient * share)
+    return 1 + coefficient * torch.where(among & (total > 0), (1 - share).clamp(0, 1), 0.0)
+
+
+class RewardShaping(BatchTransform):
+    """What shaping stages have in common: after FanOutCollapse, they rewrite the rollout's reward.
+
+    Reads and writes ``("headrace", "reward")`` (N,), so that every segment keeps its rollout's one reward. A
+    pipeline refuses one after the advantage.
+    """
+
+    def __init__(self, in_keys: Sequence[NestedKey | None] = ()):
+        super().__init__([REWARD, *in_keys], [REWARD])
+
+    @abstractmethod
+    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
+        """(M,) float64: shaped rewards, of (M,) float64."""
+
+    def decide(self, rows: Rows) -> None:
+        """Rewrite the reward."""
+        reward = rows[REWARD]
+        # Rounded here: rewards that are equal as they are written are equal to every stage.
+        shaped = self.shape(rows, reward).to(rows.dtype(REWARD)).double()
+        rows.put(REWARD, shaped)
+        before, after = rows.of_rank(reward), rows.of_rank(shaped)
+        known = ~before.isnan()  # a reward that is missing stays so
+        rewarded = known.sum().clamp_min(1)
+        rows.metric("changed", (known & (after != before)).sum() / rewarded)
+        rows.metric("mean", torch.where(known, after - before, 0.0).sum() / rewarded)
+
+
+class RewardScale(RewardShaping):
+    """Scale and shift the rollout's reward, then clip it: ``min(max(scale · R + bias, low), high)``.
+
+    Reads and writes ``("headrace", "reward")``.
+
+    Args:
+        scale: factor.
+        bias: added after scaling.
+        low: least result.
+        high: greatest result.
+
+    Raises:
+        MissingKeyError: FanOutCollapse is not before it.
+
+    Example:
+        >>> RewardScale(scale=2.0, bias=-1.0)
+        RewardScale(scale=2.0, bias=-1.0)
+    """
+
+    within_groups = True
+
+    def __init__(
+        self,
+        *,
+        scale: float = 1.0,
+        bias: float = 0.0,
+        low: float = float("-inf"),
+        high: float = float("inf"),
+    ):
+        super().__init__()
+        if not low <= high:
+            raise ValueError(f"low must be ≤ high; got {low} and {high}")
+        self.scale, self.bias, self.low, self.high = scale, bias, low, high
+
+    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
+        """(M,)."""
+        return (self.scale * reward + self.bias).clamp(self.low, self.high)
+
+
+class LengthShaping(RewardShaping):
+    """Shaping by a rollout's tokens, over all its segments, those that a filter silenced included."""
+
+    def __init__(self, loss_mask_key: NestedKey, rollout_key: NestedKey | None, *others: NestedKey):
+        self.loss_mask_key, self.rollout_key = nested_key(loss_mask_key), nested_key(rollout_key)
+        super().__init__([self.loss_mask_key, self.rollout_key, *others])
+
+    @property
+    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
+        """Those of the mask."""
+        return [(self.loss_mask_key, None)]
+
+    def rollout_lengths(self, rows: Rows) -> Tensor:
+        """(M,) int64, over all rows of each row's rollout."""
+        rollouts = rows.ids("rollout", checked=False).everyone
+        rows.require(
+            rollouts.labels >= 0,
+            "every row needs a rollout_id ≥ 0; found {found}: their lengths would be added up"
+            + who_stamps("rollout_id"),
+            lambda row: f"{int(rollouts.labels[row])} at row {rows.at(row)}",
+        )
+        return rollouts.spread(rollouts.sum(rows.lengths))
+
+
+class OverlongPunishment(LengthShaping):
+    """Add :func:`overlong_punishment` of the rollout's tokens to its reward.
+
+    Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
+    ``("headrace", "reward")``.
+
+    Args:
+        max_length: L_max, tokens in the loss over all segments of a rollout.
+        cache: L_cache, tokens, in (0, L_max].
+        weight: factor of the punishment, in units of the reward.
+        loss_mask_key: (N, T) bool.
+        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
+
+    Raises:
+        MissingKeyError: a column is not there.
+
+    Example:
+        >>> OverlongPunishment(max_length=10, cache=4)
+        OverlongPunishment(max_length=10, cache=4)
+    """
+
+    within_groups = True
+
+    def __init__(
+        self,
+        *,
+        max_length: int,
+        cache: int,
+        weight: float = 1.0,
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        rollout_key: NestedKey | None = "rollout_id",
+    ):
+        super().__init__(loss_mask_key, rollout_key)
+        if not 0 < cache <= max_length:
+            raise ValueError(f"cache must be in (0, max_length]; got {cache} and {max_length}")
+        self.max_length, self.cache, self.weight = max_length, cache, weight
+
+    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
+        """(M,)."""
+        length = self.rollout_lengths(rows).double()
+        return reward + self.weight * overlong_punishment(
+            length, max_length=self.max_length, cache=self.cache
+        )
+
+
+class LengthPenalty(LengthShaping):
+    """Add :func:`length_penalty` of the rollout's tokens to its reward.
+
+    Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
+    ``("headrace", "reward")``.
+
+    Args:
+        coefficient: reward per token, ≥ 0.
+        free: tokens that cost nothing.
+        loss_mask_key: (N, T) bool.
+        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
+
+    Raises:
+        MissingKeyError: a column is not there.
+
+    Example:
+        >>> LengthPenalty(coefficient=0.01)
+        LengthPenalty(coefficient=0.01)
+    """
+
+    within_groups = True
+
+    def __init__(
+        self,
+        *,
+        coefficient: float,
+        free: int = 0,
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        rollout_key: NestedKey | None = "rollout_id",
+    ):
+        super().__init__(loss_mask_key, rollout_key)
+        if coefficient < 0 or free < 0:
+            raise ValueError(f"coefficient and free must be ≥ 0; got {coefficient} and {free}")
+        self.coefficient, self.free = coefficient, free
+
+    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
+        """(M,)."""
+        length = self.rollout_lengths(rows).double()
+        return reward + length_penalty(length, coefficient=self.coefficient, free=self.free)
+
+
+class RelativeLength(LengthShaping):
+    """Multiply the reward by :func:`relative_length` of the rollout's tokens in its group.
+
+    Rows that are out of the statistics keep their reward. Reads `loss_mask_key`, ``("headrace", "length")``
+    if there, `rollout_key`, `group_key`; reads and writes ``("headrace", "reward")``.
+
+    Args:
+        form: ``bonus``, ``rescale``.
+        coefficient: c ≥ 0.
+        success: least reward of a success, for ``bonus``; None: the best of the group, if it is above 0.
+        loss_mask_key: (N, T) bool.
+        group_key: (N,) or (N, 1) int ≥ 0.
+        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: a negative reward under ``rescale``, which being long would make larger.
+
+    Example:
+        >>> RelativeLength(form="rescale", coefficient=0.33)
+        RelativeLength(form='rescale', coefficient=0.33)
+    """
+
+    within_groups = True
+
+    def __init__(
+        self,
+        *,
+        form: Form = "bonus",
+        coefficient: float = 1.0,
+        success: float | None = None,
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        group_key: NestedKey = "group_id",
+        rollout_key: NestedKey | None = "rollout_id",
+    ):
+        self.group_key = nested_key(group_key)
+        super().__init__(loss_mask_key, rollout_key, self.group_key)
+        self.form = one_of("form", form, get_args(Form))
+        self.coefficient = within("coefficient", coefficient, 0, float("inf"))
+        if success is not None and form != "bonus":
+            raise ValueError(f"success is for form='bonus'; got {success} for {form!r}")
+        self.success = None if success is None else within("success", success, float("-inf"), float("inf"))
+
+    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
+        """(M,)."""
+        length, rollouts, groups = self.rollout_lengths(rows), rows.rollouts, rows.groups
+        compared = reward if rows.counted is None else reward.masked_fill(~rows.counted, float("nan"))
+        if self.form == "rescale":
+            rows.require(
+                ~(compared < 0),
+                "form='rescale' needs rewards ≥ 0, since a negative one is less bad where a rollout is long; "
+                "found {found}. Put RewardScale with a bias before it, or use form='bonus'",
+                lambda row: f"{float(reward[row])} at row {rows.at(row)}",
+            )
+        factor = relative_length(
+            compared,
+            length,
+            groups.labels,
+            rollouts.labels,
+            form=self.form,
+            coefficient=self.coefficient,
+            success=self.success,
+        )
+        return torch.where(compared.isnan(), reward, reward * factor)

@@ -1,0 +1,279 @@
+"""Columns with a number for each token: read as (B, T), written dense or ragged, and added up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from torch import Tensor, nn
+
+from .errors import BatchError, MissingKeyError, listing
+from .rows import Rows
+from .schema import key_names, require
+from .tensordicts import (
+    ATTENTION,
+    PROMPT,
+    RESPONSE,
+    check_mask,
+    column_of,
+    count_in_loss,
+    entries_of,
+    write_entry,
+)
+
+AT_ONCE = 2**15  # tokens: 256 KiB of float64 a column, which stay in the processor's cache
+
+
+def loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: NestedKey | None) -> Tensor:
+    """(N,) int64: tokens in the loss, as TorchRL's GRPOLoss counts them: masked in, with a finite log-prob.
+
+    Where there is no mask, the response is what trains, if the batch says where it is
+    (:func:`.tensordicts.loss_mask_of`).
+
+    Raises:
+        MissingKeyError: nothing says which tokens train.
+        BatchError: the mask is not bool; it differs in shape from the log-probabilities.
+    """
+    tokens = count_in_loss(batch, loss_mask_key, log_prob_key)[1]
+    if tokens is None:
+        raise no_loss_mask(batch, loss_mask_key)
+    return tokens
+
+
+def no_loss_mask(batch: TensorDictBase, key: NestedKey | None) -> MissingKeyError:
+    """What to say where nothing says which tokens train."""
+    return MissingKeyError(
+        f"tokens in the loss are those of the mask {key!r} (loss_mask_key), or of a response behind its "
+        f"prompt: {PROMPT!r} and {RESPONSE!r}, as wide together as {ATTENTION!r}. Finite log-probabilities do "
+        "not say which tokens train: those of a scored prompt are finite, too. The batch has "
+        f"{key_names(batch)}: write the mask, True where a token trains"
+    )
+
+
+def read_tokens(
+    batch: TensorDictBase, key: NestedKey, *, reader: str, option: str, fill: float = 0
+) -> Tensor:
+    """Read one number a token: (B, T) or (B, T, 1) comes back as (B, T), ragged rows filled up at their end.
+
+    Raises:
+        MissingKeyError: the column is not there.
+        BatchError: it has another shape.
+    """
+    column = _dense(batch, key, reader, option, fill)
+    if isinstance(column, Tensor) and column.ndim == 3 and column.shape[-1] == 1:
+        column = column.squeeze(-1)
+    if not isinstance(column, Tensor) or column.ndim != 2:
+        found = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
+        raise BatchError(f"{reader} needs one number a token, (N, T), in {key!r} ({option}); found {found}")
+    return column.detach()
+
+
+def _dense(batch: TensorDictBase, key: NestedKey, reader: str, option: str, fill: float = 0) -> Any:
+    column = column_of(batch, key)
+    if column is None:
+        return require(batch, key, reader=reader, option=option)
+    return padded(column, key, fill) if isinstance(column, list) else column
+
+
+def padded(rows: Sequence[Any], key: NestedKey, fill: float = 0) -> Tensor:
+    """(B, T, ...) of ragged rows, filled up at their end.
+
+    Raises:
+        BatchError: rows differ in more than their length.
+    """
+    kinds = {(row.dtype, row.shape[1:]) if isinstance(row, Tensor) else type(row) for row in rows}
+    if len(kinds) > 1 or not all(isinstance(row, Tensor) for row in rows[:1]):
+        raise BatchError(f"rows of {key!r} are tensors of one dtype; found {sorted(map(str, kinds))}")
+    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=fill)
+
+
+def write_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor, like: NestedKey) -> None:
+    """Write (B, T, ...) values, to ragged rows as many as the row has of `like`."""
+    if not isinstance(batch, LazyStackedTensorDict):
+        batch.set(key, values)
+        return
+    for row, own, entry in zip(batch.tensordicts, values, entries_of(batch, like) or [], strict=True):
+        write_entry(row, key, own[: len(entry)])
+
+
+def check_lengths(batch: TensorDictBase, keys: Iterable[NestedKey], like: NestedKey, *, reader: str) -> None:
+    """Refuse ragged rows of which a column has not as many entries as the row has tokens in `like`.
+
+    Filled up, what is missing would be read as zeros. A column of one entry in every row is of rows.
+
+    Raises:
+        BatchError: naming the column and the rows.
+    """
+    if not isinstance(batch, LazyStackedTensorDict):
+        return
+    tokens = [entry.numel() for entry in entries_of(batch, like) or []]
+    for key in keys:
+        found = [entry.numel() for entry in entries_of(batch, key) or []]
+        if found == tokens or set(found) == {1}:
+            continue
+        pairs = enumerate(zip(found, tokens, strict=True))
+        wrong = [f"row {row} has {own} for {size} tokens" for row, (own, size) in pairs if own != size]
+        raise BatchError(
+            f"{reader} needs one number a token in {key!r}, as many as {like!r} has; {listing(wrong)}. Were "
+            "tokens cut off after it was written?"
+        )
+
+
+def whole_numbers(column: Tensor, key: NestedKey, option: str) -> Tensor:
+    """The column as int64.
+
+    Raises:
+        BatchError: its numbers are no integers.
+    """
+    if column.is_floating_point() or column.is_complex() or column.dtype is torch.bool:
+        raise BatchError(f"{key!r} ({option}) holds integers; found {column.dtype}")
+    return column.long()
+
+
+def same_width(one: Tensor, other: Tensor, names: str) -> None:
+    """Check that two columns have as many tokens a row.
+
+    Raises:
+        BatchError: they have not.
+    """
+    if one.shape[1] != other.shape[1]:
+        raise BatchError(
+            f"{names} must have one number for each token of a row; found {one.shape[1]} and "
+            f"{other.shape[1]} tokens"
+        )
+
+
+def tokens_of_all_ranks(rows: Rows, *columns: Tensor, fill: float = 0) -> list[Tensor]:
+    """(B, T) of the rows of this rank → (M, T') of those of all ranks, where they are; without ranks the same.
+
+    Args:
+        rows: all that are here.
+        columns: (B, T) each, of one dtype.
+        fill: what stands behind the tokens of ranks whose rows are shorter.
+    """
+    if rows.table.ranks is None:
+        return list(columns)
+    width = columns[0].shape[1]
+    widest = int(rows.measured(width=torch.full((len(columns[0]),), width))["width"].max())
+    wide = [nn.functional.pad(column, (0, widest - width), value=fill) for column in columns]
+    every = rows.of_all_ranks(torch.cat(wide, 1)).to(columns[0].device)
+    return list(every.split(widest, 1)) if widest else list(columns)
+
+
+def in_loss_there(rows: Rows) -> Tensor | None:
+    """(B,) bool, on the device of the batch: rows in the loss; None: all are, and nothing is copied."""
+    in_loss = rows.in_loss
+    return None if bool(in_loss.all()) else rows.there(in_loss)
+
+
+def read_loss_mask(batch: TensorDictBase, key: NestedKey, in_loss: Tensor | None, *, reader: str) -> Tensor:
+    """(B, T) bool: tokens in the loss, of rows that are in it.
+
+    Args:
+        batch: TensorDict ``[B]``.
+        key: of the loss mask.
+        in_loss: (B,) bool; None: all rows are.
+        reader: who it is, for messages.
+
+    Raises:
+        MissingKeyError: the mask is not there.
+        BatchError: it is not bool.
+    """
+    mask = read_tokens(batch, key, reader=reader, option="loss_mask_key")
+    check_mask(batch, key)
+    return mask if in_loss is None else mask & in_loss.unsqueeze(-1)
+
+
+def read_advantage(
+    batch: TensorDictBase, key: NestedKey, tokens: int, *, reader: str, rows: Rows | None = None
+) -> Tensor:
+    """(B, 1) of rows, or (B, T) of tokens, of (B,) or (B, 1, 1), or (B, T, 1).
+
+    Args:
+        batch: TensorDict ``[B]``.
+        key: of the advantage.
+        tokens: T.
+        reader: who it is, for messages.
+        rows: the table, which may have one that is not in the batch yet; None: the batch has it.
+
+    Raises:
+        MissingKeyError: it is not there.
+        BatchError: it is neither, or no float.
+    """
+    if rows is not None and key in rows.table.written:
+        credit = rows.there(rows[key].to(rows.dtype(key)))  # as the batch will have it
+    else:
+        credit = _dense(batch, key, reader, "advantage_key")
+    size = len(batch)
+    if not credit.is_floating_point() or credit.numel() not in (size, size * tokens):
+        raise BatchError(
+            f"an advantage is a floating-point number a row, (N, 1, 1), or a token, (N, {tokens}, 1); "
+            f"{reader} found {key!r} (advantage_key) {credit.dtype} {tuple(credit.shape)}"
+        )
+    return credit.detach().reshape(size, -1) if size else credit.new_zeros(0, tokens)
+
+
+def in_blocks(
+    function: Callable[..., Mapping[str, Tensor]], tokens: Tensor, *more: Tensor | None
+) -> dict[str, Tensor]:
+    """Run a function over some rows at a time, and join what it returns; on a device, over all at once.
+
+    Args:
+        function: of these columns → tensors by name, with as many rows, each of which follows from itself.
+        tokens: (B, T).
+        more: (B, ...) each; None is handed on.
+
+    Example:
+        >>> table = torch.arange(6.0).view(3, 2)
+        >>> in_blocks(lambda some: {"sum": some.sum(-1)}, table)["sum"].tolist()
+        [1.0, 5.0, 9.0]
+    """
+    columns = tokens, *more
+    rows, some = len(tokens), max(AT_ONCE // max(tokens.shape[-1], 1), 1)
+    if tokens.device.type != "cpu" or rows <= some:
+        return dict(function(*columns))
+    made: dict[str, Tensor] = {}
+    for start in range(0, rows, some):
+        here = slice(start, start + some)
+        part = function(*(None if column is None else column[here] for column in columns))
+        made = made or {name: value.new_empty(rows, *value.shape[1:]) for name, value in part.items()}
+        for name, value in part.items():
+            made[name][here] = value
+    return made
+
+
+def sum_of_tokens(values: Tensor) -> Tensor:
+    """(..., T) → (...) float64: the sum over tokens, with the same bits in any order and with any padding.
+
+    Neighbours are added, then their sums, and so on. What each addition rounds off (error-free
+    transformation; Knuth, The Art of Computer Programming, 4.2.2) is added up beside, so that twice as many
+    digits are kept as a float64 has. Of log-probabilities nothing is lost: the sum is the exact one, rounded
+    once.
+
+    Args:
+        values: finite.
+
+    Example:
+        >>> values = torch.tensor([[0.1, 0.2, 0.3, -0.6]], dtype=torch.float64)
+        >>> bool(sum_of_tokens(values) == sum_of_tokens(values.flip(1))), bool(values.sum() == 0)
+        (True, False)
+    """
+    high, low = values.double(), None
+    if high.shape[-1] == 0:
+        return high.sum(-1)
+    while (width := high.shape[-1]) > 1:
+        if width % 2:
+            high = nn.functional.pad(high, (0, 1))
+            low = None if low is None else nn.functional.pad(low, (0, 1))
+        a, b = high.chunk(2, -1)
+        high = a + b
+        of_b = high - a
+        lost = b - of_b
+        lost += of_b.sub_(high).add_(a)
+        if low is not None:
+            lost += low[..., : lost.shape[-1]]
+            lost += low[..., lost.shape[-1] :]
+        low = lost
+    return (high if low is None else high + low).squeeze(-1)

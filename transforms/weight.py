@@ -1,0 +1,387 @@
+"""What each row weighs in the loss, so that a sum over any cut of the batch is a named mean of the whole."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from .distributed import SharedIds, check_one_way
+from .errors import BatchError, MissingKeyError, who_stamps
+from .ids import Ids
+from .options import as_dtype, at_least, nested_key, one_of
+from .rows import Rows
+from .schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT, has_key, key_names
+from .stage import BatchTransform
+
+Mean = Literal["token", "sample", "turn", "rollout", "group", "constant"]
+Fold = Literal["none", "sum", "token_mean"]
+Gradients = Literal["sum", "mean"]
+
+
+class Weighed(NamedTuple):
+    """What each row weighs, and what its optimiser step holds. All (N,)."""
+
+    weight: Tensor
+    """float: of each of the row's tokens in the loss; 0 for a row that has none."""
+    tokens: Tensor
+    """int64: tokens in the loss of the row's step."""
+    samples: Tensor
+    """int64: rows of the step with a token in the loss."""
+    rollouts: Tensor | None
+    """int64: rollouts of the step with a token in the loss; None without `rollout_id`."""
+    groups: Tensor | None
+    """int64: groups of the step with a token in the loss; None without `group_id`."""
+    total: Tensor
+    """float64: what weight × tokens adds up to over the step; 1, but for a mean with a constant length."""
+
+
+def loss_weight(
+    tokens: Tensor,
+    unit: Mean = "token",
+    *,
+    rollout_id: Tensor | None = None,
+    group_id: Tensor | None = None,
+    turn: Tensor | None = None,
+    minibatch: Tensor | None = None,
+    length: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Weighed:
+    """Weigh rows so that Σ_i w_i Σ_t m_it ℓ_it, over any cut of a step, is a mean of the whole step.
+
+    With t_i tokens in the loss of row i, T_u those of its turn, rollout or group u in the step, and only
+    rows, turns, rollouts and groups counted that have a token in the loss::
+
+        token     w_i = 1 / Σ_j t_j              all tokens weigh the same (DAPO, arXiv:2503.14476)
+        sample    w_i = 1 / (samples · t_i)      mean of samples' token means (GRPO, arXiv:2402.03300)
+        turn      w_i = 1 / (turns · T_u)        each turn of a rollout weighs one
+        rollout   w_i = 1 / (rollouts · T_u)     each rollout weighs one, whatever its number of samples
+        group     w_i = 1 / (groups · T_u)       each group weighs one
+        constant  w_i = 1 / (rollouts · length)  no length bias (Dr. GRPO, arXiv:2503.20783)
+
+    Without fan-out ``rollout`` is ``sample``.
+
+    Args:
+        tokens: (N,) int64, t.
+        unit: which mean.
+        rollout_id: (N,) int64, for ``turn``, ``rollout`` and ``constant``.
+        group_id: (N,) int64, for ``group``.
+        turn: (N,) int64, for ``turn``: rows of one rollout and one number are one.
+        minibatch: (N,) int64, which optimiser step a row is in; below 0 it is in none and weighs 0. None:
+            all are in one.
+        length: tokens, > 0, for ``constant``: the longest response that is sampled, say.
+        dtype: of the weight, floating point; None: torch's default.
+
+    Raises:
+        ValueError: an option that is none; `unit` needs ids or a length that are not given.
+
+    Example:
+        >>> weighed = loss_weight(torch.tensor([2, 3, 4]), "rollout", rollout_id=torch.tensor([7, 7, 9]))
+        >>> (1 / weighed.weight).tolist()  # two rollouts, of 5 and 4 tokens
+        [10.0, 10.0, 8.0]
+    """
+    check_mean(unit, length)
+    needed = {"token": [], "sample": [], "group": ["group_id"], "turn": ["rollout_id", "turn"]}
+    given = {"rollout_id": rollout_id, "group_id": group_id, "turn": turn}
+    if any(given[name] is None for name in needed.get(unit, ["rollout_id"])):
+        raise ValueError(f"unit={unit!r} needs {' and '.join(needed.get(unit, ['rollout_id']))}")
+    rollouts, groups, turns = (None if each is None else Ids(each) for each in given.values())
+    weighed = weigh(tokens, unit, rollouts, groups, turns, minibatch, length)
+    return weighed._replace(weight=weighed.weight.to(dtype or torch.get_default_dtype()))
+
+
+def weigh(
+    tokens: Tensor,
+    unit: Mean,
+    rollouts: Ids | None,
+    groups: Ids | None,
+    turns: Ids | None,
+    minibatch: Tensor | None,
+    length: int | None,
+) -> Weighed:
+    """:func:`loss_weight` of rows whose ids are numbered already; the weight is float64."""
+    step = torch.zeros_like(tokens) if minibatch is None else minibatch.clamp_min(-1) + 1  # 0: in none
+    steps = int(step.max()) + 1 if len(step) else 1
+    if minibatch is not None:
+        tokens = torch.where(step > 0, tokens, 0)
+    in_loss = tokens > 0
+
+    def by_step(values: Tensor) -> Tensor:
+        return torch.zeros(steps, dtype=torch.int64, device=step.device).scatter_add_(0, step, values)
+
+    def of_units(units: Ids) -> tuple[Tensor, Tensor]:
+        """By row, tokens of the row's unit and units of its step: a rollout in two steps is two."""
+        pair = units.of * steps + step
+        if units.n * steps > 8 * len(pair) + 64:  # units are few in each of many steps
+            ids = Ids(pair)
+            pair, home = ids.of, step[ids.first]
+            total = torch.zeros_like(home).scatter_add_(0, pair, tokens)
+            count = torch.bincount(home[total > 0], minlength=steps)
+        else:
+            total = torch.zeros(units.n * steps, dtype=torch.int64, device=step.device)
+            total.scatter_add_(0, pair, tokens)
+            count = (total > 0).view(units.n, steps).sum(0)
+        return total[pair], count[step]
+
+    total, samples = by_step(tokens)[step], by_step(in_loss.long())[step]
+    counted = {} if rollouts is None else {"rollout": of_units(rollouts)}
+    if groups is not None:
+        counted["group"] = of_units(groups)
+    if unit == "turn" and rollouts is not None and turns is not None:
+        counted["turn"] = of_units(rollouts.paired_with(turns))
+    if unit == "token":
+        share = total
+    elif unit == "sample":
+        share = samples * tokens
+    elif unit == "constant":
+        share = counted["rollout"][1] * (length or 1)
+    else:
+        of_unit, units = counted[unit]
+        share = units * of_unit
+    # In float64: past 2^24 a float32 cannot hold the denominator.
+    weight = torch.where(in_loss, share.double().reciprocal(), 0.0)
+    whole = (total > 0).double() if length is None else total / share.double().clamp_min(1)
+    rollouts_in, groups_in = (counted[name][1] if name in counted else None for name in ("rollout", "group"))
+    return Weighed(weight, total, samples, rollouts_in, groups_in, whole)
+
+
+def check_mean(unit: str, length: int | None) -> None:
+    """Check the options of a mean.
+
+    Raises:
+        ValueError: there is no such mean, or its length is missing, no integer ≥ 1, or of no use.
+    """
+    one_of("unit", unit, get_args(Mean))
+    at_least("length", length, 1)
+    if (unit == "constant") != (length is not None):
+        raise ValueError(
+            f"unit='constant' divides by a length, and no other mean does; got {unit=} and {length=}"
+        )
+
+
+class LossWeight(BatchTransform):
+    """Write what each token in the loss weighs, so that the gradient does not depend on the cut.
+
+    The sum of weight × token loss over all rows, micro-batches and ranks of an optimiser step is the named
+    mean over the step (:func:`loss_weight`). It stands after :class:`ShuffleSplit`, whose columns say which
+    rows are one step; without them the batch is one step. A row out of the loss is in no denominator.
+
+    Two ways into TorchRL's GRPOLoss, which has no key for weights: ``GRPOLoss(aggregation="none")`` with
+    :func:`weighted_loss`, which weighs every term; or `fold`, which multiplies the advantage by w (``sum``)
+    or by w · (tokens in the loss of the row's micro-batch) (``token_mean``, for GRPOLoss's default
+    aggregation, whose losses of a step's micro-batches are then added up). A positive factor commutes with
+    clipping, so fold is exact for the policy term (not under GRPOLoss's `kl_mask_threshold`, which takes
+    further tokens out of its mean); the entropy and KL terms have no advantage in them and
+    stay means over their micro-batch.
+
+    Reads `loss_mask_key`, or where it is not there TorchRL's tokens of prompt and response; `log_prob_key` if
+    there (a token whose log-probability is not finite is out of GRPOLoss); `rollout_key` and `group_key` if
+    there or where `unit` needs them; `turn_key` for ``turn``.
+    Writes `weight_key` (N,) and ``("headrace", "step_weight")``, or under `fold` `advantage_key` and
+    ``("headrace", "folded_weight")`` in their place; and the counts of the row's step,
+    (N,) int64: ``num_tokens``, ``num_samples``, and where there are ids ``num_rollouts`` and ``num_groups``.
+
+    Args:
+        unit: ``token``, ``sample``, ``turn``, ``rollout``, ``group``, ``constant``.
+        length: tokens, for ``constant``.
+        fold: ``none``, ``sum``, ``token_mean``.
+        gradients: how those of several ranks meet: ``sum``, or ``mean`` as in DDP and FSDP, for which the
+            weights are multiplied by the number of ranks.
+        ranks: that share a batch which each of them holds whole (``ShuffleSplit(ranks=...)``), ≥ 1.
+        process_group: a group, or ``world``, of ranks that hold rows of their own, whose steps have one
+            denominator. A pipeline takes it over for all stages.
+        shared_ids: an id that several ranks of the process group have is the ``same`` unit there, or
+            ``different`` ones, or must not be: ``raise``.
+        dtype: of the weight; None: that of the advantage, at least float32.
+        loss_mask_key: (N, T) bool, True trains.
+        log_prob_key: (N, T) float; None: not looked at.
+        group_key: (N,) or (N, 1) int.
+        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
+        turn_key: (N,) or (N, 1) int, for ``turn``: rows of one rollout and one number are one turn.
+        advantage_key: (N, 1, 1) or (N, T, 1) float.
+        weight_key: (N,) float, written.
+
+    Raises:
+        MissingKeyError: a column is not there.
+        BatchError: an unset id on a row in the loss; an id on several ranks, under ``raise``.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> mask = torch.tensor([[True, True, False], [True, True, True]])
+        >>> batch = LossWeight()(TensorDict({("masks", "all_assistant_mask"): mask}, batch_size=[2]))
+        >>> loss = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+        >>> round(float((batch["loss_weight"][:, None] * mask * loss).sum()), 4)
+        3.6
+    """
+
+    within_groups = True
+
+    def __init__(
+        self,
+        *,
+        unit: Mean = "token",
+        length: int | None = None,
+        fold: Fold = "none",
+        gradients: Gradients = "sum",
+        ranks: int = 1,
+        process_group: dist.ProcessGroup | str | None = None,
+        shared_ids: SharedIds = "raise",
+        dtype: torch.dtype | str | None = None,
+        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        log_prob_key: NestedKey | None = ("log_probs", "full"),
+        group_key: NestedKey = "group_id",
+        rollout_key: NestedKey | None = "rollout_id",
+        turn_key: NestedKey | None = None,
+        advantage_key: NestedKey = "advantage",
+        weight_key: NestedKey = "loss_weight",
+    ):
+        check_mean(unit, length)
+        if (unit == "turn") != (turn_key is not None):
+            raise ValueError(f"unit='turn' needs turn_key, and only it does; got {unit=} and {turn_key=}")
+        one_of("fold", fold, get_args(Fold))
+        one_of("gradients", gradients, get_args(Gradients))
+        one_of("shared_ids", shared_ids, get_args(SharedIds))
+        check_one_way(ranks, process_group)
+        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
+        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
+        self.turn_key = nested_key(turn_key)
+        self.advantage_key, self.weight_key = nested_key(advantage_key), nested_key(weight_key)
+        self.unit, self.length, self.fold, self.gradients = unit, length, fold, gradients
+        self.ranks, self.process_group, self.shared_ids = ranks, process_group, shared_ids
+        self.dtype = as_dtype(dtype)
+        self._needs = {"constant": "rollout", "turn": "rollout"}.get(unit, unit)  # whose ids must be there
+        ids = {"rollout": self.rollout_key, "group": self.group_key}.get(self._needs)
+        written = self.weight_key if fold == "none" else self.advantage_key
+        beside = STEP_WEIGHT if fold == "none" else FOLDED_WEIGHT
+        super().__init__(
+            [MINIBATCH, ids, self.turn_key, None if fold == "none" else written],
+            [written, beside, "num_tokens", "num_samples", "num_rollouts", "num_groups"],
+        )
+        self.weighed_keys = () if fold == "none" else (written,)
+
+    @property
+    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
+        """Those in the loss."""
+        return [(self.loss_mask_key, self.log_prob_key)]
+
+    def decide(self, rows: Rows) -> None:
+        """Weigh the rows of each step."""
+        if self.ranks == 1 and self.gradients == "mean" and rows.has(RANK):
+            raise BatchError(
+                "rows are dealt to several ranks whose gradients are averaged: set ranks on LossWeight, to "
+                "the split's own"
+            )
+        tokens = rows.loss_tokens
+        turn = None if self.turn_key is None else rows.integers("turn", "turn")
+        ids = {
+            unit: rows.ids(unit, checked=False).everyone if unit == self._needs or rows.has(unit) else None
+            for unit in ("rollout", "group")
+        }
+        labels = {f"{unit}_id": None if each is None else each.labels for unit, each in ids.items()}
+        for name, column in {**labels, "turn": turn}.items():
+            if column is not None:
+                rows.require(
+                    (column >= 0) | (tokens == 0),
+                    f"every row in the loss needs a {name} ≥ 0; found {{found}}: rows without an id would "
+                    f"weigh as one{who_stamps(name)}",
+                    lambda row, column=column: f"{int(column[row])} at row {rows.at(row)}",  # type: ignore[misc]
+                )
+        minibatch = rows[MINIBATCH] if rows.has(MINIBATCH) else None
+        turns = None if turn is None else Ids(turn)
+        weighed = weigh(tokens, self.unit, ids["rollout"], ids["group"], turns, minibatch, self.length)
+        averaged = 1
+        if self.gradients == "mean":
+            averaged = self.ranks if rows.table.ranks is None else rows.table.ranks.size
+        weight = weighed.weight * averaged
+        dtype = self.dtype or torch.get_default_dtype()
+        if self.dtype is None and (credit := rows.advantage_dtype) is not None:
+            dtype = torch.promote_types(credit, torch.float32)
+        if self.fold == "none":
+            rows.put("weight", weight, dtype=dtype, ndim=1)
+            rows.put(STEP_WEIGHT, weighed.total * averaged, dtype=torch.float64, ndim=1)
+        else:
+            factor = weight if self.fold == "sum" else weight * self._tokens_of_microbatch(rows, tokens)
+            if rows.has("num_tokens"):
+                raise BatchError("these rows were weighed already: folding twice would weigh them twice")
+            rows.change_advantage(
+                lambda advantage, factor: advantage * factor, at_least=torch.float32, factor=factor
+            )
+            rows.put(FOLDED_WEIGHT, weight, dtype=dtype, ndim=1)
+        for name in ("tokens", "samples", "rollouts", "groups"):
+            if (count := getattr(weighed, name)) is not None:
+                rows.put(f"num_{name}", count, dtype=torch.int64, ndim=1)
+        own = rows.of_rank(tokens)
+        rows.metric("tokens", own.sum())
+        rows.metric("samples", (own > 0).sum())
+
+    @staticmethod
+    def _tokens_of_microbatch(rows: Rows, tokens: Tensor) -> Tensor:
+        """(M,) int64: tokens in the loss of each row's forward pass."""
+        passes = Ids(torch.zeros_like(tokens))
+        for key in (MINIBATCH, RANK, MICROBATCH):
+            if rows.has(key):
+                passes = passes.paired_with(Ids(rows[key]))
+        own = torch.zeros_like(tokens)  # ranks number their passes alike
+        own[rows.of_rank(torch.arange(len(rows)))] = 1
+        passes = passes.paired_with(Ids(own))
+        return passes.spread(passes.sum(tokens))
+
+
+def weighted_loss(
+    terms: TensorDictBase, batch: TensorDictBase, *, weight_key: NestedKey = "loss_weight"
+) -> Tensor:
+    """Sum the terms of a loss over tokens, each with its row's weight.
+
+    ::
+
+        L = Σ_k Σ_i w_i Σ_t ℓ_kit,   ℓ_k the entries named loss_*, 0 for tokens out of the loss
+
+    Sums of L over the micro-batches and ranks of an optimiser step are the step's loss.
+
+    Args:
+        terms: entries named ``loss_*`` (N, T) or (N, T, 1), as ``GRPOLoss(aggregation="none")`` returns them.
+        batch: TensorDict ``[N]`` with the weights.
+        weight_key: (N,), or (N, T) where the batch is packed; written by :class:`LossWeight`.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        MissingKeyError: the batch has no weights.
+        BatchError: a term is no per-token tensor of these rows, since it was averaged already.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> terms = TensorDict({"loss_objective": torch.tensor([[[1.0], [2.0]], [[3.0], [0.0]]])})
+        >>> batch = TensorDict({"loss_weight": torch.tensor([0.25, 0.5])}, batch_size=[2])
+        >>> float(weighted_loss(terms, batch))
+        2.25
+    """
+    if not has_key(batch, weight_key):
+        raise MissingKeyError(
+            f"weighted_loss needs the key {weight_key!r} (weight_key), written by LossWeight after the "
+            f"split; the batch has {key_names(batch)}. Where weights are folded into the advantage, or the "
+            "loss makes means of its own, add them up by headrace.pipeline.total_loss: optimise(..., "
+            "reduce=total_loss)"
+        )
+    weight = batch.get(weight_key)
+    if weight.numel() == len(batch):
+        weight = weight.reshape(-1)
+    losses = {
+        key: value for key, value in terms.items() if key.startswith("loss_") and isinstance(value, Tensor)
+    }
+    total = torch.zeros((), dtype=weight.dtype, device=weight.device)
+    for key, value in losses.items():
+        if value.ndim < 2 or value.shape[: weight.ndim] != weight.shape:
+            raise BatchError(
+                f"weights are for per-token terms, ({len(batch)}, T) or ({len(batch)}, T, 1); {key!r} is "
+                f"{tuple(value.shape)}. Set aggregation='none' on GRPOLoss; its KL terms stay means of their "
+                "micro-batch all the same: use headrace.pipeline.TokenGRPOLoss for those"
+            )
+        total = total + (value * weight.reshape(*weight.shape, *[1] * (value.ndim - weight.ndim))).sum()
+    if not losses:
+        raise BatchError(f"a loss has entries named loss_*; found {sorted(map(str, terms.keys()))}")
+    return total
