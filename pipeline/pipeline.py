@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from headrace.transforms.distributed import OtherRankError, SharedIds, sharing
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.options import nested_key
-from headrace.transforms.rows import AHEAD, Rows, Table, TokenCount, Written
+from headrace.transforms.rows import AHEAD, Late, Rows, Table, TokenCount, Written
 from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PROCESSED, RANK, ROW
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import column_of
@@ -31,6 +30,17 @@ from .rank_options import RankOptions
 from .report.columns import note_advantage, note_collected
 from .run import LastRun, Run
 from .stage import as_module, with_stage
+
+
+class Epoch(NamedTuple):
+    """What the stages behind the cut made of one pass over the rows."""
+
+    places: dict[str, Tensor]
+    """Where each row of the table is trained, by name."""
+    columns: dict[NestedKey, tuple[Tensor, torch.dtype, int]]
+    """What stages have written (:meth:`Rows.written_columns`)."""
+    late: list[Late]
+    """What they do to gathered rows."""
 
 
 class Pipeline(StageListing, LastRun, BatchTransform):
@@ -204,49 +214,59 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         return run
 
     def _decide(self, stages: dict[str, nn.Module], rows: Rows, epochs: int, *, whole: bool) -> Run:
-        table, keys, names = rows.table, self._keys, list(stages)
+        table, keys, at = rows.table, self._keys, place_of_cut(stages)
         texts = note_collected(rows, keys)
         weights_came = column_of(table.batch, keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), rows.row_numbers()
-        at = place_of_cut(stages)
-        before, behind = (names, []) if at is None else (names[:at], names[at + 1 :])
-        for name in before:
+        for name in list(stages)[:at]:
             self._stage(name, stages[name], rows)
         note_advantage(rows, keys)
-        drawn, places, passes = None, [], []
-        if at is not None and (bool(table.here.any()) or table.ranks is not None):
-            split: Any = stages[names[at]]
-            with split.lock, self._named(names[at], split, table):
-                rows.extend(split.carried_rows() if split.remainder == "carry" else None, split.remainder)
-                drawn = split.draw(rows.seen_by(split, names[at]), epochs)
-                before_weights = dict(table.columns), dict(table.written), list(table.late)
-                for each in drawn.passes:
-                    table.columns, table.written, table.late = (copy(part) for part in before_weights)
-                    self._put_places(rows, each)
-                    for name in behind:
-                        self._stage(name, stages[name], rows, after_cut=True)
-                    places.append(self._places(rows, each))
-                    passes.append((rows.written_columns(), table.late))
-                table.columns, table.written, table.late = before_weights
-        elif at is not None:  # nothing is left to cut: only the reasons are named
-            for reason, effect in zip(stages[names[at]].reasons, stages[names[at]].effects, strict=True):
-                rows.seen_by(stages[names[at]], names[at]).leave(torch.zeros(0).bool(), reason, effect)
-        self._record_silent(rows, places, weights_came)
-        processed = torch.full((table.size,), self._half != "first")
-        table.columns[PROCESSED], table.written[PROCESSED] = processed, Written(torch.bool, 1)
-        steps = None
-        if drawn is not None:
-            for columns, _ in passes:
-                columns[PROCESSED] = (processed, torch.bool, 1)
-            with self._named(names[at], split, table):
-                steps = drawn.steps(passes)
-                if whole:
-                    steps.refuse_to_resume()
-            split.accept(drawn)
+        split: Any = None if at is None else list(stages.values())[at]
+        with nullcontext() if split is None else split.lock:  # what one batch carries, the next one takes
+            passes, drawn = self._cut(stages, rows, at, epochs)
+            places = [each.places for each in passes]
+            self._record_silent(rows, places, weights_came)
+            processed = torch.full((table.size,), self._half != "first")
+            table.columns[PROCESSED], table.written[PROCESSED] = processed, Written(torch.bool, 1)
+            steps = None
+            if drawn is not None:
+                for each in passes:
+                    each.columns[PROCESSED] = (processed, torch.bool, 1)
+                with self._named(list(stages)[at], split, table):
+                    steps = drawn.steps([(each.columns, each.late) for each in passes])
+                    if whole:
+                        steps.refuse_to_resume()
+                split.accept(drawn)
         for stage in stages.values():
             if isinstance(stage, BatchTransform):
                 stage.state_after(rows)
         return Run(stages, keys, rows, steps=steps, epochs=epochs, places=places, texts=texts)
+
+    def _cut(
+        self, stages: dict[str, nn.Module], rows: Rows, at: int | None, epochs: int
+    ) -> tuple[list[Epoch], Any]:
+        """Draw the minibatches of every epoch, and let the stages behind the cut weigh the rows of each."""
+        if at is None:
+            return [], None
+        table, names, passes = rows.table, list(stages), list[Epoch]()
+        split: Any = stages[names[at]]
+        seen = rows.seen_by(split, names[at])
+        if not bool(table.here.any()) and table.ranks is None:  # only the reasons are named
+            for reason, effect in zip(split.reasons, split.effects, strict=True):
+                seen.leave(torch.zeros(0, dtype=torch.bool), reason, effect)
+            return [], None
+        with self._named(names[at], split, table):
+            rows.extend(split.carried_rows() if split.remainder == "carry" else None, split.remainder)
+            drawn = split.draw(rows.seen_by(split, names[at]), epochs)
+        before = table.columns, table.written, table.late
+        for each in drawn.passes:
+            table.columns, table.written, table.late = dict(before[0]), dict(before[1]), list(before[2])
+            self._put_places(rows, each)
+            for name in names[at + 1 :]:
+                self._stage(name, stages[name], rows, after_cut=True)
+            passes.append(Epoch(self._places(rows, each), rows.written_columns(), table.late))
+        table.columns, table.written, table.late = before
+        return passes, drawn
 
     def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_cut: bool = False) -> None:
         """Let one stage decide, or change tokens; code that is not ours sees a batch, and is read again."""
@@ -322,9 +342,10 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         found = {"minibatch": each.minibatch, "microbatch": each.microbatch}
         if each.rank is not None:
             found["rank"] = each.rank
-        weight = columns.get(FOLDED_WEIGHT, columns.get(self._keys.weight))
+        key = FOLDED_WEIGHT if FOLDED_WEIGHT in columns else self._keys.weight
+        weight = columns.get(key)
         if weight is not None and weight.ndim == 1:
-            found["loss_weight"] = weight.double()
+            found["loss_weight"] = weight.to(rows.dtype(key)).double()  # as it trains
         return found
 
     def _record_silent(self, rows: Rows, places: list[dict[str, Tensor]], weights_came: bool) -> None:

@@ -156,7 +156,7 @@ def test_a_place_is_the_innermost_line_of_headrace_else_that_of_the_test(fake):
     group_relative_advantage(reward, groups)
     test, headrace = fake.reads
     assert repr(test).startswith("_to_copy.default at tests/test_fake_device.py:")
-    assert headrace.place.startswith("transforms/checks.py:")
+    assert headrace.place.startswith("transforms/tensordicts.py:")
     with fake.unseen():
         reward.tolist()
     assert (len(fake.reads), len(fake.copies)) == (2, 2)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.pipeline import RepeatSampler, stamp_ids
+from headrace.pipeline import Pipeline, RepeatSampler, stamp_ids
 from headrace.transforms import CompletenessGate, IncompleteGroupsError
 
 SHAPES = {
@@ -157,7 +157,8 @@ def test_a_prompt_of_which_no_row_came_back_is_noticed_by_its_neighbours():
         ):
             gate(batches[1][batches[1]["group_id"] != 4])
         dropping = CompletenessGate(expected_groups=knows, on_incomplete="drop")
-        assert dropping.run(batches[1][batches[1]["group_id"] != 4]).metrics["missing_groups"] == 1
+        run = Pipeline({"gate": dropping}).run(batches[1][batches[1]["group_id"] != 4])
+        assert run.metrics["gate/missing_groups"] == 1
         assert len(gate(batches[0][:0])) == 0
 
 

@@ -246,6 +246,15 @@ class Ids:
         return torch.empty_like(place).scatter_(0, order, place)
 
 
+def add_up(values: Tensor) -> Tensor:
+    """() float64, the sum of (M,) `values` by size: of one set of numbers it has the same bits in any order.
+
+    Zeros, as of rows that do not count, change no bit of it.
+    """
+    values = values.double().sort().values
+    return torch.bincount(torch.zeros_like(values, dtype=torch.int64), weights=values, minlength=1)[0]
+
+
 def first_row(ids: Tensor) -> Tensor:
     """For each row, the first row with the same id.
 

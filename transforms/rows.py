@@ -188,8 +188,9 @@ class Table:
         counted = None if self.counted is None else torch.ones(more.size, dtype=torch.bool)
         if more.batch is not None and len(more.batch):
             # What stages wrote to carried rows is in the table now, as it is of the other rows.
-            only_here = [*self.written, *OF_THE_TABLE]
-            plain = leave_out(more.batch, [key for key in only_here if column_of(self.batch, key) is None])
+            written = [*self.written, *OF_THE_TABLE]
+            plain = leave_out(more.batch, [key for key in written if column_of(self.batch, key) is None])
+            self.batch = leave_out(self.batch, [key for key in written if column_of(plain, key) is None])
             plain = plain.to(device_of(self.batch))
             plain = plain.clear_device_() if self.batch.device is None else plain
             self.batch = join_rows([self.batch, plain], "carried rows") if len(self.batch) else plain
@@ -386,9 +387,12 @@ class Rows:
         self.compact()
         step = max(-(-len(self.table.live) // parts), 1)
         for start in range(0, max(len(self.table.live), 1), step):
-            part, some = copy(self.table), slice(start, start + step)
-            part.batch, part.live, part.gone = rows_between(part.batch, some), part.live[some], False
-            yield Rows(part, self.names).as_decided()
+            yield self._decided_between(slice(start, start + step))
+
+    def _decided_between(self, some: slice) -> TensorDictBase:
+        part = copy(self.table)
+        part.batch, part.live, part.gone = rows_between(part.batch, some), part.live[some], False
+        return Rows(part, self.names).as_decided()
 
     def with_written(self, batch: TensorDictBase) -> TensorDictBase:
         """Write the columns that stages have written to the table into the rows of :meth:`tokens`."""
@@ -549,7 +553,7 @@ class Rows:
             MissingKeyError: it is not there; the message lists the columns that are.
         """
         if not self.has(role):
-            raise self._missing(role)
+            raise self.missing(role)
         column = self.table.columns[self.key(role)]
         return column if self.index is None else column.index_select(0, self.index)
 
@@ -816,7 +820,7 @@ class Rows:
         count = TokenCount(self.key(role), None)
         if count not in self.table.columns:
             if column_of(self.table.batch, count.mask) is None:
-                raise self._missing(role)
+                raise self.missing(role)
             self.load(tokens=[count])
         column = self.table.columns[count]
         return column if self.index is None else column.index_select(0, self.index)
@@ -842,7 +846,7 @@ class Rows:
         if made not in self.table.columns:
             column = column_of(self.table.batch, key)
             if column is None:
-                raise self._missing(role, option)
+                raise self.missing(role, option)
             if isinstance(column, list):
                 column = torch.cat([number(row[None]) for row in column])
             else:
@@ -1152,7 +1156,7 @@ class Rows:
         """
         table, key, dtype = self.table, self.key("advantage"), self.advantage_dtype
         if dtype is None:
-            raise self._missing("advantage")
+            raise self.missing("advantage")
         if not dtype.is_floating_point:
             raise BatchError(f"an advantage is a floating-point number; found {dtype}")
         column = table.columns.get(key)
@@ -1183,10 +1187,13 @@ class Rows:
     @property
     def advantage_dtype(self) -> torch.dtype | None:
         """In which dtype the batch has the advantage, of rows or of tokens; None: it has none."""
-        key = self.key("advantage")
-        if key in self.table.columns:
+        key, batch = self.key("advantage"), self.table.batch
+        if self.is_late("advantage"):  # one row says what the others will have
+            self.compact()
+            batch = self._decided_between(slice(1))
+        elif key in self.table.columns:
             return self.dtype("advantage")
-        column = column_of(self.table.batch, key)
+        column = column_of(batch, key)
         if column is None:
             return None
         return column[0].dtype if isinstance(column, list) else column.dtype
@@ -1196,7 +1203,8 @@ class Rows:
             return f"{role}_key"
         return str(self.key(role))
 
-    def _missing(self, role: Any, option: str | None = None) -> MissingKeyError:
+    def missing(self, role: Any, option: str | None = None) -> MissingKeyError:
+        """The error that says that a column is not there, which are, and by which option to name another."""
         key = self.key(role)
         if key in WRITERS:
             writer = WRITERS[key]

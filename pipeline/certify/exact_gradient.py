@@ -21,6 +21,7 @@ from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import CompletenessGate, ShuffleSplit
 from headrace.transforms.errors import BatchError
+from headrace.transforms.schema import MINIBATCH
 
 from .small_task import Prompt, SmallTask
 
@@ -47,7 +48,7 @@ CUT = {
 def one_group_a_step(config: DictConfig, task: SmallTask, words: Sequence[str] = ()) -> Pipeline:
     """Build a composed ``pipeline`` node for the groups of a task, one group an optimiser step.
 
-    What is changed is how a batch is cut, by the stage's trait `cuts`; that the gate learns the size of
+    What is changed is how a batch is cut, by ShuffleSplit; that the gate learns the size of
     groups from their column, as the gate has it; that weights are written and not folded into the
     advantage, which is the same loss; how many rewards there are; and what the task itself needs (its
     `settings`), where the recipe leaves it at its default. Everything else is the recipe's.
@@ -240,7 +241,6 @@ def gradients_of(
         if remembers:
             pipeline = copy.deepcopy(fresh)
         trained = pipeline.run(rows).batch
-        pipeline.check()
         if len(trained) == 0:
             continue
         each = _by_row(trained, keys.get("advantage", "advantage"), score)
@@ -255,7 +255,7 @@ def gradients_of(
 
 def _may_remember(stage: nn.Module) -> bool:
     """Whether a stage has a state, or is none of ours and may have one that it does not declare."""
-    if getattr(stage, "cuts", False) or getattr(stage, "within_groups", False):
+    if getattr(stage, "within_groups", False) or MINIBATCH in getattr(stage, "out_keys", ()):
         return False
     return getattr(stage, "stateful", False) or not type(stage).__module__.startswith("headrace.")
 
@@ -277,8 +277,7 @@ def _keep_within(stages: list[nn.Module]) -> bool:
 
 def _cuts_groups(stage: nn.Module) -> bool:
     """Whether a stage makes an optimiser step of each group."""
-    options = [getattr(stage, name, None) for name in ("cuts", "unit", "minibatch_size")]
-    return options == [True, "group", 1]
+    return isinstance(stage, ShuffleSplit) and (stage.unit, stage.minibatch_size) == ("group", 1)
 
 
 def _by_row(trained: TensorDictBase, advantage_key: NestedKey, score: Tensor) -> Tensor:

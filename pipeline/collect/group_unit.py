@@ -9,11 +9,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import ConsumingSampler, Sampler, SampleUnit, StalenessAwareSampler, Storage
 
-from headrace.transforms import BatchError, CompletenessGate, enforce
+from headrace.transforms import BatchError, CompletenessGate
 from headrace.transforms.entry import enter_rows
+from headrace.transforms.errors import who_stamps
 from headrace.transforms.ids import Ids, as_ids, first_row
 from headrace.transforms.options import at_least, describe_options, one_of
-from headrace.transforms.rows import few
+from headrace.transforms.rows import Rows, few
 from headrace.transforms.schema import STATUS_KEYS, has_key, read_column
 
 Anchors = Literal["any", "first"]
@@ -89,8 +90,8 @@ class GroupUnit(SampleUnit):
         if bool((group < 0).any()):
             unset = (group < 0).nonzero().flatten()
             raise BatchError(
-                f"every row needs a group_id ≥ 0; found none at rows {few(unset)}: rows without an id would be "
-                "one group"
+                f"every row needs a group_id ≥ 0; found none at rows {few(unset)}: rows without an id would "
+                f"be one group{who_stamps('group_id')}"
             )
         first = first_row(group)
         heads, places = groups_drawn(first, index.reshape(-1).to(first.device), self.anchors)
@@ -121,10 +122,11 @@ class GroupUnit(SampleUnit):
         self, rows: Tensor, turn: Tensor, columns: TensorDictBase, storage: Storage
     ) -> tuple[Tensor, Tensor]:
         """The rows of each group in the order of writing: a full buffer's oldest row is at its cursor."""
-        size = len(storage)
+        size, name = len(storage), type(self.gate).__name__
         if not len(rows) or size < storage.max_size or self.gate.rollout_key is None:
             return rows, turn
-        rollouts = as_ids(self.gate.column(columns, "rollout_key"), "rollout_id")
+        key = self.gate.rollout_key
+        rollouts = as_ids(read_column(columns, key, reader=name, option="rollout_key"), "rollout_id")
         there = all(has_key(columns, key) for key in (self.gate.done_key, self.gate.init_key))
         if not there and len(rollouts.unique()) < size:
             raise BatchError(
@@ -147,9 +149,9 @@ class GroupUnit(SampleUnit):
         """Those that pass the gate."""
         if not len(rows):
             return rows, turn
-        outcome = self.gate.run(columns[rows])
-        enforce(outcome.rules)
-        stays = torch.ones_like(rows).bool() if outcome.verdict is None else outcome.verdict == 0
+        drawn = Rows.read(columns[rows], keys=self.gate.in_keys)
+        self.gate.decide(drawn.seen_by(self.gate))
+        stays = drawn.table.here.to(rows.device)
         if not bool(stays.any()):
             raise BatchError("none of the groups that were drawn passes the gate")
         return rows[stays], turn[stays]

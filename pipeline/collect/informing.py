@@ -16,7 +16,7 @@ from headrace.transforms import (
     SampleFilter,
     StalledError,
 )
-from headrace.transforms.assembler.pieces import Piece, check_kinds, gather, kinds_of, let_go
+from headrace.transforms.assembler.pieces import RowPiece, check_kinds, gather, kinds_of, let_go
 from headrace.transforms.assembler.stream import Intervals
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.errors import listing
@@ -106,7 +106,7 @@ class Informative(OverSource):
         self.groups, self.max_batches, self.on_short = groups, max_batches, on_short
         self.counts = {"uninformative": 0}
         self.seen = self.found = 0
-        self._waiting: dict[int, list[tuple[Piece, int]]] = {}  # rows by group
+        self._waiting: dict[int, list[tuple[RowPiece, int]]] = {}  # rows by group
         self._came, self._closed = 0, Intervals()  # rows and groups that came
         self._kinds: dict[Any, Any] = {}  # of the columns of rows that wait
 
@@ -166,7 +166,7 @@ class Informative(OverSource):
                 f"{READER} takes batches of whole groups; in two batches came "
                 f"{listing(map(str, sorted(torn)))}. Put assembled() between it and the collector"
             )
-        piece = Piece(flat, range(self._came, self._came + len(flat)))
+        piece = RowPiece(flat, range(self._came, self._came + len(flat)))
         if self._waiting:
             check_kinds(self._kinds, kinds_of(piece.columns))
         informs = {groups[row] for row in self._in_loss(flat)}
@@ -219,7 +219,7 @@ class Informative(OverSource):
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`own_state`."""
-        pieces = [Piece.from_plain(rows) for rows in state["rows"]]
+        pieces = [RowPiece.from_plain(rows) for rows in state["rows"]]
         homes = {arrival: piece for piece in pieces for arrival in piece.place}
         self._waiting = {}
         for group, arrival in zip(state["group"].tolist(), state["arrival"].tolist(), strict=True):

@@ -110,7 +110,7 @@ def advantage_as(name: str) -> Callable[[LoggedRows], np.ndarray]:
     stages = load_pipeline(f"pipeline={name}").stages.items()
     computing = {}
     for key, stage in stages:
-        moves = getattr(stage, "reasons", ()) or getattr(stage, "cuts", False)
+        moves = getattr(stage, "reasons", ()) or MINIBATCH in getattr(stage, "out_keys", ())
         if not moves and MINIBATCH not in getattr(stage, "in_keys", ()):
             computing[key] = stage
     pipeline = Pipeline(computing)

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from headrace.transforms.ids import Ids
+from headrace.transforms.ids import Ids, add_up
 from headrace.transforms.options import at_least, one_of, within
 
 Baseline = Literal[
@@ -96,7 +96,7 @@ class Groups:
     @cached_property
     def batch_deviation(self) -> Tensor:
         """(V,) R_i − the mean over all rollouts."""
-        return self.reward - self.reward.sort().values.sum() / len(self.reward)
+        return self.reward - add_up(self.reward) / len(self.reward)
 
     def std(self, ddof: int) -> Tensor:
         """(P,) by the deviations, since a sum of squares loses everything to a large mean."""
@@ -104,7 +104,7 @@ class Groups:
 
     def batch_std(self, ddof: int) -> Tensor:
         """Scalar, over all rollouts."""
-        squares = self.batch_deviation.square().sort().values.sum()
+        squares = add_up(self.batch_deviation.square())
         return (squares / max(len(self.reward) - ddof, 1)).sqrt()
 
     @cached_property

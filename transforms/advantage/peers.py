@@ -86,6 +86,9 @@ class CombineIds(BatchTransform):
     def decide(self, rows: Rows) -> None:
         """Add the id."""
         exact = [(key,) if isinstance(key, str) else key for key in (*self.keys, self.into)]
+        for key in exact[:-1]:
+            if not rows.has(key):
+                raise rows.missing(key, "keys")
         columns = [rows.integers(key, str(name)) for key, name in zip(exact, self.keys, strict=False)]
         for key, ids in zip(self.keys, columns, strict=True):
             rows.require_set(ids, last_of(key), "rows without an id would be compared with one another")

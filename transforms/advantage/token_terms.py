@@ -16,7 +16,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import Ids, as_ids
+from headrace.transforms.ids import Ids, add_up, as_ids
 from headrace.transforms.options import above_zero, at_least, describe_options, nested_key, one_of, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import read_column, require
@@ -254,7 +254,7 @@ class LogRatio(TokenTerm):
             return ratio
         sums = sum_of_tokens(torch.where(trains, ratio, 0.0))
         found = rows.measured(sums=sums, tokens=trains.sum(1))
-        return ratio.double() - float(found["sums"].sort().values.sum() / found["tokens"].sum().clamp_min(1))
+        return ratio.double() - float(add_up(found["sums"]) / found["tokens"].sum().clamp_min(1))
 
 
 class DirectedWeight(TokenTerm):

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from headrace.transforms.ids import Ids
+from headrace.transforms.ids import Ids, add_up
 from headrace.transforms.options import one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.tokens import sum_of_tokens
@@ -168,7 +168,7 @@ class WeightFormula:
             }
         mean = 1.0
         if self.normalise == "batch" and len(weights):
-            found_mean = float(weights.sort().values.sum() / count.clamp_min(1))
+            found_mean = float(add_up(weights) / count.clamp_min(1))
             mean = found_mean if found_mean > NOTHING else 1.0
         for name, power in (("weight", 1), ("squares", 2), ("largest", 1)):
             sums[name] = sums[name] / mean**power

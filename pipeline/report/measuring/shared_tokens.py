@@ -12,7 +12,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.prefixes import left_aligned, prefix_order
-from headrace.transforms.schema import has_key
+from headrace.transforms.schema import MINIBATCH, has_key
 from headrace.transforms.split.trees import Forest
 from headrace.transforms.tokens import ATTENTION, read_tokens
 
@@ -81,7 +81,7 @@ NOTHING = SharedTokens({}, {})
 
 def linear_of(stages: Iterable[Any]) -> float:
     """6 × the hidden size, as the stage that cuts has it."""
-    cutting = (stage for stage in stages if getattr(stage, "cuts", False))
+    cutting = (stage for stage in stages if MINIBATCH in getattr(stage, "out_keys", ()))
     return getattr(next(cutting, None), "linear", LINEAR)
 
 
