@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.transforms.rows import TRAINED
 
-from .texts import labels_of_ids
+from .conversations import labels_of_ids
 
 
 class Ledger:

@@ -17,7 +17,7 @@ from headrace.transforms.distributed import SharedIds
 from headrace.transforms.gate import OnIncomplete
 from headrace.transforms.weight import Mean
 
-from .composing import ConfigError, compose_config, explain_composition, leave_out
+from .composing import ConfigError, compose_config, explain_composition, without_stage
 from .composing.nodes import build_node, check_stage
 from .composing.recipe_names import Recipe
 from .pipeline import Pipeline
@@ -123,7 +123,7 @@ def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[
         group = word.partition("=")[0]
         if again := [other for other in others if other.startswith(f"{group}=")]:
             raise ConfigError(f"{group} is said twice, by {word} and by {again[0]}: say it once")
-    return [*chosen, *map(leave_out, others)]
+    return [*chosen, *map(without_stage, others)]
 
 
 def _is_override(word: str) -> bool:

@@ -84,7 +84,7 @@ def stages_html(stages: Iterable[tuple[str, str]]) -> str:
     for number, (name, text) in enumerate(stages, start=1):
         kind, _, options = text.partition("(")
         rows.append([str(number), name, kind, options.removesuffix(")")])
-    return table("Pipeline", ["", "stage", "class", "options"], rows, numeric={0})
+    return html_table("Pipeline", ["", "stage", "class", "options"], rows, numeric={0})
 
 
 def ledger_html(
@@ -115,7 +115,8 @@ def funnel_html(caption: str, levels: Sequence[Level]) -> str:
             text = f"{reason_words(level.name, left.reason)}, {left.action}"
             rows.append([text, *(minus_words(getattr(left, unit)) for unit in units)])
     rows.append(["trained", *(count_words(getattr(levels[-1], unit)) for unit in units)])
-    return table(caption, ["", *units], rows, numeric=range(1, len(units) + 1), dim=range(1, len(rows) - 1))
+    numeric, dim = range(1, len(units) + 1), range(1, len(rows) - 1)
+    return html_table(caption, ["", *units], rows, numeric=numeric, dim=dim)
 
 
 def report_html(
@@ -130,7 +131,7 @@ def report_html(
     parts += [f"<p>{shown_text(line)}</p>" for line in advice]
     parts += [columns_html(groups, "Groups")] if groups else []
     values = [[name, shown_value(value)] for name, value in numbers.items()]
-    listed = table("", ["number", "value"], values, numeric={1})
+    listed = html_table("", ["number", "value"], values, numeric={1})
     return "".join([*parts, f"<details><summary>{len(numbers)} numbers</summary>{listed}</details>"])
 
 
@@ -140,10 +141,10 @@ def columns_html(columns: Mapping[str, np.ndarray], caption: str = "") -> str:
     rows = [[shown_value(column[i]) for column in columns.values()] for i in range(min(length, GROUPS))]
     head = [name.replace("_", " ") for name in columns]
     more = f"<p>and {length - GROUPS:,} more</p>" if length > GROUPS else ""
-    return table(caption, head, rows, numeric=range(len(head))) + more
+    return html_table(caption, head, rows, numeric=range(len(head))) + more
 
 
-def table(
+def html_table(
     caption: str,
     head: Sequence[str],
     rows: Sequence[Sequence[str]],

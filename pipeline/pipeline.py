@@ -21,13 +21,13 @@ from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PRO
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import column_of
 
-from .columns import KEYS, Asked, Keys
+from .account_keys import KEYS, Asked, Keys
 from .halves import Half, check_half, check_place, cut_in_two
 from .logs import log_batch, logging_refusals
 from .notebook import StageListing
 from .order import arrange, check_order, place_of_cut
 from .rank_options import RankOptions
-from .report.columns import note_advantage, note_collected
+from .report.row_columns import note_advantage, note_collected
 from .run import LastRun, Run
 from .stage import as_module, with_stage
 
@@ -152,7 +152,7 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         """Rows in training order, all minibatches in one batch; see :meth:`run`."""
         return self._run(batch, 1, whole=True).batch
 
-    apply = forward  # type: ignore[assignment]
+    apply = forward
 
     def minibatches(self, batch: TensorDictBase, *, epochs: int = 1) -> Iterator[TensorDictBase]:
         """Run all stages, now, and return the minibatches, which are gathered one at a time.
@@ -191,7 +191,7 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         return check_place(batch, self._half)
 
     def _run(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
-        """One batch on its way: read the table, let every stage decide, gather rows when they are asked for."""
+        """One batch on its way: read the table, let every stage decide; rows are gathered when asked for."""
         if epochs < 1:
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
         self._last.run = None  # a refused batch leaves no account
@@ -221,7 +221,8 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         for name in list(stages)[:at]:
             self._stage(name, stages[name], rows)
         note_advantage(rows, keys)
-        split: Any = None if at is None else list(stages.values())[at]
+        cutting: tuple[str, Any] = ("", None) if at is None else list(stages.items())[at]
+        name, split = cutting
         with nullcontext() if split is None else split.lock:  # what one batch carries, the next one takes
             passes, drawn = self._cut(stages, rows, at, epochs)
             places = [each.places for each in passes]
@@ -232,7 +233,7 @@ class Pipeline(StageListing, LastRun, BatchTransform):
             if drawn is not None:
                 for each in passes:
                     each.columns[PROCESSED] = (processed, torch.bool, 1)
-                with self._named(list(stages)[at], split, table):
+                with self._named(name, split, table):
                     steps = drawn.steps([(each.columns, each.late) for each in passes])
                     if whole:
                         steps.refuse_to_resume()
@@ -300,7 +301,7 @@ class Pipeline(StageListing, LastRun, BatchTransform):
             raise named from err
 
     def _foreign(self, name: str, stage: nn.Module, rows: Rows) -> None:
-        """Any callable from a batch to a batch: it gets what was decided so far, and the table is read again."""
+        """Any callable from a batch to a batch: it gets what was decided so far; the table is read again."""
         table = rows.table
         batch = rows.write()
         numbers = table.live
@@ -308,8 +309,8 @@ class Pipeline(StageListing, LastRun, BatchTransform):
             batch = stage(batch)
             if not isinstance(batch, TensorDictBase) or (len(batch) and column_of(batch, ROW) is None):
                 raise BatchError(
-                    f"a stage returns a TensorDict that keeps the column {ROW!r}, by which rows are accounted "
-                    f"for; it returned {type(batch).__name__} without it"
+                    f"a stage returns a TensorDict that keeps the column {ROW!r}, by which rows are "
+                    f"accounted for; it returned {type(batch).__name__} without it"
                 )
             numbers = rows.numbers_of(batch)
         found, times = numbers.unique(return_counts=True)

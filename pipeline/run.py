@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headrace.transforms.rows import Rows
 from headrace.transforms.tensordicts import shallow_copy
 
-from .columns import Keys
+from .account_keys import Keys
 from .ledger import Ledger
 from .report import StepReport, print_report
 from .report.texts import Decode
@@ -68,8 +68,7 @@ class Run:
     def ungathered(self) -> TensorDictBase:
         """The rows that stay, as they came to the cut, with their numbers under ``("headrace", "row")``."""
         if self.rows is None:
-            assert self._batch is not None
-            return self._batch
+            return cast(TensorDictBase, self._batch)
         return self.rows.write()
 
     def minibatches(self) -> Iterator[TensorDictBase]:
@@ -87,17 +86,27 @@ class Run:
         """The same account, which holds no column of the batch."""
         if self.rows is None:
             return Run(self.stages, self.keys, None)
-        table = dataclasses.replace(self.rows.table, batch=None)  # type: ignore[type-var]
+        table = dataclasses.replace(self.rows.table, batch=None)
         table.__dict__ |= {k: v for k, v in self.rows.table.__dict__.items() if k not in ("batch", "late")}
         rows = Rows(table, self.rows.names)
         return Run(self.stages, self.keys, rows, places=self.places, texts=self.texts)
 
     # -- the account ------------------------------------------------------------------------------------
 
+    @property
+    def known_rows(self) -> Rows:
+        """The table.
+
+        Raises:
+            RuntimeError: the batch had no rows.
+        """
+        if self.rows is None:
+            raise RuntimeError("the batch of this run had no rows, of which nothing is known")
+        return self.rows
+
     def of_rank(self, values: Tensor) -> Tensor:
         """Of (N, ...) values of the table those of this rank's rows, and of those carried to it."""
-        assert self.rows is not None
-        table = self.rows.table
+        table = self.known_rows.table
         if table.ranks is None:
             return values
         return values[table.numbers_of_rank]
@@ -193,12 +202,12 @@ class LastRun:
         return {} if self.last_run is None else self.last_run.metrics
 
     def report(self, **options: Any) -> StepReport:
-        """Print a funnel and a table of groups for the last batch, and return its report (:meth:`Run.report`).
+        """Print a funnel and a table of groups of the last batch, and return its report (:meth:`Run.report`).
 
         Raises:
             RuntimeError: there was no batch, or a stage refused it.
         """
-        return print_report(self, **options)
+        return print_report(cast(Any, self), **options)
 
 
 class _PerThread:

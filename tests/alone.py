@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from tensordict import TensorDictBase
 
-from headrace.transforms.rows import Rows
-from headrace.transforms.stage import BatchTransform
+from headrace.transforms import BatchTransform, Rows
 
 
 class Said(NamedTuple):

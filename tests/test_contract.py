@@ -445,7 +445,9 @@ def test_who_leaves_is_gone_or_out_of_the_loss_and_has_a_reason(name, make_batch
         return
     assert not stage.effects or len(stage.effects) == len(stage.reasons)
     assert {f"stage/{reason}" for reason in stage.reasons} == {r for r in reasons if r.startswith("stage/")}
-    leaves = {row["row"] for reason in reasons if reason.startswith("stage/") for row in run.ledger.rows(reason)}
+    leaves = {
+        row["row"] for reason in reasons if reason.startswith("stage/") for row in run.ledger.rows(reason)
+    }
     padding = out.get(PADDING, torch.zeros(len(out), dtype=torch.bool))
     here = set(out["number"][~padding].tolist())
     if (stage.effects or ["dropped"])[0] in ("dropped", "carried"):

@@ -202,7 +202,7 @@ def test_the_glossary_says_what_the_code_says(check):
         (avoided_names, "| `told` | word |", "| `tensordict` | word |"),
         (avoided_names, "| `shallow` | file |", "| `seeds` | file |"),
         (missing_classes, "`OverlongPunishment`, ", ""),
-        (missing_classes, "| `Outcome` |", "| `verdict` |"),
+        (missing_classes, "| `Rows` |", "| `keep` |"),
         (unused_terms, "| **turn** |", "| **spiel** |"),
         (unused_terms, "| **turn** |", "| **rollout** |"),
         (unknown_carriers, "`rewards_to_go`", "`rewards_gone_by`"),

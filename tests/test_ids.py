@@ -20,8 +20,11 @@ LABELS = st.one_of(
 NUMBERS = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([0.0, 0.1, 1 / 3, 1e-30, 1e300, -1e300, 5e-324]))
 
 
+SMALL = st.integers(-50, 50)
+
+
 @st.composite
-def rows(draw, values=st.integers(-50, 50)):
+def rows(draw, values=SMALL):
     """Labels, which rows count (or None), and a value for each."""
     labels = draw(LABELS)
     of_each = {"min_size": len(labels), "max_size": len(labels)}

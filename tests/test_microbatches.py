@@ -515,7 +515,7 @@ def test_a_stage_after_the_split_moves_nothing():
         def apply(self, batch):
             return batch[2:]
 
-    with pytest.raises(BatchError, match="stage 'late', .*a stage after the split leaves all rows where they are"):
+    with pytest.raises(BatchError, match=r"'late', .* after the split leaves all rows where they are"):
         Pipeline({"split": ShuffleSplit(minibatches=2), "late": Late()})(batch_of([2] * 8))
 
 

@@ -18,7 +18,9 @@ from headrace.transforms import (
     ShuffleSplit,
     Status,
     group_relative_advantage,
+    split_minibatches,
 )
+from headrace.transforms.schema import MICROBATCH
 
 pytestmark = pytest.mark.slow
 
@@ -89,8 +91,7 @@ def test_rewards_with_gradients_give_credit_without():
 def test_the_micro_batches_of_a_rank_are_a_multiple(make_batch, cut, balance):
     batch = make_batch([0.0] * 16, [0] * 16)
     split = ShuffleSplit(minibatches=2, multiple_of=4, balance=balance, **cut)
-    draw = split.draw(batch, split.state)
-    counts = [len(of_rank) for ranks in draw.plans[0].sizes for of_rank in ranks]
+    counts = [int(part[MICROBATCH].max()) + 1 for part in split_minibatches(split(batch))]
     assert len(counts) == 2
     assert all(count % 4 == 0 for count in counts)
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline, make_report, page_data
+from headrace.pipeline.conversations import message_lines
 from headrace.pipeline.report import decoder_of, last_user_turn, render_page
 from headrace.pipeline.report.loggers import rollout_rows
 from headrace.pipeline.report.page_contents import CHARACTERS, PAGE_TEXTS, cut_text, cut_tokens
 from headrace.pipeline.report.texts import TokenValues
-from headrace.pipeline.texts import message_lines
 from headrace.transforms import CompletenessGate, GroupRelativeAdvantage
 from headrace.transforms.tensordicts import as_texts
 

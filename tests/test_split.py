@@ -8,8 +8,14 @@ from cutting import cut_alone
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.transforms import BatchError, MissingKeyError, ShuffleSplit, shuffle_split, split_minibatches
-from headrace.transforms.rows import Rows
+from headrace.transforms import (
+    BatchError,
+    MissingKeyError,
+    Rows,
+    ShuffleSplit,
+    shuffle_split,
+    split_minibatches,
+)
 from headrace.transforms.schema import MINIBATCH
 
 UNITS = st.one_of(st.none(), st.lists(st.integers(0, 6), min_size=1, max_size=25))

@@ -37,7 +37,7 @@ An advantage is `(R − baseline) / scale`, with ε added to the scale (`add`), 
 added where the scale is positive (`skip`); the equations are those of
 [group_relative_advantage](../transforms/advantage/group_relative.py). A lone rollout is alone in its group.
 Everywhere, groups of equal rewards have an advantage of exactly 0 where the group is needed, and no NaN comes
-out. The loss mean is that of [LossWeight](../transforms/weight/loss_weight.py).
+out. The loss mean is that of [LossWeight](../transforms/weight.py).
 
 What the gradient of each recipe is in expectation stands [below](#certificates).
 """

@@ -74,10 +74,10 @@ def require_ends(rows: Rows, ends: Ends) -> None:
         together = expected is not None and segment is None
         rows.require(
             begun <= (expected if together else 1),
-            "a rollout begins once; found more beginnings (True) in {found}. Was it begun anew under the same "
-            f"id? The rewards of both attempts would be added up. {NUMBER_WORKERS}. Where segments begin each "
-            "by themselves, as sub-agents do, give the batch a column expected_segments, or name the gate's "
-            "segment_key",
+            "a rollout begins once; found more beginnings (True) in {found}. Was it begun anew under the "
+            f"same id? The rewards of both attempts would be added up. {NUMBER_WORKERS}. Where segments "
+            "begin each by themselves, as sub-agents do, give the batch a column expected_segments, or name "
+            "the gate's segment_key",
             lambda row: rows.segments(row, begins),
         )
     if expected is not None:

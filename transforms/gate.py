@@ -10,10 +10,10 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .collapse import require_identity
 from .ends import Ends, finished, require_ends
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
 from .options import at_least, nested_key, one_of
+from .required import require_identity
 from .rows import Rows, few
 from .schema import DONE, EXPECTED_SEGMENTS, FINISHED, INIT, Status, key_names
 from .stage import BatchTransform

@@ -109,8 +109,8 @@ def as_ids(
 class Ids:
     """The ids of rows as numbers 0 … n − 1, ascending by id, and arithmetic per id.
 
-    Rows that do not count (`counts` False) are left out of every sum, extreme and count. What is known of each
-    id is an (n,) tensor; :meth:`spread` brings it to the rows.
+    Rows that do not count (`counts` False) are left out of every sum, extreme and count. What is known of
+    each id is an (n,) tensor; :meth:`spread` brings it to the rows.
 
     Args:
         labels: (M,) int64, any labels; equal ones are one id.

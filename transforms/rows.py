@@ -1,6 +1,6 @@
 """The table that stages decide on: a few numbers per row, on the CPU, while tokens stay on their device.
 
-A run reads the table once, every stage is a function of it, and the rows of the batch are gathered at the end::
+A run reads the table once, every stage is a function of it, and rows are gathered at the end::
 
     rows = Rows.read(batch)             # group_id, rollout_id, reward, ... as columns
     for stage in stages:
@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
@@ -207,7 +207,7 @@ class Table:
         self.here, self.kept = torch.cat([self.here, more.here]), torch.cat([self.kept, more.here])
         if self.into is not None:
             self.into = torch.cat([self.into, torch.arange(before, before + more.size)])
-        in_loss = more.columns[IN_LOSS] if IN_LOSS in more.columns else more.in_loss
+        in_loss = more.columns.get(IN_LOSS, more.in_loss)
         self.in_loss = torch.cat([self.in_loss, in_loss])
         if self.counted is not None and counted is not None:
             counted = more.columns.get(COUNTED, counted)
@@ -349,7 +349,7 @@ class Rows:
             table.columns[key] = self._of_all(values)
 
     def _of_all(self, values: Tensor) -> Tensor:
-        """(B, ...) values of the rows of the batch as a column of the table; unknown for rows that left it."""
+        """(B, ...) values of the batch's rows as a column of the table; unknown for rows that left it."""
         table = self.table
         if table.ranks is None and len(values) == table.size:
             return values
@@ -415,7 +415,7 @@ class Rows:
         return any(self.key(role) in late.writes for late in self.table.late)
 
     def _forget(self, changed: Collection[NestedKey]) -> None:
-        """Read columns of the batch anew when somebody asks, and what was counted in them or reduced of them."""
+        """Read columns of the batch, and what was counted in or reduced of them, anew when somebody asks."""
         table = self.table
         for key in list(table.columns):
             if any(source in changed for source in _sources(key)):
@@ -624,8 +624,7 @@ class Rows:
             ndim: dimensions of the column in the batch; None: those that it has there.
             fill: for rows outside of this view, where the column is new; None: NaN, or 0 for integers.
         """
-        table, key = self.table, self.key(role)
-        assert key is not None
+        table, key = self.table, cast(NestedKey, self.key(role))
         before = table.written.get(key)
         if dtype is None:
             dtype = before.dtype if before else table.dtypes.get(key, values.dtype)
@@ -697,7 +696,7 @@ class Rows:
         return self.table.in_loss if self.index is None else self.table.in_loss[self.index]
 
     def of_rank(self, values: Tensor) -> Tensor:
-        """Those of (M, ...) `values` that are of this rank's rows; all of them where no ranks share a batch."""
+        """Those of (M, ...) `values` that are of this rank's rows; all where no ranks share a batch."""
         own = self.table.own
         if self.table.ranks is None:
             return values
@@ -739,7 +738,7 @@ class Rows:
         return self.where(self.rollouts.is_first)
 
     def from_voters(self, values: Tensor) -> Tensor:
-        """(V, ...) → (M, ...): what is known of each rollout, on all its rows; 0 on rows that do not count."""
+        """(V, ...) → (M, ...): what is known of each rollout, on its rows; 0 on rows that do not count."""
         if self.voters is self:
             return values
         of = self.rollouts.of
@@ -772,7 +771,7 @@ class Rows:
 
     @property
     def reward(self) -> Tensor:
-        """(M,) float64: the rollout's reward where a stage has written it, else the row's own as collected."""
+        """(M,) float64: the rollout's reward where a stage has written it, else the row's as collected."""
         return self[REWARD] if self.has(REWARD) else self.number("reward").double()
 
     # -- tokens -------------------------------------------------------------------------------------------
@@ -927,10 +926,11 @@ class Rows:
         if name not in table.names:
             table.names.append(name)
             table.effects.append(effect)
+        counted = table.counted
         if effect in ("masked", "excluded"):
             table.masks_rows = True
-            if effect == "excluded" and table.counted is None:
-                table.counted = torch.ones(table.size, dtype=torch.bool)
+        if effect == "excluded":
+            counted = table.counted = torch.ones(table.size).bool() if counted is None else counted
         if not bool(rows.any()):
             return
         number = rows.nonzero().flatten()
@@ -938,9 +938,8 @@ class Rows:
         first = number[table.reason[number] == 0]
         table.reason[first] = table.names.index(name)
         table.in_loss[number] = False
-        if effect == "excluded":
-            assert table.counted is not None
-            table.counted[number] = False
+        if effect == "excluded" and counted is not None:
+            counted[number] = False
             table.ids.clear()
         if effect in ("dropped", "carried"):
             table.here[number] = False
@@ -992,7 +991,7 @@ class Rows:
             self.put(LENGTH, torch.where((before < 0) & rows, lengths, before), ndim=1, fill=-1)
 
     def ask(self, criterion: Callable[[TensorDictBase], Any]) -> Any:
-        """(M,): what a callable of a batch says of each row; the batch is written for it, and read once more."""
+        """(M,): what a callable says of each row of the batch, which is written for it and read once more."""
         said = criterion(self.write())
         fits = isinstance(said, Tensor) and said.dtype is torch.bool and said.numel() == len(self.table.live)
         return self.measure(("asked", id(criterion)), said.reshape(-1)) if fits else said
@@ -1066,7 +1065,7 @@ class Rows:
         return {name: part if values.ndim > 1 else part[:, 0] for (name, values), part in pairs}
 
     def of_all_ranks(self, values: Tensor) -> Tensor:
-        """(B, ...) for the rows of the batch → (M, ...) for the rows of this view, on the CPU. An exchange."""
+        """(B, ...) for the batch's rows → (M, ...) for the rows of this view, on the CPU. An exchange."""
         column = self._of_all(values.cpu())
         return column if self.index is None else column.index_select(0, self.index)
 
@@ -1087,7 +1086,7 @@ class Rows:
         return self.of_rank(values).to(device_of(self.table.batch))
 
     def stored_as(self, batch: TensorDictBase) -> None:
-        """Take :meth:`tokens` as somebody has stored them anew, as dense columns say: no number has changed."""
+        """Take :meth:`tokens` as somebody has stored them anew, say densely: no number has changed."""
         self.table.batch = batch
 
     def accept(self, batch: TensorDictBase) -> None:
@@ -1107,8 +1106,8 @@ class Rows:
             table.live, table.kept = live, table.here.clone()
         elif len(batch) != len(table.live):
             raise BatchError(
-                f"a stage returns the rows that are here, {len(live)}; {len(batch)} came out. Rows that go are "
-                "taken out by rows.leave"
+                f"a stage returns the rows that are here, {len(live)}; {len(batch)} came out. Rows that go "
+                "are taken out by rows.leave"
             )
         table.batch = batch
         self._forget(

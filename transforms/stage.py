@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import EnvBase
@@ -100,12 +100,12 @@ class BatchTransform(Transform):
     @property
     def on_table(self) -> bool:
         """Whether it works on the table."""
-        return type(self).decide is not BatchTransform.decide or _takes_rows(type(self))
+        return type(self).decide is not BatchTransform.decide or _takes_rows(cast(Any, type(self)))
 
     def work_on(self, rows: Rows) -> None:
         """Decide, or change tokens; `rows` are those that it sees."""
-        if _takes_rows(type(self)):
-            rows.accept(self.apply(rows.tokens(), rows))  # type: ignore[call-arg,arg-type]
+        if _takes_rows(cast(Any, type(self))):
+            rows.accept(self.apply(rows.tokens(), rows))  # type: ignore[call-arg]
         else:
             self.decide(rows)
 

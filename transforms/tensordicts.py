@@ -801,7 +801,9 @@ def _like(row: TensorDict, columns: dict[str, Any]) -> TensorDict:
     """A TensorDict like another, of other columns, which are known to fit."""
     if not _IS_PLAIN:
         return of_columns(columns, row.batch_size, row.device, row.names if row._has_names() else None)
-    made = TensorDict.__new__(TensorDict)  # a fifth of the cost of _unchecked, of which a lazy stack has thousands
+    made = TensorDict.__new__(
+        TensorDict
+    )  # a fifth of the cost of _unchecked, of which a lazy stack has thousands
     made._device, made._batch_size, made._td_dim_names = row._device, row._batch_size, row._td_dim_names
     made._tensordict = columns
     return made

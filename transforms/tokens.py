@@ -46,8 +46,8 @@ def no_loss_mask(batch: TensorDictBase, key: NestedKey | None) -> MissingKeyErro
     """What to say where nothing says which tokens train."""
     return MissingKeyError(
         f"tokens in the loss are those of the mask {key!r} (loss_mask_key), or of a response behind its "
-        f"prompt: {PROMPT!r} and {RESPONSE!r}, as wide together as {ATTENTION!r}. Finite log-probabilities do "
-        "not say which tokens train: those of a scored prompt are finite, too. The batch has "
+        f"prompt: {PROMPT!r} and {RESPONSE!r}, as wide together as {ATTENTION!r}. Finite log-probabilities "
+        "do not say which tokens train: those of a scored prompt are finite, too. The batch has "
         f"{key_names(batch)}: write the mask, True where a token trains"
     )
 
@@ -146,7 +146,7 @@ def same_width(one: Tensor, other: Tensor, names: str) -> None:
 
 
 def tokens_of_all_ranks(rows: Rows, *columns: Tensor, fill: float = 0) -> list[Tensor]:
-    """(B, T) of the rows of this rank → (M, T') of those of all ranks, where they are; without ranks the same.
+    """(B, T) of this rank's rows → (M, T') of those of all ranks, where they are; without ranks the same.
 
     Args:
         rows: all that are here.

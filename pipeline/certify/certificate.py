@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from headrace.pipeline.columns import weights_of_stages
+from headrace.pipeline.account_keys import weights_of_stages
 from headrace.pipeline.load import ConfigError
 from headrace.transforms.errors import BatchError
 

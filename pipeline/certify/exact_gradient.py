@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from headrace.pipeline.columns import keys_of_stages
+from headrace.pipeline.account_keys import keys_of_stages
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import CompletenessGate, ShuffleSplit
@@ -277,7 +277,8 @@ def _keep_within(stages: list[nn.Module]) -> bool:
 
 def _cuts_groups(stage: nn.Module) -> bool:
     """Whether a stage makes an optimiser step of each group."""
-    return isinstance(stage, ShuffleSplit) and (stage.unit, stage.minibatch_size) == ("group", 1)
+    options = [getattr(stage, name, None) for name in ("unit", "minibatch_size")]
+    return MINIBATCH in getattr(stage, "out_keys", ()) and options == ["group", 1]
 
 
 def _by_row(trained: TensorDictBase, advantage_key: NestedKey, score: Tensor) -> Tensor:

@@ -239,7 +239,8 @@ class StepQueue:
                         raise StalledError(f"{late} for {patience:g} s")
                     time.sleep(POLL)
             for rank, rows in enumerate(parts):
-                name, tag = f"{self.partition}/{rank}", {}
+                tag: dict[str, Any] = {}
+                name = f"{self.partition}/{rank}"
                 if len(rows):
                     columns, tag = encode_rows(rows)
                     keys = [f"{self.steps}/{row}" for row in range(len(rows))]

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 
-from headrace.pipeline.composing import TASKS, ConfigError, leave_out, recipes
+from headrace.pipeline.composing import TASKS, ConfigError, recipes, without_stage
 from headrace.pipeline.installed import PACKAGES, versions
 from headrace.pipeline.wording import suggest
 
@@ -118,7 +118,7 @@ def ready_words(words: Sequence[str]) -> list[str]:
             raise ConfigError(f"{word}: a name is required; headrace --help says which there are")
     values = [word for word in words if word in read.overrides]
     flags = [word for word in words if word not in read.overrides]
-    return [*flags, *map(leave_out, values)]
+    return [*flags, *map(without_stage, values)]
 
 
 def _check_flag(word: str) -> None:

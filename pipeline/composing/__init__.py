@@ -1,5 +1,5 @@
 """How words become a configuration, and nodes of it objects; nothing listed here imports torch."""
 
-from .compose import TASKS, ConfigError, compose_config, explain_composition, leave_out, recipes
+from .compose import TASKS, ConfigError, compose_config, explain_composition, recipes, without_stage
 
-__all__ = ["TASKS", "ConfigError", "compose_config", "explain_composition", "leave_out", "recipes"]
+__all__ = ["TASKS", "ConfigError", "compose_config", "explain_composition", "recipes", "without_stage"]

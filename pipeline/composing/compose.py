@@ -26,11 +26,11 @@ class ConfigError(ValueError):
     """A configuration that is invalid, or names something unknown; the message has a hint."""
 
 
-def leave_out(word: str) -> str:
+def without_stage(word: str) -> str:
     """``~pipeline.stages.NAME`` as ``pipeline.stages.NAME=null``, which a recipe's `order` may still name.
 
     Example:
-        >>> leave_out("~pipeline.stages.filter"), leave_out("pipeline=grpo")
+        >>> without_stage("~pipeline.stages.filter"), without_stage("pipeline=grpo")
         ('pipeline.stages.filter=null', 'pipeline=grpo')
     """
     found = re.fullmatch(r"~(pipeline\.stages\.\w+)", word)

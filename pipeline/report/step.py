@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from headrace.pipeline.conversations import labels_of_ids, strings
 from headrace.pipeline.notebook import ColumnTable, report_html
-from headrace.pipeline.texts import labels_of_ids, strings
 from headrace.transforms import Status
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.schema import FINISHED
 
 from .advice import Advisory, advise
-from .columns import report_columns
 from .measuring.funnel import Level, funnel, left_numbers
 from .measuring.groups import compared_ids, groups_of, rollouts_of, staleness_of, widest_first
 from .measuring.numbers import numbers_of
 from .measuring.shared_tokens import count_shared_tokens, linear_of
+from .row_columns import report_columns
 from .texts import Decode, TokenValues, last_user_turn, texts_of_tokens, values_by_token
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def make_report(
         >>> make_report(run, step=7)
         StepReport(step=7, 2 of 2 rows trained)
     """
-    run: Run | None = processed.last_run if hasattr(processed, "last_run") else processed  # type: ignore[assignment]
+    run: Run | None = processed.last_run if hasattr(processed, "last_run") else processed
     if run is None:
         raise RuntimeError(
             "there is no batch to report on: run the pipeline over one; one that was refused has none, and "
@@ -206,13 +206,15 @@ def make_report(
     comparing = [stage for stage in run.stages.values() if hasattr(stage, "advantage_by_row")]
     if (
         comparing and run.rows.table.ranks is None
-    ):  # of rows that are spread over ranks, this one's say nothing
-        if (by_row := _advantage_by_row(comparing[0], columns)) is not None:
-            columns["advantage_by_row"] = by_row
+    ):  # of groups that are spread over ranks, a part says nothing
+        by_row = _advantage_by_row(comparing[0], columns)
+        columns |= {} if by_row is None else {"advantage_by_row": by_row}
     metrics, there = run.metrics, None if run is not processed else run.ungathered
     if batch is not None:
         batch = enter_rows(batch, [], reader="make_report")
-        ids = {name: columns[name][: len(batch)] for name in ("group_id", "rollout_id") if name in columns}
+        ids: dict[str, Any] = {
+            name: columns[name][: len(batch)] for name in ("group_id", "rollout_id") if name in columns
+        }
         counts = count_shared_tokens(batch, ids, ~run.ledger.left.numpy()[: len(batch)])
         metrics |= counts.numbers(linear=linear_of(run.stages.values()), parameters=parameters)
     gates = [stage.group_size for stage in run.stages.values() if FINISHED in getattr(stage, "out_keys", ())]

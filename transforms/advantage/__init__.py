@@ -21,7 +21,7 @@ from .token_terms import (
     top_share,
 )
 from .turns import RewardsToGo, TurnDiscount, rewards_to_go, turns_to_go
-from .whiten import BatchWhitening, whiten
+from .whitening import BatchWhitening, whiten
 
 __all__ = [
     "BatchWhitening",

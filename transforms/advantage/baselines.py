@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -30,11 +30,11 @@ Singleton = Literal["zero", "raw", "raise"]
 Clip = Sequence[float | None]
 
 
-class Groups:
+class Grouped:
     """The rewards of groups, each group sorted: what a baseline or a scale may ask.
 
-    Everything per rollout is (V,), in the order of the groups and in each of the rewards; everything per group
-    is (P,), until :meth:`spread` brings it to the rollouts. Sums follow that order, so that they depend on the
+    What is per rollout is (V,), in the order of the groups and in each of the rewards; what is per group is
+    (P,), until :meth:`spread` brings it to the rollouts. Sums follow that order, so that they depend on the
     set of a group's rewards, and on nothing else to the last bit.
 
     Args:
@@ -43,7 +43,7 @@ class Groups:
         length: (V,) int64, tokens of each rollout, where somebody asks.
 
     Example:
-        >>> g = Groups(torch.tensor([5.0, 1.0, 3.0]).double(), Ids(torch.tensor([7, 2, 7])))
+        >>> g = Grouped(torch.tensor([5.0, 1.0, 3.0]).double(), Ids(torch.tensor([7, 2, 7])))
         >>> g.reward.tolist(), g.count.tolist(), g.unsorted(g.deviation).tolist()
         ([1.0, 3.0, 5.0], [1.0, 2.0], [1.0, 0.0, -1.0])
     """
@@ -116,7 +116,7 @@ class Groups:
     @cached_property
     def mad(self) -> Tensor:
         """(P,) median of |R_j − median(R_j)|."""
-        return Groups((self.reward - self.spread(self.median)).abs(), Ids(self.of)).median
+        return Grouped((self.reward - self.spread(self.median)).abs(), Ids(self.of)).median
 
     @cached_property
     def best_other(self) -> Tensor:
@@ -157,7 +157,7 @@ def sorted_in_groups(reward: Tensor, ids: Ids) -> Tensor:
 
 
 # The reward less its baseline. In a group whose rewards are all equal, all but the last two give 0.
-BASELINES: dict[str, Callable[[Groups, Formula], Tensor]] = {
+BASELINES: dict[str, Callable[[Grouped, Formula], Tensor]] = {
     "mean": lambda g, _: g.deviation,
     "leave_one_out": lambda g, _: g.deviation * g.spread(g.count / (g.count - 1).clamp_min(1)),
     "median": lambda g, _: g.reward - g.spread(g.median),
@@ -171,7 +171,7 @@ BASELINES: dict[str, Callable[[Groups, Formula], Tensor]] = {
 ABSOLUTE = ("batch", "none")  # the baselines that need no group
 
 # What the difference is divided by, before ε: (P,) of the group, () of the batch, or (V,) of each rollout.
-SCALES: dict[str, Callable[[Groups, int], Tensor] | None] = {
+SCALES: dict[str, Callable[[Grouped, int], Tensor] | None] = {
     "group": lambda g, ddof: g.std(ddof),
     "leave_one_out": lambda g, ddof: leave_one_out_std(g, ddof),
     "mad": lambda g, _: g.mad,
@@ -245,8 +245,8 @@ class Formula:
         return self.k or (2 if self.singleton == "raise" and self.is_relative else 1)
 
 
-def advantage_in_groups(g: Groups, formula: Formula) -> Tensor:
-    """(V,) float64, in the order of :class:`Groups`: ``(R − b − δ) / s``, clipped."""
+def advantage_in_groups(g: Grouped, formula: Formula) -> Tensor:
+    """(V,) float64, in the order of :class:`Grouped`: ``(R − b − δ) / s``, clipped."""
     alone = g.spread(g.number == 1)
     credit = BASELINES[formula.baseline](g, formula)
     if formula.shift:
@@ -277,14 +277,13 @@ def with_eps(scale: Tensor, eps: float, eps_mode: str) -> Tensor:
     return torch.where(scale > 0, scale + eps, 1.0)
 
 
-def length_weighted(g: Groups) -> Tensor:
+def length_weighted(g: Grouped) -> Tensor:
     """(P,) ``Σ L_j d_j / Σ L_j`` of the deviations d: what a weighted mean lies above the plain one."""
-    assert g.length is not None
-    ids, length = Ids(g.of), g.length.double()
+    ids, length = Ids(g.of), cast(Tensor, g.length).double()
     return ids.sum(length * g.deviation) / g.sum(length).clamp_min(1)
 
 
-def above_others_of_k(g: Groups, k: int) -> Tensor:
+def above_others_of_k(g: Grouped, k: int) -> Tensor:
     """For each rollout, by how much it exceeds the best of k − 1 others, in the mean over all such sets.
 
     It is an integral over the values t below R_i of the share of sets that lie at t or below, which is with
@@ -298,14 +297,14 @@ def above_others_of_k(g: Groups, k: int) -> Tensor:
     return g.running(share)
 
 
-def above_log_mean_exp(g: Groups, temperature: float) -> Tensor:
+def above_log_mean_exp(g: Grouped, temperature: float) -> Tensor:
     """``R − τ log mean exp(R/τ)``, from the best of the group on, and without a cancellation for large τ."""
     from_best = g.reward - g.spread(g.largest)
     mean = g.sum(torch.expm1(from_best / temperature)) / g.count
     return from_best - g.spread(temperature * torch.log1p(mean))
 
 
-def leave_one_out_std(g: Groups, ddof: int) -> Tensor:
+def leave_one_out_std(g: Grouped, ddof: int) -> Tensor:
     """(V,): for each rollout, the std of the others in its group.
 
     With d the deviations from the group's mean, the squares of the others about their own mean add up to

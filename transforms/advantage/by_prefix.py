@@ -8,11 +8,11 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.collapse import require_identity, require_rewards
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.prefixes import END, left_aligned
+from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD
@@ -27,7 +27,7 @@ from headrace.transforms.tokens import (
     write_tokens,
 )
 
-from .baselines import Groups
+from .baselines import Grouped
 from .by_turn import Alone
 from .group_relative import require_fit
 from .turns import places_on_arrival
@@ -122,7 +122,7 @@ def credit_of_branches(
         return BranchCredit(labels.double(), labels.new_zeros(0, dtype=torch.float64))
     device, width = labels.device, labels.shape[1]
     # 1. Of each row the members of its group, (N, G), and their deviations: none where rewards are equal.
-    g, row = Groups(reward, groups), torch.arange(len(reward))
+    g, row = Grouped(reward, groups), torch.arange(len(reward))
     member = torch.full((groups.n, int(g.number.max())), -1)
     member[groups.of, groups.positions()] = row
     member = groups.spread(member).to(device)

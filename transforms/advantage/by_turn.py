@@ -9,17 +9,17 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.collapse import require_identity, require_rewards
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key, one_of, within
+from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD, has_key
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tokens import read_tokens, same_width, whole_numbers, write_tokens
 
-from .baselines import Formula, Groups, advantage_in_groups
+from .baselines import Formula, Grouped, advantage_in_groups
 from .group_relative import require_fit
 from .turns import places_on_arrival
 
@@ -158,7 +158,7 @@ def credit_of_turns(
     pair = rows.groups.of[rollouts.first][:, None] * len(number) + number
     singleton = "raw" if alone == "return" else "zero"
     formula = Formula(baseline, "none", singleton=singleton)  # type: ignore[arg-type]
-    g = Groups(returns[there], Ids(pair[there]))
+    g = Grouped(returns[there], Ids(pair[there]))
     credit = torch.zeros_like(returns)
     credit[there] = g.unsorted(advantage_in_groups(g, formula))
     return rollouts.spread(credit).masked_fill(~has_turn, 0.0)

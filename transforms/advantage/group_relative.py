@@ -10,9 +10,9 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from headrace.transforms.collapse import require_identity, require_rewards
 from headrace.transforms.errors import BatchError
 from headrace.transforms.options import as_dtype, at_least, nested_key, one_of
+from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD, REWARDS
@@ -23,7 +23,7 @@ from .baselines import (
     Clip,
     EpsMode,
     Formula,
-    Groups,
+    Grouped,
     Scale,
     Singleton,
     advantage_in_groups,
@@ -188,7 +188,7 @@ def measure(
         tokens = None
         if length is not None:
             tokens = rows.rollouts.sum(length)[rows.rollouts.of[rows.rollouts.is_first]]
-        g = Groups(one_each, groups, tokens)
+        g = Grouped(one_each, groups, tokens)
         credit = g.unsorted(advantage_in_groups(g, formula))
     return rows.from_voters(credit)
 
@@ -409,14 +409,14 @@ class GroupRelativeAdvantage(BatchTransform):
         expected = weighted_reward(rewards.to(dtype), self.weights).double()
         todo = {
             "sum": "Give the weights to FanOutCollapse, and none to the advantage",
-            "decoupled": "Give FanOutCollapse the same weights, and shape no reward where each is compared by "
-            "itself: what a stage adds to their sum would be lost",
+            "decoupled": "Give FanOutCollapse the same weights, and shape no reward where each is compared "
+            "by itself: what a stage adds to their sum would be lost",
         }
         ok = (reward == expected) | (reward.isnan() & expected.isnan())
         rows.require(
             ok if rows.counted is None else ok | ~rows.counted,
-            "a rollout's reward, which filters and the report go by, must be its rewards by the weights of the "
-            f"advantage; found {{found}}. {todo[self.several]}",
+            "a rollout's reward, which filters and the report go by, must be its rewards by the weights of "
+            f"the advantage; found {{found}}. {todo[self.several]}",
             lambda row: (
                 f"{float(reward[row]):g} in place of {float(expected[row]):g} for rollout "
                 f"{rows.name('rollout', row)}"

@@ -9,9 +9,9 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from headrace.transforms.collapse import require_rewards
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import above_zero, nested_key, within
+from headrace.transforms.required import require_rewards
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD
 from headrace.transforms.stage import BatchTransform

@@ -8,14 +8,14 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from headrace.transforms.collapse import require_rewards
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.required import require_rewards
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, RETURN
 from headrace.transforms.stage import BatchTransform
 
-from .baselines import EpsMode, Formula, Groups, Scale, advantage_in_groups
+from .baselines import EpsMode, Formula, Grouped, Scale, advantage_in_groups
 from .by_turn import Alone
 from .group_relative import require_fit, require_room
 
@@ -153,7 +153,7 @@ class StateAdvantage(BatchTransform):
         states = some.groups.paired_with(Ids(some.integers("state", "state_id")))
         require_rewards(some, returns, siblings_agree=False)
         require_room(some, returns, self.formula, rows.dtype(RETURN))
-        steps = Groups(returns, states)
+        steps = Grouped(returns, states)
         within = steps.unsorted(advantage_in_groups(steps, self.formula))
         if self._asks_whose:
             rollouts = some.ids("rollout", checked=False)

@@ -6,10 +6,10 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from headrace.transforms.collapse import require_turns
 from headrace.transforms.ends import require_unseen_ends
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key, within
+from headrace.transforms.required import require_turns
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import DONE, EXPECTED_SEGMENTS, RETURN
 from headrace.transforms.stage import BatchTransform

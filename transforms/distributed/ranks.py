@@ -112,7 +112,7 @@ class Ranks:
             table: a :class:`~headrace.transforms.rows.Table`, of this rank's rows, which is changed in place.
 
         Raises:
-            BatchError: on all ranks alike, where ranks have other columns, or several have an id and must not.
+            BatchError: on all ranks alike, where ranks have other columns, or share an id and must not.
         """
         own = len(table.live)
         kinds = {key: (column.dtype, tuple(column.shape[1:])) for key, column in table.columns.items()}

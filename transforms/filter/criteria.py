@@ -1,8 +1,9 @@
 """Criteria for :class:`SampleFilter`: the table in, (M,) bool out, True where the row stays.
 
-A criterion implements ``decide(rows) -> keep``. Any other callable, from a batch to (N,) bool, is one too, at the
-cost of one more read. Optional attributes help: `reason`, the word under which rows that go are counted; `unit`,
-what stays or goes as one; `in_keys`, the columns it reads, by which a pipeline refuses an order that cannot work;
+A criterion implements ``decide(rows) -> keep``. Any other callable, from a batch to (N,) bool, is one too, at
+the cost of one more read. Optional attributes help: `reason`, the word under which rows that go are counted;
+`unit`, what stays or goes as one; `in_keys`, the columns it reads, by which a pipeline refuses an order that
+cannot work;
 `before_baseline`, by which it refuses a place behind the advantage.
 """
 
@@ -42,8 +43,10 @@ class Criterion:
     within_groups: bool = False  # what it says of a row follows from the rows of its group alone
 
     def decide(self, rows: Rows) -> Tensor:
-        """(M,) bool, True where the row stays."""
-        raise NotImplementedError
+        """(M,) bool, True where the row stays. A subclass with a ``__call__`` of its own is given a batch."""
+        if type(self).__call__ is Criterion.__call__:
+            raise NotImplementedError(f"{type(self).__name__} implements decide(rows), or __call__(batch)")
+        return rows.ask(self)
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool, of a batch by itself."""
@@ -172,8 +175,9 @@ class NotTruncated(Criterion):
         """(M,) bool."""
         if self.truncated_key is not None:
             return ~rows.number("truncated").bool()
-        status = rows.status
-        return (rows[STATUS_KEYS[0]] if status is None else status) != Status.TRUNCATED
+        if (status := rows.status) is None:
+            raise rows.missing(STATUS_KEYS[0], "status_key")
+        return status != Status.TRUNCATED
 
 
 class LengthWithin(Criterion):

@@ -47,8 +47,7 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
         ([False, False, True, True], [True, False, False, True])
     """
     value = -reward
-    if by in ("length", "efficiency"):
-        assert length is not None
+    if by in ("length", "efficiency") and length is not None:
         value = length.double() if by == "length" else -reward / length.clamp_min(1)
     # 1. The place of each rollout in its group, the best first.
     order = ids.argsort(stable=True)

@@ -94,7 +94,7 @@ class DenseRows(BatchTransform):
             raise ValueError("pad_id must be an integer ≥ 0; got None. Give the tokenizer a padding token")
         self.pad_id, self.width = at_least("pad_id", pad_id, 0), at_least("width", width, 1)
 
-    def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:
+    def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
         """Pad what is per token, and stack everything else beside it."""
         # 1. What is per token is padded to one width, and all else is stacked.
         if isinstance(batch, LazyStackedTensorDict):
@@ -152,8 +152,8 @@ class DenseRows(BatchTransform):
         messages = {
             "has_response": "some row needs a response; all are empty in {found}. Is the padding token what "
             "ends them?",
-            "is_whole": "prompt and response, end to end, are the whole; they are not in {found}. Were tokens "
-            "cut off, or is `full` of another turn?",
+            "is_whole": "prompt and response, end to end, are the whole; they are not in {found}. Were "
+            "tokens cut off, or is `full` of another turn?",
             "has_tokens": "every row needs a token; found none in {found}",
             "together": "the tokens of a row lie together at its end, behind the padding; the attention mask "
             "is False behind or between some in {found}. Pad on the left. A hole is a sampled padding token, "

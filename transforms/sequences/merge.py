@@ -9,11 +9,11 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor, nn
 
-from headrace.transforms.collapse import require_turns
 from headrace.transforms.errors import BatchError, who_stamps
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key
 from headrace.transforms.prefixes import END, left_aligned, same_content
+from headrace.transforms.required import require_turns
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import (
     IN_LOSS,
@@ -112,8 +112,8 @@ class MergeTurns(BatchTransform):
     Where a prompt is not what was sampled before, such as one that was tokenised anew, a new segment begins,
     counted as ``broken``. Columns by row must agree between rows that are merged, but for `last_keys`, texts
     and the reward behind FanOutCollapse, of which that of the last row stays. TorchRL's ``prompt`` and
-    ``response`` of tokens and log-probabilities are left out. Rows leave as ``merged``; their tokens are counted
-    in the rows into which they are merged.
+    ``response`` of tokens and log-probabilities are left out. Rows leave as ``merged``; their tokens are
+    counted in the rows into which they are merged.
 
     Reads `rollout_key`, `tokens_key`, `attention_key`, `loss_mask_key`, and `turn_key` where it is given.
     Writes `loss_mask_key`, other columns by token that are there, and `advantage_key`, (N, T, 1).
@@ -165,7 +165,7 @@ class MergeTurns(BatchTransform):
         own = [self.tokens_key, self.attention_key, self.loss_mask_key]
         super().__init__([self.rollout_key, *own, self.turn_key], [])  # it moves what others have measured
 
-    def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:
+    def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
         """Merge, and take out what was merged."""
         if has_key(batch, MINIBATCH):
             raise BatchError("rows are merged before they are cut: put MergeTurns before ShuffleSplit")
@@ -208,7 +208,7 @@ class MergeTurns(BatchTransform):
         for key in differs:
             rows.require(
                 found[f"differs in {key}"] == 0,
-                f"rows of a rollout that are merged agree in each column by row; {key!r} differs in {{found}}."
+                f"merged rows of a rollout agree in each column by row; {key!r} differs in {{found}}."
                 " Where that of the last row will do, name it in last_keys; where it is by token, in "
                 "token_keys; or leave it out (batch.exclude)",
                 describe_row(rows),
@@ -278,7 +278,7 @@ def _by_token(batch: TensorDictBase, key: NestedKey, like: NestedKey) -> Tensor:
         if column.shape[dim : dim + 1] not in ((width,), (1,)):
             raise BatchError(
                 f"a column by token is as wide as the tokens, {width}; {key!r} is "
-                f"{tuple(column.shape[dim : dim + 1])}: cut or pad it like them, or leave it out (batch.exclude)"
+                f"{tuple(column.shape[dim : dim + 1])}: cut or pad it like them, or leave it out"
             )
         return column.expand(*column.shape[:dim], width, *column.shape[dim + 1 :])
 

@@ -172,7 +172,7 @@ class ScoreRows(BatchTransform):
         actor = f"actor={type(self.actor).__name__}"
         return f"{type(self).__name__}({actor}{', ' if options else ''}{options})"
 
-    def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:
+    def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
         """Score the rows that train, a pass after another."""
         if self.actor is None:
             raise ValueError(
@@ -228,8 +228,8 @@ class ScoreRows(BatchTransform):
         # 3. What was sampled was possible.
         rows.require(
             rows.measured(possible=(~trains | log_probs.isfinite()).all(1))["possible"] == 1,
-            "a token that was sampled has a finite log-probability; found others in {found}. Is the actor the "
-            "policy that sampled them?",
+            "a token that was sampled has a finite log-probability; found others in {found}. Is the actor "
+            "the policy that sampled them?",
             describe,
         )
         rows.metric("scored", len(order))

@@ -50,7 +50,7 @@ SMALL = 2**20  # bytes of a batch that is gathered at once
 PLACES = (MINIBATCH, MICROBATCH, RANK)
 
 Columns = Mapping[NestedKey, tuple[Tensor, torch.dtype, int]]
-"""What stages have written, by key: (N,) or (N, K) by row of the table, the column's dtype and its dimensions."""
+"""What stages have written, by key: (N,) or (N, K) by row of the table, the column's dtype and dimensions."""
 
 
 class LossColumns(NamedTuple):
@@ -69,8 +69,8 @@ class OptimiserSteps:
 
     Args:
         table: of the batch, with what was decided.
-        passes: by epoch, the plan, in row numbers of the table, the columns that stages have written, and what
-            they do to gathered rows.
+        passes: by epoch, the plan, in row numbers of the table, the columns that stages have written, and
+            what they do to gathered rows.
         rank: whose part of each step; None: those of all ranks.
         loss_columns: those that keep padding out of the loss.
         progress: counts what was taken, by the iterator that took last.
@@ -303,7 +303,7 @@ class GatheredRows:
         return Branch(columns, batch.batch_size[1:], batch.device)
 
     def _put(self, key: NestedKey, pieces: Sequence[Tensor]) -> bool:
-        """Let a column be one of those that are built; False where something else holds it than a TensorDict."""
+        """Let a column be one of those that are built; False where it is in no TensorDict."""
         *path, name = (key,) if isinstance(key, str) else key
         branch = self.branch
         for each in path:

@@ -107,9 +107,7 @@ def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) ->
             if is_reward or (column.ndim == 1 and column.dtype is not torch.float64):
                 column = column if len(numbers) == table.size else column.index_select(0, numbers)
                 found[str(key)] = column if is_reward else column.long()
-        elif value is not None and (
-            is_reward or (value.numel() == each and not value.is_floating_point())
-        ):
+        elif value is not None and (is_reward or (value.numel() == each and not value.is_floating_point())):
             value = column_of(batch, key)
             if isinstance(value, Tensor):  # rows of one shape
                 at = table.places(numbers).to(value.device) if at is None else at

@@ -224,7 +224,7 @@ class ShuffleSplit(SplitMemory, BatchTransform):
 
         Raises:
             MissingKeyError: a column is not there.
-            BatchError: as :func:`shuffle_split` and :func:`deal`; a batch was interrupted, and this is another.
+            BatchError: as :func:`shuffle_split` and :func:`deal`; a batch was interrupted, this is another.
         """
         cut, table, before = self.cut, rows.table, self.state
         # 1. Is it the batch that was interrupted, if one was?
@@ -267,7 +267,8 @@ class ShuffleSplit(SplitMemory, BatchTransform):
             left = own[:0]
         kept = rows.taken(left) if carries and len(left) else None
         for reason, effect in zip(self.reasons, self.effects, strict=True):
-            rows.leave(out if (effect == "carried") == carries else out[:0], reason, effect)
+            leaves = out if (effect == "carried") == carries else out[:0]
+            rows.leave(leaves, reason, "carried" if effect == "carried" else "dropped")
 
         # 5. Numbers of this rank's rows.
         measured = measure(mine[-1], lengths, cut, forest) | {"left": float(len(left))}

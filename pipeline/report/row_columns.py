@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from headrace.pipeline.columns import TEXTS, Keys
+from headrace.pipeline.account_keys import TEXTS, Keys
 from headrace.transforms.rewards import weighted_reward
 from headrace.transforms.rows import Rows, TokenCount
 from headrace.transforms.schema import REWARD
@@ -35,7 +35,7 @@ def note_collected(rows: Rows, keys: Keys) -> dict[str, Any]:
 
 
 def note_advantage(rows: Rows, keys: Keys) -> None:
-    """Note the mean of each row's advantage, and its size, where it is per token: before weights are in it."""
+    """Note the mean and size of each row's advantage, where it is per token: before weights are in it."""
     key = keys.found["advantage"][0]
     known = rows.table.columns.get(key)
     of_rows = known is not None and known.ndim == 1 and not rows.is_late(key)
@@ -67,8 +67,7 @@ def _mean_and_size(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]
 
 def report_columns(run: Run) -> dict[str, np.ndarray]:
     """(N,) or (N, K) by name, of the rows of this rank; what they mean says :class:`StepReport`."""
-    assert run.rows is not None
-    table, keys, found = run.rows.table, run.keys, dict[str, Tensor]()
+    table, keys, found = run.known_rows.table, run.keys, dict[str, Tensor]()
 
     def first(name: str) -> Tensor | None:
         return next((table.columns[key] for key in keys.found[name] if key in table.columns), None)
