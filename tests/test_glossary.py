@@ -200,7 +200,7 @@ def test_the_glossary_says_what_the_code_says(check):
         (avoided_names, "| `mask_key` | name |", "| `advantage_key` | name |"),
         (avoided_names, "| `speaks` | word |", "| `loss` | word |"),
         (avoided_names, "| `told` | word |", "| `tensordict` | word |"),
-        (avoided_names, "| `shallow` | file |", "| `seeds` | file |"),
+        (avoided_names, "| `shallow` | file |", "| `bins` | file |"),
         (missing_classes, "`OverlongPunishment`, ", ""),
         (missing_classes, "| `Rows` |", "| `keep` |"),
         (unused_terms, "| **turn** |", "| **spiel** |"),

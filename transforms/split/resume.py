@@ -91,6 +91,7 @@ def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) ->
 
     Example:
         >>> from tensordict import TensorDict
+        >>> from headrace.transforms import Rows
         >>> batch = TensorDict({"id": torch.tensor([7, 8]), "advantage": torch.ones(2)}, batch_size=[2])
         >>> identifying_columns(Rows.read(batch).table, torch.arange(2), "reward")
         {'id': tensor([7, 8])}
