@@ -19,7 +19,7 @@ from headrace.transforms.options import nested_key
 from headrace.transforms.rows import AHEAD, Late, Rows, Table, TokenCount, Written
 from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PROCESSED, RANK, ROW
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tensordicts import column_of
+from headrace.transforms.tensordicts import column_of, describe_columns, device_of, without_rows
 
 from .account_keys import KEYS, Asked, Keys
 from .halves import Half, check_half, check_place, cut_in_two
@@ -27,7 +27,7 @@ from .logs import log_batch, logging_refusals
 from .notebook import StageListing
 from .order import arrange, check_order, place_of_cut
 from .rank_options import RankOptions
-from .report.row_columns import note_advantage, note_collected
+from .report.row_columns import note_advantage, note_collected, texts_with_carried
 from .run import LastRun, Run
 from .stage import as_module, with_stage
 
@@ -197,13 +197,13 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         self._last.run = None  # a refused batch leaves no account
         stages, ranks = dict(self.stages.items()), self.rank_options.ranks()
         with logging_refusals(), sharing(ranks), labels_in_errors(batch, self._id_keys()):
-            flat = self.enter(batch)
+            flat, about, rows = self.enter(batch), "", None
             if ranks is not None:
                 ranks.place, ranks.id_keys = "a batch", self._asked.ids
-                ranks.meet(self.rank_options.same_on_all(stages, epochs))
-            rows = None
+                about = self.rank_options.same_on_all(stages, epochs)
             if len(flat) or ranks is not None:
-                rows = Rows.read(flat, keys=self._asked.columns, tokens=self._asked.counts, ranks=ranks)
+                asked = self._asked
+                rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
             if rows is None or rows.table.size == 0:
                 refuse_nothing(stages, flat)
                 run = Run(stages, self._keys, None, batch=batch, epochs=epochs)
@@ -224,7 +224,10 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         cutting: tuple[str, Any] = ("", None) if at is None else list(stages.items())[at]
         name, split = cutting
         with nullcontext() if split is None else split.lock:  # what one batch carries, the next one takes
+            waited = None if split is None else split.carried_rows()
             passes, drawn = self._cut(stages, rows, at, epochs)
+            if table.carried is not None:
+                texts = texts_with_carried(texts, waited, keys)
             places = [each.places for each in passes]
             self._record_silent(rows, places, weights_came)
             processed = torch.full((table.size,), self._half != "first")
@@ -317,7 +320,13 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         if len(found) < len(numbers):
             twice = listing(map(str, found[times > 1].tolist()))
             raise BatchError(f"a stage may drop rows but not repeat them; found twice: rows {twice}")
-        stays = numbers if table.ranks is None else torch.cat(table.ranks.gather_objects(numbers))
+        stays = numbers
+        if table.ranks is not None:
+            every = table.ranks.gather_objects((numbers, describe_columns(batch) if len(batch) else None))
+            stays = torch.cat([each for each, _ in every])
+            known = next((columns for _, columns in every if columns is not None), None)
+            if len(batch) == 0 and known is not None:  # the stage has not seen it: others say what it has
+                batch = without_rows(known, device_of(batch))
         gone = torch.ones(table.size, dtype=torch.bool).index_fill_(0, stays, False)
         seen = rows.seen_by(stage, name)
         seen.leave(gone if seen.index is None else gone[seen.index], "gone")

@@ -141,6 +141,7 @@ def compare_with_one_process(rank: int, world: int, folder: str) -> None:
             if set(found.get("advantage", ())) != here:
                 differs.append((recipe, kind, how, "rows that stay", sorted(here)))
     torch.save((compared, [str(each) for each in differs]), Path(folder) / f"{rank}.pt")
+    dist.barrier()  # rank 0 has the store, by which the others hear of the end of the last batch
     dist.destroy_process_group()
 
 
@@ -243,4 +244,5 @@ def refuse_together(rank: int, world: int, folder: str) -> None:
     attempt("torn", mine, torn)
     draws = pipeline.stages["split"].state.calls
     torch.save((told, draws), Path(folder) / f"{rank}.pt")
+    dist.barrier()  # rank 0 has the store, by which the others hear of the end of the last batch
     dist.destroy_process_group()

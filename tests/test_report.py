@@ -12,7 +12,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from rich.console import Console
 from tensordict import lazy_stack
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.pipeline import Pipeline, load_pipeline, make_report
 from headrace.pipeline.report import show_report
@@ -171,32 +170,6 @@ def test_kept_and_left_add_up_at_every_stage(rows, action, remainder):
     assert report.funnel[-1].rollouts == report.numbers["rollouts/trained"]
     assert int(report.groups["segments"].sum()) == len(batch) == len(report)
     printed(report)
-
-
-class Reads(TorchDispatchMode):
-    """Count what would wait for a device."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = str(function)
-        self.count += "_local_scalar_dense" in name or "nonzero" in name or "unique" in name
-        return function(*args, **(kwargs or {}))
-
-
-def test_the_table_of_rows_is_read_at_once(make_batch):
-    pipeline = Pipeline(stages())
-    pipeline(busy_batch(make_batch))
-    with Reads() as reads:
-        account = pipeline.account
-        columns, numbers = account.table.read({"reason": account.ledger.reason}, account.numbers)
-    # One `.cpu()`, which no dispatch sees here; then the stages' tensors are turned into floats on the CPU.
-    assert reads.count == sum(torch.is_tensor(v) for v in account.numbers.values())
-    assert numbers["filter/kept"] == pipeline.metrics["filter/kept"]
-    assert make_report(pipeline).numbers.items() >= pipeline.metrics.items()
-    assert {"reward", "advantage", "tokens", "rollout_id", "reason"} <= set(columns)
 
 
 def test_ids_of_62_bits_come_through(make_batch):

@@ -80,9 +80,9 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
         expected = torch.full_like(have, group_size)
     else:
         sizes = rows.integers("expected", "expected_rollouts")
-        expected = groups.min(sizes)
+        expected = sizes[groups.first]
         rows.require(
-            (sizes >= 1) & (groups.spread(expected) == groups.spread(groups.max(sizes))),
+            (sizes >= 1) & (groups.spread(expected) == sizes),
             "expected_rollouts must be one number ≥ 1 per group; found {found}",
             lambda row: (
                 f"group {rows.name('group', row)}: "

@@ -265,6 +265,7 @@ class Rows:
         keys: Iterable[NestedKey | None] = (),
         tokens: Iterable[tuple[NestedKey, NestedKey | None]] = (),
         ranks: Any = None,
+        about: str = "",
     ) -> Rows:
         """Read a batch: all columns in one packed copy.
 
@@ -274,12 +275,13 @@ class Rows:
                 when somebody asks.
             tokens: pairs of a loss mask and log-probabilities (or None) whose tokens will be counted.
             ranks: that share the batch: one exchange brings the rows of all to each.
+            about: what is done with the batch, the same on all ranks.
         """
         table = Table(batch, torch.arange(len(batch)), size=len(batch))
         rows = cls(table, DEFAULTS)
         rows.load([*keys, COUNTED, IN_LOSS, LENGTH], tokens, most=AHEAD)
         if ranks is not None:
-            ranks.share(table)
+            ranks.share(table, about)
         if IN_LOSS in table.columns:  # stages were alone with this batch before
             table.in_loss, table.masks_rows = table.columns[IN_LOSS].clone(), True
         if COUNTED in table.columns:
@@ -539,12 +541,12 @@ class Rows:
 
     def has(self, role: Any) -> bool:
         """Whether there is such a column."""
-        key = self.key(role)
-        if self.is_late(role):
+        key, table = self.key(role), self.table
+        if table.late and self.is_late(role):
             self.settle()
-        if key is not None and key not in self.table.columns:
+        if key is not None and key not in table.columns:
             self.load([key])
-        return key is not None and key in self.table.columns
+        return key in table.columns
 
     def __getitem__(self, role: Any) -> Tensor:
         """(M,) or (M, K): a column, by its role or its key.

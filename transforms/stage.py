@@ -141,14 +141,14 @@ class BatchTransform(Transform):
 
     def read_table(self, batch: TensorDictBase, ranks: Ranks | None) -> Rows | None:
         """The table of a batch that comes to this transform alone; None where nobody has rows."""
-        flat = self.enter(batch)
+        flat, about = self.enter(batch), ""
         if ranks is not None:
             named = [(getattr(self, option, None), name) for option, name in ID_OPTIONS.items()]
             ranks.id_keys = {key: name for key, name in named if key is not None}
-            ranks.meet(self.same_on_all_ranks())
+            about = self.same_on_all_ranks()
         elif flat.shape.numel() == 0:
             return None
-        rows = Rows.read(flat, keys=self.in_keys, tokens=self.tokens_counted, ranks=ranks)
+        rows = Rows.read(flat, keys=self.in_keys, tokens=self.tokens_counted, ranks=ranks, about=about)
         return rows if rows.table.size else None
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase:

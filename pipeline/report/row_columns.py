@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from headrace.pipeline.account_keys import TEXTS, Keys
+from headrace.pipeline.conversations import strings
 from headrace.transforms.rewards import weighted_reward
 from headrace.transforms.rows import Rows, TokenCount
 from headrace.transforms.schema import REWARD
@@ -32,6 +34,19 @@ def note_collected(rows: Rows, keys: Keys) -> dict[str, Any]:
             table.columns[name] = column
     found = {name: _first_column(table.batch, keys, name) for name in TEXTS}
     return {name: text for name, text in found.items() if text is not None and not isinstance(text, Tensor)}
+
+
+def texts_with_carried(
+    texts: Mapping[str, Any], carried: TensorDictBase | None, keys: Keys
+) -> dict[str, Sequence[str]]:
+    """Columns of text with those of carried rows behind them; one that either lacks is left out."""
+    found: dict[str, Sequence[str]] = {}
+    for name, text in texts.items():
+        more = () if carried is None else _first_column(carried, keys, name)
+        parts = [None if part is None else strings(part, len(part)) for part in (text, more)]
+        if None not in parts:
+            found[name] = [each for part in parts for each in part or ()]
+    return found
 
 
 def note_advantage(rows: Rows, keys: Keys) -> None:

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,6 @@ from .meeting import Meetings, OtherRankError
 from .process_group import SharedIds
 
 log = logging.getLogger(__name__)
-
-
-class Gathered(NamedTuple):
-    """Columns of all ranks, and where this rank's rows are."""
-
-    columns: list[Tensor]
-    """(M, ...) each, rank after rank."""
-    own: slice
-    """This rank's rows among M."""
 
 
 class Ranks:
@@ -60,56 +51,21 @@ class Ranks:
             self.refused = True
             raise
 
-    def gather(self, columns: Mapping[str, Tensor], ids: Mapping[str, Tensor] | None = None) -> Gathered:
-        """Exchange columns of as many rows as each rank has, also none. A meeting, and two collectives.
-
-        Args:
-            columns: (N, ...) numbers each, by name, the same on all ranks but for N, on the group's kind of
-                device.
-            ids: (N,) int64 each: ``rollouts``, ``groups``. Where each rank numbers its own, they come back
-                as labels: the number of the rank and behind it the id; negative ones stay.
-
-        Returns:
-            `columns`, then `ids`.
-
-        Raises:
-            BatchError: several ranks have an id, and must not; on all of them. A device read.
-        """
-        named = {**columns, **(ids or {})}
-        names, every = list(named), list(named.values())
-        kinds = [f"{name} {column.dtype} {tuple(column.shape[1:])}" for name, column in named.items()]
-        self.meet(f"exchanging {', '.join(kinds)}")
-        bits = torch.cat([_as_bits(column) for column in every], 1)
-        size = torch.tensor([len(bits)], device=bits.device)
-        sizes = [torch.empty_like(size) for _ in range(self.size)]
-        dist.all_gather(sizes, size, group=self.group)
-        counts = torch.cat(sizes).tolist()
-        padded = bits.new_zeros(max(counts), bits.shape[1])
-        padded[: len(bits)] = bits
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self.group)
-        together = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-        split = together.split([_width(column) for column in every], 1)
-        found = [_from_bits(part, column) for part, column in zip(split, every, strict=True)]
-        rank = torch.arange(self.size, device=bits.device).repeat_interleave(torch.cat(sizes))
-        for place, name in list(enumerate(names))[len(columns) :]:
-            found[place] = tell_apart(found[place], rank, self.shared_ids, f"{name.removesuffix('s')}_id")
-        start = sum(counts[: self.rank])
-        return Gathered(found, slice(start, start + counts[self.rank]))
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Exchange something small that pickles, by rank."""
+    def gather_objects(self, value: Any, about: str = "") -> list[Any]:
+        """Exchange something small that pickles, by rank. A meeting, and two collectives."""
+        self.meet(about)
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def share(self, table: Any) -> None:
-        """Let the table of each rank have the rows of all: one exchange, of three collectives.
+    def share(self, table: Any, about: str = "") -> None:
+        """Let the table of each rank have the rows of all: one meeting, and three collectives.
 
         A rank without rows gets columns from one that has some, and a batch of no rows with its columns.
 
         Args:
             table: a :class:`~headrace.transforms.rows.Table`, of this rank's rows, which is changed in place.
+            about: what must be the same on all ranks.
 
         Raises:
             BatchError: on all ranks alike, where ranks have other columns, or share an id and must not.
@@ -119,17 +75,20 @@ class Ranks:
         described = None
         if own:
             described = describe_columns(table.batch), device_of(table.batch).type
-        every = self.gather_objects((own, kinds, table.dtypes, described))
+        every = self.gather_objects((own, kinds, table.dtypes, described), about)
         counts = [count for count, *_ in every]
         known = next((each for each in every if each[0]), None)
         if known is None:
             table.size = 0
             return
+        all_keys = {key for _, theirs, *_ in every for key in theirs}
         for rank, (count, theirs, _, _) in enumerate(every):
             if count and theirs != known[1]:
-                odd = sorted({str(key) for key in theirs.keys() ^ known[1].keys()}) or ["of other shapes"]
+                lacks = sorted(str(key) for key in all_keys - theirs.keys())
+                odd = sorted(str(key) for key in all_keys & theirs.keys() if theirs[key] != known[1].get(key))
+                found = f"lacks {listing(lacks)}" if lacks else f"has others in {listing(odd)}"
                 raise BatchError(
-                    f"ranks must have the same columns; rank {rank} differs in {listing(odd)} from another"
+                    f"ranks must have the same columns, of one dtype and shape; rank {rank} {found}"
                 )
         kinds = known[1]
         if not own:
@@ -152,12 +111,15 @@ class Ranks:
         table.__post_init__()
 
     def gather_rows(self, values: Tensor, counts: list[int]) -> Tensor:
-        """(B, ...) of the rows in this rank's batch → (ΣB, ...) of those in the batches of all. A collective.
+        """(B, ...) of the rows in this rank's batch → (ΣB, ...) of those in the batches of all.
+
+        A meeting, and a collective.
 
         Args:
             values: of this rank.
             counts: B by rank.
         """
+        self.meet()
         return self._gather({"values": values}, counts)["values"]
 
     def _gather(self, columns: Mapping[Any, Tensor], counts: list[int]) -> dict[Any, Tensor]:

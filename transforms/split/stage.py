@@ -186,15 +186,11 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         self.length_key, self.weight_key = nested_key(length_key), nested_key(weight_key)
         self.reward_key, self.tokens_key = nested_key(reward_key), nested_key(tokens_key)
         self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
+        self.cut = CutOptions(*(getattr(self, option.name) for option in fields(CutOptions)))
         SplitMemory.__init__(self)
         reads = [*unit_keys(unit, *ids), *([self.length_key] if self.cut.measures else [])]
         reads += [] if tree == "none" else [*unit_keys(tree, *ids), self.tokens_key]
         BatchTransform.__init__(self, reads, [MINIBATCH, MICROBATCH, *([RANK] if ranks > 1 else [])])
-
-    @property
-    def cut(self) -> CutOptions:
-        """The options that name no column, checked."""
-        return CutOptions(*(getattr(self, option.name) for option in fields(CutOptions)))
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
