@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from headrace.pipeline.report.page_schema import Groups, Rows
+from headrace.pipeline.report.page_schema import Groups, ShownRows
 
 RECIPE = [
     {"name": "gate", "text": "CompletenessGate(on_incomplete='drop')"},
@@ -125,7 +125,7 @@ def step_of(
         "funnel": funnel_of(rows, actions or {}),
         "shown": {"groups": len(groups["id"]), "of": of or len(groups["id"])},
         "groups": groups,
-        "rows": {name: [row[name] for row in rows] for name in Rows.__annotations__},
+        "rows": {name: [row[name] for row in rows] for name in ShownRows.__annotations__},
         "numbers": {"rows/in": float(len(rows)), "rows/trained": float(sum(not r["reason"] for r in rows))},
         "verdict": "",
         "advisories": [],

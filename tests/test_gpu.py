@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from any_rank import collected
 from batches import batch_of
-from test_device_reads import OPTIONS, STAGE
+from composed import composed
+from test_device_reads import OF_ROWS, same
 
-from headrace.pipeline import Pipeline, load_pipeline
-from headrace.transforms import (
-    FanOutCollapse,
-    RewardsVary,
-    RewardWithin,
-    SampleFilter,
-    group_relative_advantage,
-)
+from headrace.pipeline import load_pipeline
+from headrace.transforms import group_relative_advantage
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-
-
-@pytest.fixture
-def no_read():
-    """Any synchronisation with the device inside is an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 FANNED = ([1.0, 3, 3, 5, 11], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3])
@@ -69,43 +56,20 @@ def test_the_pipeline_runs_where_the_batch_is():
     assert pipeline.metrics["rollouts/trained"] == 4
 
 
-@pytest.mark.parametrize("action", ["mask", "exclude"])
-@pytest.mark.parametrize("criterion", [RewardsVary(), RewardWithin(high=4.0)], ids=repr)
-@pytest.mark.parametrize("unit", ["sample", "rollout", "group"])
-def test_masking_reads_nothing(action, criterion, unit, no_read):
-    batch = batch_of_before(no_read)
-    assert len(SampleFilter(criterion=criterion, unit=unit, action=action).run(batch).batch) == 5
-
-
-def test_the_pipeline_itself_reads_nothing(no_read):
-    batch = batch_of_before(no_read)
-    assert len(Pipeline({"filter": SampleFilter(criterion=RewardWithin(), unit="sample")})(batch)) == 5
-
-
-ALONE = ("collapse", "advantage, rows", "filter, group", "split", "split, samples", "weight")
-TWO = Pipeline({"collapse": FanOutCollapse(), "filter": SampleFilter(criterion=RewardsVary())})
-
-
-@pytest.mark.parametrize(
-    ("stage", "reads"), [*((OPTIONS[name](), sum(STAGE[name])) for name in ALONE), (TWO, 1)], ids=repr
-)
-def test_the_host_waits_as_often_as_for_the_fake_device(stage, reads):
-    batch = batch_of(*FANNED, device="cuda")
-    stage(batch)
+@pytest.mark.parametrize("recipe", OF_ROWS)
+def test_a_batch_is_read_once_and_has_the_numbers_of_the_cpu(recipe):
+    """What waits for the device before minibatches are gathered is one packed copy."""
+    batch = collected("uniform", recipe).exclude("prompt_text")
+    pipeline = composed(f"pipeline={recipe}", "pipeline.stages.split.minibatches=2")
+    here = list(pipeline.minibatches(batch))
+    pipeline = composed(f"pipeline={recipe}", "pipeline.stages.split.minibatches=2")
+    there = batch.cuda()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with pytest.warns(UserWarning, match="synchroniz") as found:
-            stage(batch)
+            steps = pipeline.minibatches(there)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(found) == reads
-
-
-def batch_of_before(_: None):
-    """A batch made on the device, which reads; then back to where a read is an error."""
-    torch.cuda.set_sync_debug_mode("default")
-    batch = batch_of(*FANNED, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    return batch
+    assert len(found) == 1
+    assert all(same(one.cpu(), other) for one, other in zip(steps, here, strict=True))

@@ -13,7 +13,7 @@ from .advice import Advice, Advisory, History, advice_at, symptoms
 from .html import embed
 from .measuring.gradient import gradient_share
 from .measuring.groups import widest_first
-from .page_schema import Groups, PageData, PageLevel, PageSymptom, PageText, PageTokens, RowsOfGroups, Step
+from .page_schema import Groups, PageData, PageLevel, PageSymptom, PageText, PageTokens, ShownRows, Step
 from .step import StepReport, rows_to_read
 from .texts import TokenValues
 
@@ -122,7 +122,7 @@ def _groups(report: StepReport, shown: np.ndarray, texts: PageTexts) -> Groups:
     }
 
 
-def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> RowsOfGroups:
+def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
     columns: Mapping[str, np.ndarray] = report.columns
 
     unknown: list = [None] * len(rows)

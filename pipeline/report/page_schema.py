@@ -81,7 +81,7 @@ class Groups(TypedDict):
     staleness: list[int | None]  # the greatest of its rows
 
 
-class RowsOfGroups(TypedDict):
+class ShownRows(TypedDict):
     """The table of rows."""
 
     row: list[int]  # the row's index in the batch
@@ -147,7 +147,7 @@ class Step(TypedDict):
     funnel: list[PageLevel]  # of all its rows: what was collected, then a level for each stage
     shown: Shown  # how much of it the tables hold
     groups: Groups  # those shown
-    rows: RowsOfGroups  # of the groups shown
+    rows: ShownRows  # of the groups shown
     numbers: dict[str, float]  # the metrics of all its rows, by name
     verdict: str  # whether the reward rises, as far as this step
     advisories: list[PageAdvisory]  # most urgent first
