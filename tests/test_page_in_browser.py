@@ -13,7 +13,7 @@ from busy import busy_batch, stages
 
 from headrace.pipeline import Pipeline, make_report, page_data
 from headrace.pipeline.report import write_page
-from headrace.pipeline.report.page_schema import Rows
+from headrace.pipeline.report.page_schema import ShownRows
 from headrace.transforms import LossWeight, ShuffleSplit
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -434,7 +434,7 @@ def test_a_page_of_certificates_shows_them_and_nothing_else(look):
 
 
 def test_one_row_of_nothing_but_nulls_is_drawn(look):
-    row = dict.fromkeys(Rows.__annotations__) | {"group": 1, "rollout": 1, "reason": ""}
+    row = dict.fromkeys(ShownRows.__annotations__) | {"group": 1, "rollout": 1, "reason": ""}
     made = pages.step_of([row | {"tokens": 0}], size=None)
     made["rows"]["tokens"] = [None]
     for unit in pages.UNITS:

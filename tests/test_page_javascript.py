@@ -36,7 +36,7 @@ WORDS = {
     "stage": ("PageLevel", "RecipeStage"),
     "out": ("PageLeft",),
     "group": ("Groups",),
-    "row": ("Rows",),
+    "row": ("ShownRows",),
     "excerpt": ("PageText",),
     "strand": ("PageTokens",),
     "certificate": ("PageCertificate",),

@@ -13,7 +13,7 @@ from busy import busy_batch, stages
 
 from headrace.pipeline import Pipeline, make_report, page_data
 from headrace.pipeline.report import page_schema, render_page
-from headrace.pipeline.report.page_schema import Groups, Rows
+from headrace.pipeline.report.page_schema import Groups, ShownRows
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def test_the_tables_of_a_real_report_have_the_columns_of_the_schema(make_batch):
         pipeline(rows)
         run = page_data([make_report(pipeline)], title="real")
         render_page(run)
-        for table, schema in (("groups", Groups), ("rows", Rows)):
+        for table, schema in (("groups", Groups), ("rows", ShownRows)):
             assert list(run["steps"][0][table]) == list(schema.__annotations__)
 
 

@@ -87,7 +87,7 @@ def importance_weight(
     )["weight"]
 
 
-class Weighed(NamedTuple):
+class Importance(NamedTuple):
     """What the rows of a batch say of the weights of their tokens."""
 
     of_row: Tensor | None
@@ -139,7 +139,7 @@ class WeightFormula:
             found["peak"] = largest(torch.where(ratio.mask, credit.double() * weight, 0.0).abs())
         return found
 
-    def weigh_rows(self, found: Mapping[str, Tensor], rollouts: Ids | None, dtype: torch.dtype) -> Weighed:
+    def weigh_rows(self, found: Mapping[str, Tensor], rollouts: Ids | None, dtype: torch.dtype) -> Importance:
         """What follows from all rows.
 
         Args:
@@ -172,7 +172,7 @@ class WeightFormula:
             mean = found_mean if found_mean > NOTHING else 1.0
         for name, power in (("weight", 1), ("squares", 2), ("largest", 1)):
             sums[name] = sums[name] / mean**power
-        return Weighed(of_row, mean, sums)
+        return Importance(of_row, mean, sums)
 
     def weight(self, ratio: Ratios, of_row: Tensor | None, mean: float) -> Tensor:
         """(B, T) weights, 0 out of the mask.

@@ -180,7 +180,7 @@ def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids |
     Sequences without a token in the loss are in none of them.
 
     Args:
-        sums: (M,) by name, of :class:`~headrace.transforms.correction.importance.Weighed`.
+        sums: (M,) by name, of :class:`~headrace.transforms.correction.importance.Importance`.
         tokens: (M,) of each row in the loss.
         rollouts: which rows are one sequence; None: each row is.
     """

@@ -342,7 +342,9 @@ def make_plan(order: Cut, dealt: Dealt, cut: CutOptions) -> Plan:
     return Plan(row_numbers, is_padding.repeat_interleave(runs), sizes, order.left)
 
 
-def measure(plan: Plan, lengths: Tensor, cut: CutOptions, forest: Forest | None = None) -> dict[str, float]:
+def measure_plan(
+    plan: Plan, lengths: Tensor, cut: CutOptions, forest: Forest | None = None
+) -> dict[str, float]:
     """How many minibatches and micro-batches a plan has, how level they are, and how full.
 
     Args:

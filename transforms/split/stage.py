@@ -24,7 +24,7 @@ from headrace.transforms.tensordicts import number_column
 from headrace.transforms.tokens import read_tokens
 
 from .gather import Columns, LossColumns, OptimiserSteps
-from .plan import Balance, CutOptions, Oversized, Part, Plan, draw_plans, measure
+from .plan import Balance, CutOptions, Oversized, Part, Plan, draw_plans, measure_plan
 from .resume import KnownBy, Progress, SplitMemory, SplitState, identifying_columns
 from .shuffle import TOGETHER, Remainder
 from .trees import Forest, Tree
@@ -267,7 +267,7 @@ class ShuffleSplit(SplitMemory, BatchTransform):
             rows.leave(leaves, reason, "carried" if effect == "carried" else "dropped")
 
         # 5. Numbers of this rank's rows.
-        measured = measure(mine[-1], lengths, cut, forest) | {"left": float(len(left))}
+        measured = measure_plan(mine[-1], lengths, cut, forest) | {"left": float(len(left))}
         if cut.max_tokens is not None and len(mine[-1].sizes):
             measured["oversized"] = float((lengths[own] > cut.max_tokens).sum())
         if carries:

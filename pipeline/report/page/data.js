@@ -35,7 +35,7 @@ const FIELDS = {
     "complete",
     "staleness",
   ],
-  Rows: [
+  ShownRows: [
     "row",
     "group",
     "rollout",
@@ -81,7 +81,7 @@ export const readGroups = (step) =>
     prompt: readText(group.prompt),
   }));
 export const readRows = (step) =>
-  readTable("Rows", step.rows).map((row) => ({
+  readTable("ShownRows", step.rows).map((row) => ({
     ...row,
     response: readText(row.response),
     by_token: row.by_token && read("PageTokens", row.by_token),
