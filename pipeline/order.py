@@ -49,7 +49,7 @@ def check_order(stages: Mapping[str, Callable]) -> None:
 
     Too late is a column that a stage reads and only a later one makes, one that a stage has built on
     (`final_keys`: the rewards and groups behind an advantage) and a later one changes, and a loss mask that
-    is made after rows were silenced in it. So are pairs that would be silently wrong (:mod:`.pairs`), and
+    is made after rows were silenced in it. So are pairs that would be silently wrong (:data:`WRONG`), and
     stages whose work nobody reads. Stages that each change a column in turn are in order.
 
     Raises:

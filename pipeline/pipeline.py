@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -196,24 +196,30 @@ class Pipeline(StageListing, LastRun, BatchTransform):
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
         self._last.run = None  # a refused batch leaves no account
         stages, ranks = dict(self.stages.items()), self.rank_options.ranks()
-        with logging_refusals(), sharing(ranks), labels_in_errors(batch, self._id_keys()):
-            flat, about, rows = self.enter(batch), "", None
-            if ranks is not None:
-                ranks.place, ranks.id_keys = "a batch", self._asked.ids
-                about = self.rank_options.same_on_all(stages, epochs)
-            if len(flat) or ranks is not None:
-                asked = self._asked
-                rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
-            if rows is None or rows.table.size == 0:
-                refuse_nothing(stages, flat)
-                run = Run(stages, self._keys, None, batch=batch, epochs=epochs)
-            else:
-                run = self._decide(stages, rows, epochs, whole=whole)
+        with logging_refusals(), ExitStack() as held:
+            with sharing(ranks), labels_in_errors(batch, self._id_keys()):
+                flat, about, rows, drawn = self.enter(batch), "", None, None
+                if ranks is not None:
+                    ranks.place, ranks.id_keys = "a batch", self._asked.ids
+                    about = self.rank_options.same_on_all(stages, epochs)
+                if len(flat) or ranks is not None:
+                    asked = self._asked
+                    rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
+                if rows is None or rows.table.size == 0:
+                    refuse_nothing(stages, flat)
+                    run, rows = Run(stages, self._keys, None, batch=batch, epochs=epochs), None
+                else:
+                    run, drawn = self._decide(stages, rows, epochs, held, whole=whole)
+            if rows is not None:  # nobody has refused the batch, on any rank
+                remember(stages, rows, drawn)
         self._last.run = run.without_batch()
         log_batch(run.ledger)
         return run
 
-    def _decide(self, stages: dict[str, nn.Module], rows: Rows, epochs: int, *, whole: bool) -> Run:
+    def _decide(
+        self, stages: dict[str, nn.Module], rows: Rows, epochs: int, held: ExitStack, *, whole: bool
+    ) -> tuple[Run, Any]:
+        """Let the stages decide. The split is locked while `held`: the next batch takes what it carries."""
         table, keys, at = rows.table, self._keys, place_of_cut(stages)
         texts = note_collected(rows, keys)
         weights_came = column_of(table.batch, keys.weight) is not None
@@ -221,30 +227,28 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         for name in list(stages)[:at]:
             self._stage(name, stages[name], rows)
         note_advantage(rows, keys)
-        cutting: tuple[str, Any] = ("", None) if at is None else list(stages.items())[at]
-        name, split = cutting
-        with nullcontext() if split is None else split.lock:  # what one batch carries, the next one takes
-            waited = None if split is None else split.carried_rows()
-            passes, drawn = self._cut(stages, rows, at, epochs)
-            if table.carried is not None:
-                texts = texts_with_carried(texts, waited, keys)
-            places = [each.places for each in passes]
-            self._record_silent(rows, places, weights_came)
-            processed = torch.full((table.size,), self._half != "first")
-            table.columns[PROCESSED], table.written[PROCESSED] = processed, Written(torch.bool, 1)
-            steps = None
-            if drawn is not None:
-                for each in passes:
-                    each.columns[PROCESSED] = (processed, torch.bool, 1)
-                with self._named(name, split, table):
-                    steps = drawn.steps([(each.columns, each.late) for each in passes])
-                    if whole:
-                        steps.refuse_to_resume()
-                split.accept(drawn)
-        for stage in stages.values():
-            if isinstance(stage, BatchTransform):
-                stage.state_after(rows)
-        return Run(stages, keys, rows, steps=steps, epochs=epochs, places=places, texts=texts)
+        name, split, carried = "", cast(Any, None), None
+        if at is not None:
+            name, split = list(stages.items())[at]
+            held.enter_context(split.lock)
+            carried = split.carried_rows()
+        passes, drawn = self._cut(stages, rows, at, epochs)
+        if table.carried is not None:
+            texts = texts_with_carried(texts, carried, keys)
+        places = [each.places for each in passes]
+        self._record_silent(rows, places, weights_came)
+        processed = torch.full((table.size,), self._half != "first")
+        table.columns[PROCESSED], table.written[PROCESSED] = processed, Written(torch.bool, 1)
+        steps = None
+        if drawn is not None:
+            for each in passes:
+                each.columns[PROCESSED] = (processed, torch.bool, 1)
+            with self._named(name, split, table):
+                steps = drawn.steps([(each.columns, each.late) for each in passes])
+                if whole:
+                    steps.refuse_to_resume()
+        run = Run(stages, keys, rows, steps=steps, epochs=epochs, places=places, texts=texts)
+        return run, drawn
 
     def _cut(
         self, stages: dict[str, nn.Module], rows: Rows, at: int | None, epochs: int
@@ -373,6 +377,15 @@ class Pipeline(StageListing, LastRun, BatchTransform):
             silent = silent | torch.stack([weight == 0 for weight in weights]).all(0)
         seen = Rows(table, rows.names, stage="pipeline")
         seen.record(silent & table.here, "no_loss_tokens", "masked")
+
+
+def remember(stages: Mapping[str, nn.Module], rows: Rows, drawn: Any) -> None:
+    """Let the stages that have a state take the batch in."""
+    if drawn is not None:
+        drawn.split.accept(drawn)
+    for stage in stages.values():
+        if isinstance(stage, BatchTransform):
+            stage.state_after(rows)
 
 
 def refuse_nothing(stages: Mapping[str, nn.Module], batch: TensorDictBase) -> None:

@@ -49,11 +49,10 @@ class Run:
         epochs: int = 1,
         places: list[dict[str, Tensor]] | None = None,
         texts: Mapping[str, Any] | None = None,
-        done: bool = True,
     ) -> None:
         self.stages, self.keys, self.rows, self.places = stages, keys, rows, places or []
         self.texts = dict(texts or {})
-        self._batch, self._steps, self._epochs, self._done = batch, steps, epochs, done
+        self._batch, self._steps, self._epochs = batch, steps, epochs
 
     @cached_property
     def batch(self) -> TensorDictBase:

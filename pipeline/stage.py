@@ -47,7 +47,7 @@ def as_module(stage: Any) -> nn.Module:
         own = type(stage).forward is not BatchTransform.forward
         if own or stage._forward_hooks or stage._forward_pre_hooks:
             raise ValueError(
-                f"a pipeline runs a stage by `run`, which calls `apply`, and not by `forward`: put what "
-                f"{type(stage).__name__} adds to forward, or its hooks do, into apply or a stage of its own"
+                f"a pipeline calls a stage's `decide` or `apply`, and not its `forward`: put what "
+                f"{type(stage).__name__} adds to forward, or its hooks do, there or into a stage of its own"
             )
     return stage if isinstance(stage, nn.Module) else CallableStage(stage)

@@ -161,6 +161,11 @@ def score(batch: TensorDict) -> TensorDict:
     return batch.set("scored", reward - 0 * reward.min())
 
 
+def choose(batch: TensorDict) -> torch.Tensor:
+    """A criterion of somebody's own."""
+    return fails(batch)["rollout_id"] >= 0
+
+
 def go_on(batch: TensorDict) -> list[int]:
     """The rows of a batch that is interrupted after a minibatch, and resumed by another pipeline."""
 
@@ -209,6 +214,10 @@ def refuse_together(rank: int, world: int, folder: str) -> None:
         attempt(name, batch)
         attempt(f"after {name}", mine)
     attempt("last rule", unset, judging)
+    split = {"split": ShuffleSplit(minibatches=1), "weight": LossWeight()}
+    choosing = Pipeline({"filter": SampleFilter(criterion=choose, action="drop"), **split}, **share)
+    attempt("criterion", broken, choosing)
+    attempt("after criterion", mine, choosing)
     if wrong:  # for so long that the others have given up two batches
         time.sleep(PATIENCE * 2.5)
     attempt("hung", mine)

@@ -263,18 +263,6 @@ def test_the_pipeline_asks_no_stage_what_it_is():
                 assert not asked & stages, f"{path}:{node.lineno}"
 
 
-def test_no_stage_keeps_what_a_run_knows():
-    for path in SOURCES:
-        kept = [
-            node
-            for node in ast.walk(TREES[path])
-            if isinstance(node, ast.Attribute)
-            and node.attr in ("verdict", "measured")
-            and isinstance(node.ctx, ast.Store)
-        ]
-        assert not kept, "return it in the Outcome"
-
-
 def test_data_is_never_checked_with_assert():
     assert not [
         f"{path}:{node.lineno}"

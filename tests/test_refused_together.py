@@ -20,6 +20,7 @@ REFUSED = {
     "column": r"ranks must have the same columns, of one dtype and shape; rank 1 lacks group_id",
     "stage": r"stage 'own', fails: the reward model is gone",
     "last rule": r"stage 'filter', .*every row needs a group_id ≥ 0; found -1 at row \d+",
+    "criterion": r"stage 'filter', .*the reward model is gone",
     "hung": rf"rank 1 did not come to a batch within {PATIENCE:g} s .*All ranks give this batch up",
     "hung again": rf"rank 1 did not come to a batch within {PATIENCE:g} s",
     "skipped": r"rank 1 did not come to a batch within",
@@ -50,7 +51,7 @@ def test_after_a_refusal_ranks_are_at_the_same_batch_and_remember_none_that_was_
     world = len(told)
     for rank, (by_name, draws) in enumerate(told):
         well = [name for name in by_name if name.startswith(("well", "after"))]
-        assert [by_name[name][0] for name in well] == [len(torch.arange(20).tensor_split(world)[rank])] * 7
+        assert [by_name[name][0] for name in well] == [len(torch.arange(20).tensor_split(world)[rank])] * 8
         assert by_name["no rows at all"][0] == 0
         assert by_name["no rows"][0] == by_name["no rows to score"][0] == (20 if rank == 0 else 0)
         assert by_name["all dropped"][0] == (16 if rank == 0 else 0)

@@ -32,7 +32,7 @@ from .tensordicts import (
 
 
 def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: str) -> TensorDictBase:
-    """Check a batch at the door, flatten it, and number ids that are text (:func:`number_labels`).
+    """Check a batch as it comes in, flatten it, and number ids that are text (:func:`number_labels`).
 
     What a collector has padded it with are no rows: one device read, where it says which.
 

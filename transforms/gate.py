@@ -238,8 +238,8 @@ class CompletenessGate(BatchTransform):
 
     Reads `group_key`, `rollout_key`, `expected_key` where `group_size` is None, and if they are there
     `status_key`, `done_key` and with it `init_key`, `expected_segments_key`. Writes
-    ``("headrace", "finished")`` (N,) bool where the batch has ends. Its verdicts are 1 ``incomplete``, for
-    the siblings of who is missing, 2 ``failed`` and 3 ``unfinished``.
+    ``("headrace", "finished")`` (N,) bool where the batch has ends. Rows leave as ``incomplete``, where
+    a sibling is missing, ``failed`` or ``unfinished``.
 
     Args:
         group_size: rollouts that each group was dispatched with. None: the column `expected_key` says.

@@ -20,7 +20,7 @@ column                                  shape, dtype      meaning
 ``("headrace", "folded_weight")``       (N,) float        the row's weight, where the advantage has it as a
                                                           factor already
 ``("headrace", "padding")``             (N,) bool         a copy that trains nothing; absent: no row is
-``("headrace", "row")``                 (N,) int64        row number at the pipeline's door
+``("headrace", "row")``                 (N,) int64        row number as the pipeline got it
 ``("headrace", "processed")``           (N,) bool         a pipeline has been over this row
 ``("headrace", "dispatched")``          (N,) int64        rollouts that were asked for in the row's group
 ====================================== ================= ===============================================

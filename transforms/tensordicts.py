@@ -758,8 +758,8 @@ def rows_with(
     Example:
         >>> row = TensorDict({"next": {"x": torch.ones(3)}})
         >>> stack = rows_with([row, row], {("next", "y"): [torch.zeros(()), torch.ones(())]})
-        >>> stack["next", "y"].tolist(), list(row.keys(True))
-        ([0.0, 1.0], ['next', ('next', 'x')])
+        >>> stack["next", "y"].tolist(), list(row["next"].keys())
+        ([0.0, 1.0], ['x'])
     """
     tree: dict[str, Any] = {}
     for key, values in columns.items():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headrace.pipeline.run import Run
 
 COLLECTED = ("collected tokens", "collected reward")
-SIZES = ("advantage mean", "advantage size")
+OF_TOKENS = "advantage of tokens"  # (N, 2): its mean, and the sum of its sizes
 
 
 def note_collected(rows: Rows, keys: Keys) -> dict[str, Any]:
@@ -66,18 +66,17 @@ def note_advantage(rows: Rows, keys: Keys) -> None:
             continue
         for row, own in zip(values, [None] * len(values) if mask is None else mask, strict=True):
             both.append(_mean_and_size(row[None], own if own is None else own[None]))
-    for name, parts in zip(SIZES, zip(*both, strict=True), strict=True):
-        rows.measure(name, torch.cat(parts))
+    rows.measure(OF_TOKENS, torch.cat(both))
 
 
-def _mean_and_size(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(n,) means over tokens in the loss, 0 where there is none, and (n,) sums of sizes over them."""
+def _mean_and_size(values: Tensor, mask: Tensor | None) -> Tensor:
+    """(n, 2): the mean over tokens in the loss, 0 where there is none, and the sum of sizes over them."""
     flat = flat_rows(values).double()
     inside = torch.ones_like(flat, dtype=torch.bool)
     if mask is not None and mask.numel() == flat.numel():
         inside = flat_rows(mask)
     flat = torch.where(inside, flat, 0.0)
-    return flat.sum(1) / inside.sum(1).clamp_min(1), flat.abs().sum(1)
+    return torch.stack([flat.sum(1) / inside.sum(1).clamp_min(1), flat.abs().sum(1)], 1)
 
 
 def report_columns(run: Run) -> dict[str, np.ndarray]:
@@ -114,8 +113,8 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
         found["tokens"] = tokens = table.with_merged(tokens)
         now = table.columns.get(TokenCount(keys.loss_mask, keys.log_prob), tokens)
         found["trained_tokens"] = now * table.in_loss
-    if SIZES[0] in table.columns:  # per token
-        found["advantage"], found["advantage_size"] = (table.columns[name] for name in SIZES)
+    if OF_TOKENS in table.columns:
+        found["advantage"], found["advantage_size"] = table.columns[OF_TOKENS].unbind(1)
     elif (advantage := first("advantage")) is not None and advantage.numel() == table.size:
         found["advantage"] = advantage.double().reshape(-1)
     if "peers" in keys.found and keys.found["peers"][0] in table.columns:

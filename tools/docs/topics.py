@@ -41,8 +41,8 @@ def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
     return {
         "own-parts": (
             "Parts of your own",
-            "What a stage, a criterion or a rule is made of, the errors, and the columns that stages write.",
-            _of(*(f"transforms.{name}" for name in ("base", "checks", "errors", "rows", "schema")),
+            "The table, the contract of stages and criteria, the errors, and the columns of stages.",
+            _of(*(f"transforms.{name}" for name in ("stage", "rows", "errors", "schema", "tensordicts")),
                 "transforms.distributed", "transforms.ids"),
         ),
         "loss-rows": (
@@ -58,7 +58,7 @@ def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
         "collect": (
             "Collecting",
             "Who stamps ids, and how rows that come one by one become whole groups.",
-            _of("pipeline.collect", "transforms.stream", "pipeline.train.sampler"),
+            _of("pipeline.collect", "transforms.assembler", "pipeline.train.sampler"),
         ),
         "reports": (
             "Reports",

@@ -319,7 +319,7 @@ class GroupRelativeAdvantage(BatchTransform):
         self.baseline, self.scale, self.ddof, self.eps = baseline, scale, ddof, eps
         self.eps_mode, self.singleton, self.clip = eps_mode, singleton, clip
         self.shift, self.temperature, self.k = shift, temperature, k
-        self.formula = Formula(*(getattr(self, option.name) for option in fields(Formula)))
+        _ = self.formula  # checks its options
         self.dtype = as_dtype(dtype)
         self.several, self.weights = one_of("several", several, get_args(Several)), weights
         self.missing = one_of("missing", missing, get_args(Missing))
@@ -331,6 +331,11 @@ class GroupRelativeAdvantage(BatchTransform):
         if without_ids == "rigid_or_global" and groups_per_batch is None:
             raise ValueError("without_ids='rigid_or_global' needs groups_per_batch")
         self.ndim = one_of("ndim", ndim, (1, 2, 3))
+
+    @property
+    def formula(self) -> Formula:
+        """The options that are the formula's, checked."""
+        return Formula(*(getattr(self, option.name) for option in fields(Formula)))
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]

@@ -48,7 +48,7 @@ class SampleFilter(BatchTransform):
             None: the criterion's own (``group`` for RewardsVary), else ``sample``.
         action: ``mask``, ``exclude``, ``drop``.
         on_batch: called as ``on_batch(batch, keep)`` with every row, those that will go included, and the
-            (N,) bool verdicts.
+            (N,) bool that says who stays.
         loss_mask_key: (N, T) bool, True trains; written if it is there.
         log_prob_key: (N, T) float, written if it is there; None: never.
         rollout_key: (N,) or (N, 1) int; None: each row is a rollout.

@@ -97,8 +97,8 @@ class ShuffleSplit(SplitMemory, BatchTransform):
     orders and, given that batch again, yields the others, or :meth:`give_up` lets go of them. It refuses
     another batch, known by its ids and rewards, and another cut; each rank saves its own state.
 
-    Reads the ids of its `unit` and `tree`, and `length_key` to balance or keep a budget. Its verdicts are
-    1 ``remainder`` and 2 ``carried``. One device read, of numbers by row, and one copy of the plan.
+    Reads the ids of its `unit` and `tree`, and `length_key` to balance or keep a budget. Rows
+    leave as ``remainder`` or ``carried``.
 
     Args:
         minibatches: K ≥ 1; give this or `minibatch_size`.
@@ -186,11 +186,15 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         self.length_key, self.weight_key = nested_key(length_key), nested_key(weight_key)
         self.reward_key, self.tokens_key = nested_key(reward_key), nested_key(tokens_key)
         self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
-        self.cut = CutOptions(*(getattr(self, option.name) for option in fields(CutOptions)))
         SplitMemory.__init__(self)
         reads = [*unit_keys(unit, *ids), *([self.length_key] if self.cut.measures else [])]
         reads += [] if tree == "none" else [*unit_keys(tree, *ids), self.tokens_key]
         BatchTransform.__init__(self, reads, [MINIBATCH, MICROBATCH, *([RANK] if ranks > 1 else [])])
+
+    @property
+    def cut(self) -> CutOptions:
+        """The options that name no column, checked."""
+        return CutOptions(*(getattr(self, option.name) for option in fields(CutOptions)))
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
