@@ -119,7 +119,7 @@ class Noisy(FanOutCollapse):
 
 
 def test_what_a_pipeline_would_pass_over_is_refused():
-    with pytest.raises(ValueError, match=r"not by `forward`"):
+    with pytest.raises(ValueError, match=r"not its `forward`"):
         Pipeline({"noisy": Noisy()})
     hooked = FanOutCollapse()
     hooked.register_forward_hook(lambda *_: None)

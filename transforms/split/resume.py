@@ -235,8 +235,6 @@ class SplitMemory:
             if self.state.interrupted is not None:
                 self.state = self.state.interrupted.after
 
-    discard_batch = give_up
-
     def get_extra_state(self) -> dict[str, Any]:
         """What ``state_dict`` saves; in the middle of a batch, the state before it and how far it came.
 
