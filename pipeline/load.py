@@ -45,6 +45,7 @@ def load_pipeline(
     seed: int | EllipsisType = ...,
     loss_unit: Mean | EllipsisType = ...,
     order: Sequence[str] | EllipsisType | None = ...,
+    columns: Mapping[str, NestedKey | None] | EllipsisType = ...,
     group_key: NestedKey | EllipsisType = ...,
     rollout_key: NestedKey | EllipsisType | None = ...,
     loss_mask_key: NestedKey | EllipsisType = ...,
@@ -80,6 +81,7 @@ def load_pipeline(
         seed: of the split.
         loss_unit: `unit` of the weight, over which the loss is a mean.
         order: of the pipeline, names of all stages.
+        columns: other names of columns by role, such as ``{"group": "uid"}``, for all stages.
         group_key: of the pipeline, for all stages.
         rollout_key: of the pipeline, for all stages.
         loss_mask_key: of the pipeline, for all stages.

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from headrace.pipeline.wording import suggest
+from headrace.transforms.columns import COLUMNS
+from headrace.transforms.options import nested_key
 from headrace.transforms.schema import COUNTED, MINIBATCH, REWARD
 
 
@@ -42,6 +44,30 @@ def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str,
             f"pipeline.order=[{','.join(map(str, named))}] with {', '.join(map(repr, lacking))} in place"
         )
     return {name: present[name] for name in named}
+
+
+def check_column_names(stages: Mapping[str, Any], columns: Mapping[str, Any]) -> None:
+    """Refuse a stage that finds a column under its usual name, where the pipeline says that it has another.
+
+    Raises:
+        ValueError: naming the stage, the column and what to give it; or a role that there is not.
+    """
+    if unknown := sorted(set(columns) - set(COLUMNS)):
+        raise ValueError(
+            f"there is no column {unknown[0]!r}{suggest(unknown[0], COLUMNS)}; there are {', '.join(COLUMNS)}"
+        )
+    for name, stage in stages.items():
+        for part in (stage, getattr(stage, "criterion", None), getattr(stage, "term", None)):
+            for role in columns.keys() & getattr(part, "_columns", {}).keys():
+                found, said = getattr(part, f"{role}_key"), nested_key(columns[role])
+                if found == COLUMNS[role].default != said and (role, found) != OF_THE_SAMPLER:
+                    raise ValueError(
+                        f"stage {name!r} reads the column {role!r} under its usual name, {found!r}, and the "
+                        f"pipeline's columns say {said!r}: give {type(part).__name__} {role}_key={said!r}"
+                    )
+
+
+OF_THE_SAMPLER = ("log_prob", ("log_probs", "full"))  # it may be read beside those that the loss reads
 
 
 def check_order(stages: Mapping[str, Callable]) -> None:

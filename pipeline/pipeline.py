@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.distributed import OtherRankError, SharedIds, sharing
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.options import nested_key
 from headrace.transforms.rows import AHEAD, Late, Rows, Table, TokenCount, Written
 from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PROCESSED, RANK, ROW
 from headrace.transforms.stage import BatchTransform
@@ -25,7 +26,7 @@ from .account_keys import KEYS, Asked, Keys
 from .halves import Half, check_half, check_place, cut_in_two
 from .logs import log_batch, logging_refusals
 from .notebook import StageListing
-from .order import arrange, check_order, place_of_cut
+from .order import arrange, check_column_names, check_order, place_of_cut
 from .rank_options import RankOptions
 from .report.row_columns import note_advantage, note_collected, texts_with_carried
 from .run import LastRun, Run
@@ -43,7 +44,7 @@ class Epoch(NamedTuple):
     """What they do to gathered rows."""
 
 
-class Pipeline(StageListing, LastRun, BatchTransform):
+class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group", "rollout")):
     """Run named stages in order over a batch, and record where each row went.
 
     A pipeline is a transform like its stages and goes wherever they go. It stamps what it has processed:
@@ -60,11 +61,8 @@ class Pipeline(StageListing, LastRun, BatchTransform):
     Args:
         stages: transforms or callables from batch to batch, by name. One that is None is left out.
         order: names of all stages, where the mapping's order is not the order of execution.
-        loss_mask_key: (N, T) bool; a row without a True in it has nothing to train, and is recorded so.
-        log_prob_key: (N, T) float, which the loss reads; a token of which it is not finite is out of it.
-            None: not looked at.
-        group_key: (N,) or (N, 1) int, for counting groups.
-        rollout_key: (N,) or (N, 1) int, for counting rollouts; None: they are not counted.
+        columns: other names of columns, by role (:data:`headrace.transforms.columns.COLUMNS`). A recipe hands
+            them to its stages; stages that are made already must have them, by ``<role>_key``.
         report_keys: where the report finds ``reward``, ``status``, ``policy_version``, ``expected_rollouts``,
             ``advantage``, ``loss_weight``, ``prompt`` and ``response``, where they go by other names than
             the usual ones.
@@ -73,6 +71,9 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         shared_ids: an id that several ranks have is the ``same`` rollout or group there, or ``different``
             ones, or must not be: ``raise``. None: as LossWeight says, else ``raise``.
         patience: seconds that ranks wait for one another; an error on one is raised on all.
+        names: other names of its own columns, such as `loss_mask_key` (:class:`ColumnNames`). A row without
+            a token in the mask, and with a finite log-probability, has nothing to train. Groups and rollouts
+            are counted by their ids.
 
     Raises:
         ValueError: at construction, an order that cannot work, with the two stages' names.
@@ -97,14 +98,12 @@ class Pipeline(StageListing, LastRun, BatchTransform):
         stages: Mapping[str, Callable[[TensorDictBase], TensorDictBase] | None],
         *,
         order: Sequence[str] | None = None,
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        log_prob_key: NestedKey | None = ("log_probs", "full"),
-        group_key: NestedKey = "group_id",
-        rollout_key: NestedKey | None = "rollout_id",
+        columns: Mapping[str, NestedKey | None] | None = None,
         report_keys: Mapping[str, NestedKey] | None = None,
         process_group: dist.ProcessGroup | str | None = None,
         shared_ids: SharedIds | None = None,
         patience: float = 600.0,
+        **names: Unpack[ColumnNames],
     ):
         BatchTransform.__init__(self)
         arranged = arrange(stages, order)
@@ -114,11 +113,12 @@ class Pipeline(StageListing, LastRun, BatchTransform):
             if isinstance(stage, Pipeline):
                 raise ValueError(f"stage {name!r} is a pipeline: put its stages into this one instead")
         check_order(arranged)
+        check_column_names(arranged, columns or {})
         self.rank_options = RankOptions.of(arranged.values(), process_group, shared_ids, patience)
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
         self.order = list(arranged)
-        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
-        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
+        self.columns, own = dict(columns or {}), self._columns
+        self.name_columns({f"{role}_key": key for role, key in self.columns.items() if role in own} | names)
         self.report_keys = dict(report_keys or {})
         if unknown := sorted(set(self.report_keys) - set(KEYS)):
             raise ValueError(f"report_keys must be among {', '.join(KEYS)}; got {', '.join(unknown)}")

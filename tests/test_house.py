@@ -64,11 +64,13 @@ INNER = {
     "test_written_to.py": {"transforms.tensordicts"},
     "test_distributed.py": {"transforms.distributed"},
     "test_ids.py": {"transforms.ids"},
+    "test_recipes.py": {"transforms.columns"},
     "test_certified_recipes.py": {"pipeline.composing"},
     "test_certify_laws.py": {"pipeline.certify.exact_gradient"},
     "test_keywords.py": {
         "pipeline.composing",
         "pipeline.load",
+        "pipeline.composing.nodes",
         "pipeline.composing.recipe_names",
     },
     "test_logging.py": {"transforms.distributed.meeting"},

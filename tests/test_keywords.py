@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline import ConfigError, load_pipeline
 from headrace.pipeline.composing import compose_config, recipes
+from headrace.pipeline.composing.nodes import annotations_of
 from headrace.pipeline.composing.recipe_names import Recipe
 from headrace.pipeline.load import KEYWORDS, settings_of
 
@@ -176,7 +177,7 @@ def test_the_types_are_those_of_the_stages_and_all_is_documented():
         target = OmegaConf.select(plain, ".".join(path)) if path else plain
         module, _, name = target["_target_"].rpartition(".")
         owner = getattr(importlib.import_module(module), name)
-        theirs = typing.get_type_hints(owner.__init__)[option]
+        theirs = annotations_of(owner)[option]
         if word == "process_group":  # by name alone: a group itself is no word
             assert literals(hints[word]) == {"world"}
             continue

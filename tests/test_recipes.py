@@ -22,6 +22,7 @@ from headrace.transforms import (
     RewardsVary,
     RewardWithin,
 )
+from headrace.transforms.columns import COLUMNS
 
 pytestmark = pytest.mark.slow
 
@@ -123,7 +124,8 @@ def test_the_recipes_add_to_their_stages_what_the_pipeline_itself_takes():
     node = configure("load").pipeline
     parameters = inspect.signature(Pipeline).parameters
     assert set(node) - {"_target_", "stages"} == set(parameters) - {"stages"}
-    for option in set(parameters) - {"stages"}:
+    assert set(node["columns"]) == set(COLUMNS)
+    for option in set(parameters) - {"stages", "columns"}:
         default = parameters[option].default
         assert node[option] == (list(default) if isinstance(default, tuple) else default)
 

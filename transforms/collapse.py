@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from tensordict import NestedKey
 from torch import Tensor
+from typing_extensions import Unpack
 
+from .columns import ColumnNames
 from .ends import require_unseen_ends
 from .errors import BatchError
 from .ids import as_ids
-from .options import at_least, nested_key, one_of
+from .options import at_least, one_of
 from .required import require_identity, require_rewards, require_turns
 from .rewards import Missing, as_rewards, factors_of, weighted_reward
 from .rows import Rows
@@ -96,7 +97,7 @@ def collapse_column(rows: Rows, reward: Tensor, how: Reduction) -> Tensor:
     return rollouts.spread(total / rollouts.count if how == "mean" else total)
 
 
-class FanOutCollapse(BatchTransform):
+class FanOutCollapse(BatchTransform, columns=("reward", "rollout", "group", "turn"), optional=("group",)):
     """Give the segments of one rollout one vote and one reward (:func:`collapse_fan_out`).
 
     The batch keeps its shape: the stage adds columns. Rows that are out of the statistics
@@ -116,11 +117,7 @@ class FanOutCollapse(BatchTransform):
         weights: w, of the columns; None: all 1.
         missing: what a NaN reward does: ``raise``; or ``skip``: it adds nothing to the rollout's reward, NaN
             where there is no other. It must be NaN on all segments of its rollout.
-        reward_key: (N,), (N, 1) or (N, 1, 1) float; (N, K) where there are several.
-        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
-        group_key: (N,) or (N, 1) int ≥ 0; None where a batch has no groups.
-        turn_key: (N,) or (N, 1) int that orders a rollout's segments, for ``first`` and ``last``; None: the
-            order of the rows.
+        names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -145,17 +142,13 @@ class FanOutCollapse(BatchTransform):
         columns: int = 1,
         weights: Sequence[float] | None = None,
         missing: Missing = "raise",
-        reward_key: NestedKey = ("next", "reward"),
-        rollout_key: NestedKey | None = "rollout_id",
-        group_key: NestedKey | None = "group_id",
-        turn_key: NestedKey | None = None,
+        **names: Unpack[ColumnNames],
     ):
-        self.reward_key, self.turn_key = nested_key(reward_key), nested_key(turn_key)
-        self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
+        self.name_columns(names)
         several = [] if columns == 1 and weights is None else [REWARDS]
         reads = [self.reward_key, self.rollout_key, self.group_key, self.turn_key, DONE, EXPECTED_SEGMENTS]
         super().__init__(reads, [REWARD, *several, IS_FIRST_SEGMENT])
-        if turn_key is not None and reward not in ("first", "last"):
+        if self.turn_key is not None and reward not in ("first", "last"):
             raise ValueError(f"turn_key says which segment is first and last; got it with {reward=}")
         self.reward = one_of("reward", reward, get_args(Reduction))
         self.missing = one_of("missing", missing, get_args(Missing))

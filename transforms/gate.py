@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
+from .columns import ColumnNames
 from .ends import Ends, finished, require_ends
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
-from .options import at_least, nested_key, one_of
+from .options import at_least, one_of
 from .required import require_identity
 from .rows import Rows, few
-from .schema import DONE, EXPECTED_SEGMENTS, FINISHED, INIT, Status, key_names
+from .schema import DONE, EXPECTED_SEGMENTS, FINISHED, Status, key_names
 from .stage import BatchTransform
 
 OnIncomplete = Literal["raise", "drop", "keep"]
@@ -223,7 +225,10 @@ class KnowsDraws(Protocol):
         """All groups of the draws of which some are given."""
 
 
-class CompletenessGate(BatchTransform):
+class CompletenessGate(
+    BatchTransform,
+    columns=("group", "rollout", "expected", "status", "done", "init", "segment", "expected_segments"),
+):
     """Let only groups pass that have all their rollouts (:func:`incomplete_groups`).
 
     Unique rollouts are counted, never rows; those that failed, were aborted or are not finished do not count
@@ -250,19 +255,7 @@ class CompletenessGate(BatchTransform):
             `min_fraction` of what was expected, else drop it.
         min_rollouts: for ``keep``, ≥ 1.
         min_fraction: for ``keep``, in (0, 1].
-        group_key: (N,) or (N, 1) int ≥ 0.
-        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout, and finished.
-        expected_key: (N,) or (N, 1) int ≥ 1.
-        status_key: (N,) or (N, 1) :class:`Status`. None: ``("next", "status")`` if it is there, else
-            ``status`` if that is, else all have completed.
-        done_key: (N,) or (N, 1) bool, True where a rollout ends. A batch without it, or None: all are
-            finished.
-        init_key: (N,) or (N, 1) bool, True where a rollout begins. A batch without it, or None: all are there
-            from their beginning.
-        segment_key: (N,) or (N, 1) int, the order of a rollout's segments, which may end each by themselves.
-            None: that of the rows.
-        expected_segments_key: (N,) or (N, 1) int ≥ 1, how many segments of the rollout end, each by itself. A
-            batch without it: the rollout ends once.
+        names: other names of columns, such as `group_key` (:class:`ColumnNames`).
 
     Raises:
         IncompleteGroupsError: under ``raise``; lists group, have, expected and the statuses.
@@ -289,20 +282,9 @@ class CompletenessGate(BatchTransform):
         on_incomplete: OnIncomplete = "raise",
         min_rollouts: int | None = None,
         min_fraction: float | None = None,
-        group_key: NestedKey = "group_id",
-        rollout_key: NestedKey | None = "rollout_id",
-        expected_key: NestedKey = "expected_rollouts",
-        status_key: NestedKey | None = None,
-        done_key: NestedKey | None = DONE,
-        init_key: NestedKey | None = INIT,
-        segment_key: NestedKey | None = None,
-        expected_segments_key: NestedKey = EXPECTED_SEGMENTS,
+        **names: Unpack[ColumnNames],
     ):
-        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
-        self.expected_key, self.status_key = nested_key(expected_key), nested_key(status_key)
-        self.done_key, self.init_key = nested_key(done_key), nested_key(init_key)
-        self.segment_key = nested_key(segment_key)
-        self.expected_segments_key = nested_key(expected_segments_key)
+        self.name_columns(names)
         ends = [self.done_key, self.init_key, self.segment_key, self.expected_segments_key]
         reads = [self.group_key, self.rollout_key, self.expected_key, self.status_key]
         super().__init__([*reads, *ends], [FINISHED])

@@ -9,10 +9,12 @@ from typing import Literal, get_args
 import torch
 from tensordict import NestedKey
 from torch import Tensor
+from typing_extensions import Unpack
 
+from .columns import ColumnNames
 from .errors import who_stamps
 from .ids import Ids
-from .options import nested_key, one_of, within
+from .options import one_of, within
 from .rows import Rows
 from .schema import REWARD
 from .stage import BatchTransform
@@ -192,9 +194,9 @@ class RewardScale(RewardShaping):
 class LengthShaping(RewardShaping):
     """Shaping by a rollout's tokens, over all its segments, those that a filter silenced included."""
 
-    def __init__(self, loss_mask_key: NestedKey, rollout_key: NestedKey | None, *others: NestedKey):
-        self.loss_mask_key, self.rollout_key = nested_key(loss_mask_key), nested_key(rollout_key)
-        super().__init__([self.loss_mask_key, self.rollout_key, *others])
+    def __init__(self, names: ColumnNames) -> None:
+        self.name_columns(names)
+        super().__init__([getattr(self, f"{role}_key") for role in self._columns])
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
@@ -213,7 +215,7 @@ class LengthShaping(RewardShaping):
         return rollouts.spread(rollouts.sum(rows.lengths))
 
 
-class OverlongPunishment(LengthShaping):
+class OverlongPunishment(LengthShaping, columns=("loss_mask", "rollout")):
     """Add :func:`overlong_punishment` of the rollout's tokens to its reward.
 
     Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
@@ -223,8 +225,7 @@ class OverlongPunishment(LengthShaping):
         max_length: L_max, tokens in the loss over all segments of a rollout.
         cache: L_cache, tokens, in (0, L_max].
         weight: factor of the punishment, in units of the reward.
-        loss_mask_key: (N, T) bool.
-        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
+        names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -242,10 +243,9 @@ class OverlongPunishment(LengthShaping):
         max_length: int,
         cache: int,
         weight: float = 1.0,
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        rollout_key: NestedKey | None = "rollout_id",
+        **names: Unpack[ColumnNames],
     ):
-        super().__init__(loss_mask_key, rollout_key)
+        super().__init__(names)
         if not 0 < cache <= max_length:
             raise ValueError(f"cache must be in (0, max_length]; got {cache} and {max_length}")
         self.max_length, self.cache, self.weight = max_length, cache, weight
@@ -258,7 +258,7 @@ class OverlongPunishment(LengthShaping):
         )
 
 
-class LengthPenalty(LengthShaping):
+class LengthPenalty(LengthShaping, columns=("loss_mask", "rollout")):
     """Add :func:`length_penalty` of the rollout's tokens to its reward.
 
     Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
@@ -267,8 +267,7 @@ class LengthPenalty(LengthShaping):
     Args:
         coefficient: reward per token, ≥ 0.
         free: tokens that cost nothing.
-        loss_mask_key: (N, T) bool.
-        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
+        names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -285,10 +284,9 @@ class LengthPenalty(LengthShaping):
         *,
         coefficient: float,
         free: int = 0,
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        rollout_key: NestedKey | None = "rollout_id",
+        **names: Unpack[ColumnNames],
     ):
-        super().__init__(loss_mask_key, rollout_key)
+        super().__init__(names)
         if coefficient < 0 or free < 0:
             raise ValueError(f"coefficient and free must be ≥ 0; got {coefficient} and {free}")
         self.coefficient, self.free = coefficient, free
@@ -299,7 +297,7 @@ class LengthPenalty(LengthShaping):
         return reward + length_penalty(length, coefficient=self.coefficient, free=self.free)
 
 
-class RelativeLength(LengthShaping):
+class RelativeLength(LengthShaping, columns=("loss_mask", "group", "rollout")):
     """Multiply the reward by :func:`relative_length` of the rollout's tokens in its group.
 
     Rows that are out of the statistics keep their reward. Reads `loss_mask_key`, ``("headrace", "length")``
@@ -309,9 +307,7 @@ class RelativeLength(LengthShaping):
         form: ``bonus``, ``rescale``.
         coefficient: c ≥ 0.
         success: least reward of a success, for ``bonus``; None: the best of the group, if it is above 0.
-        loss_mask_key: (N, T) bool.
-        group_key: (N,) or (N, 1) int ≥ 0.
-        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
+        names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -330,12 +326,9 @@ class RelativeLength(LengthShaping):
         form: Form = "bonus",
         coefficient: float = 1.0,
         success: float | None = None,
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        group_key: NestedKey = "group_id",
-        rollout_key: NestedKey | None = "rollout_id",
+        **names: Unpack[ColumnNames],
     ):
-        self.group_key = nested_key(group_key)
-        super().__init__(loss_mask_key, rollout_key, self.group_key)
+        super().__init__(names)
         self.form = one_of("form", form, get_args(Form))
         self.coefficient = within("coefficient", coefficient, 0, float("inf"))
         if success is not None and form != "bonus":

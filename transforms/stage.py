@@ -14,6 +14,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
+from .columns import TakesColumns
 from .distributed import Ranks, resolve_group, sharing
 from .entry import enter_rows, labels_in_errors
 from .options import describe_options, nested_key
@@ -23,7 +24,7 @@ from .tensordicts import shallow_copy
 ID_OPTIONS = {"group_key": "group_id", "rollout_key": "rollout_id"}  # and what messages call the ids
 
 
-class BatchTransform(Transform):
+class BatchTransform(TakesColumns, Transform):
     """A TorchRL transform over whole batches: TensorDict ``[N]`` in, TensorDict ``[M]`` out, M ≤ N.
 
     One object works standalone, in ``Compose``, as ``Collector(postproc=...)``, as

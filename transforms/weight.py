@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
+from .columns import ColumnNames
 from .distributed import SharedIds, check_one_way
 from .errors import BatchError, MissingKeyError, who_stamps
 from .ids import Ids
-from .options import as_dtype, at_least, nested_key, one_of
+from .options import as_dtype, at_least, one_of
 from .rows import Rows
 from .schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT, has_key, key_names
 from .stage import BatchTransform
@@ -162,7 +164,9 @@ def check_mean(unit: str, length: int | None) -> None:
         )
 
 
-class LossWeight(BatchTransform):
+class LossWeight(
+    BatchTransform, columns=("loss_mask", "log_prob", "group", "rollout", "turn", "advantage", "weight")
+):
     """Write what each token in the loss weighs, so that the gradient does not depend on the cut.
 
     The sum of weight × token loss over all rows, micro-batches and ranks of an optimiser step is the named
@@ -196,13 +200,7 @@ class LossWeight(BatchTransform):
         shared_ids: an id that several ranks of the process group have is the ``same`` unit there, or
             ``different`` ones, or must not be: ``raise``.
         dtype: of the weight; None: that of the advantage, at least float32.
-        loss_mask_key: (N, T) bool, True trains.
-        log_prob_key: (N, T) float; None: not looked at.
-        group_key: (N,) or (N, 1) int.
-        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
-        turn_key: (N,) or (N, 1) int, for ``turn``: rows of one rollout and one number are one turn.
-        advantage_key: (N, 1, 1) or (N, T, 1) float.
-        weight_key: (N,) float, written.
+        names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -230,25 +228,17 @@ class LossWeight(BatchTransform):
         process_group: dist.ProcessGroup | str | None = None,
         shared_ids: SharedIds = "raise",
         dtype: torch.dtype | str | None = None,
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        log_prob_key: NestedKey | None = ("log_probs", "full"),
-        group_key: NestedKey = "group_id",
-        rollout_key: NestedKey | None = "rollout_id",
-        turn_key: NestedKey | None = None,
-        advantage_key: NestedKey = "advantage",
-        weight_key: NestedKey = "loss_weight",
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         check_mean(unit, length)
-        if (unit == "turn") != (turn_key is not None):
-            raise ValueError(f"unit='turn' needs turn_key, and only it does; got {unit=} and {turn_key=}")
+        if (unit == "turn") != (self.turn_key is not None):
+            given = f"{unit=} and turn_key={self.turn_key!r}"
+            raise ValueError(f"unit='turn' needs turn_key, and only it does; got {given}")
         one_of("fold", fold, get_args(Fold))
         one_of("gradients", gradients, get_args(Gradients))
         one_of("shared_ids", shared_ids, get_args(SharedIds))
         check_one_way(ranks, process_group)
-        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
-        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
-        self.turn_key = nested_key(turn_key)
-        self.advantage_key, self.weight_key = nested_key(advantage_key), nested_key(weight_key)
         self.unit, self.length, self.fold, self.gradients = unit, length, fold, gradients
         self.ranks, self.process_group, self.shared_ids = ranks, process_group, shared_ids
         self.dtype = as_dtype(dtype)

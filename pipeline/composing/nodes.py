@@ -145,10 +145,13 @@ NAMED = ("device", "dtype")  # but these can, as a word
 def annotations_of(thing: Callable[..., Any]) -> dict[str, Any]:
     """The types of the parameters of a class or function by name; those that cannot be resolved are Any."""
     function = thing.__init__ if inspect.isclass(thing) else thing
-    written = getattr(function, "__annotations__", {})
-    names = vars(sys.modules.get(getattr(function, "__module__", ""), types.SimpleNamespace()))
+    module = sys.modules.get(getattr(function, "__module__", ""), types.SimpleNamespace())
+    names = {"NestedKey": NestedKey, **vars(module)}  # of columns, which signatures spell out
     found = {}
-    for name, annotation in written.items():
+    for name, parameter in inspect.signature(thing).parameters.items():
+        annotation = parameter.annotation
+        if annotation is parameter.empty:
+            continue
         try:
             found[name] = eval(annotation, dict(names)) if isinstance(annotation, str) else annotation
         except Exception:  # a name that is imported for type checkers alone

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.options import one_of
 from headrace.transforms.prefixes import END, left_aligned
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
@@ -195,7 +197,11 @@ def origin_of(labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return origin.masked_fill(labels == END, END)
 
 
-class TreeAdvantage(BatchTransform):
+class TreeAdvantage(
+    BatchTransform,
+    columns=("tokens", "attention", "parent", "turn", "reward", "group", "rollout", "advantage"),
+    optional=("attention",),
+):
     """Write each branch's advantage over the node that it forks from (:func:`tree_advantage`).
 
     Rollouts are the leaves of their group's tree. Of a rollout with several rows the first is in the tree,
@@ -215,15 +221,7 @@ class TreeAdvantage(BatchTransform):
             with its parent's own next tokens by chance, they are one all the same, which is a bias; labels
             of nodes in `tokens_key` have none.
         missing: what a reward of NaN does: ``raise``, or ``skip``: its rollout is no part of the tree.
-        tokens_key: (N, T) int, or any labels of the nodes that tokens are of.
-        attention_key: (N, T) bool, tokens that are not padding; None: all are not.
-        parent_key: (N,) or (N, 1) int, the rollout that the row's went on from, negative: none; or N
-            strings, an empty one or None: none.
-        turn_key: (N,) or (N, 1) int that orders a rollout's rows; None: the order of the rows.
-        reward_key: (N,), (N, 1) or (N, 1, 1) float.
-        group_key: (N,) or (N, 1) int ≥ 0.
-        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
-        advantage_key: where the result goes.
+        names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -248,19 +246,9 @@ class TreeAdvantage(BatchTransform):
         alone: Alone = "zero",
         forks: Forks = "prefix",
         missing: Missing = "raise",
-        tokens_key: NestedKey = ("tokens", "full"),
-        attention_key: NestedKey | None = ("masks", "all_attention_mask"),
-        parent_key: NestedKey = "parent_id",
-        turn_key: NestedKey | None = None,
-        reward_key: NestedKey = ("next", "reward"),
-        group_key: NestedKey = "group_id",
-        rollout_key: NestedKey | None = "rollout_id",
-        advantage_key: NestedKey = "advantage",
+        **names: Unpack[ColumnNames],
     ):
-        self.tokens_key, self.attention_key = nested_key(tokens_key), nested_key(attention_key)
-        self.parent_key, self.turn_key = nested_key(parent_key), nested_key(turn_key)
-        self.reward_key, self.advantage_key = nested_key(reward_key), nested_key(advantage_key)
-        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
+        self.name_columns(names)
         self.forks = one_of("forks", forks, get_args(Forks))
         self.missing = one_of("missing", missing, get_args(Missing))
         parents = self.parent_key if forks == "parent" else None

@@ -10,7 +10,9 @@ from typing import Literal, get_args
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.options import nested_key, one_of, within
 from headrace.transforms.rows import Rows
@@ -68,7 +70,7 @@ def token_advantage(
     return torch.where(trains, changed, credit).to(advantage.dtype)
 
 
-class TokenAdvantage(BatchTransform):
+class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
     """Add a term to the advantage of each token, or multiply it (:func:`token_advantage`).
 
     It stands after the advantage, and several may stand one after the other. What the term reads is recorded
@@ -84,8 +86,7 @@ class TokenAdvantage(BatchTransform):
             :mod:`headrace.transforms.advantage.token_terms`.
         factor: c, or a callable that returns it, for one that changes over the training.
         how: ``add``, ``multiply``.
-        advantage_key: (N,) or (N, 1, 1), or (N, T, 1) float.
-        loss_mask_key: (N, T) bool, True trains.
+        names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -107,14 +108,13 @@ class TokenAdvantage(BatchTransform):
         term: Callable[[TensorDictBase, Tensor], Tensor],
         factor: float | Callable[[], float] = 1.0,
         how: How = "add",
-        advantage_key: NestedKey = "advantage",
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         if not callable(term):
             raise ValueError(
                 f"term must be a callable from a batch and (N, T) bool to (N, T) numbers; got {term!r}"
             )
-        self.advantage_key, self.loss_mask_key = nested_key(advantage_key), nested_key(loss_mask_key)
         self._term_keys = [nested_key(key) for key in getattr(term, "in_keys", ())]
         reads = [self.advantage_key, self.loss_mask_key, REWARD, *self._term_keys]
         super().__init__(reads, [self.advantage_key])

@@ -6,12 +6,14 @@ from functools import partial
 from typing import Literal, get_args
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import nested_key, one_of, within
+from headrace.transforms.options import one_of, within
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
 from headrace.transforms.rows import Rows
@@ -164,7 +166,10 @@ def credit_of_turns(
     return rollouts.spread(credit).masked_fill(~has_turn, 0.0)
 
 
-class TurnAdvantage(BatchTransform):
+class TurnAdvantage(
+    BatchTransform,
+    columns=("turn_index", "turn_reward", "turn", "reward", "group", "rollout", "loss_mask", "advantage"),
+):
     """Write each turn's advantage against the same turn of the others in its group (:func:`turn_advantage`).
 
     Turns are inside rows, each token with the number of its turn; or with ``turn_index_key=None`` each row is
@@ -184,16 +189,7 @@ class TurnAdvantage(BatchTransform):
             (N, K); or one a ``token``, (N, T), which are added up over the tokens of a turn.
         outcome: whether the rollout's reward is paid at its ``last`` turn, besides; or ``none`` is.
         missing: what an outcome of NaN does: ``raise``, or ``skip``: its rollout is out of the statistics.
-        turn_index_key: (N, T) int, from 0; -1 where a token is of no turn, as prompt, padding and repeated
-            context; None: each row is a turn.
-        turn_reward_key: float, as `turn_rewards` says.
-        turn_key: (N,) or (N, 1) int that orders a rollout's rows where each is a turn; None: the order of the
-            rows.
-        reward_key: (N,), (N, 1) or (N, 1, 1) float: the rollout's; where rows are turns, the row's.
-        group_key: (N,) or (N, 1) int ≥ 0.
-        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
-        loss_mask_key: (N, T) bool, whose tokens must have a turn.
-        advantage_key: where the result goes.
+        names: other names of columns, such as `turn_index_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -218,29 +214,19 @@ class TurnAdvantage(BatchTransform):
         turn_rewards: TurnRewards = "none",
         outcome: Outcomes = "last",
         missing: Missing = "raise",
-        turn_index_key: NestedKey | None = "turn_index",
-        turn_reward_key: NestedKey = "turn_reward",
-        turn_key: NestedKey | None = None,
-        reward_key: NestedKey = ("next", "reward"),
-        group_key: NestedKey = "group_id",
-        rollout_key: NestedKey | None = "rollout_id",
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        advantage_key: NestedKey = "advantage",
+        **names: Unpack[ColumnNames],
     ):
-        self.turn_index_key, self.turn_reward_key = nested_key(turn_index_key), nested_key(turn_reward_key)
-        self.turn_key, self.reward_key = nested_key(turn_key), nested_key(reward_key)
-        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
-        self.loss_mask_key, self.advantage_key = nested_key(loss_mask_key), nested_key(advantage_key)
+        self.name_columns(names)
         self.turn_rewards = one_of("turn_rewards", turn_rewards, get_args(TurnRewards))
         self.outcome = one_of("outcome", outcome, get_args(Outcomes))
         self.missing = one_of("missing", missing, get_args(Missing))
-        rows_are_turns = turn_index_key is None
+        rows_are_turns = self.turn_index_key is None
         if rows_are_turns and (turn_rewards, outcome, missing) != ("none", "last", "raise"):
             raise ValueError(
                 "where rows are turns (turn_index_key=None) each brings its own reward: leave turn_rewards="
                 f"'none', outcome='last', missing='raise'; got {turn_rewards!r}, {outcome!r}, {missing!r}"
             )
-        if not rows_are_turns and turn_key is not None:
+        if not rows_are_turns and self.turn_key is not None:
             raise ValueError("turn_key is for rows that are turns: set turn_index_key=None")
         if (turn_rewards, outcome) == ("none", "none"):
             raise ValueError("without turn_rewards and outcome there is no reward: set one of them")

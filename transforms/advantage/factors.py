@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-from tensordict import NestedKey
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import nested_key, within
+from headrace.transforms.options import within
 from headrace.transforms.required import require_identity
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD
@@ -39,7 +40,7 @@ def difficulty_weight(mean: Tensor, strength: float) -> Tensor:
     return torch.exp(-strength * divergence.clamp_min(0))
 
 
-class SignFactors(BatchTransform):
+class SignFactors(BatchTransform, columns=("advantage",)):
     """Multiply advantages above 0 by one factor, and those below by another: ``A ← λ₊ A⁺ + λ₋ A⁻``.
 
     W-REINFORCE (arXiv:2506.01347) has λ₊ = 0.1 and λ₋ = 1, with rewards of ±1 as they are for an advantage.
@@ -50,7 +51,7 @@ class SignFactors(BatchTransform):
     Args:
         positive: λ₊ ≥ 0.
         negative: λ₋ ≥ 0.
-        advantage_key: (N, ...) float, dense or ragged.
+        names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -64,10 +65,8 @@ class SignFactors(BatchTransform):
 
     within_groups = True
 
-    def __init__(
-        self, *, positive: float = 1.0, negative: float = 1.0, advantage_key: NestedKey = "advantage"
-    ):
-        self.advantage_key = nested_key(advantage_key)
+    def __init__(self, *, positive: float = 1.0, negative: float = 1.0, **names: Unpack[ColumnNames]):
+        self.name_columns(names)
         super().__init__([self.advantage_key], [self.advantage_key])
         self.positive = within("positive", positive, 0, math.inf)
         self.negative = within("negative", negative, 0, math.inf)
@@ -79,7 +78,7 @@ class SignFactors(BatchTransform):
         )
 
 
-class DifficultyWeight(BatchTransform):
+class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")):
     """Multiply the advantage by :func:`difficulty_weight` of the group's mean reward.
 
     The mean is over the rollouts in the statistics that have a reward. The advantage of rows that are out of
@@ -89,9 +88,7 @@ class DifficultyWeight(BatchTransform):
 
     Args:
         strength: λ ≥ 0.
-        advantage_key: (N, ...) float, dense or ragged.
-        group_key: (N,) or (N, 1) int ≥ 0.
-        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
+        names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -108,12 +105,9 @@ class DifficultyWeight(BatchTransform):
         self,
         *,
         strength: float = 1.0,
-        advantage_key: NestedKey = "advantage",
-        group_key: NestedKey = "group_id",
-        rollout_key: NestedKey | None = "rollout_id",
+        **names: Unpack[ColumnNames],
     ):
-        self.advantage_key, self.group_key = nested_key(advantage_key), nested_key(group_key)
-        self.rollout_key = nested_key(rollout_key)
+        self.name_columns(names)
         built_on = [key for key in (REWARD, COUNTED, self.group_key, self.rollout_key) if key is not None]
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
         self.final_keys = tuple(built_on)

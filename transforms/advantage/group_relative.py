@@ -9,9 +9,11 @@ from typing import Literal, get_args
 import torch
 from tensordict import NestedKey
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.options import as_dtype, at_least, nested_key, one_of
+from headrace.transforms.options import as_dtype, at_least, one_of
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
 from headrace.transforms.rows import Rows
@@ -227,7 +229,9 @@ def require_fit(rows: Rows, credit: Tensor, dtype: torch.dtype) -> None:
     )
 
 
-class GroupRelativeAdvantage(BatchTransform):
+class GroupRelativeAdvantage(
+    BatchTransform, columns=("reward", "group", "rollout", "advantage", "loss_mask")
+):
     """Write each row's advantage (:func:`group_relative_advantage`).
 
     After :class:`FanOutCollapse` it reads the reward that this has written; without it, a rollout_id on two
@@ -262,11 +266,7 @@ class GroupRelativeAdvantage(BatchTransform):
         group_size: rollouts per group, for `without_ids`.
         groups_per_batch: groups per batch, for ``rigid_or_global``.
         ndim: dimensions of the advantage; 3 is (N, 1, 1), as GRPOLoss takes it.
-        reward_key: (N,), (N, 1) or (N, 1, 1) float.
-        group_key: (N,) or (N, 1) int ≥ 0.
-        rollout_key: (N,) or (N, 1) int ≥ 0; None: every row is a rollout of its own.
-        advantage_key: where the result goes.
-        loss_mask_key: (N, T) bool, whose tokens ``length_weighted`` counts.
+        names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -303,15 +303,9 @@ class GroupRelativeAdvantage(BatchTransform):
         group_size: int | None = None,
         groups_per_batch: int | None = None,
         ndim: int = 3,
-        reward_key: NestedKey = ("next", "reward"),
-        group_key: NestedKey = "group_id",
-        rollout_key: NestedKey | None = "rollout_id",
-        advantage_key: NestedKey = "advantage",
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        **names: Unpack[ColumnNames],
     ):
-        self.reward_key, self.group_key = nested_key(reward_key), nested_key(group_key)
-        self.rollout_key, self.advantage_key = nested_key(rollout_key), nested_key(advantage_key)
-        self.loss_mask_key = nested_key(loss_mask_key)
+        self.name_columns(names)
         lengths = self.loss_mask_key if baseline == "length_weighted" else None
         reads = [self.reward_key, self.group_key, self.rollout_key, REWARD, REWARDS, COUNTED, lengths]
         super().__init__(reads, [self.advantage_key])

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import NestedKey
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import above_zero, nested_key, within
+from headrace.transforms.options import above_zero, within
 from headrace.transforms.required import require_rewards
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD
@@ -94,7 +96,7 @@ class Memory(NamedTuple):
         return Memory(self.after, self.after.after(came[0], came[2].view(torch.float64), **options), came)
 
 
-class RunningBaseline(BatchTransform):
+class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout")):
     """Subtract from the advantage what the rewards of earlier batches were, by a key: ``A ← A − b(key)``.
 
     Behind ``GroupRelativeAdvantage(baseline="none", scale="none")`` that is R − b, for groups of one rollout.
@@ -118,10 +120,7 @@ class RunningBaseline(BatchTransform):
         decay: ρ in [0, 1].
         start: b of a key that was not seen.
         start_weight: how many rollouts `start` is worth, > 0; None: 1/(1 − ρ).
-        baseline_key: (N,) or (N, 1) int ≥ 0, or N strings, whose rewards have one baseline; None: all have.
-        advantage_key: (N,) with any trailing ones, float.
-        rollout_key: (N,) or (N, 1) int ≥ 0, by which a batch that is given again is known: no two batches
-            share a rollout.
+        names: other names of columns, such as `baseline_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -145,17 +144,14 @@ class RunningBaseline(BatchTransform):
         decay: float = 0.95,
         start: float = 0.0,
         start_weight: float | None = None,
-        baseline_key: NestedKey | None = None,
-        advantage_key: NestedKey = "advantage",
-        rollout_key: NestedKey = "rollout_id",
+        **names: Unpack[ColumnNames],
     ):
-        self.baseline_key, self.rollout_key = nested_key(baseline_key), nested_key(rollout_key)
-        self.advantage_key = nested_key(advantage_key)
+        self.name_columns(names)
         built_on = [key for key in (REWARD, COUNTED, self.baseline_key, self.rollout_key) if key is not None]
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
         self.final_keys = tuple(built_on)
         self.decay, self.start = within("decay", decay, 0, 1), within("start", start, -1e300, 1e300)
-        if rollout_key is None:
+        if self.rollout_key is None:
             raise ValueError(
                 "a batch that comes again is known by its rollouts, and row numbers are the same in every "
                 "batch: RunningBaseline needs a rollout_key, of ids that no two batches share"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-from tensordict import NestedKey
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.options import one_of
 from headrace.transforms.required import require_rewards
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, RETURN
@@ -63,7 +64,7 @@ def leave_rollouts_out(centred: Tensor, states: Ids, own: Ids) -> Tensor:
     return (centred + own.spread(own.sum(centred)) / others.clamp_min(1)).masked_fill(others == 0, 0.0)
 
 
-class StateAdvantage(BatchTransform):
+class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "rollout")):
     """Add each step's advantage among the steps of its group that started from the same state.
 
     GiGPO (arXiv:2505.10978, eq. 8 to 10): with G the return from a step on, and the steps of the group's
@@ -90,10 +91,7 @@ class StateAdvantage(BatchTransform):
         ddof: 1 or 0.
         eps: ε ≥ 0.
         eps_mode: how ε enters.
-        state_key: (N,) or (N, 1) int, the anchor state; any labels.
-        advantage_key: (N,) with any trailing ones, float.
-        group_key: (N,) or (N, 1) int ≥ 0.
-        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
+        names: other names of columns, such as `state_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -114,14 +112,9 @@ class StateAdvantage(BatchTransform):
         ddof: int = 1,
         eps: float = 1e-6,
         eps_mode: EpsMode = "add",
-        state_key: NestedKey = "state_id",
-        advantage_key: NestedKey = "advantage",
-        group_key: NestedKey = "group_id",
-        rollout_key: NestedKey | None = "rollout_id",
+        **names: Unpack[ColumnNames],
     ):
-        self.state_key, self.group_key = nested_key(state_key), nested_key(group_key)
-        self.advantage_key = nested_key(advantage_key)
-        self.rollout_key = nested_key(rollout_key)
+        self.name_columns(names)
         self.baseline = one_of("baseline", baseline, get_args(StateBaseline))
         self.alone = one_of("alone", alone, get_args(Alone))
         if (baseline, scale) == ("leave_one_out", "leave_one_out"):
@@ -129,7 +122,7 @@ class StateAdvantage(BatchTransform):
                 "scale='leave_one_out' differs from step to step of a rollout, whose steps leave_one_out "
                 "adds up: give another scale, or baseline='mean'"
             )
-        rollouts = [self.rollout_key] if self._asks_whose and rollout_key is not None else []
+        rollouts = [self.rollout_key] if self._asks_whose and self.rollout_key is not None else []
         built_on = (self.state_key, self.group_key, RETURN, COUNTED, *rollouts)
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
         self.final_keys = built_on

@@ -14,10 +14,12 @@ from typing import Literal, get_args
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames, TakesColumns
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, add_up, as_ids
-from headrace.transforms.options import above_zero, at_least, describe_options, nested_key, one_of, within
+from headrace.transforms.options import above_zero, at_least, describe_options, one_of, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import read_column, require
 from headrace.transforms.tokens import sum_of_tokens, tokens_of_all_ranks
@@ -156,7 +158,7 @@ def _share_in_groups(values: Tensor, trains: Tensor, groups: Ids, direction: Ten
     return share
 
 
-class TokenTerm:
+class TokenTerm(TakesColumns):
     """A term with declared columns. Subclasses implement ``__call__``.
 
     Attributes:
@@ -219,26 +221,24 @@ def _alone(trains: Tensor) -> Rows:
     return Rows.of(row=torch.arange(len(trains)))
 
 
-class LogRatio(TokenTerm):
+class LogRatio(TokenTerm, columns=("numerator", "denominator")):
     """How much likelier one policy finds each token than another: ``log π₁ − log π₂``.
 
     Added to the advantage, a teacher over the policy that sampled is on-policy distillation, and the policy
     that sampled over a reference, times −c and centred, a KL penalty: ``A_t + c · (mean KL − KL_t)``.
 
     Args:
-        numerator_key: (N, T) log π₁ of the sampled tokens.
-        denominator_key: (N, T) log π₂.
         centre: ``none``; ``batch`` subtracts the mean over the tokens in the loss.
+        names: other names of columns, such as `numerator_key` (:class:`ColumnNames`).
     """
 
     def __init__(
         self,
         *,
-        numerator_key: NestedKey = ("teacher_log_probs", "full"),
-        denominator_key: NestedKey = ("log_probs", "full"),
         centre: Centre = "none",
+        **names: Unpack[ColumnNames],
     ):
-        self.numerator_key, self.denominator_key = nested_key(numerator_key), nested_key(denominator_key)
+        self.name_columns(names)
         self.centre = one_of("centre", centre, get_args(Centre))
         self.within_groups = self.elementwise = centre == "none"
         self.in_keys = (self.numerator_key, self.denominator_key)
@@ -257,14 +257,12 @@ class LogRatio(TokenTerm):
         return ratio.double() - float(add_up(found["sums"]) / found["tokens"].sum().clamp_min(1))
 
 
-class DirectedWeight(TokenTerm):
+class DirectedWeight(TokenTerm, columns=("numerator", "denominator", "advantage")):
     """Credit where a teacher sees it, in the direction that the reward says (:func:`directed_weight`).
 
     Args:
         clip: ε ≥ 0; weights are in [1 − ε, 1 + ε].
-        numerator_key: (N, T) log-probabilities of the sampled tokens under the teacher.
-        denominator_key: (N, T) those under the policy that sampled.
-        advantage_key: (N, 1, 1) or (N, T, 1) float, of whose sign the direction is.
+        names: other names of columns, such as `numerator_key` (:class:`ColumnNames`).
     """
 
     within_groups = True
@@ -274,13 +272,10 @@ class DirectedWeight(TokenTerm):
         self,
         *,
         clip: float = 0.2,
-        numerator_key: NestedKey = ("teacher_log_probs", "full"),
-        denominator_key: NestedKey = ("log_probs", "full"),
-        advantage_key: NestedKey = "advantage",
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         self.clip = within("clip", clip, 0, 1)
-        self.numerator_key, self.denominator_key = nested_key(numerator_key), nested_key(denominator_key)
-        self.advantage_key = nested_key(advantage_key)
         self.in_keys = (self.numerator_key, self.denominator_key, self.advantage_key)
 
     def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
@@ -289,7 +284,7 @@ class DirectedWeight(TokenTerm):
         return directed_weight(self._log_ratio(batch, trains), _at_least_float32(credit), clip=self.clip)
 
 
-class StalenessWeight(TokenTerm):
+class StalenessWeight(TokenTerm, columns=("version",)):
     """What each token counts by the version of the policy that sampled it (:func:`staleness_weight`).
 
     Args:
@@ -297,7 +292,7 @@ class StalenessWeight(TokenTerm):
             YAML a callable is ``{_target_: your.module.version, _partial_: true}``.
         decay: γ in (0, 1], per version.
         max_staleness: versions, ≥ 0, beyond which a token counts 0; None: no limit.
-        version_key: (N, T), (N,) or (N, 1) int, the version that acted.
+        names: other names of columns, such as `version_key` (:class:`ColumnNames`).
     """
 
     within_groups = True
@@ -308,14 +303,14 @@ class StalenessWeight(TokenTerm):
         current: int | Callable[[], int],
         decay: float = 1.0,
         max_staleness: int | None = None,
-        version_key: NestedKey = ("next", "policy_version"),
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         self.current = current if callable(current) else at_least("current", current, 0, required=True)
         self.decay, self.max_staleness = (
             above_zero("decay", decay, 1),
             at_least("max_staleness", max_staleness, 0),
         )
-        self.version_key = nested_key(version_key)
         self.in_keys = (self.version_key,)
 
     @property
@@ -337,18 +332,19 @@ class StalenessWeight(TokenTerm):
         return current - self._tokens(batch, trains, "version_key").long()
 
 
-class TopShare(TokenTerm):
+class TopShare(TokenTerm, columns=("value",)):
     """1 for the tokens of the batch with the largest values, such as entropies, else 0 (:func:`top_share`).
 
     Multiplied with the advantage, the others teach nothing and stay in the loss's denominator.
 
     Args:
         share: of the tokens in the loss, in (0, 1].
-        value_key: (N, T) float, such as the entropy of the policy that sampled.
+        names: other names of columns, such as `value_key` (:class:`ColumnNames`).
     """
 
-    def __init__(self, *, share: float = 0.2, value_key: NestedKey = ("entropy", "full")):
-        self.share, self.value_key = above_zero("share", share, 1), nested_key(value_key)
+    def __init__(self, *, share: float = 0.2, **names: Unpack[ColumnNames]):
+        self.name_columns(names)
+        self.share = above_zero("share", share, 1)
         self.in_keys = (self.value_key,)
 
     def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
@@ -363,7 +359,7 @@ class TopShare(TokenTerm):
         return (known >= _least_of_share(everyone, self.share)).float() * trains
 
 
-class EntropyShare(TokenTerm):
+class EntropyShare(TokenTerm, columns=("value", "advantage", "group")):
     """What a token's entropy is beside those of its group at the same place (:func:`share_at_place`).
 
     Multiplied with the advantage, hesitation that ended well is credited more, and confidence that did not is
@@ -371,9 +367,7 @@ class EntropyShare(TokenTerm):
 
     Args:
         floor: least entropy, > 0, so that it can be divided by.
-        value_key: (N, T) float ≥ 0, the entropy of the policy that sampled.
-        advantage_key: (N, 1, 1) or (N, T, 1) float, of whose sign the direction is.
-        group_key: (N,) or (N, 1) int ≥ 0.
+        names: other names of columns, such as `value_key` (:class:`ColumnNames`).
     """
 
     within_groups = True
@@ -382,12 +376,10 @@ class EntropyShare(TokenTerm):
         self,
         *,
         floor: float = 1e-6,
-        value_key: NestedKey = ("entropy", "full"),
-        advantage_key: NestedKey = "advantage",
-        group_key: NestedKey = "group_id",
+        **names: Unpack[ColumnNames],
     ):
-        self.floor, self.value_key = above_zero("floor", floor), nested_key(value_key)
-        self.advantage_key, self.group_key = nested_key(advantage_key), nested_key(group_key)
+        self.name_columns(names)
+        self.floor = above_zero("floor", floor)
         self.in_keys = (self.value_key, self.advantage_key, self.group_key)
 
     def refused(self, batch: TensorDictBase, trains: Tensor) -> Mapping[str, Tensor]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from tensordict import NestedKey
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ends import require_unseen_ends
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import nested_key, within
+from headrace.transforms.options import within
 from headrace.transforms.required import require_turns
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import DONE, EXPECTED_SEGMENTS, RETURN
@@ -85,7 +86,7 @@ def _discounted(reward: Tensor, rollouts: Ids, place: Tensor, discount: float) -
     return returns[rollouts.of, place]
 
 
-class RewardsToGo(BatchTransform):
+class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn")):
     """Write each segment's discounted return to the end of its rollout (:func:`rewards_to_go`).
 
     Reads `reward_key`, each segment's own reward, `rollout_key`, `turn_key` where it is given; writes
@@ -93,9 +94,7 @@ class RewardsToGo(BatchTransform):
 
     Args:
         discount: γ in [0, 1], per segment.
-        reward_key: (N,), (N, 1) or (N, 1, 1) float.
-        rollout_key: (N,) or (N, 1) int ≥ 0; None: each row is a rollout.
-        turn_key: (N,) or (N, 1) int that orders a rollout's segments; None: the order of the rows.
+        names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -114,12 +113,9 @@ class RewardsToGo(BatchTransform):
         self,
         *,
         discount: float = 1.0,
-        reward_key: NestedKey = ("next", "reward"),
-        rollout_key: NestedKey | None = "rollout_id",
-        turn_key: NestedKey | None = None,
+        **names: Unpack[ColumnNames],
     ):
-        self.reward_key = nested_key(reward_key)
-        self.rollout_key, self.turn_key = nested_key(rollout_key), nested_key(turn_key)
+        self.name_columns(names)
         reads = [self.reward_key, self.rollout_key, self.turn_key, DONE, EXPECTED_SEGMENTS]
         super().__init__(reads, [RETURN])
         self.discount = within("discount", discount, 0, 1)
@@ -136,16 +132,14 @@ class RewardsToGo(BatchTransform):
         rows.put(RETURN, rows.from_arrival(returns), dtype=dtype, ndim=1)
 
 
-class TurnDiscount(BatchTransform):
+class TurnDiscount(BatchTransform, columns=("advantage", "rollout", "turn")):
     """Discount a rollout's advantage back over its segments: ``A_t · γ^(turns to go)``.
 
     Reads `rollout_key`, `turn_key` where it is given; reads and writes `advantage_key`.
 
     Args:
         discount: γ in [0, 1], per segment.
-        advantage_key: (N,) with any trailing ones, float.
-        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
-        turn_key: (N,) or (N, 1) int that orders a rollout's segments; None: the order of the rows.
+        names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -164,12 +158,9 @@ class TurnDiscount(BatchTransform):
         self,
         *,
         discount: float,
-        advantage_key: NestedKey = "advantage",
-        rollout_key: NestedKey | None = "rollout_id",
-        turn_key: NestedKey | None = None,
+        **names: Unpack[ColumnNames],
     ):
-        self.advantage_key = nested_key(advantage_key)
-        self.rollout_key, self.turn_key = nested_key(rollout_key), nested_key(turn_key)
+        self.name_columns(names)
         super().__init__([self.advantage_key, self.rollout_key, self.turn_key], [self.advantage_key])
         self.discount = within("discount", discount, 0, 1)
 

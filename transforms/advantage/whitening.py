@@ -7,9 +7,11 @@ from typing import Literal, get_args
 import torch
 from tensordict import NestedKey
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import nested_key, one_of, within
+from headrace.transforms.options import one_of, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD
 from headrace.transforms.stage import BatchTransform
@@ -65,7 +67,7 @@ def whiten(
     return torch.where(nothing, 0.0, deviation / divisor).to(values.dtype)
 
 
-class BatchWhitening(BatchTransform):
+class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
     """Whiten the advantage over the batch (:func:`whiten`), after the groups were compared.
 
     Rows that are out of the statistics, have no reward or no token get 0; those that a filter silenced
@@ -79,8 +81,7 @@ class BatchWhitening(BatchTransform):
         ddof: 1 or 0.
         eps: ε ≥ 0.
         eps_mode: ``variance``, ``add``, ``clamp``.
-        advantage_key: (N,) with any trailing ones, float.
-        loss_mask_key: (N, T) bool.
+        names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -100,10 +101,9 @@ class BatchWhitening(BatchTransform):
         ddof: int = 1,
         eps: float = 1e-8,
         eps_mode: WhitenEpsMode = "variance",
-        advantage_key: NestedKey = "advantage",
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        **names: Unpack[ColumnNames],
     ):
-        self.advantage_key, self.loss_mask_key = nested_key(advantage_key), nested_key(loss_mask_key)
+        self.name_columns(names)
         self.per = one_of("per", per, get_args(Per))
         tokens = self.loss_mask_key if per == "token" else None
         super().__init__([self.advantage_key, COUNTED, tokens], [self.advantage_key])

@@ -8,8 +8,10 @@ from typing import Literal, get_args
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
-from headrace.transforms.options import describe_options, nested_key, one_of
+from headrace.transforms.columns import ColumnNames, TakesColumns
+from headrace.transforms.options import describe_options, one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.tokens import in_loss_there, read_advantage, sum_of_tokens
 
@@ -107,7 +109,11 @@ def over_tokens(values: Tensor, mask: Tensor, level: str) -> Tensor:
     return values.masked_fill(~mask, float("-inf")).amax(-1)
 
 
-class Diverged:
+class Diverged(
+    TakesColumns,
+    columns=("old_log_prob", "sampler_log_prob", "loss_mask", "advantage", "rollout"),
+    needed=("rollout",),
+):
     """Rows, or tokens, whose :func:`divergence` is within bounds. Reason: ``diverged``.
 
     ::
@@ -134,11 +140,7 @@ class Diverged:
         high: greatest that stays: μ / π_old of k1, the divergence of k2 and k3; null: open, for k1 with low.
         unit: over what: a row (``sample``) or all rows of a ``rollout``, which then stay or go as one.
         judges: ``all``, or those whose advantage is ``negative``.
-        old_log_prob_key: (N, T) float, of the trainer's policy.
-        sampler_log_prob_key: (N, T) float, of the policy that sampled.
-        loss_mask_key: (N, T) bool.
-        advantage_key: (N, 1, 1) or (N, T, 1) float, read where only the negative are judged.
-        rollout_key: (N,) or (N, 1) int, read where `unit` is ``rollout``.
+        names: other names of columns, such as `old_log_prob_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -166,12 +168,9 @@ class Diverged:
         high: float | None,
         unit: Span = "sample",
         judges: Judged = "all",
-        old_log_prob_key: NestedKey = ("old_log_probs", "full"),
-        sampler_log_prob_key: NestedKey = ("log_probs", "full"),
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        advantage_key: NestedKey = "advantage",
-        rollout_key: NestedKey = "rollout_id",
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         check_divergence(estimator, level)
         self.unit = one_of("unit", unit, get_args(Span))
         self.judges = one_of("judges", judges, get_args(Judged))
@@ -179,10 +178,6 @@ class Diverged:
         self._low, self._high = _bounds(estimator, low, high)
         if level == "token" and unit == "rollout":
             raise ValueError("a token's divergence is its own: leave unit='rollout' to sum, mean and max")
-        self.old_log_prob_key = nested_key(old_log_prob_key)
-        self.sampler_log_prob_key = nested_key(sampler_log_prob_key)
-        self.loss_mask_key, self.rollout_key = nested_key(loss_mask_key), nested_key(rollout_key)
-        self.advantage_key = nested_key(advantage_key)
         self.in_keys: tuple[NestedKey, ...] = (
             self.old_log_prob_key,
             self.sampler_log_prob_key,

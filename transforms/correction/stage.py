@@ -9,10 +9,12 @@ from typing import get_args
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import nested_key, one_of, within
+from headrace.transforms.options import one_of, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key
 from headrace.transforms.stage import BatchTransform
@@ -22,7 +24,10 @@ from .importance import Bound, Level, Normalise, WeightFormula
 from .ratios import Policies, Ratios, Span, distance, over_units, require_known
 
 
-class RolloutCorrection(BatchTransform):
+class RolloutCorrection(
+    BatchTransform,
+    columns=("old_log_prob", "sampler_log_prob", "loss_mask", "advantage", "importance", "rollout"),
+):
     """Multiply the advantage by importance weights (:func:`importance_weight`), of each token or sequence.
 
     A weight w ≥ 0 that does not depend on the policy in the loss goes through clipping unchanged,
@@ -50,12 +55,7 @@ class RolloutCorrection(BatchTransform):
         normalise: ``none``, or ``batch``: the weights have mean 1 over the batch.
         unit: what a sequence is, in weights and numbers: a row (``sample``), or all rows of a ``rollout``.
         least_ess: the report warns of an effective sample size below this share; null: never.
-        old_log_prob_key: (N, T) float.
-        sampler_log_prob_key: (N, T) float.
-        loss_mask_key: (N, T) bool.
-        advantage_key: (N, 1, 1) or (N, T, 1) float.
-        importance_key: (N, T) float, written.
-        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
+        names: other names of columns, such as `old_log_prob_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -81,19 +81,11 @@ class RolloutCorrection(BatchTransform):
         normalise: Normalise = "none",
         unit: Span = "sample",
         least_ess: float | None = 0.5,
-        old_log_prob_key: NestedKey = ("old_log_probs", "full"),
-        sampler_log_prob_key: NestedKey = ("log_probs", "full"),
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        advantage_key: NestedKey = "advantage",
-        importance_key: NestedKey = "importance_weight",
-        rollout_key: NestedKey | None = "rollout_id",
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         self.formula = WeightFormula(level, bound, low, high, normalise)
         one_of("unit", unit, get_args(Span))
-        self.old_log_prob_key, self.advantage_key = nested_key(old_log_prob_key), nested_key(advantage_key)
-        self.sampler_log_prob_key = nested_key(sampler_log_prob_key)
-        self.loss_mask_key, self.rollout_key = nested_key(loss_mask_key), nested_key(rollout_key)
-        self.importance_key = nested_key(importance_key)
         reads = [self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key, self.advantage_key]
         reads += [self.rollout_key] if unit == "rollout" else []
         super().__init__(reads, [self.advantage_key, self.importance_key])

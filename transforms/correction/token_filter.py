@@ -8,9 +8,11 @@ from typing import Literal, get_args
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.options import one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import LENGTH, has_key
 from headrace.transforms.stage import BatchTransform
@@ -26,7 +28,7 @@ from headrace.transforms.tokens import (
 Denominator = Literal["kept", "all"]
 
 
-class TokenFilter(BatchTransform):
+class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")):
     """Take tokens that fail a criterion out of the loss, and say what its mean is divided by.
 
     ============ =========================================================== =======================
@@ -49,9 +51,7 @@ class TokenFilter(BatchTransform):
         criterion: batch → (N, T) bool, True where the token stays, of ragged rows padded behind; or (N,)
             bool, for all tokens of the row. Such as Diverged.
         denominator: ``kept``, ``all``.
-        loss_mask_key: (N, T) bool, True trains.
-        log_prob_key: (N, T) float, which the loss reads; written if it is there. None: never.
-        advantage_key: (N, 1, 1) or (N, T, 1) float, written under ``all``.
+        names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -71,15 +71,12 @@ class TokenFilter(BatchTransform):
         *,
         criterion: Callable[[TensorDictBase], Tensor],
         denominator: Denominator = "kept",
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        log_prob_key: NestedKey | None = ("log_probs", "full"),
-        advantage_key: NestedKey = "advantage",
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         if not callable(criterion):
             raise ValueError(f"criterion must be a callable from a batch to (N, T) bool; got {criterion!r}")
         one_of("denominator", denominator, get_args(Denominator))
-        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
-        self.advantage_key = nested_key(advantage_key)
         credit = [self.advantage_key] if denominator == "all" else []
         reads = [*getattr(criterion, "in_keys", ()), self.loss_mask_key, *credit]
         super().__init__(reads, credit or [LENGTH])

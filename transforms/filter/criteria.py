@@ -14,14 +14,16 @@ from collections.abc import Callable
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames, TakesColumns
 from headrace.transforms.options import at_least, describe_options, nested_key, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import REWARD, STATUS_KEYS, Status
 from headrace.transforms.tensordicts import flat_rows
 
 
-class Criterion:
+class Criterion(TakesColumns):
     """A criterion with a name and declared columns. Subclasses implement :meth:`decide`.
 
     Example:
@@ -57,7 +59,7 @@ class Criterion:
         return f"{type(self).__name__}({describe_options(self)})"
 
 
-class RewardsVary(Criterion):
+class RewardsVary(Criterion, columns=("reward", "group")):
     """Groups whose rewards differ: ``max − min > tol`` over the rollouts in the statistics that have one.
 
     A group without spread has no advantage to learn from (DAPO's dynamic sampling, arXiv:2503.14476,
@@ -65,8 +67,7 @@ class RewardsVary(Criterion):
 
     Args:
         tol: in units of the reward, ≥ 0.
-        reward_key: (N,), (N, 1) or (N, 1, 1) float, where FanOutCollapse wrote no reward.
-        group_key: (N,) or (N, 1) int.
+        names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
     """
 
     within_groups = True
@@ -77,11 +78,10 @@ class RewardsVary(Criterion):
         self,
         *,
         tol: float = 0.0,
-        reward_key: NestedKey = ("next", "reward"),
-        group_key: NestedKey = "group_id",
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         self.tol = within("tol", tol, 0, float("inf"))
-        self.reward_key, self.group_key = nested_key(reward_key), nested_key(group_key)
         self.in_keys = (REWARD, self.reward_key, self.group_key)
 
     def decide(self, rows: Rows) -> Tensor:
@@ -96,13 +96,13 @@ class RewardsVary(Criterion):
         return vary if rows.counted is None else vary | ~rows.counted  # who has left judges nobody
 
 
-class RewardWithin(Criterion):
+class RewardWithin(Criterion, columns=("reward",)):
     """Rewards in ``[low, high]``; NaN is not. Reason: ``reward_bounds``.
 
     Args:
         low: least reward that stays.
         high: greatest reward that stays.
-        reward_key: (N,), (N, 1) or (N, 1, 1) float, where FanOutCollapse wrote no reward.
+        names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
     """
 
     within_groups = True
@@ -113,11 +113,12 @@ class RewardWithin(Criterion):
         *,
         low: float = float("-inf"),
         high: float = float("inf"),
-        reward_key: NestedKey = ("next", "reward"),
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         if not low <= high:
             raise ValueError(f"low must be ≤ high; got {low} and {high}")
-        self.low, self.high, self.reward_key = low, high, nested_key(reward_key)
+        self.low, self.high = low, high
         self.in_keys = (REWARD, self.reward_key)
 
     def decide(self, rows: Rows) -> Tensor:
@@ -150,24 +151,21 @@ class Finite(Criterion):
         )
 
 
-class NotTruncated(Criterion):
+class NotTruncated(Criterion, columns=("status", "truncated")):
     """Rows that were not cut off at a limit. Reason: ``truncated``.
 
     Rows that failed or were aborted stay: they are the gate's. A segment that was cut off goes alone, with
     ``SampleFilter(unit="rollout")`` with its whole rollout.
 
     Args:
-        status_key: (N,) or (N, 1) :class:`Status`. None: ``("next", "status")`` if it is there, else
-            ``status``, as everybody reads it.
-        truncated_key: (N,) or (N, 1) bool, read in place of the status where it is given, such as
-            ``("next", "truncated")``.
+        names: other names of columns, such as `status_key` (:class:`ColumnNames`).
     """
 
     within_groups = True
     reason = "truncated"
 
-    def __init__(self, *, status_key: NestedKey | None = None, truncated_key: NestedKey | None = None):
-        self.status_key, self.truncated_key = nested_key(status_key), nested_key(truncated_key)
+    def __init__(self, **names: Unpack[ColumnNames]):
+        self.name_columns(names)
         read = self.truncated_key or self.status_key
         self.in_keys = STATUS_KEYS if read is None else (read,)
 
@@ -180,13 +178,13 @@ class NotTruncated(Criterion):
         return status != Status.TRUNCATED
 
 
-class LengthWithin(Criterion):
+class LengthWithin(Criterion, columns=("loss_mask",)):
     """Rows whose loss mask counts `low` to `high` tokens. Reason: ``length``.
 
     Args:
         low: least number of tokens that stays; 1 takes out rows whose mask is empty.
         high: greatest number that stays; None: no limit.
-        loss_mask_key: (N, T) bool, dense or ragged.
+        names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
     """
 
     within_groups = True
@@ -197,11 +195,12 @@ class LengthWithin(Criterion):
         *,
         low: int = 0,
         high: int | None = None,
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         if high is not None and not low <= high:
             raise ValueError(f"low must be ≤ high; got {low} and {high}")
-        self.low, self.high, self.loss_mask_key = low, high, nested_key(loss_mask_key)
+        self.low, self.high = low, high
         self.in_keys = (self.loss_mask_key,)
 
     def decide(self, rows: Rows) -> Tensor:
@@ -211,7 +210,7 @@ class LengthWithin(Criterion):
         return keep if self.high is None else keep & (tokens <= self.high)
 
 
-class Fresh(Criterion):
+class Fresh(Criterion, columns=("version",)):
     """Rows whose policy is at most `max_staleness` versions behind. Reason: ``stale``.
 
     Args:
@@ -219,7 +218,7 @@ class Fresh(Criterion):
             all of them may be old. A number is for what is collected once: a job's version moves on. In YAML
             a callable is ``{_target_: your.module.version, _partial_: true}``.
         max_staleness: versions, ≥ 0.
-        version_key: (N,) or (N, 1) int, the version that acted.
+        names: other names of columns, such as `version_key` (:class:`ColumnNames`).
     """
 
     within_groups = True
@@ -230,8 +229,9 @@ class Fresh(Criterion):
         *,
         current: int | Callable[[], int],
         max_staleness: int = 0,
-        version_key: NestedKey = ("next", "policy_version"),
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         if current is None:
             raise ValueError(
                 "Fresh needs current: the version that trains, or a callable that returns it, such as a "
@@ -239,7 +239,6 @@ class Fresh(Criterion):
             )
         self.current = current if callable(current) else at_least("current", current, 0)
         self.max_staleness = at_least("max_staleness", max_staleness, 0)
-        self.version_key = nested_key(version_key)
         self.in_keys = (self.version_key,)
 
     def decide(self, rows: Rows) -> Tensor:

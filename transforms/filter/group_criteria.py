@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-from tensordict import NestedKey
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import at_least, nested_key, one_of
+from headrace.transforms.options import at_least, one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import REWARD
 
@@ -79,7 +80,7 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
     return torch.empty_like(kept).scatter_(0, order, kept)
 
 
-class BestOf(Criterion):
+class BestOf(Criterion, columns=("loss_mask", "group", "rollout")):
     """The k best rollouts of each group (:func:`best_of`). Reason: ``not_best``.
 
     With ``action="exclude"`` the statistics of later stages are those of the rollouts kept, as GFPO and PODS
@@ -88,9 +89,7 @@ class BestOf(Criterion):
     Args:
         k: rollouts of a group that stay, ≥ 1; one that has no more keeps all.
         by: ``reward``, ``length``, ``efficiency``, ``variance``.
-        loss_mask_key: (N, T) bool, dense or ragged, for ``length`` and ``efficiency``.
-        group_key: (N,) or (N, 1) int.
-        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
+        names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
     """
 
     within_groups = True
@@ -102,13 +101,10 @@ class BestOf(Criterion):
         *,
         k: int,
         by: By = "reward",
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        group_key: NestedKey = "group_id",
-        rollout_key: NestedKey | None = "rollout_id",
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         self.k, self.by = at_least("k", k, 1, required=True), one_of("by", by, get_args(By))
-        self.loss_mask_key = nested_key(loss_mask_key)
-        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
         keys = [REWARD, self.group_key, self.rollout_key, self.loss_mask_key if self._measures else None]
         self.in_keys = tuple(key for key in keys if key is not None)
 
@@ -128,7 +124,7 @@ class BestOf(Criterion):
         return rollouts.spread(stays)
 
 
-class GroupMeanWithin(Criterion):
+class GroupMeanWithin(Criterion, columns=("group", "rollout")):
     """Groups whose mean reward is in ``[low, high]``. Reason: ``group_mean``.
 
     The mean is over the rollouts in the statistics that have a reward; a group without any leaves. It stands
@@ -137,8 +133,7 @@ class GroupMeanWithin(Criterion):
     Args:
         low: least mean that stays.
         high: greatest mean that stays.
-        group_key: (N,) or (N, 1) int.
-        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
+        names: other names of columns, such as `group_key` (:class:`ColumnNames`).
     """
 
     within_groups = True
@@ -150,13 +145,12 @@ class GroupMeanWithin(Criterion):
         *,
         low: float = float("-inf"),
         high: float = float("inf"),
-        group_key: NestedKey = "group_id",
-        rollout_key: NestedKey | None = "rollout_id",
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         if not low <= high:
             raise ValueError(f"low must be ≤ high; got {low} and {high}")
         self.low, self.high = low, high
-        self.group_key, self.rollout_key = nested_key(group_key), nested_key(rollout_key)
         self.in_keys = tuple(key for key in (REWARD, self.group_key, self.rollout_key) if key is not None)
 
     def decide(self, rows: Rows) -> Tensor:

@@ -8,9 +8,11 @@ from typing import Literal
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.options import one_of
 from headrace.transforms.rows import Effect, Rows
 from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, unit_keys
 from headrace.transforms.stage import BatchTransform
@@ -19,7 +21,7 @@ Action = Literal["mask", "exclude", "drop"]
 EFFECTS: dict[str, Effect] = {"mask": "masked", "exclude": "excluded", "drop": "dropped"}
 
 
-class SampleFilter(BatchTransform):
+class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", "group")):
     """Take rows that fail a criterion out of the loss, out of the statistics, or away.
 
     =========== ============ ======================== =========
@@ -49,10 +51,7 @@ class SampleFilter(BatchTransform):
         action: ``mask``, ``exclude``, ``drop``.
         on_batch: called as ``on_batch(batch, keep)`` with every row, those that will go included, and the
             (N,) bool that says who stays.
-        loss_mask_key: (N, T) bool, True trains; written if it is there.
-        log_prob_key: (N, T) float, written if it is there; None: never.
-        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
-        group_key: (N,) or (N, 1) int.
+        names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -74,15 +73,11 @@ class SampleFilter(BatchTransform):
         unit: Unit | None = None,
         action: Action = "mask",
         on_batch: Callable[[TensorDictBase, Tensor], None] | None = None,
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        log_prob_key: NestedKey | None = ("log_probs", "full"),
-        rollout_key: NestedKey | None = "rollout_id",
-        group_key: NestedKey = "group_id",
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         if not callable(criterion):
             raise ValueError(f"criterion must be a callable from a batch to (N,) bool; got {criterion!r}")
-        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
-        self.rollout_key, self.group_key = nested_key(rollout_key), nested_key(group_key)
         own: str = unit if unit is not None else getattr(criterion, "unit", "sample")
         reads = unit_keys(own, self.rollout_key, self.group_key)
         writes = {"mask": [IN_LOSS, LENGTH], "exclude": [IN_LOSS, LENGTH, COUNTED], "drop": []}

@@ -8,14 +8,16 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError, MissingKeyError, listing
-from headrace.transforms.options import at_least, nested_key
+from headrace.transforms.options import at_least
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key, key_names, require
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import columns_by_row, entries_of, shallow_copy, stack_of_texts
-from headrace.transforms.tokens import ATTENTION, PROMPT, RESPONSE, check_mask, in_loss_there
+from headrace.transforms.tokens import PROMPT, RESPONSE, check_mask, in_loss_there
 
 from .packing import TOKEN_KEYS, require_one_dtype
 
@@ -30,7 +32,9 @@ PARTS: tuple[NestedKey, ...] = (
 OF_RESPONSE = ("log_probs", "response")
 
 
-class DenseRows(BatchTransform):
+class DenseRows(
+    BatchTransform, columns=("tokens", "attention", "loss_mask", "log_prob", "rollout"), needed=("log_prob",)
+):
     """Make one dense batch of ragged rows, such as LLMCollector's: tokens padded once, on the left.
 
     A row is a turn, and of its tokens those train that the policy wrote in this turn: its response, at the
@@ -50,11 +54,7 @@ class DenseRows(BatchTransform):
         pad_id: the token that stands for padding: the tokenizer's `pad_token_id`.
         width: tokens of a row with its padding, T, where batches must have one width. None: those of the
             longest.
-        tokens_key: (N, T) int64, or ragged.
-        attention_key: (N, T) bool, True at real tokens; ragged rows may lack it.
-        loss_mask_key: (N, T) bool, True trains.
-        log_prob_key: (N, T) float.
-        rollout_key: (N,) or (N, 1) int, for messages; None: messages say row numbers alone.
+        names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: tokens, or what says which of them train, are not there.
@@ -79,15 +79,9 @@ class DenseRows(BatchTransform):
         *,
         pad_id: int,
         width: int | None = None,
-        tokens_key: NestedKey = ("tokens", "full"),
-        attention_key: NestedKey = ATTENTION,
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        log_prob_key: NestedKey = ("log_probs", "full"),
-        rollout_key: NestedKey | None = "rollout_id",
+        **names: Unpack[ColumnNames],
     ):
-        self.tokens_key, self.attention_key = nested_key(tokens_key), nested_key(attention_key)
-        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
-        self.rollout_key = nested_key(rollout_key)
+        self.name_columns(names)
         writes = [self.tokens_key, self.attention_key, self.loss_mask_key, self.log_prob_key]
         super().__init__([self.tokens_key, PROMPT, RESPONSE], writes)
         if pad_id is None:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError, who_stamps
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key
@@ -28,7 +30,7 @@ from headrace.transforms.schema import (
 )
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import device_of, entries_of
-from headrace.transforms.tokens import ATTENTION, check_mask, in_loss_there, read_tokens, write_tokens
+from headrace.transforms.tokens import check_mask, in_loss_there, read_tokens, write_tokens
 
 from .dense import PARTS, describe_row
 from .packing import TOKEN_KEYS
@@ -100,7 +102,11 @@ def merge_turns(
     return Merged(into, torch.empty_like(ends).index_copy_(0, order, follows & ~goes_on))
 
 
-class MergeTurns(BatchTransform):
+class MergeTurns(
+    BatchTransform,
+    columns=("turn", "tokens", "attention", "loss_mask", "advantage", "rollout"),
+    needed=("rollout",),
+):
     """Merge rows of a rollout that go on from one another into the last of them (:func:`merge_turns`).
 
     For trainers without attention over trees. Where rows are turns, each with all that came before it as its
@@ -121,12 +127,7 @@ class MergeTurns(BatchTransform):
     Args:
         token_keys: (N, T, ...) or ragged, columns by token that this library and TorchRL do not know.
         last_keys: columns by row that may differ, besides the status and where rollouts end.
-        turn_key: (N,) or (N, 1) int that orders a rollout's rows; None: the order of the rows.
-        tokens_key: (N, T) int64.
-        attention_key: (N, T) bool, True at real tokens.
-        loss_mask_key: (N, T) bool, True trains.
-        advantage_key: (N, 1, 1) or (N, T, 1) float; it may be missing.
-        rollout_key: (N,) or (N, 1) int.
+        names: other names of columns, such as `turn_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -151,17 +152,10 @@ class MergeTurns(BatchTransform):
         *,
         token_keys: Sequence[NestedKey] = (),
         last_keys: Sequence[NestedKey] = (),
-        turn_key: NestedKey | None = None,
-        tokens_key: NestedKey = ("tokens", "full"),
-        attention_key: NestedKey = ATTENTION,
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        advantage_key: NestedKey = "advantage",
-        rollout_key: NestedKey = "rollout_id",
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         self.token_keys, self.last_keys = (tuple(map(nested_key, keys)) for keys in (token_keys, last_keys))
-        self.turn_key, self.rollout_key = nested_key(turn_key), nested_key(rollout_key)
-        self.tokens_key, self.attention_key = nested_key(tokens_key), nested_key(attention_key)
-        self.loss_mask_key, self.advantage_key = nested_key(loss_mask_key), nested_key(advantage_key)
         own = [self.tokens_key, self.attention_key, self.loss_mask_key]
         super().__init__([self.rollout_key, *own, self.turn_key], [])  # it moves what others have measured
 

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.options import at_least, describe_options, nested_key
+from headrace.transforms.options import at_least, describe_options
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key, require
 from headrace.transforms.stage import BatchTransform
@@ -94,7 +96,9 @@ def log_probs_of(
     return found
 
 
-class ScoreRows(BatchTransform):
+class ScoreRows(
+    BatchTransform, columns=("tokens", "attention", "loss_mask", "log_prob", "rollout"), needed=("log_prob",)
+):
     """Add the log-probabilities of sampled tokens under the policy that sampled them, while it is unchanged.
 
     GRPOLoss weighs each token by the ratio of its probabilities now and then. TorchRL's TransformersWrapper
@@ -114,11 +118,7 @@ class ScoreRows(BatchTransform):
             ``pipeline.stages["score"].actor = actor``.
         max_rows: rows of a forward pass, ≥ 1. None: any number.
         max_tokens: tokens of a forward pass with its padding, ≥ 1. None: any number.
-        tokens_key: (N, T) int64.
-        attention_key: (N, T) bool, True at real tokens.
-        loss_mask_key: (N, T) bool, True trains.
-        log_prob_key: (N, T) float.
-        rollout_key: (N,) or (N, 1) int, for messages; None: messages say row numbers alone.
+        names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
 
     Raises:
         ValueError: there is no actor.
@@ -145,15 +145,9 @@ class ScoreRows(BatchTransform):
         actor: Any = None,
         max_rows: int | None = None,
         max_tokens: int | None = None,
-        tokens_key: NestedKey = ("tokens", "full"),
-        attention_key: NestedKey = ATTENTION,
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        log_prob_key: NestedKey = ("log_probs", "full"),
-        rollout_key: NestedKey | None = "rollout_id",
+        **names: Unpack[ColumnNames],
     ):
-        self.tokens_key, self.attention_key = nested_key(tokens_key), nested_key(attention_key)
-        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
-        self.rollout_key = nested_key(rollout_key)
+        self.name_columns(names)
         super().__init__([self.tokens_key, self.attention_key, self.loss_mask_key], [self.log_prob_key])
         self.actor = actor
         self.max_rows, self.max_tokens = (

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames
 from headrace.transforms.distributed import sharing
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing, who_stamps
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import nested_key
 from headrace.transforms.prefixes import left_aligned, prefix_order
 from headrace.transforms.rows import Late, Reduced, Rows, Table
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
@@ -75,7 +76,11 @@ class Drawn:
         )
 
 
-class ShuffleSplit(SplitMemory, BatchTransform):
+class ShuffleSplit(
+    SplitMemory,
+    BatchTransform,
+    columns=("rollout", "group", "reward", "length", "tokens", "loss_mask", "log_prob", "weight"),
+):
     """Order the rows at random, and cut them into minibatches, ranks and micro-batches.
 
     A minibatch is one optimiser step, a micro-batch one forward and backward of it. What it promises:
@@ -122,14 +127,7 @@ class ShuffleSplit(SplitMemory, BatchTransform):
             of as many micro-batches, and one without rows empty ones. A pipeline takes it over for all.
         shuffle: False keeps the order of first rows.
         seed: of the order.
-        rollout_key: (N,) or (N, 1) int; None: each row is a rollout.
-        group_key: (N,) or (N, 1) int.
-        reward_key: (N, ...) float, by which, as by ids, an interrupted batch is known again.
-        length_key: (N, T) bool, True at tokens that cost something.
-        tokens_key: (N, T) int64, looked at for a `tree`.
-        loss_mask_key: (N, T) bool, becomes False where a row is padding.
-        log_prob_key: (N, T) float, becomes NaN there; None: not touched.
-        weight_key: (N,) float, becomes 0 there.
+        names: other names of columns, such as `rollout_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
@@ -168,25 +166,16 @@ class ShuffleSplit(SplitMemory, BatchTransform):
         process_group: dist.ProcessGroup | str | None = None,
         shuffle: bool = True,
         seed: int = 0,
-        rollout_key: NestedKey | None = "rollout_id",
-        group_key: NestedKey = "group_id",
-        reward_key: NestedKey = ("next", "reward"),
-        length_key: NestedKey = ("masks", "all_attention_mask"),
-        tokens_key: NestedKey = ("tokens", "full"),
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        log_prob_key: NestedKey | None = ("log_probs", "full"),
-        weight_key: NestedKey = "loss_weight",
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
         self.minibatches, self.minibatch_size, self.remainder = minibatches, minibatch_size, remainder
         self.microbatches, self.microbatch_size, self.max_tokens = microbatches, microbatch_size, max_tokens
         self.multiple_of, self.oversized, self.balance, self.linear = multiple_of, oversized, balance, linear
         self.ranks, self.rank, self.process_group = ranks, rank, process_group
         self.unit, self.tree, self.shuffle, self.seed = unit, tree, shuffle, seed
-        self.rollout_key, self.group_key = ids = nested_key(rollout_key), nested_key(group_key)
-        self.length_key, self.weight_key = nested_key(length_key), nested_key(weight_key)
-        self.reward_key, self.tokens_key = nested_key(reward_key), nested_key(tokens_key)
-        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
         SplitMemory.__init__(self)
+        ids = self.rollout_key, self.group_key
         reads = [*unit_keys(unit, *ids), *([self.length_key] if self.cut.measures else [])]
         reads += [] if tree == "none" else [*unit_keys(tree, *ids), self.tokens_key]
         BatchTransform.__init__(self, reads, [MINIBATCH, MICROBATCH, *([RANK] if ranks > 1 else [])])
