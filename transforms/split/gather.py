@@ -277,7 +277,11 @@ class GatheredRows:
                 kinds.setdefault(kind, {})[Late, number, name] = values
         packed: dict[tuple[Any, ...], Tensor] = {}
         for (dtype, ndim, *_), group in kinds.items():
-            values = torch.stack(list(group.values())).to(dtype).index_select(1, order)
+            values = torch.stack(list(group.values())).to(dtype)
+            if values.ndim == 2:  # ten times as fast as index_select, for many rows
+                values = values.gather(1, order.expand(len(group), -1))
+            else:
+                values = values.index_select(1, order)
             for row, key in enumerate(group):
                 if padding is not None and key in (ROW, IN_LOSS, weight):
                     values[row, padding] = -1 if key == ROW else 0
