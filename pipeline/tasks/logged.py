@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -93,6 +94,7 @@ def distance_from_recipe(steps: Sequence[LoggedRows], name: str) -> float:
     )
 
 
+@cache  # a recipe takes a tenth of a second to compose, and a dump has many files
 def advantage_as(name: str) -> Callable[[LoggedRows], np.ndarray]:
     """A function from rows to the advantage that a recipe gives them, all of which it compares.
 
