@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from functools import cached_property
 from typing import Any, cast
 
@@ -85,8 +85,8 @@ class Run:
         """The same account, which holds no column of the batch."""
         if self.rows is None:
             return Run(self.stages, self.keys, None)
-        table = dataclasses.replace(self.rows.table, batch=None)
-        table.__dict__ |= {k: v for k, v in self.rows.table.__dict__.items() if k not in ("batch", "late")}
+        table: Any = copy(self.rows.table)
+        table.batch, table.late, table.looked_up = None, [], None
         rows = Rows(table, self.rows.names)
         return Run(self.stages, self.keys, rows, places=self.places, texts=self.texts)
 

@@ -31,6 +31,7 @@ from .ids import Ids, as_ids
 from .options import nested_key
 from .schema import COUNTED, IN_LOSS, LENGTH, REWARD, ROW, STATUS_KEYS, key_names
 from .tensordicts import (
+    WIDE,
     column_of,
     count_in_loss,
     device_of,
@@ -139,6 +140,8 @@ class Table:
         self.ids: dict[Any, tuple[Tensor | None, Ids]] = {}  # of the rows that are here, by column
         self.numbers_of_rank = torch.arange(self.size)[self.own]
         """(n,) int64: the rows of this rank, as they came, and behind them those carried to it."""
+        self.looked_up: TensorDictBase | None = None  # a batch, and keys that it does not have
+        self.absent: set[Any] = set()
         self.carried: Tensor | None = None  # (C,) int64, rows of earlier batches
         self.carried_starts: list[int] = []  # the first of them of each rank, and the end
 
@@ -327,17 +330,21 @@ class Rows:
             most: numbers a row; a column of more, or of ragged rows, is left where it is.
         """
         table, found = self.table, dict[Any, Tensor]()
+        if table.looked_up is not table.batch:
+            table.looked_up, table.absent = table.batch, set()
         for key in dict.fromkeys(keys):
-            if key is None or key in table.columns or table.batch is None:
+            if key is None or key in table.columns or table.batch is None or key in table.absent:
                 continue
             column = number_column(table.batch, key, most=most)
+            if column is None:
+                table.absent.add(key)
             if isinstance(column, list):  # texts, of which some may be missing
                 there = [row for row, label in enumerate(column) if label not in ("", None)]
                 numbers = torch.full((len(column),), -1)
                 name = key if isinstance(key, str) else str(key[-1])
                 numbers[there] = as_ids([column[row] for row in there], name)
                 column = numbers.to(device_of(table.batch))
-            if column is not None:
+            if column is not None and column is not WIDE:
                 found[key] = column
         for count in [TokenCount(*pair) for pair in tokens]:
             if count not in table.columns and table.batch is not None:
@@ -535,9 +542,9 @@ class Rows:
 
     def key(self, role: Any) -> NestedKey | None:
         """Where a column is in the batch; ``("turn",)`` is the key ``"turn"``, and no role."""
-        if isinstance(role, tuple) and len(role) == 1:
-            return role[0]
-        return self.names[role] if isinstance(role, str) and role in self.names else role
+        if role in self.names:
+            return self.names[role]
+        return role[0] if type(role) is tuple and len(role) == 1 else role
 
     def has(self, role: Any) -> bool:
         """Whether there is such a column."""
@@ -1228,7 +1235,13 @@ def _sources(key: Any) -> list[NestedKey]:
 
 def column_keys(stage: Any) -> dict[str, NestedKey | None]:
     """Where a stage finds each column, by role: its options named ``<role>_key``."""
-    return {name[:-4]: nested_key(key) for name, key in vars(stage).items() if name.endswith("_key")}
+    known = type(stage), len(vars(stage))
+    if known not in _OPTIONS:
+        _OPTIONS[known] = [(name[:-4], name) for name in vars(stage) if name.endswith("_key")]
+    return {role: nested_key(getattr(stage, name)) for role, name in _OPTIONS[known]}
+
+
+_OPTIONS: dict[tuple[type, int], list[tuple[str, str]]] = {}  # of columns, by a class and how much it keeps
 
 
 def few(values: Tensor | Sequence[Any], most: int = 8) -> str:

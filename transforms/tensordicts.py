@@ -456,6 +456,10 @@ def count_true(mask: Tensor) -> Tensor:
     return total
 
 
+WIDE = object()
+"""A column of more numbers a row than were asked for."""
+
+
 def number_column(
     batch: TensorDictBase, key: NestedKey, *, raw: bool = False, most: int | None = None
 ) -> Any:
@@ -465,7 +469,7 @@ def number_column(
         batch: TensorDict ``[N]``, dense or a lazy stack.
         key: of the column.
         raw: in the shape in which the batch has it; ragged rows are a list.
-        most: numbers a row; a column of more, or of ragged rows, is None.
+        most: numbers a row; a column of more, or of ragged rows, is :data:`WIDE`.
 
     Raises:
         BatchError: some rows of a lazy stack have it, and some have not.
@@ -476,7 +480,7 @@ def number_column(
     if most is not None and (
         isinstance(value, list) or (isinstance(value, Tensor) and value.numel() > most * len(batch))
     ):
-        return None
+        return WIDE
     if isinstance(value, list) and value and isinstance(value[0], Tensor):
         raise BatchError(f"one number a row is needed in {key!r}; found ragged rows")
     if not isinstance(value, Tensor):

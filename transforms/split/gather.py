@@ -32,7 +32,6 @@ from headrace.transforms.schema import (
 )
 from headrace.transforms.tensordicts import (
     device_of,
-    entries_of,
     of_columns,
     rows_with,
     send_packed,
@@ -334,10 +333,10 @@ class GatheredRows:
             if len(at) == 0:
                 continue
             if self.is_ragged:
-                entries = entries_of(rows, key) or []
-                for row in at.tolist():
-                    masked = torch.full_like(entries[row], _masking(entries[row]) if value is None else value)
-                    write_entry(rows.tensordicts[row], key, masked)
+                for row in (rows.tensordicts[number] for number in at.tolist()):
+                    entry = row.get(key)
+                    masked = torch.full_like(entry, _masking(entry) if value is None else value)
+                    write_entry(row, key, masked)
                 continue
             column, at = rows.get(key), at.to(self.device)
             value = _masking(column) if value is None else value
