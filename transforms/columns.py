@@ -15,7 +15,7 @@ from .options import nested_key
 from .schema import DONE, EXPECTED_SEGMENTS, INIT, MINIBATCH, RETURN, REWARD
 
 
-class Column(NamedTuple):
+class Role(NamedTuple):
     """A column that somebody brings, or that stages write."""
 
     default: NestedKey | None
@@ -26,39 +26,37 @@ class Column(NamedTuple):
 
 
 ID = "(N,) or (N, 1) int ≥ 0, or text"
-COLUMNS: dict[str, Column] = {
-    "group": Column("group_id", f"{ID}: rollouts that are compared"),
-    "rollout": Column("rollout_id", f"{ID}: rows of one execution; None: each row is one", True),
-    "reward": Column(("next", "reward"), "(N,), (N, 1), (N, 1, 1) or (N, K) float, of the row's rollout"),
-    "advantage": Column("advantage", "(N,) and trailing ones, or (N, T, 1) float"),
-    "status": Column(None, 'how a rollout ended; None: ("next", "status"), else "status", if there', True),
-    "version": Column(("next", "policy_version"), "(N,) or (N, 1) int: which policy acted"),
-    "expected": Column("expected_rollouts", "(N,) or (N, 1) int ≥ 1: rollouts that the group was given"),
-    "done": Column(DONE, "(N,) or (N, 1) bool, True where a rollout ends; None: all have", True),
-    "init": Column(INIT, "(N,) or (N, 1) bool, True where a rollout begins; None: all rows are there", True),
-    "segment": Column(None, "(N,) or (N, 1) int: order of segments that end each by themselves", True),
-    "expected_segments": Column(EXPECTED_SEGMENTS, "(N,) or (N, 1) int ≥ 1: segments that end"),
-    "turn": Column(None, "(N,) or (N, 1) int: order of a rollout's rows; None: that of the batch", True),
-    "state": Column("state_id", f"{ID}: from which state a step started"),
-    "parent": Column("parent_id", f"{ID}: the rollout that a rollout was forked from; −1: none"),
-    "baseline": Column(None, "ids by which rewards are remembered; None: one mean for all", True),
-    "loss_mask": Column(("masks", "all_assistant_mask"), "(N, T) bool, True at tokens in the loss"),
-    "attention": Column(("masks", "all_attention_mask"), "(N, T) bool, True at tokens that are no padding"),
-    "length": Column(("masks", "all_attention_mask"), "(N, T) bool, True at tokens that cost something"),
-    "tokens": Column(("tokens", "full"), "(N, T) int: the token ids"),
-    "turn_index": Column("turn_index", "(N, T) int, −1 outside of turns; None: rows are turns", True),
-    "turn_reward": Column("turn_reward", "(N, T) float by token, or (N, K) by turn"),
-    "log_prob": Column(
-        ("log_probs", "full"), "(N, T) float, which the loss reads; None: not looked at", True
-    ),
-    "old_log_prob": Column(("old_log_probs", "full"), "(N, T) float, of the policy before the step"),
-    "sampler_log_prob": Column(("log_probs", "full"), "(N, T) float, of the policy that sampled"),
-    "numerator": Column(("teacher_log_probs", "full"), "(N, T) float: log-probabilities above the line"),
-    "denominator": Column(("log_probs", "full"), "(N, T) float: log-probabilities below the line"),
-    "value": Column(("entropy", "full"), "(N, T) float: the number of a token that is compared"),
-    "importance": Column("importance_weight", "(N, T) float: the weights, written"),
-    "weight": Column("loss_weight", "(N,) float: what a row's tokens weigh in the loss"),
-    "truncated": Column(None, "(N,) or (N, 1) bool, read in place of the status where it is given", True),
+COLUMNS: dict[str, Role] = {
+    "group": Role("group_id", f"{ID}: rollouts that are compared"),
+    "rollout": Role("rollout_id", f"{ID}: rows of one execution; None: each row is one", True),
+    "reward": Role(("next", "reward"), "(N,), (N, 1), (N, 1, 1) or (N, K) float, of the row's rollout"),
+    "advantage": Role("advantage", "(N,) and trailing ones, or (N, T, 1) float"),
+    "status": Role(None, 'how a rollout ended; None: ("next", "status"), else "status", if there', True),
+    "version": Role(("next", "policy_version"), "(N,) or (N, 1) int: which policy acted"),
+    "expected": Role("expected_rollouts", "(N,) or (N, 1) int ≥ 1: rollouts that the group was given"),
+    "done": Role(DONE, "(N,) or (N, 1) bool, True where a rollout ends; None: all have", True),
+    "init": Role(INIT, "(N,) or (N, 1) bool, True where a rollout begins; None: all rows are there", True),
+    "segment": Role(None, "(N,) or (N, 1) int: order of segments that end each by themselves", True),
+    "expected_segments": Role(EXPECTED_SEGMENTS, "(N,) or (N, 1) int ≥ 1: segments that end"),
+    "turn": Role(None, "(N,) or (N, 1) int: order of a rollout's rows; None: that of the batch", True),
+    "state": Role("state_id", f"{ID}: from which state a step started"),
+    "parent": Role("parent_id", f"{ID}: the rollout that a rollout was forked from; −1: none"),
+    "baseline": Role(None, "ids by which rewards are remembered; None: one mean for all", True),
+    "loss_mask": Role(("masks", "all_assistant_mask"), "(N, T) bool, True at tokens in the loss"),
+    "attention": Role(("masks", "all_attention_mask"), "(N, T) bool, True at tokens that are no padding"),
+    "length": Role(("masks", "all_attention_mask"), "(N, T) bool, True at tokens that cost something"),
+    "tokens": Role(("tokens", "full"), "(N, T) int: the token ids"),
+    "turn_index": Role("turn_index", "(N, T) int, −1 outside of turns; None: rows are turns", True),
+    "turn_reward": Role("turn_reward", "(N, T) float by token, or (N, K) by turn"),
+    "log_prob": Role(("log_probs", "full"), "(N, T) float, which the loss reads; None: not looked at", True),
+    "old_log_prob": Role(("old_log_probs", "full"), "(N, T) float, of the policy before the step"),
+    "sampler_log_prob": Role(("log_probs", "full"), "(N, T) float, of the policy that sampled"),
+    "numerator": Role(("teacher_log_probs", "full"), "(N, T) float: log-probabilities above the line"),
+    "denominator": Role(("log_probs", "full"), "(N, T) float: log-probabilities below the line"),
+    "value": Role(("entropy", "full"), "(N, T) float: the number of a token that is compared"),
+    "importance": Role("importance_weight", "(N, T) float: the weights, written"),
+    "weight": Role("loss_weight", "(N,) float: what a row's tokens weigh in the loss"),
+    "truncated": Role(None, "(N,) or (N, 1) bool, read in place of the status where it is given", True),
 }
 
 # The roles that every stage may ask its rows for, whatever options it has.
@@ -122,7 +120,7 @@ class TakesColumns:
         optional: those of them whose key may be None here alone.
     """
 
-    _columns: ClassVar[dict[str, Column]] = {}
+    _columns: ClassVar[dict[str, Role]] = {}
 
     if TYPE_CHECKING:  # `<role>_key` of each
 
