@@ -281,7 +281,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         table, start = rows.table, perf_counter()
         with self._named(name, stage, table):
             before = table.here.clone() if after_cut else None
-            if isinstance(stage, BatchTransform) and stage.on_table:
+            if isinstance(stage, BatchTransform) and stage.knows_the_table():
                 stage.work_on(rows.seen_by(stage, name))
             else:
                 self._foreign(name, stage, rows)

@@ -173,20 +173,6 @@ def read_written(batch: TensorDictBase, key: NestedKey, *, reader: str, writer: 
     return read_column(batch, key, reader=reader, option=f"written by {writer}")
 
 
-def read_status(batch: TensorDictBase, key: NestedKey | None, *, reader: str) -> Tensor | None:
-    """Read how rollouts ended, (N,): by `key`, else ``("next", "status")``, else ``status``, else None.
-
-    An environment leaves at the root the status before a step, and under ``next`` the one after it.
-
-    Raises:
-        MissingKeyError: `key` is given and not there.
-        BatchError: it holds more than one number a row.
-    """
-    if key is None:
-        key = next((key for key in STATUS_KEYS if has_key(batch, key)), None)
-    return None if key is None else read_column(batch, key, reader=reader, option="status_key")
-
-
 def read_flags(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:
     """Read one bool a row, (N,).
 

@@ -98,9 +98,8 @@ class BatchTransform(TakesColumns, Transform):
 
     # -- how it is run ------------------------------------------------------------------------------------
 
-    @property
-    def on_table(self) -> bool:
-        """Whether it works on the table."""
+    def knows_the_table(self) -> bool:
+        """Whether it decides on the table, and does not ask for a batch alone."""
         return type(self).decide is not BatchTransform.decide or _takes_rows(cast(Any, type(self)))
 
     def work_on(self, rows: Rows) -> None:
@@ -123,7 +122,7 @@ class BatchTransform(TakesColumns, Transform):
     def _alone(self, batch: TensorDictBase) -> TensorDictBase:
         ranks = self._own_ranks()
         with labels_in_errors(batch, self._id_keys()), sharing(ranks):
-            if not self.on_table:
+            if not self.knows_the_table():
                 flat = self.enter(batch)
                 return self.apply(shallow_copy(flat)) if flat.shape.numel() else batch
             rows = self.read_table(batch, ranks)

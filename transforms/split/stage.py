@@ -144,7 +144,6 @@ class ShuffleSplit(
     effects = ("dropped", "carried")
     within_groups = True
     stateful = True
-    on_table = True
 
     def __init__(
         self,
