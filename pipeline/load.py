@@ -45,7 +45,7 @@ def load_pipeline(
     seed: int | EllipsisType = ...,
     loss_unit: Mean | EllipsisType = ...,
     order: Sequence[str] | EllipsisType | None = ...,
-    columns: Mapping[str, NestedKey | None] | EllipsisType = ...,
+    columns: Mapping[str, NestedKey | None] | EllipsisType | None = ...,
     group_key: NestedKey | EllipsisType = ...,
     rollout_key: NestedKey | EllipsisType | None = ...,
     loss_mask_key: NestedKey | EllipsisType = ...,
@@ -101,6 +101,7 @@ def load_pipeline(
         'none'
     """
     values = locals()  # first, while there is nothing else; editors complete a signature, and no table
+    values["columns"] = ... if columns is None else columns  # which is no node without names
     given = {word: values[word] for word in KEYWORDS if values[word] is not ...}
     words = _overrides(recipe, overrides, rows)
     settings = settings_of(words, given, stages or {})

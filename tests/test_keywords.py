@@ -34,6 +34,7 @@ VALUES = {
     "seed": (11, "11"),
     "loss_unit": ("sample", "sample"),
     "order": (["gate", "split"], "[gate,split]"),
+    "columns": ({"reward": "score", "turn": ("mine", "turn")}, "{reward: score, turn: [mine, turn]}"),
     "group_key": (("mine", "group"), "[mine,group]"),
     "rollout_key": (None, "null"),
     "loss_mask_key": ("mask", "mask"),
