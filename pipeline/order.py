@@ -10,6 +10,7 @@ from torch import nn
 from headrace.pipeline.wording import suggest
 from headrace.transforms.columns import COLUMNS
 from headrace.transforms.options import nested_key
+from headrace.transforms.rows import column_keys
 from headrace.transforms.schema import COUNTED, MINIBATCH, REWARD
 
 
@@ -46,21 +47,38 @@ def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str,
     return {name: present[name] for name in named}
 
 
-def check_column_names(stages: Mapping[str, Any], columns: Mapping[str, Any]) -> None:
+def check_column_names(stages: Mapping[str, Any], columns: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuse a stage that finds a column under its usual name, where the pipeline says that it has another.
 
+    Args:
+        stages: by name.
+        columns: names by role, as the pipeline has them.
+        own: names by option, as the pipeline itself has them, such as `group_key`.
+
     Raises:
-        ValueError: naming the stage, the column and what to give it; or a role that there is not.
+        ValueError: naming the stage, the column and what to give it; a role that there is not; two names for
+            one column.
     """
     if unknown := sorted(set(columns) - set(COLUMNS)):
         raise ValueError(
             f"there is no column {unknown[0]!r}{suggest(unknown[0], COLUMNS)}; there are {', '.join(COLUMNS)}"
         )
+    renamed = {role: nested_key(key) for role, key in columns.items()}
+    renamed = {role: key for role, key in renamed.items() if key != COLUMNS[role].default}
+    for role, said in renamed.items():
+        if nested_key(own.get(f"{role}_key", said)) != said:
+            raise ValueError(
+                f"the column {role!r} has two names: columns say {said!r}, and {role}_key is "
+                f"{own[f'{role}_key']!r}. Say one of them"
+            )
     for name, stage in stages.items():
         for part in (stage, getattr(stage, "criterion", None), getattr(stage, "term", None)):
-            for role in columns.keys() & getattr(part, "_columns", {}).keys():
-                found, said = getattr(part, f"{role}_key"), nested_key(columns[role])
-                if found == COLUMNS[role].default != said and (role, found) != OF_THE_SAMPLER:
+            keys: dict[str, Any] = {} if part is None else column_keys(part)
+            reads = set() if keys else set(getattr(part, "in_keys", ()))  # it has no such options
+            keys |= {role: COLUMNS[role].default for role in renamed if COLUMNS[role].default in reads}
+            for role, said in renamed.items():
+                found = keys.get(role, said)
+                if found == COLUMNS[role].default and (role, found) != OF_THE_SAMPLER:
                     raise ValueError(
                         f"stage {name!r} reads the column {role!r} under its usual name, {found!r}, and the "
                         f"pipeline's columns say {said!r}: give {type(part).__name__} {role}_key={said!r}"

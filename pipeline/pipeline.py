@@ -17,7 +17,7 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.distributed import OtherRankError, SharedIds, sharing
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.rows import AHEAD, Late, Rows, Table, TokenCount, Written
+from headrace.transforms.rows import AHEAD, Late, Rows, Table, TokenCount, Written, few
 from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PROCESSED, RANK, ROW
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import column_of, describe_columns, device_of, without_rows
@@ -28,7 +28,7 @@ from .logs import log_batch, logging_refusals
 from .notebook import StageListing
 from .order import arrange, check_column_names, check_order, place_of_cut
 from .rank_options import RankOptions
-from .report.row_columns import note_advantage, note_collected, texts_with_carried
+from .report.row_columns import note_advantage, note_carried, note_collected, texts_with_carried
 from .run import LastRun, Run
 from .stage import as_module, with_stage
 
@@ -42,6 +42,8 @@ class Epoch(NamedTuple):
     """What stages have written (:meth:`Rows.written_columns`)."""
     late: list[Late]
     """What they do to gathered rows."""
+    batch: TensorDictBase
+    """The rows, with the columns of tokens that they have changed."""
 
 
 class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group", "rollout")):
@@ -113,7 +115,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             if isinstance(stage, Pipeline):
                 raise ValueError(f"stage {name!r} is a pipeline: put its stages into this one instead")
         check_order(arranged)
-        check_column_names(arranged, columns or {})
+        check_column_names(arranged, columns or {}, names)
         self.rank_options = RankOptions.of(arranged.values(), process_group, shared_ids, patience)
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
         self.order = list(arranged)
@@ -187,6 +189,9 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         """As every transform; of the second half, rows that the first has been over."""
         return super().enter(check_half(batch, self._half))
 
+    def _id_keys(self) -> list[NestedKey]:
+        return list(self._asked.ids)
+
     def _inv_call(self, batch: TensorDictBase) -> TensorDictBase:
         return check_place(batch, self._half)
 
@@ -234,6 +239,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             carried = split.carried_rows()
         passes, drawn = self._cut(stages, rows, at, epochs)
         if table.carried is not None:
+            note_carried(rows, keys)
             texts = texts_with_carried(texts, carried, keys)
         places = [each.places for each in passes]
         self._record_silent(rows, places, weights_came)
@@ -244,7 +250,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             for each in passes:
                 each.columns[PROCESSED] = (processed, torch.bool, 1)
             with self._named(name, split, table):
-                steps = drawn.steps([(each.columns, each.late) for each in passes])
+                steps = drawn.steps([each[1:] for each in passes])
                 if whole:
                     steps.refuse_to_resume()
         run = Run(stages, keys, rows, steps=steps, epochs=epochs, places=places, texts=texts)
@@ -264,21 +270,28 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 seen.leave(torch.zeros(0, dtype=torch.bool), reason, effect)
             return [], None
         with self._named(names[at], split, table):
-            rows.extend(split.carried_rows() if split.remainder == "carry" else None, split.remainder)
+            rows.extend(split.carried_rows(), split.remainder)
             drawn = split.draw(rows.seen_by(split, names[at]), epochs)
         before = table.columns, table.written, table.late
+        whole = table.batch, table.live, table.kept
         for each in drawn.passes:
             table.columns, table.written, table.late = dict(before[0]), dict(before[1]), list(before[2])
+            table.batch, table.live, table.kept = whole
             self._put_places(rows, each)
             for name in names[at + 1 :]:
                 self._stage(name, stages[name], rows, after_cut=True)
-            passes.append(Epoch(self._places(rows, each), rows.written_columns(), table.late))
+            places, columns = self._places(rows, each), rows.written_columns()
+            passes.append(Epoch(places, columns, table.late, table.batch))
         table.columns, table.written, table.late = before
         return passes, drawn
 
     def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_cut: bool = False) -> None:
         """Let one stage decide, or change tokens; code that is not ours sees a batch, and is read again."""
         table, start = rows.table, perf_counter()
+        if not bool(table.here.any()):  # only its reasons are named
+            for reason in getattr(stage, "reasons", ()):
+                rows.seen_by(stage, name).record(torch.zeros(table.size).bool(), reason, "dropped")
+            return
         with self._named(name, stage, table):
             before = table.here.clone() if after_cut else None
             if isinstance(stage, BatchTransform) and stage.knows_the_table():
@@ -320,6 +333,11 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                     f"accounted for; it returned {type(batch).__name__} without it"
                 )
             numbers = rows.numbers_of(batch)
+        if bool((numbers[1:] < numbers[:-1]).any()):
+            raise BatchError(
+                "a stage leaves rows in their order, by which segments are told apart and orders drawn; it "
+                f"returned rows {few(numbers)}. Sort before the pipeline"
+            )
         found, times = numbers.unique(return_counts=True)
         if len(found) < len(numbers):
             twice = listing(map(str, found[times > 1].tolist()))

@@ -28,7 +28,7 @@ def cut_alone(split: ShuffleSplit, batch: TensorDictBase) -> Done:
         rows = split.read_table(batch, ranks)
         rows.extend(split.carried_rows(), split.remainder)
         drawn = split.draw(rows.seen_by(split))
-        whole = drawn.steps([(rows.written_columns(), ())]).whole()
+        whole = drawn.steps([(rows.written_columns(), (), rows.table.batch)]).whole()
     split.accept(drawn)
     names, table = ["trained", "remainder", "carried"], rows.table
     reasons = table.reason[table.numbers_of_rank].tolist()

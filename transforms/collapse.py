@@ -17,7 +17,7 @@ from .options import at_least, one_of
 from .required import require_identity, require_rewards, require_turns
 from .rewards import Missing, as_rewards, factors_of, weighted_reward
 from .rows import Rows
-from .schema import DONE, EXPECTED_SEGMENTS, IS_FIRST_SEGMENT, REWARD, REWARDS
+from .schema import IS_FIRST_SEGMENT, REWARD, REWARDS
 from .stage import BatchTransform
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
@@ -97,7 +97,11 @@ def collapse_column(rows: Rows, reward: Tensor, how: Reduction) -> Tensor:
     return rollouts.spread(total / rollouts.count if how == "mean" else total)
 
 
-class FanOutCollapse(BatchTransform, columns=("reward", "rollout", "group", "turn"), optional=("group",)):
+class FanOutCollapse(
+    BatchTransform,
+    columns=("reward", "rollout", "group", "turn", "done", "expected_segments"),
+    optional=("group",),
+):
     """Give the segments of one rollout one vote and one reward (:func:`collapse_fan_out`).
 
     The batch keeps its shape: the stage adds columns. Rows that are out of the statistics
@@ -146,7 +150,8 @@ class FanOutCollapse(BatchTransform, columns=("reward", "rollout", "group", "tur
     ):
         self.name_columns(names)
         several = [] if columns == 1 and weights is None else [REWARDS]
-        reads = [self.reward_key, self.rollout_key, self.group_key, self.turn_key, DONE, EXPECTED_SEGMENTS]
+        ends = [self.done_key, self.expected_segments_key]
+        reads = [self.reward_key, self.rollout_key, self.group_key, self.turn_key, *ends]
         super().__init__(reads, [REWARD, *several, IS_FIRST_SEGMENT])
         if self.turn_key is not None and reward not in ("first", "last"):
             raise ValueError(f"turn_key says which segment is first and last; got it with {reward=}")
@@ -176,9 +181,8 @@ class FanOutCollapse(BatchTransform, columns=("reward", "rollout", "group", "tur
             )
             reward = reward.masked_fill(missing, 0.0)
         rewards = torch.stack([collapse_column(rows, column, self.reward) for column in reward.unbind(1)], 1)
-        dtype = torch.promote_types(rows.table.dtypes.get(self.reward_key, torch.float64), torch.float32)
-        if not dtype.is_floating_point:
-            dtype = torch.float64
+        dtype = rows.table.dtypes.get(self.reward_key, torch.float64)
+        dtype = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float64
         if self.reward in ("sum", "mean"):  # else it is one of those that were looked at
             rows.require(
                 (rewards.abs() <= torch.finfo(dtype).max).all(1),

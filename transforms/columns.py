@@ -115,9 +115,17 @@ class TakesColumns:
     and `reward_key`, also in its signature.
 
     Class arguments:
-        columns: roles of :data:`COLUMNS`.
-        needed: those of them whose key may not be None here.
-        optional: those of them whose key may be None here alone.
+        columns: roles of :data:`COLUMNS`, in place of those of the class above; a list, also of one.
+        needed: those of them whose key may not be None in this class, though it may in others.
+        optional: those of them whose key may be None in this class, though it may not in others.
+
+    Example:
+        >>> class Mine(TakesColumns, columns=("group", "reward")):
+        ...     def __init__(self, *, low: float, **names):
+        ...         self.name_columns(names)
+        ...         self.low = low
+        >>> Mine(low=1.0, reward_key="score").reward_key, Mine(low=1.0).group_key
+        ('score', 'group_id')
     """
 
     _columns: ClassVar[dict[str, Role]] = {}
@@ -134,6 +142,9 @@ class TakesColumns:
         **others: Any,
     ) -> None:
         super().__init_subclass__(**others)
+        if unknown := [role for role in columns or () if role not in COLUMNS]:
+            there = ", ".join(COLUMNS)
+            raise TypeError(f"{cls.__name__}: there is no column {unknown[0]!r}; there are {there}")
         if columns is not None:
             cls._columns = {role: COLUMNS[role] for role in columns}
             cls._columns |= {role: COLUMNS[role]._replace(optional=False) for role in needed}

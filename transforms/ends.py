@@ -10,7 +10,7 @@ from torch import Tensor
 from .errors import NUMBER_WORKERS
 from .ids import Ids
 from .rows import Rows
-from .schema import DONE, EXPECTED_SEGMENTS, FINISHED
+from .schema import EXPECTED_SEGMENTS, FINISHED
 
 MORE_ENDS = (
     "found more ends (True) in {found}. Are ids reused by two workers, or rows repeated by a sampler? Their "
@@ -133,8 +133,7 @@ def require_single_ends(rows: Rows, ends: Ends) -> None:
 
 def require_unseen_ends(rows: Rows) -> None:
     """:func:`require_single_ends` of a batch that says where rollouts end, and that no gate has looked at."""
-    if rows.has(DONE) and not rows.has(FINISHED):
-        expected = (
-            rows.integers(EXPECTED_SEGMENTS, EXPECTED_SEGMENTS) if rows.has(EXPECTED_SEGMENTS) else None
-        )
-        require_single_ends(rows, Ends(rows.flags(DONE), expected=expected))
+    if rows.has("done") and not rows.has(FINISHED):
+        has_number = rows.has("expected_segments")
+        expected = rows.integers("expected_segments", EXPECTED_SEGMENTS) if has_number else None
+        require_single_ends(rows, Ends(rows.flags("done"), expected=expected))

@@ -17,7 +17,7 @@ from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
 from .options import at_least, one_of
 from .required import require_identity
 from .rows import Rows, few
-from .schema import DONE, EXPECTED_SEGMENTS, FINISHED, Status, key_names
+from .schema import EXPECTED_SEGMENTS, FINISHED, Status, key_names
 from .stage import BatchTransform
 
 OnIncomplete = Literal["raise", "drop", "keep"]
@@ -301,7 +301,9 @@ class CompletenessGate(
     def apply_to_nothing(self, batch: TensorDictBase) -> None:
         """Refuse a batch without rows where groups were dispatched for it."""
         nothing = torch.empty(0, dtype=torch.int64)
-        self._refuse_missing(missing_groups(nothing, self._dispatched(nothing)), [])
+        missing = missing_groups(nothing, self._dispatched(nothing))
+        if missing and self.on_incomplete == "raise":
+            self._refuse([], missing)
 
     def decide(self, rows: Rows) -> None:
         """Take out, or refuse, what is incomplete."""
@@ -316,15 +318,16 @@ class CompletenessGate(
         rollouts, groups = rows.rollouts.everyone, rows.groups.everyone
         short = presence.have < presence.expected
         lacking = groups.first[short] if bool(short.any()) else short.nonzero().flatten()
-        missing = self._missing(rows, status, presence, lacking)
-        if self.on_incomplete == "raise" and len(lacking):
-            self._refuse([describe_group(rows, int(row), status, presence) for row in lacking.sort().values])
+        missing = self._missing(rows)
+        if self.on_incomplete == "raise" and (missing or len(lacking)):
+            found = [describe_group(rows, int(row), status, presence) for row in lacking.sort().values]
+            self._refuse(found, missing)
         if self.on_incomplete == "keep":
             short = (presence.have < (self.min_rollouts or 1)) | (
                 presence.have.double() / presence.expected < (self.min_fraction or 0)
             )
         present, lost = rollouts.spread(presence.present), rollouts.spread(presence.lost)
-        if rows.has(DONE):  # whether it was read here, or is not to be read: nobody looks again
+        if self.done_key is None or rows.has("done"):  # who looks at ends behind the gate takes its word
             rows.put(FINISHED, present, dtype=torch.bool, ndim=1)
         rows.leave(groups.spread(short) & present, "incomplete")
         rows.leave(lost, "failed")
@@ -352,8 +355,8 @@ class CompletenessGate(
             return self.expected_groups.drawn_with(own.unique().tolist())
         return self.expected_groups() if callable(self.expected_groups) else self.expected_groups
 
-    def _missing(self, rows: Rows, status: Tensor | None, presence: Presence, lacking: Tensor) -> list[int]:
-        """Groups that were dispatched and have no row; under ``raise`` they are refused with the others.
+    def _missing(self, rows: Rows) -> list[int]:
+        """Groups that were dispatched and have no row.
 
         Ranks that share ids were dispatched groups together; those that number their own, each by itself.
         """
@@ -366,18 +369,11 @@ class CompletenessGate(
             every = ranks.gather_objects(list(map(int, dispatched)))
             dispatched = [group for groups in every for group in groups]
             own = rows.groups.labels
-        missing = missing_groups(own, dispatched)
-        self._refuse_missing(
-            missing, [describe_group(rows, int(row), status, presence) for row in lacking.sort().values]
-        )
-        return missing
+        return missing_groups(own, dispatched)
 
-    def _refuse_missing(self, missing: list[int], others: list[str]) -> None:
-        """Under ``raise``, refuse groups without rows, and name those that lack some rows beside them."""
-        if missing and self.on_incomplete == "raise":
-            size = "all" if self.group_size is None else self.group_size
-            self._refuse([*others, *(f"group {group} has 0 of {size} (no rows)" for group in missing)])
-
-    def _refuse(self, found: list[str]) -> None:
+    def _refuse(self, lacking: list[str], missing: list[int]) -> None:
+        """Refuse groups that lack rows, in words, and those that have none."""
+        size = "all" if self.group_size is None else self.group_size
+        found = [*lacking, *(f"group {group} has 0 of {size} (no rows)" for group in missing)]
         plural = "s" if len(found) > 1 else ""
         raise IncompleteGroupsError(REFUSAL.format(count=len(found), found=listing(found), s=plural))

@@ -137,7 +137,7 @@ class Table:
         self.into: Tensor | None = None
         self.gone = False  # some row is not here
         self.index: Tensor | None = None  # (M,) int64, the rows that are here; None: all
-        self.ids: dict[Any, tuple[Tensor | None, Ids]] = {}  # of the rows that are here, by column
+        self.ids: dict[Any, tuple[Tensor | None, Ids, bool]] = {}  # of the rows that are here, by column
         self.numbers_of_rank = torch.arange(self.size)[self.own]
         """(n,) int64: the rows of this rank, as they came, and behind them those carried to it."""
         self.looked_up: TensorDictBase | None = None  # a batch, and keys that it does not have
@@ -493,11 +493,16 @@ class Rows:
                 call this together.
 
         Raises:
-            BatchError: the columns differ.
+            BatchError: the columns differ; there are rows, several ranks, and no more are carried.
         """
         table = self.table
         if carried is None and (table.ranks is None or remainder != "carry"):
             return
+        if table.ranks is not None and remainder != "carry":
+            raise BatchError(
+                "rows wait from an earlier batch, and ranks that share a batch go on with them under "
+                "remainder='carry' alone: set it, or leave them by a split without this state"
+            )
         self.settle()
         more = Rows(Table(carried, torch.arange(0 if carried is None else len(carried))), self.names)
         more.table.size = len(more.table.live)
@@ -634,9 +639,16 @@ class Rows:
             fill: for rows outside of this view, where the column is new; None: NaN, or 0 for integers.
         """
         table, key = self.table, cast(NestedKey, self.key(role))
+        given = values.dtype  # of which the batch gets a new column; the table has three kinds
+        if given is not torch.bool:
+            values = values.double() if values.is_floating_point() else values.long()
+        there = table.columns.get(key)
+        if there is not None and there.dtype != values.dtype:
+            kind = torch.float64 if torch.float64 in (there.dtype, values.dtype) else torch.int64
+            table.columns[key], values = there.to(kind), values.to(kind)
         before = table.written.get(key)
         if dtype is None:
-            dtype = before.dtype if before else table.dtypes.get(key, values.dtype)
+            dtype = before.dtype if before else table.dtypes.get(key, given)
             if dtype is torch.float64 and key not in table.dtypes and not before:
                 dtype = torch.get_default_dtype()
         if ndim is None:
@@ -664,7 +676,7 @@ class Rows:
         key, table = self.key(role), self.table
         column = table.columns.get(key) if key is None or self.has(role) else None
         known = table.ids.get((key, id(self.index)))
-        if known is not None and known[0] is column:
+        if known is not None and known[0] is column and known[2] >= checked:
             return known[1]
         if key is None:
             labels = torch.arange(len(self))
@@ -678,7 +690,7 @@ class Rows:
                 self.require_set(labels, f"{role}_id", why.get(role, "rows without an id would be one"))
         ids = Ids(labels, self.counted)
         if self.index is table.index:
-            table.ids[key, id(self.index)] = column, ids
+            table.ids[key, id(self.index)] = column, ids, checked
         return ids
 
     @property
@@ -929,12 +941,23 @@ class Rows:
             reason: a word.
             effect: ``masked`` out of the loss; ``excluded`` out of the statistics too; ``dropped`` or
                 ``carried`` out of the batch.
+
+        Raises:
+            BatchError: rows are to leave the loss, and the batch has no loss mask or log-probabilities in
+                which to say so.
+            ValueError: the reason had another effect before.
         """
         table = self.table
         name = f"{self.stage}/{reason}" if self.stage else reason
         if name not in table.names:
             table.names.append(name)
             table.effects.append(effect)
+        elif (before := table.effects[table.names.index(name)]) != effect:
+            raise ValueError(
+                f"rows that leave for {name!r} are {before}; give those that are {effect} another reason"
+            )
+        if effect in ("masked", "excluded"):
+            self._mask_in_loss(rows)
         counted = table.counted
         if effect in ("masked", "excluded"):
             table.masks_rows = True
@@ -949,6 +972,8 @@ class Rows:
         table.in_loss[number] = False
         if effect == "excluded" and counted is not None:
             counted[number] = False
+            for known in ("counted", "statistics", "voters"):
+                self.__dict__.pop(known, None)
             table.ids.clear()
         if effect in ("dropped", "carried"):
             table.here[number] = False
@@ -972,18 +997,9 @@ class Rows:
         table.into = step if table.into is None else step[table.into]
         self.leave(into != own, reason, "dropped")
 
-    def mask_in(self, loss_mask: NestedKey, log_prob: NestedKey | None, rows: Tensor) -> None:
-        """Say in which token columns rows that leave the loss are masked: False, and NaN.
-
-        Args:
-            loss_mask: (N, T) bool.
-            log_prob: (N, T) float; None: none.
-            rows: (M,) bool, who is about to leave.
-
-        Raises:
-            BatchError: the batch has neither, and a row is to leave.
-        """
-        batch = self.table.batch
+    def _mask_in_loss(self, rows: Tensor) -> None:
+        """Mask (M,) bool `rows`, about to leave: False in the loss mask, NaN in log-probabilities."""
+        batch, loss_mask, log_prob = self.table.batch, self.key("loss_mask"), self.key("log_prob")
         found = [
             key for key in (loss_mask, log_prob) if key is not None and column_of(batch, key) is not None
         ]
@@ -1235,13 +1251,13 @@ def _sources(key: Any) -> list[NestedKey]:
 
 def column_keys(stage: Any) -> dict[str, NestedKey | None]:
     """Where a stage finds each column, by role: its options named ``<role>_key``."""
-    known = type(stage), len(vars(stage))
+    known = type(stage), tuple(vars(stage))
     if known not in _OPTIONS:
         _OPTIONS[known] = [(name[:-4], name) for name in vars(stage) if name.endswith("_key")]
     return {role: nested_key(getattr(stage, name)) for role, name in _OPTIONS[known]}
 
 
-_OPTIONS: dict[tuple[type, int], list[tuple[str, str]]] = {}  # of columns, by a class and how much it keeps
+_OPTIONS: dict[tuple[type, tuple[str, ...]], list[tuple[str, str]]] = {}  # by a class and what it keeps
 
 
 def few(values: Tensor | Sequence[Any], most: int = 8) -> str:

@@ -486,9 +486,9 @@ def number_column(
     if not isinstance(value, Tensor):
         return texts_of(value)
     value = value.detach() if value.requires_grad else value
-    if value.numel() == len(batch):
+    if value.shape[1:].numel() == 1:  # of no rows, too
         return value if value.ndim == 1 else value.reshape(-1)
-    return value.reshape(len(batch), -1) if len(batch) else value.flatten(1)
+    return value.flatten(1)
 
 
 def column_of(batch: TensorDictBase, key: NestedKey) -> Any:

@@ -36,6 +36,18 @@ def note_collected(rows: Rows, keys: Keys) -> dict[str, Any]:
     return {name: text for name, text in found.items() if text is not None and not isinstance(text, Tensor)}
 
 
+def note_carried(rows: Rows, keys: Keys) -> None:
+    """Note of carried rows what :func:`note_collected` has noted of the others."""
+    table = rows.table
+    tokens = table.columns.get(TokenCount(keys.loss_mask, keys.log_prob))
+    reward = next((table.columns[key] for key in keys.found["reward"] if key in table.columns), None)
+    for name, column in zip(COLLECTED, (tokens, reward), strict=True):
+        if column is not None and name in table.columns and table.carried is not None:
+            noted = table.columns[name].clone()
+            noted[table.carried] = column[table.carried].to(noted.dtype)
+            table.columns[name] = noted
+
+
 def texts_with_carried(
     texts: Mapping[str, Any], carried: TensorDictBase | None, keys: Keys
 ) -> dict[str, Sequence[str]]:

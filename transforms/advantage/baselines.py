@@ -95,8 +95,9 @@ class Grouped:
 
     @cached_property
     def batch_deviation(self) -> Tensor:
-        """(V,) R_i − the mean over all rollouts."""
-        return self.reward - add_up(self.reward) / len(self.reward)
+        """(V,) R_i − the mean over all rollouts; exactly 0 where all rewards are equal."""
+        deviation = self.reward - add_up(self.reward) / len(self.reward)
+        return deviation.masked_fill((self.reward == self.reward[:1]).all(), 0.0)
 
     def std(self, ddof: int) -> Tensor:
         """(P,) by the deviations, since a sum of squares loses everything to a large mean."""

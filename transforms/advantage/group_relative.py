@@ -164,6 +164,8 @@ def measure(
     chosen = reward if counted is rows else reward[rows.counted]
     require_identity(counted)
     require_rewards(counted, chosen, siblings_agree=True)
+    if len(counted) == 0:
+        return torch.zeros_like(reward)
     voters = rows.voters
     one_each = reward if voters is rows else reward[rows.rollouts.is_first]
     groups = voters.groups

@@ -12,7 +12,7 @@ from headrace.transforms.ids import Ids
 from headrace.transforms.options import within
 from headrace.transforms.required import require_turns
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import DONE, EXPECTED_SEGMENTS, RETURN
+from headrace.transforms.schema import RETURN
 from headrace.transforms.stage import BatchTransform
 
 
@@ -86,7 +86,7 @@ def _discounted(reward: Tensor, rollouts: Ids, place: Tensor, discount: float) -
     return returns[rollouts.of, place]
 
 
-class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn")):
+class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", "expected_segments")):
     """Write each segment's discounted return to the end of its rollout (:func:`rewards_to_go`).
 
     Reads `reward_key`, each segment's own reward, `rollout_key`, `turn_key` where it is given; writes
@@ -116,7 +116,8 @@ class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn")):
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        reads = [self.reward_key, self.rollout_key, self.turn_key, DONE, EXPECTED_SEGMENTS]
+        ends = [self.done_key, self.expected_segments_key]
+        reads = [self.reward_key, self.rollout_key, self.turn_key, *ends]
         super().__init__(reads, [RETURN])
         self.discount = within("discount", discount, 0, 1)
 

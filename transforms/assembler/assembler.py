@@ -312,7 +312,6 @@ class GroupAssembler:
             if self.max_staleness is not None and self.on_stale == "mask":
                 stale = torch.tensor([row.version < oldest for _, row in rows])
                 seen = Rows.read(batch).seen_by(self)
-                seen.mask_in(self.loss_mask_key, self.log_prob_key, stale)
                 seen.leave(stale, STALE, "masked")
                 batch = seen.write()
             stream.close(groups)

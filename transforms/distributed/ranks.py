@@ -81,6 +81,9 @@ class Ranks:
         if known is None:
             table.size = 0
             return
+        wide = self._wide_somewhere(every)
+        every = [(n, {k: v for k, v in kinds.items() if k not in wide}, *more) for n, kinds, *more in every]
+        known = next(each for each in every if each[0])
         all_keys = {key for _, theirs, *_ in every for key in theirs}
         for rank, (count, theirs, _, _) in enumerate(every):
             if count and theirs != known[1]:
@@ -109,6 +112,18 @@ class Ranks:
         table.columns, table.size = columns, sum(counts)
         table.live = torch.arange(table.own.start, table.own.stop)
         table.__post_init__()
+
+    @staticmethod
+    def _wide_somewhere(every: list[Any]) -> set[Any]:
+        """Columns of few numbers a row on some ranks, and of other or ragged widths on others: of tokens."""
+        with_rows = [(kinds, {key for key, *_ in of_row[0]}) for count, kinds, _, of_row in every if count]
+        keys = {key for kinds, _ in with_rows for key in kinds}
+        return {
+            key
+            for key in keys
+            if all(key in there for _, there in with_rows)
+            and len({kinds.get(key, (None, None))[1] for kinds, _ in with_rows}) > 1
+        }
 
     def gather_rows(self, values: Tensor, counts: list[int]) -> Tensor:
         """(B, ...) of the rows in this rank's batch → (ΣB, ...) of those in the batches of all.

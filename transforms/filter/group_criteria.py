@@ -47,6 +47,8 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
         >>> best_of(reward, one, ids, 2, "reward").tolist(), best_of(reward, one, ids, 2, "variance").tolist()
         ([False, False, True, True], [True, False, False, True])
     """
+    if len(reward) == 0:
+        return torch.zeros(0, dtype=torch.bool)
     value = -reward
     if by in ("length", "efficiency") and length is not None:
         value = length.double() if by == "length" else -reward / length.clamp_min(1)

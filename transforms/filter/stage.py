@@ -128,8 +128,6 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         own = rows.of_rank(keep)
         rows.metric("kept", own.sum())
         rows.metric("fraction_kept", own.double().mean() if len(own) else 0.0)
-        if self.action != "drop":
-            rows.mask_in(self.loss_mask_key, self.log_prob_key, ~keep)
         rows.leave(~keep, self.reasons[0], self.effects[0])
 
 

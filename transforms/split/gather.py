@@ -68,8 +68,8 @@ class OptimiserSteps:
 
     Args:
         table: of the batch, with what was decided.
-        passes: by epoch, the plan, in row numbers of the table, the columns that stages have written, and
-            what they do to gathered rows.
+        passes: by epoch, the plan, in row numbers of the table, the columns that stages have written, what
+            they do to gathered rows, and the rows.
         rank: whose part of each step; None: those of all ranks.
         loss_columns: those that keep padding out of the loss.
         progress: counts what was taken, by the iterator that took last.
@@ -82,7 +82,7 @@ class OptimiserSteps:
     def __init__(
         self,
         table: Table,
-        passes: Sequence[tuple[Plan, Columns, Sequence[Late]]],
+        passes: Sequence[tuple[Plan, Columns, Sequence[Late], TensorDictBase]],
         rank: int | None,
         loss_columns: LossColumns,
         progress: Progress,
@@ -93,9 +93,6 @@ class OptimiserSteps:
         self.progress, self.resumed_after = progress, progress.taken
         if any(plan.is_padded for plan, *_ in self.passes):
             check_padding(table.batch, loss_columns)
-        row = table.batch.tensordicts[0] if _is_ragged(table.batch) else table.batch
-        earlier = [key for key in (RANK, PADDING) if has_key(row, key)]  # of a split before this one
-        self.batch = table.batch.exclude(*earlier) if earlier else table.batch
         # Where each row of the table is in the batch; None: at its number.
         self.places = None if len(table.live) == table.size else table.places(torch.arange(table.size))
         self.in_order = in_order
@@ -110,9 +107,9 @@ class OptimiserSteps:
         self.progress.taken, self.progress.begun, self.progress.done = taken, True, False
         self.progress.open += 1
         try:
-            for plan, columns, late in self.passes:
+            for plan, columns, late, batch in self.passes:
                 passes = plan.passes(self.rank)
-                rows = GatheredRows(self, plan, columns, late, list(map(sum, passes)))
+                rows = GatheredRows(self, plan, columns, late, batch, list(map(sum, passes)))
                 for number in range(taken - before, len(passes)):
                     taken += 1
                     self.progress.taken = taken
@@ -143,9 +140,10 @@ class OptimiserSteps:
         self.refuse_to_resume()
         if len(self.passes) == 1 and not self.progress.begun:
             self.progress.done = True
-        plan, columns, late = self.passes[0]
+        plan, columns, late, batch = self.passes[0]
         sizes = list(map(sum, plan.passes(self.rank)))
-        return know_runs(GatheredRows(self, plan, columns, late, [sum(sizes)]).gather(0), MINIBATCH, sizes)
+        rows = GatheredRows(self, plan, columns, late, batch, [sum(sizes)])
+        return know_runs(rows.gather(0), MINIBATCH, sizes)
 
 
 class Branch(NamedTuple):
@@ -174,6 +172,7 @@ class GatheredRows:
         plan: of the pass.
         columns: that stages have written for it.
         late: what they do to gathered rows.
+        batch: the rows.
         sizes: rows of each minibatch.
     """
 
@@ -183,9 +182,13 @@ class GatheredRows:
         plan: Plan,
         columns: Columns,
         late: Sequence[Late],
+        batch: TensorDictBase,
         sizes: Sequence[int],
     ):
-        self.batch, self.late, self.sizes = steps.batch, list(late), list(sizes)
+        row = batch.tensordicts[0] if _is_ragged(batch) else batch
+        earlier = [key for key in (RANK, PADDING) if has_key(row, key)]  # of a split before this one
+        self.batch = batch.exclude(*earlier) if earlier else batch
+        self.late, self.sizes = list(late), list(sizes)
         self.device, self.is_ragged = device_of(self.batch), _is_ragged(self.batch)
         self.spans = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         order, padding, places = plan.of_rank(steps.rank)

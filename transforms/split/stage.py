@@ -58,12 +58,12 @@ class Drawn:
     state: SplitState
     progress: Progress
 
-    def steps(self, passes: Sequence[tuple[Columns, Sequence[Late]]]) -> OptimiserSteps:
+    def steps(self, passes: Sequence[tuple[Columns, Sequence[Late], TensorDictBase]]) -> OptimiserSteps:
         """The optimiser steps, which are gathered one at a time.
 
         Args:
-            passes: by epoch, the columns that stages have written, by row of the table, and what they do to
-                gathered rows.
+            passes: by epoch, the columns that stages have written, by row of the table, what they do to
+                gathered rows, and the rows.
 
         Raises:
             BatchError: there is padding, and no column to keep it out of the loss.
@@ -281,7 +281,7 @@ class ShuffleSplit(
                     return batch
                 rows.extend(self.state.carried, self.remainder)
                 drawn = self.draw(rows.seen_by(self))
-                steps = drawn.steps([(rows.written_columns(), rows.table.late)])
+                steps = drawn.steps([(rows.written_columns(), rows.table.late, rows.table.batch)])
                 out = steps.whole()
             self.accept(drawn)  # behind the end of the batch: no rank has refused it
         return out
