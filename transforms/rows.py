@@ -7,10 +7,15 @@ A run reads the table once, every stage is a function of it, and rows are gather
         stage.decide(rows.seen_by(stage))   # require, leave, write columns
     batch = rows.write()                # what was decided, as a batch again
 
-Everything that a stage author needs is here: columns by role (``rows["reward"]``), ids (``rows.groups``,
-``rows.rollouts``), one row for each rollout that counts (``rows.voters``), and the three verbs ``require``
-(refuse the batch, with the ids), ``leave`` (take rows out, with a reason) and ``measure`` (turn tokens into a
-number per row).
+A stage finds here columns by role (``rows["reward"]``), ids (``rows.groups``, ``rows.rollouts``), one row
+for each rollout that counts (``rows.voters``), and the verbs: ``require`` refuses the batch, with the ids;
+``leave`` takes rows out, with a reason; ``put`` writes a column; ``metric`` says a number of the batch;
+``measure`` turns tokens into a number per row. A view stays as it is when rows leave: the next stage gets one
+without them.
+
+A stage is a subclass of ``BatchTransform`` (``stage.py``) with ``decide(rows)``; a criterion is one of
+``Criterion`` (``filter/criteria.py``) with ``decide(rows)``, which returns (M,) bool, True where the row stays;
+a baseline or a scale is a line in ``advantage/baselines.py``.
 """
 
 from __future__ import annotations

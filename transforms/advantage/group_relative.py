@@ -135,12 +135,12 @@ def group_relative_advantage(
     if len(reward) == 0:
         return reward.to(result_dtype)
     tokens = rows["length"] if rows.has("length") else None
-    credit = measure(rows, rows["reward"], formula, low=dtype, length=tokens)
+    credit = advantage_of(rows, rows["reward"], formula, low=dtype, length=tokens)
     require_fit(rows, credit, result_dtype)
     return credit.to(result_dtype).to(reward.device)
 
 
-def measure(
+def advantage_of(
     rows: Rows,
     reward: Tensor,
     formula: Formula,
@@ -344,7 +344,7 @@ class GroupRelativeAdvantage(
         return [(self.loss_mask_key, None)] if self.baseline == "length_weighted" else []
 
     def decide(self, rows: Rows) -> None:
-        """Add the advantage."""
+        """Write the advantage."""
         self._make_groups(rows)
         reward = rows.reward
         if not rows.has(REWARD):
@@ -388,12 +388,12 @@ class GroupRelativeAdvantage(
         """(M,) the advantage of (M,) rewards; under ``skip`` a rollout without one is in no statistic."""
         known = ~reward.isnan()
         if self.missing == "raise" or bool(known.all()):
-            return measure(rows, reward, self.formula, low=self.dtype, length=length)
+            return advantage_of(rows, reward, self.formula, low=self.dtype, length=length)
         some = rows.where(known)
         credit = torch.zeros_like(reward)
         if len(some):
             tokens = None if length is None else length[known]
-            credit[known] = measure(some, reward[known], self.formula, low=self.dtype, length=tokens)
+            credit[known] = advantage_of(some, reward[known], self.formula, low=self.dtype, length=tokens)
         return credit
 
     def _require_weighed(self, rows: Rows, reward: Tensor, rewards: Tensor) -> None:
@@ -454,6 +454,6 @@ class GroupRelativeAdvantage(
         singleton: Singleton = "zero" if self.singleton == "raise" else self.singleton
         rows = Rows.of(reward=reward, group=group_id, rollout=None)
         try:
-            return measure(rows, rows["reward"], replace(self.formula, singleton=singleton))
+            return advantage_of(rows, rows["reward"], replace(self.formula, singleton=singleton))
         except BatchError:
             return None

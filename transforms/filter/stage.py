@@ -76,7 +76,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        if not callable(criterion):
+        if not callable(criterion) and not hasattr(criterion, "decide"):
             raise ValueError(f"criterion must be a callable from a batch to (N,) bool; got {criterion!r}")
         own: str = unit if unit is not None else getattr(criterion, "unit", "sample")
         reads = unit_keys(own, self.rollout_key, self.group_key)
