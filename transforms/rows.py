@@ -13,9 +13,9 @@ for each rollout that counts (``rows.voters``), and the verbs: ``require`` refus
 ``measure`` turns tokens into a number per row. A view stays as it is when rows leave: the next stage gets one
 without them.
 
-A stage is a subclass of ``BatchTransform`` (``stage.py``) with ``decide(rows)``; a criterion is one of
-``Criterion`` (``filter/criteria.py``) with ``decide(rows)``, which returns (M,) bool, True where the row stays;
-a baseline or a scale is a line in ``advantage/baselines.py``.
+A stage is a subclass of ``BatchTransform`` (``stage.py``) with ``decide(rows)``. A criterion is one of
+``Criterion`` (``filter/criteria.py``), whose ``decide(rows)`` returns (M,) bool, True where the row stays. A
+baseline or a scale is a line in ``advantage/baselines.py``.
 """
 
 from __future__ import annotations
