@@ -439,6 +439,18 @@ def test_what_is_too_old_is_dropped_kept_refilled_or_refused():
         wait(on_timeout="raise")
 
 
+def test_a_group_that_is_refilled_has_as_many_seconds_again(monkeypatch):
+    clock, asked = [100.0], []
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    options = {"on_timeout": "refill", "refill": lambda *what: asked.append(what)}
+    assembler = GroupAssembler(timeout_seconds=10, max_refills=2, **options)
+    assembler.put(batch_of_lines([Line(0, 0, 0, True)]))
+    for seconds, times in ((11, 1), (9, 1), (2, 2)):
+        clock[0] += seconds
+        assembler.put(batch_of_lines([]))
+        assert len(asked) == times
+
+
 def test_seconds_are_counted_while_nothing_comes_and_over_a_restart(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
