@@ -19,7 +19,7 @@ from headrace.transforms import (
     ShuffleSplit,
     group_relative_advantage,
 )
-from headrace.transforms.schema import MINIBATCH, REWARD
+from headrace.transforms.schema import COUNTED, MINIBATCH, REWARD
 
 MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
@@ -183,3 +183,11 @@ def test_ids_that_are_text_are_numbered_under_a_name_of_one_stage_too():
     batch["uid"] = ["a", "a"]
     run = Pipeline({"advantage": GroupRelativeAdvantage(group_key="uid", scale="none")}).run(batch)
     assert run.batch["advantage"].flatten().tolist() == [-1, 1]
+
+
+def test_who_is_in_the_statistics_is_said_by_any_stage():
+    def exclude(batch):
+        return batch.set(COUNTED, batch["rollout_id"] > 0)
+
+    run = Pipeline({"exclude": exclude, "collapse": FanOutCollapse()}).run(batch_of([1.0, 2, 3], [0, 0, 0]))
+    assert run.batch[COUNTED].tolist() == [False, True, True]

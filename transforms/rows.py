@@ -1057,7 +1057,7 @@ class Rows:
         found = {key: (table.columns[key], *how) for key, how in table.written.items()}
         if table.masks_rows:
             found[IN_LOSS] = (table.in_loss, torch.bool, 1)
-        if table.counted is not None and table.masks_rows:
+        if table.counted is not None:
             found[COUNTED] = (table.counted, torch.bool, 1)
         return found
 
