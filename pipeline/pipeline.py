@@ -264,10 +264,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             return [], None
         table, names, passes = rows.table, list(stages), list[Epoch]()
         split: Any = stages[names[at]]
-        seen = rows.seen_by(split, names[at])
-        if not bool(table.here.any()) and table.ranks is None:  # only the reasons are named
-            for reason, effect in zip(split.reasons, split.effects, strict=True):
-                seen.leave(torch.zeros(0, dtype=torch.bool), reason, effect)
+        if not bool(table.here.any()) and table.ranks is None:
+            name_reasons(rows, names[at], split)
             return [], None
         with self._named(names[at], split, table):
             rows.extend(split.carried_rows(), split.remainder)
@@ -288,9 +286,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
     def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_cut: bool = False) -> None:
         """Let one stage decide, or change tokens; code that is not ours sees a batch, and is read again."""
         table, start = rows.table, perf_counter()
-        if not bool(table.here.any()):  # only its reasons are named
-            for reason in getattr(stage, "reasons", ()):
-                rows.seen_by(stage, name).record(torch.zeros(table.size).bool(), reason, "dropped")
+        if not bool(table.here.any()):
+            name_reasons(rows, name, stage)
             return
         with self._named(name, stage, table):
             before = table.here.clone() if after_cut else None
@@ -387,7 +384,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         silent = ~table.in_loss
         if count in table.columns:
             silent = silent | (table.columns[count] == 0)
-        ours = not weights_came or self._keys.weight_is_written(dict(self.stages.items()))
+        ours = not weights_came or self.weighs
         weights = [each["loss_weight"] for each in places if "loss_weight" in each]
         if not places and (weight := table.columns.get(self._keys.weight)) is not None and weight.ndim == 1:
             weights = [weight]
@@ -395,6 +392,14 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             silent = silent | torch.stack([weight == 0 for weight in weights]).all(0)
         seen = Rows(table, rows.names, stage="pipeline")
         seen.record(silent & table.here, "no_loss_tokens", "masked")
+
+
+def name_reasons(rows: Rows, name: str, stage: Any) -> None:
+    """What a stage does where no row is left: the ledger has its reasons, all the same."""
+    reasons = getattr(stage, "reasons", ())
+    effects = getattr(stage, "effects", ()) or ("dropped",) * len(reasons)
+    for reason, effect in zip(reasons, effects, strict=True):
+        rows.seen_by(stage, name).name_reason(reason, effect)
 
 
 def remember(stages: Mapping[str, nn.Module], rows: Rows, drawn: Any) -> None:

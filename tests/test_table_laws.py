@@ -191,3 +191,17 @@ def test_who_is_in_the_statistics_is_said_by_any_stage():
 
     run = Pipeline({"exclude": exclude, "collapse": FanOutCollapse()}).run(batch_of([1.0, 2, 3], [0, 0, 0]))
     assert run.batch[COUNTED].tolist() == [False, True, True]
+
+
+def test_a_reason_that_nobody_has_is_named_with_its_effect_once():
+    nothing = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 0, action="drop", unit="sample")
+    exclude = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 0, action="exclude", unit="sample")
+    split = ShuffleSplit(minibatches=1)
+    ledger = Pipeline({"nothing": nothing, "out": exclude, "split": split}).run(batch_of([1.0], [0])).ledger
+    found = dict(zip(ledger.names, ledger.actions, strict=True))
+    assert len(found) == len(ledger.names)
+    assert [found[name] for name in found if name.startswith(("out/", "split/"))] == [
+        "excluded",
+        "dropped",
+        "carried",
+    ]

@@ -205,8 +205,7 @@ class Table:
         for key, column in self.columns.items():
             extra = more.columns.get(key)
             if extra is None or extra.shape[1:] != column.shape[1:]:
-                nothing = {torch.float64: float("nan"), torch.bool: False}.get(column.dtype, -1)
-                extra = column.new_full((more.size, *column.shape[1:]), nothing)
+                extra = _unknown(column, more.size)
             self.columns[key] = torch.cat([column, extra.to(column.dtype)])
         for late in self.late:
             for name, values in late.numbers.items():
@@ -367,11 +366,10 @@ class Rows:
         table = self.table
         if table.ranks is None and len(values) == table.size:
             return values
-        nothing = {torch.float64: float("nan"), torch.bool: False}.get(values.dtype, -1)
         kept = table.of_ranks(table.kept)
         if table.ranks is not None:
             values = table.ranks.gather_rows(values, list(map(len, kept)))
-        column = values.new_full((table.size, *values.shape[1:]), nothing)
+        column = _unknown(values, table.size)
         return column.index_copy_(0, torch.cat(kept), values)
 
     def write(self) -> TensorDictBase:
@@ -451,12 +449,9 @@ class Rows:
 
         Args:
             batch: TensorDict ``[B]``.
-            numbers: (B,) int64, the number of each row in the table.
+            numbers: (B,) int64, the number of each row in the table, ascending.
         """
         table, before = self.table, dict(self.table.columns)
-        if bool((numbers[1:] < numbers[:-1]).any()):  # rows of a table lie in its order
-            numbers, order = numbers.sort()
-            batch = take_rows(batch, order.to(device_of(batch)), on_cpu=order)
         table.batch, table.live = batch, numbers
         table.kept = table.here.clone()
         table.columns = {}
@@ -938,6 +933,23 @@ class Rows:
         numbers = rows if self.index is None else self.index[rows]
         return f"rollout {self.name('rollout', row)} (rows {few(numbers)}: {few(values[rows])})"
 
+    def name_reason(self, reason: str, effect: Effect) -> int:
+        """The number of a reason in the ledger, where it is named from now on, whether a row has it or not.
+
+        Raises:
+            ValueError: it had another effect before.
+        """
+        table, name = self.table, f"{self.stage}/{reason}" if self.stage else reason
+        if name not in table.names:
+            table.names.append(name)
+            table.effects.append(effect)
+        code = table.names.index(name)
+        if (before := table.effects[code]) != effect:
+            raise ValueError(
+                f"rows that leave for {name!r} are {before}; give those that are {effect} another reason"
+            )
+        return code
+
     def leave(self, rows: Tensor, reason: str, effect: Effect = "dropped") -> None:
         """Take the rows where (M,) bool `rows` out, for a reason that the ledger keeps.
 
@@ -952,15 +964,7 @@ class Rows:
                 which to say so.
             ValueError: the reason had another effect before.
         """
-        table = self.table
-        name = f"{self.stage}/{reason}" if self.stage else reason
-        if name not in table.names:
-            table.names.append(name)
-            table.effects.append(effect)
-        elif (before := table.effects[table.names.index(name)]) != effect:
-            raise ValueError(
-                f"rows that leave for {name!r} are {before}; give those that are {effect} another reason"
-            )
+        table, code = self.table, self.name_reason(reason, effect)
         if effect in ("masked", "excluded"):
             self._mask_in_loss(rows)
         counted = table.counted
@@ -973,7 +977,7 @@ class Rows:
         number = rows.nonzero().flatten()
         number = number if self.index is None else self.index[number]
         first = number[table.reason[number] == 0]
-        table.reason[first] = table.names.index(name)
+        table.reason[first] = code
         table.in_loss[number] = False
         if effect == "excluded" and counted is not None:
             counted[number] = False
@@ -1033,10 +1037,8 @@ class Rows:
 
     def record(self, rows: Tensor, reason: str, effect: Effect) -> None:
         """Keep a reason for (M,) bool `rows` that have none yet, and change nothing else about them."""
-        table, name = self.table, f"{self.stage}/{reason}"
-        table.names.append(name)
-        table.effects.append(effect)
-        table.reason[rows & (table.reason == 0)] = len(table.names) - 1
+        reasons = self.table.reason
+        reasons[rows & (reasons == 0)] = self.name_reason(reason, effect)
 
     def row_numbers(self) -> Tensor:
         """(N,) int64: the number of each row of the table in the batch of its rank as it came."""
@@ -1245,6 +1247,12 @@ class Rows:
             f"{self.reader} needs the key {key!r} ({option}); the batch has {key_names(self.table.batch)}. "
             f"If it goes by another name, set {option}{who_stamps(option)}"
         )
+
+
+def _unknown(like: Tensor, size: int) -> Tensor:
+    """A column of so many rows of which nothing is known: NaN, False or −1."""
+    nothing = {torch.float64: float("nan"), torch.bool: False}.get(like.dtype, -1)
+    return like.new_full((size, *like.shape[1:]), nothing)
 
 
 def _sources(key: Any) -> list[NestedKey]:

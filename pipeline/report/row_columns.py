@@ -27,22 +27,24 @@ OF_TOKENS = "advantage of tokens"  # (N, 2): its mean, and the sum of its sizes
 def note_collected(rows: Rows, keys: Keys) -> dict[str, Any]:
     """Note what rows were when they came in, and return their columns of text, by name."""
     table = rows.table
-    tokens = table.columns.get(TokenCount(keys.loss_mask, keys.log_prob))
-    reward = next((table.columns[key] for key in keys.found["reward"] if key in table.columns), None)
-    for name, column in zip(COLLECTED, (tokens, reward), strict=True):
-        if column is not None:
-            table.columns[name] = column
+    table.columns |= _collected(rows, keys)
     found = {name: _first_column(table.batch, keys, name) for name in TEXTS}
     return {name: text for name, text in found.items() if text is not None and not isinstance(text, Tensor)}
+
+
+def _collected(rows: Rows, keys: Keys) -> dict[str, Tensor]:
+    columns = rows.table.columns
+    tokens = columns.get(TokenCount(keys.loss_mask, keys.log_prob))
+    reward = next((columns[key] for key in keys.found["reward"] if key in columns), None)
+    found = zip(COLLECTED, (tokens, reward), strict=True)
+    return {name: column for name, column in found if column is not None}
 
 
 def note_carried(rows: Rows, keys: Keys) -> None:
     """Note of carried rows what :func:`note_collected` has noted of the others."""
     table = rows.table
-    tokens = table.columns.get(TokenCount(keys.loss_mask, keys.log_prob))
-    reward = next((table.columns[key] for key in keys.found["reward"] if key in table.columns), None)
-    for name, column in zip(COLLECTED, (tokens, reward), strict=True):
-        if column is not None and name in table.columns and table.carried is not None:
+    for name, column in _collected(rows, keys).items():
+        if name in table.columns and table.carried is not None:
             noted = table.columns[name].clone()
             noted[table.carried] = column[table.carried].to(noted.dtype)
             table.columns[name] = noted
