@@ -264,7 +264,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             return [], None
         table, names, passes = rows.table, list(stages), list[Epoch]()
         split: Any = stages[names[at]]
-        if not bool(table.here.any()) and table.ranks is None:
+        if table.left == 0 and table.ranks is None:
             name_reasons(rows, names[at], split)
             return [], None
         with self._named(names[at], split, table):
@@ -286,16 +286,16 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
     def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_cut: bool = False) -> None:
         """Let one stage decide, or change tokens; code that is not ours sees a batch, and is read again."""
         table, start = rows.table, perf_counter()
-        if not bool(table.here.any()):
+        if table.left == 0:
             name_reasons(rows, name, stage)
             return
         with self._named(name, stage, table):
-            before = table.here.clone() if after_cut else None
+            before = table.left
             if isinstance(stage, BatchTransform) and stage.knows_the_table():
                 stage.work_on(rows.seen_by(stage, name))
             else:
                 self._foreign(name, stage, rows)
-            if before is not None and not torch.equal(before, table.here):
+            if after_cut and table.left < before:
                 raise BatchError(
                     "a stage after the split leaves all rows where they are, since they were cut"
                 )

@@ -120,6 +120,7 @@ class Ids:
         of: (M,) int64, the number of each row's id.
         n: how many ids there are.
         ascending: whether the labels ascend, so that the rows of an id lie together.
+        lowest: the least label; 0 where there are no rows.
 
     Example:
         >>> ids = Ids(torch.tensor([7, 3, 7, 9]))
@@ -131,19 +132,17 @@ class Ids:
 
     def __init__(self, labels: Tensor, counts: Tensor | None = None):
         self.labels, self.counts = labels, counts
+        self.of, self.n, self.ascending, self.lowest = labels, 0, True, 0
         if len(labels) == 0:
-            self.of, self.n, self.ascending = labels, 0, True
             return
-        step = labels.diff()
-        self.ascending = len(step) == 0 or bool(step.amin() >= 0)
+        runs, self.of = labels.unique_consecutive(return_inverse=True)
+        self.ascending = bool((runs[1:] > runs[:-1]).all())
         if self.ascending:
-            self.of = torch.zeros_like(labels)
-            self.of[1:] = (step != 0).cumsum(0)
-            self.n = int(self.of[-1]) + 1
+            self.n, self.lowest = len(runs), int(runs[0])
             return
-        low, high = (int(end) for end in labels.aminmax())
-        if high - low < 8 * len(labels):  # a table over the span costs less than a sort
-            slot = labels - low
+        self.lowest, high = (int(end) for end in labels.aminmax())
+        if high - self.lowest < 8 * len(labels):  # a table over the span costs less than a sort
+            slot = labels - self.lowest
             number = torch.bincount(slot).ne_(0).cumsum(0)
             self.of, self.n = number[slot] - 1, int(number[-1])
         else:

@@ -142,13 +142,18 @@ class Table:
         self.into: Tensor | None = None
         self.gone = False  # some row is not here
         self.index: Tensor | None = None  # (M,) int64, the rows that are here; None: all
-        self.ids: dict[Any, tuple[Tensor | None, Ids, bool]] = {}  # of the rows that are here, by column
+        self.ids: dict[Any, tuple[Tensor | None, Ids]] = {}  # of the rows that are here, by column
         self.numbers_of_rank = torch.arange(self.size)[self.own]
         """(n,) int64: the rows of this rank, as they came, and behind them those carried to it."""
         self.looked_up: TensorDictBase | None = None  # a batch, and keys that it does not have
         self.absent: set[Any] = set()
         self.carried: Tensor | None = None  # (C,) int64, rows of earlier batches
         self.carried_starts: list[int] = []  # the first of them of each rank, and the end
+
+    @property
+    def left(self) -> int:
+        """How many rows are here."""
+        return self.size if self.index is None else len(self.index)
 
     def take(self, numbers: Tensor) -> TensorDictBase:
         """Gather rows of this rank's batch, by (n,) int64 numbers in the table."""
@@ -676,21 +681,16 @@ class Rows:
         key, table = self.key(role), self.table
         column = table.columns.get(key) if key is None or self.has(role) else None
         known = table.ids.get((key, id(self.index)))
-        if known is not None and known[0] is column and known[2] >= checked:
-            return known[1]
-        if key is None:
-            labels = torch.arange(len(self))
+        if known is not None and known[0] is column:
+            ids = known[1]
         else:
-            labels = as_ids(self.number(role), f"{role}_id")
-            if checked:
-                why = {
-                    "group": "rows without an id would be compared with one another",
-                    "rollout": "rows without an id would be taken for one rollout",
-                }
-                self.require_set(labels, f"{role}_id", why.get(role, "rows without an id would be one"))
-        ids = Ids(labels, self.counted)
-        if self.index is table.index:
-            table.ids[key, id(self.index)] = column, ids, checked
+            labels = torch.arange(len(self)) if key is None else as_ids(self.number(role), f"{role}_id")
+            ids = Ids(labels, self.counted)
+            if self.index is table.index:
+                table.ids[key, id(self.index)] = column, ids
+        if checked:
+            why = {"group": "compared with one another", "rollout": "taken for one rollout"}.get(role, "one")
+            self.require_set(ids, f"{role}_id", f"rows without an id would be {why}")
         return ids
 
     @property
@@ -887,6 +887,7 @@ class Rows:
         message: str,
         describe: Callable[[int], str] | None = None,
         error: type[BatchError] = BatchError,
+        ids: str = "",
     ) -> None:
         """Refuse the batch unless (M,) bool `ok` holds everywhere.
 
@@ -896,6 +897,8 @@ class Rows:
                 plural's s).
             describe: row i of this view in words; None: its number. Equal words are said once.
             error: what is raised.
+            ids: ``group_id`` or ``rollout_id``, where those are what is missing: the message says who stamps
+                them.
 
         Raises:
             BatchError: it does not hold, with the rows.
@@ -907,16 +910,33 @@ class Rows:
         found = listing(dict.fromkeys(map(describe, bad[:DESCRIBED])))
         if len(bad) > DESCRIBED:
             found += f" (the first {DESCRIBED} of {len(bad)} rows)"
-        note = "" if self.table.ranks is None else self.table.ranks.note(self.table.own.start)
+        note = who_stamps(ids)
+        if self.table.ranks is not None:
+            note += self.table.ranks.note(self.table.own.start)
         raise error(message.format(found=found, count=len(bad), s="" if len(bad) == 1 else "s") + note)
 
-    def require_set(self, ids: Tensor, name: str, why: str) -> None:
-        """Refuse the batch where a row that counts has no id: (M,) int64 `ids` < 0."""
-        ok = ids >= 0
-        if self.counted is not None:
-            ok = ok | ~self.counted
-        message = f"every row needs a {name} ≥ 0; found {{found}}: {why}{who_stamps(name)}"
-        self.require(ok, message, lambda row: f"{int(ids[row])} at row {self.at(row)}")
+    def require_set(
+        self, ids: Ids | Tensor, name: str, why: str, *, who: str = "every row", needed: Tensor | None = None
+    ) -> None:
+        """Refuse the batch where a row has no id, that is, one below 0.
+
+        Args:
+            ids: or (M,) int64.
+            name: of the ids, in the message.
+            why: rows need one.
+            who: needs one, in words.
+            needed: (M,) bool: the rows that need one; None: those that count.
+        """
+        labels = ids.labels if isinstance(ids, Ids) else ids
+        if labels is not ids and ids.lowest >= 0:
+            return
+        ok, needed = labels >= 0, self.counted if needed is None else needed
+        self.require(
+            ok if needed is None else ok | ~needed,
+            f"{who} needs a {name} ≥ 0; found {{found}}: {why}",
+            lambda row: f"{int(labels[row])} at row {self.at(row)}",
+            ids=name,
+        )
 
     def at(self, row: int) -> int:
         """The number of row i of this view in the batch as it arrived."""

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from .columns import ColumnNames
 from .distributed import SharedIds, check_one_way
-from .errors import BatchError, MissingKeyError, who_stamps
+from .errors import BatchError, MissingKeyError
 from .ids import Ids
 from .options import as_dtype, at_least, one_of
 from .rows import Rows
@@ -114,21 +114,24 @@ def weigh(
     def by_step(values: Tensor) -> Tensor:
         return torch.zeros(steps, dtype=torch.int64, device=step.device).scatter_add_(0, step, values)
 
+    total, samples = by_step(tokens)[step], by_step(in_loss.long())[step]
+
     def of_units(units: Ids) -> tuple[Tensor, Tensor]:
         """By row, tokens of the row's unit and units of its step: a rollout in two steps is two."""
+        if units.n == len(tokens):
+            return tokens, samples  # each row is a unit
         pair = units.of * steps + step
         if units.n * steps > 8 * len(pair) + 64:  # units are few in each of many steps
             ids = Ids(pair)
             pair, home = ids.of, step[ids.first]
-            total = torch.zeros_like(home).scatter_add_(0, pair, tokens)
-            count = torch.bincount(home[total > 0], minlength=steps)
+            of_unit = torch.zeros_like(home).scatter_add_(0, pair, tokens)
+            count = torch.bincount(home[of_unit > 0], minlength=steps)
         else:
-            total = torch.zeros(units.n * steps, dtype=torch.int64, device=step.device)
-            total.scatter_add_(0, pair, tokens)
-            count = (total > 0).view(units.n, steps).sum(0)
-        return total[pair], count[step]
+            of_unit = torch.zeros(units.n * steps, dtype=torch.int64, device=step.device)
+            of_unit.scatter_add_(0, pair, tokens)
+            count = (of_unit > 0).view(units.n, steps).sum(0)
+        return of_unit[pair], count[step]
 
-    total, samples = by_step(tokens)[step], by_step(in_loss.long())[step]
     counted = {} if rollouts is None else {"rollout": of_units(rollouts)}
     if groups is not None:
         counted["group"] = of_units(groups)
@@ -265,27 +268,21 @@ class LossWeight(
                 "the split's own"
             )
         tokens = rows.loss_tokens
-        turn = None if self.turn_key is None else rows.integers("turn", "turn")
         ids = {
             unit: rows.ids(unit, checked=False).everyone if unit == self._needs or rows.has(unit) else None
             for unit in ("rollout", "group")
         }
-        labels = {f"{unit}_id": None if each is None else each.labels for unit, each in ids.items()}
-        for name, column in {**labels, "turn": turn}.items():
-            if column is not None:
-                rows.require(
-                    (column >= 0) | (tokens == 0),
-                    f"every row in the loss needs a {name} ≥ 0; found {{found}}: rows without an id would "
-                    f"weigh as one{who_stamps(name)}",
-                    lambda row, column=column: f"{int(column[row])} at row {rows.at(row)}",  # type: ignore[misc]
-                )
+        turns = None if self.turn_key is None else Ids(rows.integers("turn", "turn"))
+        for name, each in {"rollout_id": ids["rollout"], "group_id": ids["group"], "turn": turns}.items():
+            if each is not None and each.lowest < 0:
+                why = "rows without an id would weigh as one"
+                rows.require_set(each, name, why, who="every row in the loss", needed=tokens > 0)
         minibatch = rows[MINIBATCH] if rows.has(MINIBATCH) else None
-        turns = None if turn is None else Ids(turn)
         weighed = weigh(tokens, self.unit, ids["rollout"], ids["group"], turns, minibatch, self.length)
         averaged = 1
         if self.gradients == "mean":
             averaged = self.ranks if rows.table.ranks is None else rows.table.ranks.size
-        weight = weighed.weight * averaged
+        weight = weighed.weight * averaged if averaged > 1 else weighed.weight
         dtype = self.dtype or torch.get_default_dtype()
         if self.dtype is None and (credit := rows.advantage_dtype) is not None:
             dtype = torch.promote_types(credit, torch.float32)

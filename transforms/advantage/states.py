@@ -150,7 +150,7 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
         within = steps.unsorted(advantage_in_groups(steps, self.formula))
         if self._asks_whose:
             rollouts = some.ids("rollout", checked=False)
-            some.require_set(rollouts.labels, "rollout_id", "rows without an id would be one rollout's")
+            some.require_set(rollouts, "rollout_id", "rows without an id would be one rollout's")
             own = states.paired_with(rollouts)
             if self.baseline == "leave_one_out":
                 within = leave_rollouts_out(within, states, own)

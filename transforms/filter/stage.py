@@ -121,7 +121,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
             keep = keep | ~rows.counted  # who has left the statistics judges nobody
         if self._unit != "sample":
             ids = rows.ids(self._unit).everyone
-            rows.require_set(ids.labels, f"{self._unit}_id", "rows without an id would be judged as one")
+            rows.require_set(ids, f"{self._unit}_id", "rows without an id would be judged as one")
             keep = ids.spread(ids.all(keep))
         if self.on_batch is not None:
             self.on_batch(*rows.shown(keep))

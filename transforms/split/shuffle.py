@@ -72,7 +72,7 @@ def shuffle_split(
         if len(table) != rows:
             raise BatchError(f"every row needs a unit_id; got {len(table)} for {rows} rows")
         units = table.ids("unit", checked=False)
-        table.require_set(units.labels, "unit_id", TOGETHER)
+        table.require_set(units, "unit_id", TOGETHER)
     return cut_order(rows, units, minibatches, minibatch_size, remainder, shuffle, generator)
 
 

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.distributed import sharing
 from headrace.transforms.entry import labels_in_errors
-from headrace.transforms.errors import BatchError, listing, who_stamps
+from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import Ids
 from headrace.transforms.prefixes import left_aligned, prefix_order
 from headrace.transforms.rows import Late, Reduced, Rows, Table
@@ -299,11 +299,7 @@ class ShuffleSplit(
             return None, [None] * len(parts)
         key, name, ranks = rows.key(self.unit), f"{self.unit}_id", rows.table.ranks
         known = rows.ids(self.unit, checked=False).everyone
-        rows.require(
-            known.labels >= 0,
-            f"every row needs a {name} ≥ 0; found {{found}}: {TOGETHER}{who_stamps(name)}",
-            lambda row: f"{int(known.labels[row])} at row {rows.at(row)}",
-        )
+        rows.require_set(known, name, TOGETHER, needed=torch.ones_like(known.labels, dtype=torch.bool))
         labels = torch.arange(rows.table.size) if key is None else every.integers(self.unit, name)
         if ranks is None:
             return labels, [known]
