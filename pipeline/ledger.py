@@ -67,6 +67,14 @@ class Ledger:
         ids = {unit: column.numpy() for unit, column in self.ids.items()}
         return ledger_html(self.reason.numpy(), self.names, self.actions, ids)
 
+    def in_words(self) -> str:
+        """Where the rows went, in a line: ``3 of 4 rows trained; out: gate/failed 1 row``."""
+        numbers, units = self.numbers(), ["rows", *self.ids]
+        said = [f"{numbers[f'{u}/trained']:.0f} of {numbers[f'{u}/in']:.0f} {u}" for u in units]
+        gone = {name: count for name, count in self.counts().items() if count and name != TRAINED}
+        out = [f"{name} {count} row{'s' * (count != 1)}" for name, count in gone.items()]
+        return f"{', '.join(said)} trained" + (f"; out: {', '.join(out)}" if out else "")
+
     def counts(self) -> dict[str, int]:
         """Rows per reason, `trained` first; reasons without rows included."""
         tally = torch.bincount(self.reason, minlength=len(self.names)).tolist()

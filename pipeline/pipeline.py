@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
@@ -14,7 +15,14 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
-from headrace.transforms.distributed import OtherRankError, SharedIds, sharing
+from headrace.transforms.distributed import (
+    OtherRankError,
+    RankOptions,
+    Ranks,
+    SharedIds,
+    resolve_group,
+    sharing,
+)
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.rows import AHEAD, Late, Rows, Table, TokenCount, Written, few
@@ -24,13 +32,14 @@ from headrace.transforms.tensordicts import column_of, describe_columns, device_
 
 from .account_keys import KEYS, Asked, Keys
 from .halves import Half, check_half, check_place, cut_in_two
-from .logs import log_batch, logging_refusals
 from .notebook import StageListing
 from .order import arrange, check_column_names, check_order, place_of_cut
-from .rank_options import RankOptions
 from .report.row_columns import note_advantage, note_carried, note_collected, texts_with_carried
 from .run import LastRun, Run
 from .stage import as_module, with_stage
+from .wording import printable
+
+log = logging.getLogger(__name__.rpartition(".")[0])
 
 
 class Epoch(NamedTuple):
@@ -118,7 +127,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         check_column_names(arranged, columns or {}, names)
         self.rank_options = RankOptions.of(arranged.values(), process_group, shared_ids, patience)
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
-        self.order = list(arranged)
+        self.order, self._cut_at = list(arranged), place_of_cut(arranged)
         self.columns, own = dict(columns or {}), self._columns
         self.name_columns({f"{role}_key": key for role, key in self.columns.items() if role in own} | names)
         self.report_keys = dict(report_keys or {})
@@ -187,7 +196,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase:
         """As every transform; of the second half, rows that the first has been over."""
-        return super().enter(check_half(batch, self._half))
+        return super().enter(batch if self._half is None else check_half(batch, self._half))
 
     def _id_keys(self) -> list[NestedKey]:
         return list(self._asked.ids)
@@ -196,17 +205,43 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         return check_place(batch, self._half)
 
     def _run(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
+        self._last.run = None  # a refused batch leaves no account
+        try:
+            run = self._account_for(batch, epochs, whole=whole)
+        except Exception as err:  # on its way to the caller, who may be a worker that nobody sees
+            log.info("a batch was refused: %s", printable(str(err), keep="\n"))
+            raise
+        self._last.run = run.without_batch()
+        if log.isEnabledFor(logging.DEBUG) and run.ledger is not None:
+            log.debug("a batch: %s", run.ledger.in_words())
+        return run
+
+    def _ranks(self) -> Ranks | None:
+        """The ranks that share this batch; None where this process has the whole of it."""
+        if self.rank_options.process_group is None:
+            return None
+        group = resolve_group(self.rank_options.process_group)
+        return Ranks(group, self.rank_options.shared_ids, self.rank_options.patience)
+
+    def _same_on_all_ranks(self, epochs: int) -> str:
+        """What must be the same on all ranks that share a batch, in words: a line each."""
+        texts = [
+            f"{name}: {stage.same_on_all_ranks() if isinstance(stage, BatchTransform) else repr(stage)}"
+            for name, stage in self.stages.items()
+        ]
+        return "\n".join([f"epochs={epochs}", f"shared_ids={self.rank_options.shared_ids!r}", *texts])
+
+    def _account_for(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
         """One batch on its way: read the table, let every stage decide; rows are gathered when asked for."""
         if epochs < 1:
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
-        self._last.run = None  # a refused batch leaves no account
-        stages, ranks = dict(self.stages.items()), self.rank_options.ranks()
-        with logging_refusals(), ExitStack() as held:
+        stages, ranks = dict(self.stages.items()), self._ranks()
+        with ExitStack() as held:
             with sharing(ranks), labels_in_errors(batch, self._id_keys()):
                 flat, about, rows, drawn = self.enter(batch), "", None, None
                 if ranks is not None:
                     ranks.place, ranks.id_keys = "a batch", self._asked.ids
-                    about = self.rank_options.same_on_all(stages, epochs)
+                    about = self._same_on_all_ranks(epochs)
                 if len(flat) or ranks is not None:
                     asked = self._asked
                     rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
@@ -217,15 +252,13 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                     run, drawn = self._decide(stages, rows, epochs, held, whole=whole)
             if rows is not None:  # nobody has refused the batch, on any rank
                 remember(stages, rows, drawn)
-        self._last.run = run.without_batch()
-        log_batch(run.ledger)
         return run
 
     def _decide(
         self, stages: dict[str, nn.Module], rows: Rows, epochs: int, held: ExitStack, *, whole: bool
     ) -> tuple[Run, Any]:
         """Let the stages decide. The split is locked while `held`: the next batch takes what it carries."""
-        table, keys, at = rows.table, self._keys, place_of_cut(stages)
+        table, keys, at = rows.table, self._keys, self._cut_at
         texts = note_collected(rows, keys)
         weights_came = column_of(table.batch, keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), rows.row_numbers()

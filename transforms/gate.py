@@ -360,11 +360,11 @@ class CompletenessGate(
 
         Ranks that share ids were dispatched groups together; those that number their own, each by itself.
         """
+        if self.expected_groups is None:
+            return []
         ranks = rows.table.ranks
         own = rows.of_rank(rows.groups.labels)
-        dispatched = self._dispatched(own)
-        if dispatched is None:
-            return []
+        dispatched = self._dispatched(own) or ()
         if ranks is not None and ranks.shared_ids != "different":
             every = ranks.gather_objects(list(map(int, dispatched)))
             dispatched = [group for groups in every for group in groups]

@@ -1063,6 +1063,8 @@ class Rows:
     def row_numbers(self) -> Tensor:
         """(N,) int64: the number of each row of the table in the batch of its rank as it came."""
         table = self.table
+        if table.ranks is None and table.carried is None:
+            return table.numbers_of_rank
         numbers = torch.zeros(table.size, dtype=torch.int64)
         numbers[table.numbers_of_rank] = torch.arange(len(table.numbers_of_rank))
         return numbers

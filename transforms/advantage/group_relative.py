@@ -386,8 +386,8 @@ class GroupRelativeAdvantage(
 
     def _among_known(self, rows: Rows, reward: Tensor, length: Tensor | None) -> Tensor:
         """(M,) the advantage of (M,) rewards; under ``skip`` a rollout without one is in no statistic."""
-        known = ~reward.isnan()
-        if self.missing == "raise" or bool(known.all()):
+        known = None if self.missing == "raise" else ~reward.isnan()
+        if known is None or bool(known.all()):
             return advantage_of(rows, reward, self.formula, low=self.dtype, length=length)
         some = rows.where(known)
         credit = torch.zeros_like(reward)

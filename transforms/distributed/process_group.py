@@ -2,13 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
 from headrace.transforms.options import at_least, one_of, within
 
 SharedIds = Literal["raise", "same", "different"]
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """The ranks that hold rows of their own of one batch.
+
+    Attributes:
+        process_group: of ranks; None: this process has the whole batch.
+        shared_ids: what an id on several ranks means.
+        patience: seconds to wait for the others.
+    """
+
+    process_group: dist.ProcessGroup | str | None
+    shared_ids: SharedIds
+    patience: float
+
+    @classmethod
+    def of(
+        cls, stages: Iterable[Any], group: Any, shared_ids: SharedIds | None, patience: float
+    ) -> RankOptions:
+        """What a pipeline says, or one of its stages where it does not.
+
+        Raises:
+            ValueError: two say different things: statistics would be of other rows than denominators; or an
+                option is none of its values.
+        """
+        groups = {id(group) if not isinstance(group, str) else group: group} if group is not None else {}
+        meanings: set[Any] = {shared_ids} - {None}
+        for stage in stages:
+            own = getattr(stage, "process_group", None)
+            if own is not None:
+                groups[own if isinstance(own, str) else id(own)] = own
+                meanings |= {getattr(stage, "shared_ids", "raise")} - {"raise"}
+        if len(groups) > 1 or len(meanings) > 1:
+            raise ValueError(
+                "all stages of a pipeline share their batches with the same ranks: set process_group and "
+                f"shared_ids on the pipeline; got {list(groups.values())} and {sorted(map(str, meanings))}"
+            )
+        found = next(iter(groups.values()), None)
+        meaning: Any = next(iter(meanings), "raise")
+        check_group(found)
+        one_of("shared_ids", meaning, get_args(SharedIds))
+        within("patience", patience, 0, float("inf"))
+        return cls(found, meaning, patience)
 
 
 def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup | None:
@@ -35,17 +81,6 @@ def check_group(group: object) -> None:
     """
     if isinstance(group, str) and group != "world":
         raise ValueError(f"process_group must be a process group, 'world' or None; got {group!r}")
-
-
-def check_sharing(group: object, shared_ids: str, patience: float) -> None:
-    """Check how ranks share a batch.
-
-    Raises:
-        ValueError: an option is none of its values.
-    """
-    check_group(group)
-    one_of("shared_ids", shared_ids, get_args(SharedIds))
-    within("patience", patience, 0, float("inf"))
 
 
 def check_one_way(ranks: int, process_group: object) -> None:

@@ -18,7 +18,7 @@ from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import Ids
 from headrace.transforms.prefixes import left_aligned, prefix_order
-from headrace.transforms.rows import Late, Reduced, Rows, Table
+from headrace.transforms.rows import Effect, Late, Reduced, Rows, Table
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import number_column
@@ -141,7 +141,7 @@ class ShuffleSplit(
     """
 
     reasons = ("remainder", "carried")
-    effects = ("dropped", "carried")
+    effects: tuple[Effect, ...] = ("dropped", "carried")
     within_groups = True
     stateful = True
 
@@ -246,17 +246,18 @@ class ShuffleSplit(
         progress.minibatches = sum(len(plan.sizes) for plan in mine)
 
         # 4. Who is left over, and is carried or dropped.
-        out, carries = torch.zeros(0, dtype=torch.bool), cut.remainder == "carry"
+        left, kept, carries = own[:0], None, cut.remainder == "carry"
+        for reason, effect in zip(self.reasons, self.effects, strict=True):
+            rows.name_reason(reason, effect)
         if any(len(plan.left) for of_rank in plans for plan in of_rank):
             trained = torch.stack([each.minibatch for each in passes]).amax(0) >= 0
-            out = ~trained if rows.index is None else ~trained[rows.index]
             left = own[~trained[own]]
-        else:
-            left = own[:0]
-        kept = rows.taken(left) if carries and len(left) else None
-        for reason, effect in zip(self.reasons, self.effects, strict=True):
-            leaves = out if (effect == "carried") == carries else out[:0]
-            rows.leave(leaves, reason, "carried" if effect == "carried" else "dropped")
+            kept = rows.taken(left) if carries and len(left) else None
+            out = ~trained if rows.index is None else ~trained[rows.index]
+            if carries:
+                rows.leave(out, "carried", "carried")
+            else:
+                rows.leave(out, "remainder", "dropped")
 
         # 5. Numbers of this rank's rows.
         measured = measure_plan(mine[-1], lengths, cut, forest) | {"left": float(len(left))}
