@@ -49,10 +49,10 @@ class Grouped:
     """
 
     def __init__(self, reward: Tensor, ids: Ids, length: Tensor | None = None):
-        self.order = sorted_in_groups(reward, ids)
-        self.reward, self.of = reward[self.order], ids.of[self.order]
         self.number, self.end = ids.count, ids.count.cumsum(0)
         self.count, self.start = ids.count.double(), self.end - ids.count
+        self.reward, self.order = sorted_in_groups(reward, ids, self.start)
+        self.of = ids.of if ids.ascending else ids.of[self.order]
         self.length = None if length is None else length[self.order]
 
     def unsorted(self, values: Tensor) -> Tensor:
@@ -139,22 +139,27 @@ class Grouped:
         return table.cumsum(1)[self.of, self.place]
 
 
-def sorted_in_groups(reward: Tensor, ids: Ids) -> Tensor:
-    """(V,) int64: the rollouts group by group, and in each from the smallest reward to the largest."""
-    rows = torch.arange(len(reward), device=reward.device)
-    by_group = rows if ids.ascending else ids.of.argsort(stable=True)
+def sorted_in_groups(reward: Tensor, ids: Ids, start: Tensor) -> tuple[Tensor, Tensor]:
+    """(V,) rewards group by group, and in each from the smallest to the largest; (V,) int64, whose they are.
+
+    `start` is (P,) int64, the rewards in front of each group.
+    """
     largest = int(ids.count.max()) if ids.n else 0
-    if largest == 1:
-        return by_group
     if largest * ids.n > 4 * len(reward):  # one group is much larger than the others
-        by_reward = reward.argsort(stable=True)
-        return by_reward[ids.of[by_reward].argsort(stable=True)]
-    start = (ids.count.cumsum(0) - ids.count)[:, None]
+        reward, by_reward = reward.sort(stable=True)
+        by_group = ids.of[by_reward].argsort(stable=True)
+        return reward[by_group], by_reward[by_group]
+    by_group = None if ids.ascending else ids.of.argsort(stable=True)
+    reward = reward if by_group is None else reward[by_group]
     if largest * ids.n == len(reward):
-        return by_group[(reward[by_group].view(ids.n, largest).argsort(1) + start).flatten()]
-    inside = rows[:largest] < ids.count[:, None]
-    table = reward.new_full(inside.shape, float("inf")).masked_scatter_(inside, reward[by_group])
-    return by_group[(table.sort(dim=1, stable=True).indices + start)[inside]]
+        table, order = reward.view(ids.n, largest).sort(1)
+        reward, order = table.view(-1), (order + start[:, None]).view(-1)
+    else:
+        inside = torch.arange(largest, device=start.device) < ids.count[:, None]
+        table = reward.new_full(inside.shape, float("inf")).masked_scatter_(inside, reward)
+        table, order = table.sort(dim=1, stable=True)
+        reward, order = table[inside], (order + start[:, None])[inside]
+    return reward, order if by_group is None else by_group[order]
 
 
 # The reward less its baseline. In a group whose rewards are all equal, all but the last two give 0.
