@@ -561,7 +561,9 @@ class Rows:
         key, table = self.key(role), self.table
         if table.late and self.is_late(role):
             self.settle()
-        if key is not None and key not in table.columns:
+        if key is None or key in table.columns:
+            return key is not None
+        if table.looked_up is not table.batch or key not in table.absent:
             self.load([key])
         return key in table.columns
 

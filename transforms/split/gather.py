@@ -7,7 +7,7 @@ with their minibatch, out of the memory of the batch; where rows are in order al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -149,19 +149,18 @@ class OptimiserSteps:
 class Branch(NamedTuple):
     """A TensorDict, of which minibatches are built."""
 
-    columns: dict[str, Any]
-    """By name a branch, or a function from the number of a minibatch to its part of the column."""
+    columns: dict[str, Callable[[int], Any]]
+    """By name a branch, or what else makes a column of the minibatch of a number."""
+    sizes: Sequence[int]
+    """Rows of each minibatch."""
     wide: Sequence[int]
     """Batch dimensions behind the first."""
     device: torch.device | None
 
-    def build(self, number: int, size: int) -> TensorDict:
-        """The minibatch of a number, of so many rows."""
-        columns = {
-            name: column.build(number, size) if isinstance(column, Branch) else column(number)
-            for name, column in self.columns.items()
-        }
-        return of_columns(columns, [size, *self.wide], self.device)
+    def __call__(self, number: int) -> TensorDict:
+        """Make the minibatch of a number."""
+        columns = {name: column(number) for name, column in self.columns.items()}
+        return of_columns(columns, [self.sizes[number], *self.wide], self.device)
 
 
 class GatheredRows:
@@ -232,7 +231,7 @@ class GatheredRows:
             rows = rows_with(taken, {key: self.numbers[key][number].unbind() for key in beside})
             beside = []
         else:
-            rows, beside = self.branch.build(number, size), self.beside
+            rows, beside = self.branch(number), self.beside
         for key in beside:
             rows.set(key, self.numbers[key][number])
         for late, of_late in zip(self.late, self.of_late, strict=True):
@@ -306,14 +305,14 @@ class GatheredRows:
                 columns[name] = ordered.unsafe_split_with_sizes(self.sizes).__getitem__
             else:
                 columns[name] = partial(self._take, value)
-        return Branch(columns, batch.batch_size[1:], batch.device)
+        return Branch(columns, self.sizes, batch.batch_size[1:], batch.device)
 
     def _put(self, key: NestedKey, pieces: Sequence[Tensor]) -> bool:
         """Let a column be one of those that are built; False where it is in no TensorDict."""
         *path, name = (key,) if isinstance(key, str) else key
-        branch = self.branch
+        branch: Any = self.branch
         for each in path:
-            branch = branch.columns.setdefault(each, Branch({}, (), branch.device))
+            branch = branch.columns.setdefault(each, Branch({}, self.sizes, (), branch.device))
             if not isinstance(branch, Branch):
                 return False
         branch.columns[name] = pieces.__getitem__
