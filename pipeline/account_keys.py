@@ -10,8 +10,8 @@ from tensordict import NestedKey
 
 from headrace.transforms.entry import label_key
 from headrace.transforms.options import nested_key
-from headrace.transforms.rows import TokenCount
 from headrace.transforms.schema import REWARD
+from headrace.transforms.table import TokenCount
 
 # Where a report looks for what it shows; the first key that the batch has.
 KEYS: dict[str, tuple[NestedKey, ...]] = {

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.transforms.rows import TRAINED
+from headrace.transforms.table import TRAINED
 
 from .conversations import labels_of_ids
 

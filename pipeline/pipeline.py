@@ -25,9 +25,10 @@ from headrace.transforms.distributed import (
 )
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.rows import AHEAD, Late, Rows, Table, TokenCount, Written, few
+from headrace.transforms.rows import Rows, few
 from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PROCESSED, RANK, ROW
 from headrace.transforms.stage import BatchTransform
+from headrace.transforms.table import AHEAD, Late, Table, TokenCount, Written
 from headrace.transforms.tensordicts import column_of, describe_columns, device_of, without_rows
 
 from .account_keys import KEYS, Asked, Keys
@@ -48,7 +49,7 @@ class Epoch(NamedTuple):
     places: dict[str, Tensor]
     """Where each row of the table is trained, by name."""
     columns: dict[NestedKey, tuple[Tensor, torch.dtype, int]]
-    """What stages have written (:meth:`Rows.written_columns`)."""
+    """What stages have written (:meth:`Table.written_columns`)."""
     late: list[Late]
     """What they do to gathered rows."""
     batch: TensorDictBase
@@ -261,7 +262,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         table, keys, at = rows.table, self._keys, self._cut_at
         texts = note_collected(rows, keys)
         weights_came = column_of(table.batch, keys.weight) is not None
-        table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), rows.row_numbers()
+        table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
         for name in list(stages)[:at]:
             self._stage(name, stages[name], rows)
         note_advantage(rows, keys)
@@ -301,7 +302,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             name_reasons(rows, names[at], split)
             return [], None
         with self._named(names[at], split, table):
-            rows.extend(split.carried_rows(), split.remainder)
+            table.extend(split.carried_rows(), split.remainder)
             drawn = split.draw(rows.seen_by(split, names[at]), epochs)
         before = table.columns, table.written, table.late
         whole = table.batch, table.live, table.kept
@@ -311,7 +312,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             self._put_places(rows, each)
             for name in names[at + 1 :]:
                 self._stage(name, stages[name], rows, after_cut=True)
-            places, columns = self._places(rows, each), rows.written_columns()
+            places, columns = self._places(rows, each), table.written_columns()
             passes.append(Epoch(places, columns, table.late, table.batch))
         table.columns, table.written, table.late = before
         return passes, drawn
@@ -362,7 +363,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                     f"a stage returns a TensorDict that keeps the column {ROW!r}, by which rows are "
                     f"accounted for; it returned {type(batch).__name__} without it"
                 )
-            numbers = rows.numbers_of(batch)
+            numbers = table.numbers_of(batch)
         if bool((numbers[1:] < numbers[:-1]).any()):
             raise BatchError(
                 "a stage leaves rows in their order, by which segments are told apart and orders drawn; it "
@@ -382,7 +383,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         gone = torch.ones(table.size, dtype=torch.bool).index_fill_(0, stays, False)
         seen = rows.seen_by(stage, name)
         seen.leave(gone if seen.index is None else gone[seen.index], "gone")
-        rows.reread(batch, numbers)
+        table.reread(batch, numbers)
 
     # -- after the cut ------------------------------------------------------------------------------------
 
@@ -399,7 +400,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 table.columns[key], table.written[key] = values, Written(torch.int64, 1)
 
     def _places(self, rows: Rows, each: Any) -> dict[str, Tensor]:
-        rows.load([self._keys.weight], most=AHEAD)
+        rows.table.load([self._keys.weight], most=AHEAD)
         columns = rows.table.columns
         found = {"minibatch": each.minibatch, "microbatch": each.microbatch}
         if each.rank is not None:
@@ -413,7 +414,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
     def _record_silent(self, rows: Rows, places: list[dict[str, Tensor]], weights_came: bool) -> None:
         """Record the rows that train nothing: no token in the loss, or no weight in any pass."""
         table, count = rows.table, TokenCount(self.loss_mask_key, self.log_prob_key)
-        rows.load([self._keys.weight], [count], most=AHEAD)
+        rows.table.load([self._keys.weight], [count], most=AHEAD)
         silent = ~table.in_loss
         if count in table.columns:
             silent = silent | (table.columns[count] == 0)

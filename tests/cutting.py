@@ -26,9 +26,9 @@ def cut_alone(split: ShuffleSplit, batch: TensorDictBase) -> Done:
     ranks = split._own_ranks()
     with sharing(ranks):
         rows = split.read_table(batch, ranks)
-        rows.extend(split.carried_rows(), split.remainder)
+        rows.table.extend(split.carried_rows(), split.remainder)
         drawn = split.draw(rows.seen_by(split))
-        whole = drawn.steps([(rows.written_columns(), (), rows.table.batch)]).whole()
+        whole = drawn.steps([(rows.table.written_columns(), (), rows.table.batch)]).whole()
     split.accept(drawn)
     names, table = ["trained", "remainder", "carried"], rows.table
     reasons = table.reason[table.numbers_of_rank].tolist()

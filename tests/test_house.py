@@ -45,6 +45,7 @@ GROUND = (
     "required",
     "rewards",
     "rows",
+    "table",
     "schema",
     "stage",
     "tensordicts",

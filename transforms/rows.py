@@ -20,11 +20,9 @@ baseline or a scale is a line in ``advantage/baselines.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
@@ -34,206 +32,20 @@ from .columns import DEFAULTS, WRITERS
 from .errors import BatchError, MissingKeyError, listing, who_stamps
 from .ids import Ids, as_ids
 from .options import nested_key
-from .schema import COUNTED, IN_LOSS, LENGTH, REWARD, ROW, STATUS_KEYS, key_names
+from .schema import LENGTH, REWARD, STATUS_KEYS, key_names
+from .table import Effect, Late, Reduced, Table, TokenCount, Written, sources_of
 from .tensordicts import (
-    WIDE,
     column_of,
-    count_in_loss,
     device_of,
     flat_rows,
-    join_rows,
-    leave_out,
     number_column,
     read_packed,
-    rows_between,
     same_column,
     shallow_copy,
-    silence_rows,
-    take_rows,
-    write_column,
 )
 
-Effect = Literal["masked", "excluded", "dropped", "carried"]
-"""What becomes of a row that leaves: out of the loss; out of the statistics too; gone; kept for later."""
-
 _NAMES = {"group": "group_id", "rollout": "rollout_id"}  # of the columns of ids, in messages
-OF_THE_TABLE = (IN_LOSS, COUNTED, LENGTH)  # columns that a batch has of the table itself
 DESCRIBED = 100  # rows of an error that are described; nobody reads more
-AHEAD = 16  # numbers a row, at most, that are read before somebody asks for them; more are of tokens
-TRAINED = "trained"
-
-
-class Written(NamedTuple):
-    """How a column that a stage has written goes into the batch."""
-
-    dtype: torch.dtype
-    ndim: int
-    """1: (N,); 2: (N, 1) or (N, K); 3: (N, 1, 1)."""
-
-
-class Late(NamedTuple):
-    """Something that is done to token columns where rows are gathered, a minibatch at a time."""
-
-    change: Callable[[TensorDictBase, dict[str, Tensor]], None]
-    """Changes the gathered rows in place of the batch; gets the numbers of these rows, on their device."""
-    numbers: dict[str, Tensor]
-    """(N,) or (N, K) each, by name."""
-    writes: Sequence[NestedKey] = ()
-    """The columns that it writes."""
-
-
-class TokenCount(NamedTuple):
-    """The key of a column that counts tokens of each row: in a mask, and with a finite log-probability."""
-
-    mask: NestedKey
-    log_prob: NestedKey | None
-
-
-class Reduced(NamedTuple):
-    """The key of a column that :meth:`Rows.reduce` has made of another."""
-
-    name: str
-    of: NestedKey
-
-
-@dataclass
-class Table:
-    """What is known of all rows of a run; every view shares it.
-
-    Attributes:
-        batch: the rows themselves, TensorDict ``[B]``, on their device.
-        live: (B,) int64, the number of each row of the batch in the table, ascending.
-        kept: (N,) bool: rows that are in the batch, or in that of their rank.
-        columns: (N,) or (N, K) by key: int64, float64 or bool, on the CPU.
-        written: the columns that stages have written.
-        reason: (N,) int64; 0 is trained, and `names` says what the others are. The first reason stays.
-        here: (N,) bool: neither dropped nor carried.
-        in_loss: (N,) bool.
-        into: (N,) int64, the row whose tokens a row's became; itself for most. None: no rows were merged.
-        counted: (N,) bool: in the statistics. None: all are.
-        metrics: what stages measured, ``<stage>/<name>``.
-        notes: what a stage keeps from `decide` to `state_after`, by the stage.
-    """
-
-    batch: TensorDictBase
-    live: Tensor
-    columns: dict[Any, Tensor] = field(default_factory=dict)
-    dtypes: dict[Any, torch.dtype] = field(default_factory=dict)
-    written: dict[NestedKey, Written] = field(default_factory=dict)
-    late: list[Late] = field(default_factory=list)
-    names: list[str] = field(default_factory=lambda: [TRAINED])
-    effects: list[str] = field(default_factory=lambda: [TRAINED])
-    metrics: dict[str, float] = field(default_factory=dict)
-    notes: dict[Any, Any] = field(default_factory=dict)
-    ranks: Any = None
-    starts: list[int] = field(default_factory=list)
-    """The first row of each rank, and the end."""
-    own: slice = field(default_factory=lambda: slice(None))
-    size: int = 0
-    masks_rows: bool = False  # a stage has taken rows out of the loss, which the batch is to say
-    silenced: dict[NestedKey, None] = field(default_factory=dict)  # token columns in which it says so
-
-    def __post_init__(self) -> None:
-        self.reason = torch.zeros(self.size, dtype=torch.int64)
-        self.here = torch.ones(self.size, dtype=torch.bool)
-        self.kept = torch.ones(self.size, dtype=torch.bool)
-        self.in_loss = torch.ones(self.size, dtype=torch.bool)
-        self.counted: Tensor | None = None
-        self.into: Tensor | None = None
-        self.gone = False  # some row is not here
-        self.index: Tensor | None = None  # (M,) int64, the rows that are here; None: all
-        self.ids: dict[Any, tuple[Tensor | None, Ids]] = {}  # of the rows that are here, by column
-        self.numbers_of_rank = torch.arange(self.size)[self.own]
-        """(n,) int64: the rows of this rank, as they came, and behind them those carried to it."""
-        self.looked_up: TensorDictBase | None = None  # a batch, and keys that it does not have
-        self.absent: set[Any] = set()
-        self.carried: Tensor | None = None  # (C,) int64, rows of earlier batches
-        self.carried_starts: list[int] = []  # the first of them of each rank, and the end
-
-    @property
-    def left(self) -> int:
-        """How many rows are here."""
-        return self.size if self.index is None else len(self.index)
-
-    def take(self, numbers: Tensor) -> TensorDictBase:
-        """Gather rows of this rank's batch, by (n,) int64 numbers in the table."""
-        at = self.places(numbers)
-        return take_rows(self.batch, at.to(device_of(self.batch)), on_cpu=at)
-
-    def places(self, numbers: Tensor) -> Tensor:
-        """(n,) int64: where rows of this rank are in its batch, by their numbers in the table."""
-        if len(self.live) == self.size:
-            return numbers
-        at = torch.full((self.size,), -1)
-        at[self.live] = torch.arange(len(self.live))
-        return at.index_select(0, numbers)
-
-    def of_ranks(self, chosen: Tensor) -> list[Tensor]:
-        """The rows where (N,) bool `chosen`, by rank: (n,) int64 each, in the order of the rank's batch.
-
-        Where no ranks share the batch, all are of one.
-        """
-        if self.ranks is None:
-            return [chosen.nonzero().flatten()]
-        parts = [starts for starts in (self.starts, self.carried_starts) if starts]
-        return [
-            torch.cat([chosen[at[rank] : at[rank + 1]].nonzero().flatten() + at[rank] for at in parts])
-            for rank in range(len(self.starts) - 1)
-        ]
-
-    def with_merged(self, counts: Tensor) -> Tensor:
-        """(N,) counts of rows, those of merged rows added to what they were merged into."""
-        return counts if self.into is None else torch.zeros_like(counts).index_add_(0, self.into, counts)
-
-    def append(self, more: Table) -> None:
-        """Put the rows of another table, carried from an earlier batch, behind those of each rank.
-
-        Raises:
-            BatchError: their batches have different columns.
-        """
-        ranks, before = self.ranks, self.size
-        if ranks is not None:
-            ranks.share(more)
-            if more.size == 0:
-                return
-            if more.batch is None:
-                more.batch = self.batch[:0]
-        counted = None if self.counted is None else torch.ones(more.size, dtype=torch.bool)
-        if more.batch is not None and len(more.batch):
-            # What stages wrote to carried rows is in the table now, as it is of the other rows.
-            written = [*self.written, *OF_THE_TABLE]
-            plain = leave_out(more.batch, [key for key in written if column_of(self.batch, key) is None])
-            self.batch = leave_out(self.batch, [key for key in written if column_of(plain, key) is None])
-            plain = plain.to(device_of(self.batch))
-            plain = plain.clear_device_() if self.batch.device is None else plain
-            self.batch = join_rows([self.batch, plain], "carried rows") if len(self.batch) else plain
-        for key, column in self.columns.items():
-            extra = more.columns.get(key)
-            if extra is None or extra.shape[1:] != column.shape[1:]:
-                extra = _unknown(column, more.size)
-            self.columns[key] = torch.cat([column, extra.to(column.dtype)])
-        for late in self.late:
-            for name, values in late.numbers.items():
-                late.numbers[name] = torch.cat([values, values.new_zeros(more.size, *values.shape[1:])])
-        self.reason = torch.cat([self.reason, more.reason])
-        self.here, self.kept = torch.cat([self.here, more.here]), torch.cat([self.kept, more.here])
-        if self.into is not None:
-            self.into = torch.cat([self.into, torch.arange(before, before + more.size)])
-        in_loss = more.columns.get(IN_LOSS, more.in_loss)
-        self.in_loss = torch.cat([self.in_loss, in_loss])
-        if self.counted is not None and counted is not None:
-            counted = more.columns.get(COUNTED, counted)
-            self.counted = torch.cat([self.counted, counted])
-        own = slice(0, more.size) if ranks is None else more.own
-        self.live = torch.cat([self.live, torch.arange(before + own.start, before + own.stop)])
-        self.size = before + more.size
-        self.index = self.here.nonzero().flatten() if self.gone else None
-        self.ids.clear()
-        self.numbers_of_rank = torch.cat(
-            [self.numbers_of_rank, self.live[len(self.live) - (own.stop - own.start) :]]
-        )
-        self.carried = torch.arange(before, self.size)
-        self.carried_starts = [before + start for start in more.starts]
 
 
 class Rows:
@@ -289,16 +101,7 @@ class Rows:
             ranks: that share the batch: one exchange brings the rows of all to each.
             about: what is done with the batch, the same on all ranks.
         """
-        table = Table(batch, torch.arange(len(batch)), size=len(batch))
-        rows = cls(table, DEFAULTS)
-        rows.load([*keys, COUNTED, IN_LOSS, LENGTH], tokens, most=AHEAD)
-        if ranks is not None:
-            ranks.share(table, about)
-        if IN_LOSS in table.columns:  # stages were alone with this batch before
-            table.in_loss, table.masks_rows = table.columns[IN_LOSS].clone(), True
-        if COUNTED in table.columns:
-            table.counted = table.columns[COUNTED].clone()
-        return rows
+        return cls(Table.read(batch, keys=keys, tokens=tokens, ranks=ranks, about=about), DEFAULTS)
 
     @classmethod
     def of(cls, **columns: Tensor | Sequence[Any] | None) -> Rows:
@@ -320,228 +123,19 @@ class Rows:
             found = ", ".join(f"{_NAMES.get(role, role)} {len(c)} on {c.device}" for role, c in given.items())
             raise BatchError(f"columns must have one length and one device; found {found}")
         size = len(next(iter(given.values())))
-        table = Table(None, torch.arange(size), size=size)
+        table = Table(None, size)
         table.dtypes = {role: column.dtype for role, column in given.items()}
         table.columns = dict(zip(given, read_packed(list(given.values())), strict=True))
         return cls(table, {role: role if role in given else None for role in columns})
-
-    def load(
-        self,
-        keys: Iterable[NestedKey | None] = (),
-        tokens: Iterable[tuple[NestedKey, NestedKey | None]] = (),
-        most: int | None = None,
-    ) -> None:
-        """Bring columns of the batch to the table, in one packed copy; those that are there already stay.
-
-        Args:
-            keys: of columns of numbers per row.
-            tokens: as :meth:`read` takes them.
-            most: numbers a row; a column of more, or of ragged rows, is left where it is.
-        """
-        table, found = self.table, dict[Any, Tensor]()
-        if table.looked_up is not table.batch:
-            table.looked_up, table.absent = table.batch, set()
-        for key in dict.fromkeys(keys):
-            if key is None or key in table.columns or table.batch is None or key in table.absent:
-                continue
-            column = number_column(table.batch, key, most=most)
-            if column is None:
-                table.absent.add(key)
-            if isinstance(column, list):  # texts, of which some may be missing
-                there = [row for row, label in enumerate(column) if label not in ("", None)]
-                numbers = torch.full((len(column),), -1)
-                name = key if isinstance(key, str) else str(key[-1])
-                numbers[there] = as_ids([column[row] for row in there], name)
-                column = numbers.to(device_of(table.batch))
-            if column is not None and column is not WIDE:
-                found[key] = column
-        for count in [TokenCount(*pair) for pair in tokens]:
-            if count not in table.columns and table.batch is not None:
-                mask, inside = count_in_loss(table.batch, *count)
-                if mask is not None:
-                    found[count._replace(log_prob=None)], found[count] = mask, inside
-        if not found:
-            return
-        table.dtypes |= {key: column.dtype for key, column in found.items()}
-        for key, values in zip(found, read_packed(list(found.values())), strict=True):
-            table.columns[key] = self._of_all(values)
-
-    def _of_all(self, values: Tensor) -> Tensor:
-        """(B, ...) values of the batch's rows as a column of the table; unknown for rows that left it."""
-        table = self.table
-        if table.ranks is None and len(values) == table.size:
-            return values
-        kept = table.of_ranks(table.kept)
-        if table.ranks is not None:
-            values = table.ranks.gather_rows(values, list(map(len, kept)))
-        column = _unknown(values, table.size)
-        return column.index_copy_(0, torch.cat(kept), values)
 
     def write(self) -> TensorDictBase:
         """The rows that are here, with all that was decided: the inverse of :meth:`read`.
 
         Values are rounded to the dtype of their column. Rows out of the loss are masked.
         """
-        batch = self.as_decided()
-        if self.table.masks_rows:
-            self._mask(batch)
-        return batch
-
-    def as_decided(self) -> TensorDictBase:
-        """The rows that are here, with all that was decided, but that rows out of the loss are not masked."""
-        self.compact()
-        batch, table = self.with_written(shallow_copy(self.table.batch)), self.table
-        for change, numbers, _ in table.late:
-            live = {name: column[table.live] for name, column in numbers.items()}
-            change(batch, {name: column.to(device_of(batch)) for name, column in live.items()})
-        return batch
-
-    def decided_in_parts(self, parts: int = 16) -> Iterator[TensorDictBase]:
-        """:meth:`as_decided`, some rows at a time, one of no rows at least, and without columns of texts.
-
-        So what waits for the gathering of rows is never there for all of them.
-        """
-        self.compact()
-        step = max(-(-len(self.table.live) // parts), 1)
-        for start in range(0, max(len(self.table.live), 1), step):
-            yield self._decided_between(slice(start, start + step))
-
-    def _decided_between(self, some: slice) -> TensorDictBase:
-        part = copy(self.table)
-        part.batch, part.live, part.gone = rows_between(part.batch, some), part.live[some], False
-        return Rows(part, self.names).as_decided()
-
-    def with_written(self, batch: TensorDictBase) -> TensorDictBase:
-        """Write the columns that stages have written to the table into the rows of :meth:`tokens`."""
-        for key, (column, dtype, ndim) in self.written_columns().items():
-            column = column[self.table.live]
-            column = column.reshape(len(column), *column.shape[1:], *[1] * (ndim - column.ndim))
-            write_column(batch, key, column.to(dtype).to(device_of(batch)))
-        return batch
-
-    def settle(self) -> None:
-        """Make the columns now that were left to the gathering of rows: somebody asks for one of them."""
-        table = self.table
-        if table.late:
-            table.batch = self.as_decided()
-            self._forget({key for late in table.late for key in late.writes})
-            table.late.clear()
-
-    def is_late(self, role: Any) -> bool:
-        """Whether a column is only made where rows are gathered."""
-        return any(self.key(role) in late.writes for late in self.table.late)
-
-    def _forget(self, changed: Collection[NestedKey]) -> None:
-        """Read columns of the batch, and what was counted in or reduced of them, anew when somebody asks."""
-        table = self.table
-        for key in list(table.columns):
-            if any(source in changed for source in _sources(key)):
-                del table.columns[key]
-                table.dtypes.pop(key, None)
-                table.written.pop(key, None)
-
-    def _mask(self, batch: TensorDictBase) -> None:
-        table = self.table
-        in_loss = table.in_loss[table.live]
-        if not bool(in_loss.all()):
-            for key in table.silenced:
-                silence_rows(batch, key, (~in_loss).to(device_of(batch)))
-
-    def reread(self, batch: TensorDictBase, numbers: Tensor) -> None:
-        """Read the table again from a batch that somebody's own code has made of :meth:`write`.
-
-        A column that nobody changed keeps the values of the table.
-
-        Args:
-            batch: TensorDict ``[B]``.
-            numbers: (B,) int64, the number of each row in the table, ascending.
-        """
-        table, before = self.table, dict(self.table.columns)
-        table.batch, table.live = batch, numbers
-        table.kept = table.here.clone()
-        table.columns = {}
-        counts = [key for key in before if isinstance(key, TokenCount)]
-        self.load([*(key for key in before if key not in counts), IN_LOSS, COUNTED, LENGTH], counts)
-        rows = table.kept.nonzero().flatten()
-        if IN_LOSS in table.columns:
-            table.in_loss[rows] &= table.columns[IN_LOSS][rows]
-            table.masks_rows = True
-        if COUNTED in table.columns:
-            counted = torch.ones(table.size, dtype=torch.bool) if table.counted is None else table.counted
-            counted[rows] &= table.columns[COUNTED][rows]
-            table.counted = counted
-        table.ids.clear()
-        for key, old in before.items():
-            new = table.columns.get(key)
-            if new is None:
-                if key not in counts and key not in table.written and not isinstance(key, Reduced):
-                    table.columns[key] = old  # measured, and in no batch
-                continue
-            if new.shape != old.shape or new.dtype != old.dtype:
-                continue
-            known = old.clone()
-            now, rounded = new[rows], old[rows].to(table.dtypes[key]).to(old.dtype)
-            same = (now == rounded) | ((now != now) & (rounded != rounded))
-            known[rows] = torch.where(same, old[rows], now)
-            table.columns[key] = known
-        table.late.clear()
-        table.written = {key: how for key, how in table.written.items() if key in table.columns}
-        # They are in the table, and in no batch before it is written.
-        of_table = [key for key in (*table.written, *OF_THE_TABLE) if column_of(batch, key) is not None]
-        table.batch = leave_out(batch, of_table) if of_table and len(batch) else batch
-
-    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
-        """Put rows that an earlier batch left for this one behind those of the batch.
-
-        Args:
-            carried: TensorDict ``[C]`` as :meth:`write` made it; None: there are none. Of several ranks all
-                call this together.
-
-        Raises:
-            BatchError: the columns differ; there are rows, several ranks, and no more are carried.
-        """
-        table = self.table
-        if carried is None and (table.ranks is None or remainder != "carry"):
-            return
-        if table.ranks is not None and remainder != "carry":
-            raise BatchError(
-                "rows wait from an earlier batch, and ranks that share a batch go on with them under "
-                "remainder='carry' alone: set it, or leave them by a split without this state"
-            )
-        self.settle()
-        more = Rows(Table(carried, torch.arange(0 if carried is None else len(carried))), self.names)
-        more.table.size = len(more.table.live)
-        more.table.__post_init__()
-        if carried is not None:
-            counts = [key for key in table.columns if isinstance(key, TokenCount)]
-            more.load([*(key for key in table.columns if key not in counts), *OF_THE_TABLE], counts)
-        table.append(more.table)
-        if ROW in table.columns:
-            table.columns[ROW] = self.row_numbers()
-
-    def taken(self, numbers: Tensor) -> TensorDictBase:
-        """Some rows of this rank as a batch, with all that was decided: what :meth:`extend` takes later.
-
-        Args:
-            numbers: (n,) int64, rows of the table.
-        """
-        part = copy(self.table)
-        part.batch, part.live, part.gone = self.table.take(numbers), numbers, False
-        return leave_out(Rows(part, self.names).as_decided(), [ROW])
-
-    def compact(self) -> None:
-        """Let the batch have the rows that are here, and no others."""
-        table = self.table
-        if not table.gone or torch.equal(table.kept, table.here):
-            return
-        kept = table.here[table.live].nonzero().flatten()
-        if len(kept) < len(table.live):
-            there = kept.to(device_of(table.batch))
-            table.batch = take_rows(table.batch, there, on_cpu=kept, shared=True)
-        table.live, table.kept = table.live[kept], table.here.clone()
+        return self.table.write()
 
     # -- what a stage sees --------------------------------------------------------------------------------
-
     def seen_by(self, stage: Any, name: str = "") -> Rows:
         """The rows that are here, with the columns by the names that a stage uses for them."""
         names = {**DEFAULTS, **column_keys(stage)}
@@ -559,12 +153,12 @@ class Rows:
     def has(self, role: Any) -> bool:
         """Whether there is such a column."""
         key, table = self.key(role), self.table
-        if table.late and self.is_late(role):
-            self.settle()
+        if table.late and table.is_late(self.key(role)):
+            self.table.settle()
         if key is None or key in table.columns:
             return key is not None
         if table.looked_up is not table.batch or key not in table.absent:
-            self.load([key])
+            self.table.load([key])
         return key in table.columns
 
     def __getitem__(self, role: Any) -> Tensor:
@@ -777,7 +371,7 @@ class Rows:
         """(M,) int64, :class:`Status`, by its key, else ``("next", "status")``, else ``status``; or None."""
         if self.key("status") is not None:
             return self.integers("status", "status")
-        self.load(STATUS_KEYS)
+        self.table.load(STATUS_KEYS)
         found = next((key for key in STATUS_KEYS if key in self.table.columns), None)
         if found is None:
             return None
@@ -803,7 +397,7 @@ class Rows:
         mask = self.key("loss_mask")
         count = TokenCount(mask, log_prob)
         if count not in self.table.columns:
-            self.load(tokens=[count])
+            self.table.load(tokens=[count])
         if count not in self.table.columns:
             raise MissingKeyError(
                 f"tokens in the loss are those of the mask {mask!r} (loss_mask_key), or of a response "
@@ -843,7 +437,7 @@ class Rows:
         if count not in self.table.columns:
             if column_of(self.table.batch, count.mask) is None:
                 raise self.missing(role)
-            self.load(tokens=[count])
+            self.table.load(tokens=[count])
         column = self.table.columns[count]
         return column if self.index is None else column.index_select(0, self.index)
 
@@ -862,8 +456,8 @@ class Rows:
             MissingKeyError: it is not there.
         """
         key = self.key(role)
-        if self.is_late(role):
-            self.settle()
+        if self.table.is_late(self.key(role)):
+            self.table.settle()
         made = Reduced(name, key)
         if made not in self.table.columns:
             column = column_of(self.table.batch, key)
@@ -1062,31 +656,6 @@ class Rows:
         reasons = self.table.reason
         reasons[rows & (reasons == 0)] = self.name_reason(reason, effect)
 
-    def row_numbers(self) -> Tensor:
-        """(N,) int64: the number of each row of the table in the batch of its rank as it came."""
-        table = self.table
-        if table.ranks is None and table.carried is None:
-            return table.numbers_of_rank
-        numbers = torch.zeros(table.size, dtype=torch.int64)
-        numbers[table.numbers_of_rank] = torch.arange(len(table.numbers_of_rank))
-        return numbers
-
-    def numbers_of(self, batch: TensorDictBase) -> Tensor:
-        """(B,) int64: the numbers in the table of rows that :meth:`write` has numbered."""
-        if len(batch) == 0:  # an empty lazy stack has no columns
-            return torch.zeros(0, dtype=torch.int64)
-        return self.table.numbers_of_rank[column_of(batch, ROW).cpu()]
-
-    def written_columns(self) -> dict[NestedKey, tuple[Tensor, torch.dtype, int]]:
-        """What stages have written, by key: values for all rows of the table, dtype and dimensions."""
-        table = self.table
-        found = {key: (table.columns[key], *how) for key, how in table.written.items()}
-        if table.masks_rows:
-            found[IN_LOSS] = (table.in_loss, torch.bool, 1)
-        if table.counted is not None:
-            found[COUNTED] = (table.counted, torch.bool, 1)
-        return found
-
     def metric(self, name: str, value: Tensor | float) -> None:
         """Say a number of this batch, as ``<stage>/<name>``."""
         self.table.metrics[f"{self.stage}/{name}" if self.stage else name] = float(value)
@@ -1102,7 +671,7 @@ class Rows:
             (M,) for the rows of this view.
         """
         self.table.dtypes[name] = values.dtype
-        self.table.columns[name] = self._of_all(read_packed([values])[0])
+        self.table.columns[name] = self.table.of_all(read_packed([values])[0])
         return self[name]
 
     def measured(self, **numbers: Tensor) -> dict[str, Tensor]:
@@ -1122,7 +691,7 @@ class Rows:
 
     def of_all_ranks(self, values: Tensor) -> Tensor:
         """(B, ...) for the batch's rows → (M, ...) for the rows of this view, on the CPU. An exchange."""
-        column = self._of_all(values.cpu())
+        column = self.table.of_all(values.cpu())
         return column if self.index is None else column.index_select(0, self.index)
 
     # -- token-level stages -------------------------------------------------------------------------------
@@ -1130,11 +699,11 @@ class Rows:
     def tokens(self) -> TensorDictBase:
         """The rows of this rank that are here, TensorDict ``[B]`` on their device: a shallow copy.
 
-        What stages have written is in the table alone (:meth:`with_written`); rows out of the loss are not
-        masked in it yet.
+        What stages have written is in the table alone (:meth:`Table.with_written`); rows out of the loss are
+        not masked in it yet.
         """
-        self.settle()
-        self.compact()
+        self.table.settle()
+        self.table.compact()
         return shallow_copy(self.table.batch)
 
     def there(self, values: Tensor) -> Tensor:
@@ -1166,10 +735,10 @@ class Rows:
                 "are taken out by rows.leave"
             )
         table.batch = batch
-        self._forget(
+        self.table.forget(
             {
                 key
-                for key in {source for key in table.columns for source in _sources(key)}
+                for key in {source for key in table.columns for source in sources_of(key)}
                 if not same_column(before, batch, key)
                 and not (key in table.written and column_of(batch, key) is None)
             }
@@ -1183,7 +752,7 @@ class Rows:
     ) -> None:
         """Change token columns where rows are gathered, a minibatch at a time.
 
-        A stage that asks for one of these columns before that gets it (:meth:`settle`).
+        A stage that asks for one of these columns before that gets it (:meth:`Table.settle`).
 
         Args:
             change: of gathered rows and their numbers, which are on the device of the rows. It finds what
@@ -1218,7 +787,7 @@ class Rows:
         if key not in table.written and (column is None or column.ndim > 1):
             column = column_of(table.batch, key)
         is_of_rows = isinstance(column, Tensor) and column.numel() == len(column)
-        if is_of_rows and not self.is_late("advantage"):
+        if is_of_rows and not self.table.is_late(self.key("advantage")):
             changed = how(self["advantage"], **numbers)
             self.put("advantage", changed, dtype=torch.promote_types(dtype, at_least or dtype))
             return
@@ -1243,9 +812,9 @@ class Rows:
     def advantage_dtype(self) -> torch.dtype | None:
         """In which dtype the batch has the advantage, of rows or of tokens; None: it has none."""
         key, batch = self.key("advantage"), self.table.batch
-        if self.is_late("advantage"):  # one row says what the others will have
-            self.compact()
-            batch = self._decided_between(slice(1))
+        if self.table.is_late(self.key("advantage")):  # one row says what the others will have
+            self.table.compact()
+            batch = self.table.decided_between(slice(1))
         elif key in self.table.columns:
             return self.dtype("advantage")
         column = column_of(batch, key)
@@ -1271,19 +840,6 @@ class Rows:
             f"{self.reader} needs the key {key!r} ({option}); the batch has {key_names(self.table.batch)}. "
             f"If it goes by another name, set {option}{who_stamps(option)}"
         )
-
-
-def _unknown(like: Tensor, size: int) -> Tensor:
-    """A column of so many rows of which nothing is known: NaN, False or −1."""
-    nothing = {torch.float64: float("nan"), torch.bool: False}.get(like.dtype, -1)
-    return like.new_full((size, *like.shape[1:]), nothing)
-
-
-def _sources(key: Any) -> list[NestedKey]:
-    """The columns of the batch that a column of the table is made of."""
-    if isinstance(key, TokenCount):
-        return [each for each in key if each is not None]
-    return [key.of] if isinstance(key, Reduced) else [key]
 
 
 def column_keys(stage: Any) -> dict[str, NestedKey | None]:

@@ -18,7 +18,8 @@ from .columns import TakesColumns
 from .distributed import Ranks, resolve_group, sharing
 from .entry import enter_rows, labels_in_errors
 from .options import describe_options, nested_key
-from .rows import Effect, Rows
+from .rows import Rows
+from .table import Effect
 from .tensordicts import shallow_copy
 
 ID_OPTIONS = {"group_key": "group_id", "rollout_key": "rollout_id"}  # and what messages call the ids

@@ -67,11 +67,11 @@ def note_advantage(rows: Rows, keys: Keys) -> None:
     """Note the mean and size of each row's advantage, where it is per token: before weights are in it."""
     key = keys.found["advantage"][0]
     known = rows.table.columns.get(key)
-    of_rows = known is not None and known.ndim == 1 and not rows.is_late(key)
+    of_rows = known is not None and known.ndim == 1 and not rows.table.is_late(key)
     if of_rows or rows.table.batch is None:
         return
     both = []
-    for batch in rows.decided_in_parts():
+    for batch in rows.table.decided_in_parts():
         values, mask = column_of(batch, key), column_of(batch, keys.loss_mask)
         if values is None:
             return

@@ -135,7 +135,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
             known = known & ~rows[REWARD].isnan()
         trains = read_loss_mask(batch, self.loss_mask_key, rows.there(known), reader=reader)
         before = read_advantage(batch, key, trains.shape[1], reader=reader, rows=rows)
-        seen = self._seen(rows.with_written(shallow_copy(batch)))
+        seen = self._seen(rows.table.with_written(shallow_copy(batch)))
         if isinstance(self.term, TokenTerm):
             term = self.term.over(rows.seen_by(self.term, rows.stage), seen, trains)
         else:

@@ -64,7 +64,7 @@ class Ranks:
         A rank without rows gets columns from one that has some, and a batch of no rows with its columns.
 
         Args:
-            table: a :class:`~headrace.transforms.rows.Table`, of this rank's rows, which is changed in place.
+            table: a :class:`~headrace.transforms.table.Table` of this rank's rows, changed in place.
             about: what must be the same on all ranks.
 
         Raises:
@@ -103,15 +103,13 @@ class Ranks:
                 table.batch = without_rows(known[3][0], torch.device(known[3][1]))
         table.ranks = self
         table.starts = [sum(counts[:rank]) for rank in range(self.size + 1)]
-        table.own = slice(table.starts[self.rank], table.starts[self.rank + 1])
         columns = self._gather({key: table.columns[key] for key in kinds}, counts)
         rank = torch.arange(self.size).repeat_interleave(torch.tensor(counts))
         for key, name in self.id_keys.items():
             if key in columns:
                 columns[key] = tell_apart(columns[key], rank, self.shared_ids, name)
-        table.columns, table.size = columns, sum(counts)
-        table.live = torch.arange(table.own.start, table.own.stop)
-        table.__post_init__()
+        table.columns = columns
+        table.begin(sum(counts), slice(table.starts[self.rank], table.starts[self.rank + 1]))
 
     @staticmethod
     def _wide_somewhere(every: list[Any]) -> set[Any]:

@@ -222,7 +222,7 @@ class MergeTurns(
 
         same = (self.tokens_key, self.attention_key, self.loss_mask_key)
         by_token = [key for key in (*MERGED_KEYS, *self.token_keys, self.advantage_key) if key not in same]
-        of_table = [key for key in (*rows.written_columns(), *OF_SEGMENTS) if key not in by_token]
+        of_table = [key for key in (*rows.table.written_columns(), *OF_SEGMENTS) if key not in by_token]
         batch = batch.exclude(*PARTS, *of_table)  # where they stay
         for key in [key for key in dict.fromkeys(by_token) if has_key(batch, key)]:
             write_tokens(batch, key, moved(_by_token(batch, key, self.tokens_key)), self.tokens_key)
@@ -230,7 +230,7 @@ class MergeTurns(
 
         # 4. What the table says of a segment as a whole.
         segments = Ids(found["into"].long())
-        rows.load(OF_SEGMENTS)
+        rows.table.load(OF_SEGMENTS)
         for key in (IS_FIRST_SEGMENT, INIT):
             if rows.has(key):
                 rows.put(key, segments.spread(segments.any(rows.number(key) != 0)), dtype=torch.bool)

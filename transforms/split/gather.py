@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.transforms.errors import BatchError
-from headrace.transforms.rows import Late, Table
 from headrace.transforms.schema import (
     IN_LOSS,
     MICROBATCH,
@@ -30,6 +29,7 @@ from headrace.transforms.schema import (
     key_names,
     read_written,
 )
+from headrace.transforms.table import Late, Table
 from headrace.transforms.tensordicts import (
     device_of,
     of_columns,

@@ -11,7 +11,8 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError
-from headrace.transforms.rows import Table, few
+from headrace.transforms.rows import few
+from headrace.transforms.table import Table
 from headrace.transforms.tensordicts import column_of, flat_rows, from_plain, leaves_of, to_plain
 
 CLOSE = 1e-4  # rewards that were shaped on another device differ in their last digits

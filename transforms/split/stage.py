@@ -18,9 +18,10 @@ from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import Ids
 from headrace.transforms.prefixes import left_aligned, prefix_order
-from headrace.transforms.rows import Effect, Late, Reduced, Rows, Table
+from headrace.transforms.rows import Rows
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
 from headrace.transforms.stage import BatchTransform
+from headrace.transforms.table import Effect, Late, Reduced, Table
 from headrace.transforms.tensordicts import number_column
 from headrace.transforms.tokens import read_tokens
 
@@ -207,7 +208,7 @@ class ShuffleSplit(
         all, so that they agree without a word.
 
         Args:
-            rows: of all ranks, with those that were carried (``rows.extend(split.carried_rows())``).
+            rows: of all ranks, with those that were carried (``rows.table.extend(split.carried_rows())``).
             epochs: passes, ≥ 1.
 
         Raises:
@@ -252,7 +253,7 @@ class ShuffleSplit(
         if any(len(plan.left) for of_rank in plans for plan in of_rank):
             trained = torch.stack([each.minibatch for each in passes]).amax(0) >= 0
             left = own[~trained[own]]
-            kept = rows.taken(left) if carries and len(left) else None
+            kept = table.taken(left) if carries and len(left) else None
             out = ~trained if rows.index is None else ~trained[rows.index]
             if carries:
                 rows.leave(out, "carried", "carried")
@@ -280,9 +281,9 @@ class ShuffleSplit(
                 rows = self.read_table(batch, ranks)
                 if rows is None:
                     return batch
-                rows.extend(self.state.carried, self.remainder)
+                rows.table.extend(self.state.carried, self.remainder)
                 drawn = self.draw(rows.seen_by(self))
-                steps = drawn.steps([(rows.written_columns(), rows.table.late, rows.table.batch)])
+                steps = drawn.steps([(rows.table.written_columns(), rows.table.late, rows.table.batch)])
                 out = steps.whole()
             self.accept(drawn)  # behind the end of the batch: no rank has refused it
         return out
@@ -357,8 +358,8 @@ class ShuffleSplit(
 
     def _forest(self, every: Rows, parts: Sequence[Tensor], lengths: Tensor) -> Forest:
         """The rows by their prefixes, which they share within one rollout or group."""
-        every.settle()
-        every.compact()
+        every.table.settle()
+        every.table.compact()
         batch, reader = every.table.batch, type(self).__name__
         tokens = read_tokens(batch, self.tokens_key, reader=reader, option="tokens_key").long()
         mask = read_tokens(batch, self.length_key, reader=reader, option="length_key").bool()
