@@ -35,23 +35,16 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Literal, get_args
 
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NestedKey,
-    NonTensorStack,
-    TensorDictBase,
-    is_tensor_collection,
-)
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .errors import BatchError, MissingKeyError, who_stamps
 from .options import one_of
-from .tensordicts import entries_of
+from .tensordicts import any_row_has, entries_of
 
 REWARD = ("headrace", "reward")
 REWARDS = ("headrace", "rewards")
@@ -104,20 +97,9 @@ def has_key(batch: TensorDictBase, key: NestedKey | None) -> bool:
     """
     if key is None:
         return False
-    if not isinstance(batch, LazyStackedTensorDict):
-        return _has_path(batch, key if isinstance(key, tuple) else (key,))
-    return entries_of(batch, key) is not None
-
-
-def _has_path(batch: TensorDictBase, path: Sequence[str]) -> bool:
-    """Level by level: ``keys(include_nested=True)`` looks at every single text."""
-    name, *below = path
-    if not below or name not in batch.keys():
-        return name in batch.keys()
-    inner = batch.get(name)
-    if isinstance(inner, NonTensorStack) or not is_tensor_collection(inner):
-        return False
-    return has_key(inner, tuple(below))
+    if isinstance(batch, LazyStackedTensorDict):
+        return entries_of(batch, key) is not None
+    return any_row_has(batch, key)
 
 
 def key_names(batch: TensorDictBase) -> list[NestedKey]:

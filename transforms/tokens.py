@@ -187,32 +187,58 @@ def read_loss_mask(batch: TensorDictBase, key: NestedKey, in_loss: Tensor | None
 
 
 def read_advantage(
-    batch: TensorDictBase, key: NestedKey, tokens: int, *, reader: str, rows: Rows | None = None
+    batch: TensorDictBase,
+    key: NestedKey,
+    mask: Tensor,
+    mask_key: NestedKey,
+    *,
+    reader: str,
+    rows: Rows | None = None,
 ) -> Tensor:
     """(B, 1) of rows, or (B, T) of tokens, of (B,) or (B, 1, 1), or (B, T, 1).
 
     Args:
         batch: TensorDict ``[B]``.
         key: of the advantage.
-        tokens: T.
+        mask: (B, T) bool, the loss mask.
+        mask_key: its key.
         reader: who it is, for messages.
         rows: the table, which may have one that is not in the batch yet; None: the batch has it.
 
     Raises:
         MissingKeyError: it is not there.
-        BatchError: it is neither, or no float.
+        BatchError: it is neither, or no float; rows are ragged, and not as long as their mask.
     """
     if rows is not None and key in rows.table.written:
         credit = rows.there(rows[key].to(rows.dtype(key)))  # as the batch will have it
     else:
         credit = _dense(batch, key, reader, "advantage_key")
-    size = len(batch)
+        check_lengths(batch, [key], mask_key, reader=reader)
+    size, tokens = mask.shape
     if not credit.is_floating_point() or credit.numel() not in (size, size * tokens):
         raise BatchError(
             f"an advantage is a floating-point number a row, (N, 1, 1), or a token, (N, {tokens}, 1); "
             f"{reader} found {key!r} (advantage_key) {credit.dtype} {tuple(credit.shape)}"
         )
     return credit.detach().reshape(size, -1) if size else credit.new_zeros(0, tokens)
+
+
+def first_token(chosen: Tensor, *columns: Tensor) -> list[Tensor]:
+    """(B,) int64: the first token of each row that is chosen, −1 where none is; and what columns say of it.
+
+    Args:
+        chosen: (B, T) bool.
+        columns: (B, T) or (B, 1) each.
+
+    Example:
+        >>> first_token(torch.tensor([[False, True]]), torch.tensor([[0.5, 0.25]]))
+        [tensor([1]), tensor([0.2500])]
+    """
+    if chosen.shape[1] == 0:
+        return [chosen.sum(1) - 1] * (1 + len(columns))
+    first = chosen.view(torch.uint8).argmax(1, keepdim=True)  # the first of the largest
+    said = [column.expand(chosen.shape).gather(1, first).squeeze(1) for column in columns]
+    return [torch.where(chosen.any(1), first.squeeze(1), -1), *said]
 
 
 def in_blocks(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import first_row
-from headrace.transforms.tensordicts import describe_columns, device_of, without_rows
+from headrace.transforms.tensordicts import bits_of, describe_columns, device_of, of_bits, without_rows
 
 from .meeting import Meetings, OtherRankError
 from .process_group import SharedIds
@@ -140,17 +140,23 @@ class Ranks:
     def _gather(self, columns: Mapping[Any, Tensor], counts: list[int]) -> dict[Any, Tensor]:
         device = torch.device("cuda") if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
         own = counts[self.rank]
-        bits = [_as_bits(column) for column in columns.values()]
-        padded = torch.zeros(max(counts), sum(part.shape[1] for part in bits), dtype=torch.int64)
+        widths = [math.prod(column.shape[1:]) for column in columns.values()]
+        bits = [
+            bits_of(c.detach()).reshape(own, width) for c, width in zip(columns.values(), widths, strict=True)
+        ]
+        padded = torch.zeros(max(counts), sum(widths), dtype=torch.int64)
         if own and bits:
             padded[:own] = torch.cat(bits, 1)
         padded = padded.to(device)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self.group)
         together = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).cpu()
-        split = together.split([_width(column) for column in columns.values()], 1)
+        split = together.split(widths, 1)
         pairs = zip(split, columns.items(), strict=True)
-        return {key: _from_bits(part, column) for part, (key, column) in pairs}
+        return {
+            key: of_bits(part, column.dtype).reshape(len(part), *column.shape[1:])
+            for part, (key, column) in pairs
+        }
 
     def note(self, start: int) -> str:
         """What row numbers mean in messages."""
@@ -230,22 +236,3 @@ def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -
     fits = digits * (int(rank.amax()) + 1) < 2**62
     apart = rank * digits + ids if fits else first * (rank.amax() + 1) + rank
     return torch.where(ids < 0, ids, apart)
-
-
-# -- columns as bits ------------------------------------------------------------------------------------
-
-
-def _width(column: Tensor) -> int:
-    return math.prod(column.shape[1:])
-
-
-def _as_bits(column: Tensor) -> Tensor:
-    """(N, K) int64: floats by the bits of their float64."""
-    column = column.detach()
-    number = column.double().view(torch.int64) if column.is_floating_point() else column.long()
-    return number.reshape(len(column), _width(column))
-
-
-def _from_bits(bits: Tensor, like: Tensor) -> Tensor:
-    number = bits.contiguous().view(torch.float64) if like.is_floating_point() else bits
-    return number.to(like.dtype).reshape(len(bits), *like.shape[1:])
