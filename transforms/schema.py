@@ -132,11 +132,11 @@ def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: s
     """
     value = require(batch, key, reader=reader, option=option)
     if not isinstance(value, Tensor) or value.numel() != len(batch):
-        found = str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-        if not isinstance(value, Tensor):
-            found += ". Labels become numbers by headrace.transforms.number_labels"
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        labels = "" if isinstance(value, Tensor) else ". headrace.transforms.number_labels makes them numbers"
         raise BatchError(
-            f"{reader} needs one number a row in {key!r} ({option}), for {len(batch)} rows; found {found}"
+            f"{reader} needs one number a row in {key!r} ({option}), for {len(batch)} rows; found "
+            f"{found}{labels}"
         )
     return value if value.ndim == 1 else value.reshape(-1)  # the same tensor is known again (`once`)
 

@@ -162,6 +162,16 @@ def tokens_of_all_ranks(rows: Rows, *columns: Tensor, fill: float = 0) -> list[T
     return list(every.split(widest, 1)) if widest else list(columns)
 
 
+def describe_row(rows: Rows) -> Callable[[int], str]:
+    """What describes row i of a view: its number, and its rollout where the batch says."""
+
+    def describe(row: int) -> str:
+        known = rows.key("rollout") is not None and rows.has("rollout")
+        return f"row {rows.at(row)}" + (f" (rollout {rows.name('rollout', row)})" if known else "")
+
+    return describe
+
+
 def in_loss_there(rows: Rows) -> Tensor | None:
     """(B,) bool, on the device of the batch: rows in the loss; None: all are, and nothing is copied."""
     in_loss = rows.in_loss

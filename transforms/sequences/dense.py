@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, NonTensorData, TensorDict, TensorDictBase
@@ -17,7 +17,7 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key, key_names, require
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import columns_by_row, entries_of, shallow_copy, stack_of_texts
-from headrace.transforms.tokens import PROMPT, RESPONSE, check_mask, in_loss_there
+from headrace.transforms.tokens import PROMPT, RESPONSE, check_mask, describe_row, in_loss_there
 
 from .packing import TOKEN_KEYS, require_one_dtype
 
@@ -240,16 +240,6 @@ class DenseRows(
 
     def _padding(self, key: NestedKey) -> float | None:
         return self.pad_id if key == self.tokens_key else None
-
-
-def describe_row(rows: Rows) -> Callable[[int], str]:
-    """What describes row i of a view: its number, and its rollout where the batch says."""
-
-    def describe(row: int) -> str:
-        known = rows.key("rollout") is not None and rows.has("rollout")
-        return f"row {rows.at(row)}" + (f" (rollout {rows.name('rollout', row)})" if known else "")
-
-    return describe
 
 
 def lengths_of(batch: TensorDictBase, key: NestedKey) -> list[int]:

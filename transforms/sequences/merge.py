@@ -30,9 +30,9 @@ from headrace.transforms.schema import (
 )
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import device_of, entries_of
-from headrace.transforms.tokens import check_mask, in_loss_there, read_tokens, write_tokens
+from headrace.transforms.tokens import check_mask, describe_row, in_loss_there, read_tokens, write_tokens
 
-from .dense import PARTS, describe_row
+from .dense import PARTS
 from .packing import TOKEN_KEYS
 
 FULL = tuple((name, "full") for name in ("old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy"))

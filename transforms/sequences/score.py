@@ -20,9 +20,9 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key, require
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import column_of, entries_of, take_rows, write_entry
-from headrace.transforms.tokens import ATTENTION, check_mask, in_loss_there
+from headrace.transforms.tokens import ATTENTION, check_mask, describe_row, in_loss_there
 
-from .dense import describe_row, pad_left
+from .dense import pad_left
 from .packing import TOKEN_KEYS
 
 
