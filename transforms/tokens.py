@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
@@ -23,6 +23,7 @@ from .tensordicts import (
     write_entry,
 )
 
+Side = Literal["left", "right"]
 AT_ONCE = 2**15  # tokens: 256 KiB of float64 a column, which stay in the processor's cache
 
 
@@ -53,15 +54,21 @@ def no_loss_mask(batch: TensorDictBase, key: NestedKey | None) -> MissingKeyErro
 
 
 def read_tokens(
-    batch: TensorDictBase, key: NestedKey, *, reader: str, option: str, fill: float = 0
+    batch: TensorDictBase,
+    key: NestedKey,
+    *,
+    reader: str,
+    option: str,
+    fill: float = 0,
+    side: Side = "right",
 ) -> Tensor:
-    """Read one number a token: (B, T) or (B, T, 1) comes back as (B, T), ragged rows filled up at their end.
+    """Read one number a token: (B, T) or (B, T, 1) comes back as (B, T), ragged rows filled up on a side.
 
     Raises:
         MissingKeyError: the column is not there.
         BatchError: it has another shape.
     """
-    column = _dense(batch, key, reader, option, fill)
+    column = _dense(batch, key, reader, option, fill, side)
     if isinstance(column, Tensor) and column.ndim == 3 and column.shape[-1] == 1:
         column = column.squeeze(-1)
     if not isinstance(column, Tensor) or column.ndim != 2:
@@ -70,23 +77,49 @@ def read_tokens(
     return column.detach()
 
 
-def _dense(batch: TensorDictBase, key: NestedKey, reader: str, option: str, fill: float = 0) -> Any:
+def read_mask(
+    batch: TensorDictBase, key: NestedKey, *, reader: str, option: str, side: Side = "right"
+) -> Tensor:
+    """:func:`read_tokens` of a mask: (B, T) bool.
+
+    Raises:
+        MissingKeyError: it is not there.
+        BatchError: it is not bool, or has another shape.
+    """
+    mask = read_tokens(batch, key, reader=reader, option=option, side=side)
+    check_mask(batch, key)
+    return mask
+
+
+def _dense(
+    batch: TensorDictBase, key: NestedKey, reader: str, option: str, fill: float = 0, side: Side = "right"
+) -> Any:
     column = column_of(batch, key)
     if column is None:
         return require(batch, key, reader=reader, option=option)
-    return padded(column, key, fill) if isinstance(column, list) else column
+    return padded(column, key, fill, side) if isinstance(column, list) else column
 
 
-def padded(rows: Sequence[Any], key: NestedKey, fill: float = 0) -> Tensor:
-    """(B, T, ...) of ragged rows, filled up at their end.
+def padded(rows: Sequence[Tensor], key: NestedKey, fill: float | None = 0, side: Side = "right") -> Tensor:
+    """(B, T, ...) of ragged rows, filled up on a side: by a number; None: by NaN among floats, else 0.
 
     Raises:
         BatchError: rows differ in more than their length.
+
+    Example:
+        >>> padded([torch.tensor([7]), torch.tensor([8, 9])], "tokens", side="left").tolist()
+        [[0, 7], [8, 9]]
     """
     kinds = {(row.dtype, row.shape[1:]) if isinstance(row, Tensor) else type(row) for row in rows}
     if len(kinds) > 1 or not all(isinstance(row, Tensor) for row in rows[:1]):
         raise BatchError(f"rows of {key!r} are tensors of one dtype; found {sorted(map(str, kinds))}")
-    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=fill)
+    fill = no_token(rows[0]) if fill is None else fill
+    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=fill, padding_side=side)
+
+
+def no_token(column: Tensor) -> float:
+    """What stands in a column where there is no token: False, 0, or NaN among floats."""
+    return float("nan") if column.is_floating_point() else 0
 
 
 def write_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor, like: NestedKey) -> None:
@@ -191,8 +224,7 @@ def read_loss_mask(batch: TensorDictBase, key: NestedKey, in_loss: Tensor | None
         MissingKeyError: the mask is not there.
         BatchError: it is not bool.
     """
-    mask = read_tokens(batch, key, reader=reader, option="loss_mask_key")
-    check_mask(batch, key)
+    mask = read_mask(batch, key, reader=reader, option="loss_mask_key")
     return mask if in_loss is None else mask & in_loss.unsqueeze(-1)
 
 
