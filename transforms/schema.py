@@ -38,7 +38,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, Literal, get_args
 
-import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
@@ -153,19 +152,6 @@ def read_written(batch: TensorDictBase, key: NestedKey, *, reader: str, writer: 
             f"{reader} needs the column {key!r}, written by {writer}: put {writer} before it"
         )
     return read_column(batch, key, reader=reader, option=f"written by {writer}")
-
-
-def read_flags(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:
-    """Read one bool a row, (N,).
-
-    Raises:
-        MissingKeyError: the column is not there.
-        BatchError: it is not bool, or holds more than one a row.
-    """
-    flags = read_column(batch, key, reader=reader, option=option)
-    if flags.dtype is not torch.bool:
-        raise BatchError(f"{reader} needs a bool a row in {key!r} ({option}); found {flags.dtype}")
-    return flags
 
 
 def unit_keys(

@@ -39,18 +39,13 @@ def loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: N
     """
     tokens = count_in_loss(batch, loss_mask_key, log_prob_key)[1]
     if tokens is None:
-        raise no_loss_mask(batch, loss_mask_key)
+        raise MissingKeyError(
+            f"tokens in the loss are those of the mask {loss_mask_key!r} (loss_mask_key), or of a response "
+            f"behind its prompt: {PROMPT!r} and {RESPONSE!r}, as wide together as {ATTENTION!r}. Finite "
+            "log-probabilities do not say which tokens train: those of a scored prompt are finite, too. The "
+            f"batch has {key_names(batch)}: write the mask, True where a token trains"
+        )
     return tokens
-
-
-def no_loss_mask(batch: TensorDictBase, key: NestedKey | None) -> MissingKeyError:
-    """What to say where nothing says which tokens train."""
-    return MissingKeyError(
-        f"tokens in the loss are those of the mask {key!r} (loss_mask_key), or of a response behind its "
-        f"prompt: {PROMPT!r} and {RESPONSE!r}, as wide together as {ATTENTION!r}. Finite log-probabilities "
-        "do not say which tokens train: those of a scored prompt are finite, too. The batch has "
-        f"{key_names(batch)}: write the mask, True where a token trains"
-    )
 
 
 def read_tokens(

@@ -12,7 +12,7 @@ from tensordict import NestedKey
 
 from headrace.transforms.errors import NUMBER_WORKERS, BatchError, listing, who_stamps
 from headrace.transforms.ids import as_ids
-from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, STATUS_KEYS, Status, has_key, read_flags
+from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, STATUS_KEYS, Status, has_key
 from headrace.transforms.tensordicts import read_packed
 
 from .open_groups import Key, Row
@@ -83,7 +83,8 @@ def find_columns(
     for name, key in found.items():
         dtype = piece.numbers(key, name)[0].dtype
         if name in ("done", "begins"):
-            read_flags(piece.batch, key, reader=READER, option=f"{name}_key")
+            if dtype is not torch.bool:
+                raise BatchError(f"{READER} needs a bool a row in {key!r} ({name}_key); found {dtype}")
         elif name != "reward":
             as_ids(torch.empty(1, dtype=dtype), str(key))
     return found

@@ -81,7 +81,14 @@ class Ranks:
         if known is None:
             table.size = 0
             return
-        wide = self._wide_somewhere(every)
+        # Columns of few numbers a row on some ranks, and of other or ragged widths on others, are of tokens.
+        there = [({key for key, *_ in of_row[0]}, kinds) for count, kinds, _, of_row in every if count]
+        wide = {
+            key
+            for key in {key for _, kinds in there for key in kinds}
+            if all(key in keys for keys, _ in there)
+            and len({kinds.get(key, (None, None))[1] for _, kinds in there}) > 1
+        }
         every = [(n, {k: v for k, v in kinds.items() if k not in wide}, *more) for n, kinds, *more in every]
         known = next(each for each in every if each[0])
         all_keys = {key for _, theirs, *_ in every for key in theirs}
@@ -112,18 +119,6 @@ class Ranks:
         table.columns, table.size = columns, sum(counts)
         table.live = torch.arange(table.own.start, table.own.stop)
         table.__post_init__()
-
-    @staticmethod
-    def _wide_somewhere(every: list[Any]) -> set[Any]:
-        """Columns of few numbers a row on some ranks, and of other or ragged widths on others: of tokens."""
-        with_rows = [(kinds, {key for key, *_ in of_row[0]}) for count, kinds, _, of_row in every if count]
-        keys = {key for kinds, _ in with_rows for key in kinds}
-        return {
-            key
-            for key in keys
-            if all(key in there for _, there in with_rows)
-            and len({kinds.get(key, (None, None))[1] for kinds, _ in with_rows}) > 1
-        }
 
     def gather_rows(self, values: Tensor, counts: list[int]) -> Tensor:
         """(B, ...) of the rows in this rank's batch → (ΣB, ...) of those in the batches of all.
@@ -186,22 +181,17 @@ def sharing(ranks: Ranks | None) -> Iterator[None]:
         ranks.place = "the end of a batch"
         ranks.meet()
     except Exception as err:
-        if not ranks.refused:
-            _tell(ranks, err)
+        if not ranks.refused:  # the others are told; what was told first is raised on all
+            try:
+                ranks.meet(error=err)
+            except OtherRankError as first:
+                if not str(first).startswith(f"rank {ranks.rank}:"):
+                    raise
+            except dist.DistError as gone:  # the store went with rank 0, which heard of a refusal and ended
+                log.warning("rank %d cannot tell the others what it refuses: %s", ranks.rank, gone)
         raise
     finally:
         lock.release()
-
-
-def _tell(ranks: Ranks, error: Exception) -> None:
-    """Tell the others; what was told first is raised on all."""
-    try:
-        ranks.meet(error=error)
-    except OtherRankError as err:
-        if not str(err).startswith(f"rank {ranks.rank}:"):
-            raise
-    except dist.DistError as gone:  # the store went with rank 0, which heard of a refusal before and ended
-        log.warning("rank %d cannot tell the others what it refuses: %s", ranks.rank, gone)
 
 
 def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -> Tensor:
