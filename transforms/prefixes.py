@@ -67,16 +67,12 @@ def rank_rows(labels: Tensor) -> Tensor:
     while len(ranks) != 1:
         if len(ranks) == 0 or rows == 0:
             return labels.new_zeros(rows)
-        ranks = torch.cat([_halved(some) for some in ranks.split(AT_ONCE)])
+        pairs = []  # ranks of pairs of columns that follow one another
+        for some in map(_dense, ranks.split(AT_ONCE)):
+            even = some if len(some) % 2 == 0 else torch.cat([some, torch.zeros_like(some[:1])])
+            pairs.append(even[0::2] * rows + even[1::2])
+        ranks = torch.cat(pairs)
     return _dense(ranks)[0]
-
-
-def _halved(columns: Tensor) -> Tensor:
-    """Ranks of pairs of columns that follow one another, (⌈T/2⌉, N), of (T, N)."""
-    ranks = _dense(columns)
-    if len(ranks) % 2:
-        ranks = torch.cat([ranks, torch.zeros_like(ranks[:1])])
-    return ranks[0::2] * ranks.shape[1] + ranks[1::2]
 
 
 def _dense(columns: Tensor) -> Tensor:

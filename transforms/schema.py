@@ -35,23 +35,15 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Literal, get_args
 
-import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NestedKey,
-    NonTensorStack,
-    TensorDictBase,
-    is_tensor_collection,
-)
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .errors import BatchError, MissingKeyError, who_stamps
 from .options import one_of
-from .tensordicts import entries_of
+from .tensordicts import any_row_has, entries_of
 
 REWARD = ("headrace", "reward")
 REWARDS = ("headrace", "rewards")
@@ -104,20 +96,9 @@ def has_key(batch: TensorDictBase, key: NestedKey | None) -> bool:
     """
     if key is None:
         return False
-    if not isinstance(batch, LazyStackedTensorDict):
-        return _has_path(batch, key if isinstance(key, tuple) else (key,))
-    return entries_of(batch, key) is not None
-
-
-def _has_path(batch: TensorDictBase, path: Sequence[str]) -> bool:
-    """Level by level: ``keys(include_nested=True)`` looks at every single text."""
-    name, *below = path
-    if not below or name not in batch.keys():
-        return name in batch.keys()
-    inner = batch.get(name)
-    if isinstance(inner, NonTensorStack) or not is_tensor_collection(inner):
-        return False
-    return has_key(inner, tuple(below))
+    if isinstance(batch, LazyStackedTensorDict):
+        return entries_of(batch, key) is not None
+    return any_row_has(batch, key)
 
 
 def key_names(batch: TensorDictBase) -> list[NestedKey]:
@@ -150,11 +131,11 @@ def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: s
     """
     value = require(batch, key, reader=reader, option=option)
     if not isinstance(value, Tensor) or value.numel() != len(batch):
-        found = str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-        if not isinstance(value, Tensor):
-            found += ". Labels become numbers by headrace.transforms.number_labels"
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        labels = "" if isinstance(value, Tensor) else ". headrace.transforms.number_labels makes them numbers"
         raise BatchError(
-            f"{reader} needs one number a row in {key!r} ({option}), for {len(batch)} rows; found {found}"
+            f"{reader} needs one number a row in {key!r} ({option}), for {len(batch)} rows; found "
+            f"{found}{labels}"
         )
     return value if value.ndim == 1 else value.reshape(-1)  # the same tensor is known again (`once`)
 
@@ -171,19 +152,6 @@ def read_written(batch: TensorDictBase, key: NestedKey, *, reader: str, writer: 
             f"{reader} needs the column {key!r}, written by {writer}: put {writer} before it"
         )
     return read_column(batch, key, reader=reader, option=f"written by {writer}")
-
-
-def read_flags(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:
-    """Read one bool a row, (N,).
-
-    Raises:
-        MissingKeyError: the column is not there.
-        BatchError: it is not bool, or holds more than one a row.
-    """
-    flags = read_column(batch, key, reader=reader, option=option)
-    if flags.dtype is not torch.bool:
-        raise BatchError(f"{reader} needs a bool a row in {key!r} ({option}); found {flags.dtype}")
-    return flags
 
 
 def unit_keys(

@@ -20,7 +20,7 @@ from tensordict import (
     is_tensorclass,
     lazy_stack,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import BatchError, listing
 
@@ -47,13 +47,23 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
     """
     if type(batch) is TensorDict and 0 not in batch.batch_size:  # stacks of no strings know no shape
         columns = {}
-        for key, value in batch.items():
+        for key, value in batch._tensordict.items():
             columns[key] = value if type(value) is Tensor or not _is_nested(value) else shallow_copy(value)
-        names = batch.names if batch._has_names() else None
-        return _unchecked(columns, batch_size=batch.batch_size, device=batch.device, names=names)
+        return _like(batch, columns)
     if _is_stack_of_rows(batch):
-        return stack_of_rows(*_copies(batch.tensordicts, {}))
+        return stack_of_rows(*map(shallow_copy, batch.tensordicts))
     return batch.clone(recurse=False)
+
+
+def _like(batch: TensorDict, columns: dict[str, Any]) -> TensorDict:
+    """A TensorDict like another, of other columns, which are known to fit."""
+    if not _IS_PLAIN:
+        names = batch.names if batch._has_names() else None
+        return of_columns(columns, batch.batch_size, batch.device, names)
+    made = TensorDict.__new__(TensorDict)  # a fifth of the cost, of which a lazy stack has thousands
+    made._device, made._batch_size, made._td_dim_names = batch._device, batch._batch_size, batch._td_dim_names
+    made._tensordict = columns
+    return made
 
 
 def _is_nested(value: Any) -> bool:
@@ -88,15 +98,18 @@ def of_columns(
     return _unchecked(columns, batch_size=torch.Size(size), device=device, names=names)
 
 
+_IS_PLAIN = {*vars(of_columns({}, [], None))} == {"_device", "_batch_size", "_td_dim_names", "_tensordict"}
+
+
 def leaves_of(batch: TensorDictBase) -> Iterator[tuple[NestedKey, Tensor]]:
-    """The tensors of a batch that is no lazy stack, with their keys.
+    """The tensors of a batch, with their keys; of a lazy stack, whose columns may be ragged, none.
 
     Example:
         >>> batch = TensorDict({"a": {"b": torch.zeros(1)}, "name": ["x"]}, batch_size=[1])
         >>> [key for key, _ in leaves_of(batch)]
         [('a', 'b')]
     """
-    for name, value in batch.items():
+    for name, value in () if isinstance(batch, LazyStackedTensorDict) else batch.items():
         if isinstance(value, Tensor):
             yield name, value
         elif _is_nested(value):
@@ -112,16 +125,7 @@ def jagged_keys(batch: TensorDictBase) -> list[NestedKey]:
         >>> jagged_keys(TensorDict({"a": {"b": rows}, "c": torch.zeros(2)}, batch_size=[2]))
         [('a', 'b')]
     """
-    if isinstance(batch, LazyStackedTensorDict):
-        return []
-    found: list[NestedKey] = []
-    for key, value in batch.items():
-        if type(value) is Tensor or isinstance(value, Tensor):
-            found += [key] if value.is_nested else []
-        elif _is_nested(value):
-            inner = jagged_keys(value)
-            found += [(key, *((deep,) if isinstance(deep, str) else deep)) for deep in inner]
-    return found
+    return [key for key, leaf in leaves_of(batch) if leaf.is_nested]
 
 
 def take_rows(
@@ -157,7 +161,7 @@ def take_rows(
         return stack_of_texts(*(batch.tensordicts[row] for row in seen.tolist()))
     if _is_stack_of_rows(batch):
         chosen = [batch.tensordicts[row] for row in seen.tolist()]
-        return stack_of_rows(*(chosen if shared else _copies(chosen, {})))
+        return stack_of_rows(*(chosen if shared else map(shallow_copy, chosen)))
     if isinstance(batch, LazyStackedTensorDict):
         return batch[seen].clone(recurse=False)  # indexing alone hands out the rows themselves
     columns = {key: take_column(value, rows, on_cpu=on_cpu) for key, value in batch.items()}
@@ -515,33 +519,29 @@ def entries_of(batch: LazyStackedTensorDict, key: NestedKey) -> list[Any] | None
     Raises:
         BatchError: some rows have the column, and some have not.
     """
-    rows: list[Any] = batch.tensordicts
-    for name in (key,) if isinstance(key, str) else key:
-        rows = _entries(rows, name)
-        lacking = list(map(type, rows)).count(type(None))
-        if lacking == len(rows):
-            return None
-    if lacking:
-        have = [str(number) for number, value in enumerate(rows) if value is not None]
+    rows = _entries(batch.tensordicts, key)
+    have = [str(number) for number, value in enumerate(rows) if value is not None]
+    if have and len(have) < len(rows):
         raise BatchError(
             f"a column is on every row or on none; {key!r} is on {len(have)} of {len(rows)} rows: "
             f"{listing(have)}"
         )
-    return rows
+    return rows if have else None
 
 
-def _entries(rows: Sequence[Any], name: str) -> list[Any]:
-    if set(map(type, rows)) == {TensorDict}:  # a tenth of the cost of row.get
-        return [row._tensordict.get(name) for row in rows]
-    return [_under(row, name) for row in rows]
+def _entries(rows: Sequence[Any], key: NestedKey) -> list[Any]:
+    for name in (key,) if isinstance(key, str) else key:
+        if set(map(type, rows)) == {TensorDict}:  # a tenth of the cost of row.get
+            rows = [row._tensordict.get(name) for row in rows]
+        else:
+            rows = [_under(row, name) for row in rows]
+    return list(rows)
 
 
 def any_row_has(batch: TensorDictBase, key: NestedKey) -> bool:
     """Whether a batch, or a row of a lazy stack, has this column."""
-    rows: list[Any] = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
-    for name in (key,) if isinstance(key, str) else key:
-        rows = [inside for inside in _entries(rows, name) if inside is not None]
-    return bool(rows)
+    rows = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
+    return any(value is not None for value in _entries(rows, key))
 
 
 def columns_by_row(
@@ -580,12 +580,12 @@ def columns_by_row(
 def same_column(before: TensorDictBase, after: TensorDictBase, key: NestedKey) -> bool:
     """Whether a column of two batches is the same tensors, whatever is in them; or both have none."""
     old, new = (
-        entries_of(batch, key) if isinstance(batch, LazyStackedTensorDict) else _under(batch, key)
+        (entries_of(batch, key) or [None])
+        if isinstance(batch, LazyStackedTensorDict)
+        else [_under(batch, key)]
         for batch in (before, after)
     )
-    if isinstance(old, list) and isinstance(new, list):
-        return len(old) == len(new) and all(map(_same, old, new))
-    return _same(old, new)
+    return len(old) == len(new) and all(map(_same, old, new))
 
 
 def _same(old: Any, new: Any) -> bool:
@@ -600,13 +600,14 @@ def _same(old: Any, new: Any) -> bool:
 def _under(batch: Any, key: NestedKey) -> Any:
     """What is under a key of a dense batch or a row; None where nothing is."""
     for name in (key,) if isinstance(key, str) else key:
-        if type(batch) is not TensorDict:
-            if not _is_nested(batch):
-                return None
-            if is_tensorclass(batch):
-                batch = batch._tensordict
-        columns = getattr(batch, "_tensordict", None)
-        batch = columns.get(name) if type(columns) is dict else batch.get(name, None)
+        if type(batch) is not TensorDict and not _is_nested(batch):
+            return None
+        if isinstance(batch, LazyStackedTensorDict):
+            batch = column_of(batch, name)
+            continue
+        inside: Any = batch._tensordict if is_tensorclass(batch) else batch
+        columns = getattr(inside, "_tensordict", None)
+        batch = columns.get(name) if type(columns) is dict else inside.get(name, None)
     return batch
 
 
@@ -633,11 +634,15 @@ def loss_mask_of(batch: TensorDictBase, key: NestedKey) -> Any:
             mask.append(real.clone())
             mask[-1][..., : before.shape[-1]] = False
         mask = mask[0] if is_dense else mask
-    if odd := {each.dtype for each in ([mask] if isinstance(mask, Tensor) else mask)} - {torch.bool}:
+    _require_bool([mask] if isinstance(mask, Tensor) else mask, key)
+    return mask
+
+
+def _require_bool(masks: Iterable[Tensor], key: NestedKey) -> None:
+    if odd := {mask.dtype for mask in masks} - {torch.bool}:
         raise BatchError(
             f"a loss mask is bool, True trains; {key!r} is {odd.pop()}: convert it by `mask != 0`"
         )
-    return mask
 
 
 def check_mask(batch: TensorDictBase, key: NestedKey) -> None:
@@ -646,11 +651,8 @@ def check_mask(batch: TensorDictBase, key: NestedKey) -> None:
     Raises:
         BatchError: it is not bool.
     """
-    masks = entries_of(batch, key) or [] if isinstance(batch, LazyStackedTensorDict) else [batch.get(key)]
-    if odd := {mask.dtype for mask in masks} - {torch.bool}:
-        raise BatchError(
-            f"a loss mask is bool, True trains; {key!r} is {odd.pop()}: convert it by `mask != 0`"
-        )
+    is_lazy = isinstance(batch, LazyStackedTensorDict)
+    _require_bool(entries_of(batch, key) or [] if is_lazy else [batch.get(key)], key)
 
 
 def count_in_loss(
@@ -669,21 +671,13 @@ def count_in_loss(
         return None, None
     log_prob = None if log_prob_key is None else column_of(batch, log_prob_key)
     if isinstance(mask, list) or isinstance(log_prob, list):
-        sizes = [each.numel() for each in mask]
-        ends = torch.tensor([0, *sizes]).cumsum(0).to(mask[0].device)
-
-        def count(inside: Tensor) -> Tensor:
-            behind = torch.zeros(len(inside) + 1, dtype=torch.int64, device=ends.device)
-            torch.cumsum(inside, 0, out=behind[1:])
-            return behind[ends].diff()
-
-        inside = torch.cat(list(mask)).reshape(-1)
-        tokens = count(inside)
-        if log_prob is None:
-            return tokens, tokens
-        if [each.numel() for each in log_prob] != sizes:
-            raise _differ(mask_key, log_prob_key, sizes, [each.numel() for each in log_prob])
-        return tokens, count(inside & torch.cat(list(log_prob)).reshape(-1).isfinite())
+        given = [column for column in (mask, log_prob) if column is not None]
+        sizes = [[row.numel() for row in column] for column in given]
+        if sizes[0] != sizes[-1]:
+            raise _differ(mask_key, log_prob_key, *sizes)
+        rows = [[row.flatten() for row in column] for column in given]
+        mask, *rest = (nn.utils.rnn.pad_sequence(column, batch_first=True) for column in rows)
+        log_prob = rest[0] if rest else None
     tokens = count_true(mask)
     if log_prob is None:
         return tokens, tokens
@@ -714,18 +708,22 @@ def read_packed(columns: Sequence[Tensor]) -> list[Tensor]:
     """
     if all(column.device.type == "cpu" for column in columns):
         return [column.to(_kind(column.dtype), copy=True) for column in columns]
-    bits = []
-    for column in columns:
-        kind = _kind(column.dtype)
-        numbers = column.double().view(torch.int64) if kind is torch.float64 else column.long()
-        bits.append(numbers.reshape(-1))
+    bits = [bits_of(column).reshape(-1) for column in columns]
     parts = torch.cat(bits).cpu().split([len(part) for part in bits])
     return [
-        (
-            part.view(torch.float64) if _kind(column.dtype) is torch.float64 else part.to(_kind(column.dtype))
-        ).reshape(column.shape)
+        of_bits(part, _kind(column.dtype)).reshape(column.shape)
         for part, column in zip(parts, columns, strict=True)
     ]
+
+
+def bits_of(column: Tensor) -> Tensor:
+    """int64: floats by the bits of their float64."""
+    return column.double().view(torch.int64) if column.is_floating_point() else column.long()
+
+
+def of_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """What :func:`bits_of` made integers of."""
+    return (bits.contiguous().view(torch.float64) if dtype.is_floating_point else bits).to(dtype)
 
 
 def _kind(dtype: torch.dtype) -> torch.dtype:
@@ -765,72 +763,8 @@ def rows_with(
         >>> stack["next", "y"].tolist(), list(row["next"].keys())
         ([0.0, 1.0], ['x'])
     """
-    tree: dict[str, Any] = {}
+    made: Any = stack_of_rows(*map(shallow_copy, rows), stack_dim=0)
     for key, values in columns.items():
-        *path, name = (key,) if isinstance(key, str) else key
-        branch = tree
-        for each in path:
-            branch = branch.setdefault(each, {})
-        branch[name] = values
-    return stack_of_rows(*_copies(rows, tree), stack_dim=0)
-
-
-def _copies(rows: Sequence[Any], entries: Mapping[str, Any]) -> list[Any]:
-    """Shallow copies of rows, with more entries: n values by name, or a mapping of such for what is nested.
-
-    Rows with the same names are copied together, level by level, which costs a third of one after the other.
-    """
-    first = rows[0]
-    if set(map(type, rows)) != {TensorDict} or any(
-        row._tensordict.keys() != first._tensordict.keys() for row in rows
-    ):
-        return [_copy(row, entries, number) for number, row in enumerate(rows)]
-    columns = [dict(row._tensordict) for row in rows]
-    for name in {**first._tensordict, **entries}:
-        values = entries.get(name, {})
-        if isinstance(values, Mapping):
-            if name not in first._tensordict:
-                empty = [of_columns({}, row.batch_size, row.device) for row in rows]
-                values = _copies(empty, values)
-            elif values or _is_nested(first._tensordict[name]):
-                values = _copies([each[name] for each in columns], values)
-            else:
-                continue
-        for each, value in zip(columns, values, strict=True):
-            each[name] = value
-    return [_like(row, each) for each, row in zip(columns, rows, strict=True)]
-
-
-def _like(row: TensorDict, columns: dict[str, Any]) -> TensorDict:
-    """A TensorDict like another, of other columns, which are known to fit."""
-    if not _IS_PLAIN:
-        return of_columns(columns, row.batch_size, row.device, row.names if row._has_names() else None)
-    made = TensorDict.__new__(
-        TensorDict
-    )  # a fifth of the cost of _unchecked, of which a lazy stack has thousands
-    made._device, made._batch_size, made._td_dim_names = row._device, row._batch_size, row._td_dim_names
-    made._tensordict = columns
+        for row, value in zip(made.tensordicts, values, strict=True):
+            write_entry(row, key, value)
     return made
-
-
-_IS_PLAIN = {*vars(of_columns({}, [], None))} == {"_device", "_batch_size", "_td_dim_names", "_tensordict"}
-
-
-def _copy(row: Any, entries: Mapping[str, Any], number: int) -> Any:
-    """One of :func:`_copies`, of a row unlike the others."""
-
-    def own(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: own(value) if isinstance(value, Mapping) else [value[number]]
-            for name, value in values.items()
-        }
-
-    if type(row) is TensorDict:
-        return _copies([row], own(entries))[0]
-    copy = shallow_copy(row)
-    for name, value in own(entries).items():
-        if isinstance(value, Mapping):
-            copy.set(name, _copies([copy.get(name)], value)[0])
-        else:
-            copy.set(name, value[0])
-    return copy

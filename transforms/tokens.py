@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
@@ -23,6 +23,7 @@ from .tensordicts import (
     write_entry,
 )
 
+Side = Literal["left", "right"]
 AT_ONCE = 2**15  # tokens: 256 KiB of float64 a column, which stay in the processor's cache
 
 
@@ -38,30 +39,31 @@ def loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: N
     """
     tokens = count_in_loss(batch, loss_mask_key, log_prob_key)[1]
     if tokens is None:
-        raise no_loss_mask(batch, loss_mask_key)
+        raise MissingKeyError(
+            f"tokens in the loss are those of the mask {loss_mask_key!r} (loss_mask_key), or of a response "
+            f"behind its prompt: {PROMPT!r} and {RESPONSE!r}, as wide together as {ATTENTION!r}. Finite "
+            "log-probabilities do not say which tokens train: those of a scored prompt are finite, too. The "
+            f"batch has {key_names(batch)}: write the mask, True where a token trains"
+        )
     return tokens
 
 
-def no_loss_mask(batch: TensorDictBase, key: NestedKey | None) -> MissingKeyError:
-    """What to say where nothing says which tokens train."""
-    return MissingKeyError(
-        f"tokens in the loss are those of the mask {key!r} (loss_mask_key), or of a response behind its "
-        f"prompt: {PROMPT!r} and {RESPONSE!r}, as wide together as {ATTENTION!r}. Finite log-probabilities "
-        "do not say which tokens train: those of a scored prompt are finite, too. The batch has "
-        f"{key_names(batch)}: write the mask, True where a token trains"
-    )
-
-
 def read_tokens(
-    batch: TensorDictBase, key: NestedKey, *, reader: str, option: str, fill: float = 0
+    batch: TensorDictBase,
+    key: NestedKey,
+    *,
+    reader: str,
+    option: str,
+    fill: float = 0,
+    side: Side = "right",
 ) -> Tensor:
-    """Read one number a token: (B, T) or (B, T, 1) comes back as (B, T), ragged rows filled up at their end.
+    """Read one number a token: (B, T) or (B, T, 1) comes back as (B, T), ragged rows filled up on a side.
 
     Raises:
         MissingKeyError: the column is not there.
         BatchError: it has another shape.
     """
-    column = _dense(batch, key, reader, option, fill)
+    column = _dense(batch, key, reader, option, fill, side)
     if isinstance(column, Tensor) and column.ndim == 3 and column.shape[-1] == 1:
         column = column.squeeze(-1)
     if not isinstance(column, Tensor) or column.ndim != 2:
@@ -70,23 +72,49 @@ def read_tokens(
     return column.detach()
 
 
-def _dense(batch: TensorDictBase, key: NestedKey, reader: str, option: str, fill: float = 0) -> Any:
+def read_mask(
+    batch: TensorDictBase, key: NestedKey, *, reader: str, option: str, side: Side = "right"
+) -> Tensor:
+    """:func:`read_tokens` of a mask: (B, T) bool.
+
+    Raises:
+        MissingKeyError: it is not there.
+        BatchError: it is not bool, or has another shape.
+    """
+    mask = read_tokens(batch, key, reader=reader, option=option, side=side)
+    check_mask(batch, key)
+    return mask
+
+
+def _dense(
+    batch: TensorDictBase, key: NestedKey, reader: str, option: str, fill: float = 0, side: Side = "right"
+) -> Any:
     column = column_of(batch, key)
     if column is None:
         return require(batch, key, reader=reader, option=option)
-    return padded(column, key, fill) if isinstance(column, list) else column
+    return padded(column, key, fill, side) if isinstance(column, list) else column
 
 
-def padded(rows: Sequence[Any], key: NestedKey, fill: float = 0) -> Tensor:
-    """(B, T, ...) of ragged rows, filled up at their end.
+def padded(rows: Sequence[Tensor], key: NestedKey, fill: float | None = 0, side: Side = "right") -> Tensor:
+    """(B, T, ...) of ragged rows, filled up on a side: by a number; None: by NaN among floats, else 0.
 
     Raises:
         BatchError: rows differ in more than their length.
+
+    Example:
+        >>> padded([torch.tensor([7]), torch.tensor([8, 9])], "tokens", side="left").tolist()
+        [[0, 7], [8, 9]]
     """
     kinds = {(row.dtype, row.shape[1:]) if isinstance(row, Tensor) else type(row) for row in rows}
     if len(kinds) > 1 or not all(isinstance(row, Tensor) for row in rows[:1]):
         raise BatchError(f"rows of {key!r} are tensors of one dtype; found {sorted(map(str, kinds))}")
-    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=fill)
+    fill = no_token(rows[0]) if fill is None else fill
+    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=fill, padding_side=side)
+
+
+def no_token(column: Tensor) -> float:
+    """What stands in a column where there is no token: False, 0, or NaN among floats."""
+    return float("nan") if column.is_floating_point() else 0
 
 
 def write_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor, like: NestedKey) -> None:
@@ -162,6 +190,16 @@ def tokens_of_all_ranks(rows: Rows, *columns: Tensor, fill: float = 0) -> list[T
     return list(every.split(widest, 1)) if widest else list(columns)
 
 
+def describe_row(rows: Rows) -> Callable[[int], str]:
+    """What describes row i of a view: its number, and its rollout where the batch says."""
+
+    def describe(row: int) -> str:
+        known = rows.key("rollout") is not None and rows.has("rollout")
+        return f"row {rows.at(row)}" + (f" (rollout {rows.name('rollout', row)})" if known else "")
+
+    return describe
+
+
 def in_loss_there(rows: Rows) -> Tensor | None:
     """(B,) bool, on the device of the batch: rows in the loss; None: all are, and nothing is copied."""
     in_loss = rows.in_loss
@@ -181,38 +219,63 @@ def read_loss_mask(batch: TensorDictBase, key: NestedKey, in_loss: Tensor | None
         MissingKeyError: the mask is not there.
         BatchError: it is not bool.
     """
-    mask = read_tokens(batch, key, reader=reader, option="loss_mask_key")
-    check_mask(batch, key)
+    mask = read_mask(batch, key, reader=reader, option="loss_mask_key")
     return mask if in_loss is None else mask & in_loss.unsqueeze(-1)
 
 
 def read_advantage(
-    batch: TensorDictBase, key: NestedKey, tokens: int, *, reader: str, rows: Rows | None = None
+    batch: TensorDictBase,
+    key: NestedKey,
+    mask: Tensor,
+    mask_key: NestedKey,
+    *,
+    reader: str,
+    rows: Rows | None = None,
 ) -> Tensor:
     """(B, 1) of rows, or (B, T) of tokens, of (B,) or (B, 1, 1), or (B, T, 1).
 
     Args:
         batch: TensorDict ``[B]``.
         key: of the advantage.
-        tokens: T.
+        mask: (B, T) bool, the loss mask.
+        mask_key: its key.
         reader: who it is, for messages.
         rows: the table, which may have one that is not in the batch yet; None: the batch has it.
 
     Raises:
         MissingKeyError: it is not there.
-        BatchError: it is neither, or no float.
+        BatchError: it is neither, or no float; rows are ragged, and not as long as their mask.
     """
     if rows is not None and key in rows.table.written:
         credit = rows.there(rows[key].to(rows.dtype(key)))  # as the batch will have it
     else:
         credit = _dense(batch, key, reader, "advantage_key")
-    size = len(batch)
+        check_lengths(batch, [key], mask_key, reader=reader)
+    size, tokens = mask.shape
     if not credit.is_floating_point() or credit.numel() not in (size, size * tokens):
         raise BatchError(
             f"an advantage is a floating-point number a row, (N, 1, 1), or a token, (N, {tokens}, 1); "
             f"{reader} found {key!r} (advantage_key) {credit.dtype} {tuple(credit.shape)}"
         )
     return credit.detach().reshape(size, -1) if size else credit.new_zeros(0, tokens)
+
+
+def first_token(chosen: Tensor, *columns: Tensor) -> list[Tensor]:
+    """(B,) int64: the first token of each row that is chosen, −1 where none is; and what columns say of it.
+
+    Args:
+        chosen: (B, T) bool.
+        columns: (B, T) or (B, 1) each.
+
+    Example:
+        >>> first_token(torch.tensor([[False, True]]), torch.tensor([[0.5, 0.25]]))
+        [tensor([1]), tensor([0.2500])]
+    """
+    if chosen.shape[1] == 0:
+        return [chosen.sum(1) - 1] * (1 + len(columns))
+    first = chosen.view(torch.uint8).argmax(1, keepdim=True)  # the first of the largest
+    said = [column.expand(chosen.shape).gather(1, first).squeeze(1) for column in columns]
+    return [torch.where(chosen.any(1), first.squeeze(1), -1), *said]
 
 
 def in_blocks(

@@ -168,7 +168,7 @@ class Informative(OverSource):
             )
         piece = RowPiece(flat, range(self._came, self._came + len(flat)))
         if self._waiting:
-            check_kinds(self._kinds, kinds_of(piece.columns))
+            check_kinds(self._kinds, kinds_of(flat))
         informs = {groups[row] for row in self._in_loss(flat)}
         stays = [(self._came + row, group) for row, group in enumerate(groups) if group in informs]
         if stays:
@@ -176,7 +176,7 @@ class Informative(OverSource):
             piece.own()
         for arrival, group in stays:
             self._waiting.setdefault(group, []).append((piece, arrival))
-        self._kinds, self._came = kinds_of(piece.columns), self._came + len(flat)
+        self._kinds, self._came = kinds_of(flat), self._came + len(flat)
         for group in set(groups):
             self._closed.add(group)
         self.counts["uninformative"] += len(flat) - len(stays)
@@ -225,7 +225,7 @@ class Informative(OverSource):
         for group, arrival in zip(state["group"].tolist(), state["arrival"].tolist(), strict=True):
             self._waiting.setdefault(group, []).append((homes.pop(arrival), arrival))
         let_go((piece, arrival) for arrival, piece in homes.items())
-        self._kinds = kinds_of(pieces[0].columns) if pieces else {}
+        self._kinds = kinds_of(pieces[0].batch) if pieces else {}
         self._came, self._closed = state["came"], Intervals(state["closed"].get(0))
         self.counts, self.seen, self.found = dict(state["counts"]), state["seen"], state["found"]
 

@@ -30,7 +30,7 @@ from headrace.transforms.tokens import (
 )
 
 from .baselines import Grouped
-from .by_turn import Alone
+from .by_turn import Alone, dtype_of_reward
 from .group_relative import require_fit
 from .turns import places_on_arrival
 
@@ -262,9 +262,7 @@ class TreeAdvantage(
         """Add the advantage."""
         labels, present = self._tokens(batch)
         # 1. The rollouts of all ranks that are in the statistics, and the row of each that is in its tree.
-        reward = rows.reward
-        dtype = rows.dtype("reward" if rows.has("reward") else REWARD)
-        dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+        reward, dtype = rows.reward, dtype_of_reward(rows)
         chosen = torch.ones(len(rows), dtype=torch.bool) if rows.counted is None else rows.counted
         if self.missing == "skip":
             chosen = chosen & ~reward.isnan()

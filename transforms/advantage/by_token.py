@@ -21,6 +21,7 @@ from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import column_of, device_of, flat_rows, shallow_copy
 from headrace.transforms.tokens import (
     check_lengths,
+    first_token,
     in_blocks,
     padded,
     read_advantage,
@@ -134,7 +135,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         if rows.has(REWARD):  # who has none has no advantage, and is in no statistic
             known = known & ~rows[REWARD].isnan()
         trains = read_loss_mask(batch, self.loss_mask_key, rows.there(known), reader=reader)
-        before = read_advantage(batch, key, trains.shape[1], reader=reader, rows=rows)
+        before = read_advantage(batch, key, trains, self.loss_mask_key, reader=reader, rows=rows)
         seen = self._seen(rows.table.with_written(shallow_copy(batch)))
         if isinstance(self.term, TokenTerm):
             term = self.term.over(rows.seen_by(self.term, rows.stage), seen, trains)
@@ -145,8 +146,6 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
             raise BatchError(
                 f"a term returns one number a token, {tuple(trains.shape)}; {self.term!r} gave {shape}"
             )
-        if key not in rows.table.written:
-            check_lengths(batch, [key], self.loss_mask_key, reader=reader)
         factor = float(self.factor() if callable(self.factor) else self.factor)
         late = getattr(self.term, "elementwise", False)
         read = {repr(each): flat_rows(seen.get(each)) for each in self._term_keys}
@@ -163,7 +162,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
                 "term_mean": torch.where(trains, term.double(), 0.0).sum(-1),
             }
             for name, column in zip(names, [*read, term, after], strict=True):
-                place, value = _first_that_is_not_finite(column, trains)
+                place, value = first_token(trains & ~column.isfinite(), column)
                 made |= {f"place of {name}": place, f"value of {name}": value}
             return made if late else made | {"after": after}
 
@@ -193,15 +192,16 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
 
     def _change(self, batch: TensorDictBase, numbers: dict[str, Tensor], factor: float) -> None:
         """Rewrite the advantage of gathered rows."""
-        trains = read_loss_mask(batch, self.loss_mask_key, numbers["known"], reader=type(self).__name__)
-        before = read_advantage(batch, self.advantage_key, trains.shape[1], reader=type(self).__name__)
+        reader, like = type(self).__name__, self.loss_mask_key
+        trains = read_loss_mask(batch, like, numbers["known"], reader=reader)
+        before = read_advantage(batch, self.advantage_key, trains, like, reader=reader)
         term = self.term(self._seen(batch), trains)
 
         def changed(term: Tensor, before: Tensor, trains: Tensor) -> dict[str, Tensor]:
             return {"after": token_advantage(before, term, trains, factor=factor, how=self.how)}
 
         after = in_blocks(changed, term, before, trains)["after"]
-        write_tokens(batch, self.advantage_key, after.unsqueeze(-1), self.loss_mask_key)
+        write_tokens(batch, self.advantage_key, after.unsqueeze(-1), like)
 
     def _seen(self, batch: TensorDictBase) -> TensorDictBase:
         """The columns as the term sees them: of ragged rows those of its `in_keys`, padded."""
@@ -224,13 +224,3 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         """The term's, too."""
         own = getattr(self.term, "group_key", None)
         return [*super()._id_keys(), *([] if own is None else [own])]
-
-
-def _first_that_is_not_finite(column: Tensor, trains: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) each: the place of the first token in the loss that is not finite, −1 where all are; and it."""
-    bad = trains & ~column.isfinite()
-    if bad.shape[1] == 0:
-        return bad.sum(1) - 1, bad.sum(1)
-    first = bad.view(torch.uint8).argmax(1, keepdim=True)
-    value = column.expand(trains.shape).gather(1, first)
-    return torch.where(bad.any(1), first.squeeze(1), -1), value.squeeze(1)

@@ -19,11 +19,11 @@ from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD, has_key
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tokens import read_tokens, same_width, whole_numbers, write_tokens
+from headrace.transforms.tokens import describe_row, read_tokens, same_width, whole_numbers, write_tokens
 
 from .baselines import Formula, Grouped, advantage_in_groups
 from .group_relative import require_fit
-from .turns import places_on_arrival
+from .turns import places_on_arrival, returns_from
 
 TurnBaseline = Literal["leave_one_out", "mean"]
 Alone = Literal["return", "zero"]
@@ -154,8 +154,7 @@ def credit_of_turns(
         require_rewards(rows, outcome, siblings_agree=True)
         last = torch.where(there, number, -1).amax(1)
         returns += torch.where(there & (number == last[:, None]), outcome[rollouts.first][:, None], 0.0)
-    for turn in range(len(number) - 2, -1, -1):
-        returns[:, turn] += discount * returns[:, turn + 1]
+    returns = returns_from(returns, discount)
     # 3. Against the same turn of the others: each pair of group and turn is a group of its own.
     pair = rows.groups.of[rollouts.first][:, None] * len(number) + number
     singleton = "raw" if alone == "return" else "zero"
@@ -282,14 +281,25 @@ class TurnAdvantage(
         chosen = chosen if rows.counted is None else rows.counted
         dtype = torch.float64 if process is None else credit_dtype(process)
         if self.outcome == "last":
-            outcome, dtype = rows.reward, self._dtype_of_reward(rows)
+            outcome, dtype = rows.reward, dtype_of_reward(rows)
             chosen = chosen & ~outcome.isnan() if self.missing == "skip" else chosen
         some, credit = rows.where(chosen), torch.zeros_like(found["reward"])
         if turns and len(some):
             paid = None if outcome is None else outcome[chosen]
             columns = found["reward"][chosen], found["has_turn"][chosen].bool(), paid
             credit[chosen] = credit_of_turns(some, *columns, self.discount, self.baseline, self.alone)
-        self._require_placed(some, found["unplaced"][chosen] == 0, found["misplaced"][chosen] == 0)
+        some.require(
+            found["unplaced"][chosen] == 0,
+            "every token in the loss needs a turn, from 0 on and below the number of rewards; found others "
+            "in {found}. Write turn_index where turns are generated",
+            describe_row(some),
+        )
+        some.require(
+            found["misplaced"][chosen] == 0,
+            "a reward belongs to a turn of its row; found others, that are not 0, in {found}. Write it on a "
+            "token of the turn that it is for, or into the column of that turn",
+            describe_row(some),
+        )
         if turns:
             require_fit(rows, credit.abs().amax(1), dtype)
         rows.when_gathered(partial(self._write, dtype=dtype), [self.advantage_key], credit=credit)
@@ -297,7 +307,7 @@ class TurnAdvantage(
 
     def _of_rows(self, rows: Rows) -> None:
         """Rows are turns. One that is out of the statistics keeps its place among those of its rollout."""
-        reward, dtype = rows.number("reward").double(), self._dtype_of_reward(rows, collected=True)
+        reward, dtype = rows.number("reward").double(), dtype_of_reward(rows)
         _, place = places_on_arrival(rows)
         place, some = rows.from_arrival(place), rows.statistics
         if some is not rows:
@@ -324,31 +334,11 @@ class TurnAdvantage(
         turn = read_tokens(batch, key, fill=-1, reader=reader, option="turn_index_key")
         return whole_numbers(turn, key, "turn_index_key")
 
-    @staticmethod
-    def _dtype_of_reward(rows: Rows, *, collected: bool = False) -> torch.dtype:
-        there = collected or rows.has("reward")
-        dtype = rows.dtype("reward" if there else REWARD)
-        return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
-    @staticmethod
-    def _require_placed(rows: Rows, placed: Tensor, paid: Tensor) -> None:
-        """What trains and what is paid belongs to a turn."""
-
-        def describe(row: int) -> str:
-            return f"row {rows.at(row)} (rollout {rows.name('rollout', row)})"
-
-        rows.require(
-            placed,
-            "every token in the loss needs a turn, from 0 on and below the number of rewards; found others "
-            "in {found}. Write turn_index where turns are generated",
-            describe,
-        )
-        rows.require(
-            paid,
-            "a reward belongs to a turn of its row; found others, that are not 0, in {found}. Write it on a "
-            "token of the turn that it is for, or into the column of that turn",
-            describe,
-        )
+def dtype_of_reward(rows: Rows) -> torch.dtype:
+    """In which an advantage is written: that of the reward as collected, where it is of floats."""
+    dtype = rows.dtype("reward" if rows.has("reward") else REWARD)
+    return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
 def _sum_by_turn(reward: Tensor, turn: Tensor, turns: int) -> Tensor:

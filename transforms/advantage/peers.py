@@ -35,16 +35,12 @@ def combine_ids(*ids: Tensor) -> Tensor:
     """
     mixed = torch.zeros_like(ids[0])
     for column in ids:
-        mixed = _mix(mixed + column + -7046029254386353131)  # 2^64 over the golden ratio, odd
+        mixed = mixed + column + -7046029254386353131  # 2^64 over the golden ratio, odd
+        # Each bit of an int64 depends on all; its arithmetic wraps around, and shifts keep no sign.
+        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+            mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
     unset = torch.stack(ids).amin(0) < 0
     return ((mixed >> 1) & ((1 << BITS) - 1)).masked_fill(unset, -1)
-
-
-def _mix(z: Tensor) -> Tensor:
-    """Each bit of an int64 depends on all; its arithmetic wraps around, and shifts keep no sign."""
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
 class CombineIds(BatchTransform):

@@ -33,11 +33,6 @@ class Tracked(NamedTuple):
     weight: Tensor
     """(K,) float64: how many rollouts that mean is worth."""
 
-    @classmethod
-    def nothing(cls) -> Tracked:
-        """Before the first batch."""
-        return cls(torch.zeros(0, dtype=torch.int64), *torch.zeros(2, 0, dtype=torch.float64))
-
     def look_up(self, keys: Tensor, start: float, start_weight: float) -> tuple[Tensor, Tensor]:
         """Mean and weight of (M,) keys; of those not seen yet what they start with."""
         if len(self.keys) == 0:
@@ -90,10 +85,6 @@ class Memory(NamedTuple):
     def knows(self, came: Tensor) -> bool:
         """Whether these (3, M) are the last batch again."""
         return bool(came.shape[1]) and torch.equal(came, self.last)
-
-    def with_batch(self, came: Tensor, **options: float) -> Memory:
-        """After one more batch."""
-        return Memory(self.after, self.after.after(came[0], came[2].view(torch.float64), **options), came)
 
 
 class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout")):
@@ -159,7 +150,10 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         if start_weight is None and decay == 1:
             raise ValueError("decay=1 forgets nothing, and a start is never outweighed: give start_weight")
         self.start_weight = None if start_weight is None else above_zero("start_weight", start_weight)
-        self.memory = Memory(Tracked.nothing(), Tracked.nothing(), torch.zeros(3, 0, dtype=torch.int64))
+        weight = 1 / (1 - decay) if start_weight is None else start_weight
+        self._formula = {"decay": decay, "start": start, "start_weight": weight}
+        nothing = Tracked(torch.zeros(0, dtype=torch.int64), *torch.zeros(2, 0, dtype=torch.float64))
+        self.memory = Memory(nothing, nothing, torch.zeros(3, 0, dtype=torch.int64))
 
     def _id_keys(self) -> list[NestedKey]:
         return [*super()._id_keys(), *([] if self.baseline_key is None else [self.baseline_key])]
@@ -170,13 +164,23 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         keys = torch.zeros(len(rows), dtype=torch.int64)
         if self.baseline_key is not None:
             keys = rows.integers("baseline", str(self.baseline_key))
-        self._require_one_key(rows, reward, keys)
+        # Rewards are finite or missing, a rollout has one, and one key that is set.
+        some, key, paid = rows.statistics, keys, reward.nan_to_num(0.0, torch.inf, -torch.inf)
+        if rows.counted is not None:
+            key, paid = keys[rows.counted], paid[rows.counted]
+        require_rewards(some, paid, siblings_agree=True)
+        some.require_set(key, last_of(self.baseline_key or ""), "rows without a key would have one baseline")
+        some.require(
+            some.rollouts.spread(key[some.rollouts.first]) == key,
+            "the rows of a rollout have one baseline_key; found {found}",
+            lambda row: f"{int(key[row])} at row {some.at(row)} (rollout {some.name('rollout', row)})",
+        )
         counts = rows.rollouts.is_first & ~reward.isnan()
         came = torch.stack([keys, rows.rollouts.labels, reward.view(torch.int64)])[:, counts]
         came = came[:, came[1].argsort()]  # ranks and orders of rows are no matter
         known = self.memory
         before = known.before if known.knows(came) else known.after
-        baseline = before.look_up(keys, **self._start)[0].masked_fill(reward.isnan(), 0.0)
+        baseline = before.look_up(keys, self._formula["start"], 0.0)[0].masked_fill(reward.isnan(), 0.0)
         if rows.counted is not None:
             baseline = baseline * rows.counted
         dtype = rows.dtype("advantage")
@@ -191,26 +195,9 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         came = rows.table.notes.pop(self, None)
         with COUNTING:
             if came is not None and not self.memory.knows(came):
-                self.memory = self.memory.with_batch(came, decay=self.decay, **self._start)
-
-    def _require_one_key(self, rows: Rows, reward: Tensor, keys: Tensor) -> None:
-        """Rewards are finite or missing, a rollout has one, and one key that is set."""
-        some = rows.statistics
-        if some is not rows:
-            reward, keys = reward[rows.counted], keys[rows.counted]
-        rollouts = some.rollouts
-        require_rewards(some, reward.masked_fill(reward.isnan(), 0.0), siblings_agree=True)
-        some.require_set(keys, last_of(self.baseline_key or ""), "rows without a key would have one baseline")
-        some.require(
-            rollouts.spread(keys[rollouts.first]) == keys,
-            "the rows of a rollout have one baseline_key; found {found}",
-            lambda row: f"{int(keys[row])} at row {some.at(row)} (rollout {some.name('rollout', row)})",
-        )
-
-    @property
-    def _start(self) -> dict[str, float]:
-        weight = 1 / (1 - self.decay) if self.start_weight is None else self.start_weight
-        return {"start": self.start, "start_weight": weight}
+                before = self.memory.after
+                after = before.after(came[0], came[2].view(torch.float64), **self._formula)
+                self.memory = Memory(before, after, came)
 
     def get_extra_state(self) -> dict[str, Any]:
         """What ``state_dict`` saves."""

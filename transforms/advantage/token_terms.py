@@ -21,7 +21,7 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, add_up, as_ids
 from headrace.transforms.options import above_zero, at_least, describe_options, one_of, within
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import read_column, require
+from headrace.transforms.schema import require
 from headrace.transforms.tokens import sum_of_tokens, tokens_of_all_ranks
 
 Centre = Literal["none", "batch"]
@@ -85,16 +85,12 @@ def top_share(values: Tensor, trains: Tensor, share: float) -> Tensor:
         >>> top_share(values, torch.tensor([[1, 1, 1], [1, 1, 0]]).bool(), 0.4).int().tolist()
         [[0, 1, 0], [1, 0, 0]]
     """
-    known = torch.where(trains, values.double(), float("-inf"))
-    return trains & (known >= _least_of_share(known, share))
-
-
-def _least_of_share(values: Tensor, share: float) -> Tensor:
-    """(1,): the smallest of the share of the values that are largest, of those above −∞."""
     if values.numel() == 0:
-        return values.new_zeros(1)
-    number = ((values > float("-inf")).sum().double() * share).round().long().clamp_min(1)
-    return values.flatten().sort(descending=True).values.index_select(0, number.view(1) - 1)
+        return trains
+    known = torch.where(trains, values.double(), float("-inf"))
+    number = (trains.sum().double() * share).round().long().clamp_min(1)
+    least = known.flatten().sort(descending=True).values.index_select(0, number.view(1) - 1)
+    return trains & (known >= least)
 
 
 def share_at_place(
@@ -129,14 +125,9 @@ def share_at_place(
         >>> share_at_place(values, ones.bool(), group, -ones).tolist()
         [[1.5, 1.0], [0.5, 1.0]]
     """
-    groups = as_ids(group_id, "group_id")
-    return _share_in_groups(values, trains, Ids(groups.cpu()), direction.expand_as(values), floor)
-
-
-def _share_in_groups(values: Tensor, trains: Tensor, groups: Ids, direction: Tensor, floor: float) -> Tensor:
-    """(N, T) float64, of the N rows of some groups; the ids are on the CPU."""
+    groups, direction = Ids(as_ids(group_id, "group_id").cpu()), direction.expand_as(values)
     # 1. The rows of each group, (P, G), by their numbers; one that is not there is behind all.
-    member = torch.full((groups.n, int(groups.everyone.count.max()) if groups.n else 0), len(trains))
+    member = torch.full((groups.n, int(groups.count.max()) if groups.n else 0), len(trains))
     member[groups.of, groups.positions()] = torch.arange(len(trains))
     member, of = member.to(values.device), groups.of.to(values.device)
     # 2. Where each token is among those of its row in the loss.
@@ -159,7 +150,7 @@ def _share_in_groups(values: Tensor, trains: Tensor, groups: Ids, direction: Ten
 
 
 class TokenTerm(TakesColumns):
-    """A term with declared columns. Subclasses implement ``__call__``.
+    """A term with declared columns. Subclasses implement ``over``, or ``__call__``.
 
     Attributes:
         in_keys: the columns that it reads.
@@ -174,7 +165,9 @@ class TokenTerm(TakesColumns):
 
     def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
         """(N, T) float; read where `trains`, (N, T) bool."""
-        raise NotImplementedError
+        if type(self).over is TokenTerm.over:
+            raise NotImplementedError(f"{type(self).__name__} implements over, or __call__")
+        return self.over(Rows.read(batch).seen_by(self), batch, trains)
 
     def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
         """The same where more rows are compared than those of `batch`: all of the table, of all ranks."""
@@ -216,11 +209,6 @@ def _at_least_float32(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _alone(trains: Tensor) -> Rows:
-    """A table of a batch by itself, for what is measured over its rows."""
-    return Rows.of(row=torch.arange(len(trains)))
-
-
 class LogRatio(TokenTerm, columns=("numerator", "denominator")):
     """How much likelier one policy finds each token than another: ``log π₁ − log π₂``.
 
@@ -242,10 +230,6 @@ class LogRatio(TokenTerm, columns=("numerator", "denominator")):
         self.centre = one_of("centre", centre, get_args(Centre))
         self.within_groups = self.elementwise = centre == "none"
         self.in_keys = (self.numerator_key, self.denominator_key)
-
-    def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
-        """(N, T)."""
-        return self.over(_alone(trains), batch, trains)
 
     def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
         """(N, T); the mean is over all rows."""
@@ -347,16 +331,11 @@ class TopShare(TokenTerm, columns=("value",)):
         self.share = above_zero("share", share, 1)
         self.in_keys = (self.value_key,)
 
-    def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
-        """(N, T), 0 or 1."""
-        return self.over(_alone(trains), batch, trains)
-
     def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
         """(N, T), 0 or 1; the share is of the tokens of all ranks, which exchange them."""
         values = self._tokens(batch, trains, "value_key")
-        known = torch.where(trains, values.double(), float("-inf"))
-        (everyone,) = tokens_of_all_ranks(rows, known, fill=float("-inf"))
-        return (known >= _least_of_share(everyone, self.share)).float() * trains
+        everyone, train = tokens_of_all_ranks(rows, values.double(), trains.double())
+        return rows.of_rank(top_share(everyone, train > 0, self.share))[:, : trains.shape[1]].float()
 
 
 class EntropyShare(TokenTerm, columns=("value", "advantage", "group")):
@@ -387,15 +366,10 @@ class EntropyShare(TokenTerm, columns=("value", "advantage", "group")):
         low = (trains & (self._tokens(batch, trains, "value_key") < 0)).any(1)
         return {"no entropy is negative; found negative ones in {found}": low}
 
-    def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
-        """(N, T) > 0."""
-        groups = read_column(batch, self.group_key, reader=type(self).__name__, option="group_key")
-        return self.over(Rows.of(group=groups), batch, trains)
-
     def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
         """(N, T) > 0; groups are those of all ranks, which exchange their tokens."""
         credit = self._tokens(batch, trains, "advantage_key")
         values = self._tokens(batch, trains, "value_key")
         every = tokens_of_all_ranks(rows, values.double(), trains.double(), credit.double())
-        share = _share_in_groups(every[0], every[1] > 0, rows.groups.everyone, every[2], self.floor)
+        share = share_at_place(every[0], every[1] > 0, rows.groups.labels, every[2], floor=self.floor)
         return rows.of_rank(share)[:, : trains.shape[1]]

@@ -79,11 +79,17 @@ def places_on_arrival(rows: Rows, *, checked: bool = True) -> tuple[Ids, Tensor]
 
 def _discounted(reward: Tensor, rollouts: Ids, place: Tensor, discount: float) -> Tensor:
     """(N,) float64: the returns of rows that stand at (N,) places in their rollouts."""
-    returns = torch.zeros(rollouts.n, int(place.amax()) + 1, dtype=torch.float64)
-    returns[rollouts.of, place] = reward.double()  # turns that a rollout does not have stay 0
-    for at in range(returns.shape[1] - 2, -1, -1):
-        returns[:, at] += discount * returns[:, at + 1]
-    return returns[rollouts.of, place]
+    rewards = torch.zeros(rollouts.n, int(place.amax()) + 1, dtype=torch.float64)
+    rewards[rollouts.of, place] = reward.double()  # turns that a rollout does not have stay 0
+    return returns_from(rewards, discount)[rollouts.of, place]
+
+
+def returns_from(rewards: Tensor, discount: float) -> Tensor:
+    """(n, K): what (n, K) rewards, one a turn, return from each turn on: ``G_k = r_k + γ G_{k+1}``."""
+    returns = rewards.clone()
+    for turn in range(returns.shape[1] - 2, -1, -1):
+        returns[:, turn] += discount * returns[:, turn + 1]
+    return returns
 
 
 class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", "expected_segments")):

@@ -8,13 +8,13 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey
 
 from headrace.transforms.errors import NUMBER_WORKERS, BatchError, listing, who_stamps
 from headrace.transforms.ids import as_ids
-from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, STATUS_KEYS, Status, has_key, read_flags
+from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, STATUS_KEYS, Status, has_key
+from headrace.transforms.tensordicts import read_packed
 
-from .limits import Limits
 from .open_groups import Key, Row
 from .pieces import READER, RowPiece
 from .stream import DUPLICATE, LATE, SURPLUS, StreamPlan
@@ -55,13 +55,12 @@ RULES = {
 
 
 def find_columns(
-    batch: TensorDictBase, piece: RowPiece, options: Mapping[str, Any], *, groups_only: bool = False
+    piece: RowPiece, options: Mapping[str, Any], *, groups_only: bool = False
 ) -> dict[str, NestedKey]:
     """Under which keys rows say what they are, the same ones in all batches with columns of the same kinds.
 
     Args:
-        batch: TensorDict ``[N]``, N ≥ 1.
-        piece: the same.
+        piece: N ≥ 1 of them.
         options: those of `OPTIONS`.
         groups_only: find nothing but the groups of rows.
 
@@ -71,7 +70,7 @@ def find_columns(
     """
 
     def there(*keys: NestedKey) -> NestedKey | None:
-        return next((key for key in keys if has_key(batch, key)), None)
+        return next((key for key in keys if has_key(piece.batch, key)), None)
 
     keys = {name: options[f"{name}_key"] for name in (GROUP_NAMES if groups_only else NAMES)}
     if options["group_size"] is not None:
@@ -82,39 +81,29 @@ def find_columns(
             keys |= {"begins": there(INIT), "ends": there(EXPECTED_SEGMENTS)}
     found = {name: key for name, key in keys.items() if key is not None}
     for name, key in found.items():
-        dtype = piece.entries(key, batch, name)[0].dtype
+        dtype = piece.numbers(key, name)[0].dtype
         if name in ("done", "begins"):
-            read_flags(batch, key, reader=READER, option=f"{name}_key")
+            if dtype is not torch.bool:
+                raise BatchError(f"{READER} needs a bool a row in {key!r} ({name}_key); found {dtype}")
         elif name != "reward":
             as_ids(torch.empty(1, dtype=dtype), str(key))
     return found
 
 
-def arriving_rows(
-    batch: TensorDictBase, piece: RowPiece, found: Mapping[str, NestedKey], group_size: int | None
-) -> Iterator[Row]:
+def arriving_rows(piece: RowPiece, found: Mapping[str, NestedKey], group_size: int | None) -> Iterator[Row]:
     """What rows say of themselves. One device read.
 
     Args:
-        batch: TensorDict ``[N]``, N ≥ 1.
-        piece: the same.
+        piece: N ≥ 1 of them.
         found: by :func:`find_columns`.
         group_size: rollouts of a group that does not say how many it was dispatched with.
 
     Raises:
         BatchError: an id is not set; a status is unknown.
     """
-    columns = {name: piece.entries(key, batch, name) for name, key in found.items()}
-    if next(iter(columns.values()))[0].device.type != "cpu":
-        whole = [torch.cat([entry.reshape(-1) for entry in entries]) for entries in columns.values()]
-        bits = torch.stack(
-            [c.double().view(torch.int64) if c.is_floating_point() else c.long() for c in whole]
-        )
-        by_name = zip(columns, bits.cpu(), strict=True)
-        columns = {name: [c.view(torch.float64) if name == "reward" else c] for name, c in by_name}
+    columns = [torch.cat([e.reshape(-1) for e in piece.numbers(key, name)]) for name, key in found.items()]
     said: dict[str, Any] = {
-        name: entries[0].reshape(-1).tolist() if len(entries) == 1 else [entry.item() for entry in entries]
-        for name, entries in columns.items()
+        name: column.tolist() for name, column in zip(found, read_packed(columns), strict=True)
     }
     for name in ("partition", "group", "rollout", "segment", "status", "ends"):
         values, low, high = said.get(name, ()), int(name == "ends"), 3 if name == "status" else 2**63
@@ -126,13 +115,13 @@ def arriving_rows(
     return map(Row._make, zip(*(said.get(name) or repeat(unsaid[name]) for name in Row._fields)))  # noqa: B905
 
 
-def admit(plan: StreamPlan, rows: Iterable[Row], limits: Limits) -> list[int]:
+def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
     """Plan to take in rows: those of groups that are open, unless they come again.
 
     Args:
         plan: to which they are added.
         rows: that come.
-        limits: what is to raise, and how many rollouts a group has.
+        options: the GroupAssembler: what is to raise, and how many rollouts a group has.
 
     Returns:
         The arrivals of those that are taken in.
@@ -140,7 +129,8 @@ def admit(plan: StreamPlan, rows: Iterable[Row], limits: Limits) -> list[int]:
     Raises:
         BatchError: one of `RULES` is broken.
     """
-    stream, by_segment, least = plan.stream, limits.segment_key is not None, limits.group_size or 1
+    stream, by_segment, least = plan.stream, options.segment_key is not None, options.group_size or 1
+    raises = {DUPLICATE: options.on_duplicate, LATE: options.on_late}
     homes: dict[Key, Key] = {}
     sizes: dict[Key, int] = {}
     broken: dict[str, list[str]] = defaultdict(list)
@@ -171,7 +161,7 @@ def admit(plan: StreamPlan, rows: Iterable[Row], limits: Limits) -> list[int]:
             rule, words = "begins", f"rollout {row.rollout}"
         if reason:
             plan.left[reason] += 1
-            if limits.raises(reason):
+            if raises.get(reason) == "raise":
                 segment = f"segment {row.segment} of " if by_segment else ""
                 rule, words = reason, f"{segment}rollout {row.rollout} of group {row.group}"
         elif change is not None and not rule:
@@ -183,13 +173,13 @@ def admit(plan: StreamPlan, rows: Iterable[Row], limits: Limits) -> list[int]:
     return admitted
 
 
-def announce(plan: StreamPlan, rows: Iterable[Row], limits: Limits) -> None:
+def announce(plan: StreamPlan, rows: Iterable[Row], options: Any) -> None:
     """Plan that the groups of rows wait from now on.
 
     Raises:
         BatchError: numbers of expected rollouts differ; a group has been announced, has rows or is closed.
     """
-    least, broken = limits.group_size or 1, defaultdict(list)
+    least, broken = options.group_size or 1, defaultdict(list)
     for row in rows:
         change = plan.find((row.partition, row.group), row.expected)
         if change is None or change.group.key not in plan.opened:

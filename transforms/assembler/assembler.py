@@ -9,14 +9,16 @@ from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from typing_extensions import Unpack
 
+from headrace.transforms.columns import ColumnNames, TakesColumns
 from headrace.transforms.entry import enter_rows, labels_in_errors
 from headrace.transforms.options import at_least, describe_options, nested_key, one_of
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import DISPATCHED, DONE
+from headrace.transforms.schema import DISPATCHED
 
 from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
-from .limits import Limits, Selector, StalledError, check_limits, stalled
+from .limits import Selector, StalledError, check_idle, check_limits, settle, stalled
 from .pieces import RowPiece, check_kinds, gather, kinds_of
 from .stream import STALE, UNFINISHED, Stream, StreamPlan
 
@@ -25,7 +27,14 @@ OnRepeat = Literal["drop", "raise"]
 Refill = Callable[[int, int], Any]
 
 
-class GroupAssembler:
+class GroupAssembler(
+    TakesColumns,
+    columns=(
+        *("group", "rollout", "expected", "segment", "done", "status", "version", "reward"),
+        *("loss_mask", "log_prob"),
+    ),
+    needed=("rollout",),
+):
     """Collect rows, in whatever pieces and order they come, and hand out whole groups.
 
     A row is (partition, group, rollout, segment). A rollout has **ended** when its last row is there: the one
@@ -41,9 +50,13 @@ class GroupAssembler:
     is handed out, held, or counted under one reason: ``late``, ``duplicate``, ``surplus``, ``failed``,
     ``timeout``, ``stale``, ``evicted``, ``unfinished``.
 
-    Reads `group_key`, `rollout_key`, `done_key`, with `partition_key`, `segment_key` or `max_staleness` those
-    columns, and if they are there `expected_key`, `status_key`, ``expected_segments`` and ``is_init``. Their
-    numbers are read to the CPU once a put. Several threads may use it.
+    Reads `group_key`, `rollout_key`, `done_key` (None: each row is a whole rollout), with `partition_key`,
+    `segment_key` or `max_staleness` those columns and that of the version, and if they are there
+    `expected_key`, `status_key`, ``expected_segments`` and ``is_init``. Without `segment_key` the rows of a
+    rollout arrive in their order; with it, numbers of segments (N,) int ≥ 0, in any. `reward_key`, a
+    rollout's on its last row, is read where `on_surplus` is a callable; `loss_mask_key` and `log_prob_key`
+    are written under ``on_stale="mask"``, if they are there. Numbers are read to the CPU once a put. Several
+    threads may use it.
 
     Args:
         groups: whole groups in a batch. None: all that are whole.
@@ -74,20 +87,9 @@ class GroupAssembler:
         on_full: where more wait: the oldest leave (``drop``), or ``raise``.
         max_idle: puts in a row in which no group became whole, after which something is wrong. None: eight
             times the rollouts of a batch, and at least 100.
-        segment_key: (N,) or (N, 1) int ≥ 0, the number of the row's segment, which may arrive in any order.
-            None: the rows of a rollout arrive in their order.
-        done_key: (N,) or (N, 1) bool, True where a rollout ends. None: each row is a whole rollout.
         partition_key: (N,) or (N, 1) int ≥ 0; ids are unique in their partition, and a batch is of one. None:
             there is one.
-        group_key: (N,) or (N, 1) int ≥ 0.
-        rollout_key: (N,) or (N, 1) int ≥ 0.
-        expected_key: (N,) or (N, 1) int ≥ 1, how many rollouts the group was dispatched with.
-        status_key: (N,) or (N, 1) :class:`Status`. None: ``("next", "status")`` if it is there, else
-            ``status`` if that is, else all have completed.
-        version_key: (N,) or (N, 1) int, who acted; read with `max_staleness`.
-        loss_mask_key: (N, T) bool, True trains; written under ``on_stale="mask"``, if it is there.
-        log_prob_key: (N, T) float, likewise. None: never.
-        reward_key: (N,) or (N, 1) float, a rollout's on its last row; read where `on_surplus` is a callable.
+        names: other names of columns, such as `group_key` (:class:`ColumnNames`).
 
     Raises:
         ValueError: an option with a wrong value, or that needs another.
@@ -127,18 +129,11 @@ class GroupAssembler:
         max_pending_groups: int | None = None,
         on_full: OnRepeat = "drop",
         max_idle: int | None = None,
-        segment_key: NestedKey | None = None,
-        done_key: NestedKey | None = DONE,
         partition_key: NestedKey | None = None,
-        group_key: NestedKey = "group_id",
-        rollout_key: NestedKey = "rollout_id",
-        expected_key: NestedKey = "expected_rollouts",
-        status_key: NestedKey | None = None,
-        version_key: NestedKey = ("next", "policy_version"),
-        loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        log_prob_key: NestedKey | None = ("log_probs", "full"),
-        reward_key: NestedKey = ("next", "reward"),
+        **names: Unpack[ColumnNames],
     ):
+        self.name_columns(names)
+        self.partition_key = nested_key(partition_key)
         self.groups, self.group_size = at_least("groups", groups, 1), at_least("group_size", group_size, 1)
         self.on_failure = one_of("on_failure", on_failure, get_args(Remedy))
         self.on_timeout = one_of("on_timeout", on_timeout, get_args(Remedy))
@@ -151,15 +146,9 @@ class GroupAssembler:
         self.max_pending_groups = at_least("max_pending_groups", max_pending_groups, 1)
         self.on_full = one_of("on_full", on_full, get_args(OnRepeat))
         self.max_idle = at_least("max_idle", max_idle, 1)
-        self.segment_key, self.done_key = nested_key(segment_key), nested_key(done_key)
-        self.partition_key, self.group_key = nested_key(partition_key), nested_key(group_key)
-        self.rollout_key, self.expected_key = nested_key(rollout_key), nested_key(expected_key)
-        self.status_key, self.version_key = nested_key(status_key), nested_key(version_key)
-        self.loss_mask_key, self.log_prob_key = nested_key(loss_mask_key), nested_key(log_prob_key)
         self.on_stale = one_of("on_stale", on_stale, ("drop", "mask"))
-        self.reward_key, self.on_surplus = nested_key(reward_key), on_surplus
-        self._limits = Limits(*(getattr(self, name) for name in Limits._fields))
-        check_limits(self._limits, self.refill)
+        self.on_surplus = on_surplus
+        check_limits(self)
         self._options = {name: getattr(self, name) for name in OPTIONS}
         self._options["version_key"] = self.version_key if max_staleness is not None else None
         self._options["reward_key"] = self.reward_key if callable(on_surplus) else None
@@ -231,30 +220,26 @@ class GroupAssembler:
         with self._turn, labels_in_errors(batch, keys):
             stream, found, kinds = self._stream, self._found, None
             if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
-                piece = self._piece(batch)
-                kinds = kinds_of(piece.columns)
+                kinds = kinds_of(batch)
             if kinds != self._kinds:  # rows like those before were looked at with these
                 batch, found = enter_rows(batch, keys, reader=type(self).__name__), None
-                piece = self._piece(batch)
-                kinds = kinds_of(piece.columns)
-            plan = StreamPlan(stream, stream.puts + 1, time.monotonic(), came=piece.size)
-            if piece.size:
+                kinds = kinds_of(batch)
+            piece = RowPiece(batch, range(stream.received, stream.received + len(batch)))
+            plan = StreamPlan(stream, stream.puts + 1, time.monotonic(), came=len(batch))
+            if len(batch):
                 if found is None:
                     if stream.held:
                         check_kinds(self._kinds, kinds)
-                    found = find_columns(batch, piece, self._options)
-                admitted = admit(plan, arriving_rows(batch, piece, found, self.group_size), self._limits)
+                    found = find_columns(piece, self._options)
+                admitted = admit(plan, arriving_rows(piece, found, self.group_size), self)
                 piece.place = {arrival: piece.place[arrival] for arrival in admitted}
-            self._limits.settle(plan)
-            self._limits.check_idle(plan)
+            settle(plan, self)
+            check_idle(plan, self)
             if piece.place:
                 piece.own()
-            if piece.size:
+            if len(batch):
                 self._kinds, self._found = kinds, found
             self._carry_out(plan)
-
-    def _piece(self, batch: TensorDictBase) -> RowPiece:
-        return RowPiece(batch, range(self._stream.received, self._stream.received + len(batch)))
 
     def stalled(self, why: str) -> StalledError:
         """The error that says which groups wait longest, and what became of all rows."""
@@ -297,7 +282,7 @@ class GroupAssembler:
             stream, oldest = self._stream, self.version - (self.max_staleness or 0)
             if self.timeout_seconds is not None:
                 plan = self._plan()
-                self._limits.settle(plan)
+                settle(plan, self)
                 self._carry_out(plan)
             if self.max_staleness is not None and self.on_stale == "drop":
                 stale = [g for g in stream.whole_groups() if min(row.version for row in g.rows()) < oldest]
@@ -343,9 +328,9 @@ class GroupAssembler:
             if draws.shape.numel():
                 plan = self._plan()
                 piece = RowPiece(draws, range(len(draws)))
-                found = find_columns(draws, piece, self._options, groups_only=True)
-                announce(plan, arriving_rows(draws, piece, found, self.group_size), self._limits)
-                self._limits.settle(plan)
+                found = find_columns(piece, self._options, groups_only=True)
+                announce(plan, arriving_rows(piece, found, self.group_size), self)
+                settle(plan, self)
                 self._carry_out(plan)
 
     # -- state --------------------------------------------------------------------------------------
@@ -370,12 +355,10 @@ class GroupAssembler:
                 f"it is of one with {state['options']}"
             )
         with self._turn:
-            pieces, by_segment = (
-                [RowPiece.from_plain(rows) for rows in state["chunks"]],
-                self.segment_key is not None,
-            )
+            pieces = [RowPiece.from_plain(rows) for rows in state["chunks"]]
+            by_segment = self.segment_key is not None
             self._stream = Stream.from_plain(state["state"], pieces, time.monotonic(), by_segment=by_segment)
-            self._kinds, self._found = kinds_of(pieces[0].columns) if pieces else {}, None
+            self._kinds, self._found = kinds_of(pieces[0].batch) if pieces else {}, None
             self.version = state["version"]
 
     def __getstate__(self) -> dict[str, Any]:

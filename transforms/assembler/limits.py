@@ -1,20 +1,19 @@
-"""How long groups are waited for, and what happens then."""
+"""How long groups are waited for, and what happens then: by the `options` of a GroupAssembler."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from tensordict import NestedKey
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, IncompleteGroupsError, listing
 
 from .open_groups import Change, Group
-from .stream import DUPLICATE, EVICTED, FAILED, LATE, REASONS, SURPLUS, TIMEOUT, StreamPlan
+from .stream import EVICTED, FAILED, REASONS, SURPLUS, TIMEOUT, StreamPlan
 
 LEAST_IDLE = 100  # puts without a whole group that are no stall, however small the batch
 REFUSALS = {
@@ -32,126 +31,104 @@ class StalledError(RuntimeError):
     """Nothing comes out, and nothing says that it will: the groups that wait longest, and where rows went."""
 
 
-class Limits(NamedTuple):
-    """The options by which an assembler decides, under their names there."""
+def is_too_old(group: Group, plan: StreamPlan, options: Any) -> bool:
+    """Whether a group has waited too long."""
+    if options.timeout is not None and plan.puts - group.born_put >= options.timeout:
+        return True
+    return options.timeout_seconds is not None and plan.now - group.born_time >= options.timeout_seconds
 
-    groups: int | None
-    group_size: int | None
-    segment_key: NestedKey | None
-    on_failure: str
-    on_timeout: str
-    timeout: int | None
-    timeout_seconds: float | None
-    min_rollouts: int | None
-    min_fraction: float | None
-    max_refills: int
-    max_pending_groups: int | None
-    on_full: str
-    max_idle: int | None
-    on_surplus: str | Selector
-    on_duplicate: str
-    on_late: str
 
-    def raises(self, reason: str) -> bool:
-        """Whether a row is refused that would leave for this reason."""
-        return {DUPLICATE: self.on_duplicate, LATE: self.on_late}.get(reason) == "raise"
+def settle(plan: StreamPlan, options: Any) -> None:
+    """Plan which groups become whole or are given up: of those to which rows came, and of the oldest.
 
-    def is_too_old(self, group: Group, plan: StreamPlan) -> bool:
-        """Whether a group has waited too long."""
-        if self.timeout is not None and plan.puts - group.born_put >= self.timeout:
-            return True
-        return self.timeout_seconds is not None and plan.now - group.born_time >= self.timeout_seconds
+    Raises:
+        IncompleteGroupsError: under ``raise``.
+        BatchError: a selector does not select as many as it should.
+    """
+    stream, changes = plan.stream, plan.changes
+    for group in stream.waiting.values():
+        if not is_too_old(group, plan, options):
+            break
+        changes[group.key] = plan.of(group)
+    for change in changes.values():
+        _judge(change, plan, options)
+    if options.max_pending_groups is not None:
+        over = sum(not change.waits for change in changes.values()) + options.max_pending_groups
+        excess = max(0, len(stream.waiting) + len(plan.opened) - over)
+        for change in list(islice(plan.waiting(), excess)):  # the oldest
+            changes[change.group.key] = change
+            change.reason, change.fate = EVICTED, "closed" if options.on_full == "drop" else "refused"
+    refused = [change for change in changes.values() if change.fate == "refused"]
+    refused.sort(key=lambda change: change.group.born_put)  # the oldest are said
+    for reason, message in REFUSALS.items() if refused else ():
+        if words := [change.describe(plan.puts) for change in refused if change.reason == reason]:
+            s, most = "s" if len(words) > 1 else "", options.max_pending_groups
+            found = message.format(count=len(words), s=s, found=listing(words), most=most)
+            raise IncompleteGroupsError(found)
+    for change in changes.values():
+        if not change.waits:
+            for number, rollout in change.rollouts.items():
+                if number not in change.stays:
+                    failed = rollout.failed and change.fate == "ready"
+                    plan.left[FAILED if failed else change.reason] += len(rollout.rows)
 
-    def settle(self, plan: StreamPlan) -> None:
-        """Plan which groups become whole or are given up: of those to which rows came, and of the oldest.
 
-        Raises:
-            IncompleteGroupsError: under ``raise``.
-            BatchError: a selector does not select as many as it should.
-        """
-        stream, changes = plan.stream, plan.changes
-        for group in stream.waiting.values():
-            if not self.is_too_old(group, plan):
-                break
-            changes[group.key] = plan.of(group)
-        for change in changes.values():
-            self._judge(change, plan)
-        if self.max_pending_groups is not None:
-            over = sum(not change.waits for change in changes.values()) + self.max_pending_groups
-            excess = max(0, len(stream.waiting) + len(plan.opened) - over)
-            for change in list(islice(plan.waiting(), excess)):  # the oldest
-                changes[change.group.key] = change
-                change.reason, change.fate = EVICTED, "closed" if self.on_full == "drop" else "refused"
-        self._refuse(plan)
-        for change in changes.values():
-            if not change.waits:
-                for number, rollout in change.rollouts.items():
-                    if number not in change.stays:
-                        failed = rollout.failed and change.fate == "ready"
-                        plan.left[FAILED if failed else change.reason] += len(rollout.rows)
+def _judge(change: Change, plan: StreamPlan, options: Any) -> None:
+    """Say what becomes of a group that waits."""
+    group, have = change.group, change.have
+    size, old = options.group_size or group.expected, is_too_old(group, plan, options)
+    over = have + change.lost >= group.dispatched
+    if have >= size:
+        if over or old or not callable(options.on_surplus):
+            change.fate, change.reason = "ready", SURPLUS
+            change.stays = _choose(change, size, options.on_surplus)
+    elif over or old:
+        action, change.reason = (options.on_failure, FAILED) if over else (options.on_timeout, TIMEOUT)
+        share = have / group.dispatched
+        enough = have >= (options.min_rollouts or 1) and share >= (options.min_fraction or 0)
+        if action == "keep" and enough:
+            change.fate, change.stays = "ready", _choose(change, size, options.on_surplus)
+        elif action == "refill" and group.refills < options.max_refills:
+            change.fate, change.missing = "refilled", size - have
+        else:
+            change.fate = "refused" if action == "raise" else "closed"
 
-    def _judge(self, change: Change, plan: StreamPlan) -> None:
-        """Say what becomes of a group that waits."""
-        group, have = change.group, change.have
-        size, old = self.group_size or group.expected, self.is_too_old(group, plan)
-        over = have + change.lost >= group.dispatched
-        if have >= size:
-            if over or old or not callable(self.on_surplus):
-                change.fate, change.reason, change.stays = "ready", SURPLUS, self._choose(change, size)
-        elif over or old:
-            action, change.reason = (self.on_failure, FAILED) if over else (self.on_timeout, TIMEOUT)
-            enough = have >= (self.min_rollouts or 1) and have / group.dispatched >= (self.min_fraction or 0)
-            if action == "keep" and enough:
-                change.fate, change.stays = "ready", self._choose(change, size)
-            elif action == "refill" and group.refills < self.max_refills:
-                change.fate, change.missing = "refilled", size - have
-            else:
-                change.fate = "refused" if action == "raise" else "closed"
 
-    def _choose(self, change: Change, size: int) -> Collection[int]:
-        """The rollouts that stay in a group: those that ended first, or those that the selector takes."""
-        ended = {number: rollout for number, rollout in change.rollouts.items() if rollout.ended}
-        if len(ended) <= size:
-            return ended
-        if not callable(self.on_surplus):
-            return sorted(ended, key=lambda number: ended[number].last_arrival)[:size]
-        numbers = sorted(ended)
-        rewards = [max(ended[number].rows.values()).reward for number in numbers]  # of the last segment
-        answer = torch.as_tensor(self.on_surplus(torch.tensor(rewards, dtype=torch.float64), size))
-        indices = answer.nonzero().flatten() if answer.dtype is torch.bool else answer.long().unique()
-        chosen = indices.tolist()
-        if len(chosen) != size or min(chosen) < 0 or max(chosen) >= len(numbers):
-            raise BatchError(
-                f"on_surplus selects {size} of the {len(numbers)} rollouts of group {change.group.group}, as "
-                f"indices or as a mask; it returned {answer.flatten().tolist()[:8]}"
-            )
-        return [numbers[place] for place in chosen]
+def _choose(change: Change, size: int, on_surplus: Any) -> Collection[int]:
+    """The rollouts that stay in a group: those that ended first, or those that the selector takes."""
+    ended = {number: rollout for number, rollout in change.rollouts.items() if rollout.ended}
+    if len(ended) <= size:
+        return ended
+    if not callable(on_surplus):
+        return sorted(ended, key=lambda number: ended[number].last_arrival)[:size]
+    numbers = sorted(ended)
+    rewards = [max(ended[number].rows.values()).reward for number in numbers]  # of the last segment
+    answer = torch.as_tensor(on_surplus(torch.tensor(rewards, dtype=torch.float64), size))
+    indices = answer.nonzero().flatten() if answer.dtype is torch.bool else answer.long().unique()
+    chosen = indices.tolist()
+    if len(chosen) != size or min(chosen) < 0 or max(chosen) >= len(numbers):
+        raise BatchError(
+            f"on_surplus selects {size} of the {len(numbers)} rollouts of group {change.group.group}, as "
+            f"indices or as a mask; it returned {answer.flatten().tolist()[:8]}"
+        )
+    return [numbers[place] for place in chosen]
 
-    def _refuse(self, plan: StreamPlan) -> None:
-        """Raise for groups that are given up where that is an error."""
-        refused = [change for change in plan.changes.values() if change.fate == "refused"]
-        refused.sort(key=lambda change: change.group.born_put)  # the oldest are said
-        for reason, message in REFUSALS.items() if refused else ():
-            if words := [change.describe(plan.puts) for change in refused if change.reason == reason]:
-                s, most = "s" if len(words) > 1 else "", self.max_pending_groups
-                found = message.format(count=len(words), s=s, found=listing(words), most=most)
-                raise IncompleteGroupsError(found)
 
-    def check_idle(self, plan: StreamPlan) -> None:
-        """Count a put in which no group becomes whole.
+def check_idle(plan: StreamPlan, options: Any) -> None:
+    """Count a put in which no group becomes whole.
 
-        Raises:
-            StalledError: they are too many.
-        """
-        stream, most = plan.stream, self.max_idle
-        if stream.idle + 1 < (most or LEAST_IDLE):
-            return
-        if most is None:
-            oldest = next(iter(stream.waiting.values()), None)
-            batch = self.groups * (oldest.expected if oldest else 1) if self.groups else stream.dispatched
-            most = max(LEAST_IDLE, 8 * batch)
-        if stream.idle + 1 >= most and all(change.fate != "ready" for change in plan.changes.values()):
-            raise stalled(f"{stream.idle + 1} puts in a row have made no group whole", plan)
+    Raises:
+        StalledError: they are too many.
+    """
+    stream, most = plan.stream, options.max_idle
+    if stream.idle + 1 < (most or LEAST_IDLE):
+        return
+    if most is None:
+        oldest = next(iter(stream.waiting.values()), None)
+        batch = options.groups * (oldest.expected if oldest else 1) if options.groups else stream.dispatched
+        most = max(LEAST_IDLE, 8 * batch)
+    if stream.idle + 1 >= most and all(change.fate != "ready" for change in plan.changes.values()):
+        raise stalled(f"{stream.idle + 1} puts in a row have made no group whole", plan)
 
 
 def stalled(why: str, plan: StreamPlan) -> StalledError:
@@ -171,27 +148,27 @@ def stalled(why: str, plan: StreamPlan) -> StalledError:
     )
 
 
-def check_limits(limits: Limits, refill: Any) -> None:
+def check_limits(options: Any) -> None:
     """Check options that need one another.
 
     Raises:
         ValueError: one has a wrong value, or lacks what it needs.
     """
-    actions = (limits.on_failure, limits.on_timeout)
-    given = limits.min_rollouts is not None or limits.min_fraction is not None
+    actions = (options.on_failure, options.on_timeout)
+    given = options.min_rollouts is not None or options.min_fraction is not None
     if ("keep" in actions) != given:
         raise ValueError(
             "on_failure='keep' or on_timeout='keep', and only they, need min_rollouts or min_fraction"
         )
-    if limits.min_fraction is not None and not 0 < limits.min_fraction <= 1:
-        raise ValueError(f"min_fraction must be in (0, 1]; got {limits.min_fraction}")
-    if ("refill" in actions) != callable(refill):
+    if options.min_fraction is not None and not 0 < options.min_fraction <= 1:
+        raise ValueError(f"min_fraction must be in (0, 1]; got {options.min_fraction}")
+    if ("refill" in actions) != callable(options.refill):
         raise ValueError("on_failure='refill' or on_timeout='refill', and only they, need a callable refill")
-    if limits.on_surplus != "drop" and not callable(limits.on_surplus):
-        raise ValueError(f"on_surplus must be 'drop' or a callable; got {limits.on_surplus!r}")
-    if limits.timeout_seconds is not None and not 0 < limits.timeout_seconds < math.inf:
-        raise ValueError(f"timeout_seconds must be finite and > 0; got {limits.timeout_seconds}")
-    if limits.on_full != "drop" and limits.max_pending_groups is None:
-        raise ValueError(f"on_full={limits.on_full!r} needs max_pending_groups")
-    if limits.on_timeout != "drop" and limits.timeout is None and limits.timeout_seconds is None:
-        raise ValueError(f"on_timeout={limits.on_timeout!r} needs timeout or timeout_seconds")
+    if options.on_surplus != "drop" and not callable(options.on_surplus):
+        raise ValueError(f"on_surplus must be 'drop' or a callable; got {options.on_surplus!r}")
+    if options.timeout_seconds is not None and not 0 < options.timeout_seconds < math.inf:
+        raise ValueError(f"timeout_seconds must be finite and > 0; got {options.timeout_seconds}")
+    if options.on_full != "drop" and options.max_pending_groups is None:
+        raise ValueError(f"on_full={options.on_full!r} needs max_pending_groups")
+    if options.on_timeout != "drop" and options.timeout is None and options.timeout_seconds is None:
+        raise ValueError(f"on_timeout={options.on_timeout!r} needs timeout or timeout_seconds")

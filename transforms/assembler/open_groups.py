@@ -98,18 +98,16 @@ class Rollout:
         self.rows[row.segment if self.by_segment else row.arrival] = row
         self.dones += row.done
         self.failed |= row.status >= Status.ABORTED
-        self.ended = not self.failed and self.dones >= self.ends and self._is_there(row.begins >= 0)
-
-    def _is_there(self, says_begins: bool) -> bool:
-        """Whether nothing is missing before the end: no segment, and not the beginning.
-
-        Segments that end each by themselves begin each by themselves, as many of them.
-        """
+        self.ended = False
+        if self.failed or self.dones < self.ends:
+            return
+        # Nothing is missing before the end: no segment, and not the beginning. Segments that end each by
+        # themselves begin each by themselves, as many of them.
         rows, once = self.rows, self.ends == 1
         if self.by_segment and once and len(rows) <= max(rows):
-            return False
-        begun = sum(row.begins for row in rows.values())
-        return not says_begins or (begun == self.ends and (not once or rows[min(rows)].begins == 1))
+            return
+        begun = sum(each.begins for each in rows.values()) if row.begins >= 0 else self.ends
+        self.ended = begun == self.ends and (row.begins < 0 or not once or rows[min(rows)].begins == 1)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,4 @@
-"""The rows themselves: what came together stays together, and rows are joined once, when they go out.
-
-They are held as columns, without the TensorDicts around them, in which most of the time would go.
-"""
+"""The rows themselves: what came together stays together, and rows are joined once, when they go out."""
 
 from __future__ import annotations
 
@@ -17,17 +14,26 @@ from tensordict import (
     TensorDictBase,
     is_non_tensor,
     is_tensor_collection,
-    lazy_stack,
 )
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.schema import read_column
-from headrace.transforms.tensordicts import device_of, from_plain, of_columns, take_column, to_plain
+from headrace.transforms.tensordicts import (
+    column_of,
+    device_of,
+    entries_of,
+    from_plain,
+    shallow_copy,
+    stack_of_rows,
+    take_rows,
+    to_plain,
+    write_column,
+)
 
 READER = "GroupAssembler"
-Columns = dict[tuple[str, ...], Any]
-"""By the names on the way to each; under (), of a lazy stack, a list of those of its rows."""
+Kinds = dict[tuple[str, ...], tuple[Any, ...]]
+"""By the names on the way to each column; under () what is said of a lazy stack."""
 
 
 class RowPiece:
@@ -39,52 +45,48 @@ class RowPiece:
     """
 
     def __init__(self, batch: TensorDictBase, arrivals: Iterable[int]):
-        self.columns, self.device = columns_of(batch), batch.device
+        self.batch = batch
+        """The rows, those that were let go of, too."""
         self.place = {arrival: row for row, arrival in enumerate(arrivals)}
-        """Where in the columns each row is, by its arrival."""
-        self.size = len(self.place)
-        """Rows in the columns: those that were let go of, too."""
+        """Where in the batch each row is, by its arrival."""
 
-    def entries(self, key: NestedKey, batch: TensorDictBase, name: str) -> list[Tensor]:
+    def numbers(self, key: NestedKey, name: str) -> list[Tensor]:
         """A column of one number a row, whole or, of a lazy stack, by row.
 
         Raises:
             MissingKeyError: it is not there.
             BatchError: it holds more than one number a row.
         """
-        path = key if isinstance(key, tuple) else (key,)
-        rows = self.columns.get(())
-        found = [self.columns.get(path)] if rows is None else [row.get(path) for row in rows]
-        each = self.size if rows is None else 1
-        if all(isinstance(entry, Tensor) and entry.numel() == each for entry in found):
-            return found
-        return [read_column(batch, key, reader=READER, option=f"{name}_key")]  # or it is somewhere else
+        is_ragged = isinstance(self.batch, LazyStackedTensorDict)
+        entries = entries_of(self.batch, key) if is_ragged else [column_of(self.batch, key)]
+        size = 1 if is_ragged else len(self.batch)
+        if entries and all(isinstance(entry, Tensor) and entry.numel() == size for entry in entries):
+            return entries
+        return [read_column(self.batch, key, reader=READER, option=f"{name}_key")]  # which refuses it
 
     def own(self) -> None:
         """Copy the rows into memory of their own: collectors write into theirs again."""
-        self.columns, self.size = self._copy(), len(self.place)
+        self.batch = self._rows(self.place).clone()
         self.place = {arrival: row for row, arrival in enumerate(self.place)}
 
-    def take(self, arrivals: Iterable[int]) -> Columns:
-        """Some rows; the columns themselves where these are all there are."""
+    def take(self, arrivals: Iterable[int]) -> TensorDictBase:
+        """Some rows, in a TensorDict to which columns may be written."""
+        rows = self._rows(arrivals)
+        return shallow_copy(rows) if rows is self.batch or isinstance(rows, LazyStackedTensorDict) else rows
+
+    def _rows(self, arrivals: Iterable[int]) -> TensorDictBase:
         rows = [self.place[arrival] for arrival in arrivals]
-        return self.columns if rows == list(range(self.size)) else _index(self.columns, rows)
+        return self.batch if rows == list(range(len(self.batch))) else _chosen(self.batch, rows)
 
     def to_plain(self) -> dict[str, Any]:
         """The rows as dicts, tensors and lists, in memory of their own."""
-        rows = _batch_of(self._copy(), len(self.place), self.device)
-        return {"arrival": torch.tensor(list(self.place)), "rows": to_plain(rows)}
+        return {"arrival": torch.tensor(list(self.place)), "rows": to_plain(self._rows(self.place).clone())}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RowPiece:
         """What :meth:`to_plain` made dicts of."""
         rows: Any = from_plain(plain["rows"])
         return cls(rows, plain["arrival"].tolist())
-
-    def _copy(self) -> Columns:
-        taken = self.take(self.place)
-        some = taken is not self.columns  # of tensors that is a copy
-        return {path: v if some and isinstance(v, Tensor) else _clone(v) for path, v in taken.items()}
 
 
 Places = Iterable[tuple[RowPiece, int]]
@@ -103,20 +105,19 @@ def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDi
     for piece, arrival in rows:
         places.setdefault(piece, []).append(len(arrivals))
         arrivals.append(arrival)
-    parts = [piece.take(arrivals[place] for place in some) for piece, some in places.items()]
-    columns = {path: _join([part[path] for part in parts]) for path in parts[0]}
+    parts: list[Any] = [piece.take(arrivals[place] for place in some) for piece, some in places.items()]
+    if len(parts) == 1:
+        batch = parts[0]
+    elif isinstance(parts[0], LazyStackedTensorDict):
+        batch = stack_of_rows(*chain.from_iterable(part.tensordicts for part in parts))
+    else:
+        batch = torch.cat(parts, 0)
     order = list(chain.from_iterable(places.values()))
     if order != list(range(len(order))):  # pieces take turns
-        columns = _index(columns, sorted(range(len(order)), key=order.__getitem__))
-    tensors = (columns[()][0] if () in columns else columns).values()
-    device = next((value.device for value in tensors if isinstance(value, Tensor)), None)
+        batch = _chosen(batch, sorted(range(len(order)), key=order.__getitem__))
     for key, values in numbers.items():
-        path, column = key if isinstance(key, tuple) else (key,), torch.tensor(values, device=device)
-        if () in columns:
-            columns[()] = [{**row, path: number} for row, number in zip(columns[()], column, strict=True)]
-        else:
-            columns[path] = column
-    return _batch_of(columns, len(order), next(iter(places)).device)
+        write_column(batch, key, torch.tensor(values, device=device_of(batch)))
+    return batch
 
 
 def let_go(rows: Places) -> None:
@@ -130,50 +131,41 @@ def let_go(rows: Places) -> None:
         del piece.place[arrival]
         pieces.add(piece)
     for piece in pieces:
-        if 0 < 2 * len(piece.place) < piece.size:
+        if 0 < 2 * len(piece.place) < len(piece.batch):
             piece.own()
 
 
-def columns_of(batch: TensorDictBase, above: tuple[str, ...] = ()) -> Columns:
-    """The columns of a batch.
-
-    Example:
-        >>> td = TensorDict({"next": {"reward": torch.zeros(2)}, "x": torch.ones(2)}, batch_size=[2])
-        >>> list(columns_of(td))
-        [('next', 'reward'), ('x',)]
-    """
+def kinds_of(batch: TensorDictBase, above: tuple[str, ...] = ()) -> Kinds:
+    """What rows must have in common to be joined: dtypes, widths and devices; of ragged rows, dtypes."""
     if isinstance(batch, LazyStackedTensorDict):
-        return {(): [columns_of(row) for row in batch.tensordicts]}
-    found: Columns = {}
-    size = batch.batch_size
-    for key, value in batch.items():
-        if type(value) is TensorDict and value.batch_size == size:
-            found |= columns_of(value, (*above, key))
-        else:
-            path = (*above, key)
-            found[path] = value
-    return found
-
-
-def kinds_of(columns: Columns) -> dict[tuple[str, ...], tuple[Any, ...]]:
-    """What columns must have in common to be joined: dtypes, widths and devices; of ragged rows, dtypes."""
-    if () in columns:
-        first, *others = columns[()] or [{}]
-        odd = not all(row.keys() == first.keys() for row in others)  # and like no other
-        return {(): (object(),) * odd, **{path: kind[:1] for path, kind in kinds_of(first).items()}}
-    kinds: dict[tuple[str, ...], tuple[Any, ...]] = {}
-    for path, value in columns.items():
+        rows = batch.tensordicts
+        kinds: Kinds = {above: () if _have_same_names(rows) else (object(),)}  # and like no other
+        return kinds | {path: kind[:1] for path, kind in kinds_of(rows[0], above).items()} if rows else kinds
+    kinds = {}
+    for name, value in batch.items():
+        path = (*above, name)
         if isinstance(value, Tensor):
             kinds[path] = value.dtype, () if value.is_nested else value.shape[1:], value.device
         elif is_non_tensor(value) or not is_tensor_collection(value):
             kinds[path] = ("data",)
-        else:  # of another batch size, or a class of its own
-            kinds[path] = type(value), value.batch_size[1:]
-            kinds |= {(*path, *inner): kind for inner, kind in kinds_of(columns_of(value)).items() if inner}
+        else:
+            if type(value) is not TensorDict or value.batch_size != batch.batch_size:
+                kinds[path] = type(value), value.batch_size[1:]
+            kinds |= kinds_of(value, path)
     return kinds
 
 
-def check_kinds(held: Mapping[tuple[str, ...], Any], came: Mapping[tuple[str, ...], Any]) -> None:
+def _have_same_names(rows: Sequence[Any]) -> bool:
+    """Whether all rows have the columns of the first."""
+    names = rows[0].keys() if rows else ()
+    return all(row.keys() == names for row in rows) and all(
+        _have_same_names([row.get(name) for row in rows])
+        for name in names
+        if type(rows[0].get(name)) is TensorDict
+    )
+
+
+def check_kinds(held: Kinds, came: Kinds) -> None:
     """Refuse rows that could not be joined with those that wait, both by :func:`kinds_of`.
 
     Raises:
@@ -194,47 +186,6 @@ def check_kinds(held: Mapping[tuple[str, ...], Any], came: Mapping[tuple[str, ..
             )
 
 
-def _batch_of(columns: Columns, rows: int, device: torch.device | None) -> TensorDictBase:
-    if () in columns:
-        return lazy_stack([_nested(row, [], device) for row in columns[()]])
-    return _nested(columns, [rows], device)
-
-
-def _nested(columns: Columns, size: Sequence[int], device: torch.device | None) -> TensorDict:
-    found: dict[str, Any] = {}
-    for (name, *below), value in columns.items():
-        if below:
-            found.setdefault(name, {})[tuple(below)] = value
-        else:
-            found[name] = value
-    inner = {name: _nested(value, size, device) for name, value in found.items() if type(value) is dict}
-    return of_columns(found | inner, size, device)
-
-
-def _index(columns: Columns, rows: list[int]) -> Columns:
-    """Some rows of columns, in this order; of tensors, copies."""
-    taken: Columns = {}
-    seen = torch.tensor(rows)  # by the host, which indexes what is no tensor
-    index = {seen.device: seen}
-    for path, value in columns.items():
-        if isinstance(value, list):
-            taken[path] = [value[row] for row in rows]
-            continue
-        is_batch = isinstance(value, TensorDictBase)
-        device = value.device if isinstance(value, Tensor) else device_of(value) if is_batch else seen.device
-        if device not in index:
-            index[device] = seen.to(device)
-        taken[path] = take_column(value, index[device], on_cpu=seen)
-    return taken
-
-
-def _clone(value: Any) -> Any:
-    if isinstance(value, list):
-        return [{path: column.clone() for path, column in row.items()} for row in value]
-    return value.clone()
-
-
-def _join(parts: Sequence[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    return list(chain.from_iterable(parts)) if isinstance(parts[0], list) else torch.cat(list(parts), 0)
+def _chosen(batch: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
+    at = torch.tensor(rows)
+    return take_rows(batch, at.to(device_of(batch)), on_cpu=at, shared=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -252,8 +253,8 @@ class Diverged(
             of_row = of_row if rollouts is None else rollouts.spread(of_row)
         negative = None
         if self.judges == "negative":
-            width = policies.mask.shape[-1]
-            negative = read_advantage(batch, self.advantage_key, width, reader=reader, rows=rows) < 0
+            read = partial(read_advantage, reader=reader, rows=rows)
+            negative = read(batch, self.advantage_key, policies.mask, self.loss_mask_key) < 0
         return of_row, out, negative
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
 from headrace.transforms.rows import Rows
-from headrace.transforms.tokens import check_lengths, in_blocks, read_loss_mask, read_tokens
+from headrace.transforms.tokens import check_lengths, first_token, in_blocks, read_loss_mask, read_tokens
 
 LARGEST = 20.0  # a log-ratio beyond it says no more: e^20 is 485 million
 Span = Literal["sample", "rollout"]
@@ -70,12 +70,8 @@ class Ratios:
             "k3": (self.excess - self.clamped).sum(-1),
             "chi2": (self.excess * (self.excess + 2)).sum(-1),
         }
-        if self.mask.shape[-1] == 0:
-            return found | dict.fromkeys(("unknown", "trainer", "sampler"), found["total"] - 1)
-        first = self._wrong.view(torch.uint8).argmax(-1, keepdim=True)  # the first of the largest
-        said = [column.gather(-1, first).squeeze(-1) for column in self._pair]
-        found["unknown"] = torch.where(self._wrong.any(-1), first.squeeze(-1), -1)
-        return found | {"trainer": said[0], "sampler": said[1]}
+        names = "unknown", "trainer", "sampler"
+        return found | dict(zip(names, first_token(self._wrong, *self._pair), strict=True))
 
 
 class Policies:

@@ -18,7 +18,7 @@ from headrace.transforms.options import one_of, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tokens import check_lengths, in_loss_there, read_advantage, write_tokens
+from headrace.transforms.tokens import in_loss_there, read_advantage, write_tokens
 
 from .importance import Bound, Level, Normalise, WeightFormula
 from .ratios import Policies, Ratios, Span, distance, over_units, require_known
@@ -112,8 +112,6 @@ class RolloutCorrection(
                 "weigh them twice. Take one RolloutCorrection, or the column, out"
             )
         policies, credit = self._read(batch, in_loss_there(rows), rows)
-        if self.advantage_key not in rows.table.written:
-            check_lengths(batch, [self.advantage_key], self.loss_mask_key, reader=type(self).__name__)
         rollouts = rows.rollouts if self.unit == "rollout" else None
         found = rows.measured(**policies.each_row(self.formula.of_rows, credit))
         require_known(rows, found)
@@ -156,8 +154,8 @@ class RolloutCorrection(
         keys = self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key
         reader = type(self).__name__
         policies = Policies.read(batch, keys, in_loss, reader=reader)
-        tokens = policies.mask.shape[-1]
-        return policies, read_advantage(batch, self.advantage_key, tokens, reader=reader, rows=rows)
+        mask, like = policies.mask, self.loss_mask_key
+        return policies, read_advantage(batch, self.advantage_key, mask, like, reader=reader, rows=rows)
 
 
 def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids | None) -> dict[str, Tensor]:

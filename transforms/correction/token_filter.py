@@ -17,7 +17,6 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import LENGTH, has_key
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tokens import (
-    check_lengths,
     in_loss_there,
     read_advantage,
     read_loss_mask,
@@ -100,9 +99,7 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
         out = mask & ~self._judge(rows, batch, mask)
         numbers = {"tokens": mask.sum(-1), "out": out.sum(-1)}
         if self.denominator == "all":
-            credit = read_advantage(batch, self.advantage_key, mask.shape[-1], reader=reader, rows=rows)
-            if self.advantage_key not in rows.table.written:
-                check_lengths(batch, [self.advantage_key], like, reader=reader)
+            credit = read_advantage(batch, self.advantage_key, mask, like, reader=reader, rows=rows)
             changed = torch.where(out, 0.0, credit)
             numbers["finite"] = changed.isfinite().all(-1)
         found = rows.measured(**numbers)

@@ -48,43 +48,35 @@ class Meetings:
         Raises:
             OtherRankError: a rank refuses, is about something else, or did not come.
         """
-        number = self._store.add(f"headrace/{self.rank}", 1)
+        store = self._store
+        number = store.add(f"headrace/{self.rank}", 1)
         meeting = f"headrace/{number}"
+        # 1. This rank says what it refuses, or comes; the first says what all are about, the last that all go on.
         if error is not None:
             self._decide(meeting, f"rank {self.rank}: {error}")
         else:
-            self._arrive(meeting, about)
+            first = store.compare_set(f"{meeting}/about", "", f"rank {self.rank}\n{about}").decode()
+            who, _, theirs = first.partition("\n")
+            if theirs != about:
+                self._decide(meeting, describe_difference(who, theirs, f"rank {self.rank}", about))
+            elif store.add(f"{meeting}/here", 1) == self.size:
+                self._decide(meeting, GO)
+        # 2. All wait for the decision.
         self._wait(meeting, number, about.split("\n")[0])
-        decision = self._store.get(f"{meeting}/decision").decode()
-        if decision != GO:
-            self._leave(meeting, number)
-            raise OtherRankError(decision) from error
-        if self.rank == 0:
-            for key in (
-                "about",
-                "here",
-                "left",
-                "decision",
-            ):  # all are here, so all have left the meeting before
-                self._store.delete_key(f"headrace/{number - 1}/{key}")
-
-    def _arrive(self, meeting: str, about: str) -> None:
-        first = self._store.compare_set(f"{meeting}/about", "", f"rank {self.rank}\n{about}").decode()
-        who, _, theirs = first.partition("\n")
-        if theirs != about:
-            self._decide(meeting, describe_difference(who, theirs, f"rank {self.rank}", about))
-        elif self._store.add(f"{meeting}/here", 1) == self.size:
-            self._decide(meeting, GO)
-
-    def _leave(self, meeting: str, number: int) -> None:
-        """Rank 0, whose process may hold the store and end now, goes last of those that came."""
-        self._store.add(f"{meeting}/left", 1)
+        decision = store.get(f"{meeting}/decision").decode()
+        if decision == GO:
+            if self.rank == 0:  # all are here, so all have left the meeting before
+                for key in ("about", "here", "left", "decision"):
+                    store.delete_key(f"headrace/{number - 1}/{key}")
+            return
+        # 3. Rank 0, whose process may hold the store and end now, goes last of those that came.
+        store.add(f"{meeting}/left", 1)
         start = time.monotonic()
         while self.rank == 0 and time.monotonic() - start < LAST:
-            came = sum(self._store.add(f"headrace/{rank}", 0) >= number for rank in range(self.size))
-            if self._store.add(f"{meeting}/left", 0) >= came:
-                return
+            if store.add(f"{meeting}/left", 0) >= self.size - len(self._absent(number)):
+                break
             time.sleep(0.01)
+        raise OtherRankError(decision) from error
 
     def _decide(self, meeting: str, decision: str) -> None:
         """The first decision stands."""
@@ -95,21 +87,22 @@ class Meetings:
         while not self._store.check([f"{meeting}/decision"]):
             waited = time.monotonic() - start
             if waited > LONG and not said:
-                said, words = True, (self.rank, waited, self._absent(number), about, self.patience)
-                log.warning("rank %d has waited %.0f s for %s to come to %s; patience is %g s", *words)
+                said, absent = True, listing(self._absent(number))
+                words = "rank %d has waited %.0f s for %s to come to %s; patience is %g s"
+                log.warning(words, self.rank, waited, absent, about, self.patience)
             if waited > self.patience:
                 self._decide(
                     meeting,
-                    f"{self._absent(number)} did not come to {about} within {self.patience:g} s (patience): "
-                    "is it hung, or has it fewer batches? All ranks give this batch up",
+                    f"{listing(self._absent(number))} did not come to {about} within {self.patience:g} s "
+                    "(patience): is it hung, or has it fewer batches? All ranks give this batch up",
                 )
             else:  # a tenth of what was waited already, so that the store is asked often only at first
                 time.sleep(min(max(waited / 10, 1e-4), 0.1))
 
-    def _absent(self, number: int) -> str:
+    def _absent(self, number: int) -> list[str]:
         """The ranks that have not come to a meeting."""
-        came = [self._store.add(f"headrace/{rank}", 0) >= number for rank in range(self.size)]
-        return listing([f"rank {rank}" for rank in range(self.size) if not came[rank]])
+        came = [self._store.add(f"headrace/{rank}", 0) for rank in range(self.size)]
+        return [f"rank {rank}" for rank, last in enumerate(came) if last < number]
 
 
 def describe_difference(who: str, theirs: str, me: str, mine: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import first_row
-from headrace.transforms.tensordicts import describe_columns, device_of, without_rows
+from headrace.transforms.tensordicts import bits_of, describe_columns, device_of, of_bits, without_rows
 
 from .meeting import Meetings, OtherRankError
 from .process_group import SharedIds
@@ -81,7 +81,14 @@ class Ranks:
         if known is None:
             table.size = 0
             return
-        wide = self._wide_somewhere(every)
+        # Columns of few numbers a row on some ranks, and of other or ragged widths on others, are of tokens.
+        there = [({key for key, *_ in of_row[0]}, kinds) for count, kinds, _, of_row in every if count]
+        wide = {
+            key
+            for key in {key for _, kinds in there for key in kinds}
+            if all(key in keys for keys, _ in there)
+            and len({kinds.get(key, (None, None))[1] for _, kinds in there}) > 1
+        }
         every = [(n, {k: v for k, v in kinds.items() if k not in wide}, *more) for n, kinds, *more in every]
         known = next(each for each in every if each[0])
         all_keys = {key for _, theirs, *_ in every for key in theirs}
@@ -111,18 +118,6 @@ class Ranks:
         table.columns = columns
         table.begin(sum(counts), slice(table.starts[self.rank], table.starts[self.rank + 1]))
 
-    @staticmethod
-    def _wide_somewhere(every: list[Any]) -> set[Any]:
-        """Columns of few numbers a row on some ranks, and of other or ragged widths on others: of tokens."""
-        with_rows = [(kinds, {key for key, *_ in of_row[0]}) for count, kinds, _, of_row in every if count]
-        keys = {key for kinds, _ in with_rows for key in kinds}
-        return {
-            key
-            for key in keys
-            if all(key in there for _, there in with_rows)
-            and len({kinds.get(key, (None, None))[1] for kinds, _ in with_rows}) > 1
-        }
-
     def gather_rows(self, values: Tensor, counts: list[int]) -> Tensor:
         """(B, ...) of the rows in this rank's batch → (ΣB, ...) of those in the batches of all.
 
@@ -138,17 +133,23 @@ class Ranks:
     def _gather(self, columns: Mapping[Any, Tensor], counts: list[int]) -> dict[Any, Tensor]:
         device = torch.device("cuda") if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
         own = counts[self.rank]
-        bits = [_as_bits(column) for column in columns.values()]
-        padded = torch.zeros(max(counts), sum(part.shape[1] for part in bits), dtype=torch.int64)
+        widths = [math.prod(column.shape[1:]) for column in columns.values()]
+        bits = [
+            bits_of(c.detach()).reshape(own, width) for c, width in zip(columns.values(), widths, strict=True)
+        ]
+        padded = torch.zeros(max(counts), sum(widths), dtype=torch.int64)
         if own and bits:
             padded[:own] = torch.cat(bits, 1)
         padded = padded.to(device)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self.group)
         together = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).cpu()
-        split = together.split([_width(column) for column in columns.values()], 1)
+        split = together.split(widths, 1)
         pairs = zip(split, columns.items(), strict=True)
-        return {key: _from_bits(part, column) for part, (key, column) in pairs}
+        return {
+            key: of_bits(part, column.dtype).reshape(len(part), *column.shape[1:])
+            for part, (key, column) in pairs
+        }
 
     def note(self, start: int) -> str:
         """What row numbers mean in messages."""
@@ -178,22 +179,17 @@ def sharing(ranks: Ranks | None) -> Iterator[None]:
         ranks.place = "the end of a batch"
         ranks.meet()
     except Exception as err:
-        if not ranks.refused:
-            _tell(ranks, err)
+        if not ranks.refused:  # the others are told; what was told first is raised on all
+            try:
+                ranks.meet(error=err)
+            except OtherRankError as first:
+                if not str(first).startswith(f"rank {ranks.rank}:"):
+                    raise
+            except dist.DistError as gone:  # the store went with rank 0, which heard of a refusal and ended
+                log.warning("rank %d cannot tell the others what it refuses: %s", ranks.rank, gone)
         raise
     finally:
         lock.release()
-
-
-def _tell(ranks: Ranks, error: Exception) -> None:
-    """Tell the others; what was told first is raised on all."""
-    try:
-        ranks.meet(error=error)
-    except OtherRankError as err:
-        if not str(err).startswith(f"rank {ranks.rank}:"):
-            raise
-    except dist.DistError as gone:  # the store went with rank 0, which heard of a refusal before and ended
-        log.warning("rank %d cannot tell the others what it refuses: %s", ranks.rank, gone)
 
 
 def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -> Tensor:
@@ -228,22 +224,3 @@ def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -
     fits = digits * (int(rank.amax()) + 1) < 2**62
     apart = rank * digits + ids if fits else first * (rank.amax() + 1) + rank
     return torch.where(ids < 0, ids, apart)
-
-
-# -- columns as bits ------------------------------------------------------------------------------------
-
-
-def _width(column: Tensor) -> int:
-    return math.prod(column.shape[1:])
-
-
-def _as_bits(column: Tensor) -> Tensor:
-    """(N, K) int64: floats by the bits of their float64."""
-    column = column.detach()
-    number = column.double().view(torch.int64) if column.is_floating_point() else column.long()
-    return number.reshape(len(column), _width(column))
-
-
-def _from_bits(bits: Tensor, like: Tensor) -> Tensor:
-    number = bits.contiguous().view(torch.float64) if like.is_floating_point() else bits
-    return number.to(like.dtype).reshape(len(bits), *like.shape[1:])

@@ -55,14 +55,12 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
     # 1. The place of each rollout in its group, the best first.
     order = ids.argsort(stable=True)
     order = order[value[order].argsort(stable=True)]
-    order = order[groups.of[order].argsort(stable=True)]
-    group = groups.of[order]
-    place = torch.arange(len(order)) - (groups.count.cumsum(0) - groups.count)[group]
+    place = groups.positions(torch.empty_like(order).scatter_(0, order, torch.arange(len(order))))
     if by != "variance":
-        return torch.empty_like(place, dtype=torch.bool).scatter_(0, order, place < k)
+        return place < k
     # 2. Sums of the first rewards and of their squares, about the largest, so that no difference is lost.
     table = reward.new_zeros(groups.n, int(groups.count.max()) + 1)
-    table[group, place + 1] = reward[order] - groups.max(reward)[group]
+    table[groups.of, place + 1] = reward - groups.spread(groups.max(reward))
     sums, squares = table.cumsum(1), table.square().cumsum(1)
     count = groups.count[:, None]
     every, every_square = sums.gather(1, count), squares.gather(1, count)
@@ -77,9 +75,8 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
         spread = square - total.square() / k
         better = spread > most + every_square * 2.0**-40
         high, most = torch.where(better, largest, high), torch.where(better, spread, most)
-    high, count = high.flatten()[group], count.flatten()[group]
-    kept = (count <= k) | (place < high) | (place >= count - (k - high))
-    return torch.empty_like(kept).scatter_(0, order, kept)
+    high, count = groups.spread(high.flatten()), groups.spread(groups.count)
+    return (count <= k) | (place < high) | (place >= count - (k - high))
 
 
 class BestOf(Criterion, columns=("loss_mask", "group", "rollout")):
@@ -107,19 +104,18 @@ class BestOf(Criterion, columns=("loss_mask", "group", "rollout")):
     ):
         self.name_columns(names)
         self.k, self.by = at_least("k", k, 1, required=True), one_of("by", by, get_args(By))
-        keys = [REWARD, self.group_key, self.rollout_key, self.loss_mask_key if self._measures else None]
+        lengths = self.loss_mask_key if by in ("length", "efficiency") else None
+        keys = (REWARD, self.group_key, self.rollout_key, lengths)
         self.in_keys = tuple(key for key in keys if key is not None)
-
-    @property
-    def _measures(self) -> bool:
-        return self.by in ("length", "efficiency")
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool."""
         rollouts = rows.rollouts
         votes = rollouts.is_first & ~rows[REWARD].isnan()
         voters, number = rows.where(votes), rollouts.of[votes]
-        length = rollouts.everyone.sum(rows.lengths)[number] if self._measures else None
+        length = None
+        if self.by in ("length", "efficiency"):
+            length = rollouts.everyone.sum(rows.lengths)[number]
         kept = best_of(voters[REWARD], voters.groups, voters.rollouts.labels, self.k, self.by, length)
         stays = torch.ones(rollouts.n, dtype=torch.bool)
         stays[number] = kept

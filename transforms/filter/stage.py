@@ -86,7 +86,9 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         super().__init__([*getattr(criterion, "in_keys", ()), *reads], writes[action])
         self.criterion, self.unit, self.action, self.on_batch = criterion, unit, action, on_batch
         self._unit = own
-        self.reasons, self.effects = (_name_of(criterion),), (EFFECTS[action],)
+        function = getattr(criterion, "func", criterion)  # also behind functools.partial
+        name = getattr(function, "reason", None) or getattr(function, "__name__", type(function).__name__)
+        self.reasons, self.effects = (str(name),), (EFFECTS[action],)
 
     @property
     def before_baseline(self) -> bool:  # type: ignore[override]
@@ -116,7 +118,11 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
             rows.ask(self.criterion) if decide is None else decide(rows.seen_by(self.criterion, rows.stage))
         )
         if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(rows):
-            raise not_one_bool(self.criterion, keep, len(rows))
+            found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
+            raise BatchError(
+                f"a criterion returns one bool a row, ({len(rows)},), True where it stays; {self.criterion!r} "
+                f"returned {found}"
+            )
         keep = keep.reshape(-1)
         if rows.counted is not None:
             keep = keep | ~rows.counted  # who has left the statistics judges nobody
@@ -130,18 +136,3 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         rows.metric("kept", own.sum())
         rows.metric("fraction_kept", own.double().mean() if len(own) else 0.0)
         rows.leave(~keep, self.reasons[0], self.effects[0])
-
-
-def not_one_bool(criterion: object, keep: object, rows: int) -> BatchError:
-    """What is wrong with what a criterion has returned."""
-    found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
-    return BatchError(
-        f"a criterion returns one bool a row, ({rows},), True where it stays; {criterion!r} returned {found}"
-    )
-
-
-def _name_of(criterion: Callable) -> str:
-    """A criterion's reason, or the name of the function (also behind functools.partial) or class."""
-    function = getattr(criterion, "func", criterion)
-    name = getattr(function, "reason", None) or getattr(function, "__name__", type(function).__name__)
-    return str(name)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, NonTensorData, TensorDict, TensorDictBase
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
@@ -17,9 +16,17 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key, key_names, require
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import columns_by_row, entries_of, shallow_copy, stack_of_texts
-from headrace.transforms.tokens import PROMPT, RESPONSE, check_mask, in_loss_there
+from headrace.transforms.tokens import (
+    PROMPT,
+    RESPONSE,
+    check_mask,
+    describe_row,
+    in_loss_there,
+    no_token,
+    padded,
+)
 
-from .packing import TOKEN_KEYS, require_one_dtype
+from .packing import TOKEN_KEYS
 
 # What wrappers of TorchRL write beside the whole, and how it lies there.
 PARTS: tuple[NestedKey, ...] = (
@@ -192,7 +199,7 @@ class DenseRows(
                 rest.set(key, batch.get(key))
             elif key in self.out_keys or key in TOKEN_KEYS or len({row.shape for row in entries}) > 1:
                 require_per_token(key, entries, lengths)
-                columns[key] = pad_left(entries, self._padding(key))
+                columns[key] = padded(entries, key, self._padding(key), "left")
             else:
                 rest.set(key, torch.stack(entries))
         tokens = columns[self.tokens_key]
@@ -214,14 +221,14 @@ class DenseRows(
         log_probs = [row.float() for row in entries]
         if key == OF_RESPONSE and all(len(row) and not row[0] for row in log_probs):
             return None  # as TransformersWrapper's generate writes for first tokens (TorchRL 0.14.1)
-        return pad_left(log_probs)
+        return padded(log_probs, key, None, "left")
 
     def _is_whole(self, batch: TensorDictBase, tokens: Tensor) -> Tensor:
         """(N,) bool: prompt and response, end to end, are the tokens; or the response is the end of them."""
         parts = [key for key in (PROMPT, RESPONSE) if has_key(batch, key)]
         if isinstance(batch, LazyStackedTensorDict):
             by_row = zip(*(entries_of(batch, key) or [] for key in parts), strict=True)
-            joined = pad_left([torch.cat(row) for row in by_row], self.pad_id)
+            joined = padded([torch.cat(row) for row in by_row], RESPONSE, self.pad_id, "left")
         else:
             joined = torch.cat([batch.get(key) for key in parts], 1)
         width = max(joined.shape[1], tokens.shape[1])
@@ -240,16 +247,6 @@ class DenseRows(
 
     def _padding(self, key: NestedKey) -> float | None:
         return self.pad_id if key == self.tokens_key else None
-
-
-def describe_row(rows: Rows) -> Callable[[int], str]:
-    """What describes row i of a view: its number, and its rollout where the batch says."""
-
-    def describe(row: int) -> str:
-        known = rows.key("rollout") is not None and rows.has("rollout")
-        return f"row {rows.at(row)}" + (f" (rollout {rows.name('rollout', row)})" if known else "")
-
-    return describe
 
 
 def lengths_of(batch: TensorDictBase, key: NestedKey) -> list[int]:
@@ -277,27 +274,6 @@ def require_per_token(key: NestedKey, entries: Sequence[Tensor], lengths: Sequen
             f"a column that differs in length between rows has an entry per token; {key!r}: {shapes}. Were "
             "tokens cut off after it was written? Leave it out (batch.exclude) if it is not per token"
         )
-
-
-def pad_left(rows: Sequence[Tensor], value: float | None = None) -> Tensor:
-    """(N, T, ...) of N tensors (T_i, ...): each at the end of its row, behind its padding.
-
-    Args:
-        rows: of one dtype.
-        value: what padding is. None: False, 0, or in a column of floats NaN.
-
-    Example:
-        >>> pad_left([torch.tensor([7]), torch.tensor([8, 9])]).tolist()
-        [[0, 7], [8, 9]]
-    """
-    require_one_dtype(rows)
-    value = no_token(rows[0]) if value is None else value
-    return pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side="left")
-
-
-def no_token(column: Tensor) -> float:
-    """What stands in a column where there is no token: False, 0, or NaN among floats."""
-    return float("nan") if column.is_floating_point() else 0
 
 
 def last_entries(lengths: Sequence[int], like: Tensor) -> Tensor:
@@ -353,16 +329,12 @@ def fit_width(column: Tensor, width: int, value: float | None = None) -> Tensor:
     Args:
         column: (N, T, ...).
         width: entries of a row that comes out; what is cut off was padding.
-        value: what padding is. None: as :func:`pad_left`.
+        value: what padding is. None: as :func:`.tokens.padded`.
 
     Example:
         >>> fit_width(torch.tensor([[0, 7]]), 3).tolist(), fit_width(torch.tensor([[0, 7]]), 1).tolist()
         ([[0, 0, 7]], [[7]])
     """
-    rows, there = column.shape[:2]
-    if there >= width:
-        return column[:, there - width :]
-    padding = column.new_full(
-        (rows, width - there, *column.shape[2:]), no_token(column) if value is None else value
-    )
-    return torch.cat([padding, column], 1)
+    fill = no_token(column) if value is None else value
+    beside = (0, 0) * (column.ndim - 2)  # dimensions behind the tokens
+    return nn.functional.pad(column, (*beside, width - column.shape[1], 0), value=fill)

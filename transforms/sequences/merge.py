@@ -30,9 +30,9 @@ from headrace.transforms.schema import (
 )
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import device_of, entries_of
-from headrace.transforms.tokens import check_mask, in_loss_there, read_tokens, write_tokens
+from headrace.transforms.tokens import describe_row, in_loss_there, read_mask, read_tokens, write_tokens
 
-from .dense import PARTS, describe_row
+from .dense import PARTS
 from .packing import TOKEN_KEYS
 
 FULL = tuple((name, "full") for name in ("old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy"))
@@ -248,8 +248,7 @@ class MergeTurns(
     def _mask(self, batch: TensorDictBase, option: str, tokens: Tensor) -> Tensor:
         """(B, T) bool, of an option that names a mask."""
         key = getattr(self, option)
-        mask = read_tokens(batch, key, reader=type(self).__name__, option=option)
-        check_mask(batch, key)
+        mask = read_mask(batch, key, reader=type(self).__name__, option=option)
         if mask.shape != tokens.shape:
             raise BatchError(
                 f"a mask is as wide as the tokens, {tuple(tokens.shape)}; {key!r} is {tuple(mask.shape)}"

@@ -256,7 +256,9 @@ def _end_to_end(batch: TensorDictBase, key: NestedKey, option: str) -> tuple[Ten
     """A column with one row behind the other, padding included, and the shapes of its rows."""
     rows = entries_of(batch, key) if isinstance(batch, LazyStackedTensorDict) else None
     if rows is not None:
-        require_one_dtype(rows)
+        if len(dtypes := {row.dtype for row in rows}) > 1:
+            found = listing(sorted(map(str, dtypes)))  # some of which torch would cast
+            raise BatchError(f"a per-token column has one dtype; found {found}")
         return torch.cat(torch.atleast_1d(rows)), [row.shape for row in rows]
     column = require(batch, key, reader="pack", option=option)
     return column.reshape(-1, *column.shape[2:]), [column.shape[1:]] * len(batch)
@@ -281,12 +283,6 @@ def _lay(
                 f"is {(len(batch), *shape)} at row {row}: leave it out of token_keys to keep it per row"
             )
     return column.index_select(0, at).unsqueeze(0)
-
-
-def require_one_dtype(rows: Sequence[Tensor]) -> None:
-    """Refuse ragged rows of several dtypes, some of which torch would cast when it joins them."""
-    if len(dtypes := {row.dtype for row in rows}) > 1:
-        raise BatchError(f"a per-token column has one dtype; found {listing(sorted(map(str, dtypes)))}")
 
 
 def _outside(rows: list[int]) -> BatchError:

@@ -17,12 +17,11 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.options import at_least, describe_options
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import has_key, require
+from headrace.transforms.schema import has_key
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tensordicts import column_of, entries_of, take_rows, write_entry
-from headrace.transforms.tokens import ATTENTION, check_mask, in_loss_there
+from headrace.transforms.tensordicts import entries_of, take_rows, write_entry
+from headrace.transforms.tokens import ATTENTION, describe_row, in_loss_there, read_mask, read_tokens
 
-from .dense import describe_row, pad_left
 from .packing import TOKEN_KEYS
 
 
@@ -173,9 +172,10 @@ class ScoreRows(
                 "ScoreRows needs the policy that sampled the rows, an actor with get_dist: "
                 'pipeline.stages["score"].actor = actor'
             )
-        tokens, attention, loss_mask = (
-            self._dense(batch, option) for option in ("tokens_key", "attention_key", "loss_mask_key")
-        )
+        left: Any = {"reader": rows.reader, "side": "left"}
+        tokens = read_tokens(batch, self.tokens_key, option="tokens_key", **left)
+        attention = read_mask(batch, self.attention_key, option="attention_key", **left)
+        loss_mask = read_mask(batch, self.loss_mask_key, option="loss_mask_key", **left)
         describe, width = describe_row(rows), tokens.shape[1]
 
         # 1. Rows with a token in the loss, and how long they are: from their first real token on.
@@ -233,16 +233,6 @@ class ScoreRows(
         for row, own, size in zip(batch.tensordicts, log_probs, sizes, strict=True):
             write_entry(row, self.log_prob_key, own[width - size :])
         return batch
-
-    def _dense(self, batch: TensorDictBase, option: str) -> Tensor:
-        """A per-token column, (N, T); ragged rows padded on the left."""
-        key = getattr(self, option)
-        column = column_of(batch, key)
-        if column is None:
-            require(batch, key, reader=type(self).__name__, option=option)
-        if option != "tokens_key":
-            check_mask(batch, key)
-        return pad_left(column) if isinstance(column, list) else column
 
     def _seen(
         self, batch: TensorDictBase, tokens: Tensor, attention: Tensor, trains: Tensor
