@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.transforms import BatchError
 
-from .measuring.gradient import gradient_cosine, gradient_share
+from .gradient import gradient_cosine, gradient_share
 from .step import StepReport
 
 MOVERS = 8  # groups whose share moves most

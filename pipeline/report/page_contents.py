@@ -10,9 +10,9 @@ import numpy as np
 from headrace.pipeline.wording import printable
 
 from .advice import Advice, Advisory, History, advice_at, symptoms
+from .gradient import gradient_share
+from .groups import widest_first
 from .html import embed
-from .measuring.gradient import gradient_share
-from .measuring.groups import widest_first
 from .page_schema import Groups, PageData, PageLevel, PageSymptom, PageText, PageTokens, ShownRows, Step
 from .step import StepReport, rows_to_read
 from .texts import TokenValues

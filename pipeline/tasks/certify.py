@@ -27,7 +27,7 @@ from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError
 from headrace.pipeline.report import page_data, write_page
 from headrace.pipeline.report.dump import write_whole
-from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable, suggest
 
 from .source import recipe_nodes

@@ -22,7 +22,7 @@ from headrace.pipeline.report import (
     make_report,
 )
 from headrace.pipeline.report.dump import write_whole
-from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable
 
 from .source import at_step, each_step, open_configured, recipe_nodes

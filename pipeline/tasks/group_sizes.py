@@ -14,9 +14,9 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, make_report, tree_words
-from headrace.pipeline.report.measuring.groups import compared_values, has_reward
-from headrace.pipeline.report.measuring.shared_tokens import linear_of
-from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.report.groups import compared_values, has_reward
+from headrace.pipeline.report.shared_tokens import linear_of
+from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.transforms.schema import has_key
 
 from .source import at_step, each_step, open_configured
