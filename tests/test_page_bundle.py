@@ -1,4 +1,4 @@
-"""JavaScript modules become one script, each by itself; and those of the page are written so that it works."""
+"""JavaScript modules become one script, each by itself; those of the page are written so that they may."""
 
 from __future__ import annotations
 

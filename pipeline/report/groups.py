@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from headrace.transforms import Status
+from headrace.transforms.ids import Ids, first_row
 
 from .funnel import Columns
-
-LOST = (Status.ABORTED, Status.FAILED)
 
 
 def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
@@ -32,31 +33,39 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
         >>> rollouts["rollout"].tolist(), rollouts["segments"].tolist(), rollouts["trained"].tolist()
         ([7, 4], [2, 1], [True, False])
     """
-    ids = columns.get("rollout_id", np.arange(len(columns["reason"])))
-    first, rollout = _first_rows(ids)
-    trained = _any(rollout, columns["reason"] == 0, len(first))
-    counted = columns.get("counted", np.ones(len(ids))) != 0
-    stays = 2 * (columns["reason"] == 0) + counted  # a rollout is what is trained of it, else what counts
-    status = columns.get("status")
-    status = np.full(len(ids), -1) if status is None else status
-    tokens = np.maximum(columns.get("tokens", np.zeros(len(ids), int)), 0)
-    reward = _first_known(rollout, columns.get("reward"), stays, len(first))
-    apart = _apart(rollout, columns.get("reward"), counted, len(first))
-    return {
-        "group": columns["group_id"][first] if "group_id" in columns else np.full(len(first), -1),
-        "rollout": ids[first],
-        "row": first,
-        "segments": np.bincount(rollout, minlength=len(first)),
-        "reward": np.where(apart & ~trained, np.nan, reward),  # that of a draft is not the rollout's
-        "advantage": _first_known(rollout, columns.get("advantage"), stays, len(first)),
-        "counted": _any(rollout, counted, len(first)),
+    of = {name: torch.from_numpy(column) for name, column in columns.items()}
+    rows = torch.arange(len(of["reason"]))
+    ids = Ids(first_row(of.get("rollout_id", rows)))  # numbered in the order of their first rows
+    trains, counted = of["reason"] == 0, of.get("counted", torch.ones_like(rows)) != 0
+    trained, status = ids.any(trains), of.get("status", torch.full_like(rows, -1))
+    stays = 2 * trains.long() + counted.long()  # a rollout is what is trained of it, else what counts
+
+    def known(name: str) -> Tensor:
+        """(R,) its value at the first row that has one, of those that stay longest."""
+        values = of.get(name, torch.full((len(rows),), torch.nan, dtype=torch.float64))
+        last = len(rows) - 1
+        best = ids.max(torch.where(values.isfinite(), stays * len(rows) + last - rows, -1))
+        return torch.where(best < 0, torch.nan, values[last - best % max(len(rows), 1)])
+
+    reward = known("reward")
+    if "reward" in of:  # of one with several, none is the rollout's: that of a draft, say
+        reward = torch.where(differs(ids.labels, of["reward"], counted) & ~trained, torch.nan, reward)
+    found = {
+        "group": of["group_id"][ids.first] if "group_id" in of else torch.full_like(ids.first, -1),
+        "rollout": of.get("rollout_id", rows)[ids.first],
+        "row": ids.first,
+        "segments": ids.count,
+        "reward": reward,
+        "advantage": known("advantage"),
+        "counted": ids.any(counted),
         "trained": trained,
-        "lost": _any(rollout, np.isin(status, LOST), len(first)),
-        "truncated": _any(rollout, status == Status.TRUNCATED, len(first)),
-        "tokens": np.bincount(rollout, tokens, len(first)).astype(int),
-        "reason": np.where(trained, 0, columns["reason"][first]),
-        "staleness": _greatest(rollout, staleness_of(columns), len(first)),
+        "lost": ids.any((status == Status.ABORTED) | (status == Status.FAILED)),
+        "truncated": ids.any(status == Status.TRUNCATED),
+        "tokens": ids.sum(of.get("tokens", torch.zeros_like(rows)).clamp_min(0)),
+        "reason": of["reason"][ids.first].masked_fill(trained, 0),
+        "staleness": ids.max(torch.from_numpy(staleness_of(columns))),
     }
+    return {name: column.numpy() for name, column in found.items()}
 
 
 def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = True) -> dict[str, np.ndarray]:
@@ -75,40 +84,49 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
     """
     if "group_id" not in columns or len(columns["group_id"]) == 0:
         return {}
-    ids = columns["group_id"]
-    first, group = _first_rows(ids)
-    size = len(first)
     each = rollouts_of(columns)
-    group_of = group[each["row"]]  # (R,) the group of each rollout
-    present = ~each["lost"]
-    counted = np.bincount(group_of, present, size).astype(int)
-    scored = has_reward(each)
-    reward = np.where(scored, each["reward"], 0.0)
-    number = np.bincount(group_of, scored, size)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = np.bincount(group_of, reward, size) / number
-        squares = np.bincount(group_of, np.where(scored, (each["reward"] - mean[group_of]) ** 2, 0.0), size)
-        std = np.where(number > 1, np.sqrt(squares / np.maximum(number - 1, 1)), np.nan)
-    low, high = _extremes(group_of[scored], each["reward"][scored], size)
-    equal = _each_equal(compared_values(columns, each, each_reward=each_reward), scored, group_of, size)
-    expected = columns["expected_rollouts"][first] if "expected_rollouts" in columns else np.full(size, -1)
+    ids = Ids(first_row(torch.from_numpy(columns["group_id"])))  # numbered in the order of their first rows
+
+    def at_heads(values: np.ndarray) -> Tensor:
+        """(N,) what is known of R rollouts, at their first rows."""
+        rows = np.zeros(len(ids.labels), values.dtype)
+        rows[each["row"]] = values
+        return torch.from_numpy(rows)
+
+    reward, in_statistics = at_heads(each["reward"]), at_heads(has_reward(each))
+    scored = Ids(ids.labels, in_statistics)
+    counted, number = ids.sum(at_heads(~each["lost"])), scored.count
+    mean = scored.sum(reward) / number
+    squares = scored.sum((reward - ids.spread(mean)) ** 2)
+    expected = torch.full_like(ids.first, -1)
+    if "expected_rollouts" in columns:
+        expected = torch.from_numpy(columns["expected_rollouts"])[ids.first]
     if group_size is not None:
-        expected = np.where(expected < 0, group_size, expected)
-    return {
-        "id": ids[first],
-        "row": first,
-        "segments": np.bincount(group, minlength=size),
+        expected = expected.masked_fill(expected < 0, group_size)
+    rewards = compared_values(columns, each, each_reward=each_reward)
+    equal = ~torch.stack([differs(ids.labels, at_heads(one), in_statistics) for one in rewards.T]).any(0)
+    found = {
+        "id": torch.from_numpy(columns["group_id"])[ids.first],
+        "row": ids.first,
+        "segments": ids.count,
         "rollouts": counted,
         "expected": expected,
         "complete": (expected < 0) | (counted >= expected),
-        "trained": np.bincount(group_of, each["trained"], size).astype(int),
+        "trained": ids.sum(at_heads(each["trained"])),
         "reward_mean": mean,
-        "reward_std": std,
-        "reward_min": np.where(number > 0, low, np.nan),
-        "reward_max": np.where(number > 0, high, np.nan),
+        "reward_std": torch.where(number > 1, (squares / (number - 1)).sqrt(), torch.nan),
+        "reward_min": torch.where(number > 0, scored.min(reward), torch.nan),
+        "reward_max": torch.where(number > 0, scored.max(reward), torch.nan),
         "zero_variance": (number > 1) & equal,
-        "staleness": _greatest(group, staleness_of(columns), size),
+        "staleness": ids.max(torch.from_numpy(staleness_of(columns))),
     }
+    return {name: column.numpy() for name, column in found.items()}
+
+
+def differs(labels: Tensor, values: Tensor, rows: Tensor) -> Tensor:
+    """(n,) bool: whether the values (N,) that some rows (N,) of an id have differ; NaN is none."""
+    known = Ids(labels, rows & values.isfinite())
+    return known.min(values) < known.max(values)
 
 
 def compared_ids(columns: Columns) -> np.ndarray:
@@ -167,58 +185,3 @@ def staleness_of(columns: Columns) -> np.ndarray:
     if version is None or len(version) == 0:
         return np.full(len(columns["reason"]), -1)
     return np.where(version < 0, -1, version.max() - version)
-
-
-def _first_rows(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first row of each id, ascending; and for each row, the index of its id in that order."""
-    _, first, index = np.unique(ids, return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return first[order], rank[index.reshape(-1)]
-
-
-def _greatest(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    greatest = np.full(size, -1)
-    np.maximum.at(greatest, index, values)
-    return greatest
-
-
-def _extremes(index: np.ndarray, values: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    low, high = np.full(size, np.inf), np.full(size, -np.inf)
-    np.minimum.at(low, index, values)
-    np.maximum.at(high, index, values)
-    return low, high
-
-
-def _each_equal(rewards: np.ndarray, scored: np.ndarray, group: np.ndarray, size: int) -> np.ndarray:
-    """(G,) whether each of the rewards (R, K) is equal over the rollouts that have it."""
-    equal = np.ones(size, bool)
-    for column in rewards.T:
-        known = scored & np.isfinite(column)
-        low, high = _extremes(group[known], column[known], size)
-        equal &= low >= high  # inf and -inf where nobody has it
-    return equal
-
-
-def _apart(index: np.ndarray, values: np.ndarray | None, rows: np.ndarray, size: int) -> np.ndarray:
-    """(size,) whether some of `rows` have different values."""
-    if values is None:
-        return np.zeros(size, bool)
-    known = rows & np.isfinite(values)
-    low, high = _extremes(index[known], values[known], size)
-    return low < high
-
-
-def _any(index: np.ndarray, flags: np.ndarray, size: int) -> np.ndarray:
-    return np.bincount(index, flags, size) > 0
-
-
-def _first_known(index: np.ndarray, values: np.ndarray | None, stays: np.ndarray, size: int) -> np.ndarray:
-    """(size,) the first value of each that is known, of the rows that stay longest."""
-    first = np.full(size, np.nan)
-    if values is not None:
-        known = np.flatnonzero(np.isfinite(values))[::-1]
-        known = known[np.argsort(stays[known], kind="stable")]
-        first[index[known]] = values[known]  # what is to be seen is written last
-    return first

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, make_report, tree_words
-from headrace.pipeline.report.groups import compared_values, has_reward
+from headrace.pipeline.report.groups import compared_values, differs, has_reward
 from headrace.pipeline.report.shared_tokens import linear_of
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.transforms.schema import has_key
@@ -145,15 +146,10 @@ def different_values(values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray,
         >>> different_values(np.array([[1.0], [0.0], [1.0]]), np.array([0, 0, 0]))
         (array([0, 0]), array([1, 2]))
     """
-    known = np.isfinite(values)
-    size = int(group.max()) + 1 if len(group) else 0
-    parts = [group.astype(float)[:, None]]
-    for column, there in zip(values.T, known.T, strict=True):
-        low, high = np.full(size, np.inf), np.full(size, -np.inf)
-        np.minimum.at(low, group[there], column[there])
-        np.maximum.at(high, group[there], column[there])
-        differs = (low < high)[group]
-        parts.append(np.stack([np.where(there & differs, column, 0.0), there & differs], 1))
+    parts, numbers = [group.astype(float)[:, None]], torch.from_numpy(group)
+    for column, there in zip(values.T, np.isfinite(values).T, strict=True):
+        apart = differs(numbers, torch.from_numpy(column), torch.from_numpy(there)).numpy()[group]
+        parts.append(np.stack([np.where(there & apart, column, 0.0), there & apart], 1))
     rows, count = np.unique(np.concatenate(parts, 1), axis=0, return_counts=True)
     return rows[:, 0].astype(int), count
 
