@@ -16,115 +16,6 @@ INT64 = 2**63
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-class Record:
-    """One record of a dump, with its place.
-
-    Every getter raises :class:`SourceError` where the key is not there or its value is of another type; under
-    ``optional=True`` an absent key or a null is None. A bool is never a number.
-
-    Args:
-        data: what was read.
-        where: ``file:line``.
-        line: number of the record in its file, from 1.
-
-    Example:
-        >>> Record({"reward": 1}, "a.jsonl:7", 7).number("reward")
-        1.0
-    """
-
-    __slots__ = ("data", "line", "where")
-
-    def __init__(self, data: dict[Any, Any], where: str, line: int = 0):
-        self.data, self.where, self.line = data, where, line
-
-    def fail(self, required: str, found: Any) -> SourceError:
-        """The error to raise: its place, what is required and what was found."""
-        return SourceError(f"{self.where}: {required}; found {quote(found)}")
-
-    def get(self, key: str, *, optional: bool = False) -> Any:
-        """The value under a key, whatever it is."""
-        value = self.data.get(key)
-        if value is None and not optional:
-            if key in self.data:
-                raise self.fail(f"{key!r} must be set", None)
-            keys = quote_some(self.data)
-            raise SourceError(f"{self.where}: the key {key!r} is required; found the keys {keys}")
-        return value
-
-    def text(self, key: str, *, optional: bool = False) -> Any:
-        """A string that is valid Unicode."""
-        return self._typed(key, optional, as_text, "a string of valid Unicode")
-
-    def number(self, key: str, *, optional: bool = False) -> Any:
-        """A finite number within float32, as a float."""
-        return self._typed(key, optional, as_number, "a finite number")
-
-    def whole(self, key: str, *, optional: bool = False) -> Any:
-        """An integer from 0 to 2⁶³ - 1."""
-        return self._typed(key, optional, as_whole, "an integer from 0 to 2**63 - 1")
-
-    def label(self, key: str, *, optional: bool = False) -> Any:
-        """An id: a string or an integer ≥ 0."""
-        return self._typed(key, optional, as_label, "an id, a string or an integer ≥ 0")
-
-    def flag(self, key: str, *, default: bool | None = None) -> bool:
-        """True or False."""
-        value = self.get(key, optional=default is not None)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, bool):
-            raise self.fail(f"{key!r} must be true or false", value)
-        return value
-
-    def choice(self, key: str, known: Mapping[str, T], *, default: str | None = None) -> T:
-        """The value of a word in `known`; `default` is the word where the key is absent or null."""
-        word = self.text(key, optional=default is not None)
-        if word is None and default is not None:
-            word = default
-        if word not in known:
-            raise self.fail(f"{key!r} must be one of {', '.join(known)}", word)
-        return known[word]
-
-    def wholes(self, key: str, *, optional: bool = False) -> Any:
-        """A list of integers ≥ 0, such as tokens."""
-        return self._typed(key, optional, as_wholes, "a list of integers from 0 to 2**63 - 1")
-
-    def numbers(self, key: str, *, optional: bool = False) -> Any:
-        """A list of finite numbers."""
-        return self._typed(key, optional, as_numbers, "a list of finite numbers")
-
-    def bits(self, key: str, *, optional: bool = False) -> Any:
-        """A list of 0 and 1 (or booleans), as 0 and 1."""
-        return self._typed(key, optional, as_bits, "a list of 0 and 1")
-
-    def record(self, key: str, *, optional: bool = False) -> Any:
-        """A nested record."""
-        value = self.get(key, optional=optional)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.fail(f"{key!r} must be an object", value)
-        return Record(value, f"{self.where}, {key}", self.line)
-
-    def records(self, key: str, *, optional: bool = False) -> list[Record]:
-        """A list of nested records; empty where it is optional and absent."""
-        values = self.get(key, optional=optional)
-        if values is None:
-            return []
-        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-            raise self.fail(f"{key!r} must be a list of objects", values)
-        return [Record(value, f"{self.where}, {key}[{i}]", self.line) for i, value in enumerate(values)]
-
-    def _typed(self, key: str, optional: bool, convert: Callable[[Any], Any], what: str) -> Any:
-        value = self.get(key, optional=optional)
-        if value is None:
-            return None
-        converted = convert(value)
-        if converted is None:
-            raise self.fail(f"{key!r} must be {what}", value)
-        return converted
-
-
 def as_text(value: Any) -> str | None:
     """A string that UTF-8 can hold, else None."""
     if type(value) is not str:
@@ -146,11 +37,6 @@ def as_number(value: Any) -> float | None:
 def as_whole(value: Any) -> int | None:
     """An integer ≥ 0 that int64 holds, else None."""
     return value if type(value) is int and 0 <= value < INT64 else None
-
-
-def as_label(value: Any) -> str | int | None:
-    """An id, else None."""
-    return as_whole(value) if type(value) is int else as_text(value)
 
 
 def as_wholes(value: Any) -> list[int] | None:
@@ -187,15 +73,110 @@ def as_number_or_gap(value: Any) -> float | None:
 
 def _as_list(value: Any) -> list[Any] | None:
     if isinstance(value, torch.Tensor):
-        return value.detach().tolist() if _holds_its_items(value) else None
+        if not is_plain(value) or value.dim() != 1:
+            return None
+        # An expanded one claims more memory than it has.
+        holds = value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+        return value.detach().tolist() if holds else None
     return value if type(value) is list else None
 
 
-def _holds_its_items(tensor: torch.Tensor) -> bool:
-    """Whether it is a plain (L,) tensor with memory for each item: an expanded one claims more than that."""
-    if not is_plain(tensor) or tensor.dim() != 1:
-        return False
-    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+def _reader(convert: Callable[[Any], Any], what: str) -> Callable[..., Any]:
+    """A method of a record that reads a value which `convert` knows, and refuses others."""
+
+    def read(record: Record, key: str, *, optional: bool = False) -> Any:
+        value = record.get(key, optional=optional)
+        if value is None:
+            return None
+        converted = convert(value)
+        if converted is None:
+            raise record.fail(f"{key!r} must be {what}", value)
+        return converted
+
+    return read
+
+
+class Record:
+    """One record of a dump, with its place.
+
+    Every getter raises :class:`SourceError` where the key is not there or its value is of another type; under
+    ``optional=True`` an absent key or a null is None. A bool is never a number.
+
+    Args:
+        data: what was read.
+        where: ``file:line``.
+        line: number of the record in its file, from 1.
+
+    Example:
+        >>> Record({"reward": 1}, "a.jsonl:7", 7).number("reward")
+        1.0
+    """
+
+    __slots__ = ("data", "line", "where")
+
+    def __init__(self, data: dict[Any, Any], where: str, line: int = 0):
+        self.data, self.where, self.line = data, where, line
+
+    def fail(self, required: str, found: Any) -> SourceError:
+        """The error to raise: its place, what is required and what was found."""
+        return SourceError(f"{self.where}: {required}; found {quote(found)}")
+
+    def get(self, key: str, *, optional: bool = False) -> Any:
+        """The value under a key, whatever it is."""
+        value = self.data.get(key)
+        if value is None and not optional:
+            if key in self.data:
+                raise self.fail(f"{key!r} must be set", None)
+            keys = quote_some(self.data)
+            raise SourceError(f"{self.where}: the key {key!r} is required; found the keys {keys}")
+        return value
+
+    text = _reader(as_text, "a string of valid Unicode")
+    number = _reader(as_number, "a finite number")
+    whole = _reader(as_whole, "an integer from 0 to 2**63 - 1")
+    label = _reader(
+        lambda each: as_whole(each) if type(each) is int else as_text(each),
+        "an id, a string or an integer ≥ 0",
+    )
+    wholes = _reader(as_wholes, "a list of integers from 0 to 2**63 - 1")  # such as tokens
+    numbers = _reader(as_numbers, "a list of finite numbers")
+    bits = _reader(as_bits, "a list of 0 and 1")  # or of booleans
+
+    def flag(self, key: str, *, default: bool | None = None) -> bool:
+        """True or False."""
+        value = self.get(key, optional=default is not None)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(f"{key!r} must be true or false", value)
+        return value
+
+    def choice(self, key: str, known: Mapping[str, T], *, default: str | None = None) -> T:
+        """The value of a word in `known`; `default` is the word where the key is absent or null."""
+        word = self.text(key, optional=default is not None)
+        if word is None and default is not None:
+            word = default
+        if word not in known:
+            raise self.fail(f"{key!r} must be one of {', '.join(known)}", word)
+        return known[word]
+
+    def record(self, key: str, *, optional: bool = False) -> Any:
+        """A nested record."""
+        value = self.get(key, optional=optional)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.fail(f"{key!r} must be an object", value)
+        return Record(value, f"{self.where}, {key}", self.line)
+
+    def records(self, key: str, *, optional: bool = False) -> list[Record]:
+        """A list of nested records; empty where it is optional and absent."""
+        values = self.get(key, optional=optional)
+        if values is None:
+            return []
+        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+            raise self.fail(f"{key!r} must be a list of objects", values)
+        return [Record(value, f"{self.where}, {key}[{i}]", self.line) for i, value in enumerate(values)]
 
 
 def read_text(record: Record, key: str, *, optional: bool = False) -> str | None:

@@ -51,11 +51,7 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
     Raises:
         SourceError: the file cannot be loaded without running code, or a record is not as documented.
     """
-    try:
-        step, samples = _load(path)
-    except SourceError as err:
-        reading.skipped.note(err)
-        return
+    step, samples = _load(path)
     records = (Record(data, f"{path}, sample {i}", i + 1) for i, data in enumerate(samples))
     named = any(data.get("rollout_id") is not None for data in samples)
     items, most = 0, max(SHARED, path.stat().st_size)
@@ -68,7 +64,7 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
             raise record.fail(f"the lists in a file of this size have at most {most} items", items)
         return samples
 
-    yield from parse_records(records, reading, parse)
+    return parse_records(records, reading, parse)
 
 
 def parse_row(record: Record, reading: Reading, *, step: int, named: bool) -> list[Sample]:
