@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .collect.assembling import assembled
+    from .collect.assembling import assembled, paced
     from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
     from .collect.informing import informative
     from .collect.on_ray import RayAssembler
     from .collect.on_write import AssembleOnWrite
-    from .collect.pacing import paced
     from .collect.queues import RolloutQueue, StepQueue
     from .collect.stamping import StampIds, stamp_ids
     from .collect.torchrl_configs import register_configs

@@ -78,7 +78,7 @@ INNER = {
     "test_tokens.py": {"transforms.rows", "transforms.tensordicts", "transforms.tokens"},
     "test_advisories.py": {
         "pipeline.composing",
-        "pipeline.report.gradient",
+        "pipeline.report.numbers",
         "pipeline.report.folder",
     },
     "test_refused_together.py": {"transforms.distributed.ranks"},
@@ -103,7 +103,7 @@ INNER = {
     },
     "test_page_schema.py": {"pipeline.report.page_schema"},
     "pages.py": {"pipeline.report.page_schema"},
-    "test_sources_fuzz.py": {"pipeline.sources.malformed"},
+    "test_sources_fuzz.py": {"pipeline.sources.record"},
     "command.py": {"pipeline.main"},
     "test_command_words.py": {"pipeline.command.words", "pipeline.composing"},
     "test_doctor.py": {"pipeline.command.doctor"},

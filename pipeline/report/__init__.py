@@ -4,9 +4,9 @@ from .advice import Advisory, Symptom, advise, symptoms, verdict
 from .comparison import Comparison
 from .dump import report_table, write_dump
 from .folder import ReportFolder
-from .gradient import gradient_cosine, gradient_share
 from .html import render_page, write_page
 from .loggers import log_report
+from .numbers import gradient_cosine, gradient_share
 from .page_contents import page_data
 from .shared_tokens import SharedTokens, count_shared_tokens, tree_words
 from .step import StepReport, make_report

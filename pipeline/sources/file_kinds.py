@@ -24,8 +24,7 @@ import pyarrow.parquet as pq
 import torch
 
 from .batch import MAX_ROWS, Label, Sample
-from .malformed import Skipped, SourceError, first_line, quote
-from .record import Record
+from .record import Record, Skipped, SourceError, first_line, quote
 
 MAX_LINE = 2**28  # bytes; one line is in memory at a time
 ROWS = 256  # of a Parquet file, in memory at a time

@@ -25,8 +25,7 @@ from headrace.transforms.tensordicts import as_texts
 
 from .batch import MAX_CELLS, MAX_TOKENS, Sample
 from .file_kinds import Reading, read_jsonl, read_table
-from .malformed import SourceError, first_line, quote_some
-from .record import Record, as_number_or_gap
+from .record import Record, SourceError, as_number_or_gap, first_line, quote_some
 
 REQUIRED = ("step", "row", "group_id", "rollout_id", "reward")
 COUNTS = {"policy_version": ("next", "policy_version"), "expected_rollouts": "expected_rollouts"}

@@ -18,10 +18,10 @@ from . import tinker, verifiers, verl
 from .batch import MAX_ROWS, Sample, to_batch
 from .file_kinds import Reading, read_jsonl, read_lines, read_schema
 from .headrace_dump import REQUIRED, read_headrace_dump
-from .malformed import Skipped, SourceError, quote_some
 from .nemo_rl import read_nemo_rl
 from .open_instruct import read_open_instruct
 from .prime_rl import read_prime_rl
+from .record import Skipped, SourceError, quote_some
 from .regrading import Grade, Regraded, regrade
 from .slime import read_slime
 from .trl import read_trl

@@ -31,8 +31,7 @@ from headrace.transforms import Status
 
 from .batch import Sample
 from .file_kinds import Reading, load_plain, parse_records
-from .malformed import SourceError, quote
-from .record import Record, as_number, as_whole, read_json, read_text
+from .record import Record, SourceError, as_number, as_whole, quote, read_json, read_text
 
 SHARED = 2**22  # items of lists: always allowed in a file; above it no more than the file has bytes
 # A pending rollout has not ended; under partial rollouts it continues in a later step.

@@ -25,8 +25,7 @@ from headrace.transforms import Status
 
 from .batch import Sample
 from .file_kinds import Reading, parse_records, read_rows, read_schema
-from .malformed import SourceError
-from .record import Record, as_number_or_gap, read_text
+from .record import Record, SourceError, as_number_or_gap, read_text
 
 FIXED = ("step", "prompt", "completion", "advantage")
 

@@ -11,16 +11,15 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
-from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
-from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, make_report, tree_words
+from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, tree_words
 from headrace.pipeline.report.groups import compared_values, differs, has_reward
 from headrace.pipeline.report.shared_tokens import linear_of
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.transforms.schema import has_key
 
-from .source import at_step, each_step, open_configured
+from .source import each_step, open_configured, report_of, sizes_of_groups
 
 RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
 PARTS = 0.1  # of the rollouts must lie on either side of what counts as solved, for solve rates to say much
@@ -174,15 +173,12 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
         BatchError: a stage refused a step's batch.
     """
     console = console or Console()
-    sizes = list(config.plan.group_sizes)
-    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
-        raise ConfigError(f"plan.group_sizes must be integers ≥ 1; got {sizes}")
+    sizes = sizes_of_groups(config, "plan.group_sizes")
     steps, tokens, pipeline = [], SharedTokens({}, {}), build_pipeline(config.pipeline)
     for step, batch in each_step(open_configured(config), console):
-        with at_step(step):
-            run = pipeline.run(batch)
-        steps.append(groups_seen(make_report(run, step=step, solved=config.report.solved)))
-        tokens = tokens + count_shared_tokens(batch, row_ids(batch))
+        steps.append(groups_seen(report_of(pipeline, step, batch, config)))
+        ids = [name for name in ("group_id", "rollout_id") if has_key(batch, name)]
+        tokens += count_shared_tokens(batch, {name: batch.get(name).reshape(-1).numpy() for name in ids})
     seen = all_groups_seen(steps)
     if not len(seen.equal):
         raise ConfigError(
@@ -193,12 +189,6 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     if words := tree_words(tokens.numbers(linear=linear_of(pipeline.stages.values()))):
         console.print(words, highlight=False)
     return float(seen.equal.sum() / seen.compared.sum())
-
-
-def row_ids(batch: TensorDictBase) -> dict[str, np.ndarray]:
-    """(N,) integers by name, the ids that a batch has."""
-    names = [name for name in ("group_id", "rollout_id") if has_key(batch, name)]
-    return {name: batch.get(name).reshape(-1).numpy() for name in names}
 
 
 def show_group_sizes(seen: GroupsSeen, sizes: Sequence[int], solved: float, console: Console) -> None:
