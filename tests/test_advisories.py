@@ -20,7 +20,7 @@ from headrace.pipeline import Pipeline, build_pipeline, load_pipeline, make_repo
 from headrace.pipeline.composing import compose_config
 from headrace.pipeline.report import advise, show_report, symptoms, verdict
 from headrace.pipeline.report.folder import Thinned
-from headrace.pipeline.report.measuring.gradient import gradient_share
+from headrace.pipeline.report.numbers import gradient_share
 from headrace.pipeline.tasks.group_sizes import groups_seen
 from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
 

@@ -12,7 +12,7 @@ from dumps import nemo_row, open_instruct_row, trl_dump, write_lines
 from rich.console import Console
 
 from headrace.pipeline import Pipeline, make_report, write_dump
-from headrace.pipeline.report.measuring.numbers import logged_numbers
+from headrace.pipeline.report.numbers import logged_numbers
 from headrace.pipeline.sources import open_source
 from headrace.pipeline.tasks import logged
 from headrace.pipeline.tasks.logged import LoggedRows, nearest_convention, relation

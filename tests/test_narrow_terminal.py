@@ -15,10 +15,10 @@ from headrace.pipeline import Pipeline, load_pipeline, make_report
 from headrace.pipeline.certify import Certificate, Judgement
 from headrace.pipeline.notebook import show_pipeline
 from headrace.pipeline.report import Comparison, show_report
+from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.tasks.certify import show_certificates
 from headrace.pipeline.tasks.compare import show_comparison
 from headrace.pipeline.tasks.group_sizes import GroupsSeen, show_group_sizes
-from headrace.pipeline.terminal_table import FittedColumn, FittedTable
 from headrace.pipeline.train import history_table
 from headrace.transforms import (
     CompletenessGate,

@@ -16,7 +16,7 @@ from busy import busy_batch, stages
 
 from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.report import html, page_schema
-from headrace.pipeline.report.measuring.groups import widest_first
+from headrace.pipeline.report.groups import widest_first
 from headrace.transforms import LossWeight, ShuffleSplit
 
 pytestmark = pytest.mark.slow

@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.pipeline.sources import SourceError, open_source
-from headrace.pipeline.sources.malformed import quote
+from headrace.pipeline.sources.record import quote
 from headrace.transforms import Status
 
 pytestmark = pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from headrace.pipeline import Pipeline, load_pipeline
@@ -194,8 +195,9 @@ def page() -> str:
 
 def names() -> str:
     """The module of the recipes' names."""
-    lines = "".join(f'    "{name}",\n' for name in recipes())
-    return f"{NAMES_HEAD}\nRecipe = Literal[\n{lines}]\n"
+    quoted = " ".join(f'"{name}",' for name in recipes())
+    lines = fill(quoted, 100, initial_indent="    ", subsequent_indent="    ")
+    return f"{NAMES_HEAD}\nRecipe = Literal[\n{lines}\n]  # fmt: skip\n"
 
 
 if __name__ == "__main__":

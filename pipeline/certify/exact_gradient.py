@@ -231,8 +231,15 @@ def gradients_of(
         BatchError: a stage refused the rows, or wrote an advantage that is not finite.
     """
     stages, keys = list(pipeline.stages.values()), keys_of_stages(pipeline.stages.values())
-    together = _keep_within(stages) and any(_cuts_groups(each) for each in stages)
-    remembers = any(_may_remember(each) for each in stages)
+    cutting = [each for each in stages if MINIBATCH in getattr(each, "out_keys", ())]
+    how = [(getattr(each, "unit", None), getattr(each, "minibatch_size", None)) for each in cutting]
+    together = _keep_within(stages) and ("group", 1) in how
+    # A stage that is none of ours may have a state that it does not declare.
+    remembers = any(
+        getattr(each, "stateful", False) or not type(each).__module__.startswith("headrace.")
+        for each in stages
+        if not getattr(each, "within_groups", False) and each not in cutting
+    )
     rows_of_outcomes = batch[OUTCOME].bincount(minlength=outcomes).tolist()
     batches = [batch] if together else batch.split(rows_of_outcomes)
     fresh = copy.deepcopy(pipeline) if remembers else pipeline
@@ -243,7 +250,10 @@ def gradients_of(
         trained = pipeline.run(rows).batch
         if len(trained) == 0:
             continue
-        each = _by_row(trained, keys.get("advantage", "advantage"), score)
+        credit = trained[keys.get("advantage", "advantage")].reshape(len(trained), -1)  # (N, 1) or (N, T)
+        inside = trained[LOSS_MASK] & (trained[ACTIONS] >= 0)
+        credit = torch.where(inside, credit.to(score.dtype), 0.0)
+        each = torch.einsum("nt,ntp->np", credit, score[trained[ACTIONS].clamp_min(0)])
         if not bool(each.isfinite().all()):
             raise BatchError("the advantage of every token in the loss must be finite; found NaN or infinity")
         advantage.index_add_(0, trained[OUTCOME], each / group_size)
@@ -251,13 +261,6 @@ def gradients_of(
             weight = trained[keys.get("loss_weight", "loss_weight")].reshape(-1, 1)
             loss.index_add_(0, trained[OUTCOME], each * weight)
     return Gradients(advantage, loss if pipeline.weighs else None)
-
-
-def _may_remember(stage: nn.Module) -> bool:
-    """Whether a stage has a state, or is none of ours and may have one that it does not declare."""
-    if getattr(stage, "within_groups", False) or MINIBATCH in getattr(stage, "out_keys", ()):
-        return False
-    return getattr(stage, "stateful", False) or not type(stage).__module__.startswith("headrace.")
 
 
 def _keep_within(stages: list[nn.Module]) -> bool:
@@ -273,17 +276,3 @@ def _keep_within(stages: list[nn.Module]) -> bool:
         if within.intersection(getattr(stage, "keys", ())):  # an id of several, one of which is the group's
             within.add(getattr(stage, "into", None))
     return True
-
-
-def _cuts_groups(stage: nn.Module) -> bool:
-    """Whether a stage makes an optimiser step of each group."""
-    options = [getattr(stage, name, None) for name in ("unit", "minibatch_size")]
-    return MINIBATCH in getattr(stage, "out_keys", ()) and options == ["group", 1]
-
-
-def _by_row(trained: TensorDictBase, advantage_key: NestedKey, score: Tensor) -> Tensor:
-    """(N, P) Σ_t A_t ∇log π_t over the row's tokens in the loss."""
-    inside = trained[LOSS_MASK] & (trained[ACTIONS] >= 0)
-    credit = trained[advantage_key].reshape(len(trained), -1).to(score.dtype)  # (N, 1) or (N, T)
-    credit = torch.where(inside, credit, 0.0)
-    return torch.einsum("nt,ntp->np", credit, score[trained[ACTIONS].clamp_min(0)])

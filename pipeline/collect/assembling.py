@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torchrl.collectors import MultiAsyncCollector
 
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 from headrace.transforms.options import one_of
 
-from .over_source import OverSource
+POLL = 0.05  # seconds between two looks at what is waited for
 
 Leftovers = Literal["yield", "drop", "raise"]
 Source = Iterable["TensorDictBase | None"]
@@ -73,6 +75,16 @@ def check_patience(patience: float | None) -> float | None:
     return patience
 
 
+def wait_until(condition: Callable[..., bool], patience: float | None, *arguments: Any) -> bool:
+    """Wait until something holds of the arguments, and return True; False: it did not for so many seconds."""
+    asked = time.monotonic()
+    while not condition(*arguments):
+        if patience is not None and time.monotonic() - asked >= patience:
+            return False
+        time.sleep(POLL)
+    return True
+
+
 def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
     """What is left in an assembler to which nothing more comes (:func:`assembled`)."""
     ready = assembler.ready
@@ -86,6 +98,58 @@ def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
     if assembler.emitted == 0:
         raise assembler.stalled("The source has ended, and nothing has come out")
     assembler.give_up()
+
+
+class OverSource:
+    """Makes batches of those of a source. What is not iteration is the source's: weights, shutdown, …"""
+
+    def __init__(self, source: Any):
+        self.source = source
+
+    @abstractmethod
+    def own_state(self) -> dict[str, Any]:
+        """The state of all but the source, under names of its own."""
+
+    @abstractmethod
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`own_state`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its own state, and that of the source where it has one.
+
+        Raises:
+            TypeError: the source is a MultiAsyncCollector.
+        """
+        if isinstance(self.source, MultiAsyncCollector):
+            raise TypeError(
+                "a MultiAsyncCollector that is asked for its state throws away the rows that its workers are "
+                "collecting: save what is over it alone, stream.own_state(), or that of the assembler, "
+                "assembler.state_dict(). Rollouts under way end with their workers: set the assembler's "
+                "timeout, which lets go of their groups"
+            )
+        own = self.own_state()
+        return own | ({"source": self.source.state_dict()} if hasattr(self.source, "state_dict") else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            ValueError: it is of one with other options; one source has a state and the other has none.
+        """
+        has_state = hasattr(self.source, "load_state_dict")
+        if has_state != ("source" in state):
+            raise ValueError(
+                f"the state {'has' if 'source' in state else 'lacks'} that of a source, and this source "
+                f"{'takes' if has_state else 'takes no'} state"
+            )
+        self.load_own_state(state)
+        if has_state:
+            self.source.load_state_dict(state["source"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "source":  # while it is copied it has none
+            raise AttributeError(name)
+        return getattr(self.source, name)
 
 
 class Assembled(OverSource):
@@ -182,3 +246,62 @@ def _read_when_wanted(source: Source, wanted: SimpleQueue, found: SimpleQueue) -
             found.put(lambda batch=batch: batch)
     except BaseException as err:  # of the source: raised where it is read
         found.put(lambda err=err: refuse(err))
+
+
+# -- dispatch no more than can be trained in time: better than to drop what is slow, which is what is long --
+
+
+class HasRoom(Protocol):
+    """What is asked for room and told what was dispatched: an assembler, or one in an actor of Ray."""
+
+    group_key: NestedKey
+
+    def room(self) -> int:
+        """Groups that may be dispatched now."""
+
+    def announce(self, draws: TensorDictBase) -> None:
+        """Say which were."""
+
+    def stalled(self, why: str) -> StalledError:
+        """The error that says who waits."""
+
+
+def paced(
+    draws: Iterable[TensorDictBase], assembler: HasRoom, *, patience: float | None = None
+) -> Iterator[TensorDictBase]:
+    """Hand on draws while there is room for their groups, and announce them.
+
+    Who dispatches, in a thread, a process or an actor of its own, waits here until groups were handed out or
+    the policy has a newer version (:meth:`GroupAssembler.room`, which needs `groups` and `max_staleness`). In
+    the thread that trains nobody would ever make room: give it `patience`.
+
+    Args:
+        draws: as ``RepeatSampler.draws()`` yields them, or ``StampIds.draws()``.
+        assembler: :class:`GroupAssembler` or :class:`RayAssembler`.
+        patience: seconds for which to wait for room. None: without end.
+
+    Raises:
+        StalledError: when iterated: there was no room in time.
+        BatchError: when iterated: as :meth:`GroupAssembler.announce`.
+        ValueError: a `patience` that is not > 0; when iterated: as :meth:`GroupAssembler.room`.
+
+    Example:
+        >>> from headrace.pipeline import RepeatSampler
+        >>> from headrace.transforms import GroupAssembler
+        >>> assembler = GroupAssembler(groups=2, max_staleness=1)
+        >>> draws = paced(RepeatSampler(9, group_size=8, prompts_per_batch=3).draws(), assembler)
+        >>> next(draws)["group_id"].unique().tolist(), assembler.room()
+        ([0, 1, 2], 1)
+    """
+    return _paced(draws, assembler, check_patience(patience))
+
+
+def _paced(
+    draws: Iterable[TensorDictBase], assembler: HasRoom, patience: float | None
+) -> Iterator[TensorDictBase]:
+    for draw in draws:
+        groups = len(draw.get(assembler.group_key).unique())
+        if not wait_until(lambda groups: assembler.room() >= groups, patience, groups):
+            raise assembler.stalled(f"There has been no room for {groups} groups for {patience:g} s")
+        assembler.announce(draw)
+        yield draw

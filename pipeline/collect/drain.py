@@ -110,7 +110,19 @@ class DrainWriter(RoundRobinWriter):
         try:
             there = getattr(self._storage, "_storage", None)
             if isinstance(there, TensorDictBase) and isinstance(data, TensorDictBase):
-                _check_columns(_widths(there), _widths(data))
+                stored, came = _widths(there), _widths(data)
+                both = stored.keys() & came.keys()
+                odd = {
+                    "lack": stored.keys() - both,
+                    "have also": came.keys() - both,
+                    "are of another width in": {key for key in both if stored[key] != came[key]},
+                }
+                for how, keys in odd.items():  # what one process adds to the storage is there in no other
+                    if keys:
+                        raise BatchError(
+                            "rows must have all columns of the storage, as wide as there; these "
+                            f"{how} {', '.join(sorted(map(str, keys)))}"
+                        )
             yield
         except BaseException:
             self._failed += 1  # under the lock of the buffer
@@ -121,28 +133,6 @@ def _widths(rows: TensorDictBase) -> dict[NestedKey, torch.Size | None]:
     """The shape of each column in a row; None where it holds no tensors."""
     leaves = rows.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
     return {key: leaf.shape[rows.batch_dims :] if isinstance(leaf, Tensor) else None for key, leaf in leaves}
-
-
-def _check_columns(
-    stored: dict[NestedKey, torch.Size | None], came: dict[NestedKey, torch.Size | None]
-) -> None:
-    """Refuse columns that are not those of the storage: what one process adds to it is there in no other.
-
-    Raises:
-        BatchError: some are missing, more than it has, or of another width, which would be repeated.
-    """
-    both = stored.keys() & came.keys()
-    odd = {
-        "lack": stored.keys() - both,
-        "have also": came.keys() - both,
-        "are of another width in": {key for key in both if stored[key] != came[key]},
-    }
-    for how, keys in odd.items():
-        if keys:
-            names = ", ".join(sorted(map(str, keys)))
-            raise BatchError(
-                f"rows must have all columns of the storage, as wide as there; these {how} {names}"
-            )
 
 
 class Drained:
@@ -170,8 +160,16 @@ class Drained:
 
     def _look(self) -> TensorDictBase | None:
         buffer, writer = self.buffer, self.buffer.writer
-        with ExitStack() as locked:
-            self._lock(locked)
+        with ExitStack() as locked:  # writers are kept out, of other processes too: they count rows first
+            for lock in (buffer._replay_lock, buffer._write_lock):
+                if not hasattr(lock, "acquire"):  # of a buffer of one process
+                    continue
+                if not lock.acquire(timeout=self.patience):
+                    raise StalledError(
+                        f"a writer has kept the buffer locked for {self.patience:g} s. If it was killed "
+                        "while it wrote, its last rows are torn: begin with new workers and a new buffer"
+                    )
+                locked.callback(lock.release)
             if failed := getattr(writer, "failed", 0):
                 raise BatchError(
                     f"{failed} write{'s' * (failed > 1)} to the buffer failed, and those rows are lost: the "
@@ -187,31 +185,15 @@ class Drained:
                     f"which it holds {size}: rows were overwritten before they were read. Make it larger, or "
                     "read more often. If it was emptied, or is a new one, begin with another drained(buffer)"
                 )
-            rows = self._read((writer._cursor - unseen + torch.arange(unseen)) % size)
-        self.position += unseen
-        return rows
-
-    def _lock(self, locked: ExitStack) -> None:
-        """Keep writers out, those of other processes too: they count rows before these are written."""
-        for lock in (self.buffer._replay_lock, self.buffer._write_lock):
-            if not hasattr(lock, "acquire"):  # of a buffer of one process
-                continue
-            if not lock.acquire(timeout=self.patience):
-                raise StalledError(
-                    f"a writer has kept the buffer locked for {self.patience:g} s. If it was killed while it "
-                    "wrote, its last rows are torn: begin with new workers and a new buffer"
+            rows = buffer.storage[(writer._cursor - unseen + torch.arange(unseen)) % size]
+            if not buffer.shared:
+                rows = lazy_stack(rows) if isinstance(rows, list) else rows
+            elif odd := [str(key) for key, width in _widths(rows).items() if width is None]:
+                raise BatchError(
+                    f"a shared buffer has columns that are no tensors, {', '.join(sorted(odd))}: what a "
+                    "worker writes there stays in its process. Number them, or leave them out"
                 )
-            locked.callback(lock.release)
-
-    def _read(self, index: Tensor) -> TensorDictBase:
-        rows = self.buffer.storage[index]
-        if not self.buffer.shared:
-            return lazy_stack(rows) if isinstance(rows, list) else rows
-        if odd := [str(key) for key, width in _widths(rows).items() if width is None]:
-            raise BatchError(
-                f"a shared buffer has columns that are no tensors, {', '.join(sorted(odd))}: what a worker "
-                "writes there stays in its process. Number them, or leave them out"
-            )
+        self.position += unseen
         return rows
 
     def state_dict(self) -> dict[str, Any]:

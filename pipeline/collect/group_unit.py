@@ -95,7 +95,9 @@ class GroupUnit(SampleUnit):
             )
         first = first_row(group)
         heads, places = groups_drawn(first, index.reshape(-1).to(first.device), self.anchors)
-        usable = self._unused(group)[heads] & fresh_groups(stored, first, sampler)[heads]
+        used = [number for number, uses in self.uses.items() if uses >= (self.max_uses or uses + 1)]
+        used_up = torch.isin(group, torch.tensor(used, dtype=torch.int64, device=group.device))
+        usable = (fresh_groups(stored, first, sampler) & ~used_up)[heads]
         rows, turn = rows_of_groups(first, heads[usable])
         rows, turn = self._as_written(rows, turn, columns, storage)
         if len(heads) and not len(rows):
@@ -103,8 +105,17 @@ class GroupUnit(SampleUnit):
                 f"of the groups that were drawn, {few(group[heads])}, none is left: each has been used "
                 f"{self.max_uses} times, or is too old for {sampler!r}"
             )
-        rows, turn = self._complete(columns, rows, turn)
-        self._count(group, rows)
+        if len(rows):
+            candidates = Rows.read(columns[rows], keys=self.gate.in_keys)
+            self.gate.decide(candidates.seen_by(self.gate))
+            stays = candidates.table.here.to(rows.device)
+            if not bool(stays.any()):
+                raise BatchError("none of the groups that were drawn passes the gate")
+            rows, turn = rows[stays], turn[stays]
+        there = set(group.unique().tolist())
+        self.uses = {number: uses for number, uses in self.uses.items() if number in there}
+        for number in group[rows].unique().tolist():
+            self.uses[number] = self.uses.get(number, 0) + 1
         return self._result(index, info, rows, places[usable][turn])
 
     def _sampler(self, storage: Storage) -> Sampler | None:
@@ -137,29 +148,6 @@ class GroupUnit(SampleUnit):
         cursor = next(b._writer._cursor for b in storage._attached_entities_iter() if hasattr(b, "_writer"))
         order = ((rows - cursor) % size + turn * size).argsort()
         return rows[order], turn[order]
-
-    def _unused(self, group: Tensor) -> Tensor:
-        """(N,) bool, whether the row's group may be handed out once more."""
-        if self.max_uses is None:
-            return torch.ones_like(group, dtype=torch.bool)
-        used = [number for number, uses in self.uses.items() if uses >= self.max_uses]
-        return ~torch.isin(group, torch.tensor(used, dtype=torch.int64, device=group.device))
-
-    def _complete(self, columns: TensorDictBase, rows: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
-        """Those that pass the gate."""
-        if not len(rows):
-            return rows, turn
-        drawn = Rows.read(columns[rows], keys=self.gate.in_keys)
-        self.gate.decide(drawn.seen_by(self.gate))
-        stays = drawn.table.here.to(rows.device)
-        if not bool(stays.any()):
-            raise BatchError("none of the groups that were drawn passes the gate")
-        return rows[stays], turn[stays]
-
-    def _count(self, group: Tensor, rows: Tensor) -> None:
-        there, handed_out = set(group.unique().tolist()), group[rows].unique().tolist()
-        self.uses = {number: uses for number, uses in self.uses.items() if number in there}
-        self.uses |= {number: self.uses.get(number, 0) + 1 for number in handed_out}
 
     def _result(
         self, index: Tensor, info: dict[str, Any], rows: Tensor, places: Tensor

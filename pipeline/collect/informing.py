@@ -25,7 +25,7 @@ from headrace.transforms.options import at_least, nested_key, one_of
 from headrace.transforms.schema import IN_LOSS, ROW, has_key, read_column
 from headrace.transforms.tensordicts import device_of, shallow_copy
 
-from .over_source import OverSource
+from .assembling import OverSource
 
 OnShort = Literal["raise", "yield"]
 READER = "informative()"
@@ -123,8 +123,13 @@ class Informative(OverSource):
     def __iter__(self) -> Iterator[TensorDictBase]:
         batches = iter(self.source)
         while (more := self._ask(batches)) or self.ready:
-            if self.ready < self.groups and more:
-                self._stalled()
+            if self.ready < self.groups and more and not (self.on_short == "yield" and self.ready):
+                seen, found = self.seen - self._before[0], self.found - self._before[1]
+                raise StalledError(
+                    f"{self._asked} batches have brought {seen} groups, of which {found} are informative; "
+                    f"{self.groups} are wanted, and {self.ready} wait. Are the prompts too easy, or too "
+                    "hard? Raise max_batches, or set on_short='yield'"
+                )
             yield self._take()
 
     def _ask(self, batches: Iterator[TensorDictBase]) -> bool:
@@ -139,20 +144,12 @@ class Informative(OverSource):
                 self._add(batch)
         return True
 
-    def _stalled(self) -> None:
-        """What was brought is less than a batch.
-
-        Raises:
-            StalledError: that is an error, or it is nothing.
-        """
-        if self.on_short == "yield" and self.ready:
-            return
-        seen, found = self.seen - self._before[0], self.found - self._before[1]
-        raise StalledError(
-            f"{self._asked} batches have brought {seen} groups, of which {found} are informative; "
-            f"{self.groups} are wanted, and {self.ready} wait. Are the prompts too easy, or too hard? Raise "
-            "max_batches, or set on_short='yield'"
-        )
+    def _take(self) -> TensorDictBase:
+        """Hand out the first groups that wait."""
+        rows = [row for group in list(self._waiting)[: self.groups] for row in self._waiting.pop(group)]
+        batch = gather(sorted(rows, key=lambda row: row[1]), {})
+        let_go(rows)
+        return batch
 
     def _add(self, batch: TensorDictBase) -> None:
         flat = enter_rows(batch, [self.group_key], reader=READER)
@@ -169,7 +166,14 @@ class Informative(OverSource):
         piece = RowPiece(flat, range(self._came, self._came + len(flat)))
         if self._waiting:
             check_kinds(self._kinds, kinds_of(flat))
-        informs = {groups[row] for row in self._in_loss(flat)}
+        judged = shallow_copy(flat)
+        judged.set(ROW, torch.arange(len(flat), device=device_of(flat)))
+        for stage in self.stages:
+            judged = stage(judged)
+        rows = judged.get(ROW) if len(judged) else torch.empty(0, dtype=torch.int64)
+        if len(judged) and has_key(judged, IN_LOSS):
+            rows = rows[judged.get(IN_LOSS)]
+        informs = {groups[row] for row in rows.tolist()}
         stays = [(self._came + row, group) for row, group in enumerate(groups) if group in informs]
         if stays:
             piece.place = {arrival: piece.place[arrival] for arrival, _ in stays}
@@ -182,24 +186,6 @@ class Informative(OverSource):
         self.counts["uninformative"] += len(flat) - len(stays)
         self.seen += len(set(groups))
         self.found += len(informs)
-
-    def _in_loss(self, flat: TensorDictBase) -> list[int]:
-        """The rows that the stages leave in the loss."""
-        batch = shallow_copy(flat)
-        batch.set(ROW, torch.arange(len(flat), device=device_of(flat)))
-        for stage in self.stages:
-            batch = stage(batch)
-        if len(batch) == 0:
-            return []
-        rows = batch.get(ROW)
-        return (rows[batch.get(IN_LOSS)] if has_key(batch, IN_LOSS) else rows).tolist()
-
-    def _take(self) -> TensorDictBase:
-        """Hand out the first groups that wait."""
-        rows = [row for group in list(self._waiting)[: self.groups] for row in self._waiting.pop(group)]
-        batch = gather(sorted(rows, key=lambda row: row[1]), {})
-        let_go(rows)
-        return batch
 
     def own_state(self) -> dict[str, Any]:
         """The groups that wait, and the counts."""

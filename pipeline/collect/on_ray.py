@@ -18,6 +18,10 @@ from .assembling import Leftovers, check_patience, rest_of
 LISTENING = 0.2  # seconds for which the actor waits for a whole group before the trainer looks at writers
 
 
+def _number(name: str, meaning: str) -> Any:
+    return property(lambda self: self._ask("call", "__getattribute__", name), doc=meaning)
+
+
 class RayAssembler:
     """A :class:`GroupAssembler` in an actor: a handle that can be sent to any task or actor of the cluster.
 
@@ -137,7 +141,9 @@ class RayAssembler:
                 yield batch
                 heard = time.monotonic()
             elif writers.lost is not None:
-                raise self.stalled(writers.lost_in_words()) from writers.lost
+                lost = f"{writers.failed} of {len(writers.tasks)} writers lost"
+                why = f"{lost} ({type(writers.lost).__name__}: {writers.lost})"
+                raise self.stalled(why) from writers.lost
             elif writers.are_over:
                 break
             elif patience is not None and time.monotonic() - heard >= patience:
@@ -162,44 +168,21 @@ class RayAssembler:
 
     # -- what is there ------------------------------------------------------------------------------
 
-    @property
-    def groups(self) -> int | None:
-        """As the option of :class:`GroupAssembler`."""
-        return self._ask("read", "groups")
-
-    @property
-    def ready(self) -> int:
-        """Whole groups."""
-        return self._ask("read", "ready")
-
-    @property
-    def pending(self) -> int:
-        """Groups that are announced or begun, and not whole."""
-        return self._ask("read", "pending")
-
-    @property
-    def held(self) -> int:
-        """Rows that are neither handed out nor counted."""
-        return self._ask("read", "held")
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Rows that left, by reason."""
-        return self._ask("read", "counts")
-
-    @property
-    def emitted(self) -> int:
-        """Groups that were handed out."""
-        return self._ask("read", "emitted")
+    groups = _number("groups", "As the option of :class:`GroupAssembler`.")
+    ready = _number("ready", "Whole groups.")
+    pending = _number("pending", "Groups that are announced or begun, and not whole.")
+    held = _number("held", "Rows that are neither handed out nor counted.")
+    counts = _number("counts", "Rows that left, by reason.")
+    emitted = _number("emitted", "Groups that were handed out.")
 
     @property
     def version(self) -> int:
         """The newest policy version; whoever trains counts it up."""
-        return self._ask("read", "version")
+        return self._ask("call", "__getattribute__", "version")
 
     @version.setter
     def version(self, version: int) -> None:
-        self._ask("write", "version", version)
+        self._ask("call", "__setattr__", "version", version)
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`GroupAssembler.state_dict`."""
@@ -247,10 +230,6 @@ class Writers:
                 if not self.go_on or self.failed == len(self.tasks):
                     self.lost = getattr(err, "cause", None) or err
 
-    def lost_in_words(self) -> str:
-        """What is said of it."""
-        return f"{self.failed} of {len(self.tasks)} writers lost ({type(self.lost).__name__}: {self.lost})"
-
 
 class AssemblerActor:
     """What runs in the actor: one thing at a time, since only who waits lets others in.
@@ -269,7 +248,7 @@ class AssemblerActor:
     async def put(self, batch: TensorDictBase, patience: float | None) -> None:
         """Put rows once there is room."""
         async with self.changed:
-            if not await self._until(self._has_room, patience):
+            if not await self._until(lambda: self.most is None or self.assembler.ready < self.most, patience):
                 raise self.assembler.stalled(f"Nobody has made room for {patience:g} s")
             self.puts += 1
             self.changed.notify_all()
@@ -279,9 +258,6 @@ class AssemblerActor:
             except StalledError as err:  # is of the stream, and not of this batch: the trainer is to know
                 self.stall = err
                 raise
-
-    def _has_room(self) -> bool:
-        return self.most is None or self.assembler.ready < self.most
 
     async def take(self, n: int | None, patience: float) -> tuple[TensorDictBase | None, int]:
         """A batch, if one is there in time, and how many puts there were."""
@@ -317,15 +293,7 @@ class AssemblerActor:
         return True
 
     async def call(self, method: str, *args: Any) -> Any:
-        """A method of the assembler."""
+        """What a method of the assembler returns."""
         async with self.changed:
             self.changed.notify_all()
             return getattr(self.assembler, method)(*args)
-
-    async def read(self, name: str) -> Any:
-        """A number of the assembler."""
-        return getattr(self.assembler, name)
-
-    async def write(self, name: str, value: Any) -> None:
-        """Set one."""
-        setattr(self.assembler, name, value)

@@ -27,11 +27,14 @@ from headrace.transforms.options import at_least, one_of
 from headrace.transforms.schema import RANK, read_written
 from headrace.transforms.tensordicts import take_rows
 
-from .assembling import check_patience
+from .assembling import POLL, check_patience, wait_until
 
 SEPARATOR = "."
-POLL = 0.05  # seconds between two looks into a queue
 END = "end"  # the key that says that nothing more comes
+
+
+def _queue() -> Any:
+    return import_extra("transfer_queue", "tq", "a queue of TransferQueue")
 
 
 class RolloutQueue:
@@ -71,7 +74,7 @@ class RolloutQueue:
         clear: Literal["read", "saved"] = "read",
         max_rows: int = 1024,
     ):
-        self._queue()
+        _queue()
         self.partition, self.producers = partition, at_least("producers", producers, 1)
         self.clear = one_of("clear", clear, ("read", "saved"))
         self.max_rows = at_least("max_rows", max_rows, 1, required=True)
@@ -79,10 +82,6 @@ class RolloutQueue:
         self._read: dict[str, int] = {}  # by producer, how many of its rows
         self._used: list[str] = []  # keys of rows that were read and are there still
         self._saved = 0  # how many of those are in the last state
-
-    @staticmethod
-    def _queue() -> Any:
-        return import_extra("transfer_queue", "tq", "RolloutQueue")
 
     # -- producers ----------------------------------------------------------------------------------
 
@@ -101,11 +100,11 @@ class RolloutQueue:
         keys = [self._key(self._sent + row) for row in range(len(columns))]
         self._sent += len(keys)
         # Tags are there after the data: who sees one may read.
-        self._queue().kv_batch_put(keys, self.partition, fields=columns, tags=[tag] * len(keys))
+        _queue().kv_batch_put(keys, self.partition, fields=columns, tags=[tag] * len(keys))
 
     def end(self) -> None:
         """Say that no more rows come from here."""
-        self._queue().kv_batch_put([self._key(END)], self.partition, tags=[{END: self._sent}])
+        _queue().kv_batch_put([self._key(END)], self.partition, tags=[{END: self._sent}])
 
     def _key(self, what: int | str) -> str:
         self._name = self._name or uuid4().hex  # of this process: copies of the handle have their own
@@ -127,7 +126,7 @@ class RolloutQueue:
                 self._forget(len(self._used))
             ended, new = self._look()
             for tag, keys in new:
-                batch = fetch_rows(self._queue(), keys, self.partition, tag)
+                batch = fetch_rows(_queue(), keys, self.partition, tag)
                 for key in keys:
                     name, _, number = key.partition("/")
                     self._read[name] = int(number) + 1
@@ -157,11 +156,11 @@ class RolloutQueue:
 
     def _tags(self) -> Mapping[str, Mapping[str, Any]]:
         """Those of all that the queue has, by key."""
-        return self._queue().kv_list(self.partition).get(self.partition, {})
+        return _queue().kv_list(self.partition).get(self.partition, {})
 
     def _forget(self, count: int) -> None:
         if count:
-            self._queue().kv_clear(self._used[:count], self.partition)
+            _queue().kv_clear(self._used[:count], self.partition)
         self._used, self._saved = self._used[count:], max(0, self._saved - count)
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,15 +204,11 @@ class StepQueue:
     """
 
     def __init__(self, partition: str, *, ranks: int, max_steps: int | None = None):
-        self._queue()
+        _queue()
         self.partition, self.ranks = partition, at_least("ranks", ranks, 1, required=True)
         self.max_steps = at_least("max_steps", max_steps, 1)
         self.steps = 0
         """Steps that were put."""
-
-    @staticmethod
-    def _queue() -> Any:
-        return import_extra("transfer_queue", "tq", "StepQueue")
 
     def put(self, minibatches: Iterable[TensorDictBase], *, patience: float | None = None) -> int:
         """Send optimiser steps, and return how many.
@@ -232,33 +227,33 @@ class StepQueue:
             # All is looked at before anything is sent: else some ranks would have a step that others lack.
             parts = rows_by_rank(minibatch, self.ranks)
             for rank in range(self.ranks):
-                asked = time.monotonic()
-                while self.max_steps is not None and len(waiting := self._tags(rank)) >= self.max_steps:
-                    if patience is not None and time.monotonic() - asked >= patience:
-                        late = f"rank {rank} has not taken optimiser step {min(waiting, key=int)}"
-                        raise StalledError(f"{late} for {patience:g} s")
-                    time.sleep(POLL)
+                if not wait_until(self._has_room, patience, rank):
+                    late = f"rank {rank} has not taken optimiser step {min(self._tags(rank), key=int)}"
+                    raise StalledError(f"{late} for {patience:g} s")
             for rank, rows in enumerate(parts):
                 tag: dict[str, Any] = {}
                 name = f"{self.partition}/{rank}"
                 if len(rows):
                     columns, tag = encode_rows(rows)
                     keys = [f"{self.steps}/{row}" for row in range(len(rows))]
-                    self._queue().kv_batch_put(keys, name, fields=columns, tags=[tag] * len(rows))
-                self._queue().kv_batch_put([f"{self.steps}"], name, tags=[tag | {"rows": len(rows)}])
+                    _queue().kv_batch_put(keys, name, fields=columns, tags=[tag] * len(rows))
+                _queue().kv_batch_put([f"{self.steps}"], name, tags=[tag | {"rows": len(rows)}])
             self.steps += 1
         return self.steps - before
+
+    def _has_room(self, rank: int) -> bool:
+        return self.max_steps is None or len(self._tags(rank)) < self.max_steps
 
     def _tags(self, rank: int) -> dict[str, Any]:
         """Of the steps that a rank has not taken, by number."""
         name = f"{self.partition}/{rank}"
-        tags = self._queue().kv_list(name).get(name, {})
+        tags = _queue().kv_list(name).get(name, {})
         return {key: tag for key, tag in tags.items() if "/" not in key and tag}
 
     def end(self) -> None:
         """Say that no more steps come."""
         for rank in range(self.ranks):
-            self._queue().kv_batch_put([END], f"{self.partition}/{rank}", tags=[{END: self.steps}])
+            _queue().kv_batch_put([END], f"{self.partition}/{rank}", tags=[{END: self.steps}])
 
     def minibatches(
         self, rank: int, *, first: int = 0, patience: float | None = None
@@ -282,12 +277,12 @@ class StepQueue:
             tags = self._tags(rank)
             if (tag := tags.get(f"{step}")) is not None:
                 keys = [f"{step}/{row}" for row in range(tag["rows"])]
-                rows = fetch_rows(self._queue(), keys, name, tag) if keys else TensorDict({}, batch_size=[0])
-                self._queue().kv_clear([*keys, f"{step}"], name)
+                rows = fetch_rows(_queue(), keys, name, tag) if keys else TensorDict({}, batch_size=[0])
+                _queue().kv_clear([*keys, f"{step}"], name)
                 yield rows
                 step, asked = step + 1, time.monotonic()
             elif END in tags and tags[END][END] == step:
-                self._queue().kv_clear([END], name)
+                _queue().kv_clear([END], name)
                 return
             elif patience is not None and time.monotonic() - asked >= patience:
                 raise StalledError(f"rank {rank} has waited {patience:g} s for optimiser step {step}")
@@ -343,18 +338,18 @@ def encode_rows(batch: TensorDictBase) -> tuple[TensorDict, dict[str, Any]]:
     batch = batch.reshape(-1).detach().cpu()
     lazy = isinstance(batch, LazyStackedTensorDict)
     leaves = batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
-    keys = [(key,) if isinstance(key, str) else key for key in leaves]
-    if dotted := [key for key in keys if any(SEPARATOR in part for part in key)]:
+    if dotted := [key for key in leaves if SEPARATOR in "".join(key)]:
         raise BatchError(
             f"TransferQueue takes keys without dots; found {listing(map(str, dotted))}: rename them"
         )
+    flat = batch.flatten_keys(SEPARATOR, is_leaf=is_leaf_nontensor)
     columns = TensorDict({}, batch_size=batch.batch_size)
-    for key in keys:
-        columns[SEPARATOR.join(key)] = _ragged(batch, key) if lazy else batch.get(key).clone()
+    for key in flat.keys():
+        columns[key] = _ragged(flat, key) if lazy else flat.get(key).clone()
     return columns, {"columns": _columns_of(columns), "lazy": int(lazy)}
 
 
-def _ragged(batch: LazyStackedTensorDict, key: tuple[str, ...]) -> Any:
+def _ragged(batch: TensorDictBase, key: str) -> Any:
     rows = [row.get(key) for row in batch.unbind(0)]
     if not isinstance(rows[0], Tensor):
         return NonTensorStack(*(row.tolist() if hasattr(row, "tolist") else row for row in rows))
@@ -384,18 +379,11 @@ def decode_rows(columns: TensorDictBase, tag: Mapping[str, Any]) -> TensorDictBa
         for key, column in each.items():
             each[key] = column.unbind() if isinstance(column, Tensor) else column.tolist()
         rows = ({key: column[row] for key, column in each.items()} for row in range(count))
-        return lazy_stack([_nested(row, []) for row in rows])
+        return lazy_stack([TensorDict(row, batch_size=[]).unflatten_keys(SEPARATOR) for row in rows])
     for key, column in each.items():
         if isinstance(column, Tensor) and column.is_nested:  # dense ones come back so, all their rows alike
             each[key] = torch.stack(column.unbind())
-    return _nested(each, [count])
-
-
-def _nested(columns: Mapping[str, Any], batch_size: Sequence[int]) -> TensorDict:
-    batch = TensorDict({}, batch_size=batch_size)
-    for key, column in columns.items():
-        batch[tuple(key.split(SEPARATOR))] = column
-    return batch
+    return TensorDict(each, batch_size=[count]).unflatten_keys(SEPARATOR)
 
 
 def _columns_of(columns: TensorDictBase) -> int:

@@ -269,10 +269,14 @@ class StampIds(Transform):
         Raises:
             BatchError: they have not; with the rows.
         """
-        key = self._prompt_column(rows)
-        if key is None:
+        key = self.prompt_key
+        if key is not None:
+            require(rows, key, reader=type(self).__name__, option="prompt_key")
+        elif (key := next((key for key in PROMPTS if rows.get(key, None) is not None), None)) is None:
             return
-        prompts = read_prompts(rows, key, fresh)
+        flat = rows.reshape(rows.shape.numel())
+        prompts = [flat[place].get(key) for place in fresh]  # text, or lists of numbers or texts
+        prompts = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
         found, last = [], self._prompt
         for place, (row, prompt) in enumerate(zip(fresh, prompts, strict=True), start=self._dispatched):
             if place % self.repeats and prompt != last:
@@ -286,12 +290,6 @@ class StampIds(Transform):
                 f"{type(self).__name__} before it is first reset"
             )
         self._prompt = last
-
-    def _prompt_column(self, rows: TensorDictBase) -> NestedKey | None:
-        if self.prompt_key is None:
-            return next((key for key in PROMPTS if rows.get(key, None) is not None), None)
-        require(rows, self.prompt_key, reader=type(self).__name__, option="prompt_key")
-        return self.prompt_key
 
     # -- its state ----------------------------------------------------------------------------------
 
@@ -314,16 +312,6 @@ class StampIds(Transform):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self)})"
-
-
-# -- the prompts in an environment's rows, and where two of them differ -------------------------------------
-
-
-def read_prompts(rows: TensorDictBase, key: NestedKey, places: list[int]) -> list[Any]:
-    """The prompts of some rows, as what compares equal where they are: text, or lists of numbers or texts."""
-    flat = rows.reshape(rows.shape.numel())
-    found = [flat[place].get(key) for place in places]
-    return [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in found]
 
 
 def first_difference(prompt: Any, last: Any) -> str:

@@ -6,7 +6,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -90,14 +90,11 @@ def packages() -> Iterator[Finding]:
             yield Finding("ok", f"{name} {found}" + (", the tested version" if wanted else ""))
     for name in ("torch", "tensordict", "torchrl", "pyarrow"):
         if version_of(name):
-            yield from _importable(name)
-
-
-def _importable(name: str) -> Iterator[Finding]:
-    try:
-        import_module(name)
-    except Exception as err:
-        yield Finding("bad", f"{name} is there and cannot be imported: {err}. Install it again")
+            try:
+                import_module(name)
+            except Exception as err:
+                found = f"{name} is there and cannot be imported: {err}. Install it again"
+                yield Finding("bad", found)
 
 
 def extras() -> Iterator[Finding]:

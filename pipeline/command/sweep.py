@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable
 
 FILE = "job.json"

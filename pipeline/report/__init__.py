@@ -6,9 +6,9 @@ from .dump import report_table, write_dump
 from .folder import ReportFolder
 from .html import render_page, write_page
 from .loggers import log_report
-from .measuring.gradient import gradient_cosine, gradient_share
-from .measuring.shared_tokens import SharedTokens, count_shared_tokens, tree_words
+from .numbers import gradient_cosine, gradient_share
 from .page_contents import page_data
+from .shared_tokens import SharedTokens, count_shared_tokens, tree_words
 from .step import StepReport, make_report
 from .terminal import print_report, show_advisories, show_report
 from .texts import decoder_of, last_user_turn

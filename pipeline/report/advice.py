@@ -138,8 +138,12 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
         rollouts-truncated: 50 % of the rollouts were cut off before their end.
     """
     history = history or [(0, numbers)]
-    found = [_nothing_trains(history), *(_bound(rule, history) for rule in BOUNDS)]
-    return [each for each in [*found, *_least(numbers), *_trends(history)] if each is not None]
+    found = []
+    if steps := [step for step, each in history if each.get("rows/trained") == 0]:
+        words = "Nothing was trained" + (f" {said_at(steps, len(history))}" if len(history) > 1 else "")
+        found = [Advisory("nothing-trains", f"{words}.", "rows/trained", tuple(steps))]
+    bounds = [each for rule in BOUNDS if (each := _bound(rule, history)) is not None]
+    return [*found, *bounds, *_least(numbers), *_trends(history)]
 
 
 def verdict(numbers: Numbers, history: History = ()) -> str:
@@ -192,17 +196,6 @@ def said_at(steps: Sequence[int], of: int) -> str:
     return f"at {len(steps):,} of {of:,} steps, first at {steps[0]:,} and last at {steps[-1]:,}"
 
 
-def _advisory(name: str, words: str, number: str, steps: Sequence[int], of: int) -> Advisory:
-    where = said_at(steps, of)
-    return Advisory(name, f"{words} ({where})." if where else f"{words}.", number, tuple(steps))
-
-
-def _nothing_trains(history: History) -> Advisory | None:
-    steps = [step for step, numbers in history if numbers.get("rows/trained") == 0]
-    words = "Nothing was trained" + (f" {said_at(steps, len(history))}" if len(history) > 1 else "")
-    return Advisory("nothing-trains", f"{words}.", "rows/trained", tuple(steps)) if steps else None
-
-
 def _bound(rule: Bound, history: History) -> Advisory | None:
     known = [(step, each) for step, each in history if rule.number in each and rule.holds(each)]
     recent = [each for _, each in history[-RECENT:] if rule.number in each and rule.holds(each)]
@@ -214,7 +207,9 @@ def _bound(rule: Bound, history: History) -> Advisory | None:
     if means.get(rule.number, -math.inf) <= rule.limit:
         return None
     steps = [step for step, each in known if each[rule.number] > rule.limit]
-    return _advisory(rule.name, rule.words(means[rule.number], means), rule.number, steps, len(history))
+    where = said_at(steps, len(history))
+    words = rule.words(means[rule.number], means) + (f" ({where})" if where else "")
+    return Advisory(rule.name, f"{words}.", rule.number, tuple(steps))
 
 
 def _least(numbers: Numbers) -> list[Advisory]:

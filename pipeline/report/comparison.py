@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.transforms import BatchError
 
-from .measuring.gradient import gradient_cosine, gradient_share
+from .numbers import gradient_cosine, gradient_share
 from .step import StepReport
 
 MOVERS = 8  # groups whose share moves most
@@ -91,9 +91,16 @@ class Comparison:
         Raises:
             BatchError: they are not of the same rows.
         """
-        _check(first, second)
+        for name in ("group_id", "rollout_id"):
+            ids = [report.columns.get(name) for report in (first, second)]
+            if len(first) != len(second) or (ids[0] is not None and not np.array_equal(ids[0], ids[1])):
+                raise BatchError(
+                    f"two recipes are compared row by row, over the same batch; one has {len(first)} rows "
+                    f"and the other {len(second)}, or their {name}s differ"
+                )
         trained = [report.columns["reason"] == 0 for report in (first, second)]
-        credit = [_column(report, "advantage") for report in (first, second)]
+        unknown = np.full(len(first), np.nan)
+        credit = [report.columns.get("advantage", unknown) for report in (first, second)]
         self.steps, self.rows = self.steps + 1, self.rows + len(first)
         self.both += int((trained[0] & trained[1]).sum())
         self.only = [
@@ -129,20 +136,6 @@ class Comparison:
         found = [Mover(report.step, names[k], float(one[k]), float(other[k])) for k in most]
         moved = [mover for mover in found if mover.first != mover.second]
         self.movers = sorted(self.movers + moved, key=lambda m: -abs(m.first - m.second))[:MOVERS]
-
-
-def _check(first: StepReport, second: StepReport) -> None:
-    for name in ("group_id", "rollout_id"):
-        ids = [report.columns.get(name) for report in (first, second)]
-        if len(first) != len(second) or (ids[0] is not None and not np.array_equal(ids[0], ids[1])):
-            raise BatchError(
-                f"two recipes are compared row by row, over the same batch; one has {len(first)} rows and "
-                f"the other {len(second)}, or their {name}s differ"
-            )
-
-
-def _column(report: StepReport, name: str) -> np.ndarray:
-    return report.columns.get(name, np.full(len(report), np.nan))
 
 
 def _labels(report: StepReport) -> dict[str, np.ndarray]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from .page_contents import shortened
+from .page_contents import or_none, shortened
 from .step import StepReport, rows_to_read
 
 ROLLOUTS = 200  # of the table: trackers keep one of every step
@@ -77,20 +76,17 @@ def rollout_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
         report.ids(unit, each["row"]) if f"{unit}_id" in columns else each[unit].tolist()
         for unit in ("group", "rollout")
     )
+    reward, advantage = or_none(each["reward"]), or_none(each["advantage"])
     table = []
     for rollout, rows in list(rows_of.items())[:ROLLOUTS]:
         at, asked = place[rollout], report.asked(rows[0])
         line: list[Any] = [group[at], names[at], None if asked is None else shortened(asked)]
         line.append(None if responses is None else shortened("\n\n".join(responses[row] for row in rows)))
-        line += [_or_none(each[name][at]) for name in ("reward", "advantage")]
+        line += [reward[at], advantage[at]]
         line.append(int(columns["tokens"][rows].sum()) if "tokens" in columns else None)
         line.append(None if statuses is None else statuses[rows[-1]])
         table.append([*line, report.names[each["reason"][at]]])
     return COLUMNS, table
-
-
-def _or_none(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _log_table(logger: Any, name: str, step: int, names: list[str], rows: list[list[Any]]) -> None:

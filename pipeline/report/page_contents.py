@@ -10,9 +10,9 @@ import numpy as np
 from headrace.pipeline.wording import printable
 
 from .advice import Advice, Advisory, History, advice_at, symptoms
+from .groups import widest_first
 from .html import embed
-from .measuring.gradient import gradient_share
-from .measuring.groups import widest_first
+from .numbers import gradient_share
 from .page_schema import Groups, PageData, PageLevel, PageSymptom, PageText, PageTokens, ShownRows, Step
 from .step import StepReport, rows_to_read
 from .texts import TokenValues
@@ -107,18 +107,20 @@ def _groups(report: StepReport, shown: np.ndarray, texts: PageTexts) -> Groups:
         return report.groups[name][shown] if report.groups else np.empty(0)
 
     asked = [report.asked(row) for row in column("row").tolist()]
+    lines = [None if text is None else " ".join(text.split()) for text in asked]
+    short = [line if line is None or len(line) <= LABEL else f"{line[: LABEL - 1]}…" for line in lines]
     return {
         "id": _ids(report, "group", column("row").astype(int)),
-        "label": [None if text is None else printable(_short(text)) for text in asked],
+        "label": [line and printable(line) for line in short],
         "asked": [texts.asked.get(row) for row in column("row").tolist()],
         "prompt": [texts.prompts.get(row) for row in column("row").tolist()],
         "rollouts": column("rollouts").tolist(),
-        "expected": _or_none(column("expected")),
-        "reward_mean": _or_none(column("reward_mean")),
-        "reward_std": _or_none(column("reward_std")),
+        "expected": or_none(column("expected")),
+        "reward_mean": or_none(column("reward_mean")),
+        "reward_std": or_none(column("reward_std")),
         "zero_variance": column("zero_variance").tolist(),
         "complete": column("complete").tolist(),
-        "staleness": _or_none(column("staleness")),
+        "staleness": or_none(column("staleness")),
     }
 
 
@@ -128,7 +130,7 @@ def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
     unknown: list = [None] * len(rows)
 
     def column(name: str) -> list:
-        return _or_none(columns[name][rows]) if name in columns else unknown
+        return or_none(columns[name][rows]) if name in columns else unknown
 
     statuses = report.statuses or ["completed"] * len(report)
     return {
@@ -136,7 +138,7 @@ def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
         "group": _ids(report, "group", rows) if "group_id" in columns else [0] * len(rows),
         "rollout": _ids(report, "rollout", rows) if "rollout_id" in columns else rows.tolist(),
         "reward": column("reward"),
-        "rewards": [_or_none(each) for each in columns["rewards"][rows]] if "rewards" in columns else unknown,
+        "rewards": [or_none(each) for each in columns["rewards"][rows]] if "rewards" in columns else unknown,
         "advantage": column("advantage"),
         "advantage_by_row": column("advantage_by_row"),
         "tokens": column("tokens"),
@@ -145,7 +147,7 @@ def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
         "other_share": column("other_share"),
         "status": [statuses[row] for row in rows.tolist()],
         "reason": ["" if code == 0 else report.names[code] for code in columns["reason"][rows].tolist()],
-        "staleness": _or_none(report.staleness[rows]),
+        "staleness": or_none(report.staleness[rows]),
         "minibatch": column("minibatch"),
         "microbatch": column("microbatch"),
         "rank": column("rank"),
@@ -161,13 +163,7 @@ def _ids(report: StepReport, unit: Literal["group", "rollout"], rows: np.ndarray
     return [printable(each) if isinstance(each, str) else each for each in report.ids(unit, rows)]
 
 
-def _short(text: str) -> str:
-    """In one line, with a mark where it goes on."""
-    line = " ".join(text.split())
-    return line if len(line) <= LABEL else f"{line[: LABEL - 1]}…"
-
-
-def _or_none(values: np.ndarray) -> list:
+def or_none(values: np.ndarray) -> list:
     """Python numbers, None where the value is unknown: NaN of floats, below 0 of integers."""
     unknown = ~np.isfinite(values) if values.dtype.kind == "f" else values < 0
     return [None if none else value for value, none in zip(values.tolist(), unknown.tolist(), strict=True)]
@@ -194,8 +190,20 @@ def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTex
         room: bytes that texts may take on the page.
     """
     found = PageTexts({}, {}, {}, {})
+    prompts, responses = (report.texts.get(name) for name in ("prompt", "response"))
     for row in rows:
-        new = _texts_of(report, row, found)
+        new = PageTexts({}, {}, {}, {})  # those of a row, and of its group, where that has none yet
+        first = report.first_of_group(row)
+        if prompts is not None and first is not None and first not in found.asked:
+            asked = str(report.asked(first))
+            new.asked[first] = cut_text(asked)
+            if asked != prompts[first]:
+                new.prompts[first] = cut_text(prompts[first])
+        values = report.by_token.get(row)
+        if values is not None:
+            new.tokens[row] = cut_tokens(values)
+        if responses is not None and (values is None or values.texts is None):
+            new.responses[row] = cut_text(responses[row])
         room -= sum(len(embed({"": text})) for texts in new for text in texts.values())
         if room < 0:
             break
@@ -204,24 +212,6 @@ def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTex
         found.responses.update(new.responses)
         found.tokens.update(new.tokens)
     return found
-
-
-def _texts_of(report: StepReport, row: int, found: PageTexts) -> PageTexts:
-    """Those of a row, and of its group, where that has none yet."""
-    new = PageTexts({}, {}, {}, {})
-    prompts, responses = (report.texts.get(name) for name in ("prompt", "response"))
-    first = report.first_of_group(row)
-    if prompts is not None and first is not None and first not in found.asked:
-        asked = str(report.asked(first))
-        new.asked[first] = cut_text(asked)
-        if asked != prompts[first]:
-            new.prompts[first] = cut_text(prompts[first])
-    values = report.by_token.get(row)
-    if values is not None:
-        new.tokens[row] = cut_tokens(values)
-    if responses is not None and (values is None or values.texts is None):
-        new.responses[row] = cut_text(responses[row])
-    return new
 
 
 def cut_text(text: str, most: int = CHARACTERS) -> PageText:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -12,17 +13,19 @@ import torch
 from tensordict import TensorDictBase
 
 from headrace.pipeline.conversations import labels_of_ids, strings
-from headrace.pipeline.notebook import ColumnTable, report_html
+from headrace.pipeline.notebook import ColumnTable, shown_value
+from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.wording import printable
 from headrace.transforms import Status
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.schema import FINISHED
 
 from .advice import Advisory, advise
-from .measuring.funnel import Level, funnel, left_numbers
-from .measuring.groups import compared_ids, groups_of, rollouts_of, staleness_of, widest_first
-from .measuring.numbers import numbers_of
-from .measuring.shared_tokens import count_shared_tokens, linear_of
+from .funnel import Level, funnel, funnel_table, left_numbers
+from .groups import compared_ids, groups_of, rollouts_of, staleness_of, widest_first
+from .numbers import numbers_of
 from .row_columns import report_columns
+from .shared_tokens import count_shared_tokens, linear_of
 from .texts import Decode, TokenValues, last_user_turn, texts_of_tokens, values_by_token
 
 if TYPE_CHECKING:
@@ -80,9 +83,14 @@ class StepReport:
         return f"StepReport(step={self.step}, {trained} of {len(self)} rows trained)"
 
     def _repr_html_(self) -> str:
-        return report_html(
-            f"step {self.step}", self.funnel, [a.text for a in self.advisories], self.groups, self.numbers
-        )
+        numbers = FittedTable([FittedColumn("number"), FittedColumn("value", right=True)])
+        for name, value in self.numbers.items():
+            numbers.add(name, shown_value(value))
+        parts = [funnel_table(f"step {self.step}", self.funnel)._repr_html_()]
+        parts += [f"<p>{escape(printable(each.text))}</p>" for each in self.advisories]
+        parts += [ColumnTable(self.groups)._repr_html_("Groups")] if self.groups else []
+        counted = f"<summary>{len(numbers.rows)} numbers</summary>"
+        return "".join([*parts, f"<details>{counted}{numbers._repr_html_()}</details>"])
 
     def ids(self, unit: Literal["group", "rollout"], rows: np.ndarray) -> list[int] | list[str]:
         """The ids of rows as people know them: their labels, where the batch had some; else the numbers."""

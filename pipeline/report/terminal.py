@@ -10,12 +10,12 @@ from rich.console import Console, Group
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from headrace.pipeline.terminal_table import FittedColumn, FittedTable
-from headrace.pipeline.wording import count_words, minus_words, printable, reason_words
+from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.wording import printable, reason_words
 
 from .advice import Advisory
-from .measuring.funnel import UNITS
-from .measuring.shared_tokens import tree_words
+from .funnel import funnel_table
+from .shared_tokens import tree_words
 from .step import StepReport, make_report
 from .texts import Decode
 
@@ -48,7 +48,7 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
         collected     2         2
         trained       2         2
     """
-    blocks: list[FittedTable | Text] = [_funnel(report)]
+    blocks: list[FittedTable | Text] = [funnel_table(f"step {report.step}", report.funnel)]
     if report.groups:
         blocks += [Text(), _groups(report, groups)]
         if (more := len(report.groups["id"]) - groups) > 0:
@@ -88,22 +88,6 @@ def print_report(
     report = make_report(processed, step=step, solved=solved, batch=batch, decode=decode)
     (console or Console()).print(show_report(report))
     return report
-
-
-def _funnel(report: StepReport) -> FittedTable:
-    units = [unit for unit in UNITS if getattr(report.funnel[0], unit) is not None]
-    names = [FittedColumn(unit, right=True) for unit in units]
-    table = FittedTable([FittedColumn(f"step {report.step}", gives="wrap"), *names])
-    levels = report.funnel
-    table.add("collected", *(count_words(getattr(levels[0], unit)) for unit in units))
-    for level in levels[1:]:
-        for left in level.out:
-            name = f"{printable(reason_words(level.name, left.reason))}, {left.action}"
-            table.add(name, *(minus_words(getattr(left, unit)) for unit in units), style="dim", indent=2)
-            if left.in_part:
-                table.add(left.in_part, *("" for _ in units), style="dim", indent=4)
-    table.add("trained", *(count_words(getattr(levels[-1], unit)) for unit in units), style="bold")
-    return table
 
 
 def _groups(report: StepReport, most: int) -> FittedTable:

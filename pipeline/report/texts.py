@@ -226,18 +226,12 @@ def last_user_turn(prompt: str) -> str:
     found = [(at, form) for form in FORMATS if (at := prompt.find(form.mark)) >= 0]
     if ROLE.match(prompt.lstrip()):  # whatever special tokens the messages quote
         found = []
-    turns = _turns(prompt, min(found)[1]) if found else _lines(prompt)
+    turns = [] if found else _lines(prompt)
+    for part in prompt.split(min(found)[1].begin)[1:] if found else ():
+        end = min((at for mark in min(found)[1].ends if (at := part.find(mark)) >= 0), default=len(part))
+        turns.append(SYSTEM.sub("", part[:end]).strip())
     said = [turn for turn in turns if turn and not turn.startswith(TOOL)]
     return said[-1] if said else prompt
-
-
-def _turns(prompt: str, form: ChatFormat) -> list[str]:
-    """What stands in the turns of the user, in order."""
-    turns = []
-    for part in prompt.split(form.begin)[1:]:
-        end = min((at for mark in form.ends if (at := part.find(mark)) >= 0), default=len(part))
-        turns.append(SYSTEM.sub("", part[:end]).strip())
-    return turns
 
 
 def _lines(prompt: str) -> list[str]:

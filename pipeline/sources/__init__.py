@@ -2,8 +2,8 @@
 
 from .batch import Sample, to_batch
 from .file_kinds import Reading
-from .malformed import SourceError
 from .open import READERS, Format, Source, open_source
+from .record import SourceError
 from .regrading import Regraded, regrade
 
 __all__ = [

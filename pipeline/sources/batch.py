@@ -15,7 +15,7 @@ from headrace.transforms import Status, number_labels
 from headrace.transforms.errors import listing
 from headrace.transforms.tensordicts import as_texts
 
-from .malformed import SourceError, quote
+from .record import SourceError, quote
 
 MAX_TOKENS = 2**24  # a length from a dump decides how much memory a batch takes
 MAX_ROWS = 2**22  # of a step

@@ -24,8 +24,7 @@ import pyarrow.parquet as pq
 import torch
 
 from .batch import MAX_ROWS, Label, Sample
-from .malformed import Skipped, SourceError, first_line, quote
-from .record import Record
+from .record import Record, Skipped, SourceError, first_line, quote
 
 MAX_LINE = 2**28  # bytes; one line is in memory at a time
 ROWS = 256  # of a Parquet file, in memory at a time
@@ -281,10 +280,9 @@ def read_rows(path: Path, reading: Reading) -> Iterator[Record]:
                     number += 1
                     yield Record(data, f"{path}, row {number}", number)
     except Exception as err:  # a damaged file makes the decoder raise anything
-        reading.skipped.note(SourceError(f"{path}: a Parquet file must be readable; found {first_line(err)}"))
-        return
+        raise SourceError(f"{path}: a Parquet file must be readable; found {first_line(err)}") from None
     if not number:
-        reading.skipped.note(SourceError(f"{path}: a dump has at least one row; found an empty table"))
+        raise SourceError(f"{path}: a dump has at least one row; found an empty table")
 
 
 # -- torch.save ---------------------------------------------------------------------------------------
@@ -297,29 +295,19 @@ def load_plain(path: Path) -> Any:
         SourceError: it holds something else, or is damaged, compressed, or not an archive.
     """
     try:
-        _check_size(path)
+        with zipfile.ZipFile(path) as archive:  # as large as what is in it, before that is in memory
+            items = archive.infolist()
+            if any(item.compress_type != zipfile.ZIP_STORED for item in items):
+                raise ValueError("a compressed archive, which torch.save does not write")
+            if (size := sum(item.file_size for item in items)) > path.stat().st_size:
+                raise ValueError(f"{size} bytes in an archive of {path.stat().st_size}")
+            pickles = [archive.read(item) for item in items if item.filename.endswith(".pkl")]
+        for name in (name for pickled in pickles for name in CALLED.findall(pickled)):
+            if not ALLOWED.fullmatch(name):
+                raise ValueError(f"a call of {name.decode().replace(chr(10), '.')}")
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as err:  # a damaged file makes the unpickler raise anything
         raise SourceError(
             f"{path}: a dump must load as plain data and tensors, without running code; "
             f"found {first_line(err)}"
         ) from None
-
-
-def _check_size(path: Path) -> None:
-    """Check that the archive is as large as what is in it, before that is in memory.
-
-    Raises:
-        ValueError: it is not.
-    """
-    with zipfile.ZipFile(path) as archive:
-        items = archive.infolist()
-        if any(item.compress_type != zipfile.ZIP_STORED for item in items):
-            raise ValueError("a compressed archive, which torch.save does not write")
-        if (size := sum(item.file_size for item in items)) > path.stat().st_size:
-            raise ValueError(f"{size} bytes in an archive of {path.stat().st_size}")
-        for item in items:
-            if item.filename.endswith(".pkl"):
-                for name in CALLED.findall(archive.read(item)):
-                    if not ALLOWED.fullmatch(name):
-                        raise ValueError(f"a call of {name.decode().replace(chr(10), '.')}")

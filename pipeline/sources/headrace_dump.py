@@ -25,8 +25,7 @@ from headrace.transforms.tensordicts import as_texts
 
 from .batch import MAX_CELLS, MAX_TOKENS, Sample
 from .file_kinds import Reading, read_jsonl, read_table
-from .malformed import SourceError, first_line, quote_some
-from .record import Record, as_number_or_gap
+from .record import Record, SourceError, as_number_or_gap, first_line, quote_some
 
 REQUIRED = ("step", "row", "group_id", "rollout_id", "reward")
 COUNTS = {"policy_version": ("next", "policy_version"), "expected_rollouts": "expected_rollouts"}
@@ -44,20 +43,10 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[Sample | tuple[
         SourceError: a file that is damaged or of another version, a column that is missing or of another
             type, an id or a reward that is null.
     """
-    if path.suffix != ".parquet":
-        yield from _read_lines(path, reading)
+    if path.suffix == ".parquet":
+        if (step := read_step(path)) is not None:
+            yield step
         return
-    try:
-        step = read_step(path)
-    except SourceError as err:
-        reading.skipped.note(err)
-        return
-    if step is not None:
-        yield step
-
-
-def _read_lines(path: Path, reading: Reading) -> Iterator[Sample]:
-    """Samples of a JSONL file; at its end, whether all rows of its step were there."""
     places: dict[int, str] = {}
     steps: set[int] = set()
     skipped = reading.skipped.count
@@ -75,10 +64,7 @@ def _read_lines(path: Path, reading: Reading) -> Iterator[Sample]:
 
     yield from read_jsonl(path, reading, parse)
     if places and reading.skipped.count == skipped:  # else it is known that rows are missing
-        try:
-            check_no_gaps(np.fromiter(places, np.int64), path)
-        except SourceError as err:
-            reading.skipped.note(err)
+        check_no_gaps(np.fromiter(places, np.int64), path)
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:

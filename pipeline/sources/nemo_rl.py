@@ -26,8 +26,7 @@ from typing import Any
 
 from .batch import Sample
 from .file_kinds import Reading, read_jsonl
-from .malformed import SourceError
-from .record import Record, as_text
+from .record import Record, SourceError, as_text
 
 
 def read_nemo_rl(path: Path, reading: Reading) -> Iterator[Sample]:

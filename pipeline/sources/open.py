@@ -6,24 +6,25 @@ import glob
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
+from . import tinker, verifiers, verl
 from .batch import MAX_ROWS, Sample, to_batch
-from .file_kinds import Reading, read_lines, read_schema
+from .file_kinds import Reading, read_jsonl, read_lines, read_schema
 from .headrace_dump import REQUIRED, read_headrace_dump
-from .malformed import Skipped, SourceError, quote_some
 from .nemo_rl import read_nemo_rl
 from .open_instruct import read_open_instruct
 from .prime_rl import read_prime_rl
+from .record import Skipped, SourceError, quote_some
 from .regrading import Grade, Regraded, regrade
 from .slime import read_slime
-from .tinker import REWARDS, read_tinker
 from .trl import read_trl
-from .verifiers import read_verifiers
-from .verl import read_verl
 
 SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
 
@@ -66,7 +67,7 @@ READERS: dict[str, Format] = {
         ignored=r"(^|.*[^a-zA-Z])eval_\d+\.pt",
     ),
     "verl": Format(
-        read_verl,
+        partial(read_jsonl, parse=verl.parse_row),
         files=("*.jsonl",),
         keys=frozenset({"input", "output", "score", "step"}),
         options=("group_by", "group_size", "reward_key"),
@@ -79,7 +80,7 @@ READERS: dict[str, Format] = {
         reward_keys="many",
     ),
     "verifiers": Format(
-        read_verifiers,
+        partial(read_jsonl, parse=verifiers.parse_row),
         files=("results.jsonl", "*/results.jsonl"),
         keys=frozenset({"example_id", "prompt", "completion", "reward"}),
         options=("group_size", "reward_key"),
@@ -103,7 +104,7 @@ READERS: dict[str, Format] = {
         options=("group_size",),
     ),
     "tinker": Format(
-        read_tinker,
+        partial(read_jsonl, parse=tinker.parse_row),
         files=(
             "train_rollout_summaries.jsonl",
             "*/train_rollout_summaries.jsonl",
@@ -111,7 +112,7 @@ READERS: dict[str, Format] = {
         ),
         keys=frozenset({"schema_version", "group_idx", "traj_idx", "total_reward"}),
         options=("group_size", "reward_key"),
-        rewards=REWARDS,
+        rewards=tinker.REWARDS,
     ),
 }
 
@@ -222,49 +223,47 @@ class Source:
         """
         self.regraded = None if self._grade is None else Regraded()
         self._pass = self._options.restarted()
-        rows: list[Sample] = []
         last, file = -1, self.files[0]
-        for item, path in self._items(self._pass):
-            step = item[0] if isinstance(item, tuple) else item.step or 0
-            if step == last and path != file:
-                raise SourceError(f"{path}: a step is in one file; found step {step} in {file}, too")
-            if not rows or step != last:
-                if rows:
-                    rows, batch = [], self._batch(last, rows)
-                    yield last, batch
-                if step <= last:
+        for step, items in groupby(self._items(self._pass), key=itemgetter(0)):
+            rows: list[Any] = []  # samples, or the batch that a file is
+            for _, item, path in items:
+                if rows and path != file:
+                    raise SourceError(f"{path}: a step is in one file; found step {step} in {file}, too")
+                if step <= last or (rows and not isinstance(item, Sample)):
                     raise SourceError(
-                        f"{path}: steps ascend and stay together; found step {step} after step {last}, in "
-                        f"{file}. Was the training resumed, or are files of two trainings mixed? Read them "
-                        "one at a time"
+                        f"{path}: steps ascend and stay together; found step {step} after step "
+                        f"{step if rows else last}, in {file}. Was the training resumed, or are files of two "
+                        "trainings mixed? Read them one at a time"
                     )
-            last, file = step, path
-            if isinstance(item, tuple):
-                yield step, self._batch(*item)
-            else:
-                rows.append(item)
-                if len(rows) > MAX_ROWS:
+                if len(rows) == MAX_ROWS:
                     raise SourceError(f"{path}: a step has at most {MAX_ROWS} rows; step {step} has more")
-        if rows:
-            yield last, self._batch(last, rows)
+                rows.append(item)
+                file = path
+            rows, batch = [], self._batch(step, rows)
+            yield step, batch
+            last = step
         if last < 0:
             place = self.files[0].parent if len(self.files) > 1 else self.files[0]
             skipped = f" ({self.skipped} were skipped: {self.messages[0]})" if self.skipped else ""
             raise SourceError(f"{place}: a dump has at least one record; found none{skipped}")
 
-    def _items(self, reading: Reading) -> Iterator[tuple[Sample | tuple[int, TensorDictBase], Path]]:
-        """Samples or batches, each with its file."""
+    def _items(self, reading: Reading) -> Iterator[tuple[int, Sample | TensorDictBase, Path]]:
+        """Samples or batches, each with its step and its file."""
         for number, path in enumerate(self.files):
             reading.file = number
-            for item in READERS[self.format].read(path, reading):
-                yield item, path
+            try:
+                for item in READERS[self.format].read(path, reading):
+                    step, item = item if isinstance(item, tuple) else (item.step or 0, item)
+                    yield step, item, path
+            except SourceError as err:  # of the file, and not of one of its records
+                reading.skipped.note(err)
             reading.done_bytes += path.stat().st_size
             reading.position = 0
 
-    def _batch(self, step: int, found: list[Sample] | TensorDictBase) -> TensorDictBase:
+    def _batch(self, step: int, rows: list[Any]) -> TensorDictBase:
         """The batch of a step, graded anew where there is another grader."""
         try:
-            batch = to_batch(found) if isinstance(found, list) else found
+            batch = to_batch(rows) if isinstance(rows[0], Sample) else rows[0]
             if self._grade is not None:
                 batch, changed = regrade(batch, self._grade)
                 self.regraded = (self.regraded or Regraded()).with_step(changed)
@@ -287,7 +286,13 @@ def find_files(path: str | Path, format: Format) -> list[Path]:
     if root.is_file():
         return [root]
     if root.is_dir():
-        matched = _files_in_folder(root, format)
+        matched: list[Path] = []
+        for place in format.files:  # the first that has anything
+            names = place.split("|")
+            names += [f"{name}.gz" for name in names if name.endswith(".jsonl")]
+            matched = matched or [file for name in names for file in root.glob(name)]
+            if format.ignored:
+                matched = [file for file in matched if not re.fullmatch(format.ignored, file.name)]
     elif glob.has_magic(str(path)):
         matched = [Path(name) for name in glob.glob(str(path), recursive=True)]
         patterns = (str(path),)
@@ -305,19 +310,6 @@ def find_files(path: str | Path, format: Format) -> list[Path]:
             "found none"
         )
     return files
-
-
-def _files_in_folder(folder: Path, format: Format) -> list[Path]:
-    """What the format's patterns for the first place match that has anything."""
-    for place in format.files:
-        names = place.split("|")
-        names += [f"{name}.gz" for name in names if name.endswith(".jsonl")]
-        files = [file for name in names for file in folder.glob(name)]
-        if format.ignored:
-            files = [file for file in files if not re.fullmatch(format.ignored, file.name)]
-        if files:
-            return files
-    return []
 
 
 def recognise(path: str | Path, *, skip_bad: bool = False) -> str:

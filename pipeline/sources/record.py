@@ -1,19 +1,221 @@
-"""One record of a dump, read field by field: a wrong type is an error with its place."""
+"""One record of a dump, read field by field: a wrong type is an error with its place, in a few words."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+import reprlib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
 
-from .malformed import SourceError, is_plain, quote, quote_some
+from headrace.pipeline.wording import printable
+
+MESSAGES_KEPT = 8
+MAX_MESSAGE = 2000  # characters, of four bytes at most
+
+
+class SourceError(ValueError):
+    r"""A dump that does not follow its format. The message begins with the file and the place in it.
+
+    Names, keys and values in it come from files: what a terminal would obey is escaped, and of a long message
+    the middle is omitted. So a trace does not show the decoder's error either, for which this one is raised.
+
+    Example:
+        >>> print(SourceError("a.jsonl:3: found \x1b[2J"))
+        a.jsonl:3: found \x1b[2J
+    """
+
+    def __init__(self, message: str):
+        super().__init__(_cut(printable(_cut(message))))
+        self.__suppress_context__ = True
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_MESSAGE:
+        return text
+    half = MAX_MESSAGE // 2 - 2
+    return f"{text[:half]} … {text[-half:]}"
+
+
+class Skipped:
+    """Counts records that were malformed, and keeps the first few messages.
+
+    Args:
+        allowed: True skips a malformed record, False raises for it.
+
+    Example:
+        >>> skipped = Skipped(allowed=True)
+        >>> skipped.note(SourceError("a.jsonl:3: no reward"))
+        >>> skipped.count, skipped.messages
+        (1, ['a.jsonl:3: no reward'])
+    """
+
+    def __init__(self, *, allowed: bool):
+        self.allowed = allowed
+        self.count = 0
+        self.messages: list[str] = []
+
+    def note(self, error: SourceError) -> None:
+        """Count an error, or raise it.
+
+        Raises:
+            SourceError: nothing may be skipped.
+        """
+        if not self.allowed:
+            raise error
+        self.count += 1
+        if len(self.messages) < MESSAGES_KEPT:
+            self.messages.append(str(error))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a storage of its own with a number for each item, in the memory of the CPU."""
+    here = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return here and not tensor.is_nested and not tensor.is_quantized
+
+
+class _Short(reprlib.Repr):
+    """Reprs of a few characters, made without writing out the whole value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxstring = self.maxother = self.maxlong = 60
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 4
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, torch.Tensor):
+            if not is_plain(x):
+                return "a tensor that is nested, sparse, quantized or not on the CPU"
+            return f"a tensor {tuple(x.shape)} of {x.dtype} in {x.untyped_storage().nbytes()} bytes"
+        if isinstance(x, dict):  # an OrderedDict in an OrderedDict, say
+            return self.repr_dict(x, level)
+        return super().repr_instance(x, level)
+
+
+_short = _Short()
+
+
+def quote(value: Any) -> str:
+    """A value in at most 200 characters, of whatever type and size it is: dumps may hold huge values.
+
+    >>> quote(list(range(1000)))
+    '[0, 1, 2, 3, ...]'
+    """
+    try:
+        return _short.repr(value)[:200]
+    except Exception:  # an integer of thousands of digits, or an object whose repr fails
+        return f"a {type(value).__name__} that cannot be printed"
+
+
+def quote_some(values: Collection[Any], most: int = 8) -> str:
+    """The first of many values, quoted, and how many more there are.
+
+    >>> quote_some({"reward": 1, "step": 2}), quote_some(range(300_000), most=2)
+    ("'reward', 'step'", '0, 1 and 299998 more')
+    """
+    more = len(values) - most
+    shown = ", ".join(map(quote, itertools.islice(values, most)))
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, in at most 200 characters; without a message, its type.
+
+    >>> first_line(ValueError("no footer\\nat byte 12")), first_line(KeyError())
+    ('no footer', 'KeyError')
+    """
+    lines = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip().splitlines()  # torch writes in bold
+    return lines[0][:200] if lines else type(error).__name__
+
 
 T = TypeVar("T")
 INT64 = 2**63
 FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def as_text(value: Any) -> str | None:
+    """A string that UTF-8 can hold, else None."""
+    if type(value) is not str:
+        return None
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair: it would fail later, where it is printed
+        return None
+    return value
+
+
+def as_number(value: Any) -> float | None:
+    """A float, else None."""
+    if type(value) not in (int, float) or not -FLOAT32_MAX <= value <= FLOAT32_MAX:
+        return None
+    return float(value)
+
+
+def as_whole(value: Any) -> int | None:
+    """An integer ≥ 0 that int64 holds, else None."""
+    return value if type(value) is int and 0 <= value < INT64 else None
+
+
+def as_wholes(value: Any) -> list[int] | None:
+    """A list of integers ≥ 0, else None."""
+    values = _as_list(value)
+    if values is None or not all(type(item) is int for item in values):
+        return None
+    return values if not values or (min(values) >= 0 and max(values) < INT64) else None
+
+
+def as_numbers(value: Any) -> list[float] | None:
+    """A list of floats, else None."""
+    values = _as_list(value)
+    if values is None or not all(type(item) in (int, float) for item in values):
+        return None
+    inside = all(-FLOAT32_MAX <= item <= FLOAT32_MAX for item in values)  # NaN compares as False
+    return [float(item) for item in values] if inside else None
+
+
+def as_bits(value: Any) -> list[int] | None:
+    """A list of 0 and 1, else None."""
+    values = _as_list(value)
+    if values is None or not all(type(item) in (bool, int, float) and item in (0, 1) for item in values):
+        return None
+    return [int(item) for item in values]
+
+
+def as_number_or_gap(value: Any) -> float | None:
+    """A float, NaN for null or NaN, else None: how a table says that a reward was not given."""
+    if value is None or (type(value) is float and math.isnan(value)):
+        return math.nan
+    return as_number(value)
+
+
+def _as_list(value: Any) -> list[Any] | None:
+    if isinstance(value, torch.Tensor):
+        if not is_plain(value) or value.dim() != 1:
+            return None
+        # An expanded one claims more memory than it has.
+        holds = value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+        return value.detach().tolist() if holds else None
+    return value if type(value) is list else None
+
+
+def _reader(convert: Callable[[Any], Any], what: str) -> Callable[..., Any]:
+    """A method of a record that reads a value which `convert` knows, and refuses others."""
+
+    def read(record: Record, key: str, *, optional: bool = False) -> Any:
+        value = record.get(key, optional=optional)
+        if value is None:
+            return None
+        converted = convert(value)
+        if converted is None:
+            raise record.fail(f"{key!r} must be {what}", value)
+        return converted
+
+    return read
 
 
 class Record:
@@ -51,21 +253,16 @@ class Record:
             raise SourceError(f"{self.where}: the key {key!r} is required; found the keys {keys}")
         return value
 
-    def text(self, key: str, *, optional: bool = False) -> Any:
-        """A string that is valid Unicode."""
-        return self._typed(key, optional, as_text, "a string of valid Unicode")
-
-    def number(self, key: str, *, optional: bool = False) -> Any:
-        """A finite number within float32, as a float."""
-        return self._typed(key, optional, as_number, "a finite number")
-
-    def whole(self, key: str, *, optional: bool = False) -> Any:
-        """An integer from 0 to 2⁶³ - 1."""
-        return self._typed(key, optional, as_whole, "an integer from 0 to 2**63 - 1")
-
-    def label(self, key: str, *, optional: bool = False) -> Any:
-        """An id: a string or an integer ≥ 0."""
-        return self._typed(key, optional, as_label, "an id, a string or an integer ≥ 0")
+    text = _reader(as_text, "a string of valid Unicode")
+    number = _reader(as_number, "a finite number")
+    whole = _reader(as_whole, "an integer from 0 to 2**63 - 1")
+    label = _reader(
+        lambda each: as_whole(each) if type(each) is int else as_text(each),
+        "an id, a string or an integer ≥ 0",
+    )
+    wholes = _reader(as_wholes, "a list of integers from 0 to 2**63 - 1")  # such as tokens
+    numbers = _reader(as_numbers, "a list of finite numbers")
+    bits = _reader(as_bits, "a list of 0 and 1")  # or of booleans
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
         """True or False."""
@@ -85,18 +282,6 @@ class Record:
             raise self.fail(f"{key!r} must be one of {', '.join(known)}", word)
         return known[word]
 
-    def wholes(self, key: str, *, optional: bool = False) -> Any:
-        """A list of integers ≥ 0, such as tokens."""
-        return self._typed(key, optional, as_wholes, "a list of integers from 0 to 2**63 - 1")
-
-    def numbers(self, key: str, *, optional: bool = False) -> Any:
-        """A list of finite numbers."""
-        return self._typed(key, optional, as_numbers, "a list of finite numbers")
-
-    def bits(self, key: str, *, optional: bool = False) -> Any:
-        """A list of 0 and 1 (or booleans), as 0 and 1."""
-        return self._typed(key, optional, as_bits, "a list of 0 and 1")
-
     def record(self, key: str, *, optional: bool = False) -> Any:
         """A nested record."""
         value = self.get(key, optional=optional)
@@ -114,88 +299,6 @@ class Record:
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
             raise self.fail(f"{key!r} must be a list of objects", values)
         return [Record(value, f"{self.where}, {key}[{i}]", self.line) for i, value in enumerate(values)]
-
-    def _typed(self, key: str, optional: bool, convert: Callable[[Any], Any], what: str) -> Any:
-        value = self.get(key, optional=optional)
-        if value is None:
-            return None
-        converted = convert(value)
-        if converted is None:
-            raise self.fail(f"{key!r} must be {what}", value)
-        return converted
-
-
-def as_text(value: Any) -> str | None:
-    """A string that UTF-8 can hold, else None."""
-    if type(value) is not str:
-        return None
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair: it would fail later, where it is printed
-        return None
-    return value
-
-
-def as_number(value: Any) -> float | None:
-    """A float, else None."""
-    if type(value) not in (int, float) or not -FLOAT32_MAX <= value <= FLOAT32_MAX:
-        return None
-    return float(value)
-
-
-def as_whole(value: Any) -> int | None:
-    """An integer ≥ 0 that int64 holds, else None."""
-    return value if type(value) is int and 0 <= value < INT64 else None
-
-
-def as_label(value: Any) -> str | int | None:
-    """An id, else None."""
-    return as_whole(value) if type(value) is int else as_text(value)
-
-
-def as_wholes(value: Any) -> list[int] | None:
-    """A list of integers ≥ 0, else None."""
-    values = _as_list(value)
-    if values is None or not all(type(item) is int for item in values):
-        return None
-    return values if not values or (min(values) >= 0 and max(values) < INT64) else None
-
-
-def as_numbers(value: Any) -> list[float] | None:
-    """A list of floats, else None."""
-    values = _as_list(value)
-    if values is None or not all(type(item) in (int, float) for item in values):
-        return None
-    inside = all(-FLOAT32_MAX <= item <= FLOAT32_MAX for item in values)  # NaN compares as False
-    return [float(item) for item in values] if inside else None
-
-
-def as_bits(value: Any) -> list[int] | None:
-    """A list of 0 and 1, else None."""
-    values = _as_list(value)
-    if values is None or not all(type(item) in (bool, int, float) and item in (0, 1) for item in values):
-        return None
-    return [int(item) for item in values]
-
-
-def as_number_or_gap(value: Any) -> float | None:
-    """A float, NaN for null or NaN, else None: how a table says that a reward was not given."""
-    if value is None or (type(value) is float and math.isnan(value)):
-        return math.nan
-    return as_number(value)
-
-
-def _as_list(value: Any) -> list[Any] | None:
-    if isinstance(value, torch.Tensor):
-        return value.detach().tolist() if _holds_its_items(value) else None
-    return value if type(value) is list else None
-
-
-def _holds_its_items(tensor: torch.Tensor) -> bool:
-    """Whether it is a plain (L,) tensor with memory for each item: an expanded one claims more than that."""
-    if not is_plain(tensor) or tensor.dim() != 1:
-        return False
-    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def read_text(record: Record, key: str, *, optional: bool = False) -> str | None:

@@ -16,7 +16,7 @@ from headrace.transforms.ids import Ids
 from headrace.transforms.schema import has_key
 from headrace.transforms.tensordicts import listed, shallow_copy
 
-from .malformed import SourceError, first_line, quote
+from .record import SourceError, first_line, quote
 
 Grade = Callable[..., Any]
 STALE = ("logged_advantage", "reward_names")  # of the rewards that were there before

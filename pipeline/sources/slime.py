@@ -31,8 +31,7 @@ from headrace.transforms import Status
 
 from .batch import Sample
 from .file_kinds import Reading, load_plain, parse_records
-from .malformed import SourceError, quote
-from .record import Record, as_number, as_whole, read_json, read_text
+from .record import Record, SourceError, as_number, as_whole, quote, read_json, read_text
 
 SHARED = 2**22  # items of lists: always allowed in a file; above it no more than the file has bytes
 # A pending rollout has not ended; under partial rollouts it continues in a later step.
@@ -51,11 +50,7 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
     Raises:
         SourceError: the file cannot be loaded without running code, or a record is not as documented.
     """
-    try:
-        step, samples = _load(path)
-    except SourceError as err:
-        reading.skipped.note(err)
-        return
+    step, samples = _load(path)
     records = (Record(data, f"{path}, sample {i}", i + 1) for i, data in enumerate(samples))
     named = any(data.get("rollout_id") is not None for data in samples)
     items, most = 0, max(SHARED, path.stat().st_size)
@@ -68,7 +63,7 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
             raise record.fail(f"the lists in a file of this size have at most {most} items", items)
         return samples
 
-    yield from parse_records(records, reading, parse)
+    return parse_records(records, reading, parse)
 
 
 def parse_row(record: Record, reading: Reading, *, step: int, named: bool) -> list[Sample]:

@@ -11,25 +11,13 @@ episode was truncated. A ``traj_idx`` is there once in a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 from headrace.transforms import Status
 
 from .batch import Sample
-from .file_kinds import Reading, read_jsonl
+from .file_kinds import Reading
 from .record import Record
 
 REWARDS = ("total_reward", "final_reward")  # the first is the default
-
-
-def read_tinker(path: Path, reading: Reading) -> Iterator[Sample]:
-    """Samples of one file, which is one iteration.
-
-    Raises:
-        SourceError: a record is not as documented.
-    """
-    return read_jsonl(path, reading, parse_row)
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:

@@ -25,8 +25,7 @@ from headrace.transforms import Status
 
 from .batch import Sample
 from .file_kinds import Reading, parse_records, read_rows, read_schema
-from .malformed import SourceError
-from .record import Record, as_number_or_gap, read_text
+from .record import Record, SourceError, as_number_or_gap, read_text
 
 FIXED = ("step", "prompt", "completion", "advantage")
 
@@ -37,12 +36,8 @@ def read_trl(path: Path, reading: Reading) -> Iterator[Sample]:
     Raises:
         SourceError: the file is damaged, its columns are not as documented, or a value is of another type.
     """
-    try:
-        names = reward_columns(read_schema(path), reading.reward_keys, path)
-    except SourceError as err:
-        reading.skipped.note(err)
-        return
-    yield from parse_records(read_rows(path, reading), reading, partial(parse_row, rewards=names))
+    names = reward_columns(read_schema(path), reading.reward_keys, path)
+    return parse_records(read_rows(path, reading), reading, partial(parse_row, rewards=names))
 
 
 def parse_row(record: Record, reading: Reading, *, rewards: Sequence[str]) -> list[Sample]:

@@ -18,25 +18,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 from headrace.transforms import Status
 
 from .batch import Sample
-from .file_kinds import Reading, read_jsonl
+from .file_kinds import Reading
 from .record import Record, read_json, read_text
 
 MEASURED = frozenset({"timing", "generation_ms"})
-
-
-def read_verifiers(path: Path, reading: Reading) -> Iterator[Sample]:
-    """Samples of one evaluation, which is one step.
-
-    Raises:
-        SourceError: a record is not as documented.
-    """
-    return read_jsonl(path, reading, parse_row)
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:

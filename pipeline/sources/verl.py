@@ -15,22 +15,9 @@ A score of ``NaN`` is an error. Neither statuses nor tokens are dumped: every ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 from .batch import Label, Sample
-from .file_kinds import Reading, read_jsonl
+from .file_kinds import Reading
 from .record import Record, read_json
-
-
-def read_verl(path: Path, reading: Reading) -> Iterator[Sample]:
-    """Samples of one file, which is one step.
-
-    Raises:
-        SourceError: a record is not as documented, two records have one uid, or a record has no uid and
-            `group_by` is not ``prompt``.
-    """
-    return read_jsonl(path, reading, parse_row)
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:

@@ -27,10 +27,10 @@ from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError
 from headrace.pipeline.report import page_data, write_page
 from headrace.pipeline.report.dump import write_whole
-from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable, suggest
 
-from .source import recipe_nodes
+from .source import recipe_nodes, sizes_of_groups
 
 Found = Certificate | Refused
 RATIO = FittedColumn("ratio to the true gradient", gives="wrap")
@@ -66,12 +66,16 @@ def certify(
     most = config.certify.most
     if type(most) is not int or most < 1:
         raise ConfigError(f"certify.most must be an integer ≥ 1; got {most}")
-    tasks, nodes = small_tasks(config), chosen_recipes(config, words)
-    cases = [(size, task, recipe) for size in group_sizes(config) for task in tasks for recipe in nodes]
-    for size, task in product(group_sizes(config), tasks):
+    tasks, sizes = small_tasks(config), sizes_of_groups(config, "certify.group_sizes")
+    named = [word.partition("=")[2] for word in words if word.startswith("pipeline=")]
+    nodes = {named[-1] if named else "grpo": config.pipeline}
+    if config.pipelines:
+        nodes = recipe_nodes(config.pipelines, words)
+    for size, task in product(sizes, tasks):
         with suppress(GroupSizeError):  # which the table says
             count_outcomes(tasks[task], task, size, config.certify.most)  # before minutes of others
     found: list[Found] = []
+    cases = list(product(sizes, tasks, nodes))
     for size, task, recipe in track(cases, "certifying", console=console, transient=True):
         options: dict[str, Any] = {"group_size": size, "words": words, "most": config.certify.most}
         found.append(certify_recipe(nodes[recipe], recipe, tasks[task], task, **options))
@@ -89,19 +93,6 @@ def certify(
     show_certificates(found, console)
     console.print(Text(printable(f"written to {output}")), soft_wrap=True)
     return max(each.advantage.relative_bias or 0.0 for each in certificates)
-
-
-def group_sizes(config: DictConfig) -> list[int]:
-    """The sizes that ``certify.group_sizes`` names.
-
-    Raises:
-        ConfigError: none, or one that is no integer ≥ 1.
-    """
-    given = config.certify.group_sizes
-    sizes = list(given) if OmegaConf.is_list(given) else [given]
-    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
-        raise ConfigError(f"certify.group_sizes must be integers ≥ 1; got {sizes}")
-    return sizes
 
 
 def small_tasks(config: DictConfig) -> dict[str, SmallTask]:
@@ -127,14 +118,6 @@ def small_tasks(config: DictConfig) -> dict[str, SmallTask]:
         if not isinstance(made[str(name)], SmallTask):
             raise ConfigError(f"certify.tasks.{name} must be a SmallTask, with a _target_; got {nodes[name]}")
     return made
-
-
-def chosen_recipes(config: DictConfig, words: Sequence[str]) -> dict[str, DictConfig]:
-    """The composed ``pipeline`` node of each recipe, by name: of several, or of the one that is composed."""
-    if config.pipelines:
-        return recipe_nodes(config.pipelines, words)
-    named = [word.partition("=")[2] for word in words if word.startswith("pipeline=")]
-    return {named[-1] if named else "grpo": config.pipeline}
 
 
 def on_page(found: Found) -> dict[str, Any]:

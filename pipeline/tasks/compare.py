@@ -19,13 +19,12 @@ from headrace.pipeline.report import (
     ReportFolder,
     gradient_share,
     last_user_turn,
-    make_report,
 )
 from headrace.pipeline.report.dump import write_whole
-from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable
 
-from .source import at_step, each_step, open_configured, recipe_nodes
+from .source import each_step, open_configured, recipe_nodes, report_of
 
 LINES = 8  # of a table of shares: those that differ most
 PROMPT = 40  # letters of it at most
@@ -75,15 +74,9 @@ def compare(
     )
     with folder:
         for step, batch in each_step(source, console):
-            reports = []
-            for pipeline in pipelines:
-                with at_step(step):
-                    run = pipeline.run(batch)
-                reports.append(make_report(run, step=step, solved=config.report.solved))
-            comparison.add(*reports)
-            first, second = (
-                reports  # the report of the first, with what the second makes of each row beside it
-            )
+            first, second = (report_of(pipeline, step, batch, config) for pipeline in pipelines)
+            comparison.add(first, second)
+            # The report of the first, with what the second makes of each row beside it.
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
             folder.add(dataclasses.replace(first, columns={**first.columns, **beside}))

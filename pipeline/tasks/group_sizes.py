@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from omegaconf import DictConfig
 from rich.console import Console
-from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
-from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, make_report, tree_words
-from headrace.pipeline.report.measuring.groups import compared_values, has_reward
-from headrace.pipeline.report.measuring.shared_tokens import linear_of
-from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, tree_words
+from headrace.pipeline.report.groups import compared_values, differs, has_reward
+from headrace.pipeline.report.shared_tokens import linear_of
+from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.transforms.schema import has_key
 
-from .source import at_step, each_step, open_configured
+from .source import each_step, open_configured, report_of, sizes_of_groups
 
 RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
 PARTS = 0.1  # of the rollouts must lie on either side of what counts as solved, for solve rates to say much
@@ -145,15 +145,10 @@ def different_values(values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray,
         >>> different_values(np.array([[1.0], [0.0], [1.0]]), np.array([0, 0, 0]))
         (array([0, 0]), array([1, 2]))
     """
-    known = np.isfinite(values)
-    size = int(group.max()) + 1 if len(group) else 0
-    parts = [group.astype(float)[:, None]]
-    for column, there in zip(values.T, known.T, strict=True):
-        low, high = np.full(size, np.inf), np.full(size, -np.inf)
-        np.minimum.at(low, group[there], column[there])
-        np.maximum.at(high, group[there], column[there])
-        differs = (low < high)[group]
-        parts.append(np.stack([np.where(there & differs, column, 0.0), there & differs], 1))
+    parts, numbers = [group.astype(float)[:, None]], torch.from_numpy(group)
+    for column, there in zip(values.T, np.isfinite(values).T, strict=True):
+        apart = differs(numbers, torch.from_numpy(column), torch.from_numpy(there)).numpy()[group]
+        parts.append(np.stack([np.where(there & apart, column, 0.0), there & apart], 1))
     rows, count = np.unique(np.concatenate(parts, 1), axis=0, return_counts=True)
     return rows[:, 0].astype(int), count
 
@@ -178,15 +173,12 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
         BatchError: a stage refused a step's batch.
     """
     console = console or Console()
-    sizes = list(config.plan.group_sizes)
-    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
-        raise ConfigError(f"plan.group_sizes must be integers ≥ 1; got {sizes}")
+    sizes = sizes_of_groups(config, "plan.group_sizes")
     steps, tokens, pipeline = [], SharedTokens({}, {}), build_pipeline(config.pipeline)
     for step, batch in each_step(open_configured(config), console):
-        with at_step(step):
-            run = pipeline.run(batch)
-        steps.append(groups_seen(make_report(run, step=step, solved=config.report.solved)))
-        tokens = tokens + count_shared_tokens(batch, row_ids(batch))
+        steps.append(groups_seen(report_of(pipeline, step, batch, config)))
+        ids = [name for name in ("group_id", "rollout_id") if has_key(batch, name)]
+        tokens += count_shared_tokens(batch, {name: batch.get(name).reshape(-1).numpy() for name in ids})
     seen = all_groups_seen(steps)
     if not len(seen.equal):
         raise ConfigError(
@@ -197,12 +189,6 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     if words := tree_words(tokens.numbers(linear=linear_of(pipeline.stages.values()))):
         console.print(words, highlight=False)
     return float(seen.equal.sum() / seen.compared.sum())
-
-
-def row_ids(batch: TensorDictBase) -> dict[str, np.ndarray]:
-    """(N,) integers by name, the ids that a batch has."""
-    names = [name for name in ("group_id", "rollout_id") if has_key(batch, name)]
-    return {name: batch.get(name).reshape(-1).numpy() for name in names}
 
 
 def show_group_sizes(seen: GroupsSeen, sizes: Sequence[int], solved: float, console: Console) -> None:

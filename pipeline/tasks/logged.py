@@ -15,7 +15,7 @@ from headrace.pipeline.composing import recipes
 from headrace.pipeline.load import load_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report import StepReport
-from headrace.pipeline.report.measuring.numbers import AGREE
+from headrace.pipeline.report.numbers import AGREE
 from headrace.transforms import BatchError, group_relative_advantage, whiten
 from headrace.transforms.schema import MINIBATCH
 

@@ -10,12 +10,12 @@ from rich.text import Text
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.notebook import show_pipeline
-from headrace.pipeline.report import ReportFolder, make_report, show_advisories, show_report, tree_words
+from headrace.pipeline.report import ReportFolder, show_advisories, show_report, tree_words
 from headrace.pipeline.train import history_table
 from headrace.pipeline.wording import printable
 
 from .logged import LoggedAdvantages
-from .source import at_step, each_step, open_configured
+from .source import each_step, open_configured, report_of
 
 
 def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
@@ -44,10 +44,8 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     history, report, logged = [], None, LoggedAdvantages()
     with folder:
         for step, batch in each_step(source, console):
-            with at_step(step):
-                run = pipeline.run(batch)
-            how = {"solved": config.report.solved, "parameters": config.report.parameters}
-            report = make_report(run, step=step, batch=batch, **how)
+            how = {"batch": batch, "parameters": config.report.parameters}
+            report = report_of(pipeline, step, batch, config, **how)
             history.append(dict(report.numbers))
             logged.add(report)
             folder.add(report)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +15,8 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.composing import compose_config
 from headrace.pipeline.load import ConfigError
+from headrace.pipeline.pipeline import Pipeline
+from headrace.pipeline.report import StepReport, make_report
 from headrace.pipeline.sources import Source, SourceError, open_source
 from headrace.transforms import BatchError
 
@@ -105,17 +106,39 @@ def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDic
             console.print(Text(f"  {message}"), soft_wrap=True)  # no words in it are markup, or emoji
 
 
-@contextmanager
-def at_step(step: int) -> Iterator[None]:
-    """Put the step's number before the message of an error about its batch.
+def report_of(
+    pipeline: Pipeline, step: int, batch: TensorDictBase, config: DictConfig, **more: Any
+) -> StepReport:
+    """Run a pipeline over the batch of a step, and report on it.
+
+    Args:
+        pipeline: of the recipe.
+        step: its number.
+        batch: of the step.
+        config: composed; ``report.solved`` is read.
+        more: options of :func:`make_report`.
 
     Raises:
-        BatchError: as raised inside, of the same type.
+        BatchError: a stage refused the batch; the message begins with the step.
     """
     try:
-        yield
+        run = pipeline.run(batch)
     except BatchError as err:
         raise type(err)(f"step {step}: {err}") from err
+    return make_report(run, step=step, solved=config.report.solved, **more)
+
+
+def sizes_of_groups(config: DictConfig, path: str) -> list[int]:
+    """The sizes of groups that ``certify.group_sizes``, or ``plan.group_sizes``, names.
+
+    Raises:
+        ConfigError: there is none, or one that is no integer ≥ 1.
+    """
+    given = OmegaConf.select(config, path)
+    sizes = list(given) if OmegaConf.is_list(given) else [given]
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        raise ConfigError(f"{path} must be integers ≥ 1; got {sizes}")
+    return sizes
 
 
 def recipe_nodes(names: Iterable[str], words: Sequence[str]) -> dict[str, DictConfig]:

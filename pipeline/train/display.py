@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from headrace.pipeline.terminal_table import FittedColumn, FittedTable
+from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import count_words, minus_words, printable, reason_words
 
 UNITS = ("rows", "rollouts", "groups")  # of which a history has numbers

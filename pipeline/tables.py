@@ -1,9 +1,10 @@
-"""A table for a terminal that breaks no word: where there is little room it wraps, cuts and leaves out."""
+"""Tables of texts: for a terminal, where little room breaks no word of them, and for a notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Literal
 
 from rich.box import SIMPLE
@@ -13,9 +14,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from .wording import printable
+
 GAP = 2  # between columns
 LONGEST_WORD = 28  # a longer one may be broken: a reason is made of words, and only data are as long as that
 SHORTEST_CUT = 10  # of a cell that is cut, with its ellipsis
+CELL = "padding:.1em .7em;border:0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
 
 Give = Literal["nothing", "wrap", "cut"]
 
@@ -48,7 +52,7 @@ class FittedColumn:
 
 @dataclass
 class FittedTable:
-    """A table of texts, laid out when its width is known.
+    """A table of texts. A terminal lays it out when its width is known, a notebook in its own colours.
 
     Attributes:
         columns: in order.
@@ -101,6 +105,20 @@ class FittedTable:
         yield table
         if self.caption:
             yield Text(self.caption, "dim italic")
+
+    def _repr_html_(self) -> str:
+        lines = []  # no text in it is read as HTML
+        head = ([Text(column.name) for column in self.columns], "", 0)
+        for tag, (texts, style, _) in [("th", head), *(("td", row) for row in self.rows)]:
+            cells = ""
+            for column, text in zip(self.columns, texts, strict=True):
+                align = "right" if column.right else "left"
+                cells += f'<{tag} style="{CELL};text-align:{align}">{escape(printable(text.plain))}</{tag}>'
+            lines.append(f"<tr{' style=opacity:.7' if style == 'dim' else ''}>{cells}</tr>")
+        title = f'<caption style="text-align:left">{escape(printable(self.title))}</caption>'
+        table = f'<table style="border-collapse:collapse">{title * bool(self.title)}{"".join(lines)}</table>'
+        caption = f"<p>{escape(printable(self.caption))}</p>" if self.caption else ""
+        return f'<div style="overflow-x:auto">{table}</div>{caption}'
 
     def bounds(self, k: int) -> tuple[int, int]:
         """The least width of column `k` at which no word is broken, and that at which nothing wraps."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.wording import count_words, minus_words, printable, reason_words
 
 Columns = Mapping[str, np.ndarray]
 UNITS = ("rows", "rollouts", "groups", "tokens")
@@ -16,7 +19,7 @@ class Left(NamedTuple):
 
     reason: str
     action: str
-    """``masked``, ``excluded``, ``dropped`` or ``carried``."""
+    """``masked``, ``excluded``, ``dropped`` or ``carried``; empty where it is not known."""
     rows: int
     rollouts: int | None
     groups: int | None
@@ -66,59 +69,64 @@ def funnel(
         >>> [(level.name, level.rows, level.rollouts) for level in levels]
         [('collected', 2, 1), ('filter', 1, 1)]
     """
-    reason = columns["reason"]
+    reason, tokens = columns["reason"], columns.get("tokens")
     stage_of = {code: name.rpartition("/")[0] for code, name in enumerate(names) if code}
+    units = {"rollouts": columns.get("rollout_id"), "groups": columns.get("group_id")}
+
+    def counted(rows: np.ndarray) -> dict[str, Any]:
+        found = {unit: None if ids is None else len(np.unique(ids[rows])) for unit, ids in units.items()}
+        return {
+            "rows": int(rows.sum()),
+            **found,
+            "tokens": None if tokens is None else int(tokens[rows].sum()),
+        }
+
     inside = np.ones(len(reason), dtype=bool)
-    levels = [_level("collected", columns, inside, [])]
+    levels = [Level("collected", **counted(inside), out=[])]
     for stage in [*stages, *dict.fromkeys(name for name in stage_of.values() if name not in stages)]:
         codes = [code for code, name in stage_of.items() if name == stage]
-        after = inside & ~np.isin(reason, codes)
-        out = [left for code in codes if (left := _left(columns, inside, after, code, names, actions)).rows]
-        levels.append(_level(stage, columns, after, out))
-        inside = after
+        left, out = inside & np.isin(reason, codes), []
+        inside = inside & ~left
+        for code in codes:
+            with_code = reason == code
+            numbers = counted(with_code)
+            if not numbers["rows"]:
+                continue
+            for unit, ids in units.items():
+                if ids is not None:
+                    gone, first = np.unique(ids[left], return_index=True)
+                    # One whose rows left for two reasons is counted under the reason of its first row.
+                    whole = int((~np.isin(gone, ids[inside]) & with_code[left][first]).sum())
+                    numbers |= {unit: whole, f"{unit}_in_part": numbers[unit] - whole}
+            out.append(Left(names[code].rpartition("/")[2], actions[code], **numbers))
+        levels.append(Level(stage, **counted(inside), out=out))
     return levels
 
 
-def _level(name: str, columns: Columns, inside: np.ndarray, out: list[Left]) -> Level:
-    rollouts, groups = (
-        len(np.unique(columns[key][inside])) if key in columns else None for key in ("rollout_id", "group_id")
-    )
-    return Level(name, int(inside.sum()), rollouts, groups, _tokens(columns, inside), out)
+def funnel_table(head: str, levels: Sequence[Level], *, title: str = "") -> FittedTable:
+    """What was collected, what left each stage for which reason, and what is trained.
 
+    Args:
+        head: of the column of names.
+        levels: of :func:`funnel`.
+        title: of the table.
+    """
+    units = [unit for unit in UNITS if getattr(levels[0], unit) is not None]
+    columns = [FittedColumn(head, gives="wrap"), *(FittedColumn(unit, right=True) for unit in units)]
+    table = FittedTable(columns, title)
 
-def _left(
-    columns: Columns,
-    before: np.ndarray,
-    after: np.ndarray,
-    code: int,
-    names: Sequence[str],
-    actions: Sequence[str],
-) -> Left:
-    """What left with one code, of the rows that were in the loss before a stage and are not after it."""
-    left = before & ~after
-    with_code = columns["reason"] == code
+    def counts(of: Level | Left, words: Callable[[float | None], str]) -> list[str]:
+        return [words(getattr(of, unit)) for unit in units]
 
-    def units(key: str) -> tuple[int | None, int | None]:
-        if key not in columns:
-            return None, None
-        ids = columns[key]
-        gone, first = np.unique(ids[left], return_index=True)
-        wholly = ~np.isin(gone, ids[after])
-        # One whose rows left for two reasons is counted under the reason of its first row.
-        whole = int((wholly & with_code[left][first]).sum())
-        return whole, len(np.unique(ids[with_code])) - whole
-
-    (rollouts, some_rollouts), (groups, some_groups) = units("rollout_id"), units("group_id")
-    return Left(
-        reason=names[code].rpartition("/")[2],
-        action=actions[code],
-        rows=int(with_code.sum()),
-        rollouts=rollouts,
-        groups=groups,
-        tokens=_tokens(columns, with_code),
-        rollouts_in_part=some_rollouts,
-        groups_in_part=some_groups,
-    )
+    table.add("collected", *counts(levels[0], count_words))
+    for level in levels[1:]:
+        for left in level.out:
+            name = printable(reason_words(level.name, left.reason)) + (left.action and f", {left.action}")
+            table.add(name, *counts(left, minus_words), style="dim", indent=2)
+            if left.in_part:
+                table.add(left.in_part, *("" for _ in units), style="dim", indent=4)
+    table.add("trained", *counts(levels[-1], count_words), style="bold")
+    return table
 
 
 def left_numbers(levels: Sequence[Level], names: Sequence[str]) -> dict[str, float]:
@@ -141,7 +149,3 @@ def left_numbers(levels: Sequence[Level], names: Sequence[str]) -> dict[str, flo
                 count = getattr(known[name], unit) if name in known else 0
                 numbers[f"{unit}/out/{name}"] = float(count)
     return numbers
-
-
-def _tokens(columns: Columns, rows: np.ndarray) -> int | None:
-    return int(columns["tokens"][rows].sum()) if "tokens" in columns else None

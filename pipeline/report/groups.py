@@ -1,0 +1,187 @@
+"""The rollouts of a batch, and the groups in which they are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.transforms import Status
+from headrace.transforms.ids import Ids, first_row
+
+from .funnel import Columns
+
+
+def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
+    """One entry per rollout, in the order of their first rows.
+
+    Args:
+        columns: (N,) by name, with `reason` and at least `row`.
+
+    Returns:
+        (R,) `group`, `rollout`, `row` (its first), `segments`, `reward` (of its first row with one; NaN
+        where it left before its rows had one reward together), `advantage` (likewise), `trained` (whether a
+        row of it is), `lost` (failed or aborted), `truncated` (whether a row of it is), `tokens` (in the
+        loss, of all its rows, as collected; 0 unknown), `reason` (the code of its first row, 0 if any is
+        trained), `staleness` (versions behind the newest, -1 unknown).
+
+    Example:
+        >>> columns = {"reason": np.array([0, 0, 1]), "rollout_id": np.array([7, 7, 4])}
+        >>> rollouts = rollouts_of(columns)
+        >>> rollouts["rollout"].tolist(), rollouts["segments"].tolist(), rollouts["trained"].tolist()
+        ([7, 4], [2, 1], [True, False])
+    """
+    of = {name: torch.from_numpy(column) for name, column in columns.items()}
+    rows = torch.arange(len(of["reason"]))
+    ids = Ids(first_row(of.get("rollout_id", rows)))  # numbered in the order of their first rows
+    trains, counted = of["reason"] == 0, of.get("counted", torch.ones_like(rows)) != 0
+    trained, status = ids.any(trains), of.get("status", torch.full_like(rows, -1))
+    stays = 2 * trains.long() + counted.long()  # a rollout is what is trained of it, else what counts
+
+    def known(name: str) -> Tensor:
+        """(R,) its value at the first row that has one, of those that stay longest."""
+        values = of.get(name, torch.full((len(rows),), torch.nan, dtype=torch.float64))
+        last = len(rows) - 1
+        best = ids.max(torch.where(values.isfinite(), stays * len(rows) + last - rows, -1))
+        return torch.where(best < 0, torch.nan, values[last - best % max(len(rows), 1)])
+
+    reward = known("reward")
+    if "reward" in of:  # of one with several, none is the rollout's: that of a draft, say
+        reward = torch.where(differs(ids.labels, of["reward"], counted) & ~trained, torch.nan, reward)
+    found = {
+        "group": of["group_id"][ids.first] if "group_id" in of else torch.full_like(ids.first, -1),
+        "rollout": of.get("rollout_id", rows)[ids.first],
+        "row": ids.first,
+        "segments": ids.count,
+        "reward": reward,
+        "advantage": known("advantage"),
+        "counted": ids.any(counted),
+        "trained": trained,
+        "lost": ids.any((status == Status.ABORTED) | (status == Status.FAILED)),
+        "truncated": ids.any(status == Status.TRUNCATED),
+        "tokens": ids.sum(of.get("tokens", torch.zeros_like(rows)).clamp_min(0)),
+        "reason": of["reason"][ids.first].masked_fill(trained, 0),
+        "staleness": ids.max(torch.from_numpy(staleness_of(columns))),
+    }
+    return {name: column.numpy() for name, column in found.items()}
+
+
+def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = True) -> dict[str, np.ndarray]:
+    """One entry per group, in the order of their first rows; empty where there are no groups.
+
+    Args:
+        columns: (N,) by name.
+        group_size: rollouts that each group was dispatched with, for rows without `expected_rollouts`.
+        each_reward: whether of several rewards each is compared, and not the one that they add up to.
+
+    Returns:
+        (G,) `id`, `row` (its first), `segments` (rows), `rollouts` (counted: neither failed nor aborted),
+        `expected` (-1 unknown), `complete`, `trained` (rollouts), `reward_mean`, `reward_std` (ddof 1; NaN
+        for one), `reward_min`, `reward_max` over its counted rollouts with a reward, `zero_variance` (whether
+        they are two or more and what is compared of them is equal), `staleness` (greatest, -1 unknown).
+    """
+    if "group_id" not in columns or len(columns["group_id"]) == 0:
+        return {}
+    each = rollouts_of(columns)
+    ids = Ids(first_row(torch.from_numpy(columns["group_id"])))  # numbered in the order of their first rows
+
+    def at_heads(values: np.ndarray) -> Tensor:
+        """(N,) what is known of R rollouts, at their first rows."""
+        rows = np.zeros(len(ids.labels), values.dtype)
+        rows[each["row"]] = values
+        return torch.from_numpy(rows)
+
+    reward, in_statistics = at_heads(each["reward"]), at_heads(has_reward(each))
+    scored = Ids(ids.labels, in_statistics)
+    counted, number = ids.sum(at_heads(~each["lost"])), scored.count
+    mean = scored.sum(reward) / number
+    squares = scored.sum((reward - ids.spread(mean)) ** 2)
+    expected = torch.full_like(ids.first, -1)
+    if "expected_rollouts" in columns:
+        expected = torch.from_numpy(columns["expected_rollouts"])[ids.first]
+    if group_size is not None:
+        expected = expected.masked_fill(expected < 0, group_size)
+    rewards = compared_values(columns, each, each_reward=each_reward)
+    equal = ~torch.stack([differs(ids.labels, at_heads(one), in_statistics) for one in rewards.T]).any(0)
+    found = {
+        "id": torch.from_numpy(columns["group_id"])[ids.first],
+        "row": ids.first,
+        "segments": ids.count,
+        "rollouts": counted,
+        "expected": expected,
+        "complete": (expected < 0) | (counted >= expected),
+        "trained": ids.sum(at_heads(each["trained"])),
+        "reward_mean": mean,
+        "reward_std": torch.where(number > 1, (squares / (number - 1)).sqrt(), torch.nan),
+        "reward_min": torch.where(number > 0, scored.min(reward), torch.nan),
+        "reward_max": torch.where(number > 0, scored.max(reward), torch.nan),
+        "zero_variance": (number > 1) & equal,
+        "staleness": ids.max(torch.from_numpy(staleness_of(columns))),
+    }
+    return {name: column.numpy() for name, column in found.items()}
+
+
+def differs(labels: Tensor, values: Tensor, rows: Tensor) -> Tensor:
+    """(n,) bool: whether the values (N,) that some rows (N,) of an id have differ; NaN is none."""
+    known = Ids(labels, rows & values.isfinite())
+    return known.min(values) < known.max(values)
+
+
+def compared_ids(columns: Columns) -> np.ndarray:
+    """(N,) ids of those among whom a row's reward is compared: its group, or its `peers` where there are.
+
+    Args:
+        columns: (N,) `group_id`; `peers` where the advantage compares others, −1 for rows that left before.
+
+    Example:
+        >>> compared_ids({"group_id": np.array([3, 3, 3, 4]), "peers": np.array([8, 9, 8, -1])}).tolist()
+        [0, 1, 0, 2]
+    """
+    group, peers = columns["group_id"], columns.get("peers")
+    if peers is None:
+        return group
+    known = peers >= 0
+    pairs = np.stack([~known, np.where(known, peers, group)], 1)
+    return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def has_reward(rollouts: Columns) -> np.ndarray:
+    """(R,) bool: rollouts in the statistics that have a reward and neither failed nor were aborted."""
+    return ~rollouts["lost"] & rollouts["counted"] & np.isfinite(rollouts["reward"])
+
+
+def compared_values(columns: Columns, rollouts: Columns, *, each_reward: bool = True) -> np.ndarray:
+    """(R, K) what is compared of each rollout: its reward, or each of several; NaN: none."""
+    if each_reward and "rewards" in columns:
+        return columns["rewards"][rollouts["row"]]
+    return rollouts["reward"][:, None]
+
+
+def widest_first(groups: Mapping[str, np.ndarray]) -> np.ndarray:
+    """(G,) indices of groups, those first of which most is to be learnt: by the spread of their rewards.
+
+    Args:
+        groups: of :func:`groups_of`. Groups of equal rewards come late, those of one reward last; of two that
+            spread alike the smaller id comes first.
+
+    Example:
+        >>> groups = {"id": np.array([7, 8, 9]), "reward_std": np.array([0.0, np.nan, 0.5])}
+        >>> widest_first(groups).tolist()
+        [2, 0, 1]
+    """
+    spread = np.nan_to_num(groups["reward_std"], nan=-1.0)
+    return np.lexsort((groups["id"], -spread))
+
+
+def staleness_of(columns: Columns) -> np.ndarray:
+    """(N,) versions behind the newest policy in the batch; -1 unknown.
+
+    Args:
+        columns: (N,) by name, with `reason`.
+    """
+    version = columns.get("policy_version")
+    if version is None or len(version) == 0:
+        return np.full(len(columns["reason"]), -1)
+    return np.where(version < 0, -1, version.max() - version)

@@ -1,1 +1,0 @@
-"""What is computed of one step: numbers, groups, stages, shares."""
