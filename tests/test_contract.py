@@ -294,13 +294,6 @@ def test_a_pipelines_output_is_refused(name, make_batch):
 
 
 @every
-def test_one_row_that_a_pipeline_has_processed_is_refused_too(name, make_batch):
-    done = Pipeline({})(rows(make_batch))[:1]
-    with pytest.raises(ProcessedTwiceError, match="got 1 rows"):
-        make_stages()[name](done)
-
-
-@every
 def test_an_environment_is_refused_bare_and_inside_a_compose(name):
     with pytest.raises(TypeError, match=r"whole batches.*Collector\(postproc=...\)"):
         TransformedEnv(CountingEnv(), make_stages()[name])
@@ -402,10 +395,6 @@ def test_a_missing_column_is_named_with_what_to_do(name, key, make_batch):
     assert repr(key) in str(info.value)
 
 
-def test_only_the_split_by_sample_needs_no_column():
-    assert [name for name, keys in NEEDED.items() if not keys] == ["split-carry"]
-
-
 @every
 def test_nothing_of_a_batch_stays_on_the_stage(name, make_batch):
     """``vars`` are what they were, but for those stages that declare a state."""
@@ -470,8 +459,3 @@ def test_an_id_that_is_not_set_is_named(name, make_batch):
         batch[key] = torch.full((8,), -1)
         with pytest.raises(BatchError, match=rf"{key} ≥ 0; found -1 at row 0"):
             make_stages()[name](batch)
-
-
-def test_collapse_writes_no_column_that_depends_on_the_data_in_shape(make_batch):
-    out = FanOutCollapse()(rows(make_batch))
-    assert out[REWARD].shape == (8,)

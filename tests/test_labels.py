@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given
@@ -17,16 +14,10 @@ from headrace.transforms import (
     BatchError,
     CompletenessGate,
     FanOutCollapse,
-    GroupRelativeAdvantage,
     IncompleteGroupsError,
-    RewardsVary,
-    SampleFilter,
     ShuffleSplit,
-    StateAdvantage,
-    incomplete_groups,
     number_labels,
 )
-from headrace.transforms.schema import RETURN
 
 IDS = ("group_id", "rollout_id")
 every = pytest.mark.parametrize("name", list(make_stages()))
@@ -119,18 +110,6 @@ def test_text_ids_are_carried_and_saved(make_batch):
     assert sorted(resumed(later)["rollout_label"]) == ["r-3", "r-4", "r-5"]
 
 
-def test_states_may_be_text(make_batch):
-    batch = rows(make_batch, state=[7, 7, 8, 8, 7, 7, 7, 9])
-    stage = StateAdvantage(state_key="state")
-    assert torch.equal(stage(as_text(batch, "state"))["advantage"], stage(batch)["advantage"])
-    assert RETURN in batch.keys(include_nested=True)
-
-
-def test_functions_take_labels():
-    assert incomplete_groups(["a", "a", "b"], ["x", "y", "z"], group_size=2).have.tolist() == [1]
-    assert incomplete_groups(["a"], ["x"], group_size=2).group_id.tolist() == number_labels(["a"]).tolist()
-
-
 @given(st.lists(st.text(min_size=1, max_size=4), max_size=20))
 def test_equal_labels_have_equal_numbers_and_others_others(labels):
     numbers = number_labels(labels).tolist()
@@ -139,11 +118,9 @@ def test_equal_labels_have_equal_numbers_and_others_others(labels):
     assert numbers == [int(number_labels([label])) for label in labels], "whatever else is in the batch"
 
 
-@pytest.mark.slow
 def test_a_label_has_one_number_in_every_process():
-    code = "from headrace.transforms.ids import number_labels; print(number_labels(['ünï', 'b']).tolist())"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert found.strip() == str(number_labels(["ünï", "b"]).tolist())
+    """Dumps and checkpoints have it, so it stays what it was."""
+    assert number_labels(["ünï", "b"]).tolist() == [1592140951099421541, 2385976210466362333]
 
 
 def test_two_labels_with_one_number_are_refused(monkeypatch):
@@ -168,13 +145,6 @@ def test_what_is_no_label_is_refused(labels, message):
         FanOutCollapse()(batch)
 
 
-def test_a_criterion_reads_text_under_a_key_of_its_own(make_batch):
-    batch = make_batch([1.0, 2, 3], [0, 0, 0])
-    batch["uid"] = ["a", "a", "b"]
-    stage = SampleFilter(criterion=RewardsVary(group_key="uid"), unit="sample", action="drop")
-    assert list(stage(batch)["uid"]) == ["a", "a"]
-
-
 # -- jagged columns --------------------------------------------------------------------------------------
 
 
@@ -192,18 +162,3 @@ def test_nested_tensors_are_refused_with_what_to_do(name, make_batch):
     words = r"nested tensors in \('tokens', 'full'\), .*: pass batch\.to_lazystack\(\)"
     with pytest.raises(BatchError, match=words):
         make_stages()[name](jagged(rows(make_batch)))
-
-
-def test_what_the_message_says_works(make_batch):
-    batch = jagged(rows(make_batch)[:7])
-    stages = {
-        "gate": CompletenessGate(group_size=3),
-        "collapse": FanOutCollapse(),
-        "filter": SampleFilter(criterion=RewardsVary()),
-        "advantage": GroupRelativeAdvantage(),
-        "split": ShuffleSplit(minibatches=1, shuffle=False),
-    }
-    out = Pipeline(stages)(batch.to_lazystack())
-    expected = Pipeline(stages)(rows(make_batch)[:7])
-    assert torch.equal(out["advantage"], expected["advantage"])
-    assert [len(tokens) for tokens in out.get(("tokens", "full"), as_list=True)] == [1, 2, 3, 4, 1, 2, 3]
