@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from assembly import Line, SlowAssembler, batch_of_lines
+from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
-from headrace.pipeline import RepeatSampler, load_pipeline
+from headrace.pipeline import RepeatSampler
 from headrace.transforms import (
     BatchError,
     CompletenessGate,
@@ -106,7 +107,7 @@ def saved(assembler: GroupAssembler, by_segment: bool, **options) -> GroupAssemb
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**9), by_segment=st.booleans(), resume=st.booleans())
 def test_it_does_what_the_slow_one_does_with_any_stream_and_wherever_it_is_resumed(
     name, seed, by_segment, resume
@@ -164,8 +165,7 @@ def in_any_order(batch: TensorDict) -> TensorDict:
     return batch[batch["number"].argsort()]
 
 
-@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
-@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize(("size", "lazy"), [(1, False), (5, True), (1000, False)])
 def test_a_stream_and_its_batch_train_bit_for_bit_the_same(size, lazy):
     batch = batch_of_lines(faultless())
     assembler = GroupAssembler()
@@ -173,7 +173,7 @@ def test_a_stream_and_its_batch_train_bit_for_bit_the_same(size, lazy):
         assembler.put(lazy_stack(list(piece.unbind(0))) if lazy else piece)
     words = ("pipeline=grpo", "pipeline.stages.collapse.reward=sum", "pipeline.stages.split.minibatches=1")
     trained = [
-        in_any_order(load_pipeline(*words)(rows.exclude(DISPATCHED)).contiguous())
+        in_any_order(composed(*words)(rows.exclude(DISPATCHED)).contiguous())
         for rows in (batch, assembler.take())
     ]
     assert assembler.held == 0
@@ -461,7 +461,7 @@ def test_rows_that_are_too_old_when_they_go_out_are_masked_or_their_group_is_dro
     assert masked[IN_LOSS].tolist() == [False, True, False, True, True, True, True, True]
     assert masked["masks", "all_assistant_mask"].any(-1).tolist() == masked[IN_LOSS].tolist()
     words = ("pipeline=grpo", "pipeline.stages.collapse.reward=sum", "pipeline.stages.split.minibatches=1")
-    run = load_pipeline(*words).run(masked)
+    run = composed(*words).run(masked)
     assert run.ledger.counts()["pipeline/no_loss_tokens"] == 2
 
 

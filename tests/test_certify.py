@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from composed import configure
-from recipes import ADVANTAGES
+from recipes import CHAINS
 from torch.nn.functional import logsigmoid
 
 from headrace.pipeline import load_pipeline
@@ -133,7 +133,7 @@ def test_turn_means_added_up_over_ones_own_future_lose_most_of_it():
 # -- how outcomes go through a pipeline --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ADVANTAGES)
+@pytest.mark.parametrize("recipe", CHAINS)
 def test_what_keeps_within_groups_is_the_same_together_and_apart(recipe, monkeypatch):
     """With two rollouts; the recipe that asks for steps and the one for shares have tasks of theirs."""
     task = {"gigpo": TurnsAsRows(), "mgpo": OneTurn(theta=[0.5, -1.0])}.get(recipe, TAUGHT)

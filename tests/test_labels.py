@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
-from test_contract import NEEDED, make_stages, rows, same
+from test_contract import NEEDED, every, make_stages, rows, same
 
 from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms import (
@@ -20,7 +20,6 @@ from headrace.transforms import (
 )
 
 IDS = ("group_id", "rollout_id")
-every = pytest.mark.parametrize("name", list(make_stages()))
 
 
 def as_text(batch: TensorDict, *keys: str) -> TensorDict:
@@ -42,26 +41,22 @@ def as_numbers(batch: TensorDict) -> TensorDict:
 # -- text ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @every
-@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
-def test_text_ids_are_what_their_numbers_are(name, lazy, make_batch):
-    def made(batch):
-        return lazy_stack(list(batch.unbind(0))) if lazy else batch
-
-    text = made(as_text(rows(make_batch)))
-    out = make_stages()[name](text)
-    expected = make_stages()[name](made(as_numbers(rows(make_batch))))
-    assert list(out["prompt_text"]) == list(expected["prompt_text"])
-    unread = [key for key in IDS if not isinstance(out.get(key), torch.Tensor)]  # stays as it came
-    assert set(unread).isdisjoint(NEEDED[name])
-    labels = [f"{key[:-3]}_label" for key in IDS]
-    assert same(out.exclude("prompt_text", *unread, *labels), expected.exclude("prompt_text", *unread))
-    assert text.get("group_id").tolist()[0] == "g-0", "the input is left alone"
+def test_text_ids_are_what_their_numbers_are(name):
+    for made in (lambda batch: batch, lambda batch: lazy_stack(list(batch.unbind(0)))):
+        text = made(as_text(rows()))
+        out = make_stages()[name](text)
+        expected = make_stages()[name](made(as_numbers(rows())))
+        assert list(out["prompt_text"]) == list(expected["prompt_text"])
+        unread = [key for key in IDS if not isinstance(out.get(key), torch.Tensor)]  # stays as it came
+        assert set(unread).isdisjoint(NEEDED[name])
+        labels = [f"{key[:-3]}_label" for key in IDS]
+        assert same(out.exclude("prompt_text", *unread, *labels), expected.exclude("prompt_text", *unread))
+        assert text.get("group_id").tolist()[0] == "g-0", "the input is left alone"
 
 
 def test_the_text_stays_with_its_rows_as_labels(make_batch):
-    batch = as_text(rows(make_batch))
+    batch = as_text(rows())
     out = CompletenessGate(group_size=3, on_incomplete="drop")(batch)
     assert list(out["group_label"]) == ["g-0"] * 4 + ["g-1"] * 3
     assert torch.equal(out["group_id"], number_labels(list(out["group_label"])))
@@ -87,7 +82,7 @@ def test_errors_name_the_labels(make_batch):
 
 
 def test_a_whole_recipe_takes_text_ids(make_batch):
-    batch = rows(make_batch)[:7]
+    batch = rows()[:7]
     options = ("pipeline=grpo", "pipeline.stages.gate.group_size=3")
     text, numbers = (load_pipeline(*options).run(each) for each in (as_text(batch), as_numbers(batch)))
     assert torch.equal(text.batch["advantage"], numbers.batch["advantage"])
@@ -158,7 +153,7 @@ def jagged(batch: TensorDict) -> TensorDict:
 
 
 @every
-def test_nested_tensors_are_refused_with_what_to_do(name, make_batch):
+def test_nested_tensors_are_refused_with_what_to_do(name):
     words = r"nested tensors in \('tokens', 'full'\), .*: pass batch\.to_lazystack\(\)"
     with pytest.raises(BatchError, match=words):
-        make_stages()[name](jagged(rows(make_batch)))
+        make_stages()[name](jagged(rows()))
