@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,20 +19,17 @@ from tensordict import TensorDict, lazy_stack
 from headrace.pipeline import Pipeline, StageError
 from headrace.transforms import BatchError, LossWeight, RewardsVary, SampleFilter, ShuffleSplit, take_rows
 
-RECIPES = sorted(
-    str(path.relative_to(Path(__file__).parent.parent / "conf" / "pipeline").with_suffix(""))
-    for path in (Path(__file__).parent.parent / "conf" / "pipeline").rglob("*.yaml")
-)
-PATIENCE = 5.0  # seconds
+PATIENCE = 3.0  # seconds
+TOGETHER = {"process_group": "world", "shared_ids": "same", "patience": 60.0}
 SHARED = ("pipeline.process_group=world", "pipeline.shared_ids=same", "pipeline.patience=60")
 
 
-def results_of(function, world: int, folder: Path) -> list:
+def results_of(function, world: int, folder: Path, *more) -> list:
     """What each rank saved of a function that `world` processes run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (folder / "port").write_text(str(free.getsockname()[1]))
-    run_processes(function, world, str(folder), count=world)
+    run_processes(function, world, str(folder), *more, count=world)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
@@ -114,16 +113,25 @@ VARIED = (  # by words that no recipe has
     ("tis", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=sequence", f"{CORRECTION}.unit=rollout"),
     ("mis", f"{REJECT}.unit=rollout", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=mean"),
 )
+
+
+def pipelines_of(recipes: Sequence[str]) -> list[tuple[str, Pipeline]]:
+    """Of these recipes, and varied; composing takes longer than what a rank does with them."""
+    named = [*((name,) for name in recipes), *VARIED]
+    return [(recipe, composed(f"pipeline={recipe}", *words)) for recipe, *words in named]
+
+
 CASES = (("uniform", "in turn"), ("ragged", "at random"), ("ragged", "in pieces"), ("uniform", "one without"))
 
 
-def compare_with_one_process(rank: int, world: int, folder: str) -> None:
-    """Every recipe, kind of batch and way to spread it: what differs from one process that has all rows."""
+def compare_with_one_process(
+    rank: int, world: int, folder: str, pipelines: list[tuple[str, Pipeline]]
+) -> None:
+    """Each recipe, kind of batch and way to spread it: what differs from one process that has all rows."""
     join(rank, world, folder)
     differs, compared = [], 0
-    for recipe, *words in [*((name,) for name in RECIPES), *VARIED]:
-        pipeline = composed(f"pipeline={recipe}", *words, *SHARED)
-        of_one = composed(f"pipeline={recipe}", *words)
+    for recipe, of_one in pipelines:
+        pipeline = Pipeline(copy.deepcopy(dict(of_one.stages.items())), **TOGETHER)
         for kind, how in CASES:
             batch = collected(kind, recipe)
             parts = spread(batch, how, world)

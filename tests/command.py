@@ -25,18 +25,6 @@ TOOLS = Path(__file__).parent.parent / "tools"
 QUICK = ["train.steps=2", "sampler.prompts_per_batch=4", "policy.width=16", "policy.layers=1"]
 
 
-def headrace_alone(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    """As a user runs it. Starting takes longer than most of what it is asked for."""
-    return subprocess.run(
-        [sys.executable, "-W", "error::FutureWarning", "-m", "headrace.pipeline", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-
-
 class Started:
     """A program in a process of its own, which begins in one that has imported what it needs."""
 

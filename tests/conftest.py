@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
@@ -30,7 +30,6 @@ TAKE_LONG = (
     "test_it_does_what_the_slow_one_does_with_any_stream_and_wherever_it_is_resumed",
     "test_a_long_stream_with_faults_gives_each_faultless_group_once_as_without_and_holds_no_more_in_the_end",
     "test_a_stream_and_its_batch_train_bit_for_bit_the_same",
-    "test_where_it_is_resumed_between_two_segments_changes_no_bit",
     "test_collapse_then_advantage_on_meta_reads_nothing",
     "test_a_core_is_traced_as_one_graph",
     "test_reads_and_copies_of_stages",
@@ -94,3 +93,17 @@ def make_batch() -> Callable[..., TensorDict]:
     from batches import batch_of
 
     return batch_of
+
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[Any]:
+    from browser import started
+
+    yield from started()
+
+
+@pytest.fixture
+def look(driver: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    from browser import looked_at
+
+    yield from looked_at(driver, tmp_path)

@@ -20,7 +20,6 @@ from headrace.pipeline import Pipeline, build_pipeline, load_pipeline, make_repo
 from headrace.pipeline.composing import compose_config
 from headrace.pipeline.report import advise, show_report, symptoms, verdict
 from headrace.pipeline.report.folder import Thinned
-from headrace.pipeline.report.numbers import gradient_share
 from headrace.pipeline.tasks.group_sizes import groups_seen
 from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
 
@@ -250,28 +249,6 @@ def test_rewards_that_are_compared_by_role_are_equal_by_role(rollouts):
     assert report.columns["advantage_by_row"] == pytest.approx(report.columns["advantage"], nan_ok=True)
 
 
-@given(
-    st.integers(1, 6).flatmap(
-        lambda n: st.lists(
-            st.tuples(st.integers(0, 2), st.floats(-3, 3), st.floats(0, 2), st.integers(0, 5)),
-            min_size=n,
-            max_size=n,
-        )
-    )
-)
-def test_the_gradient_share_is_the_loop_over_tokens(rows):
-    columns = {
-        "reason": np.array([row[0] for row in rows]),
-        "advantage": np.array([row[1] for row in rows]),
-        "loss_weight": np.array([row[2] for row in rows]),
-        "tokens": np.array([row[3] for row in rows]),
-    }
-    each = [sum(abs(a) * w for _ in range(tokens)) if reason == 0 else 0.0 for reason, a, w, tokens in rows]
-    whole = sum(each)
-    expected = [size / whole if whole else 0.0 for size in each]
-    assert gradient_share(columns).tolist() == pytest.approx(expected, abs=1e-12)
-
-
 def test_a_group_of_large_rewards_carries_the_gradient(make_batch):
     """Advantages ±1 in four groups and ±9 in one, of one token each: 18 of 26."""
     rewards = [value for size in (1, 1, 1, 1, 9) for value in (size, -size)]
@@ -313,11 +290,6 @@ def test_the_words_against_a_symptom_compose_and_build():
             load_pipeline(*line.split())
         else:
             build_pipeline(compose_config("config", *line.split()).pipeline)
-
-
-def test_the_colon_between_a_remedy_and_its_words_is_put_there_once():
-    remedies = [each for symptom in symptoms().values() for each in symptom.remedies]
-    assert not [each.text for each in remedies if each.text.endswith(":")]
 
 
 def test_the_page_of_symptoms_is_up_to_date():

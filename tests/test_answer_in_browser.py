@@ -1,14 +1,12 @@
 """The page answers before one scrolls, and follows a run that goes on."""
 
-# ruff: noqa: F811
-
 from __future__ import annotations
 
 import time
 
 import pages
 import pytest
-from test_page_in_browser import CONTRAST, driver, look  # noqa: F401, the fixtures
+from browser import CONTRAST
 
 from headrace.pipeline.report import symptoms, write_page
 
@@ -112,18 +110,6 @@ def test_what_the_verdict_says_is_not_said_again(look):
     assert look(run).texts("#advisories summary") == ["Flat: what to do"]
 
 
-def test_no_tile_stands_alone_in_a_line(look):
-    run = long_run(live=None)
-    for step in run["steps"]:
-        del step["numbers"]["correction/ess_token"], step["numbers"]["groups/informative"]
-    del run["curves"]["correction/ess_token"], run["curves"]["groups/informative"]
-    page = look(run, width=800)
-    tops = "return [...document.querySelectorAll('.tile')].map((tile) => tile.getBoundingClientRect().top)"
-    assert len(set(page.driver.execute_script(tops)[:2])) == 1
-    assert len(set(page.driver.execute_script(tops))) == 2
-    assert page.driver.execute_script(tops).count(page.driver.execute_script(tops)[0]) == 2
-
-
 def test_a_page_of_some_steps_says_of_which(look):
     assert look(long_run(live=None)).seen("#of") == "5 of the steps 0 to 59"
     assert look(pages.run_of(*pages.fan_out_run(5)["steps"])).seen("#of") == "5 steps, 0 to 40"
@@ -168,24 +154,32 @@ def test_the_foot_says_when_and_how_the_run_was_made(look):
     assert "a: <i>1</i>" in page.seen("#run")
 
 
-@pytest.mark.parametrize("width", [360, 1600])
-def test_nothing_of_the_answer_is_wider_than_the_window(look, width):
-    page = look(long_run(live=None), width=width)
-    for fold in page.all("#advisories summary"):
-        fold.click()
-    page.one("#run > summary").click()
-    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
+FASTER = 5
+
+
+@pytest.fixture
+def live(driver):
+    """Pages whose clocks run faster, but for those that tell the time."""
+    source = f"const set = window.setTimeout; window.setTimeout = (f, ms) => set(f, (ms ?? 0) / {FASTER});"
+    added = driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
+    yield
+    driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
+def sleep(seconds):
+    """So long by the clocks of such a page."""
+    time.sleep(seconds / FASTER)
 
 
 def wait_for(condition):
-    for _ in range(80):
+    for _ in range(160):
         if condition():
             return
-        time.sleep(0.1)
+        time.sleep(0.05)
     raise AssertionError("it did not come")
 
 
-def test_a_live_page_follows_its_run_and_stops_with_it(look, tmp_path):
+def test_a_live_page_follows_its_run_and_stops_with_it(live, look, tmp_path):
     run = long_run(live=1.0)
     some = run | {"steps": run["steps"][:3]}
     page = look(some)
@@ -203,11 +197,11 @@ def test_a_live_page_follows_its_run_and_stops_with_it(look, tmp_path):
     wait_for(lambda: page.seen("#live") == "")
     assert page.seen("#verdict") == "The reward rose to step 15."  # the step that was chosen
     page.driver.execute_script("window.same = true")
-    time.sleep(1.5)
+    sleep(1.5)
     assert page.driver.execute_script("return window.same")
 
 
-def test_who_types_or_marks_text_on_a_live_page_is_not_interrupted(look, tmp_path):
+def test_who_types_or_marks_text_on_a_live_page_is_not_interrupted(live, look, tmp_path):
     run = long_run(live=1.0)
     page = look(run | {"steps": run["steps"][:3]})
     page.one("#search").send_keys("gro")
@@ -218,13 +212,13 @@ def test_who_types_or_marks_text_on_a_live_page_is_not_interrupted(look, tmp_pat
     assert page.driver.execute_script(script) == "group"
     page.driver.execute_script("getSelection().selectAllChildren(document.getElementById('summary'))")
     page.driver.execute_script("window.same = true")
-    time.sleep(3.5)
+    sleep(3.5)
     assert page.driver.execute_script("return window.same")
     page.driver.execute_script("getSelection().removeAllRanges()")
     wait_for(lambda: not page.driver.execute_script("return window.same"))
 
 
-def test_a_group_that_was_chosen_on_a_live_page_stays_and_one_can_pause(look, tmp_path):
+def test_a_group_that_was_chosen_on_a_live_page_stays_and_one_can_pause(live, look, tmp_path):
     run = long_run(live=1.0)
     some = run | {"steps": run["steps"][:3]}
     page = look(some)
@@ -235,18 +229,18 @@ def test_a_group_that_was_chosen_on_a_live_page_stays_and_one_can_pause(look, tm
     assert page.seen("#verdict") == "The reward rose to step 30."
     page.one("#pause").click()
     page.driver.execute_script("window.same = true")
-    time.sleep(3.5)
+    sleep(3.5)
     assert page.driver.execute_script("return window.same")
     page.one("#pause").click()
     wait_for(lambda: not page.driver.execute_script("return window.same"))
 
 
-def test_a_page_of_a_run_that_was_killed_says_when_it_was_written(look):
+def test_a_page_of_a_run_that_was_killed_says_when_it_was_written(live, look):
     written = now(ago=3600.0)
     page = look(long_run(live=1.0, written=written))
     assert page.seen("#live") == f"The run goes on, or was stopped: last written {written}."
     page.driver.execute_script("window.same = true")
-    time.sleep(1.5)
+    sleep(1.5)
     assert page.driver.execute_script("return window.same")  # it asks rarely: after a tenth of its age
 
 

@@ -63,21 +63,6 @@ def credit_of(recipe, batch):
     return credit
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [name for name in ADVANTAGES if name not in RESHAPED])
-def test_permuting_rows_permutes_the_bits(make_batch, recipe):
-    @settings(max_examples=6)
-    @given(collected(make_batch, recipe))
-    def law(drawn):
-        batch, order = drawn
-        before, after = credit_of(recipe, batch), credit_of(recipe, batch[order])
-        assert (before is None) == (after is None)
-        if before is not None:
-            assert torch.equal(after.nan_to_num(nan=9e9), before[order].nan_to_num(nan=9e9))
-
-    law()
-
-
 def bound_of(pipeline, batch, largest_group):
     """What no advantage exceeds, from the options of the recipe's stages."""
     rows = len(batch)
@@ -116,15 +101,18 @@ def bound_of(pipeline, batch, largest_group):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ADVANTAGES)
-def test_an_advantage_has_a_measure(make_batch, recipe):
-    @settings(max_examples=6)
+def test_permuting_rows_permutes_the_bits_and_an_advantage_has_a_measure(make_batch, recipe):
+    @settings(max_examples=5)
     @given(collected(make_batch, recipe))
     def law(drawn):
-        batch, _ = drawn
-        credit = credit_of(recipe, batch)
-        if credit is not None:
-            largest = int(batch["expected_rollouts"].max())
-            bound = bound_of(composed(f"pipeline={recipe}"), batch, largest)
-            assert float(credit.nan_to_num().abs().max()) <= bound * (1 + 1e-5)
+        batch, order = drawn
+        before, after = credit_of(recipe, batch), credit_of(recipe, batch[order])
+        assert (before is None) == (after is None)
+        if before is None:
+            return
+        if recipe not in RESHAPED:
+            assert torch.equal(after.nan_to_num(nan=9e9), before[order].nan_to_num(nan=9e9))
+        bound = bound_of(composed(f"pipeline={recipe}"), batch, int(batch["expected_rollouts"].max()))
+        assert float(before.nan_to_num().abs().max()) <= bound * (1 + 1e-5)
 
     law()

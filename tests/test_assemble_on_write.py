@@ -13,7 +13,6 @@ from processes import process_context
 from rollouts import make_env, make_policy
 from torchrl.collectors import Collector, MultiAsyncCollector
 from torchrl.data import (
-    LazyStackStorage,
     LazyTensorStorage,
     ReplayBuffer,
     SamplerWithoutReplacement,
@@ -88,12 +87,6 @@ def test_a_pipeline_behind_it_sees_whole_groups_and_a_sample_trains_with_their_a
     assert torch.equal(rows["rollout_id"], expected["rollout_id"])
     assert torch.equal(rows["advantage"], expected["advantage"])
     assert [len(step) for step in second.minibatches(buffer.sample())] == [8]
-
-
-def test_lazy_rows_wait_and_go_on_as_they_are():
-    buffer = make_buffer(AssembleOnWrite(GroupAssembler()), storage=LazyStackStorage)
-    collect_into(buffer, 9, 36)
-    assert len(buffer) == 36
 
 
 def test_rows_that_wait_are_in_the_state_of_the_buffer():

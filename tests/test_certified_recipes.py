@@ -38,14 +38,13 @@ def test_every_task_file_is_a_task_of_the_command():
 
 @pytest.mark.parametrize("recipe", recipes())
 def test_no_change_moves_a_certificate_unseen(recipe):
-    """Each recipe on two of its tasks, which differ from recipe to recipe. Run `make generate` where a change
+    """Each recipe on one of its tasks, which differ from recipe to recipe. Run `make generate` where a change
     is meant to, and say so in the changelog.
     """
     node, names = configure("load", f"pipeline={recipe}").pipeline, list(BY_RECIPE[recipe])
-    first = recipes().index(recipe)
-    for name in {names[first % len(names)], names[(first + 1) % len(names)]}:
-        certificate = certify_recipe(node, recipe, tasks()[name], name)
-        assert_same(certificate.plain(), BY_RECIPE[recipe][name], where=f"{recipe} on {name}")
+    name = names[recipes().index(recipe) % len(names)]
+    certificate = certify_recipe(node, recipe, tasks()[name], name)
+    assert_same(certificate.plain(), BY_RECIPE[recipe][name], where=f"{recipe} on {name}")
 
 
 def test_recipes_that_refuse_a_task_have_no_certificate_of_it():

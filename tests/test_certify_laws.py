@@ -197,7 +197,7 @@ def test_the_objective_has_the_recipes_own_weights_of_several_rewards():
 
 # -- plain sampling, through the same pipeline -----------------------------------------------------------
 
-GROUPS, ERRORS = {True: 3000, False: 250}, 4.5  # together in a batch, or each by itself; standard errors
+GROUPS, ERRORS = {True: 1500, False: 150}, 4.5  # together in a batch, or each by itself; standard errors
 
 
 def walk(task: SmallTask, prompt, generator: torch.Generator) -> int:
@@ -276,4 +276,4 @@ def test_sampling_agrees_within_its_standard_error(recipe):
         expected = torch.tensor(judgement.ratio, dtype=torch.float64) * true
         assert ((mean - expected).abs() <= ERRORS * error + 1e-12).all(), (mean / true, judgement.ratio)
         spread = float(found.var(0).sum())
-        assert spread == pytest.approx(judgement.variance, rel=0.6 if groups < 1000 else 0.25)
+        assert spread == pytest.approx(judgement.variance, rel=0.8 if groups < 1000 else 0.35)

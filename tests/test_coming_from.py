@@ -84,13 +84,6 @@ def test_verl_is_told_of_a_lost_rollout_by_its_uid(verl):
         verl.adapter.headrace_advantages(rewards, mask, uids)
 
 
-def test_verl_trains_by_another_recipe_by_one_word(verl, monkeypatch):
-    monkeypatch.setattr(verl.adapter, "PIPELINE", load_pipeline("pipeline=rloo", "~pipeline.stages.gate"))
-    rewards, mask = torch.tensor([[1.0], [0.0], [0.5]]), torch.ones(3, 1)
-    advantages, _ = verl.adapter.headrace_advantages(rewards, mask, ["a"] * 3)
-    assert advantages.flatten().tolist() == pytest.approx([0.75, -0.75, 0.0])
-
-
 # -- slime and miles --------------------------------------------------------------------------------------
 
 
@@ -150,12 +143,6 @@ def test_what_a_recipe_takes_out_of_the_loss_slime_removes(monkeypatch):
     _, advantages = module.post_process_rewards(foreign.slime_args(2, 2), samples)
     assert [sample.remove_sample for sample in samples] == [True, True, True, False]
     assert advantages == pytest.approx([0.0, 0.0, 0.0, -(0.5**0.5)], abs=1e-5)
-
-
-def test_slimes_rewards_may_have_keys():
-    samples = samples_of([{"score": 1.0}, {"score": 0.0}], [0, 0])
-    raw, _ = adapter("headrace_slime").post_process_rewards(foreign.slime_args(2, 1, "score"), samples)
-    assert raw == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

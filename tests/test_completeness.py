@@ -45,13 +45,6 @@ def test_failed_and_aborted_rollouts_do_not_count_and_truncated_do(make_batch):
     assert outcome.reasons == ["trained", "trained", "incomplete", "failed", "failed", "incomplete"]
 
 
-def test_one_failed_segment_fails_the_rollout(make_batch):
-    batch = make_batch([0.0] * 3, [0, 0, 0], [0, 1, 1], status=[DONE, DONE, FAILED])
-    outcome = said_by(CompletenessGate(group_size=2, on_incomplete="keep", min_rollouts=1), batch)
-    assert outcome.batch["rollout_id"].tolist() == [0]
-    assert outcome.reasons == ["trained", "failed", "failed"]
-
-
 @pytest.mark.parametrize("states", [[CUT, FAILED, DONE], [FAILED, DONE, CUT], [DONE, CUT, FAILED]])
 def test_a_rollout_ended_as_its_worst_segment_did(make_batch, states):
     batch = make_batch([0.0] * 4, [0] * 4, [0, 1, 1, 1], status=[CUT, *states])
@@ -138,43 +131,11 @@ def test_a_column_on_some_rows_is_no_column(make_batch):
         CompletenessGate(group_size=2)(lazy_stack(rows))
 
 
-def test_a_status_under_another_name_must_be_there(make_batch):
-    with pytest.raises(MissingKeyError, match=r"'stauts' \(status_key\)"):
-        CompletenessGate(group_size=1, status_key="stauts")(make_batch([0.0], [0], status=[FAILED]))
-
-
-def test_wrong_ids_are_named_before_groups_that_are_missing_or_unknown(make_batch):
-    batch = make_batch([0.0] * 3, [3, 3, -1])
-    for mode in ("raise", "drop"):
-        gate = CompletenessGate(group_size=2, expected_groups=[3, 8], on_incomplete=mode)
-        with pytest.raises(BatchError, match=r"every row needs a group_id ≥ 0; found -1 at row 2"):
-            gate(batch)
-        with pytest.raises(BatchError, match="more rollouts than were dispatched; found group 3 has 3 of 2"):
-            gate(make_batch([0.0] * 3, [3, 3, 3]))
-
-
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_group_was_dispatched_with_at_least_one_rollout(make_batch, number):
     batch = make_batch([0.0] * 2, [4, 4], expected_rollouts=[number] * 2, status=[FAILED, FAILED])
     with pytest.raises(BatchError, match=rf"one number ≥ 1 per group; found group 4: \[{number}\]"):
         CompletenessGate(on_incomplete="drop")(batch)
-
-
-def test_it_is_stateless(make_batch):
-    gate = CompletenessGate(group_size=2)
-    validation = make_batch([0.0, 1], [3, 3])
-    assert len(gate(validation)) == 2
-    with pytest.raises(IncompleteGroupsError):
-        gate(make_batch([0.0], [3]))
-    assert len(gate(validation)) == 2
-    assert not gate.state_dict()
-
-
-def test_nothing_complete_gives_an_empty_batch(make_batch):
-    gate = CompletenessGate(group_size=2, on_incomplete="drop")
-    out = gate(make_batch([0.0, 1], [3, 4]))
-    assert out.shape == (0,)
-    assert set(out.keys(True, True)) == set(make_batch([0.0], [0]).keys(True, True))
 
 
 @pytest.mark.parametrize(
@@ -219,8 +180,3 @@ def test_the_function_counts_unique_present_rollouts(rollouts):
     have = {g: sum(1 for h, s, _ in rollouts if h == g and s < ABORTED) for g in range(4)}
     assert dict(zip(found.group_id.tolist(), found.have.tolist(), strict=True)) == have
     assert set(found.expected.tolist()) == {20}
-
-
-def test_the_function_needs_something_to_count_against():
-    with pytest.raises(BatchError, match="give group_size"):
-        incomplete_groups([0], [0])

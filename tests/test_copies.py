@@ -43,13 +43,6 @@ def test_a_copy_says_that_it_is_one_until_it_has_run_a_batch_itself(copied, ask)
     assert other.ledger is None  # of a batch that was refused
 
 
-def test_an_original_without_a_batch_is_empty_and_its_report_speaks_of_copies():
-    pipeline = make_pipeline()
-    assert (pipeline.ledger, pipeline.metrics) == (None, {})
-    with pytest.raises(RuntimeError, match="what a copy of the pipeline has run, in a worker process say"):
-        pipeline.report()
-
-
 # -- in a buffer that several processes write ---------------------------------------------------------------
 
 
@@ -80,11 +73,6 @@ def test_what_remembers_is_refused_where_torchrl_asks(make):
 def test_what_remembers_nothing_is_not_refused(make):
     assert not make().requires_shared_write_state
     buffer_with(make(), invert=False)
-
-
-def test_a_pipeline_remembers_what_its_stages_do():
-    assert split().requires_shared_write_state
-    assert make_pipeline().requires_shared_write_state
 
 
 def extend(buffer: ReplayBuffer, batch, answers=None) -> str:

@@ -41,8 +41,6 @@ from headrace.transforms import (
     TreeAdvantage,
     TurnAdvantage,
     TurnDiscount,
-    pack,
-    unpack,
     weighted_loss,
 )
 
@@ -135,39 +133,6 @@ def test_the_denominator_of_rejected_tokens_is_what_was_declared(scene, denomina
     expected = gradient(policy, terms[keep].sum() / over.sum())
     assert 0 < int(keep.sum()) < int(batch[MASK].sum())
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_the_gradient_of_a_step_does_not_depend_on_micro_batches_or_packing(scene, microbatches):
-    policy, batch = scene
-    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
-    loss.set_keys(sample_log_prob=OLD)
-    stages = {
-        "correction": RolloutCorrection(),
-        "split": ShuffleSplit(minibatches=1, microbatches=microbatches, remainder="pad", unit="sample"),
-        "weight": LossWeight(dtype="float64", log_prob_key=OLD),
-    }
-    seen = []
-    parameters = list(policy.parameters())
-
-    class Look(torch.optim.SGD):
-        def step(self, closure=None):
-            seen.append(torch.cat([p.grad.flatten() for p in parameters]))
-
-    optimise(Pipeline(stages).minibatches(batch), loss, Look(parameters, lr=0.0))
-    rows = RolloutCorrection()(batch)
-    expected = gradient(policy, loss(rows).loss_objective.sum() / rows[MASK].sum())
-    torch.testing.assert_close(seen[0], expected, rtol=1e-10, atol=1e-14)
-
-
-def test_packing_carries_weights_and_advantage_of_tokens():
-    batch = rewarded([1.0, 0, 1, 0], [0, 0, 1, 1])
-    batch[MASK][:, 0] = False
-    rows = RolloutCorrection()(GroupRelativeAdvantage()(batch))
-    packed = pack(rows)
-    real = rows["masks", "all_attention_mask"]
-    assert torch.equal(packed["advantage"][0, :, 0], rows["advantage"][..., 0][real])
-    assert torch.equal(unpack(packed)["advantage"], rows["advantage"])
 
 
 # -- orders ----------------------------------------------------------------------------------------------
@@ -427,20 +392,6 @@ def test_a_preset_of_verl_is_its_documented_behaviour(name):
             assert found.tolist() == pytest.approx([credit * w for w in weights], rel=1e-4, abs=1e-6)
     assert not reject or 0 < len(rejected) < 8
     assert int(run.batch["num_tokens"][0]) == sum(len(logs[row]) for row in range(8) if row not in rejected)
-
-
-def test_a_run_goes_on_where_it_was_interrupted():
-    words = ("pipeline=tis", "pipeline.stages.split.minibatches=4")
-    batch = rewarded([1.0, 0, 2, 5, 3, 3, 4, 4], [0, 0, 0, 0, 1, 1, 1, 1], spread=0.5)
-    whole = [m["advantage"] for m in composed(*words).minibatches(batch)]
-    before = load_pipeline(*words)
-    steps = before.minibatches(batch)
-    first = next(steps)["advantage"]
-    after = load_pipeline(*words)
-    after.load_state_dict(before.state_dict())
-    rest = [m["advantage"] for m in after.minibatches(batch)]
-    assert len(rest) == 3
-    assert all(torch.equal(a, b) for a, b in zip([first, *rest], whole, strict=True))
 
 
 # -- the report ------------------------------------------------------------------------------------------

@@ -105,16 +105,6 @@ def test_a_replay_of_a_replay_keeps_them_too(write, format, tmp_path):
     assert again["rollout_id"].tolist() == first["rollout_id"].tolist()
 
 
-def test_groups_whose_share_moves_are_called_as_in_the_dump(make_batch):
-    batch = make_batch([0.0, 1.0, 0.0, 5.0], [0, 0, 1, 1])
-    batch["group_id"] = ["left", "left", "right", "right"]
-    size, scales = "pipeline.stages.gate.group_size=2", ("group", "none")
-    runs = [composed(*WORDS, size, f"pipeline.stages.advantage.scale={scale}").run(batch) for scale in scales]
-    comparison = Comparison(scales)
-    comparison.add(*map(make_report, runs))
-    assert {mover.group for mover in comparison.movers} == {"left", "right"}
-
-
 @pytest.mark.parametrize(("write", "named"), [(slime, "40"), (verl, "'7f3a_0'"), (tinker, "3")])
 def test_an_error_says_them(write, named, tmp_path):
     path, *_ = write(tmp_path)

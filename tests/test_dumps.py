@@ -12,15 +12,13 @@ import torch
 from busy import reported, stages
 
 from headrace.pipeline import Pipeline, make_report, write_dump
-from headrace.pipeline.report import Comparison, ReportFolder, page_data, render_page, report_table
+from headrace.pipeline.report import Comparison, ReportFolder, page_data
 from headrace.pipeline.sources import SourceError, open_source
 from headrace.transforms import (
     BatchError,
     FanOutCollapse,
-    Finite,
     GroupRelativeAdvantage,
     LossWeight,
-    SampleFilter,
     ShuffleSplit,
 )
 
@@ -56,16 +54,6 @@ def test_a_dump_says_what_made_it(make_batch, tmp_path):
     assert json.loads(metadata[b"headrace.recipe"])[0][0] == "gate"
 
 
-def test_the_table_by_hand(make_batch):
-    _, report = reported(make_batch)
-    table = report_table(report).to_pydict()
-    assert table["reason"][:2] == ["trained", "pipeline/no_loss_tokens"]
-    assert table["action"][4] == "dropped"
-    assert table["status"][3] == "truncated"
-    assert table["advantage"][4] is None
-    assert table["minibatch"][4] is None
-
-
 def test_a_write_that_fails_leaves_what_was_there(make_batch, tmp_path, monkeypatch):
     _, report = reported(make_batch)
     path = write_dump(report, tmp_path)
@@ -80,16 +68,6 @@ def test_a_write_that_fails_leaves_what_was_there(make_batch, tmp_path, monkeypa
         write_dump(report, tmp_path)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-
-
-def test_several_rewards_are_dumped_and_read(make_batch, tmp_path):
-    batch = make_batch([0.0] * 4, [0, 0, 1, 1])
-    batch["next", "reward"] = torch.arange(8.0).view(4, 2)
-    pipeline = Pipeline({"collapse": FanOutCollapse(columns=2)})
-    pipeline(batch)
-    write_dump(make_report(pipeline), tmp_path)
-    ((_, again),) = open_source(tmp_path)
-    assert torch.equal(again["next", "reward"], batch["next", "reward"])
 
 
 DAMAGE = {
@@ -137,17 +115,6 @@ def test_several_rewards_come_back_in_either_form(format, make_batch, tmp_path):
     write_dump(make_report(pipeline), tmp_path, format=format)
     ((_, again),) = open_source(tmp_path)
     assert torch.equal(again["next", "reward"].nan_to_num(-1), batch["next", "reward"].nan_to_num(-1))
-
-
-def test_a_reward_that_a_filter_took_out_need_not_be_one(make_batch, tmp_path):
-    batch = make_batch([0.0, float("nan"), 1.0], [0, 0, 0])
-    finite = SampleFilter(criterion=Finite(), action="exclude")
-    Pipeline({"finite": finite, "collapse": FanOutCollapse()})(batch)
-    pipeline = Pipeline({"finite": finite, "collapse": FanOutCollapse()})
-    pipeline(batch)
-    write_dump(make_report(pipeline), tmp_path)
-    ((_, again),) = open_source(tmp_path)
-    assert again["next", "reward"].isnan().flatten().tolist() == [False, True, False]
 
 
 def test_half_a_surrogate_pair_is_written_as_a_mark(make_batch, tmp_path):
@@ -208,38 +175,7 @@ def test_a_damaged_dump_is_refused_with_its_name(name, make_batch, tmp_path):
         list(open_source(path, "headrace"))
 
 
-def test_a_truncated_dump_is_refused(make_batch, tmp_path):
-    _, report = reported(make_batch)
-    path = write_dump(report, tmp_path)
-    whole = path.read_bytes()
-    for size in range(0, len(whole), 97):
-        path.write_bytes(whole[:size])
-        with pytest.raises(SourceError, match="a Parquet file is required"):
-            list(open_source(path, "headrace"))
-
-
 # -- pages and comparisons --------------------------------------------------------------------------
-
-
-def test_a_page_shows_what_the_report_tells(make_batch):
-    _, report = reported(make_batch)
-    data = page_data([report], title="mine")
-    render_page(data)
-    step = data["steps"][0]
-    assert step["groups"]["complete"] == [True, False, True]
-    assert step["rows"]["reason"][4] == "gate/incomplete"
-    assert step["rows"]["advantage"][4] is None
-    assert step["shown"] == {"groups": 3, "of": 3}
-    assert step["funnel"][1]["out"][0]["action"] == "dropped"
-
-
-def test_a_page_of_many_groups_shows_the_first(make_batch):
-    pipeline = Pipeline({"collapse": FanOutCollapse()})
-    pipeline(make_batch([0.0] * 1000, [i // 2 for i in range(1000)]))
-    step = page_data([make_report(pipeline)], title="many")["steps"][0]
-    assert step["shown"] == {"groups": 200, "of": 500}
-    assert len(step["rows"]["row"]) == 400
-    assert step["funnel"][0]["rows"] == 1000
 
 
 def test_a_page_of_wide_groups_shows_as_many_as_fit(make_batch):

@@ -8,8 +8,6 @@ import pytest
 import torch
 from fake_device import CPU, DEVICE, FakeDevice
 
-from headrace.transforms import group_relative_advantage
-
 MASK, IDS, HERE = "torch.tensor([True, False, True])", "torch.tensor([2, 0])", "torch.arange(3)"
 WHAT = {  # by operator: reads, copies, asynchronous; x, mask and ids are on the device
     # the host asks for a value
@@ -147,21 +145,6 @@ def test_it_keeps_the_memory_of_views_and_the_versions_of_writes(fake):
     gone = weakref.ref(other)
     del other
     assert gone() is None
-
-
-def test_a_place_is_the_innermost_line_of_headrace_else_that_of_the_test(fake):
-    reward = torch.tensor([1.0, 2.0, 3.0, 5.0], device=DEVICE)
-    groups = torch.tensor([0, 0, 1, 1], device=DEVICE)
-    reward.tolist()
-    group_relative_advantage(reward, groups)
-    test, headrace = fake.reads
-    assert repr(test).startswith("_to_copy.default at tests/test_fake_device.py:")
-    assert headrace.place.startswith("transforms/tensordicts.py:")
-    with fake.unseen():
-        reward.tolist()
-    assert (len(fake.reads), len(fake.copies)) == (2, 3)  # the result goes where the rewards are
-    fake.forget()
-    assert fake.reads == fake.copies == fake.asynchronous == []
 
 
 MIXED = [

@@ -71,23 +71,6 @@ def test_batches_of_a_recipe_have_the_same_columns_whether_or_not_a_row_was_sile
     assert set(some.keys(True, True)) == set(none.keys(True, True))
 
 
-@pytest.mark.parametrize("unsilenced", [2, 4, 128, 255])
-def test_a_true_of_any_byte_stays_true_in_rows_that_stay(make_batch, unsilenced):
-    """A mask that is a view of other data has other bytes than 0 and 1."""
-    batch = make_batch([1.0, 3, 8], [0, 0, 0])
-    bytes_ = batch[MASK].to(torch.uint8) * unsilenced
-    batch[MASK] = bytes_.view(torch.bool)
-    out = SampleFilter(criterion=RewardWithin(high=5.0))(batch)
-    assert torch.equal(out[MASK].view(torch.uint8)[:2], bytes_[:2])
-    assert not out[MASK].view(torch.uint8)[2].any()
-
-
-def test_only_exclude_touches_the_statistics(make_batch):
-    batch = make_batch([1.0, 3, 8], [0, 0, 0])
-    assert COUNTED not in advantage_after(batch, action="mask").keys(True)
-    assert advantage_after(batch, action="exclude")[COUNTED].tolist() == [True, True, False]
-
-
 @pytest.mark.parametrize(
     ("unit", "kept"),
     [("sample", [0, 1, 3, 4, 5]), ("rollout", [0, 3, 4, 5]), ("group", [4, 5])],
@@ -97,16 +80,6 @@ def test_a_unit_stays_or_goes_as_one(make_batch, unit, kept):
     batch["row"] = torch.arange(6)
     stage = SampleFilter(criterion=RewardWithin(high=5.0), unit=unit, action="drop")
     assert stage(batch)["row"].tolist() == kept
-
-
-def test_a_filter_before_the_advantage_changes_the_baseline_and_after_it_does_not(make_batch):
-    batch = FanOutCollapse()(make_batch([1.0, 3, 8], [0, 0, 0]))
-    stage, advantage = (
-        SampleFilter(criterion=RewardWithin(high=5.0), action="drop"),
-        GroupRelativeAdvantage(scale="none"),
-    )
-    assert advantage(stage(batch))["advantage"].flatten().tolist() == [-1, 1]
-    assert stage(advantage(batch))["advantage"].flatten().tolist() == [-3, -1]
 
 
 def test_the_hook_sees_every_row_with_its_verdict(make_batch):
@@ -126,14 +99,6 @@ def test_nothing_left_is_an_empty_batch_and_a_metric(make_batch):
     assert outcome.batch.shape == (0,)
     assert outcome.metrics == {"kept": 0, "fraction_kept": 0}
     assert outcome.reasons == ["reward_bounds"] * 2
-
-
-def test_two_filters_add_up(make_batch):
-    batch = make_batch([1.0, 3, 8, 9], [0, 0, 0, 0])
-    high = SampleFilter(criterion=RewardWithin(high=8.5), action="exclude")
-    low = SampleFilter(criterion=RewardWithin(low=2.0), action="exclude")
-    out = low(high(batch))
-    assert out[COUNTED].tolist() == out[IN_LOSS].tolist() == [False, True, True, False]
 
 
 def test_a_row_that_could_not_be_masked_raises(make_batch):
@@ -156,19 +121,6 @@ def test_a_criterion_that_returns_something_else_raises(make_batch, answer, foun
         SampleFilter(criterion=answer)(make_batch([1.0, 8], [0, 0]))
 
 
-def test_ragged_rows_are_masked_one_by_one():
-    rows = [
-        TensorDict(
-            {MASK: torch.ones(n, dtype=torch.bool), LOG_PROBS: torch.zeros(n), "reward": torch.tensor([r])}
-        )
-        for n, r in ((2, 1.0), (5, 8.0))
-    ]
-    out = SampleFilter(criterion=RewardWithin(high=5.0, reward_key="reward"))(lazy_stack(rows))
-    assert [mask.tolist() for mask in out.get(MASK, as_list=True)] == [[True] * 2, [False] * 5]
-    assert out.get(LOG_PROBS, as_list=True)[1].isnan().all()
-    assert rows[1][MASK].all()
-
-
 def test_a_unit_is_the_criterions_own_unless_given(make_batch):
     batch = make_batch([1.0, 9, 1, 2], [0, 0, 1, 1])
     high = RewardWithin(high=5.0)
@@ -181,12 +133,6 @@ def test_who_has_left_the_statistics_judges_nobody(make_batch):
     batch = make_batch([float("nan"), 1.0, 3.0], [0, 0, 0])
     excluded = FanOutCollapse()(SampleFilter(criterion=Finite(), action="exclude")(batch))
     assert len(SampleFilter(criterion=RewardWithin(low=1.0), unit="group", action="drop")(excluded)) == 3
-
-
-@pytest.mark.parametrize("action", ["mask", "drop"])
-def test_unset_ids_do_not_judge_strangers_together(make_batch, action):
-    with pytest.raises(BatchError, match="group_id ≥ 0; found -1 at row 0"):
-        SampleFilter(criterion=RewardsVary(), action=action)(make_batch([1.0, 2], [-1, -1]))
 
 
 # -- criteria -----------------------------------------------------------------------------------------
@@ -318,9 +264,3 @@ def test_every_number_of_a_ragged_column_is_looked_at():
     rows = [[1.0, 2.0], [1.0, float("nan"), 2.0], [float("inf")], [0.0]]
     batch = lazy_stack([TensorDict({"x": torch.tensor(row)}, batch_size=[]) for row in rows])
     assert Finite(key="x")(batch).tolist() == [True, False, False, True]
-
-
-def test_who_was_not_cut_off_stays_however_it_ended():
-    status = torch.tensor([Status.COMPLETED, Status.TRUNCATED, Status.ABORTED, Status.FAILED])
-    batch = TensorDict({"status": status}, batch_size=[4])
-    assert NotTruncated()(batch).tolist() == [True, False, True, True]

@@ -26,7 +26,7 @@ from headrace.transforms import (
     Status,
     incomplete_groups,
 )
-from headrace.transforms.schema import FINISHED, REWARD
+from headrace.transforms.schema import REWARD
 
 DONE = ("next", "done")
 
@@ -53,24 +53,6 @@ def test_a_rollout_without_an_end_is_unfinished_and_its_group_incomplete(make_ba
         IncompleteGroupsError, match=r"group 0 has 1 of 2 \(1 completed, 1 unfinished: \[1\]\)"
     ):
         CompletenessGate(group_size=2)(batch)
-
-
-def test_a_group_that_is_kept_leaves_its_unfinished_rollouts(make_batch):
-    batch = ended(make_batch, [0, 0, 1, 1], [False, True, False, False])
-    out = CompletenessGate(group_size=2, on_incomplete="keep", min_rollouts=1)(batch)
-    assert out["rollout_id"].tolist() == [0, 0]
-    assert out[FINISHED].all()
-
-
-def test_unfinished_rows_are_counted(make_batch):
-    batch = ended(make_batch, [0, 0, 1, 1], [False, True, False, False])
-    gate = CompletenessGate(group_size=2, on_incomplete="drop")
-    run = Pipeline({"gate": gate}).run(batch)
-    assert run.metrics["out/gate/unfinished"] == run.metrics["out/gate/incomplete"] == 2
-    assert run.ledger.rows("gate/unfinished") == [
-        {"row": 2, "rollout": 1, "group": 0},
-        {"row": 3, "rollout": 1, "group": 0},
-    ]
 
 
 def test_a_batch_that_does_not_say_where_rollouts_end_is_taken_as_it_is(make_batch):
@@ -157,22 +139,6 @@ def test_as_many_segments_must_end_as_are_expected(make_batch):
     batch["expected_segments"] = torch.tensor([2, 2, 3, 1])
     with pytest.raises(BatchError, match=r"one number ≥ 1 per rollout; found rollout 7 .*\[2, 2, 3\]"):
         CompletenessGate(group_size=2)(batch)
-
-
-def test_a_segment_ends_once_whatever_is_expected(make_batch):
-    columns = {"expected_segments": [2, 2, 1], "segment": [4, 4, 4]}
-    batch = ended(make_batch, [7, 7, 8], [True, True, True], **columns)
-    assert verdicts(batch) == [0] * 3
-    with pytest.raises(BatchError, match="a rollout ends once"):
-        CompletenessGate(group_size=2, segment_key="segment")(batch)
-
-
-def test_where_segments_end_each_by_themselves_all_must(make_batch):
-    segment = [0, 1, 1, 2, 0]
-    batch = ended(make_batch, [7, 7, 7, 7, 8], [True, False, True, True, True], segment=segment)
-    assert verdicts(batch, segment_key="segment") == [0] * 5
-    batch = ended(make_batch, [7, 7, 7, 7, 8], [True, False, False, True, True], segment=segment)
-    assert verdicts(batch, segment_key="segment") == [3, 3, 3, 3, 1]
 
 
 # -- against a loop over rollouts ------------------------------------------------------------------------
@@ -349,23 +315,6 @@ def test_as_much_must_begin_as_ends(make_batch, rows, options, verdict):
     batch["segment"] = torch.tensor(options.get("segment", [0] * number))
     segment_key = "segment" if "segment" in options else None
     assert verdicts(batch, group_size=1, segment_key=segment_key) == [verdict] * number
-
-
-@pytest.mark.parametrize(
-    ("done", "init", "message"),
-    [
-        ([0, 0, 0, 1], [1, 0, 1, 0], "a rollout begins once"),  # begun anew under the same id
-        ([1, 1, 0], [1, 1, 0], "a rollout ends with its last row"),
-    ],
-)
-def test_an_attempt_that_began_anew_and_rows_behind_the_last_end_are_refused(make_batch, done, init, message):
-    number = len(done)
-    batch = make_batch([1.0] * number, [0] * number, [7] * number)
-    batch["next", "done"], batch["is_init"] = torch.tensor(done).bool(), torch.tensor(init).bool()
-    if number == 3:
-        batch["expected_segments"] = torch.full((number,), 2)
-    with pytest.raises(BatchError, match=message):
-        CompletenessGate(group_size=1, on_incomplete="drop")(batch)
 
 
 def test_what_a_collector_padded_with_is_said_by_one_bool_a_row():

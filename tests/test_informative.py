@@ -107,12 +107,6 @@ def test_the_stages_of_a_recipe_decide_whether_their_filter_masks_or_drops():
         assert [b["group_id"].tolist() for b in informative(source, groups=1, stages=decide)] == [[1, 1]]
 
 
-def test_rows_come_out_as_they_came_so_that_a_pipeline_takes_them():
-    (batch,) = informative([batch_of({3: [0.0, 1.0], 4: [1.0, 1.0]})], groups=1)
-    assert not [key for key in batch.keys() if key == "headrace"]
-    assert load_pipeline("pipeline=grpo").run(batch).metrics["rows/trained"] == 2
-
-
 def test_groups_that_are_cut_or_incomplete_are_refused():
     whole = batch_of({0: [0.0, 1.0], 1: [1.0, 0.0]})
     with pytest.raises(IncompleteGroupsError):

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
-from test_contract import NEEDED, make_stages, rows, same
+from test_contract import NEEDED, every, make_stages, rows, same
 
 from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms import (
     BatchError,
     CompletenessGate,
     FanOutCollapse,
-    GroupRelativeAdvantage,
     IncompleteGroupsError,
-    RewardsVary,
-    SampleFilter,
     ShuffleSplit,
-    StateAdvantage,
-    incomplete_groups,
     number_labels,
 )
-from headrace.transforms.schema import RETURN
 
 IDS = ("group_id", "rollout_id")
-every = pytest.mark.parametrize("name", list(make_stages()))
 
 
 def as_text(batch: TensorDict, *keys: str) -> TensorDict:
@@ -51,26 +41,22 @@ def as_numbers(batch: TensorDict) -> TensorDict:
 # -- text ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @every
-@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
-def test_text_ids_are_what_their_numbers_are(name, lazy, make_batch):
-    def made(batch):
-        return lazy_stack(list(batch.unbind(0))) if lazy else batch
-
-    text = made(as_text(rows(make_batch)))
-    out = make_stages()[name](text)
-    expected = make_stages()[name](made(as_numbers(rows(make_batch))))
-    assert list(out["prompt_text"]) == list(expected["prompt_text"])
-    unread = [key for key in IDS if not isinstance(out.get(key), torch.Tensor)]  # stays as it came
-    assert set(unread).isdisjoint(NEEDED[name])
-    labels = [f"{key[:-3]}_label" for key in IDS]
-    assert same(out.exclude("prompt_text", *unread, *labels), expected.exclude("prompt_text", *unread))
-    assert text.get("group_id").tolist()[0] == "g-0", "the input is left alone"
+def test_text_ids_are_what_their_numbers_are(name):
+    for made in (lambda batch: batch, lambda batch: lazy_stack(list(batch.unbind(0)))):
+        text = made(as_text(rows()))
+        out = make_stages()[name](text)
+        expected = make_stages()[name](made(as_numbers(rows())))
+        assert list(out["prompt_text"]) == list(expected["prompt_text"])
+        unread = [key for key in IDS if not isinstance(out.get(key), torch.Tensor)]  # stays as it came
+        assert set(unread).isdisjoint(NEEDED[name])
+        labels = [f"{key[:-3]}_label" for key in IDS]
+        assert same(out.exclude("prompt_text", *unread, *labels), expected.exclude("prompt_text", *unread))
+        assert text.get("group_id").tolist()[0] == "g-0", "the input is left alone"
 
 
 def test_the_text_stays_with_its_rows_as_labels(make_batch):
-    batch = as_text(rows(make_batch))
+    batch = as_text(rows())
     out = CompletenessGate(group_size=3, on_incomplete="drop")(batch)
     assert list(out["group_label"]) == ["g-0"] * 4 + ["g-1"] * 3
     assert torch.equal(out["group_id"], number_labels(list(out["group_label"])))
@@ -96,7 +82,7 @@ def test_errors_name_the_labels(make_batch):
 
 
 def test_a_whole_recipe_takes_text_ids(make_batch):
-    batch = rows(make_batch)[:7]
+    batch = rows()[:7]
     options = ("pipeline=grpo", "pipeline.stages.gate.group_size=3")
     text, numbers = (load_pipeline(*options).run(each) for each in (as_text(batch), as_numbers(batch)))
     assert torch.equal(text.batch["advantage"], numbers.batch["advantage"])
@@ -119,18 +105,6 @@ def test_text_ids_are_carried_and_saved(make_batch):
     assert sorted(resumed(later)["rollout_label"]) == ["r-3", "r-4", "r-5"]
 
 
-def test_states_may_be_text(make_batch):
-    batch = rows(make_batch, state=[7, 7, 8, 8, 7, 7, 7, 9])
-    stage = StateAdvantage(state_key="state")
-    assert torch.equal(stage(as_text(batch, "state"))["advantage"], stage(batch)["advantage"])
-    assert RETURN in batch.keys(include_nested=True)
-
-
-def test_functions_take_labels():
-    assert incomplete_groups(["a", "a", "b"], ["x", "y", "z"], group_size=2).have.tolist() == [1]
-    assert incomplete_groups(["a"], ["x"], group_size=2).group_id.tolist() == number_labels(["a"]).tolist()
-
-
 @given(st.lists(st.text(min_size=1, max_size=4), max_size=20))
 def test_equal_labels_have_equal_numbers_and_others_others(labels):
     numbers = number_labels(labels).tolist()
@@ -139,11 +113,9 @@ def test_equal_labels_have_equal_numbers_and_others_others(labels):
     assert numbers == [int(number_labels([label])) for label in labels], "whatever else is in the batch"
 
 
-@pytest.mark.slow
 def test_a_label_has_one_number_in_every_process():
-    code = "from headrace.transforms.ids import number_labels; print(number_labels(['ünï', 'b']).tolist())"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert found.strip() == str(number_labels(["ünï", "b"]).tolist())
+    """Dumps and checkpoints have it, so it stays what it was."""
+    assert number_labels(["ünï", "b"]).tolist() == [1592140951099421541, 2385976210466362333]
 
 
 def test_two_labels_with_one_number_are_refused(monkeypatch):
@@ -168,13 +140,6 @@ def test_what_is_no_label_is_refused(labels, message):
         FanOutCollapse()(batch)
 
 
-def test_a_criterion_reads_text_under_a_key_of_its_own(make_batch):
-    batch = make_batch([1.0, 2, 3], [0, 0, 0])
-    batch["uid"] = ["a", "a", "b"]
-    stage = SampleFilter(criterion=RewardsVary(group_key="uid"), unit="sample", action="drop")
-    assert list(stage(batch)["uid"]) == ["a", "a"]
-
-
 # -- jagged columns --------------------------------------------------------------------------------------
 
 
@@ -188,22 +153,7 @@ def jagged(batch: TensorDict) -> TensorDict:
 
 
 @every
-def test_nested_tensors_are_refused_with_what_to_do(name, make_batch):
+def test_nested_tensors_are_refused_with_what_to_do(name):
     words = r"nested tensors in \('tokens', 'full'\), .*: pass batch\.to_lazystack\(\)"
     with pytest.raises(BatchError, match=words):
-        make_stages()[name](jagged(rows(make_batch)))
-
-
-def test_what_the_message_says_works(make_batch):
-    batch = jagged(rows(make_batch)[:7])
-    stages = {
-        "gate": CompletenessGate(group_size=3),
-        "collapse": FanOutCollapse(),
-        "filter": SampleFilter(criterion=RewardsVary()),
-        "advantage": GroupRelativeAdvantage(),
-        "split": ShuffleSplit(minibatches=1, shuffle=False),
-    }
-    out = Pipeline(stages)(batch.to_lazystack())
-    expected = Pipeline(stages)(rows(make_batch)[:7])
-    assert torch.equal(out["advantage"], expected["advantage"])
-    assert [len(tokens) for tokens in out.get(("tokens", "full"), as_list=True)] == [1, 2, 3, 4, 1, 2, 3]
+        make_stages()[name](jagged(rows()))

@@ -8,9 +8,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 
-from headrace.transforms import IncompleteGroupsError, LossWeight, MissingKeyError
+from headrace.transforms import IncompleteGroupsError
 
 pytest.importorskip("transformers", reason="the extra `llm` is not installed")
 pytestmark = [pytest.mark.llm, pytest.mark.slow]
@@ -109,34 +109,6 @@ def test_each_response_token_in_the_loss_has_the_log_probability_it_was_sampled_
         assert log_probs[~batch["headrace", "in_loss"]].isnan().all()
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_where_a_wrapper_writes_no_mask_the_response_is_what_trains(example, padded):
-    """Of prompts of 4 and 6 tokens; a second wrapper's log-probabilities of both leave it so."""
-    from torchrl.modules.llm import TransformersWrapper
-    from torchrl.modules.llm.policies import Text
-
-    tokenizer = example.make_tokenizer()
-    model = example.make_model(tokenizer, seed=0)
-    wrapper = TransformersWrapper(
-        model,
-        tokenizer=tokenizer,
-        input_mode="text",
-        pad_output=padded,
-        return_log_probs=False,
-        generate_kwargs={"max_new_tokens": 5, "do_sample": True},
-    )
-    text = Text(prompt=NonTensorStack("=12=", "=1234="), batch_size=(2,))
-    batch = wrapper(TensorDict({"text": text}, batch_size=[2]).to_lazystack(0))
-    responses = batch.get(("tokens", "response"), as_list=True)
-    lengths = [int((tokens != tokenizer.pad_token_id).sum()) for tokens in responses]
-    assert LossWeight()(batch)["num_tokens"].tolist() == [sum(lengths)] * 2
-    for row in batch.tensordicts if not padded else [batch]:
-        row["log_probs", "full"] = torch.zeros(row["masks", "all_attention_mask"].shape)
-    assert LossWeight()(batch)["num_tokens"].tolist() == [sum(lengths)] * 2
-    with pytest.raises(MissingKeyError, match="Finite log-probabilities do not say which tokens train"):
-        LossWeight()(batch.exclude(("tokens", "prompt")))
-
-
 def test_training_changes_the_weights(run):
     assert any(not torch.equal(old, new) for old, new in zip(run.before, run.after, strict=True))
 
@@ -148,10 +120,6 @@ def test_the_same_seed_gives_the_same_rewards(example):
         return [numbers["collapse/reward_mean"] for _, numbers in runs]
 
     assert rewards(1) == rewards(1) != rewards(2)
-
-
-def test_the_example_is_a_page():
-    assert len(EXAMPLE.read_text().splitlines()) < 80
 
 
 def test_the_gate_names_the_groups_that_the_first_reset_tore(example):

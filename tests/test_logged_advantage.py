@@ -181,20 +181,6 @@ def test_what_is_looked_at_is_said_where_it_is_not_all(monkeypatch):
     assert "; at the first 1 of 2 steps they are those of as/prime_rl" in seen.words()
 
 
-@pytest.mark.parametrize(
-    ("theirs", "found"),
-    [
-        (against_others, "baseline=leave_one_out, scale=none"),
-        (scaled(1e-4), "baseline=mean, scale=group, ddof=1, eps=0.0001"),
-        (scaled(1e-6, statistics.pstdev), "baseline=mean, scale=group, ddof=0, eps=1e-06"),
-    ],
-)
-def test_the_convention_is_found(theirs, found):
-    convention, apart = nearest_convention([rows(theirs)])
-    assert str(convention) == found
-    assert apart < 1e-6
-
-
 def test_a_vote_for_each_row_and_rewards_before_shaping_are_found():
     fanned = rows(centred, rewards={0: [1.0, 1.0, 0.0]})._replace(rollout=np.array([4, 4, 5]))
     assert str(nearest_convention([fanned])[0]) == "baseline=mean, scale=none, each row a vote"

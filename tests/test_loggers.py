@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from types import ModuleType
@@ -14,20 +13,6 @@ from headrace.pipeline import log_report
 from headrace.pipeline.report.loggers import COLUMNS, group_rows, rollout_rows
 
 pytestmark = pytest.mark.slow
-
-
-def test_csv_gets_every_number(make_batch, tmp_path):
-    from torchrl.record.loggers.csv import CSVLogger
-
-    logger = CSVLogger(exp_name="run", log_dir=str(tmp_path))
-    _, report = reported(make_batch, step=4)
-    log_report(logger, report, prefix="pipeline/")
-    files = {
-        p.relative_to(tmp_path / "run" / "scalars").as_posix(): p for p in (tmp_path / "run").rglob("*.csv")
-    }
-    assert len(files) == len(report.numbers)
-    rows = list(csv.reader(files["pipeline/rows/trained.csv"].read_text().splitlines()))
-    assert [float(cell) for cell in rows[-1]] == [4, 3]
 
 
 def test_tensorboard_gets_every_number(make_batch, tmp_path):

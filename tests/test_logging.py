@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from command import QUICK, headrace
 from composed import composed
 from fake_device import FakeDevice
 
-from headrace.pipeline import load_pipeline, make_report, page_data, write_page
+from headrace.pipeline import load_pipeline
 from headrace.transforms import BatchError
 from headrace.transforms.distributed import meeting
 
@@ -80,17 +79,6 @@ def test_a_rank_says_for_whom_it_waits_before_it_gives_up(caplog, monkeypatch):
     assert level == "WARNING"
     assert text.startswith("rank 0 has waited 0 s for rank 1, rank 3 to come to a batch; patience is 0.1 s")
     assert decided[0].startswith("rank 1, rank 3 did not come to a batch within 0.1 s")
-
-
-def test_copies_files_and_compositions_are_told_to_who_looks_for_them(caplog, tmp_path):
-    caplog.set_level(logging.DEBUG, "headrace")
-    pipeline = load_pipeline("rloo", group_size=2)
-    assert "'pipeline=rloo'" in caplog.records[-1].getMessage()
-    copy.deepcopy(pipeline)
-    assert caplog.records[-1].getMessage().startswith("a copy of a pipeline is made here")
-    report = make_report(pipeline.run(batch_of([1.0, 3], [0, 0])))
-    write_page(page_data([report], title="a page", history=[]), tmp_path / "page.html")
-    assert messages(caplog)[-1] == ("DEBUG", f"{tmp_path / 'page.html'} is written")
 
 
 def test_a_library_prints_nothing_by_itself():

@@ -14,7 +14,6 @@ from headrace.transforms import (
     LossWeight,
     MissingKeyError,
     ShuffleSplit,
-    loss_weight,
     split_microbatches,
     split_minibatches,
     weighted_loss,
@@ -40,45 +39,6 @@ def summed(batch: TensorDict) -> float:
 
 NINE = [[1.0, 2, 3], [4, 5, 6], [7, 8, 9]]
 TWELVE = [*NINE, [10.0, 11, 12]]
-
-
-@pytest.mark.parametrize(
-    ("unit", "batch", "expected"),
-    [
-        # (1 + 2 + 4 + 5 + 6) / 5
-        ("token", batch_of([[1, 2, 3], [4, 5, 6]], [[1, 1, 0], [1, 1, 1]]), 3.6),
-        # (1.5 + 3) / 2
-        ("sample", batch_of([[1, 2], [3, 4]], [[1, 1], [1, 0]]), 2.25),
-        # 2 + 5 + 8 = 15, over three samples
-        ("sample", batch_of(NINE), 15 / 3),
-        # rows 1 to 3 are one rollout: 5; the last is another: 11; 5 + 11 = 16, over two rollouts
-        ("rollout", batch_of(TWELVE, rollout_id=[3, 3, 3, 8]), 16 / 2),
-        # tokens 1, 2, 3: 2; tokens 5 to 8: 6.5
-        (
-            "group",
-            batch_of(
-                [[1, 2], [3, 4], [5, 6], [7, 8]], [[1, 1], [1, 0], [1, 1], [1, 1]], group_id=[0, 0, 1, 1]
-            ),
-            4.25,
-        ),
-        # 78 over two rollouts of length 4
-        ("constant", batch_of(TWELVE, rollout_id=[3, 3, 3, 8]), 78 / (2 * 4)),
-    ],
-)
-def test_golden_means(unit, batch, expected):
-    stage = LossWeight(unit=unit, length=4 if unit == "constant" else None, dtype="float64")
-    assert summed(stage(batch)) == pytest.approx(expected, rel=1e-15)
-
-
-def test_the_rollout_mean_survives_a_cut_inside_a_rollout():
-    batch = LossWeight(unit="rollout", dtype="float64")(batch_of(TWELVE, rollout_id=[3, 3, 3, 8]))
-    assert (summed(batch[:2]) + summed(batch[2:])) * 2 == pytest.approx(16, rel=1e-15)
-
-
-def test_siblings_carry_the_rollouts_mask_total():
-    """slime's rollout_mask_sums: lengths 2, 3, 4, the first two rows one rollout → 5, 5, 4."""
-    found = loss_weight(torch.tensor([2, 3, 4]), "rollout", rollout_id=torch.tensor([0, 0, 1]))
-    assert (1 / (found.weight * found.rollouts)).tolist() == pytest.approx([5, 5, 4])
 
 
 # -- laws -------------------------------------------------------------------------------------------
@@ -139,21 +99,6 @@ def test_each_step_sums_to_its_own_mean(columns, unit):
         assert out["num_samples"][rows].tolist() == [len(speaking)] * len(rows)
         assert out["num_rollouts"][rows].tolist() == [len({rollouts[i] for i in speaking})] * len(rows)
         assert out["num_groups"][rows].tolist() == [len({groups[i] for i in speaking})] * len(rows)
-
-
-@given(st.sampled_from(["rollout", "group", "token", "constant"]), st.integers(1, 5))
-def test_a_rollouts_share_does_not_depend_on_its_number_of_samples(unit, pieces):
-    """One rollout of five tokens, cut into so many samples."""
-    cuts = torch.arange(5).tensor_split(pieces)
-    mask = torch.zeros(pieces + 1, 5, dtype=torch.bool)
-    for row, tokens in enumerate(cuts):
-        mask[row, tokens] = True
-    mask[-1, :2] = True
-    batch = batch_of([[1.0] * 5] * (pieces + 1), mask.tolist(), rollout_id=[0] * pieces + [1])
-    batch["group_id"] = batch["rollout_id"]
-    out = LossWeight(unit=unit, length=9 if unit == "constant" else None, dtype="float64")(batch)
-    share = {"rollout": 1 / 2, "group": 1 / 2, "token": 5 / 7, "constant": 5 / 18}[unit]
-    assert summed(out[:-1]) == pytest.approx(share, rel=1e-12)
 
 
 def test_rows_out_of_the_loss_are_in_no_denominator():
@@ -288,13 +233,6 @@ def test_each_minibatch_of_a_pipeline_has_its_own_mean_however_it_is_cut(unit, m
             assert total == pytest.approx(expected, rel=1e-12)
         wholes = wholes or sums
         assert sums == pytest.approx(wholes, rel=1e-12)
-
-
-def test_weights_before_the_split_are_refused():
-    with pytest.raises(
-        ValueError, match=r"'weight' reads \('headrace', 'minibatch'\), which 'split' writes after"
-    ):
-        Pipeline({"weight": LossWeight(), "split": ShuffleSplit(minibatches=1)})
 
 
 # -- wrong data -------------------------------------------------------------------------------------

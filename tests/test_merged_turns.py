@@ -12,7 +12,7 @@ from tensordict import TensorDict, lazy_stack
 from tree_models import gradient_of, make_actor
 from tries import ATTENTION, FULL, LOG_PROBS, LOSS, dense, ragged
 
-from headrace.pipeline import Pipeline, load_pipeline
+from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
     FanOutCollapse,
@@ -23,7 +23,7 @@ from headrace.transforms import (
     SampleFilter,
     ShuffleSplit,
 )
-from headrace.transforms.schema import IN_LOSS, IS_FIRST_SEGMENT
+from headrace.transforms.schema import IN_LOSS
 
 # A rollout: by turn, how many tokens are new to the prompt, how many are sampled, and whether the prompt
 # before is tokenised anew.
@@ -169,12 +169,6 @@ def test_in_a_pipeline_each_turn_has_an_entry_and_no_rollout_is_lost():
     assert len(run.batch) == 5
 
 
-def test_it_goes_into_a_recipe_by_two_words():
-    order = "pipeline.order=[gate,collapse,filter,advantage,merge,split,weight]"
-    pipeline = load_pipeline("pipeline=grpo", "+stage@pipeline.stages.merge=merge", order)
-    assert list(pipeline.stages)[4] == "merge"
-
-
 def test_a_silent_turn_trains_nothing_in_the_merged_row():
     rows = rows_of([[(2, 2, False), (1, 2, False)], [(1, 1, False)]])
     batch = batch_of(rows)
@@ -212,12 +206,6 @@ def test_the_ledger_counts_the_tokens_of_merged_rows_as_trained(quiet):
     assert left.columns["tokens"][inside].sum() == int(out[LOSS].sum())
     assert inside.sum() == int(out[LOSS].any(1).sum())
     assert left.numbers["tree/tokens/rows"] == int(out[ATTENTION].sum())
-
-
-def test_a_merged_row_is_the_first_segment_if_one_of_it_was():
-    batch = batch_of(rows_of([[(2, 2, False), (1, 2, False), (1, 1, True)]]))
-    batch["next", "reward"] = torch.ones(3)
-    assert MergeTurns()(FanOutCollapse()(batch))[IS_FIRST_SEGMENT].tolist() == [True, False]
 
 
 def test_a_row_that_trains_what_the_row_before_trained_is_a_segment_of_its_own():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from cutting import cut_alone
@@ -21,7 +19,7 @@ from headrace.transforms import (
     split_microbatches,
     split_minibatches,
 )
-from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, PADDING, RANK, ROW
+from headrace.transforms.schema import MICROBATCH, MINIBATCH, PADDING, RANK
 
 ATTENTION, LOSS = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
 
@@ -234,12 +232,6 @@ def test_ranks_are_level_in_cost():
     assert {len(part) for mine in dealt for part in mine} == {32}
 
 
-def test_of_two_rounds_the_lighter_rank_gets_the_heavier_part():
-    dealt = deal(torch.tensor([10, 9, 5, 1]), ranks=2, microbatches=2, balance="tokens")
-    lengths = torch.tensor([10, 9, 5, 1])
-    assert sorted(sum(int(lengths[part].sum()) for part in mine) for mine in dealt) == [11, 14]
-
-
 def test_padding_is_no_load():
     split = ShuffleSplit(minibatches=1, ranks=2, balance="tokens", remainder="pad")
     outcome = cut_alone(split, batch_of([2, 2, 2]))
@@ -272,24 +264,6 @@ def test_too_few_rows_for_the_ranks_say_what_to_do():
         ShuffleSplit(minibatches=1, ranks=3)(batch_of([2, 2]))
     out = ShuffleSplit(minibatches=1, ranks=3, remainder="pad")(batch_of([2, 2]))
     assert out[PADDING].tolist() == [False, False, True]
-
-
-def test_padding_changes_neither_weights_nor_metrics_nor_the_ledger(make_batch):
-    batch = make_batch([1.0, 3, 3, 5, 11, 2], [0, 0, 0, 7, 7, 7], [0, 1, 1, 2, 3, 4])
-    batch[IN_LOSS] = torch.ones(6, dtype=torch.bool)
-    found = {}
-    for remainder in ("uneven", "pad"):
-        split = ShuffleSplit(minibatches=2, microbatches=2, remainder=remainder)
-        pipeline = Pipeline({"split": split, "weight": LossWeight(unit="rollout")})
-        out = pipeline(batch)
-        weights = dict(zip(out[ROW].tolist(), out["loss_weight"].tolist(), strict=True))
-        numbers = {k: v for k, v in pipeline.metrics.items() if k != "split/padded"}
-        found[remainder] = (weights.pop(-1, 0.0), weights, numbers, pipeline.ledger.counts(), len(out))
-    assert found["pad"][:4] == found["uneven"][:4]
-    assert found["pad"][4] > found["uneven"][4]
-    quiet = out[out[PADDING]]
-    assert not quiet[IN_LOSS].any()
-    assert quiet["loss_weight"].tolist() == [0.0] * len(quiet)
 
 
 def test_padding_without_a_column_that_keeps_it_out_is_refused():
@@ -334,29 +308,6 @@ def test_each_epoch_has_the_same_rows_when_some_are_carried():
     first, second = torch.cat(parts[:2]), torch.cat(parts[2:])
     assert torch.equal(first.sort().values, second.sort().values)
     assert not torch.equal(first, second)
-
-
-def test_carried_rows_are_in_the_state():
-    first, second = (ShuffleSplit(minibatch_size=3, remainder="carry") for _ in "ab")
-    first(batch_of([2] * 5))
-    second.load_state_dict(first.state_dict())
-    more = batch_of([2] * 5, first_id=10)
-    assert torch.equal(first(more)["name"], second(more)["name"])
-
-
-def test_ragged_rows_are_carried():
-    def ragged(lengths, first_id):
-        rows = list(batch_of(lengths, first_id=first_id).unbind(0))
-        for row, length in zip(rows, lengths, strict=True):
-            for key in (ATTENTION, LOSS, ("log_probs", "full")):
-                row[key] = row[key][:length]
-        return lazy_stack(rows)
-
-    split = ShuffleSplit(minibatch_size=2, remainder="carry", shuffle=False)
-    split(ragged([1, 2, 3], 0))
-    out = split(ragged([4, 5], 10))
-    assert [len(mask) for mask in out.get(ATTENTION, as_list=True)] == [4, 5]
-    assert [len(mask) for mask in split.state.carried.get(ATTENTION, as_list=True)] == [3]
 
 
 @pytest.mark.parametrize("kind", ["dense", "ragged"])
@@ -425,57 +376,6 @@ def test_a_run_restored_in_the_middle_of_a_batch_goes_on_with_the_rest(lengths, 
     assert following[0] == following[1]
 
 
-def interrupted(taken: int = 1, epochs: int = 1, **options):
-    """A pipeline that goes on where another stood, which had taken so many minibatches of four rows."""
-    first, second = (Pipeline({"split": ShuffleSplit(minibatches=2, **options)}) for _ in "ab")
-    stream = first.minibatches(batch_of([2] * 4), epochs=epochs)
-    seen = [next(stream)["name"].tolist() for _ in range(taken)]
-    second.load_state_dict(first.state_dict())
-    return second, seen, [part["name"].tolist() for part in stream]
-
-
-def test_resuming_with_another_batch_is_refused_and_can_be_tried_again():
-    restored, _, rest = interrupted()
-    with pytest.raises(BatchError, match=r"4 rows was interrupted after 1 minibatches.*this one has 6"):
-        restored.minibatches(batch_of([2] * 6))
-    with pytest.raises(BatchError, match=r"'rollout_id' was \[0, 1, 2\] and 1 more and is \[50, 51, 52\]"):
-        restored.minibatches(batch_of([2] * 4, first_id=50))
-    with pytest.raises(BatchError, match="it is cut by other options: epochs was 1 and is 2"):
-        restored.minibatches(batch_of([2] * 4), epochs=2)
-    with pytest.raises(BatchError, match=r"go on with pipeline.minibatches\(batch\)"):
-        restored(batch_of([2] * 4))
-    assert [part["name"].tolist() for part in restored.minibatches(batch_of([2] * 4))] == rest
-
-
-def test_a_state_that_is_passed_on_unused_is_the_same_state():
-    restored, _, rest = interrupted(taken=3, epochs=2)
-    third = Pipeline({"split": ShuffleSplit(minibatches=2)})
-    third.load_state_dict(restored.state_dict())
-    assert [part["name"].tolist() for part in third.minibatches(batch_of([2] * 4), epochs=2)] == rest
-
-
-def test_a_state_from_before_the_first_minibatch_draws_the_same_orders():
-    restored, seen, rest = interrupted(taken=0)
-    assert seen == []
-    assert [part["name"].tolist() for part in restored.minibatches(batch_of([2] * 4))] == rest
-
-
-def test_what_follows_the_split_refusing_a_batch_undoes_what_was_carried():
-    stages = {"split": ShuffleSplit(minibatch_size=3, remainder="carry"), "weight": LossWeight(unit="group")}
-    pipeline, twin = (
-        Pipeline(stages),
-        Pipeline({name: copy.deepcopy(stage) for name, stage in stages.items()}),
-    )
-    for each in (pipeline, twin):
-        each(batch_of([2] * 5))
-    broken = batch_of([2] * 5, first_id=10)
-    broken["group_id"][:] = -1
-    with pytest.raises(BatchError, match="every row in the loss needs a group_id"):
-        pipeline(broken)
-    more = batch_of([2] * 5, first_id=20)
-    assert torch.equal(pipeline(more)["name"], twin(more)["name"])
-
-
 def test_the_rows_that_are_carried_over_two_epochs_are_those_of_the_first():
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")})
     list(pipeline.minibatches(batch_of([2] * 5), epochs=2))
@@ -491,11 +391,6 @@ def test_rows_that_were_moved_or_are_several_steps_are_refused_where_one_is_need
     for split in (split_minibatches, split_microbatches):
         with pytest.raises(BatchError, match="these have been moved since"):
             split(moved)
-
-
-def test_the_micro_batches_of_all_ranks_are_told_apart():
-    out = ShuffleSplit(minibatches=1, ranks=2)(batch_of([2] * 4))
-    assert [part[RANK].tolist() for part in split_microbatches(out)] == [[0, 0], [1, 1]]
 
 
 def test_a_batch_that_was_spread_before_is_spread_anew():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms import (
     BatchError,
     BatchTransform,
     FanOutCollapse,
-    GroupRelativeAdvantage,
     LossWeight,
     RewardsVary,
     SampleFilter,
@@ -48,27 +47,6 @@ def test_a_look_before_training_leaves_the_checkpoint_what_it_is(make_batch, loo
     restored = four_steps()
     restored.load_state_dict(pipeline.state_dict())
     assert [part["rollout_id"].tolist() for part in restored.minibatches(batch)] == orders[1:]
-
-
-def test_a_batch_taken_whole_is_done_with(make_batch):
-    pipeline, batch = four_steps(), rows(make_batch)
-    assert len(pipeline.run(batch).batch) == 8
-    restored = four_steps()
-    restored.load_state_dict(pipeline.state_dict())
-    assert restored.stages["split"].state.calls == 1
-
-
-def test_the_ids_of_a_run_are_its_own(make_batch):
-    """Collectors write their next batch into the same memory."""
-    pipeline, batch = Pipeline({"split": ShuffleSplit(minibatches=2)}), rows(make_batch, 4)
-    run = pipeline.run(batch)
-    taken = run.minibatches()
-    next(taken)
-    state = pipeline.state_dict()
-    batch["rollout_id"] += 100
-    batch["group_id"] += 100
-    assert {row["rollout"] for row in run.ledger.rows("trained")} == {0, 1, 2, 3}
-    assert repr(pipeline.state_dict()) == repr(state)
 
 
 @pytest.mark.parametrize("name", ["half", "keys", "type"])
@@ -144,16 +122,6 @@ def test_groups_without_an_id_are_not_compared(make_batch, unit, action):
         SampleFilter(criterion=RewardsVary(), unit=unit, action=action)(batch)
 
 
-def test_an_order_that_names_a_stage_twice_or_never_says_which():
-    stages = {"collapse": FanOutCollapse(), "advantage": GroupRelativeAdvantage()}
-    with pytest.raises(ValueError, match="it lacks 'advantage'"):
-        Pipeline(stages, order=["collapse"])
-    with pytest.raises(ValueError, match="it names collapse more than once"):
-        Pipeline(stages, order=["collapse", "collapse", "advantage"])
-    with pytest.raises(ValueError, match="not 'pipeline'"):
-        Pipeline({"pipeline": FanOutCollapse()})
-
-
 def test_reasons_are_the_same_whether_rows_are_left_or_not(make_batch):
     words = ("pipeline.stages.gate.group_size=2", "pipeline.stages.gate.on_incomplete=drop")
     full = load_pipeline(*words).run(make_batch([1.0, 2], [0, 0]))
@@ -177,22 +145,3 @@ def test_a_nested_key_may_be_a_list_as_yaml_has_it(make_batch):
     pipeline = Pipeline({"least": Least(reward_key=["next", "reward"])})
     assert pipeline.run(make_batch([3.0, 2.0], [0, 0])).metrics["least/least"] == 2
     assert pipeline.stages["least"].in_keys == [("next", "reward")]
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_a_refused_batch_leaves_carried_rows_as_they_were(ragged):
-    pipeline = Pipeline(
-        {"split": ShuffleSplit(minibatches=2, remainder="carry", shuffle=False), "weight": LossWeight()}
-    )
-
-    def collected(number, *, wrong=False):
-        ids = torch.arange(3) + 10 * number
-        masks = torch.ones(3, 2, dtype=torch.bool)
-        columns = {"rollout_id": ids, "group_id": ids - 99 * wrong, ("masks", "all_assistant_mask"): masks}
-        batch = TensorDict(columns, batch_size=[3])
-        return lazy_stack(list(batch.unbind(0))) if ragged else batch
-
-    assert sum(map(len, pipeline.minibatches(collected(0)))) == 2
-    with pytest.raises(BatchError, match="group_id"):
-        list(pipeline.minibatches(collected(1, wrong=True)))
-    assert sum(map(len, pipeline.minibatches(collected(2)))) == 4

@@ -15,12 +15,9 @@ from headrace.transforms import (
     MissingKeyError,
     NotTruncated,
     SampleFilter,
-    ShuffleSplit,
     Status,
     group_relative_advantage,
-    split_minibatches,
 )
-from headrace.transforms.schema import MICROBATCH
 
 pytestmark = pytest.mark.slow
 
@@ -79,21 +76,6 @@ def test_a_stage_that_the_command_line_cannot_reach_is_refused(name):
 def test_bounds_that_bound_nothing_are_refused(clip):
     with pytest.raises(ValueError, match=r"clip must be \[low, high\]"):
         GroupRelativeAdvantage(clip=clip)
-
-
-def test_rewards_with_gradients_give_credit_without():
-    reward = torch.tensor([1.0, 3.0], requires_grad=True)
-    assert not group_relative_advantage(reward, [0, 0]).requires_grad
-
-
-@pytest.mark.parametrize("balance", ["none", "tokens"])
-@pytest.mark.parametrize("cut", [{"microbatches": 3}, {"microbatch_size": 3}, {"max_tokens": 8}])
-def test_the_micro_batches_of_a_rank_are_a_multiple(make_batch, cut, balance):
-    batch = make_batch([0.0] * 16, [0] * 16)
-    split = ShuffleSplit(minibatches=2, multiple_of=4, balance=balance, **cut)
-    counts = [int(part[MICROBATCH].max()) + 1 for part in split_minibatches(split(batch))]
-    assert len(counts) == 2
-    assert all(count % 4 == 0 for count in counts)
 
 
 @pytest.mark.parametrize(

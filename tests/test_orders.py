@@ -103,11 +103,3 @@ def test_a_non_finite_reward_excluded_before_the_collapse_never_reaches_a_baseli
 def test_what_is_no_stage_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         Pipeline(given)
-
-
-def test_it_prints_its_order():
-    assert repr(Pipeline(stages())).splitlines()[:3] == [
-        "Pipeline",
-        "  1. gate: CompletenessGate(group_size=3, on_incomplete='drop')",
-        "  2. collapse: FanOutCollapse()",
-    ]

@@ -50,19 +50,6 @@ def test_unpacking_gives_back_the_rows(lengths, side):
     assert torch.equal(back["loss_weight"][there], batch["loss_weight"].unsqueeze(1).expand(-1, 7)[there])
 
 
-def test_a_packed_batch_by_hand():
-    packed = pack(batch_of([2, 1, 3]))
-    assert packed.shape == (1,)
-    assert packed["input_ids"].tolist() == [[2, 3, 6, 7, 8, 9]]
-    assert packed["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2]]
-    assert packed["segment_ids"].tolist() == [[0, 0, 1, 2, 2, 2]]
-    assert packed["cu_seqlens"].tolist() == [[0, 2, 3, 6]]
-    assert packed["cu_seqlens"].dtype == torch.int32
-    assert packed["advantage"].tolist() == [[[0.0], [0.0], [1.0], [2.0], [2.0], [2.0]]]
-    assert packed["loss_weight"].shape == (1, 6)
-    assert packed["rows", "rollout_id"].tolist() == [[0, 1, 2]]
-
-
 def ragged(dense, lengths) -> TensorDict:
     """The same rows without what lies behind their first entries."""
     rows = []

@@ -3,119 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import shutil
 
 import pages
 import pytest
+from browser import CONTRAST
 from busy import busy_batch, stages
 
 from headrace.pipeline import Pipeline, make_report, page_data
-from headrace.pipeline.report import write_page
 from headrace.pipeline.report.page_schema import ShownRows
 from headrace.transforms import LossWeight, ShuffleSplit
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-webdriver = pytest.importorskip(
-    "selenium.webdriver", reason="selenium is not installed: the extra `dev` has it"
-)
-
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-FLAGS = ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run")
 PANELS = ("funnel", "strip", "compare", "tree", "tape", "lengths", "lag", "numbers")
-
-
-@pytest.fixture(scope="session")
-def driver():
-    if not BROWSER or not DRIVER:
-        pytest.skip("needs chromium and chromedriver on PATH (Debian: chromium, chromium-driver)")
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for flag in FLAGS:
-        options.add_argument(flag)
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        options.add_argument("--no-sandbox")  # chromium refuses root otherwise
-    # A driver that is named is used; selenium would look for one to download else.
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))
-    yield driver
-    driver.quit()
-
-
-@pytest.fixture
-def look(driver, tmp_path):
-    """Opens a run's page; at the end of the test its console must be empty."""
-
-    def open_page(run, *, width=1200, motion="no-preference", address=""):
-        write_page(run, tmp_path / "page.html")
-        page = Page(driver)
-        page.show_as("light", motion)
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        driver.get("about:blank")  # or an address that differs in its end alone would not be loaded anew
-        driver.get((tmp_path / "page.html").as_uri() + address)
-        return page
-
-    yield open_page
-    assert driver.get_log("browser") == []
-
-
-class Page:
-    def __init__(self, driver):
-        self.driver = driver
-
-    def show_as(self, scheme, motion="no-preference"):
-        media = [{"name": "prefers-color-scheme", "value": scheme}]
-        media += [{"name": "prefers-reduced-motion", "value": motion}]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-
-    def all(self, selector):
-        return self.driver.find_elements("css selector", selector)
-
-    def one(self, selector):
-        (found,) = self.all(selector)
-        return found
-
-    def count(self, selector):
-        return self.driver.execute_script("return document.querySelectorAll(arguments[0]).length", selector)
-
-    def seen(self, selector):
-        """The text of the one such element, as far as it is not hidden."""
-        script = "const [e, ...more] = document.querySelectorAll(arguments[0]); "
-        script += "return [e.checkVisibility() ? e.innerText : '', more.length]"
-        text, more = self.driver.execute_script(script, selector)
-        assert not more, selector
-        return text.strip()
-
-    def texts(self, selector):
-        script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
-        return self.driver.execute_script(script, selector)
-
-    def values(self, selector, name):
-        script = (
-            "return [...document.querySelectorAll(arguments[0])].map((e) => e.getAttribute(arguments[1]))"
-        )
-        return self.driver.execute_script(script, selector, name)
-
-    def css(self, selector, name):
-        styles = "[...document.querySelectorAll(arguments[0])].map((e) => getComputedStyle(e))"
-        return self.driver.execute_script(f"return {styles}.map((e) => e[arguments[1]])", selector, name)
-
-    def choose(self, control, value):
-        script = "const e = document.getElementById(arguments[0]); e.value = arguments[1]; "
-        self.driver.execute_script(script + "e.dispatchEvent(new Event('change'))", control, value)
-
-    def open(self, selector):
-        script = "for (const e of document.querySelectorAll(arguments[0])) e.open = true"
-        self.driver.execute_script(script, selector)
-        ready = "return [...document.querySelectorAll(arguments[0])].every((e) => e.childElementCount > 1)"
-        for _ in range(50):
-            if self.driver.execute_script(ready, selector):
-                return
-        raise AssertionError(f"{selector} stayed empty")
 
 
 @pytest.mark.parametrize("name", [*pages.RUNS, "hostile"])
@@ -136,19 +37,6 @@ def test_there_is_a_dot_for_each_rollout_and_a_line_for_each_group(look, name):
     dots = page.values("#strip .scroll .dot", "data-rollout")
     assert sorted(map(int, dots)) == sorted(set(rows["rollout"]))
     assert sorted(page.values("#strip .line", "data-group")) == [str(g) for g in sorted(set(rows["group"]))]
-
-
-def test_no_dot_hides_another(look):
-    """Twenty equal rewards stand beside one another, the same way at each look."""
-    run = pages.run_of(pages.step_of(pages.rollouts_of(0, [1.0] * 12 + [0.0] * 8), size=20))
-    places = []
-    for _ in range(2):
-        page = look(run)
-        places.append(
-            list(zip(*(page.values("#strip .scroll .dot", key) for key in ("cx", "cy")), strict=True))
-        )
-    assert len(set(places[0])) == 20
-    assert places[0] == places[1]
 
 
 def test_the_advantage_is_orange_below_zero_and_blue_above(look):
@@ -174,20 +62,6 @@ def test_groups_of_equal_rewards_are_grey_and_incomplete_ones_hatched(look):
     page = look(pages.incomplete_run())
     assert page.values("#strip .line:has(rect.incomplete)", "data-group") == ["2", "5"]
     assert {*page.css("#strip .line rect.incomplete", "fill")} == {'url("#incomplete")'}
-
-
-def test_a_dot_grows_with_its_segments(look):
-    """Twice the segments, twice the area."""
-    page = look(pages.incomplete_run())
-    radius = dict(
-        zip(
-            page.values(".dot[data-group='8']", "data-rollout"),
-            page.values(".dot[data-group='8']", "r"),
-            strict=True,
-        )
-    )
-    assert float(radius["801"]) ** 2 == pytest.approx(2 * float(radius["800"]) ** 2)
-    assert float(radius["803"]) ** 2 == pytest.approx(3 * float(radius["800"]) ** 2)
 
 
 @pytest.mark.parametrize("name", ["fan-out", "incomplete", "filtered"])
@@ -233,27 +107,6 @@ def test_groups_are_sorted_in_the_strip_and_in_the_tree(look, order, groups):
     page.choose("sort", order)
     assert page.values("#strip .line", "data-group") == groups
     assert page.values("#tree details.group", "data-group") == groups
-
-
-def test_rollouts_are_filtered_by_where_they_went(look):
-    page = look(pages.incomplete_run())
-    seen = {}
-    for choice in ("all", "trained", "left"):
-        page.choose("filter", choice)
-        seen[choice] = page.values("#strip .scroll .dot", "data-rollout")
-    assert {"200", "201", "202", "500", "501", "103"} <= {*seen["left"]}
-    assert "803" in seen["trained"]  # one of its three rows left
-    assert sorted(seen["all"]) == sorted(seen["trained"] + seen["left"])
-
-
-def test_ids_beyond_a_double_are_told_apart_and_in_order(look):
-    big = 2**60
-    rows = pages.rollouts_of(0, [0, 1]) + pages.rollouts_of(1, [0, 1])
-    for k, row in enumerate(rows):
-        row["group"], row["rollout"] = big + 1 - row["group"], big + k
-    page = look(pages.run_of(pages.step_of(rows, size=2)))
-    assert page.values("#strip .line", "data-group") == [str(big), str(big + 1)]
-    assert page.count("#strip .scroll .dot") == 4
 
 
 def test_ids_that_are_text_are_told_apart_and_in_order(look):
@@ -302,18 +155,6 @@ def test_rows_of_several_rewards_show_each_and_others_have_no_such_column(look):
         page.open("#tree details.rows")
         assert ("rewards" in page.texts("#tree thead th")) == bool(shown)
         assert not shown or page.texts("#tree tbody td:nth-child(3)") == shown
-
-
-def test_a_long_list_is_shown_in_parts_and_a_dot_opens_its_group(look):
-    rows = [row for group in range(60) for row in pages.rollouts_of(group, [0, 1])]
-    page = look(pages.run_of(pages.step_of(rows, size=2)), motion="reduce")
-    assert page.count("#tree details.group") == 25
-    page.driver.execute_script(
-        "document.querySelector('.dot[data-group=\"55\"]').dispatchEvent(new Event('click', {bubbles: true}))"
-    )
-    assert page.values("#tree details.group[open]", "data-group") == ["0", "55"]
-    opened = "#tree details.group[data-group='55'] article h3"
-    assert page.texts(opened) == ["rollout 5501", "rollout 5500"]  # the best first
 
 
 def test_what_is_not_shown_yet_is_a_button_away(look):
@@ -491,39 +332,6 @@ def test_a_hostile_run_is_shown_as_text_and_runs_nothing(look):
     assert pages.HOSTILE in page.texts("#curves .name")
 
 
-CONTRAST = """
-// The least contrast of all text by WCAG 2: (L1 + 0.05) / (L2 + 0.05), over what lies behind it.
-const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-const rgb = (colour) => {
-  canvas.clearRect(0, 0, 1, 1);
-  canvas.fillStyle = colour;
-  canvas.fillRect(0, 0, 1, 1);
-  return [...canvas.getImageData(0, 0, 1, 1).data];
-};
-const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-const light = (c) => [0.2126, 0.7152, 0.0722].reduce((sum, part, i) => sum + part * linear(c[i] / 255), 0);
-const behind = (e) => {
-  const piece = e.closest(".piece");
-  if (piece) return rgb(getComputedStyle(piece.querySelector("rect")).fill);
-  for (let at = e; at; at = at.parentElement) {
-    const c = rgb(getComputedStyle(at).backgroundColor);
-    if (c[3] === 255) return c;
-  }
-  return rgb("white");
-};
-const found = [];
-for (const e of document.querySelectorAll("body *")) {
-  const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
-  if (!own || !e.checkVisibility() || e.matches("script, style, noscript, option, button:disabled")) continue;
-  const colour = rgb(e instanceof SVGElement ? getComputedStyle(e).fill : getComputedStyle(e).color);
-  const [a, b] = [light(colour), light(behind(e))].sort((x, y) => y - x);
-  const name = `${e.tagName} ${e.getAttribute("class")} ${e.textContent.slice(0, 40)}`;
-  found.push([(a + 0.05) / (b + 0.05), name]);
-}
-return found;
-"""
-
-
 @pytest.mark.parametrize("name", ["fan-out", "incomplete", "empty"])
 def test_all_text_has_a_contrast_of_at_least_4_5(look, name):
     page = look(pages.RUNS[name]())
@@ -534,29 +342,6 @@ def test_all_text_has_a_contrast_of_at_least_4_5(look, name):
         found = page.driver.execute_script(CONTRAST)
         assert len(found) > 20
         assert [entry for entry in found if entry[0] < 4.5] == []
-
-
-def test_the_themes_differ(look):
-    page = look(pages.empty_run())
-    light = page.css("body", "backgroundColor")
-    page.show_as("dark")
-    assert page.css("body", "backgroundColor") != light
-
-
-@pytest.mark.parametrize("width", [360, 700, 1600])
-@pytest.mark.parametrize("name", [*pages.RUNS, "hostile"])
-def test_nothing_is_wider_than_the_window(look, name, width):
-    run = pages.hostile_run() if name == "hostile" else pages.RUNS[name]()
-    page = look(run, width=width)
-    page.open("details.group")
-    page.open("details.rows")
-    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
-    script = """
-    const edge = document.documentElement.clientWidth;
-    return [...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right > edge + 1
-      && !e.closest(".across, svg, summary .prompt, #tip")).map((e) => e.outerHTML.slice(0, 100));
-    """
-    assert page.driver.execute_script(script) == []
 
 
 CUT_OFF = """

@@ -1,16 +1,14 @@
 """What is to be read on the page: groups and their responses, found by a search, linked to by an address."""
 
-# ruff: noqa: F811  (fixtures by their names)
 from __future__ import annotations
 
 import re
 
 import pages
 import pytest
-from test_page_in_browser import driver, look  # noqa: F401
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-ENTER, RIGHT, SLASH = "\ue007", "\ue014", "/"
+RIGHT, SLASH = "\ue014", "/"
 
 
 def opened(page) -> list[str]:

@@ -34,7 +34,6 @@ from headrace.transforms import (
     TurnDiscount,
     combine_ids,
     difficulty_weight,
-    relative_length,
 )
 from headrace.transforms.schema import COUNTED, RETURN, REWARD
 
@@ -107,20 +106,6 @@ def test_a_rescaled_reward_is_that_over_the_length_in_means(drawn):
         assert reward == pytest.approx(own / (1 + 0.5 * sum(lengths) / mean), rel=1e-12)
 
 
-def test_lengths_by_hand():
-    # successes of 2 and 6 tokens, 4 in the mean: the first is half as long as that; the failure is short
-    reward, length, group = (
-        torch.tensor([1.0, 1, 0]),
-        torch.tensor([2, 6, 1]),
-        torch.zeros(3, dtype=torch.int64),
-    )
-    assert relative_length(reward, length, group).tolist() == [1.5, 1.0, 1.0]
-    # 3 in the mean: 1/(1 + 2/3), 1/3, 1/(1 + 1/3)
-    assert relative_length(reward, length, group, form="rescale").tolist() == pytest.approx(
-        [0.6, 1 / 3, 0.75]
-    )
-
-
 def test_a_negative_reward_is_not_rescaled():
     batch = FanOutCollapse()(batch_of([1.0, -0.5], [0, 0]))
     with pytest.raises(BatchError, match=r"needs rewards ≥ 0.*found -0.5 at row 1"):
@@ -128,12 +113,6 @@ def test_a_negative_reward_is_not_rescaled():
     assert RelativeLength()(batch)[REWARD][1] == -0.5
     with pytest.raises(ValueError, match="success is for form='bonus'"):
         RelativeLength(form="rescale", success=1.0)
-
-
-def test_where_nobody_succeeds_nobody_is_short():
-    batch = FanOutCollapse()(batch_of([-1.0, -1, -2], [0, 0, 0]))
-    batch[MASK] = torch.arange(4) < torch.tensor([1, 4, 1])[:, None]
-    assert RelativeLength()(batch)[REWARD].tolist() == [-1, -1, -2]
 
 
 def test_who_is_out_of_the_statistics_shortens_nobody():
@@ -252,12 +231,6 @@ def test_a_groups_mean_decides_for_all_of_it(drawn, bounds):
         assert bool(keep[row]) == (low <= mean <= high)
 
 
-def test_too_easy_and_too_hard_groups_leave():
-    batch = FanOutCollapse()(batch_of([0.0, 0, 1, 0, 1, 1], [0, 0, 1, 1, 2, 2]))
-    out = SampleFilter(criterion=GroupMeanWithin(low=0.1, high=0.9), action="drop")(batch)
-    assert out["group_id"].tolist() == [1, 1]
-
-
 # -- factors --------------------------------------------------------------------------------------------
 
 
@@ -329,13 +302,6 @@ def test_a_group_weighs_by_how_difficult_it_is(strength, successes):
     assert found == pytest.approx(math.exp(-strength * divergence))
 
 
-def test_a_rollout_of_three_rows_counts_once_in_the_difficulty():
-    batch = GroupRelativeAdvantage(scale="none")(
-        FanOutCollapse()(batch_of([1.0, 1, 1, 0], [0] * 4, [5, 5, 5, 6]))
-    )
-    assert torch.equal(DifficultyWeight(strength=9.0)(batch)["advantage"], batch["advantage"])
-
-
 def test_no_difficulty_of_what_is_no_share():
     batch = GroupRelativeAdvantage()(FanOutCollapse()(batch_of([0.0, 1.5], [0, 0])))
     with pytest.raises(BatchError, match=r"must be in \[0, 1\]; found 1.5 at row 1 \(rollout 1\)"):
@@ -349,16 +315,6 @@ def groups_of_one(rewards, keys, start, **columns):
     ids = list(range(start, start + len(rewards)))
     batch = FanOutCollapse(missing="skip")(batch_of(rewards, ids, ids, task=keys, **columns))
     return GroupRelativeAdvantage(baseline="none", scale="none", missing="skip")(batch)
-
-
-def test_an_exponential_moving_average_by_hand():
-    """RAE's order: measured first, then counted; 0.5 · 0 + 0.5 · 4 = 2, 0.5 · 2 + 0.5 · 8 = 5."""
-    stage = RunningBaseline(decay=0.5, baseline_key="task")
-    found = [
-        stage(groups_of_one([reward, 1.0], [7, 9], 10 * step))["advantage"].flatten().tolist()
-        for step, reward in enumerate([4.0, 8.0, 6.0])
-    ]
-    assert found == [[4, 1], [6, 0.5], [1, 0.25]]
 
 
 @given(
@@ -407,22 +363,6 @@ def test_a_batch_that_comes_again_counts_once():
     assert torch.equal(restored(second[torch.tensor([1, 0])])["advantage"].flip(0), before)
     third = groups_of_one([2.0], [0], 50)
     assert torch.equal(restored(third)["advantage"], stage(third)["advantage"])
-
-
-def test_what_an_earlier_stage_refuses_does_not_count():
-    running = RunningBaseline(decay=0.5)
-    stages = {
-        "collapse": FanOutCollapse(),
-        "advantage": GroupRelativeAdvantage(baseline="none", scale="none"),
-        "running": running,
-    }
-    pipeline = Pipeline(stages)
-    with pytest.raises(BatchError, match="finite"):
-        pipeline(batch_of([1.0, NAN], [0, 1]))
-    assert len(running.memory.after.keys) == 0
-    wrong = batch_of([1.0, 1.0], [0, 0], [3, 3], task=[1, 2])
-    with pytest.raises(BatchError, match=r"have one baseline_key; found 2 at row 1 \(rollout 3\)"):
-        Pipeline(stages | {"running": RunningBaseline(baseline_key="task")})(wrong)
 
 
 def test_what_a_later_stage_refuses_does_not_count():
@@ -528,12 +468,6 @@ def test_equal_tuples_have_one_id_whatever_else_is_there(tuples):
     assert torch.equal(combine_ids(*(column[:1] for column in columns)), ids[:1])
 
 
-def test_columns_may_have_the_names_of_a_stages_own_words():
-    columns = {"turn": [0, 1, 0], "status": [2, 2, 2]}
-    out = CombineIds(keys=["turn", "status"], into="weight")(batch_of([1.0, 2, 3], [0] * 3, **columns))
-    assert torch.equal(out["weight"], combine_ids(*(torch.tensor(column) for column in columns.values())))
-
-
 def test_an_id_that_is_not_set_is_refused():
     batch = batch_of([1.0, 2], [0, 0], role=[1, -1])
     with pytest.raises(BatchError, match="needs a role ≥ 0; found -1 at row 1"):
@@ -578,16 +512,6 @@ def test_images_stay_with_their_rows(dr_grpo):
     assert sorted(rows) == [0, 1, 2, 3]
     assert torch.equal(out["pixels"], batch["pixels"][rows])
     assert [list(each) for each in out["images"]] == [[f"{r}-{i}.png" for i in range(r)] for r in rows]
-
-
-def test_images_of_several_sizes_are_a_lazy_stack(dr_grpo):
-    rows = []
-    for number, row in enumerate(pictured().unbind(0)):
-        row["pixels"] = torch.full((3, number + 1, 2), number, dtype=torch.uint8)
-        rows.append(row)
-    out = dr_grpo(lazy_stack(rows))
-    sizes = [tuple(each.shape) for each in out.get("pixels", as_list=True)]
-    assert sizes == [(3, row + 1, 2) for row in out["headrace", "row"].tolist()]
 
 
 def test_images_in_nested_tensors_are_refused(dr_grpo):

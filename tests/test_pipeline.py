@@ -53,20 +53,6 @@ def test_every_row_is_trained_or_has_one_reason(make_batch):
     assert (numbers["rows/trained"], numbers["rollouts/trained"], numbers["groups/trained"]) == (3, 3, 1)
 
 
-def test_the_ledger_says_who_left_where(make_batch):
-    pipeline = Pipeline(stages())
-    pipeline(busy_batch(make_batch))
-    assert pipeline.ledger.rows("gate/incomplete") == [
-        {"row": 4, "rollout": 3, "group": 1},
-        {"row": 5, "rollout": 4, "group": 1},
-    ]
-    assert repr(pipeline.ledger) == (
-        "Ledger(trained: 3, gate/incomplete: 2, filter/zero_variance: 3, pipeline/no_loss_tokens: 1)"
-    )
-    with pytest.raises(KeyError, match=r"no reason 'gate/late'; there are \['trained', 'gate/incomplete'"):
-        pipeline.ledger.rows("gate/late")
-
-
 def test_a_row_keeps_its_first_reason(make_batch):
     pipeline = Pipeline(
         {
@@ -142,11 +128,6 @@ def test_minibatches_are_those_of_the_processed_batch_and_one_order_an_epoch(mak
     assert pipeline.metrics["out/split/remainder"] == 0
 
 
-def test_a_pipeline_without_a_split_yields_the_batch_once_an_epoch(make_batch):
-    pipeline = Pipeline(stages(split=None))
-    assert [len(part) for part in pipeline.minibatches(busy_batch(make_batch), epochs=2)] == [7, 7]
-
-
 def test_nothing_left_yields_no_minibatch_and_the_metrics_say_why(make_batch):
     pipeline = Pipeline(stages())
     batch = make_batch([1.0, 2], [0, 1])
@@ -154,20 +135,6 @@ def test_nothing_left_yields_no_minibatch_and_the_metrics_say_why(make_batch):
     assert pipeline.metrics["out/gate/incomplete"] == 2
     assert pipeline.metrics["rows/trained"] == 0
     assert pipeline(batch).shape == (0,)
-
-
-def test_a_lazy_stack_from_which_nothing_is_left_is_empty(make_batch):
-    pipeline = Pipeline(stages())
-    ragged = lazy_stack(list(make_batch([1.0, 2], [0, 1]).unbind(0)))
-    assert pipeline(ragged).shape == (0,)
-    assert pipeline.metrics["out/gate/incomplete"] == 2
-
-
-def test_a_stamped_row_among_fresh_ones_is_refused(make_batch):
-    done = Pipeline({})(make_batch([1.0], [0]))
-    fresh = make_batch([2.0], [1])
-    with pytest.raises(BatchError, match=r"got 2 rows a pipeline has processed already"):
-        Pipeline({})(lazy_stack([done[0], fresh[0]]))
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
@@ -197,15 +164,6 @@ def test_a_failed_stage_leaves_no_numbers(make_batch):
     with pytest.raises(IncompleteGroupsError):
         pipeline(busy_batch(make_batch))
     assert pipeline.ledger is None
-
-
-def test_an_empty_batch_leaves_no_numbers_of_the_one_before(make_batch):
-    pipeline = Pipeline(stages())
-    pipeline(busy_batch(make_batch))
-    batch = busy_batch(make_batch)[:0]
-    assert pipeline(batch) is batch
-    assert pipeline.metrics == {}
-    assert list(pipeline.minibatches(batch)) == []
 
 
 def test_a_stage_that_fails_is_named_with_its_options(make_batch):

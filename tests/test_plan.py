@@ -6,7 +6,6 @@ import io
 import itertools
 import re
 from collections import Counter
-from math import comb
 
 import numpy as np
 import pytest
@@ -48,24 +47,6 @@ def test_the_chance_is_that_of_all_draws(rewards, size):
         size = min(size, 4)
         [chance] = [sum((n / len(rewards)) ** size for n in counts.values())]
     assert chance == pytest.approx(np.mean([len(set(draw)) == 1 for draw in draws]))
-
-
-def test_the_chance_of_two_rewards_beyond_a_group_is_that_of_its_solve_rate():
-    assert chance_of_equal(np.array([3, 5]), np.array([0, 0]), 16) == pytest.approx(
-        (3 / 8) ** 16 + (5 / 8) ** 16
-    )
-
-
-def test_the_chance_is_without_bias():
-    """The mean of the estimate over all groups of six, each solved at 0.3, is the chance of four."""
-    estimate = sum(
-        comb(6, k)
-        * 0.3**k
-        * 0.7 ** (6 - k)
-        * chance_of_equal(np.array([n for n in (k, 6 - k) if n]), np.zeros((k > 0) + (k < 6), int), 4)[0]
-        for k in range(7)
-    )
-    assert estimate == pytest.approx(0.3**4 + 0.7**4)
 
 
 def test_groups_of_two_sizes_stay_apart():

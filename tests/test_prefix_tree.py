@@ -162,19 +162,6 @@ def test_a_tree_reads_three_times_and_unpacking_never_however_many_rows_there_ar
         assert waits_of(tree_mask, packed) == (0, 0)
 
 
-def test_a_tree_by_hand():
-    packed = pack(dense([[5, 6, 7], [5, 6], [5, 8, 9], [4]], side="left"), tree=True)
-    assert packed["input_ids"].tolist() == [[4, 5, 6, 7, 8, 9]]
-    assert packed["position_ids"].tolist() == [[0, 0, 1, 2, 1, 2]]
-    assert packed["segment_ids"].tolist() == [[0, 1, 1, 1, 1, 1]]
-    assert packed["tree_start"].tolist() == [[0, 1, 2, 3, 4, 5]]
-    assert packed["tree_end"].tolist() == [[1, 6, 4, 4, 6, 6]]
-    assert packed["tree_parent"].tolist() == [[-1, -1, 1, 2, 1, 4]]
-    assert packed["packed_node"].tolist() == [[1, 2, 3, 1, 2, 1, 4, 5, 0]]
-    assert packed["cu_seqlens"].tolist() == [[0, 3, 5, 8, 9]]
-    assert all(packed[key].dtype is torch.int64 for key in ("tree_start", "tree_end", "packed_node"))
-
-
 def test_what_is_no_tree_says_so():
     batch = dense([[1, 2], [1, 3]])
     packed = pack(batch, tree=True)

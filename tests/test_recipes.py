@@ -11,17 +11,7 @@ from composed import composed, configure
 from omegaconf import OmegaConf
 from recipes import ADVANTAGES, CHAINS, NAMES
 
-from headrace.pipeline import ConfigError, Pipeline, build_pipeline, load_pipeline
-from headrace.transforms import (
-    BestOf,
-    Finite,
-    Fresh,
-    GroupMeanWithin,
-    LengthWithin,
-    NotTruncated,
-    RewardsVary,
-    RewardWithin,
-)
+from headrace.pipeline import ConfigError, Pipeline, load_pipeline
 from headrace.transforms.columns import COLUMNS
 
 pytestmark = pytest.mark.slow
@@ -41,23 +31,16 @@ def test_grpo_divides_and_dr_grpo_does_not(make_batch):
     assert advantage_of(batch, "pipeline=dr_grpo").tolist() == [-1, 1, -3, 3]
 
 
-def test_one_word_makes_it_rloo(make_batch):
-    batch = make_batch([6.0, 3, 9, 12], [0, 0, 1, 1])
-    word = "pipeline.stages.advantage.baseline=leave_one_out"
-    assert advantage_of(batch, "pipeline=dr_grpo", word).tolist() == [3, -3, -3, 3]
-
-
 def test_grpo_masks_groups_without_variance_and_dapo_drops_them(make_batch):
     batch = make_batch([1.0, 3, 5, 5], [0, 0, 1, 1])
     assert len(load_pipeline(GATE)(batch)) == 4
     assert len(load_pipeline(GATE, "pipeline=dapo")(batch)) == 2
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "dapo"])
-def test_the_recipes_filter_comes_before_the_advantage(make_batch, recipe):
+def test_the_recipes_filter_comes_before_the_advantage(make_batch):
     """Judged out and dropped, the reward of 8 is in nobody's baseline."""
     pipeline = load_pipeline(
-        f"pipeline={recipe}",
+        "pipeline=dapo",
         "pipeline.stages.gate.group_size=3",
         "criterion@pipeline.stages.filter.criterion=reward_within",
         "pipeline.stages.filter.criterion.high=5",
@@ -74,32 +57,28 @@ def nodes_of(*overrides):
     return OmegaConf.to_container(configure("load", *overrides).pipeline)["stages"]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "grpo"])
-def test_a_recipe_says_only_what_differs(name):
-    """Every option in its file has another value than in what it builds on, and is what comes out."""
-    written = OmegaConf.to_container(OmegaConf.load(f"conf/pipeline/{name}.yaml"))
-    builds_on, *stages = [entry for entry in written["defaults"] if entry != "_self_"]
-    base = builds_on if isinstance(builds_on, str) else next(iter(builds_on))
-    base = base.removeprefix("/pipeline/").removesuffix("@_here_")
-    added = [
-        ("" if key.startswith("override ") else "+")
-        + f"{key.removeprefix('override ')[1:].replace('@', '@pipeline.')}={value}"
-        for entry in stages
-        for key, value in entry.items()
-    ]
-    below, composed = nodes_of(f"pipeline={base}", *added), nodes_of(f"pipeline={name}")
-    for stage, options in written.get("stages", {}).items():
-        if options is None:
-            assert below[stage] is not None
-            assert composed[stage] is None
-            continue
-        for option, value in options.items():
-            if isinstance(value, dict):  # options of a criterion, or of a term
-                assert all(below[stage][option].get(inner) != value[inner] for inner in value)
-                assert composed[stage][option].items() >= value.items()
-                continue
-            assert below[stage][option] != value, f"{stage}.{option} is {value!r} already"
-            assert composed[stage][option] == value
+def test_a_recipe_says_only_what_differs():
+    """Every option in its file has another value than in what it builds on."""
+    for name in (name for name in NAMES if name != "grpo"):
+        written = OmegaConf.to_container(OmegaConf.load(f"conf/pipeline/{name}.yaml"))
+        builds_on, *stages = [entry for entry in written["defaults"] if entry != "_self_"]
+        base = builds_on if isinstance(builds_on, str) else next(iter(builds_on))
+        base = base.removeprefix("/pipeline/").removesuffix("@_here_")
+        added = [
+            ("" if key.startswith("override ") else "+")
+            + f"{key.removeprefix('override ')[1:].replace('@', '@pipeline.')}={value}"
+            for entry in stages
+            for key, value in entry.items()
+        ]
+        below = nodes_of(f"pipeline={base}", *added)
+        for stage, options in written.get("stages", {}).items():
+            if options is None:
+                assert below[stage] is not None, (name, stage)
+            for option, value in (options or {}).items():
+                if isinstance(value, dict):  # options of a criterion, or of a term
+                    assert all(below[stage][option].get(inner) != value[inner] for inner in value), name
+                else:
+                    assert below[stage][option] != value, f"{name}: {stage}.{option} is {value!r} already"
 
 
 def test_one_recipe_stands_for_each_chain_of_stages_and_each_baseline_and_scale():
@@ -130,18 +109,9 @@ def test_the_recipes_add_to_their_stages_what_the_pipeline_itself_takes():
         assert node[option] == (list(default) if isinstance(default, tuple) else default)
 
 
-def test_every_option_of_a_stage_is_in_the_recipe_with_its_default():
-    """So that a command line can change it without a plus, and a misspelt one is caught."""
-    nodes = configure("load").pipeline.stages
-    pipeline = load_pipeline()
-    for name, stage in pipeline.stages.items():
-        assert set(nodes[name]) - {"_target_"} == set(inspect.signature(type(stage)).parameters)
-
-
 @pytest.mark.parametrize(
     ("override", "names"),
     [
-        ("~pipeline.stages.filter", ["gate", "collapse", "advantage", "split", "weight"]),
         ("pipeline.stages.filter=null", ["gate", "collapse", "advantage", "split", "weight"]),
         (
             "pipeline.order=[collapse,gate,filter,advantage,split,weight]",
@@ -161,31 +131,6 @@ def test_add_in_the_middle_with_a_nested_key():
     )
     assert pipeline.order[1] == "cut"
     assert pipeline.stages["cut"].criterion.truncated_key == ("next", "truncated")
-
-
-@pytest.mark.parametrize(
-    ("word", "cls"),
-    [
-        ("rewards_vary", RewardsVary),
-        ("reward_within", RewardWithin),
-        ("finite", Finite),
-        ("not_truncated", NotTruncated),
-        ("length_within", LengthWithin),
-        ("fresh", Fresh),
-        ("best_of", BestOf),
-        ("group_mean_within", GroupMeanWithin),
-    ],
-)
-def test_another_criterion_is_one_word(word, cls):
-    needed = {Fresh: {"current": 4}, BestOf: {"k": 2}}.get(cls, {})
-    words = [f"pipeline.stages.filter.criterion.{option}={value}" for option, value in needed.items()]
-    pipeline = load_pipeline(f"criterion@pipeline.stages.filter.criterion={word}", *words)
-    criterion = pipeline.stages["filter"].criterion
-    assert type(criterion) is cls
-    assert repr(criterion) == repr(cls(**needed)), "the YAML has the defaults of the class"
-    assert set(OmegaConf.load(f"conf/criterion/{word}.yaml")) - {"_target_"} == set(
-        inspect.signature(cls).parameters
-    )
 
 
 def test_any_callable_by_target(make_batch):
@@ -251,8 +196,3 @@ def test_loading_leaves_an_outer_hydra_application_alone():
     with initialize_config_module("headrace.conf", version_base="1.3"):
         load_pipeline("pipeline=dapo")
         assert compose("config").seed == 0
-
-
-def test_a_node_of_ones_own_builds():
-    node = OmegaConf.create({"_target_": "headrace.pipeline.Pipeline", "stages": {}})
-    assert build_pipeline(node).order == []

@@ -10,7 +10,6 @@ import types
 import numpy as np
 import pytest
 import torch
-from command import headrace_here
 from composed import configure
 from dumps import (
     open_instruct_row,
@@ -226,12 +225,6 @@ def test_a_name_is_enough_and_a_wrong_one_is_refused(dump, tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             told(replay, "replay", dump, tmp_path / "no", word)
-
-
-def test_the_command_takes_a_name(dump, tmp_path):
-    words = ("task=replay", f"source.path={dump}", "source.regrade=my_graders.by_length", "report.dump=null")
-    done = headrace_here(tmp_path, *words, "source.group_size=4")
-    assert "re-graded: 8 rollouts" in done.stdout
 
 
 def test_a_recipe_that_adds_up_segments_is_refused(dump, tmp_path):

@@ -21,14 +21,12 @@ from headrace.pipeline.report import page_data, report_table
 from headrace.pipeline.sources import open_source
 from headrace.transforms import (
     BatchError,
-    BatchWhitening,
     FanOutCollapse,
     GroupRelativeAdvantage,
     LengthPenalty,
     OverlongPunishment,
     RewardScale,
     RewardsVary,
-    RewardWithin,
     SampleFilter,
 )
 from headrace.transforms.schema import REWARD, REWARDS
@@ -139,16 +137,6 @@ def test_a_group_whose_compared_rewards_are_equal_has_zero_variance(make_batch, 
     assert [credit[:2] == [0, 0], credit[2:] == [0, 0, 0]] == flat
 
 
-def test_trl_adds_up_what_is_there_and_leaves_out_who_has_nothing(make_batch):
-    """trl/trainer/grpo_trainer.py, ``sum_then_normalize``: nansum by weight, and NaN where all are, which
-    nanmean, nanstd and nan_to_num leave out. R is 1.25, 0 and 1 about 0.75, over √0.4375 + 1e-4.
-    """
-    batch = table(make_batch, [[1.0, 0.5], [0.0, NAN], [1.0, 0.0], [NAN, NAN]])
-    batch["expected_rollouts"] = torch.full((4,), 4)
-    found = run("as/trl", batch, collapse={"columns": 2, "weights": [1, 0.5]})
-    assert found.tolist() == pytest.approx([0.7558, -1.1337, 0.3779, 0], abs=1e-4)
-
-
 def test_trls_own_table_of_two_rewards_is_taken(tmp_path):
     """Rewards 3 and 0, over 3/√2 + 1e-4."""
     trl_dump(tmp_path / "completions_00004.parquet", length=[2.0, None])
@@ -225,21 +213,6 @@ def test_that_rewards_may_be_missing_is_said_once(recipe, stage):
     assert stages["collapse"].missing == stages[stage].missing == "skip"
 
 
-@pytest.mark.parametrize("collapse", [True, False])
-def test_a_missing_reward_is_in_no_statistic_of_later_stages(make_batch, collapse):
-    batch = make_batch([1.0, 3, NAN, 2, 6, 7], [0, 0, 0, 1, 1, 1])
-    stages = {"collapse": FanOutCollapse(missing="skip")} if collapse else {}
-    stages |= {
-        "advantage": GroupRelativeAdvantage(scale="none", missing="skip"),
-        "whitening": BatchWhitening(per="sample"),
-    }
-    known = torch.tensor([True, True, False, True, True, True])
-    expected = Pipeline(stages)(batch[known])["advantage"].flatten()
-    found = Pipeline(stages)(batch)["advantage"].flatten()
-    assert found[2] == 0
-    assert torch.equal(found[known], expected)
-
-
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, NAN], [NAN, 1.0, 1.0], [NAN, NAN, NAN], [NAN, 1.0, NAN]])
 def test_a_missing_reward_keeps_no_group_of_equals_alive(make_batch, rewards):
     batch = make_batch([*rewards, 0.0, NAN, 1.0], [0] * 3 + [1] * 3)
@@ -259,25 +232,6 @@ def test_who_has_no_reward_is_shaped_into_none(make_batch):
         assert outcome.batch[REWARD].isnan().tolist() == [False, True, False]
         change = (outcome.batch[REWARD] - batch[REWARD])[[0, 2]]
         assert outcome.metrics == {"changed": 1, "mean": pytest.approx(float(change.mean()))}
-
-
-def test_dapo_filters_and_shapes_the_weighted_reward(make_batch):
-    """Sums 1 and 1 leave; 1 and 2, of 4 tokens in a cache of 8, lose half a point each."""
-    batch = table(make_batch, [[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 1.0]], [0, 0, 1, 1])
-    batch["masks", "all_assistant_mask"] = torch.ones(4, 4, dtype=torch.bool)
-    batch["expected_rollouts"] = torch.full((4,), 2)
-    options = {"collapse": {"columns": 2}, "overlong": {"max_length": 8, "cache": 8}}
-    out = pipeline_of("dapo", advantage={"scale": "none"}, **options)(batch)
-    assert dict(zip(out["rollout_id"].tolist(), out[REWARD].tolist(), strict=True)) == {2: 0.5, 3: 1.5}
-
-
-def test_the_segments_of_a_rollout_agree_on_what_is_missing_however_they_add_up(make_batch):
-    batch = make_batch([1.0, 2.0, NAN, NAN], [0] * 4, [7, 7, 8, 8])
-    found = FanOutCollapse(missing="skip", reward="sum")(batch)[REWARD]
-    assert found.tolist() == pytest.approx([3, 3, NAN, NAN], nan_ok=True)
-    batch["next", "reward"][2] = 5.0
-    with pytest.raises(BatchError, match="is missing on all segments of its rollout; found rollout 8"):
-        FanOutCollapse(missing="skip", reward="sum")(batch)
 
 
 # -- one place for weights -----------------------------------------------------------------------------
@@ -330,21 +284,3 @@ def test_weights_are_as_many_as_rewards_and_finite(make_batch):
         FanOutCollapse(columns=2, weights=[1.0, NAN])
     with pytest.raises(ValueError, match="needs a weight; got 1 for 2 columns"):
         pair(None, weights=[1.0])(table(make_batch, [[1.0, 4.0], [3.0, 0.0]]))
-
-
-def test_one_word_weighs_the_rewards_of_gdpo_for_all(make_batch):
-    batch = table(make_batch, [[1.0, 0.0], [0.0, 4.0]])
-    batch["expected_rollouts"] = torch.full((2,), 2)
-    batch["masks", "all_assistant_mask"] = torch.ones(2, 4, dtype=torch.bool)
-    pipeline = composed("pipeline=gdpo", "pipeline.stages.advantage.weights=[1,0.5]")
-    run = pipeline.run(batch)
-    assert run.report(step=0).columns["reward"].tolist() == [1, 2]
-    assert run.metrics["collapse/reward_mean"] == 1.5
-    # ±√½ of each, the second by a half: √½/2 and its negative, of 4 tokens each, whitened ±√(7/8)
-    expected = (7 / 8) ** 0.5
-    assert sorted(run.batch["advantage"].flatten().tolist()) == pytest.approx([-expected, expected], abs=1e-4)
-
-
-def test_a_reward_within_bounds_is_the_weighted_one(make_batch):
-    batch = FanOutCollapse(columns=2, weights=[1.0, 0.5])(table(make_batch, [[1.0, 1.0], [0.0, 1.0]]))
-    assert RewardWithin(low=1.0, high=1.5)(batch).tolist() == [True, False]

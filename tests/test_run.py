@@ -22,7 +22,6 @@ from headrace.transforms import (
     BatchTransform,
     CompletenessGate,
     FanOutCollapse,
-    Finite,
     GroupRelativeAdvantage,
     LossWeight,
     RewardWithin,
@@ -137,13 +136,6 @@ def test_a_run_holds_what_each_epoch_trains_and_the_batch_is_the_first(make_batc
     assert len({tuple(torch.cat(rows[at : at + 2]).tolist()) for at in (0, 2, 4)}) > 1
 
 
-def test_a_run_of_no_rows_says_so(make_batch):
-    batch = busy_batch(make_batch)[:0]
-    run = Pipeline(stages()).run(batch)
-    assert run.batch is batch
-    assert (run.ledger, run.metrics, list(run.minibatches())) == (None, {}, [])
-
-
 # -- one stage, several pipelines ------------------------------------------------------------------------
 
 
@@ -219,16 +211,6 @@ def test_carried_rows_are_trained_once_over_all_threads_or_wait_in_the_split():
     assert split.state.calls == THREADS * BATCHES
 
 
-def test_a_thread_that_has_run_nothing_sees_the_last_run_of_any(make_batch):
-    pipeline = Pipeline({})
-    pipeline(make_batch([1.0, 2], [0, 0]))
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(lambda: pipeline.metrics["rows/in"]).result() == 2
-        other.submit(pipeline, make_batch([1.0] * 5, [0] * 5)).result()
-        assert pipeline.metrics["rows/in"] == 2  # this thread's own
-        assert other.submit(lambda: pipeline.metrics["rows/in"]).result() == 5
-
-
 # -- batches that are refused ----------------------------------------------------------------------------
 
 
@@ -280,19 +262,6 @@ def test_a_refused_batch_leaves_the_splits_state_as_it_was(function, where):
     assert pipeline.metrics["rows/in"] == len(numbered(0, 3)) + 2
 
 
-def test_a_refused_batch_leaves_no_numbers_of_the_one_before(make_batch):
-    """Who reads them would take them for the batch that failed."""
-    pipeline = Pipeline(stages())
-    for call in (pipeline, pipeline.run, pipeline.minibatches):
-        pipeline(busy_batch(make_batch))
-        assert pipeline.metrics
-        with pytest.raises(BatchError):
-            call(busy_batch(make_batch).exclude(REWARD))
-        assert (pipeline.last_run, pipeline.ledger, pipeline.metrics) == (None, None, {})
-        with pytest.raises(RuntimeError, match="batch"):
-            pipeline.report()
-
-
 def shout(batch):
     if bool(batch["headrace", "reward"].isnan().any()):
         raise ValueError("math domain error")
@@ -310,15 +279,6 @@ def test_what_was_wrong_before_is_named_before_what_fails_because_of_it(split, m
     fine = Pipeline({"collapse": FanOutCollapse(missing="skip"), **later})
     with pytest.raises(StageError, match=r"^stage 'mine'.*math domain error"):
         fine(make_batch([1.0, float("nan")], [0, 0]))
-
-
-def test_of_two_broken_rules_the_first_stages_is_named(make_batch):
-    batch = make_batch([1.0, float("nan")], [0, -1])
-    stages_ = {"collapse": FanOutCollapse(group_key=None), "advantage": GroupRelativeAdvantage()}
-    with pytest.raises(BatchError, match=r"^stage 'collapse'.*must be finite"):
-        Pipeline(stages_)(batch)
-    with pytest.raises(BatchError, match=r"^stage 'keep'.*group_id ≥ 0; found -1 at row 1"):
-        Pipeline({"keep": SampleFilter(criterion=Finite(), unit="group", action="exclude"), **stages_})(batch)
 
 
 # -- who trains ------------------------------------------------------------------------------------------

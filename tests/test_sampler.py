@@ -162,10 +162,6 @@ def test_a_prompt_of_which_no_row_came_back_is_noticed_by_its_neighbours():
         assert len(gate(batches[0][:0])) == 0
 
 
-def test_a_sampler_says_what_it_draws():
-    assert repr(RepeatSampler(8, group_size=2, seed=1)) == "RepeatSampler(prompts=8, group_size=2, seed=1)"
-
-
 @given(begun=st.integers(0, 30), **SHAPES)
 def test_a_batch_that_was_begun_is_finished_first(begun, **options):
     sampler = RepeatSampler(remainder="uneven", **options)
@@ -176,12 +172,6 @@ def test_a_batch_that_was_begun_is_finished_first(begun, **options):
     whole = RepeatSampler(remainder="uneven", **options)
     stream = [index for _ in range(60) for index in whole]
     assert taken + draws["prompt"].tolist() == stream[: len(taken) + len(draws)]
-
-
-def test_the_same_prompt_drawn_twice_is_two_groups():
-    draws = torch.cat(list(islice(RepeatSampler(1, group_size=2).draws(), 2)))
-    assert draws["prompt"].tolist() == [0, 0, 0, 0]
-    assert draws["group_id"].tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -199,13 +189,6 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert first != second
     assert first == list(RepeatSampler(50, group_size=1, seed=1))
     assert first != list(RepeatSampler(50, group_size=1, seed=2))
-
-
-def test_it_feeds_a_data_loader():
-    data = [f"prompt {i}" for i in range(4)]
-    sampler = RepeatSampler(data, group_size=2, prompts_per_batch=2, shuffle=False)
-    batches = list(torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler))
-    assert batches == [["prompt 0"] * 2 + ["prompt 1"] * 2, ["prompt 2"] * 2 + ["prompt 3"] * 2]
 
 
 def test_a_remainder_raises_unless_told_otherwise():

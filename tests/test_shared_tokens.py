@@ -20,7 +20,7 @@ from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.report import count_shared_tokens, page_data, show_report, tree_words
 from headrace.pipeline.tasks.group_sizes import tabulate_group_sizes
 from headrace.pipeline.tasks.replay import replay
-from headrace.transforms import FanOutCollapse, GroupRelativeAdvantage, RewardWithin, SampleFilter, pack
+from headrace.transforms import FanOutCollapse, GroupRelativeAdvantage, RewardWithin, SampleFilter
 
 pytestmark = pytest.mark.slow
 
@@ -60,12 +60,6 @@ def test_counts_are_those_of_tries_built_by_loops(rows, data, build, cells):
         assert found.squares.get(unit, 0) == squares
 
 
-def field(rows_of) -> TensorDict:
-    """Groups of rows of random tokens, by group."""
-    rows = [(group, row) for group, own in enumerate(rows_of) for row in own]
-    return with_ids([row for _, row in rows], range(len(rows)), [group for group, _ in rows])
-
-
 def draw(length: int) -> list[int]:
     return torch.randint(2**40, (length,), generator=GENERATOR).tolist()  # none by chance alike
 
@@ -73,31 +67,6 @@ def draw(length: int) -> list[int]:
 def answers(prompts: int, prompt: int, count: int, length: int) -> list[list[list[int]]]:
     stems = [draw(prompt) for _ in range(prompts)]
     return [[stem + draw(length) for _ in range(count)] for stem in stems]
-
-
-def turns(rollouts: int, prompt: int, count: int, length: int) -> list[list[list[int]]]:
-    """One group, whose rollouts have a row for each turn."""
-    stem, found = draw(prompt), []
-    for _ in range(rollouts):
-        whole = stem + draw(count * length)
-        found += [whole[: prompt + length * (turn + 1)] for turn in range(count)]
-    return [found]
-
-
-SCENES = {
-    "4 prompts of 64, 8 answers of 32": (answers(4, 64, 8, 32), 3072, 1280),
-    "2 prompts of 192, 8 answers of 32": (answers(2, 192, 8, 32), 3584, 896),
-    "8 turns of 4 rollouts as rows": (turns(4, 16, 8, 12), 2240, 400),
-}
-
-
-@pytest.mark.parametrize("name", list(SCENES))
-def test_tokens_of_the_field(name):
-    groups, rows, nodes = SCENES[name]
-    batch = field(groups)
-    counts = count_shared_tokens(batch, ids_of(batch))
-    assert (counts.tokens["rows"], counts.tokens["group"]) == (rows, nodes)
-    assert pack(batch, tree=True)["input_ids"].shape[1] == nodes
 
 
 def test_the_estimate_by_hand():

@@ -10,12 +10,10 @@ from cutting import cut_alone
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from tries import ATTENTION, FULL, GROUP, Trie, dense, ragged, scenes
+from tries import ATTENTION, FULL, Trie, dense
 
-from headrace.pipeline import Pipeline
-from headrace.transforms import LossWeight, ShuffleSplit, deal, pack, split_microbatches, split_minibatches
+from headrace.transforms import ShuffleSplit, deal, pack, split_microbatches, split_minibatches
 from headrace.transforms.prefixes import END, prefix_order
-from headrace.transforms.schema import ROW
 from headrace.transforms.split.trees import Forest
 
 # The first token says which tree, the second what few rows share.
@@ -170,34 +168,6 @@ def test_rows_share_tokens_within_their_rollout_or_group_alone():
     for tree, shared in (("none", None), ("rollout", 0.0), ("group", 2.0)):
         split = ShuffleSplit(minibatches=1, max_tokens=99, tree=tree)
         assert cut_alone(split, batch).measured.get("shared_tokens") == shared
-
-
-@pytest.mark.parametrize("build", [dense, ragged])
-def test_measured_numbers_are_of_nodes(build):
-    rows = scenes()[GROUP]
-    split = ShuffleSplit(minibatches=1, max_tokens=30, tree="group", balance="tokens")
-    batch = batch_of(rows, [row[0] for row in rows], build)
-    out = cut_alone(split, batch)
-    passes = [pack(each, tree=True)["input_ids"].shape[1] for each in split_microbatches(out.batch)]
-    assert out.measured["max_tokens"] == max(passes) <= 30
-    assert out.measured["shared_tokens"] == sum(map(len, rows)) - sum(passes)
-
-
-def test_an_interrupted_batch_goes_on_with_its_trees():
-    rows = scenes()[GROUP]
-    batch = batch_of(rows, [row[0] for row in rows])
-
-    def pipeline():
-        split = ShuffleSplit(minibatches=3, max_tokens=20, tree="group", unit="sample", remainder="uneven")
-        return Pipeline({"split": split, "weight": LossWeight()})
-
-    whole = [each[ROW].tolist() for each in pipeline().minibatches(batch)]
-    first = pipeline()
-    stream = first.minibatches(batch)
-    next(stream)
-    second = pipeline()
-    second.load_state_dict(first.state_dict())
-    assert [each[ROW].tolist() for each in second.minibatches(batch)] == whole[1:]
 
 
 def test_options_that_do_not_go_with_trees_are_refused():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quizzes import QuizEnv, collect, make_quiz, quiz_makers
 from tensordict import TensorDict
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
-from torchrl.envs import EnvCreator, ParallelEnv, SerialEnv, TransformedEnv, check_env_specs
+from torchrl.envs import EnvCreator, SerialEnv, TransformedEnv, check_env_specs
 from torchrl.envs.transforms import Compose, Transform
 from turns import quick_starts
 
@@ -59,12 +59,6 @@ def test_workers_ids_never_collide_and_leave_no_gap(repeats, workers, count):
     assert rollouts.sort().values.tolist() == list(range(workers * count * repeats))
 
 
-@pytest.mark.parametrize("slots", [None, 1, 3])
-def test_the_specs_say_what_comes(slots):
-    check_env_specs(make_quiz(slots=slots))
-    check_env_specs(SerialEnv(2, quiz_makers(2, slots=slots)))
-
-
 # -- groups that are none are refused -------------------------------------------------------------------
 
 
@@ -97,15 +91,6 @@ def test_a_refused_reset_stamps_nothing():
     with pytest.raises(BatchError):
         env.reset()
     assert stamp.state_dict()["_extra_state"]["dispatched"] == 0
-
-
-def test_a_prompt_is_looked_for_where_it_is_said_to_be():
-    env = TransformedEnv(QuizEnv(4, repeats=4), StampIds(repeats=4, prompt_key="number"))
-    with pytest.raises(BatchError, match=r"one prompt \('number'\)"):
-        env.reset()
-    env = TransformedEnv(QuizEnv(4, repeats=4), StampIds(repeats=4, prompt_key="question"))
-    with pytest.raises(BatchError, match=r"StampIds needs the key 'question' \(prompt_key\)"):
-        env.reset()
 
 
 class Repeating(Transform):
@@ -236,11 +221,6 @@ def test_a_collectors_rows_make_whole_groups(slots):
     assert check_groups(assembled(collect(make_quiz(slots=slots), 12, 6), GroupAssembler())) > 10
     serial = collect(SerialEnv(2, quiz_makers(2, slots=slots)), 12, 6)
     assert check_groups(assembled(serial, GroupAssembler())) > 8
-
-
-def test_a_parallel_environments_rows_make_whole_groups():
-    env = ParallelEnv(2, quiz_makers(2))
-    assert check_groups(assembled(collect(env, 12, 6), GroupAssembler(), patience=60)) > 8
 
 
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])

@@ -16,13 +16,11 @@ from headrace.transforms import (
     DirectedWeight,
     EntropyShare,
     LogRatio,
-    MissingKeyError,
     RewardWithin,
     SampleFilter,
     StalenessWeight,
     TokenAdvantage,
     TopShare,
-    token_advantage,
     top_share,
 )
 
@@ -154,14 +152,6 @@ def test_a_version_may_be_one_a_row_and_the_current_one_a_callable(batch):
     assert torch.equal(out, expected)
 
 
-def test_terms_stand_one_after_another(batch):
-    first, second = TokenAdvantage(**TERMS["teacher"]()), TokenAdvantage(**TERMS["entropy"]())
-    both = second(first(batch))["advantage"]
-    chosen = top_share(batch[ENTROPY], batch[MASK], 0.3)[..., None]
-    once = first(batch)["advantage"]
-    assert torch.equal(both, torch.where(batch[MASK][..., None] & ~chosen, 0.0, once))
-
-
 def test_a_factor_that_is_a_callable_is_asked_for_each_batch(batch):
     factors = iter([0.0, 0.3])
     stage = TokenAdvantage(term=LogRatio(), factor=lambda: next(factors))
@@ -177,15 +167,6 @@ def test_rows_out_of_the_loss_are_in_no_statistic_and_keep_their_advantage(batch
     stage = TokenAdvantage(term=LogRatio(centre="batch"))
     assert torch.equal(stage(silent)["advantage"][rows], stage(batch[rows])["advantage"])
     assert torch.equal(stage(silent)["advantage"][1], batch["advantage"][1].expand(7, 1))
-
-
-def test_rows_that_are_to_be_silenced_later_have_no_term(batch):
-    """A pipeline silences them as it gathers: till then their mask says what it did."""
-    batch["headrace", "in_loss"] = torch.tensor([True, False, True, True, False, True])
-    rows = torch.tensor([0, 2, 3, 5])
-    stage = TokenAdvantage(term=LogRatio(centre="batch"))
-    assert torch.equal(stage(batch)["advantage"][rows], stage(batch[rows])["advantage"])
-    assert torch.equal(stage(batch)["advantage"][1], batch["advantage"][1].expand(7, 1))
 
 
 def test_rows_without_a_reward_are_in_no_statistic_and_keep_their_advantage(batch):
@@ -224,13 +205,6 @@ def test_of_ragged_rows_a_term_says_what_it_reads(batch):
         TokenAdvantage(term=lambda batch, trains: trains)(lazy_stack(list(batch.unbind(0))))
 
 
-def test_what_a_term_reads_of_rows_is_finite_too(batch):
-    batch["difficulty"] = torch.tensor([1.0, float("nan"), 3, 4, 5, 6])
-    term = TopShare(share=0.5, value_key="difficulty")
-    with pytest.raises(BatchError, match=r"'difficulty' must be finite for every token.*nan at row 1"):
-        TokenAdvantage(term=term, how="multiply")(batch)
-
-
 def test_a_column_of_another_shape_is_refused(batch):
     batch[TEACHER] = torch.zeros(6, 5)
     with pytest.raises(
@@ -240,14 +214,6 @@ def test_a_column_of_another_shape_is_refused(batch):
     batch["advantage"] = torch.zeros(6, 3, 1)
     with pytest.raises(BatchError, match=r"'advantage' \(advantage_key\) torch.float32 \(6, 3, 1\)"):
         TokenAdvantage(term=TopShare())(batch)
-
-
-def test_a_mask_of_floats_and_a_missing_column_are_refused(batch):
-    with pytest.raises(MissingKeyError, match="set numerator_key"):
-        TokenAdvantage(term=LogRatio())(batch.exclude(TEACHER))
-    batch[MASK] = batch[MASK].float()
-    with pytest.raises(BatchError, match="a loss mask is bool"):
-        TokenAdvantage(term=LogRatio())(batch)
 
 
 @pytest.mark.parametrize(
@@ -266,20 +232,3 @@ def test_a_mask_of_floats_and_a_missing_column_are_refused(batch):
 def test_an_option_that_means_nothing_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_a_multiplied_term_weighs_the_clipped_loss_of_its_token():
-    """min(r w A, clip(r) w A) = w min(r A, clip(r) A): in float64, gradients too."""
-    torch.manual_seed(0)
-    now = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    then, credit = torch.randn(2, 3, 5, dtype=torch.float64)
-    weight = torch.rand(3, 5, dtype=torch.float64)
-    folded = token_advantage(credit, weight, torch.ones(3, 5, dtype=torch.bool), how="multiply")
-
-    def clipped(advantage):
-        ratio = (now - then).exp()
-        return torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-
-    (one,) = torch.autograd.grad(clipped(folded).sum(), now)
-    (other,) = torch.autograd.grad((weight * clipped(credit)).sum(), now)
-    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -156,31 +156,6 @@ def test_equal_rewards_have_exactly_none():
 # -- parents ------------------------------------------------------------------------------------------------
 
 
-def test_by_parent_equal_tokens_of_separate_rollouts_are_two_nodes():
-    """11 goes on from 10 behind two tokens, 12 from 11 behind three; 13 begins anew with the same tokens."""
-    paths = [[1, 2, 3, 4], [1, 2, 5, 4], [1, 2, 5, 6], [1, 2, 3, 4]]
-    batch = leaves(paths, [0] * 4, [1.0, 2.0, 6.0, 7.0], parent_id=[-1, 10, 11, -1])
-    out = TreeAdvantage(forks="parent")(batch).get("advantage", as_list=True)
-    # V of all 4, of the first three 3, of 11 and 12 together 4
-    assert out[0].flatten().tolist() == [-1, -1, -2, -2]
-    assert out[1].flatten().tolist() == [-1, -1, 1, -2]
-    assert out[2].flatten().tolist() == [-1, -1, 1, 2]
-    assert out[3].flatten().tolist() == [3, 3, 3, 3]
-    by_prefix = TreeAdvantage()(batch).get("advantage", as_list=True)
-    assert by_prefix[0].flatten().tolist() == [0, 0, 0, 0]  # of 10 and 13 the mean is that of all
-
-
-def test_a_long_line_of_parents_shares_its_first_token():
-    """Each of six goes on from the one before, behind its first token and one more; rewards 0, 6, 12, …"""
-    paths = [[1] + [2] * row + [9] for row in range(6)]
-    batch = leaves(paths, [0] * 6, [6.0 * row for row in range(6)], parent_id=[-1, 10, 11, 12, 13, 14])
-    out = TreeAdvantage(forks="parent")(batch).get("advantage", as_list=True)
-    assert [float(credit[0]) for credit in out] == [0] * 6
-    # behind the first token 0 parts from the others, 18 on average, about 15; then 6 from those, and so on
-    assert out[5].flatten().tolist() == [0, 3, 3, 3, 3, 3, 3]
-    assert [float(credit[-1]) for credit in out] == [-15, -12, -9, -6, -3, 3]
-
-
 @given(trees(), OPTIONS, st.data())
 def test_parents_of_parents_are_what_labels_of_the_nodes_say(tree, options, data):
     """Each rollout goes on from an earlier one of its group behind some of its tokens, or begins anew."""

@@ -311,14 +311,6 @@ def inside(**columns):
     return batch
 
 
-def test_a_rollout_that_is_alone_at_a_turn_keeps_its_return_and_the_option_says_so():
-    # turn 0: 1 and 3 against one another; turn 1 of rollout 4, and all of 6, are alone
-    kept = TurnAdvantage()(inside())["advantage"].squeeze(-1)
-    assert kept.tolist() == [[0, -2, 1], [0, 2, 0], [0, 7, 7]]
-    zero = TurnAdvantage(alone="zero")(inside())["advantage"].squeeze(-1)
-    assert zero.tolist() == [[0, -2, 0], [0, 2, 0], [0, 0, 0]]
-
-
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
@@ -367,10 +359,3 @@ def test_what_is_wrong_is_refused_with_the_ids(columns, options, message):
 def test_options_that_make_no_sense_raise(options, message):
     with pytest.raises(ValueError, match=message):
         TurnAdvantage(**options)
-
-
-def test_half_precision_that_cannot_hold_an_advantage_is_refused():
-    batch = inside(turn_reward=[[0.0, 6e4, 6e4], [0, 0, 0], [0, 0, 0]])
-    batch["next", "reward"] = batch["next", "reward"].half()
-    with pytest.raises(BatchError, match="must fit into torch"):
-        TurnAdvantage(turn_rewards="token")(batch)

@@ -341,7 +341,6 @@ def outcome(function, *arguments):
 
 
 LINES = {name: (records[0], PROMPT if name == "nemo_rl" else {}) for name, records in NAMED.items()}
-QUIET = ["report.html=false", "pipeline.stages.gate.group_size=2"]
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -387,22 +386,6 @@ def test_nothing_in_a_pickle_reaches_an_error_unescaped(tmp_path):
 
 
 TASKS = {"replay": replay, "compare": compare, "plan": tabulate_group_sizes}
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_nothing_in_a_file_reaches_the_terminal_unescaped(tmp_path, task):
-    path = tmp_path / "7.jsonl"
-    words = [f"task={task}", f"source.path={path}", "source.format=verl", "source.skip_bad=true", *QUIET]
-    more = ["pipelines=[grpo,dr_grpo]"] if task == "compare" else []
-    rows = [verl_row(f"{i // 2}_{i}_0", float(i % 2), prompt=f"{NASTY} {i // 2}") for i in range(4)]
-    write_lines(path, [{NASTY: 1}, {**rows[0], "score": NASTY}, *rows])
-    arguments = [tmp_path / "out", *([QUIET[1:]] if task == "compare" else [])]
-    text = outcome(TASKS[task], configure("config", *words, *more), *arguments)
-    assert not obeyed(text)
-    assert r"found the keys '\x1b[31m[bold]\u202e\x07\r\x9b:100:\x00'" in text
-    assert r"7.jsonl:2: 'score' must be a finite number; found '\x1b[31m[bold]" in text
-    if task != "plan":
-        assert text.count(r"\x1b[31m[bold]") > 2, "the prompts"
 
 
 def files_of_all_formats(folder, dump):
@@ -587,15 +570,6 @@ def test_each_of_several_rewards_in_a_line_is_checked(dump, values):
     path.write_text("\n".join(line[:-1] + f', "rewards": {values}}}' for line in lines))
     with pytest.raises(SourceError, match=r"jsonl:1: .*reward"):
         read(path)
-
-
-def test_an_empty_status_is_no_status(dump):
-    path = dump(format="jsonl")
-    path.write_text(path.read_text().replace("{", '{"status": "", ', 1))
-    with pytest.raises(SourceError, match=r"jsonl:1: 'status' must be one of completed.*found ''"):
-        read(path)
-    path.write_text(path.read_text().replace('"status": ""', '"status": null', 1))
-    assert read(path)[0][1]["status"].tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
