@@ -63,16 +63,18 @@ class SlowAssembler:
         min_rollouts: int | None = None,
         max_pending_groups: int | None = None,
         max_staleness: int | None = None,
+        on_newer: str = "raise",
     ):
         self.size, self.by_segment = group_size, by_segment
         self.on_failure, self.on_timeout = on_failure, on_timeout
         self.timeout, self.least, self.most = timeout, min_rollouts, max_pending_groups
-        self.max_staleness, self.version = max_staleness, 0
+        self.max_staleness, self.version, self.waits = max_staleness, 0, on_newer == "wait"
         self.rows: dict[tuple, list[tuple[Line, int]]] = {}  # by group: rows with their numbers
         self.born: dict[tuple, int] = {}
         self.whole: list[tuple] = []
         self.closed: set = set()
-        self.over: set = set()
+        self.enough: set = set()  # groups of which nothing was awaited when they became whole
+        self.seen: dict[tuple, list[tuple[Line, int]]] = {}  # by rollout: rows that count once
         self.counts: dict[str, int] = {}
         self.puts = self.number = 0
 
@@ -87,9 +89,12 @@ class SlowAssembler:
         return found
 
     def ended(self, rows: Iterable[tuple[Line, int]]) -> bool:
+        return self.complete(rows) and not self.failed(rows)
+
+    def complete(self, rows: Iterable[tuple[Line, int]]) -> bool:
         lines = [line for line, _ in rows]
         last = [line.segment for line in lines if line.done]
-        if not last or self.failed(rows):
+        if not last:
             return False
         return not self.by_segment or {line.segment for line in lines} == set(range(last[0] + 1))
 
@@ -108,17 +113,25 @@ class SlowAssembler:
         ready = set(self.whole)
         for line in lines:
             number, self.number = self.number, self.number + 1
-            group = (line.partition, line.group)
-            if group in self.closed:
-                again = (line.partition, line.rollout) in self.over
-                self.count("duplicate" if again else "late")
-            elif self.repeats(line, self.rollouts(group).get(line.rollout, [])):
+            group, rollout = (line.partition, line.group), (line.partition, line.rollout)
+            before = self.seen.get(rollout, [])
+            if self.repeats(line, before):
                 self.count("duplicate")
-            elif group in ready:
-                self.count("surplus")
-            else:
+                continue
+            if group not in self.closed and group not in ready:
                 self.rows.setdefault(group, []).append((line, number))
                 self.born.setdefault(group, self.puts)
+            elif not (self.failed(before) or group in self.enough):
+                self.count("late")
+                continue
+            elif not self.failed([*before, (line, number)]):
+                self.count("surplus")
+            else:
+                self.count("failed")
+                if not self.failed(before):  # the others were counted as surplus
+                    self.count("surplus", -len(before))
+                    self.count("failed", len(before))
+            self.seen.setdefault(rollout, []).append((line, number))
         self.settle()
 
     def settle(self) -> None:
@@ -140,23 +153,27 @@ class SlowAssembler:
                 continue
             if action is None or (action == "keep" and len(ended) >= self.least):
                 stays = set(ended[:size])
+                if reason != "timeout":
+                    self.enough.add(group)
                 for rollout, rows in rollouts.items():
                     if rollout not in stays:
-                        self.count("failed" if rollout in lost else reason, len(rows))
+                        left = "timeout" if reason == "timeout" else "surplus"
+                        self.count("failed" if rollout in lost else left, len(rows))
+                        self.forget(group, rollout)
                 self.rows[group] = [row for row in self.rows[group] if row[0].rollout in stays]
                 became.append((self.rows[group][-1][1], group))
             else:
                 self.close(group, reason)
+                if reason == "failed":
+                    self.enough.add(group)
         self.whole += [group for _, group in sorted(became)]
         waiting = [g for g in self.rows if g not in self.whole]
         for group in waiting[: max(0, len(waiting) - (self.most or len(waiting)))]:
             self.close(group, "evicted")
 
     def close(self, group: tuple, reason: str | None = None) -> list[tuple[Line, int]]:
-        rollouts = self.rollouts(group)
-        for rollout, rows in rollouts.items():
-            if self.ended(rows) or self.failed(rows):
-                self.over.add((group[0], rollout))
+        for rollout in self.rollouts(group):
+            self.forget(group, rollout)
         rows = self.rows.pop(group)
         self.closed.add(group)
         if group in self.whole:
@@ -164,6 +181,12 @@ class SlowAssembler:
         if reason:
             self.count(reason, len(rows))
         return rows
+
+    def forget(self, group: tuple, rollout: int) -> None:
+        """What comes of it is late, unless it has failed, is all there, or is one too many."""
+        rows = self.seen[group[0], rollout]
+        if not (self.complete(rows) or self.failed(rows) or group in self.enough):
+            del self.seen[group[0], rollout]
 
     def take(self, wanted: int | None) -> list[int] | None:
         """The numbers of the rows that come out."""
@@ -174,6 +197,9 @@ class SlowAssembler:
         best = None
         for partition in {p for p, _ in self.whole}:
             groups = [group for group in self.whole if group[0] == partition]
+            if self.waits:
+                newest = {group: max(line.version for line, _ in self.rows[group]) for group in groups}
+                groups = [group for group in groups if newest[group] <= self.version]
             if len(groups) >= (wanted or 1):
                 groups = groups[: wanted or len(groups)]
                 last = self.whole.index(groups[-1])

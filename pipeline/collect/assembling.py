@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Literal, Protocol, get_args
 
+import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.collectors import MultiAsyncCollector
 
@@ -95,6 +96,11 @@ def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
         )
     while leftovers == "yield" and (batch := assembler.take_rest()) is not None:
         yield batch
+    if leftovers == "yield" and (ahead := assembler.ready):
+        raise assembler.stalled(
+            f"The source has ended, and {ahead} whole groups are of policy versions newer than "
+            f"{assembler.version}, the assembler's: set assembler.version where the policy is updated"
+        )
     if assembler.emitted == 0:
         raise assembler.stalled("The source has ended, and nothing has come out")
     assembler.give_up()
@@ -256,8 +262,12 @@ class HasRoom(Protocol):
 
     group_key: NestedKey
 
-    def room(self) -> int:
-        """Groups that may be dispatched now."""
+    @property
+    def pending(self) -> int:
+        """Groups that were dispatched, and are not whole."""
+
+    def room(self, rollouts: int | None = None) -> int:
+        """Groups of so many rollouts that may be dispatched now."""
 
     def announce(self, draws: TensorDictBase) -> None:
         """Say which were."""
@@ -271,9 +281,13 @@ def paced(
 ) -> Iterator[TensorDictBase]:
     """Hand on draws while there is room for their groups, and announce them.
 
-    Who dispatches, in a thread, a process or an actor of its own, waits here until groups were handed out or
-    the policy has a newer version (:meth:`GroupAssembler.room`, which needs `groups` and `max_staleness`). In
+    Who dispatches, in a thread, a process or an actor of its own, waits here until groups are whole or the
+    policy has a newer version, as the limits of :meth:`GroupAssembler.room` say. A draw waits until there is
+    room for all of its groups; where nothing is under way that could make more, it is handed on in parts. In
     the thread that trains nobody would ever make room: give it `patience`.
+
+    With :func:`informative` over what is assembled, groups without information take no room: the loop goes on
+    with any share of them below one, whatever the limits.
 
     Args:
         draws: as ``RepeatSampler.draws()`` yields them, or ``StampIds.draws()``.
@@ -299,9 +313,25 @@ def paced(
 def _paced(
     draws: Iterable[TensorDictBase], assembler: HasRoom, patience: float | None
 ) -> Iterator[TensorDictBase]:
+    room = 0
+
+    def has_room(groups: int, rollouts: int) -> bool:
+        nonlocal room
+        idle = assembler.pending == 0  # asked first: what is over later only makes more room
+        room = assembler.room(rollouts)
+        return room >= groups or (idle and room > 0)
+
     for draw in draws:
-        groups = len(draw.get(assembler.group_key).unique())
-        if not wait_until(lambda groups: assembler.room() >= groups, patience, groups):
-            raise assembler.stalled(f"There has been no room for {groups} groups for {patience:g} s")
-        assembler.announce(draw)
-        yield draw
+        while len(draw):
+            ids = draw.get(assembler.group_key).reshape(-1)
+            groups = list(dict.fromkeys(ids.tolist()))
+            largest = int(ids.unique(return_counts=True)[1].max())
+            if not wait_until(has_room, patience, len(groups), largest):
+                raise assembler.stalled(f"There has been no room for {len(groups)} groups for {patience:g} s")
+            part, rest = draw, draw[:0]
+            if room < len(groups):
+                now = torch.isin(ids, torch.tensor(groups[:room], device=ids.device))
+                part, rest = draw[now], draw[~now]
+            assembler.announce(part)
+            yield part
+            draw = rest

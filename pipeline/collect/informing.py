@@ -12,6 +12,7 @@ from headrace.transforms import (
     BatchError,
     CompletenessGate,
     FanOutCollapse,
+    GroupAssembler,
     RewardsVary,
     SampleFilter,
     StalledError,
@@ -26,6 +27,7 @@ from headrace.transforms.schema import IN_LOSS, ROW, has_key, read_column
 from headrace.transforms.tensordicts import device_of, shallow_copy
 
 from .assembling import OverSource
+from .on_ray import RayAssembler
 
 OnShort = Literal["raise", "yield"]
 READER = "informative()"
@@ -40,6 +42,7 @@ def informative(
     max_batches: int = 16,
     on_short: OnShort = "raise",
     group_key: NestedKey = "group_id",
+    assembler: GroupAssembler | RayAssembler | None = None,
 ) -> Informative:
     """Iterate over batches of so many informative groups, whatever share of a source's groups are.
 
@@ -51,18 +54,24 @@ def informative(
 
     Args:
         source: yields batches of whole groups, as :func:`assembled` does, or a collector of whole groups.
+            From an assembler with `max_staleness` it takes groups as they become whole, and no more than it
+            lacks, so that none waits here and grows too old; `groups` of both are one number.
         groups: informative groups in a batch, ≥ 1.
         stages: transforms that decide, in order: those of the recipe up to its filter, say
             ``[pipeline.stages[name] for name in ("gate", "collapse", "filter")]``. None: complete groups
             whose rewards differ, where the rows of a rollout share its reward.
-        max_batches: how often the source is asked for one batch, ≥ 1.
+        max_batches: how often the source is asked for one batch, ≥ 1; where groups are taken as they become
+            whole, so many times `groups` of them.
         on_short: where that was not enough: ``raise``, or ``yield`` what there is, if anything is.
         group_key: (N,) or (N, 1) int ≥ 0.
+        assembler: from which the groups come, to be told of those that are not informative: they take no
+            room (:func:`paced`). None: that of `assembled(…)` or of a RayAssembler's `batches(…)`, where one
+            of these is the source.
 
     Raises:
         StalledError: when iterated: `max_batches` did not bring enough.
         BatchError: when iterated: a group came in two batches; columns differ between batches; as `stages`.
-        ValueError: an option with a wrong value.
+        ValueError: an option with a wrong value; an assembler with `max_staleness` and other `groups`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -78,8 +87,21 @@ def informative(
     at_least("groups", groups, 1, required=True)
     at_least("max_batches", max_batches, 1, required=True)
     one_of("on_short", on_short, get_args(OnShort))
+    assembler = assembler or getattr(source, "assembler", None)
+    paces = assembler is not None and assembler.max_staleness is not None
+    if assembler is not None and paces and assembler.groups not in (None, groups):
+        raise ValueError(
+            "informative() and an assembler with max_staleness need the same groups, those of a step, by "
+            f"which room() counts; got groups={groups} and GroupAssembler(groups={assembler.groups})"
+        )
     return Informative(
-        source, stages, nested_key(group_key), groups=groups, max_batches=max_batches, on_short=on_short
+        source,
+        stages,
+        nested_key(group_key),
+        groups=groups,
+        max_batches=max_batches,
+        on_short=on_short,
+        assembler=assembler,
     )
 
 
@@ -100,10 +122,12 @@ class Informative(OverSource):
         groups: int,
         max_batches: int,
         on_short: OnShort,
+        assembler: Any = None,
     ):
         super().__init__(source)
         self.stages, self.group_key = stages, group_key
         self.groups, self.max_batches, self.on_short = groups, max_batches, on_short
+        self.assembler = assembler
         self.counts = {"uninformative": 0}
         self.seen = self.found = 0
         self._waiting: dict[int, list[tuple[RowPiece, int]]] = {}  # rows by group
@@ -125,8 +149,9 @@ class Informative(OverSource):
         while (more := self._ask(batches)) or self.ready:
             if self.ready < self.groups and more and not (self.on_short == "yield" and self.ready):
                 seen, found = self.seen - self._before[0], self.found - self._before[1]
+                asked = -(-self._asked // self.groups)
                 raise StalledError(
-                    f"{self._asked} batches have brought {seen} groups, of which {found} are informative; "
+                    f"{asked} batches have brought {seen} groups, of which {found} are informative; "
                     f"{self.groups} are wanted, and {self.ready} wait. Are the prompts too easy, or too "
                     "hard? Raise max_batches, or set on_short='yield'"
                 )
@@ -134,14 +159,18 @@ class Informative(OverSource):
 
     def _ask(self, batches: Iterator[TensorDictBase]) -> bool:
         """Ask until there are enough, so often and no more; False: the source has ended."""
-        self._asked, self._before = 0, (self.seen, self.found)
-        while self.ready < self.groups and self._asked < self.max_batches:
+        self._asked, self._before = 0, (self.seen, self.found)  # in groups
+        while self.ready < self.groups and self._asked < self.max_batches * self.groups:
+            seen, found = self.seen, self.found
+            by_group = self.assembler is not None and self.assembler.want(self.groups - self.ready)
             batch = next(batches, _END)
             if batch is _END:
                 return False
-            self._asked += 1
             if batch is not None:
                 self._add(batch)
+            self._asked += self.seen - seen if by_group and batch is not None else self.groups
+            if self.assembler is not None:
+                self.assembler.reject(self.seen - seen - (self.found - found))
         return True
 
     def _take(self) -> TensorDictBase:

@@ -94,9 +94,9 @@ class RayAssembler:
         """As :meth:`GroupAssembler.announce`."""
         self._ask("call", "announce", draws.clone())
 
-    def room(self) -> int:
+    def room(self, rollouts: int | None = None) -> int:
         """As :meth:`GroupAssembler.room`. Who asks before another has announced is given the same room."""
-        return self._ask("call", "room")
+        return self._ask("call", "room", rollouts)
 
     # -- for the trainer ----------------------------------------------------------------------------
 
@@ -126,7 +126,8 @@ class RayAssembler:
         """
         one_of("leftovers", leftovers, get_args(Leftovers))
         go_on = one_of("on_lost", on_lost, ("raise", "go_on")) == "go_on"
-        return self._listen(Writers(writers, go_on), check_patience(patience), leftovers)
+        stream = self._listen(Writers(writers, go_on), check_patience(patience), leftovers)
+        return RayBatches(self, stream)
 
     def _listen(
         self, writers: Writers, patience: float | None, leftovers: Leftovers
@@ -162,6 +163,14 @@ class RayAssembler:
         """As :meth:`GroupAssembler.give_up`."""
         return self._ask("call", "give_up")
 
+    def want(self, groups: int) -> bool:
+        """As :meth:`GroupAssembler.want`."""
+        return self._ask("call", "want", groups)
+
+    def reject(self, groups: int) -> None:
+        """As :meth:`GroupAssembler.reject`."""
+        self._ask("call", "reject", groups)
+
     def stalled(self, why: str) -> StalledError:
         """As :meth:`GroupAssembler.stalled`."""
         return self._ask("call", "stalled", why)
@@ -169,6 +178,7 @@ class RayAssembler:
     # -- what is there ------------------------------------------------------------------------------
 
     groups = _number("groups", "As the option of :class:`GroupAssembler`.")
+    max_staleness = _number("max_staleness", "As the option of :class:`GroupAssembler`.")
     ready = _number("ready", "Whole groups.")
     pending = _number("pending", "Groups that are announced or begun, and not whole.")
     held = _number("held", "Rows that are neither handed out nor counted.")
@@ -195,6 +205,19 @@ class RayAssembler:
     def shutdown(self) -> None:
         """End the actor, and with it what it holds."""
         import_extra("ray", "ray", type(self).__name__).kill(self._actor)
+
+
+class RayBatches:
+    """What :meth:`RayAssembler.batches` returns: an iterator that says from which assembler it is."""
+
+    def __init__(self, assembler: RayAssembler, batches: Iterator[TensorDictBase]):
+        self.assembler, self._batches = assembler, batches
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        return self._batches
+
+    def __next__(self) -> TensorDictBase:
+        return next(self._batches)
 
 
 class Writers:

@@ -15,9 +15,9 @@ from headrace.transforms.ids import as_ids
 from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, STATUS_KEYS, Status, has_key
 from headrace.transforms.tensordicts import read_packed
 
-from .open_groups import Key, Row
+from .open_groups import Key, Rollout, Row
 from .pieces import READER, RowPiece
-from .stream import DUPLICATE, LATE, SURPLUS, StreamPlan
+from .stream import DUPLICATE, LATE, StreamPlan
 
 GROUP_NAMES = ("partition", "group", "expected")
 NAMES = (*GROUP_NAMES, "rollout", "segment", "done", "status", "version", "reward")
@@ -39,6 +39,8 @@ RULES = {
     f"rollout{STAMPED}",
     "segment": "every row needs a segment number ≥ 0; found {found}: a rollout has segments 0, 1, …",
     "status": f"status must be one of {STATUSES}; found {{found}}",
+    "newer": "no row is newer than the policy version that trains, {version}; found {found}. Nobody counts "
+    "it up: set assembler.version where the policy is updated, before workers get it, or on_newer='wait'",
     "ends": "expected_segments must be one number ≥ 1 per rollout; found {found}",
     "expected": "expected_rollouts is one number ≥ {least} per group; found {found}. Do workers disagree?",
     "home": f"a rollout belongs to one group; found {{found}}. Are ids reused? {NUMBER_WORKERS}",
@@ -138,27 +140,33 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
     for row in rows:
         key, own, rule, reason = (row.partition, row.group), (row.partition, row.rollout), "", ""
         change = plan.find(key, row.expected)  # None: it is closed
-        rollout = None if change is None else change.rollout(row.rollout)
+        group = None if change is None else change.group
+        gone = plan.gone.get(own) or stream.gone.get(own)
+        rollout = gone or (None if change is None else change.rollout(row.rollout))
         over = rollout is None and row.rollout in stream.closed_rollouts[row.partition]
+        rollout = rollout or Rollout(row.ends, by_segment)
         home = homes.setdefault(own, stream.homes.get(own, key))
         expected = sizes.setdefault(key, row.expected if change is None else change.group.expected)
-        if not least <= row.expected == expected:
+        if row.version > options.version and options.on_newer == "raise":
+            rule, words = "newer", f"{row.version} in group {row.group}"
+        elif not least <= row.expected == expected:
             rule, words = "expected", f"group {row.group}: {sorted({row.expected, expected})}"
-        elif home != key or (over and change is not None):
+        elif home != key or (over and group is not None and not (group.is_ready or group.refills)):
             rule, words = "home", f"rollout {row.rollout} in groups {sorted({home[1], row.group})}"
             words += " and in one that is closed" if home == key else ""
-        elif change is None:
-            reason = DUPLICATE if over else LATE
-        elif rollout is None:
-            reason = SURPLUS if change.group.is_ready else ""
         elif rollout.ends != row.ends:
             rule, words = "ends", f"rollout {row.rollout} ({[rollout.ends, row.ends]})"
-        elif change.group.is_ready or rollout.has(row):
+        elif over or rollout.has(row):
             reason = DUPLICATE
         elif beyond := rollout.beyond(row):
             rule, words = "last", f"segment {beyond[0]} of rollout {row.rollout}, which ends with {beyond[1]}"
         elif rollout.begins_again(row):
             rule, words = "begins", f"rollout {row.rollout}"
+        elif group is None:
+            enough = row.group not in stream.late_groups[row.partition]
+            reason = plan.leave(row, rollout, enough=enough)
+        elif group.is_ready or gone is not None:
+            reason = plan.leave(row, rollout, enough=group.is_ready and bool(group.enough))
         if reason:
             plan.left[reason] += 1
             if raises.get(reason) == "raise":
@@ -169,7 +177,7 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
             admitted.append(row.arrival)
         if rule:
             broken[rule].append(words)
-    _refuse(broken, least)
+    _refuse(broken, least, options.version)
     return admitted
 
 
@@ -186,11 +194,11 @@ def announce(plan: StreamPlan, rows: Iterable[Row], options: Any) -> None:
             broken["announced"].append(str(row.group))
         elif not least <= row.expected == change.group.expected:
             broken["expected"].append(f"group {row.group}: {sorted({row.expected, change.group.expected})}")
-    _refuse(broken, least)
+    _refuse(broken, least, options.version)
 
 
-def _refuse(broken: Mapping[str, list[str]], least: int) -> None:
+def _refuse(broken: Mapping[str, list[str]], least: int, version: int) -> None:
     for rule, message in RULES.items():
         if rule in broken:
             found = listing(dict.fromkeys(broken[rule]))
-            raise BatchError(message.format(found=found, least=least))
+            raise BatchError(message.format(found=found, least=least, version=version))

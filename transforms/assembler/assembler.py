@@ -18,7 +18,8 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import DISPATCHED
 
 from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
-from .limits import Selector, StalledError, check_idle, check_limits, settle, stalled
+from .limits import Selector, StalledError, check_idle, check_limits, may_refill, settle, stalled
+from .open_groups import Group
 from .pieces import RowPiece, check_kinds, gather, kinds_of
 from .stream import STALE, UNFINISHED, Stream, StreamPlan
 
@@ -48,7 +49,10 @@ class GroupAssembler(
     whole, rollouts by id, segments by their number or arrival. `expected_key` says how many rollouts the
     group has now, and ``("headrace", "dispatched")`` (N,) int64 how many were asked for. Each row that came
     is handed out, held, or counted under one reason: ``late``, ``duplicate``, ``surplus``, ``failed``,
-    ``timeout``, ``stale``, ``evicted``, ``unfinished``.
+    ``timeout``, ``stale``, ``evicted``, ``unfinished``. The same rows end with the same groups and counts in
+    every order, save where an option asks what came first or how long it took. So what comes of a rollout
+    that has left is counted with it: as ``failed`` if it has failed, as ``surplus`` if its group was whole
+    without it, and as ``late`` if its group was closed while more of it was awaited.
 
     Reads `group_key`, `rollout_key`, `done_key` (None: each row is a whole rollout), with `partition_key`,
     `segment_key` or `max_staleness` those columns and that of the version, and if they are there
@@ -62,22 +66,29 @@ class GroupAssembler(
         groups: whole groups in a batch. None: all that are whole.
         group_size: rollouts of a whole group. None: as many as `expected_key` says.
         on_failure: where a group is settled and not whole, because rollouts failed: ``drop`` the group;
-            ``raise``; ``keep`` it if it has `min_rollouts` and `min_fraction` of what was dispatched, else
-            drop it; ``refill``, which asks for more rollouts.
+            ``raise``; ``keep`` it if it has `min_rollouts` and `min_fraction`, else ask for more rollouts
+            if there is a `refill`, else drop it; ``refill``: ask for more, and after `max_refills` keep it
+            if it has those where they are given, else drop it.
         timeout: puts, of whoever, after which a group is too old that is not whole; they count from its first
             row or its announcement. None: none is.
         timeout_seconds: the same in seconds.
         on_timeout: where a group is too old: as `on_failure`.
-        min_rollouts: for ``keep``, ≥ 1.
-        min_fraction: for ``keep``, in (0, 1].
-        refill: for ``refill``, called with a group's id and the number of rollouts that it lacks, each of
-            which gets an id of its own. What it raises comes out of :meth:`put`, whose rows are in.
-        max_refills: how often it is called for a group, which is dropped after that.
+        min_rollouts: for ``keep`` and after ``refill``, ≥ 1.
+        min_fraction: the same in (0, 1], of the rollouts with which the group was first dispatched.
+        refill: for ``refill`` and ``keep``, called with a group's id and the number of rollouts that it
+            lacks, each of which gets an id of its own; they are not announced. What it raises comes out of
+            :meth:`put`, whose rows are in, or of :meth:`take`.
+        max_refills: how often it is called for a group, ≥ 1.
         max_staleness: policy versions for which a row may be older than `version` when it is handed out.
             None: any number.
-        on_stale: where a row of a group is older: ``drop`` the group, or ``mask`` the row, which leaves the
-            loss and stays in the statistics, as under :class:`SampleFilter`.
-        on_late: where a rollout of a closed group comes: ``drop`` it, or ``raise``.
+        on_stale: where a row of a group is older: ``drop`` the group; ``mask`` the row, which leaves the
+            loss and stays in the statistics, as under :class:`SampleFilter`; ``refill``: let go of its rows,
+            and ask for all of its rollouts anew, or drop it after `max_refills`.
+        on_newer: where a row is newer than `version`, which nobody counts up then: ``raise``, or ``wait``:
+            its group is not handed out before `version` is the row's.
+        max_concurrent_rollouts: rollouts that :meth:`room` lets be under way: dispatched or begun, and not
+            over. None: any number.
+        on_late: where a rollout comes that is late: ``drop`` it, or ``raise``.
         on_duplicate: where a rollout ends twice, also after its group was closed, or a segment comes twice:
             ``raise``, or ``drop`` it, and the first stays.
         on_surplus: where more rollouts end than `group_size`: ``drop`` those that end last; or a callable
@@ -122,7 +133,9 @@ class GroupAssembler(
         refill: Refill | None = None,
         max_refills: int = 1,
         max_staleness: int | None = None,
-        on_stale: Literal["drop", "mask"] = "drop",
+        on_stale: Literal["drop", "mask", "refill"] = "drop",
+        on_newer: Literal["raise", "wait"] = "raise",
+        max_concurrent_rollouts: int | None = None,
         on_late: OnRepeat = "drop",
         on_duplicate: OnRepeat = "raise",
         on_surplus: Literal["drop"] | Selector = "drop",
@@ -146,7 +159,9 @@ class GroupAssembler(
         self.max_pending_groups = at_least("max_pending_groups", max_pending_groups, 1)
         self.on_full = one_of("on_full", on_full, get_args(OnRepeat))
         self.max_idle = at_least("max_idle", max_idle, 1)
-        self.on_stale = one_of("on_stale", on_stale, ("drop", "mask"))
+        self.on_stale = one_of("on_stale", on_stale, ("drop", "mask", "refill"))
+        self.on_newer = one_of("on_newer", on_newer, ("raise", "wait"))
+        self.max_concurrent_rollouts = at_least("max_concurrent_rollouts", max_concurrent_rollouts, 1)
         self.on_surplus = on_surplus
         check_limits(self)
         self._options = {name: getattr(self, name) for name in OPTIONS}
@@ -155,6 +170,7 @@ class GroupAssembler(
         self.version = 0
         """The newest policy version, for `max_staleness`; whoever trains counts it up."""
         self._stream = Stream()
+        self._wanted: int | None = None  # groups at most in the next batch, and at least one
         self._kinds: dict[tuple[str, ...], Any] = {}  # of the columns of the last rows that came
         self._found: dict[str, NestedKey] | None = None  # and where these say what they are
         self._turn = threading.RLock()
@@ -186,21 +202,46 @@ class GroupAssembler(
         """Groups that were handed out."""
         return self._stream.emitted
 
-    def room(self) -> int:
-        """Groups that may be dispatched now and still be trained within `max_staleness`.
+    def room(self, rollouts: int | None = None) -> int:
+        """Groups that may be dispatched now, ≥ 0: the least that these leave.
 
-        (`max_staleness` + `version` + 1) · `groups` − groups handed out − ready − pending, ≥ 0: ask for no
-        more, and announce what was dispatched. Not to dispatch is better than to drop what is slow, which is
-        what is long.
+        - `max_staleness` and `groups`, of a step: (`max_staleness` + `version` + 1) · `groups` − ready −
+          pending − those handed out and not rejected are still trained in time, as in AReaL
+          (arXiv:2505.24298, section 5.1).
+        - `max_concurrent_rollouts`: those under way, by the rollouts of a group.
+        - `max_pending_groups` − pending.
+
+        Ask for no more, and announce what was dispatched. Not to dispatch is better than to drop what is
+        slow, which is what is long.
+
+        Args:
+            rollouts: of a group that would be dispatched. None: `group_size`, or one.
 
         Raises:
-            ValueError: `max_staleness` or `groups` is None.
+            ValueError: none of them is set, or `max_staleness` without `groups`; a group has more rollouts
+                than may be under way.
         """
-        if self.max_staleness is None or self.groups is None:
-            raise ValueError("room() needs both max_staleness and groups")
+        concurrent, size = self.max_concurrent_rollouts, rollouts or self.group_size or 1
+        stale = self.max_staleness is not None
+        if (stale and self.groups is None) or not (stale or concurrent or self.max_pending_groups):
+            raise ValueError(
+                "room() needs both max_staleness and groups, or max_concurrent_rollouts or max_pending_groups"
+            )
+        if concurrent is not None and concurrent < size:
+            raise ValueError(
+                f"max_concurrent_rollouts must be at least the rollouts of a group, {size}; got {concurrent}"
+            )
         with self._turn:
-            most = (self.max_staleness + self.version + 1) * self.groups
-            return max(0, most - self.emitted - self.ready - self.pending)
+            stream, least = self._stream, []
+            if self.max_staleness is not None and self.groups is not None:
+                most = (self.max_staleness + self.version + 1) * self.groups
+                least.append(most - (stream.emitted - stream.rejected) - self.ready - self.pending)
+            if concurrent is not None:
+                running = (g.dispatched - g.have - g.lost for g in stream.waiting.values())
+                least.append((concurrent - sum(max(0, number) for number in running)) // size)
+            if self.max_pending_groups is not None:
+                least.append(self.max_pending_groups - self.pending)
+            return max(0, min(least))
 
     # -- rows come in -------------------------------------------------------------------------------
 
@@ -252,9 +293,19 @@ class GroupAssembler(
 
     def _carry_out(self, plan: StreamPlan) -> None:
         self._stream.carry_out(plan)
-        for change in plan.changes.values():
-            if change.fate == "refilled":
-                self.refill(change.group.group, change.missing)  # type: ignore[misc]  # it was given
+        changes = plan.changes.values()
+        self._ask_for([(change.group, change.missing) for change in changes if change.fate == "refilled"])
+
+    def _ask_for(self, missing: list[tuple[Group, int]]) -> None:
+        """Ask for rollouts of groups that wait for them: of all of these, whatever one of them raises."""
+        errors: list[Exception] = []
+        for group, rollouts in missing:
+            try:
+                self.refill(group.group, rollouts)  # type: ignore[misc]  # it was given
+            except Exception as err:  # the user's, raised below
+                errors.append(err)
+        if errors:
+            raise errors[0]
 
     # -- groups go out ------------------------------------------------------------------------------
 
@@ -267,7 +318,10 @@ class GroupAssembler(
             ValueError: `n` is no integer ≥ 1.
             IncompleteGroupsError: a group is too old by its seconds, under ``on_timeout="raise"``.
         """
-        return self._take(at_least("n", n, 1) or self.groups)
+        n = at_least("n", n, 1)
+        if n is None and self._wanted is not None:
+            return self._take(None, self._wanted)
+        return self._take(n or self.groups)
 
     def take_rest(self) -> TensorDictBase | None:
         """Hand out all whole groups of a partition, though they be fewer than `groups`; None if none is.
@@ -277,18 +331,45 @@ class GroupAssembler(
         """
         return self._take(None)
 
-    def _take(self, wanted: int | None) -> TensorDictBase | None:
+    def want(self, groups: int) -> bool:
+        """Say how many groups whoever makes batches of what is handed out lacks, as :func:`informative` does.
+
+        With `max_staleness` the next batch has as many at most, and at least one: none waits elsewhere and
+        grows too old there, and nothing waits for more than may be dispatched.
+
+        Returns:
+            Whether it will.
+        """
+        with self._turn:
+            self._wanted = at_least("groups", groups, 1) if self.max_staleness is not None else None
+            return self._wanted is not None
+
+    def reject(self, groups: int) -> None:
+        """Say that so many groups that were handed out are not trained: they take no :meth:`room`."""
+        with self._turn:
+            self._stream.rejected += groups
+
+    def _take(self, wanted: int | None, most: int | None = None) -> TensorDictBase | None:
         with self._turn:
             stream, oldest = self._stream, self.version - (self.max_staleness or 0)
             if self.timeout_seconds is not None:
                 plan = self._plan()
                 settle(plan, self)
                 self._carry_out(plan)
-            if self.max_staleness is not None and self.on_stale == "drop":
+            if self.max_staleness is not None and self.on_stale != "mask":
                 stale = [g for g in stream.whole_groups() if min(row.version for row in g.rows()) < oldest]
-                stream.close(stale, STALE)
-            if not (groups := stream.choose(wanted)):
+                anew = []
+                for group in stale:
+                    if self.on_stale == "refill" and may_refill(group, self):
+                        anew.append((group, self.group_size or group.expected))
+                        stream.dispatch_again(*anew[-1], self._plan())
+                    else:
+                        stream.close([group], STALE)
+                self._ask_for(anew)
+            newest = self.version if self.on_newer == "wait" else None
+            if not (groups := stream.choose(wanted, most, newest)):
                 return None
+            self._wanted = None
             rows = [(group, row) for group in groups for row in group.rows()]
             have = [len(group.rollouts) for group, _ in rows]
             dispatched = [group.dispatched for group, _ in rows]

@@ -69,8 +69,10 @@ def settle(plan: StreamPlan, options: Any) -> None:
         if not change.waits:
             for number, rollout in change.rollouts.items():
                 if number not in change.stays:
-                    failed = rollout.failed and change.fate == "ready"
-                    plan.left[FAILED if failed else change.reason] += len(rollout.rows)
+                    reason = change.reason
+                    if change.fate == "ready" and (rollout.failed or reason == FAILED):
+                        reason = FAILED if rollout.failed else SURPLUS
+                    plan.left[reason] += len(rollout.rows)
 
 
 def _judge(change: Change, plan: StreamPlan, options: Any) -> None:
@@ -84,14 +86,22 @@ def _judge(change: Change, plan: StreamPlan, options: Any) -> None:
             change.stays = _choose(change, size, options.on_surplus)
     elif over or old:
         action, change.reason = (options.on_failure, FAILED) if over else (options.on_timeout, TIMEOUT)
-        share = have / group.dispatched
+        has_least = options.min_rollouts is not None or options.min_fraction is not None
+        share = have / group.expected
         enough = have >= (options.min_rollouts or 1) and share >= (options.min_fraction or 0)
-        if action == "keep" and enough:
+        may_keep = action in ("keep", "refill") and has_least and enough
+        again = action in ("keep", "refill") and may_refill(group, options)
+        if may_keep and (action == "keep" or not again):
             change.fate, change.stays = "ready", _choose(change, size, options.on_surplus)
-        elif action == "refill" and group.refills < options.max_refills:
+        elif again:
             change.fate, change.missing = "refilled", size - have
         else:
             change.fate = "refused" if action == "raise" else "closed"
+
+
+def may_refill(group: Group, options: Any) -> bool:
+    """Whether more rollouts may be asked for."""
+    return options.refill is not None and group.refills < options.max_refills
 
 
 def _choose(change: Change, size: int, on_surplus: Any) -> Collection[int]:
@@ -115,13 +125,17 @@ def _choose(change: Change, size: int, on_surplus: Any) -> Collection[int]:
 
 
 def check_idle(plan: StreamPlan, options: Any) -> None:
-    """Count a put in which no group becomes whole.
+    """Count a put in which no group becomes whole, or one waits for a policy version that nobody counts.
 
     Raises:
         StalledError: they are too many.
     """
     stream, most = plan.stream, options.max_idle
-    if stream.idle + 1 < (most or LEAST_IDLE):
+    ahead = None
+    if options.on_newer == "wait":
+        ahead = next((group for group in stream.whole_groups() if group.newest > options.version), None)
+    waited = 0 if ahead is None else plan.puts - ahead.born_put
+    if max(stream.idle + 1, waited) < (most or LEAST_IDLE):
         return
     if most is None:
         oldest = next(iter(stream.waiting.values()), None)
@@ -129,6 +143,11 @@ def check_idle(plan: StreamPlan, options: Any) -> None:
         most = max(LEAST_IDLE, 8 * batch)
     if stream.idle + 1 >= most and all(change.fate != "ready" for change in plan.changes.values()):
         raise stalled(f"{stream.idle + 1} puts in a row have made no group whole", plan)
+    if ahead is not None and waited >= most:
+        why = (
+            f"group {ahead.group} has waited {waited} puts for policy version {ahead.newest}, and version is"
+        )
+        raise stalled(f"{why} {options.version}: set assembler.version where the policy is updated", plan)
 
 
 def stalled(why: str, plan: StreamPlan) -> StalledError:
@@ -156,14 +175,27 @@ def check_limits(options: Any) -> None:
     """
     actions = (options.on_failure, options.on_timeout)
     given = options.min_rollouts is not None or options.min_fraction is not None
-    if ("keep" in actions) != given:
+    if ("keep" in actions and not given) or (given and not {"keep", "refill"} & set(actions)):
         raise ValueError(
-            "on_failure='keep' or on_timeout='keep', and only they, need min_rollouts or min_fraction"
+            "on_failure='keep' or on_timeout='keep' need min_rollouts or min_fraction, which have no effect "
+            "but there and under 'refill'"
         )
     if options.min_fraction is not None and not 0 < options.min_fraction <= 1:
         raise ValueError(f"min_fraction must be in (0, 1]; got {options.min_fraction}")
-    if ("refill" in actions) != callable(options.refill):
-        raise ValueError("on_failure='refill' or on_timeout='refill', and only they, need a callable refill")
+    refills = "refill" in (*actions, options.on_stale)
+    if refills != callable(options.refill) and not ("keep" in actions and callable(options.refill)):
+        raise ValueError(
+            "on_failure='refill', on_timeout='refill' or on_stale='refill' need a callable refill, which has "
+            "no effect but there and under 'keep'"
+        )
+    if options.max_refills != 1 and options.refill is None:
+        raise ValueError(f"max_refills={options.max_refills} has no effect without refill")
+    for name in ("on_stale", "on_newer"):
+        if getattr(options, name) not in ("drop", "raise") and options.max_staleness is None:
+            raise ValueError(f"{name}={getattr(options, name)!r} needs max_staleness")
+    most, size = options.max_concurrent_rollouts, options.group_size
+    if most is not None and most < (size or 1):
+        raise ValueError(f"max_concurrent_rollouts must be at least group_size, {size}; got {most}")
     if options.on_surplus != "drop" and not callable(options.on_surplus):
         raise ValueError(f"on_surplus must be 'drop' or a callable; got {options.on_surplus!r}")
     if options.timeout_seconds is not None and not 0 < options.timeout_seconds < math.inf:

@@ -7,12 +7,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from tensordict import TensorDict
+
 from headrace.transforms.schema import Status
 
 from .pieces import RowPiece
 
 Key = tuple[int, int]
 """Of a group or a rollout: its partition and its id."""
+NOWHERE = RowPiece(TensorDict({}, batch_size=[0]), ())
+"""Where rows are that have left."""
 
 
 class Row(NamedTuple):
@@ -51,21 +55,33 @@ class Rollout:
         by_segment: they have numbers, and arrive in any order; else they arrive in theirs.
     """
 
-    __slots__ = ("by_segment", "dones", "ended", "ends", "failed", "rows")
+    __slots__ = ("by_segment", "complete", "dones", "ends", "failed", "rows")
 
     def __init__(self, ends: int, by_segment: bool):
         self.ends, self.by_segment = ends, by_segment
         self.rows: dict[int, Row] = {}
         """By the number of their segment, or by their arrival."""
         self.dones = 0
-        self.ended = self.failed = False
-        """Whether all of it is there and has not failed; whether a row of it failed or was aborted."""
+        self.complete = self.failed = False
+        """Whether all of its rows have come; whether one of them failed or was aborted."""
 
     def copy(self) -> Rollout:
         """The same, for more rows."""
         twin = Rollout(self.ends, self.by_segment)
-        twin.rows, twin.dones, twin.ended, twin.failed = dict(self.rows), self.dones, self.ended, self.failed
+        twin.rows, twin.dones, twin.failed = dict(self.rows), self.dones, self.failed
+        twin.complete = self.complete
         return twin
+
+    def without_rows(self) -> Rollout:
+        """What is known of it, without the rows themselves."""
+        twin = self.copy()
+        twin.rows = {number: row._replace(piece=NOWHERE) for number, row in self.rows.items()}
+        return twin
+
+    @property
+    def ended(self) -> bool:
+        """All of it is there, and it has not failed."""
+        return self.complete and not self.failed
 
     @property
     def last_arrival(self) -> int:
@@ -83,10 +99,10 @@ class Rollout:
 
     def beyond(self, row: Row) -> tuple[int, int] | None:
         """A segment behind the one with which the rollout would end, and that one, by their numbers."""
-        if not self.by_segment or self.ends > 1 or not (row.done or self.dones):
+        if not self.by_segment or self.dones + row.done < self.ends:
             return None
-        last = row.segment if row.done else next(each.segment for each in self.rows.values() if each.done)
-        highest = max((row.segment, *self.rows))
+        rows = (row, *self.rows.values())
+        last, highest = max(each.segment for each in rows if each.done), max(each.segment for each in rows)
         return (highest, last) if highest > last else None
 
     def begins_again(self, row: Row) -> bool:
@@ -98,16 +114,15 @@ class Rollout:
         self.rows[row.segment if self.by_segment else row.arrival] = row
         self.dones += row.done
         self.failed |= row.status >= Status.ABORTED
-        self.ended = False
-        if self.failed or self.dones < self.ends:
+        if self.dones < self.ends:
             return
         # Nothing is missing before the end: no segment, and not the beginning. Segments that end each by
         # themselves begin each by themselves, as many of them.
         rows, once = self.rows, self.ends == 1
-        if self.by_segment and once and len(rows) <= max(rows):
+        if self.by_segment and len(rows) <= max(rows):
             return
         begun = sum(each.begins for each in rows.values()) if row.begins >= 0 else self.ends
-        self.ended = begun == self.ends and (row.begins < 0 or not once or rows[min(rows)].begins == 1)
+        self.complete = begun == self.ends and (row.begins < 0 or not once or rows[min(rows)].begins == 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +135,8 @@ class Group:
     expected: int
     """Rollouts with which it was dispatched."""
     born_put: int
-    """Puts until its first row or its announcement, that one included, or until more was asked for."""
+    """Puts until its first row or its announcement, that one included, or until more was asked for, or until
+    it was whole."""
     born_time: float
     """The same in seconds, on this process's clock."""
     refilled: int = 0
@@ -129,11 +145,15 @@ class Group:
     """How often that was."""
     order: int = -1
     """Groups that became whole before it did; −1 where it waits."""
+    left: int = 0
+    """Rollouts that left because they were too old when it was to be handed out."""
+    enough: int = 1
+    """0: it is kept since it was too old, and rollouts that come now are late; 1: they are surplus."""
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     have: int = 0
     """Rollouts that have ended."""
     lost: int = 0
-    """Those that failed."""
+    """Those that failed or left."""
 
     @property
     def key(self) -> Key:
@@ -149,6 +169,11 @@ class Group:
     def is_ready(self) -> bool:
         """It is whole, or kept, and waits for nothing but to be taken."""
         return self.order >= 0
+
+    @property
+    def newest(self) -> int:
+        """The newest policy version of a row."""
+        return max(row.version for rollout in self.rollouts.values() for row in rollout.rows.values())
 
     def rows(self) -> list[Row]:
         """Its rows, in the order in which they go out, whatever that of their arrival."""

@@ -1,0 +1,459 @@
+"""Laws of streams: any order of arrival, and a loop that goes on with any limit and any informative share."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+import torch
+from assembly import Line, batch_of_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from headrace.pipeline import RepeatSampler, assembled, informative, paced
+from headrace.transforms import BatchError, GroupAssembler, StalledError
+
+FAILED = 3
+
+
+# -- any order of arrival -------------------------------------------------------------------------------
+
+
+def lines_of(rng: random.Random, groups: int, repeated: bool) -> list[Line]:
+    """Groups of two to four rollouts of one to three segments, of which some fail at some segment."""
+    lines = []
+    for group in range(groups):
+        size = rng.randint(2, 4)
+        for number in range(size):
+            segments, fails = rng.randint(1, 3), rng.random() < 0.3
+            rollout = [
+                Line(group, 9 * group + number, s, s == segments - 1, expected=size) for s in range(segments)
+            ]
+            if fails:
+                at = rng.randrange(segments)
+                rollout[at] = rollout[at]._replace(status=FAILED)
+            lines += rollout
+            if repeated and rng.random() < 0.3:
+                lines.append(rng.choice(rollout))
+    return lines
+
+
+def what_the_rows_say(
+    lines: list[Line], on_failure: str, least: int, expected: dict[int, int]
+) -> tuple[dict[int, list[tuple[int, int]]], Counter]:
+    """The groups and counts, by loops over all rows, whatever their order."""
+    counts, groups = Counter(), {}
+    rows = set(lines)
+    counts["duplicate"] = len(lines) - len(rows)
+    for group, size in expected.items():
+        rollouts: dict[int, list[Line]] = {}
+        for line in rows:
+            if line.group == group:
+                rollouts.setdefault(line.rollout, []).append(line)
+        good = {r for r, its in rollouts.items() if not any(line.status == FAILED for line in its)}
+        bad = sum(len(its) for r, its in rollouts.items() if r not in good)
+        if len(good) == size or (on_failure == "keep" and len(good) >= least):
+            groups[group] = sorted((line.rollout, line.segment) for r in good for line in rollouts[r])
+            counts["failed"] += bad
+        else:
+            counts["failed"] += sum(map(len, rollouts.values()))
+    return groups, Counter({reason: number for reason, number in counts.items() if number})
+
+
+def arrive(
+    lines: list[Line], rng: random.Random, takes: bool, resumes: bool = False, **options
+) -> tuple[dict[int, list[tuple[int, int]]], Counter]:
+    """The groups and counts of an assembler into which they come in pieces, and out of which groups go."""
+    options = {"segment_key": "segment", "on_duplicate": "drop", "max_idle": 10**6, **options}
+    assembler, groups, left = GroupAssembler(**options), {}, list(lines)
+    while left or assembler.ready:
+        if left:
+            size = rng.randint(1, 4)
+            assembler.put(batch_of_lines(left[:size]))
+            left = left[size:]
+        if resumes:
+            state, assembler = assembler.state_dict(), GroupAssembler(**options)
+            assembler.load_state_dict(state)
+        if takes or not left:
+            while (batch := assembler.take()) is not None:
+                for row in batch.unbind(0):
+                    place = (int(row["rollout_id"]), int(row["segment"]))
+                    groups.setdefault(int(row["group_id"]), []).append(place)
+    return groups, Counter({reason: number for reason, number in assembler.counts.items() if number})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    on_failure=st.sampled_from(["drop", "keep"]),
+    timeout=st.sampled_from([None, 10**6]),
+    takes=st.booleans(),
+    rows=st.sampled_from(["numbered", "numbered and repeated", "in order"]),
+)
+def test_every_order_of_the_same_rows_ends_with_the_same_groups_and_counts(
+    seed, on_failure, timeout, takes, rows
+):
+    """Rows without numbers keep the order of their rollout."""
+    rng = random.Random(seed)
+    lines = lines_of(rng, rng.randint(1, 3), repeated="repeated" in rows)
+    expected = {line.group: line.expected for line in lines}
+    options = {"min_rollouts": 2} if on_failure == "keep" else {}
+    options |= {"segment_key": None} if rows == "in order" else {}
+    for _ in range(3):
+        rng.shuffle(lines)
+        if rows == "in order":
+            places = iter([line.rollout for line in lines])
+            left = {line.rollout: [] for line in lines}
+            for line in sorted(lines, key=lambda line: line.segment):
+                left[line.rollout].append(line)
+            lines = [left[rollout].pop(0) for rollout in places]
+        found = arrive(lines, rng, takes, seed % 2 == 0, on_failure=on_failure, timeout=timeout, **options)
+        assert found == what_the_rows_say(lines, on_failure, 2, expected)
+
+
+@pytest.mark.parametrize("on_failure", ["drop", "keep"])
+def test_a_failed_last_segment_that_comes_first_is_no_repetition(on_failure):
+    lines = [Line(0, 0, 0, True), Line(0, 1, 0, False), Line(0, 1, 1, True, FAILED)]
+    options = {"min_rollouts": 1} if on_failure == "keep" else {}
+    for order, takes in itertools.product(itertools.permutations(lines), (False, True)):
+        groups, counts = arrive(
+            list(order), random.Random(0), takes, on_failure=on_failure, on_duplicate="raise", **options
+        )
+        assert groups == ({0: [(0, 0)]} if on_failure == "keep" else {})
+        assert counts == {"failed": 2 if on_failure == "keep" else 3}
+
+
+def test_a_repetition_is_refused_in_every_order_also_when_its_group_has_gone():
+    lines = [Line(0, 0, 0, True), Line(0, 1, 0, False), Line(0, 1, 0, False), Line(0, 1, 1, False, FAILED)]
+    for order in itertools.permutations(lines):
+        with pytest.raises(BatchError, match=r"found again segment 0 of rollout 1"):
+            arrive(list(order), random.Random(0), True, on_duplicate="raise")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    takes=st.booleans(),
+    chosen=st.booleans(),
+    late=st.sampled_from(["drop", "raise"]),
+)
+def test_of_more_rollouts_than_enough_the_counts_are_those_of_any_order(seed, takes, chosen, late):
+    """Of five that were dispatched three stay, some fail; each has two segments."""
+    rng = random.Random(seed)
+    failed = set(rng.sample(range(5), rng.randint(0, 2)))
+    lines = [
+        Line(0, r, s, s == 1, FAILED if r in failed and s == r % 2 else 0, expected=5)
+        for r in range(5)
+        for s in (0, 1)
+    ]
+    select = (lambda rewards, k: torch.arange(k)) if chosen else "drop"
+    for _ in range(4):
+        rng.shuffle(lines)
+        groups, counts = arrive(lines, rng, takes, group_size=3, on_surplus=select, on_late=late)
+        assert counts == Counter({"failed": 2 * len(failed), "surplus": 10 - 6 - 2 * len(failed)}) + Counter()
+        assert [len(rows) for rows in groups.values()] == [6]
+        if chosen:
+            assert sorted({r for r, _ in groups[0]}) == [r for r in range(5) if r not in failed][:3]
+
+
+def put_all(assembler: GroupAssembler, pieces: list[TensorDict]) -> None:
+    for piece in pieces:
+        assembler.put(piece)
+
+
+def test_segments_that_end_each_by_themselves_may_come_in_any_order():
+    """Two parts: one of two rows, the other of one."""
+    lines = [
+        Line(0, 0, 0, False, expected=1),
+        Line(0, 0, 1, True, expected=1),
+        Line(0, 0, 2, True, expected=1),
+    ]
+    for order in itertools.permutations(lines):
+        assembler = GroupAssembler(segment_key="segment")
+        for line in order:
+            assert assembler.take() is None
+            assembler.put(batch_of_lines([line]).set("expected_segments", torch.tensor([2])))
+        assert assembler.take()["segment"].tolist() == [0, 1, 2]
+    behind = [*lines[1:], Line(0, 0, 3, False, expected=1)]
+    for order in itertools.permutations(behind):
+        assembler = GroupAssembler(segment_key="segment")
+        pieces = [batch_of_lines([line]).set("expected_segments", torch.tensor([2])) for line in order]
+        with pytest.raises(BatchError, match=r"segment 3 of rollout 0, which ends with 2"):
+            put_all(assembler, pieces)
+
+
+@pytest.mark.parametrize("on_timeout", ["drop", "keep"])
+def test_what_comes_of_a_group_that_was_too_old_is_late_and_what_has_failed_is_failed(on_timeout):
+    lines = [
+        Line(0, 0, 0, True, expected=3),
+        Line(0, 1, 1, False, expected=3),
+        Line(0, 2, 0, False, FAILED, expected=3),
+    ]
+    after = [
+        Line(0, 1, 0, False, expected=3),
+        Line(0, 1, 2, True, expected=3),
+        Line(0, 2, 1, True, expected=3),
+    ]
+    least = {"min_rollouts": 1} if on_timeout == "keep" else {}
+    for order, then, takes in itertools.product(
+        itertools.permutations(lines), itertools.permutations(after), (False, True)
+    ):
+        assembler = GroupAssembler(segment_key="segment", timeout=3, on_timeout=on_timeout, **least)
+        assembler.put(batch_of_lines(order))
+        for _ in range(3):
+            assembler.put(batch_of_lines([]))
+        if takes:
+            assembler.take()
+        for line in then:
+            assembler.put(batch_of_lines([line]))
+        counts = {reason: rows for reason, rows in assembler.counts.items() if rows}
+        kept = {"timeout": 1, "failed": 2, "late": 2}
+        assert counts == (kept if on_timeout == "keep" else {"timeout": 3, "failed": 1, "late": 2})
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**9), least=st.integers(1, 4), fallback=st.sampled_from(["drop", "refill", "keep"])
+)
+def test_refills_are_asked_for_alike_in_any_order_and_a_minimum_is_kept_where_they_fail(
+    seed, least, fallback
+):
+    """As a loop: ask while there are too few and so often as may be, then keep what is enough."""
+    rng = random.Random(seed)
+    fails = [
+        [rng.random() < 0.5 for _ in range(4)] for _ in range(3)
+    ]  # in each round, of the rollouts asked for
+    good, asked, rounds = fails[0].count(False), [], 0
+    floor = {"drop": 4, "refill": 4, "keep": least}[fallback]
+    while good < floor and rounds < 2:
+        rounds += 1
+        asked.append(4 - good)
+        good += fails[rounds][: asked[-1]].count(False)
+    kept = good if good >= (4 if fallback == "drop" else least) else 0
+    for _ in range(2):
+        found, jobs = [], []
+        ids = itertools.count()
+
+        def dispatch(group, number, ids=ids, jobs=jobs, found=found):
+            if group is not None:
+                found.append(number)
+            for failed in fails[len(found)][:number]:
+                rollout = next(ids)
+                jobs.append(Line(0, rollout, 0, False, FAILED if failed else 0, expected=4))
+                jobs.append(Line(0, rollout, 1, True, expected=4))
+
+        options = {} if fallback == "drop" else {"min_rollouts": least}
+        assembler = GroupAssembler(
+            segment_key="segment",
+            on_failure="keep" if fallback == "keep" else "refill",
+            refill=dispatch,
+            max_refills=2,
+            **options,
+        )
+        dispatch(None, 4)
+        while jobs:
+            assembler.put(batch_of_lines([jobs.pop(rng.randrange(len(jobs)))]))
+        batch = assembler.take()
+        assert (found, 0 if batch is None else len(batch) // 2) == (asked, kept)
+        assert assembler.counts["failed"] == 2 * (4 + sum(asked) - kept)
+        assert (assembler.held, assembler.pending) == (0, 0)
+
+
+# -- dispatched again ------------------------------------------------------------------------------------
+
+
+def test_a_stale_group_is_dispatched_again_so_often_as_may_be_and_its_old_rows_are_stale():
+    asked = []
+    options = {"max_staleness": 0, "on_stale": "refill", "refill": lambda *what: asked.append(what)}
+    assembler = GroupAssembler(**options)
+
+    def send(*rollouts: int, version: int) -> None:
+        assembler.put(batch_of_lines([Line(0, r, 0, True, version=version) for r in rollouts]))
+
+    send(0, 1, version=0)
+    assembler.version = 1
+    assert assembler.take() is None
+    assert (asked, assembler.counts["stale"], assembler.pending, assembler.held) == ([(0, 2)], 2, 1, 0)
+    with pytest.raises(BatchError, match="found again rollout 1"):
+        send(1, version=1)
+    state, assembler = assembler.state_dict(), GroupAssembler(**options)
+    assembler.load_state_dict(state)
+    send(2, version=1)
+    assert assembler.take() is None
+    send(3, version=1)
+    assert assembler.take()["rollout_id"].tolist() == [2, 3]
+    again = GroupAssembler(**options)
+    for version in (0, 1):
+        again.version = version
+        again.put(batch_of_lines([Line(5, 2 * version + r, 0, True, version=version) for r in (0, 1)]))
+        again.version = version + 1
+        assert again.take() is None
+    assert (asked[1:], again.counts["stale"], again.pending) == ([(5, 2)], 4, 0)
+
+
+def test_all_groups_are_refilled_though_asking_for_one_of_them_raises():
+    asked = []
+
+    def refill(group, missing):
+        asked.append(group)
+        raise OSError(f"no worker for {group}")
+
+    assembler = GroupAssembler(on_failure="refill", refill=refill)
+    with pytest.raises(OSError, match="no worker for 0"):
+        assembler.put(batch_of_lines([Line(g, 2 * g + r, 0, True, FAILED) for g in (0, 1) for r in (0, 1)]))
+    assert (asked, assembler.pending) == ([0, 1], 2)
+
+
+# -- paced and informative ---------------------------------------------------------------------------------
+
+
+class Workers:
+    """Rollouts under way, that end in any order, with the policy version at which they were dispatched."""
+
+    def __init__(
+        self, assembler: GroupAssembler, draw_size: int, share: float, seed: int, fails: float = 0.0
+    ):
+        self.assembler, self.share, self.fails, self.rng = assembler, share, fails, random.Random(seed)
+        self.draw_size = draw_size
+        sampler = RepeatSampler(9600, group_size=2, prompts_per_batch=draw_size)
+        self.draws = paced(sampler.draws(), assembler, patience=0.2)
+        self.running: list[TensorDict] = []
+        self.most = 0
+
+    def __iter__(self):
+        while True:
+            # Where nothing is under way there is room, or the loop would stand still.
+            if not self.running or (self.rng.random() < 0.5 and self.assembler.room(2) >= self.draw_size):
+                self.dispatch(next(self.draws))
+            yield self.running.pop(self.rng.randrange(len(self.running)))
+
+    def dispatch(self, draw: TensorDict) -> None:
+        rows = len(draw)
+        self.most = max(self.most, len(self.running) + rows)
+        flat = {group: self.rng.random() < self.share for group in draw["group_id"].unique().tolist()}
+        rewards = [
+            0.0 if flat[g] else float(r % 2)
+            for g, r in zip(draw["group_id"].tolist(), draw["rollout_id"].tolist(), strict=True)
+        ]
+        draw = draw.clone()
+        draw["next", "done"] = torch.ones(rows, dtype=torch.bool)
+        draw["next", "reward"] = torch.tensor(rewards)
+        draw["next", "status"] = torch.tensor(
+            [FAILED * (self.rng.random() < self.fails) for _ in range(rows)]
+        )
+        draw["next", "policy_version"] = torch.full((rows,), self.assembler.version)
+        self.running += draw.split(1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    share=st.sampled_from([0.0, 0.5, 0.8]),
+    max_staleness=st.integers(0, 2),
+    groups=st.integers(1, 4),
+    draw_size=st.integers(1, 5),
+    concurrent=st.sampled_from([None, 2, 5]),
+    fails=st.sampled_from([0.0, 0.2]),
+)
+def test_paced_and_informative_go_on_with_any_share_and_any_limit(
+    seed, share, max_staleness, groups, draw_size, concurrent, fails
+):
+    assembler = GroupAssembler(
+        groups=groups, max_staleness=max_staleness, max_concurrent_rollouts=concurrent, max_idle=10**6
+    )
+    workers = Workers(assembler, draw_size, share, seed, fails)
+    stream = informative(assembled(workers, assembler), groups=groups, max_batches=1000)
+    for step, batch in zip(range(5), stream, strict=False):
+        versions = batch["next", "policy_version"]
+        assert len(batch["group_id"].unique()) == groups
+        assert step - max_staleness <= int(versions.min())
+        assert int(versions.max()) <= step
+        for group in batch["group_id"].unique():
+            assert len(batch["next", "reward"][batch["group_id"] == group].unique()) == 2
+        state = stream.state_dict()  # rejected groups are known again
+        room = assembler.room(2)
+        stream.load_state_dict(state)
+        assert assembler.room(2) == room
+        assembler.version += 1
+    else:
+        assert assembler.version == 5
+    assert workers.most <= (concurrent or 10**6)
+
+
+def test_an_assembler_behind_another_generator_is_named_and_another_number_of_groups_is_refused():
+    assembler = GroupAssembler(groups=2, max_staleness=0)
+    through = (batch for batch in assembled(Workers(assembler, 3, 0.5, 1), assembler))
+    for _, batch in zip(range(4), informative(through, groups=2, assembler=assembler), strict=False):
+        assert len(batch) == 4
+        assembler.version += 1
+    assert assembler.version == 4
+    with pytest.raises(ValueError, match=r"the same groups.*got groups=3 and GroupAssembler\(groups=2\)"):
+        informative(assembled([], assembler), groups=3)
+
+
+def test_room_is_the_least_of_what_is_limited():
+    assembler = GroupAssembler(max_concurrent_rollouts=7, max_pending_groups=3)
+    assert (assembler.room(), assembler.room(2), assembler.room(3)) == (3, 3, 2)
+    draw = next(iter(RepeatSampler(9, group_size=3).draws()))[:3]
+    assembler.announce(draw)
+    assert assembler.room(3) == 1
+    assembler.put(draw[:2].set(("next", "done"), torch.ones(2, dtype=torch.bool)))
+    assert (assembler.room(2), assembler.room(3), assembler.pending) == (2, 2, 1)
+    with pytest.raises(ValueError, match="at least the rollouts of a group, 8; got 7"):
+        assembler.room(8)
+    with pytest.raises(ValueError, match="at least group_size, 4; got 3"):
+        GroupAssembler(group_size=4, max_concurrent_rollouts=3)
+
+
+# -- versions that nobody counts ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "mask"])
+def test_rows_newer_than_the_version_are_refused_or_wait_for_it(on_stale):
+    rows = batch_of_lines([Line(g, 2 * g + r, 0, True, version=50 * g) for g in (0, 1) for r in (0, 1)])
+    refusing = GroupAssembler(max_staleness=1, on_stale=on_stale)
+    with pytest.raises(
+        BatchError, match=r"newer than the policy version that trains, 0; found 50 in group 1\..*set"
+    ):
+        refusing.put(rows)
+    assert refusing.held == 0
+    GroupAssembler().put(rows)  # nobody asks for versions
+    waiting = GroupAssembler(max_staleness=1, on_stale=on_stale, on_newer="wait", max_idle=5)
+    waiting.put(rows)
+    assert waiting.take()["group_id"].tolist() == [0, 0]
+    assert (waiting.take(), waiting.ready) == (None, 1)
+    state, again = waiting.state_dict(), GroupAssembler(max_staleness=1, on_stale=on_stale, on_newer="wait")
+    again.load_state_dict(state)
+    again.version = 50
+    assert again.take()["group_id"].tolist() == [1, 1]
+    pieces = [batch_of_lines([Line(g, 2 * g + r, 0, True) for r in (0, 1)]) for g in range(2, 12)]
+    with pytest.raises(
+        StalledError, match=r"group 1 has waited 5 puts for policy version 50, and version is 0: set"
+    ):
+        put_all(waiting, pieces)
+    ending = assembled(rows.split(4), GroupAssembler(max_staleness=0, on_newer="wait"))
+    with pytest.raises(StalledError, match=r"1 whole groups are of policy versions newer than 0"):
+        list(ending)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_newer": "drop"}, "on_newer must be one of"),
+        ({"on_newer": "wait"}, "on_newer='wait' needs max_staleness"),
+        ({"on_stale": "mask"}, "on_stale='mask' needs max_staleness"),
+        ({"on_stale": "refill", "max_staleness": 1}, "need a callable refill"),
+        ({"max_refills": 2}, "no effect without refill"),
+        ({"max_concurrent_rollouts": 0}, "max_concurrent_rollouts must be"),
+        (
+            {"min_fraction": 0.5, "on_stale": "refill", "max_staleness": 1, "refill": print},
+            "no effect but there",
+        ),
+    ],
+)
+def test_limits_without_effect_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        GroupAssembler(**options)
