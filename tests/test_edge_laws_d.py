@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from assembly import Line, batch_of_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.data.replay_buffers.samplers import StalenessAwareSampler
 
-from headrace.pipeline import RepeatSampler, assembled, informative, paced
+from headrace.pipeline import GroupUnit, RepeatSampler, assembled, informative, paced
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 
 FAILED = 3
@@ -437,6 +440,19 @@ def test_rows_newer_than_the_version_are_refused_or_wait_for_it(on_stale):
     ending = assembled(rows.split(4), GroupAssembler(max_staleness=0, on_newer="wait"))
     with pytest.raises(StalledError, match=r"1 whole groups are of policy versions newer than 0"):
         list(ending)
+
+
+def test_rows_newer_than_the_version_of_a_sampler_are_refused_where_it_has_a_limit():
+    for limit, refused in ((-1, False), (1, True)):
+        sampler = StalenessAwareSampler(max_staleness=limit, version_key="version")
+        options = {"sampler": sampler, "sample_unit": GroupUnit(), "batch_size": 2}
+        buffer = ReplayBuffer(storage=LazyTensorStorage(9), **options)
+        rows = batch_of_lines([Line(0, r, 0, True) for r in (0, 1)]).exclude("text")
+        buffer.extend(rows.set("version", torch.tensor([50, 50])))
+        with pytest.raises(BatchError, match=r"trains, 0; found 50\. Call") if refused else nullcontext():
+            buffer.sample()
+        sampler.consumer_version = 50
+        assert len(buffer.sample()) == 2
 
 
 @pytest.mark.parametrize(

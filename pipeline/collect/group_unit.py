@@ -211,10 +211,20 @@ def rows_of_groups(first: Tensor, heads: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fresh_groups(stored: TensorDictBase, first: Tensor, sampler: Sampler | None) -> Tensor:
-    """(N,) bool, whether no row of the row's group is beyond the staleness that the sampler allows."""
+    """(N,) bool, whether no row of the row's group is beyond the staleness that the sampler allows.
+
+    Raises:
+        BatchError: a row is newer than the sampler's version, which nobody counts up then.
+    """
     if not isinstance(sampler, StalenessAwareSampler) or sampler.max_staleness < 0:
         return torch.ones_like(first, dtype=torch.bool)
     reader = type(sampler).__name__
     version = read_column(stored, sampler._version_key, reader=reader, option="version_key")
+    if bool((version > sampler.consumer_version).any()):
+        raise BatchError(
+            f"no row is newer than the policy version that trains, {sampler.consumer_version}; found "
+            f"{int(version.max())}. Call the {reader}'s increment_consumer_version() where the policy is "
+            "updated, before workers get it"
+        )
     groups = Ids(first)
     return sampler.consumer_version - groups.spread(groups.min(version)) <= sampler.max_staleness
