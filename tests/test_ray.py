@@ -26,7 +26,7 @@ from torchrl.data import LazyTensorStorage, RayReplayBuffer, SamplerWithoutRepla
 
 import headrace.pipeline
 import headrace.transforms
-from headrace.pipeline import RayAssembler, RepeatSampler, assembled
+from headrace.pipeline import RayAssembler, RepeatSampler, assembled, informative
 from headrace.pipeline.reverse import ReverseEnv
 from headrace.transforms import BatchError, CompletenessGate, GroupAssembler, MissingKeyError, StalledError
 
@@ -257,6 +257,17 @@ def test_versions_room_and_announcements_are_those_of_the_assembler():
     assembler.version += 2
     assert (assembler.version, assembler.take()) == (2, None)
     assert assembler.counts["stale"] == 8
+
+
+def test_groups_that_are_not_informative_take_no_room_in_an_actor():
+    assembler = fresh(groups=2, max_staleness=0, version_key=("next", "policy_version"))
+    rows = batch_of_lines([Line(g, 2 * g + r, 0, True) for g in range(3) for r in (0, 1)])
+    assembler.put(rows.set(("next", "reward"), torch.tensor([0.0, 0, 0, 1, 1, 0])))
+    stream = informative(assembler.batches(patience=LONGEST), groups=2)
+    assert next(iter(stream))["group_id"].tolist() == [1, 1, 2, 2]
+    assert (assembler.emitted, assembler.ready, assembler.room(2)) == (3, 0, 0)
+    assembler.version += 1
+    assert assembler.room(2) == 2
 
 
 def test_a_view_is_sent_without_the_batch_that_it_looks_into(monkeypatch):
