@@ -297,6 +297,28 @@ def test_a_stale_group_is_dispatched_again_so_often_as_may_be_and_its_old_rows_a
     assert (asked[1:], again.counts["stale"], again.pending) == ([(5, 2)], 4, 0)
 
 
+def test_what_was_surplus_stays_so_though_its_group_is_dispatched_again():
+    """Rollout 2 was one too many, and comes in three rows: before, while and after its group waits again."""
+    options = {
+        "max_staleness": 0,
+        "on_stale": "refill",
+        "refill": lambda *what: None,
+        "segment_key": "segment",
+    }
+    for failed in (None, 0, 1, 2):
+        rows = [Line(0, 2, s, s == 2, FAILED * (s == failed), expected=3) for s in range(3)]
+        assembler = GroupAssembler(group_size=2, **options)
+        assembler.put(batch_of_lines([*(Line(0, r, 0, True, expected=3) for r in (0, 1)), rows[0]]))
+        assembler.version = 1
+        assert assembler.take() is None
+        assembler.put(batch_of_lines([rows[1]]))
+        assembler.put(batch_of_lines([Line(0, r, 0, True, version=1, expected=3) for r in (5, 6)]))
+        assert assembler.take()["rollout_id"].tolist() == [5, 6]
+        assembler.put(batch_of_lines([rows[2]]))
+        counts = {reason: number for reason, number in assembler.counts.items() if number}
+        assert counts == {"stale": 2, "surplus" if failed is None else "failed": 3}
+
+
 def test_all_groups_are_refilled_though_asking_for_one_of_them_raises():
     asked = []
 
@@ -395,6 +417,12 @@ def test_an_assembler_behind_another_generator_is_named_and_another_number_of_gr
     assert assembler.version == 4
     with pytest.raises(ValueError, match=r"the same groups.*got groups=3 and GroupAssembler\(groups=2\)"):
         informative(assembled([], assembler), groups=3)
+
+
+def test_a_draw_without_rows_is_handed_on():
+    draw = next(iter(RepeatSampler(9, group_size=2, prompts_per_batch=3).draws()))
+    parts = list(paced([draw[:0], draw], GroupAssembler(groups=3, max_staleness=0), patience=1))
+    assert [len(part) for part in parts] == [0, 6]
 
 
 def test_room_is_the_least_of_what_is_limited():

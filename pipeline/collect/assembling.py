@@ -322,6 +322,8 @@ def _paced(
         return room >= groups or (idle and room > 0)
 
     for draw in draws:
+        if len(draw) == 0:
+            yield draw
         while len(draw):
             ids = draw.get(assembler.group_key).reshape(-1)
             groups = list(dict.fromkeys(ids.tolist()))

@@ -163,10 +163,10 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
         elif rollout.begins_again(row):
             rule, words = "begins", f"rollout {row.rollout}"
         elif group is None:
-            enough = row.group not in stream.late_groups[row.partition]
+            enough = gone is not None or row.group not in stream.late_groups[row.partition]
             reason = plan.leave(row, rollout, enough=enough)
         elif group.is_ready or gone is not None:
-            reason = plan.leave(row, rollout, enough=group.is_ready and bool(group.enough))
+            reason = plan.leave(row, rollout, enough=gone is not None or bool(group.enough))
         if reason:
             plan.left[reason] += 1
             if raises.get(reason) == "raise":
