@@ -25,6 +25,7 @@ from headrace.transforms.distributed import (
 )
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
+from headrace.transforms.gate import take_empty_out
 from headrace.transforms.rows import Rows, few
 from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PROCESSED, RANK, ROW
 from headrace.transforms.stage import BatchTransform
@@ -263,6 +264,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         texts = note_collected(rows, keys)
         weights_came = column_of(table.batch, keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
+        if self._half != "second" and not any(hasattr(stage, "empty") for stage in stages.values()):
+            take_empty_out(rows.seen_by(self, "pipeline"), "exclude")  # no gate has said what else
         for name in list(stages)[:at]:
             self._stage(name, stages[name], rows)
         note_advantage(rows, keys)

@@ -419,7 +419,7 @@ def test_a_row_whose_tokens_weigh_nothing_is_recorded_as_such():
     batch["log_probs", "full"][1] = float("nan")  # GRPOLoss leaves those tokens out
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=2), "weight": LossWeight()})
     pipeline(batch)
-    assert [row["row"] for row in pipeline.ledger.rows("pipeline/no_loss_tokens")] == [1]
+    assert [row["row"] for row in pipeline.ledger.rows("pipeline/empty")] == [1]
 
 
 def test_padding_needs_a_mask_that_is_one():

@@ -419,6 +419,19 @@ class Rows:
         return torch.where(before < 0, tokens, before)
 
     @property
+    def arrived_tokens(self) -> Tensor | None:
+        """(M,) int64: tokens in the loss, with a finite log-probability, as the row came; None: not known."""
+        count = TokenCount(self.key("loss_mask"), self.key("log_prob"))
+        self.table.load(tokens=[count])
+        if count not in self.table.columns:
+            return None
+        tokens = self._tokens(count.log_prob)
+        if LENGTH not in self.table.columns:
+            return tokens
+        before = self[LENGTH]  # of rows that a stage has silenced
+        return torch.where(before < 0, tokens, before)
+
+    @property
     def masked_tokens(self) -> Tensor:
         """(M,) int64: tokens in the loss mask; 0 for rows out of the loss."""
         return self._mask_tokens() * self.in_loss
@@ -566,7 +579,7 @@ class Rows:
             )
         return code
 
-    def leave(self, rows: Tensor, reason: str, effect: Effect = "dropped") -> None:
+    def leave(self, rows: Tensor, reason: str, effect: Effect = "dropped", *, silence: bool = True) -> None:
         """Take the rows where (M,) bool `rows` out, for a reason that the ledger keeps.
 
         Args:
@@ -574,6 +587,8 @@ class Rows:
             reason: a word.
             effect: ``masked`` out of the loss; ``excluded`` out of the statistics too; ``dropped`` or
                 ``carried`` out of the batch.
+            silence: whether the batch is to say, by its columns of tokens, that they are out of the loss;
+                False for rows that have no token in the loss.
 
         Raises:
             BatchError: rows are to leave the loss, and the batch has no loss mask or log-probabilities in
@@ -581,13 +596,11 @@ class Rows:
             ValueError: the reason had another effect before.
         """
         table, code = self.table, self.name_reason(reason, effect)
-        if effect in ("masked", "excluded"):
+        if effect in ("masked", "excluded") and silence:
             self._mask_in_loss(rows)
-        counted = table.counted
-        if effect in ("masked", "excluded"):
             table.masks_rows = True
         if effect == "excluded":
-            counted = table.counted = torch.ones(table.size).bool() if counted is None else counted
+            table.says_who_counts = True
         if not bool(rows.any()):
             return
         number = rows.nonzero().flatten()
@@ -595,8 +608,10 @@ class Rows:
         first = number[table.reason[number] == 0]
         table.reason[first] = code
         table.in_loss[number] = False
-        if effect == "excluded" and counted is not None:
-            counted[number] = False
+        if effect == "excluded":
+            if table.counted is None:
+                table.counted = torch.ones(table.size, dtype=torch.bool)
+            table.counted[number] = False
             for known in ("counted", "statistics", "voters"):
                 self.__dict__.pop(known, None)
             table.ids.clear()
