@@ -252,9 +252,9 @@ class GroupAssembler(
 
     def _carry_out(self, plan: StreamPlan) -> None:
         self._stream.carry_out(plan)
-        for change in plan.changes.values():
-            if change.fate == "refilled":
-                self.refill(change.group.group, change.missing)  # type: ignore[misc]  # it was given
+        for group in plan.groups.values():
+            if group.fate == "refilled":
+                self.refill(group.group, group.missing)  # type: ignore[misc]  # it was given
 
     # -- groups go out ------------------------------------------------------------------------------
 

@@ -119,8 +119,8 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(rows):
             found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
             raise BatchError(
-                f"a criterion returns one bool a row, ({len(rows)},), True where it stays; {self.criterion!r} "
-                f"returned {found}"
+                f"a criterion returns one bool a row, ({len(rows)},), True where it stays; "
+                f"{self.criterion!r} returned {found}"
             )
         keep = keep.reshape(-1)
         if rows.counted is not None:
