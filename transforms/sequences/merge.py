@@ -190,9 +190,19 @@ class MergeTurns(
         )
 
         # 2. Columns by row are those of the row into which it is merged. One copy tells the table all of it.
-        differs = {
-            key: differs for key in self._alike(batch) if (differs := _differs(batch, key, into)) is not None
+        own_keys = {
+            self.tokens_key,
+            self.attention_key,
+            self.loss_mask_key,
+            self.advantage_key,
+            self.turn_key,
         }
+        may_differ = own_keys | {*MERGED_KEYS, *self.token_keys, *LAST_KEYS, *self.last_keys, *PARTS}
+        may_differ |= {ROW, IN_LOSS, *OF_SEGMENTS, *([("next", "reward")] if has_key(batch, REWARD) else [])}
+        differs = {}
+        for key in batch.keys(include_nested=True, leaves_only=True):
+            if key not in may_differ and (column := _differs(batch, key, into)) is not None:
+                differs[key] = column
         found = rows.measured(
             into=rows.table.live.to(device).index_select(0, into),
             broken=broken,
@@ -254,14 +264,6 @@ class MergeTurns(
                 f"a mask is as wide as the tokens, {tuple(tokens.shape)}; {key!r} is {tuple(mask.shape)}"
             )
         return mask
-
-    def _alike(self, batch: TensorDictBase) -> list[NestedKey]:
-        """The columns by row in which rows that are merged must agree."""
-        may_differ = {self.tokens_key, self.attention_key, self.loss_mask_key, self.advantage_key}
-        may_differ |= {self.turn_key, *MERGED_KEYS, *self.token_keys, *LAST_KEYS, *self.last_keys, *PARTS}
-        may_differ |= {ROW, IN_LOSS, *OF_SEGMENTS}
-        may_differ |= {("next", "reward")} if has_key(batch, REWARD) else set()
-        return [key for key in batch.keys(include_nested=True, leaves_only=True) if key not in may_differ]
 
 
 def _by_token(batch: TensorDictBase, key: NestedKey, like: NestedKey) -> Tensor:
