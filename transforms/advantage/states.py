@@ -158,7 +158,4 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
                 lone = states.spread(states.count) == own.spread(own.count)
                 within = torch.where(lone, returns, within)
         require_fit(some, within, rows.dtype(RETURN))
-        more = self.weight * within
-        if some is not rows:
-            more = torch.zeros_like(credit).masked_scatter_(rows.counted, more)
-        rows["advantage"] = credit + more
+        rows["advantage"] = credit + rows.from_statistics(self.weight * within)

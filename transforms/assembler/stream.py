@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -25,8 +25,8 @@ LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED = REASONS
 
 # What a state has of a stream, and of each group and row.
 TOTALS = ("received", "puts", "idle", "whole", "emitted")
-GROUP_COLUMNS = ("partition", "group", "expected", "born_put", "born_time", "refilled", "refills", "order")
-ROW_COLUMNS = Row._fields[:8]
+OF_GROUP = ("partition", "group", "expected", "born_put", "refilled", "refills", "order")
+NUMBERS = 8  # of a row, which are its own
 
 
 class Intervals:
@@ -214,13 +214,12 @@ class Stream:
         groups = [*self.waiting.values(), *self.whole_groups()]
         rows = sorted((row for group in groups for row in group.rows()), key=lambda row: row.arrival)
         slots = {group.key: slot for slot, group in enumerate(groups)}
-        columns = {name: [getattr(row, name) for row in rows] for name in ("rollout", *ROW_COLUMNS)}
-        columns["slot"] = [slots[row.partition, row.group] for row in rows]
-        table = {name: [getattr(group, name) for group in groups] for name in GROUP_COLUMNS}
-        table["born_time"] = [now - group.born_time for group in groups]
         state = {name: getattr(self, name) for name in TOTALS} | {
-            "rows": {name: _tensor(name, values) for name, values in columns.items()},
-            "groups": {name: _tensor(name, values) for name, values in table.items()},
+            "rows": [[slots[row.partition, row.group], row.rollout, *row[:NUMBERS]] for row in rows],
+            "groups": [
+                {name: getattr(group, name) for name in OF_GROUP} | {"born_time": now - group.born_time}
+                for group in groups
+            ],
             "closed_groups": {partition: ids.to_tensor() for partition, ids in self.closed_groups.items()},
             "closed_rollouts": {name: ids.to_tensor() for name, ids in self.closed_rollouts.items()},
             "counts": tuple(self.counts.values()),
@@ -239,11 +238,9 @@ class Stream:
             closed = {partition: Intervals(pairs) for partition, pairs in state[name].items()}
             getattr(stream, name).update(closed)
         stream.counts = dict(zip(REASONS, state["counts"], strict=True))
-        columns = [state["groups"][name].tolist() for name in GROUP_COLUMNS]
-        groups = [Group(*values) for values in zip(*columns, strict=True)]
+        groups = [Group(**known) for known in state["groups"]]
         homes = {arrival: piece for piece in pieces for arrival in piece.place}
-        columns = [state["rows"][name].tolist() for name in ("slot", "rollout", *ROW_COLUMNS)]
-        for slot, number, *values in zip(*columns, strict=True):
+        for slot, number, *values in state["rows"]:
             group, piece = groups[slot], homes.pop(values[1])
             row = Row._make((*values, *group.key, number, group.expected, piece))
             stream.homes[group.partition, number] = group.key
@@ -260,7 +257,3 @@ class Stream:
             else:
                 stream.waiting[group.key] = group
         return stream
-
-
-def _tensor(name: str, values: Sequence[Any]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64 if name in ("born_time", "reward") else torch.int64)

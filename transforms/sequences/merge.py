@@ -190,14 +190,8 @@ class MergeTurns(
         )
 
         # 2. Columns by row are those of the row into which it is merged. One copy tells the table all of it.
-        own_keys = {
-            self.tokens_key,
-            self.attention_key,
-            self.loss_mask_key,
-            self.advantage_key,
-            self.turn_key,
-        }
-        may_differ = own_keys | {*MERGED_KEYS, *self.token_keys, *LAST_KEYS, *self.last_keys, *PARTS}
+        may_differ = {self.tokens_key, self.attention_key, self.loss_mask_key, self.advantage_key}
+        may_differ |= {self.turn_key, *MERGED_KEYS, *self.token_keys, *LAST_KEYS, *self.last_keys, *PARTS}
         may_differ |= {ROW, IN_LOSS, *OF_SEGMENTS, *([("next", "reward")] if has_key(batch, REWARD) else [])}
         differs = {}
         for key in batch.keys(include_nested=True, leaves_only=True):
