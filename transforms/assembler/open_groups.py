@@ -43,29 +43,25 @@ class Row(NamedTuple):
     """Where the row itself is."""
 
 
+@dataclass(slots=True, eq=False)
 class Rollout:
-    """The rows of a rollout that are there.
+    """The rows of a rollout that are there."""
 
-    Args:
-        ends: how many of them are done when it has ended.
-        by_segment: they have numbers, and arrive in any order; else they arrive in theirs.
-    """
-
-    __slots__ = ("by_segment", "dones", "ended", "ends", "failed", "rows")
-
-    def __init__(self, ends: int, by_segment: bool):
-        self.ends, self.by_segment = ends, by_segment
-        self.rows: dict[int, Row] = {}
-        """By the number of their segment, or by their arrival."""
-        self.dones = 0
-        self.ended = self.failed = False
-        """Whether all of it is there and has not failed; whether a row of it failed or was aborted."""
+    ends: int
+    """How many of them are done when it has ended."""
+    by_segment: bool
+    """They have numbers, and arrive in any order; else they arrive in theirs."""
+    rows: dict[int, Row] = field(default_factory=dict)
+    """By the number of their segment, or by their arrival."""
+    dones: int = 0
+    ended: bool = False
+    """All of it is there, and has not failed."""
+    failed: bool = False
+    """A row of it failed or was aborted."""
 
     def copy(self) -> Rollout:
         """The same, for more rows."""
-        twin = Rollout(self.ends, self.by_segment)
-        twin.rows, twin.dones, twin.ended, twin.failed = dict(self.rows), self.dones, self.ended, self.failed
-        return twin
+        return Rollout(self.ends, self.by_segment, dict(self.rows), self.dones, self.ended, self.failed)
 
     @property
     def last_arrival(self) -> int:
