@@ -104,10 +104,8 @@ class DenseRows(
         else:
             require(batch, self.tokens_key, reader=rows.reader, option="tokens_key")
             keys = dict.fromkeys([*self.out_keys, *TOKEN_KEYS])
-            rest, columns = (
-                batch.exclude(*PARTS),
-                {key: batch.get(key) for key in keys if has_key(batch, key)},
-            )
+            rest = batch.exclude(*PARTS)
+            columns = {key: batch.get(key) for key in keys if has_key(batch, key)}
             if len(batch):  # ragged rows, which another rank may have, need not say it
                 require(batch, self.attention_key, reader=rows.reader, option="attention_key")
             else:
@@ -267,9 +265,9 @@ def last_entries(lengths: Sequence[int], like: Tensor) -> Tensor:
     """
     places = torch.arange(like.shape[1], 0, -1, device=like.device)
     rows = {length: places <= length for length in set(lengths)}
-    return (
-        torch.stack([rows[length] for length in lengths]) if rows else places.new_zeros(0, len(places)).bool()
-    )
+    if not rows:
+        return places.new_zeros(0, len(places)).bool()
+    return torch.stack([rows[length] for length in lengths])
 
 
 def entries_behind(attention: Tensor) -> Tensor:

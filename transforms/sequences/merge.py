@@ -29,7 +29,7 @@ from headrace.transforms.schema import (
     has_key,
 )
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tensordicts import device_of, entries_of
+from headrace.transforms.tensordicts import device_of, entries_of, parts_of
 from headrace.transforms.tokens import describe_row, in_loss_there, read_mask, read_tokens, write_tokens
 
 from .dense import PARTS
@@ -279,15 +279,13 @@ def _by_token(batch: TensorDictBase, key: NestedKey, like: NestedKey) -> Tensor:
 
 def _differs(batch: TensorDictBase, key: NestedKey, into: Tensor) -> Tensor | None:
     """(B,) bool: a column says other things of a row than of the one it is merged into; None of texts."""
-    if isinstance(batch, LazyStackedTensorDict):
-        entries = entries_of(batch, key) or []
-        if not all(isinstance(entry, Tensor) for entry in entries):
-            return None
-        content = same_content(entries)
-        return content != content[into]
-    column = batch.get(key)
-    if not isinstance(column, Tensor):
+    parts = parts_of(batch, key)
+    if not all(isinstance(part, Tensor) for part in parts):
         return None
+    if isinstance(batch, LazyStackedTensorDict):
+        content = same_content(parts)
+        return content != content[into]
+    column = parts[0]
     column = column.detach().flatten(1) if column.ndim > 1 else column.detach()[:, None]
     other = column.index_select(0, into)
     return ((column != other) & ~((column != column) & (other != other))).any(1)

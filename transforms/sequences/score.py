@@ -149,10 +149,8 @@ class ScoreRows(
         self.name_columns(names)
         super().__init__([self.tokens_key, self.attention_key, self.loss_mask_key], [self.log_prob_key])
         self.actor = actor
-        self.max_rows, self.max_tokens = (
-            at_least("max_rows", max_rows, 1),
-            at_least("max_tokens", max_tokens, 1),
-        )
+        self.max_rows = at_least("max_rows", max_rows, 1)
+        self.max_tokens = at_least("max_tokens", max_tokens, 1)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "actor":  # the policy is somebody else's: its weights are no state of this stage
