@@ -268,7 +268,8 @@ def make_begun(**options) -> GroupAssembler:
 
 def state_of(assembler: GroupAssembler) -> str:
     state = assembler.state_dict()
-    state["state"]["groups"].pop("born_time")  # an age, which grows
+    for group in state["state"]["groups"]:
+        group.pop("born_time")  # an age, which grows
     return repr(state)
 
 

@@ -108,9 +108,9 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        built_on = [key for key in (REWARD, COUNTED, self.group_key, self.rollout_key) if key is not None]
+        built_on = (REWARD, COUNTED, self.group_key, self.rollout_key)
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
-        self.final_keys = tuple(built_on)
+        self.final_keys = tuple(self.in_keys[1:])
         self.strength = within("strength", strength, 0, math.inf)
 
     def decide(self, rows: Rows) -> None:

@@ -138,9 +138,9 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        built_on = [key for key in (REWARD, COUNTED, self.baseline_key, self.rollout_key) if key is not None]
+        built_on = (REWARD, COUNTED, self.baseline_key, self.rollout_key)
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
-        self.final_keys = tuple(built_on)
+        self.final_keys = tuple(self.in_keys[1:])
         self.decay, self.start = within("decay", decay, 0, 1), within("start", start, -1e300, 1e300)
         if self.rollout_key is None:
             raise ValueError(

@@ -122,10 +122,10 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
                 "scale='leave_one_out' differs from step to step of a rollout, whose steps leave_one_out "
                 "adds up: give another scale, or baseline='mean'"
             )
-        rollouts = [self.rollout_key] if self._asks_whose and self.rollout_key is not None else []
-        built_on = (self.state_key, self.group_key, RETURN, COUNTED, *rollouts)
+        rollouts = self.rollout_key if self._asks_whose else None
+        built_on = (self.state_key, self.group_key, RETURN, COUNTED, rollouts)
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
-        self.final_keys = built_on
+        self.final_keys = tuple(self.in_keys[1:])
         self.weight, self.scale, self.ddof, self.eps, self.eps_mode = weight, scale, ddof, eps, eps_mode
         self.formula = Formula("mean", scale, ddof, eps, eps_mode)
 
@@ -158,7 +158,4 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
                 lone = states.spread(states.count) == own.spread(own.count)
                 within = torch.where(lone, returns, within)
         require_fit(some, within, rows.dtype(RETURN))
-        more = self.weight * within
-        if some is not rows:
-            more = torch.zeros_like(credit).masked_scatter_(rows.counted, more)
-        rows["advantage"] = credit + more
+        rows["advantage"] = credit + rows.from_statistics(self.weight * within)

@@ -199,9 +199,8 @@ class TokenTerm(TakesColumns):
         return column.detach().reshape(trains.shape)
 
     def _log_ratio(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
-        above, below = (
-            self._tokens(batch, trains, option) for option in ("numerator_key", "denominator_key")
-        )
+        above = self._tokens(batch, trains, "numerator_key")
+        below = self._tokens(batch, trains, "denominator_key")
         return _at_least_float32(above) - _at_least_float32(below)
 
 
@@ -291,10 +290,8 @@ class StalenessWeight(TokenTerm, columns=("version",)):
     ):
         self.name_columns(names)
         self.current = current if callable(current) else at_least("current", current, 0, required=True)
-        self.decay, self.max_staleness = (
-            above_zero("decay", decay, 1),
-            at_least("max_staleness", max_staleness, 0),
-        )
+        self.decay = above_zero("decay", decay, 1)
+        self.max_staleness = at_least("max_staleness", max_staleness, 0)
         self.in_keys = (self.version_key,)
 
     @property

@@ -137,23 +137,23 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
     admitted = []
     for row in rows:
         key, own, rule, reason = (row.partition, row.group), (row.partition, row.rollout), "", ""
-        change = plan.find(key, row.expected)  # None: it is closed
-        rollout = None if change is None else change.rollout(row.rollout)
+        group = plan.find(key, row.expected)  # None: it is closed
+        rollout = None if group is None else group.rollouts.get(row.rollout)
         over = rollout is None and row.rollout in stream.closed_rollouts[row.partition]
         home = homes.setdefault(own, stream.homes.get(own, key))
-        expected = sizes.setdefault(key, row.expected if change is None else change.group.expected)
+        expected = sizes.setdefault(key, row.expected if group is None else group.expected)
         if not least <= row.expected == expected:
             rule, words = "expected", f"group {row.group}: {sorted({row.expected, expected})}"
-        elif home != key or (over and change is not None):
+        elif home != key or (over and group is not None):
             rule, words = "home", f"rollout {row.rollout} in groups {sorted({home[1], row.group})}"
             words += " and in one that is closed" if home == key else ""
-        elif change is None:
+        elif group is None:
             reason = DUPLICATE if over else LATE
         elif rollout is None:
-            reason = SURPLUS if change.group.is_ready else ""
+            reason = SURPLUS if group.is_ready else ""
         elif rollout.ends != row.ends:
             rule, words = "ends", f"rollout {row.rollout} ({[rollout.ends, row.ends]})"
-        elif change.group.is_ready or rollout.has(row):
+        elif group.is_ready or rollout.has(row):
             reason = DUPLICATE
         elif beyond := rollout.beyond(row):
             rule, words = "last", f"segment {beyond[0]} of rollout {row.rollout}, which ends with {beyond[1]}"
@@ -164,8 +164,8 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
             if raises.get(reason) == "raise":
                 segment = f"segment {row.segment} of " if by_segment else ""
                 rule, words = reason, f"{segment}rollout {row.rollout} of group {row.group}"
-        elif change is not None and not rule:
-            change.add(row, by_segment=by_segment)
+        elif group is not None and not rule:
+            group.add(row, by_segment=by_segment)
             admitted.append(row.arrival)
         if rule:
             broken[rule].append(words)
@@ -181,11 +181,11 @@ def announce(plan: StreamPlan, rows: Iterable[Row], options: Any) -> None:
     """
     least, broken = options.group_size or 1, defaultdict(list)
     for row in rows:
-        change = plan.find((row.partition, row.group), row.expected)
-        if change is None or change.group.key not in plan.opened:
+        group = plan.find((row.partition, row.group), row.expected)
+        if group is None or group.is_ready or group.key in plan.stream.waiting:
             broken["announced"].append(str(row.group))
-        elif not least <= row.expected == change.group.expected:
-            broken["expected"].append(f"group {row.group}: {sorted({row.expected, change.group.expected})}")
+        elif not least <= row.expected == group.expected:
+            broken["expected"].append(f"group {row.group}: {sorted({row.expected, group.expected})}")
     _refuse(broken, least)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames, TakesColumns
 from headrace.transforms.entry import enter_rows, labels_in_errors
-from headrace.transforms.options import at_least, describe_options, nested_key, one_of
+from headrace.transforms.options import above_zero, at_least, describe_options, nested_key, one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import DISPATCHED
 
@@ -141,6 +142,9 @@ class GroupAssembler(
         self.on_duplicate = one_of("on_duplicate", on_duplicate, get_args(OnRepeat))
         self.timeout, self.timeout_seconds = at_least("timeout", timeout, 1), timeout_seconds
         self.min_rollouts, self.min_fraction = at_least("min_rollouts", min_rollouts, 1), min_fraction
+        for option, most in (("timeout_seconds", math.inf), ("min_fraction", 1)):
+            if (value := getattr(self, option)) is not None:
+                above_zero(option, value, most)
         self.refill, self.max_refills = refill, at_least("max_refills", max_refills, 1, required=True)
         self.max_staleness = at_least("max_staleness", max_staleness, 0)
         self.max_pending_groups = at_least("max_pending_groups", max_pending_groups, 1)
@@ -252,9 +256,9 @@ class GroupAssembler(
 
     def _carry_out(self, plan: StreamPlan) -> None:
         self._stream.carry_out(plan)
-        for change in plan.changes.values():
-            if change.fate == "refilled":
-                self.refill(change.group.group, change.missing)  # type: ignore[misc]  # it was given
+        for group in plan.groups.values():
+            if group.fate == "refilled":
+                self.refill(group.group, group.missing)  # type: ignore[misc]  # it was given
 
     # -- groups go out ------------------------------------------------------------------------------
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .open_groups import Change, Group, Key, Rollout, Row
+from .open_groups import Group, Key, Rollout, Row
 from .pieces import RowPiece, let_go
 
 REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished")
@@ -25,8 +25,8 @@ LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED = REASONS
 
 # What a state has of a stream, and of each group and row.
 TOTALS = ("received", "puts", "idle", "whole", "emitted")
-GROUP_COLUMNS = ("partition", "group", "expected", "born_put", "born_time", "refilled", "refills", "order")
-ROW_COLUMNS = Row._fields[:8]
+OF_GROUP = ("partition", "group", "expected", "born_put", "refilled", "refills", "order")
+NUMBERS = 8  # of a row, which are its own
 
 
 class Intervals:
@@ -75,32 +75,31 @@ class StreamPlan:
     """Rows that come."""
     left: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     """Rows that leave, by reason."""
-    changes: dict[Key, Change] = field(default_factory=dict)
-    opened: dict[Key, Group] = field(default_factory=dict)
+    groups: dict[Key, Group] = field(default_factory=dict)
+    """Copies of groups that change, and new ones."""
+    opened: int = 0
+    """How many are new."""
 
-    def find(self, key: Key, expected: int) -> Change | None:
-        """What would become of a group; None: it is closed. One that is new begins, or is announced."""
-        stream, change = self.stream, self.changes.get(key)
-        if change is not None:
-            return change
-        group = stream.waiting.get(key)
-        if group is None:
-            if (whole := stream.ready.get(key[0], OrderedDict()).get(key)) is not None:
-                return self.of(whole)  # of which nothing changes
-            if key[1] in stream.closed_groups[key[0]]:
-                return None
-            group = self.opened[key] = Group(*key, expected, self.puts, self.now)
-        change = self.changes[key] = self.of(group)
-        return change
+    def find(self, key: Key, expected: int) -> Group | None:
+        """A group to change; None: it is closed. One that is new begins, or is announced."""
+        stream = self.stream
+        if key in self.groups:
+            return self.groups[key]
+        if key in stream.waiting:
+            self.groups[key] = stream.waiting[key].copy()
+        elif key in stream.ready.get(key[0], ()):
+            return stream.ready[key[0]][key]  # of which nothing changes
+        elif key[1] in stream.closed_groups[key[0]]:
+            return None
+        else:
+            self.groups[key] = Group(*key, expected, self.puts, self.now)
+            self.opened += 1
+        return self.groups[key]
 
-    def of(self, group: Group) -> Change:
-        """What would become of a group that is open."""
-        return self.changes.get(group.key) or Change(group, group.have, group.lost)
-
-    def waiting(self) -> Iterator[Change]:
+    def waiting(self) -> Iterator[Group]:
         """Groups that would still wait, the oldest first."""
-        groups = chain(self.stream.waiting.values(), self.opened.values())
-        return (change for group in groups if (change := self.of(group)).waits)
+        every = {**self.stream.waiting, **self.groups}
+        return (group for group in every.values() if group.waits)
 
 
 class Stream:
@@ -135,24 +134,26 @@ class Stream:
     def carry_out(self, plan: StreamPlan) -> None:
         """Make a plan true."""
         gone: list[Row] = []
-        for group in plan.opened.values():
-            self._open(group)
-        for change in plan.changes.values():
-            group = change.group
-            self.homes.update(((group.partition, number), group.key) for number in change.came)
-            group.rollouts.update(change.came)
-            group.have, group.lost = change.have, change.lost
-            if change.fate == "closed":
+        for key, group in plan.groups.items():
+            if key not in self.waiting:
+                self.dispatched += group.dispatched
+            self.waiting[key] = group
+            self.homes.update(((group.partition, number), key) for number in group.came)
+            if group.fate == "closed":
                 gone += self._close(group)
-            elif change.fate == "refilled":
-                self._refill(change, plan)
-        ready = [change for change in plan.changes.values() if change.fate == "ready"]
-        for change in sorted(ready, key=lambda c: max(c.rollouts[each].last_arrival for each in c.stays)):
-            group = change.group
+            elif group.fate == "refilled":  # it waits for more, though more than were dispatched failed
+                before = group.dispatched
+                group.refilled = max(before, group.have + group.lost) + group.missing - group.expected
+                group.refills += 1
+                self.dispatched += group.dispatched - before
+                group.born_put, group.born_time = plan.puts, plan.now
+                self.waiting.move_to_end(key)
+        ready = [group for group in plan.groups.values() if group.fate == "ready"]
+        for group in sorted(ready, key=lambda g: max(g.rollouts[each].last_arrival for each in g.stays)):
             del self.waiting[group.key]
             self.ready.setdefault(group.partition, OrderedDict())[group.key] = group
             group.order, self.whole = self.whole, self.whole + 1
-            gone += self._leave(group, [number for number in group.rollouts if number not in change.stays])
+            gone += self._leave(group, [number for number in group.rollouts if number not in group.stays])
         self.idle = 0 if ready else self.idle + plan.puts - self.puts
         self.received, self.puts = self.received + plan.came, plan.puts
         self.held += plan.came - sum(plan.left.values())
@@ -184,19 +185,6 @@ class Stream:
         chosen = [list(islice(groups.values(), wanted)) for groups in enough]
         return min(chosen, key=lambda groups: groups[-1].order, default=[])
 
-    def _open(self, group: Group) -> None:
-        self.waiting[group.key] = group
-        self.dispatched += group.dispatched
-
-    def _refill(self, change: Change, plan: StreamPlan) -> None:
-        """Ask for more and wait for it, though more than were dispatched failed; its time begins anew."""
-        group, before = change.group, change.group.dispatched
-        group.refilled = max(before, group.have + group.lost) + change.missing - group.expected
-        group.refills += 1
-        self.dispatched += group.dispatched - before
-        group.born_put, group.born_time = plan.puts, plan.now
-        self.waiting.move_to_end(group.key)
-
     def _close(self, group: Group) -> list[Row]:
         """Nothing of it is awaited any more. Its rollouts that are over are none that come too late."""
         if group.is_ready:
@@ -226,13 +214,12 @@ class Stream:
         groups = [*self.waiting.values(), *self.whole_groups()]
         rows = sorted((row for group in groups for row in group.rows()), key=lambda row: row.arrival)
         slots = {group.key: slot for slot, group in enumerate(groups)}
-        columns = {name: [getattr(row, name) for row in rows] for name in ("rollout", *ROW_COLUMNS)}
-        columns["slot"] = [slots[row.partition, row.group] for row in rows]
-        table = {name: [getattr(group, name) for group in groups] for name in GROUP_COLUMNS}
-        table["born_time"] = [now - group.born_time for group in groups]
         state = {name: getattr(self, name) for name in TOTALS} | {
-            "rows": {name: _tensor(name, values) for name, values in columns.items()},
-            "groups": {name: _tensor(name, values) for name, values in table.items()},
+            "rows": [[slots[row.partition, row.group], row.rollout, *row[:NUMBERS]] for row in rows],
+            "groups": [
+                {name: getattr(group, name) for name in OF_GROUP} | {"born_time": now - group.born_time}
+                for group in groups
+            ],
             "closed_groups": {partition: ids.to_tensor() for partition, ids in self.closed_groups.items()},
             "closed_rollouts": {name: ids.to_tensor() for name, ids in self.closed_rollouts.items()},
             "counts": tuple(self.counts.values()),
@@ -251,11 +238,9 @@ class Stream:
             closed = {partition: Intervals(pairs) for partition, pairs in state[name].items()}
             getattr(stream, name).update(closed)
         stream.counts = dict(zip(REASONS, state["counts"], strict=True))
-        columns = [state["groups"][name].tolist() for name in GROUP_COLUMNS]
-        groups = [Group(*values) for values in zip(*columns, strict=True)]
+        groups = [Group(**known) for known in state["groups"]]
         homes = {arrival: piece for piece in pieces for arrival in piece.place}
-        columns = [state["rows"][name].tolist() for name in ("slot", "rollout", *ROW_COLUMNS)]
-        for slot, number, *values in zip(*columns, strict=True):
+        for slot, number, *values in state["rows"]:
             group, piece = groups[slot], homes.pop(values[1])
             row = Row._make((*values, *group.key, number, group.expected, piece))
             stream.homes[group.partition, number] = group.key
@@ -266,13 +251,9 @@ class Stream:
             group.have = sum(rollout.ended for rollout in group.rollouts.values())
             group.lost = sum(rollout.failed for rollout in group.rollouts.values())
             group.born_time = now - group.born_time
-            stream._open(group)
+            stream.dispatched += group.dispatched
             if group.is_ready:
-                stream.ready.setdefault(group.partition, OrderedDict())[group.key] = stream.waiting.pop(
-                    group.key
-                )
+                stream.ready.setdefault(group.partition, OrderedDict())[group.key] = group
+            else:
+                stream.waiting[group.key] = group
         return stream
-
-
-def _tensor(name: str, values: Sequence[Any]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64 if name in ("born_time", "reward") else torch.int64)

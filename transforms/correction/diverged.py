@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -193,12 +192,10 @@ class Diverged(
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool, for SampleFilter; where tokens are judged one by one (B, T), which it refuses."""
-        of_row, out, negative = self._judge(rows, rows.tokens())
-        if out is not None or (negative is not None and negative.shape[1] > 1):
-            return self._kept(rows, of_row, out, negative)
-        if negative is not None:
-            of_row = of_row & rows.measured(negative=negative[:, 0])["negative"].bool()
-        return ~of_row
+        out = self._outside(rows, rows.tokens())
+        if out.ndim == 2 and out.shape[1] == 1:
+            out = rows.measured(out=out[:, 0])["out"].bool()
+        return ~out
 
     def of_tokens(self, rows: Rows, batch: TensorDictBase) -> Tensor:
         """(B, T) bool, True where a token stays, for TokenFilter; (B, 1) where rows are judged.
@@ -207,7 +204,8 @@ class Diverged(
             rows: the table.
             batch: TensorDict ``[B]``, its rows that are here.
         """
-        return self._kept(rows, *self._judge(rows, batch))
+        out = self._outside(rows, batch)
+        return ~(out if out.ndim == 2 else rows.there(out).unsqueeze(-1))
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool, True where the row stays; (N, T), of its tokens, where they are judged one by one."""
@@ -215,18 +213,12 @@ class Diverged(
         keep = self.of_tokens(rows, rows.tokens())
         return keep if self.level == "token" or keep.shape[-1] > 1 else keep[:, 0]
 
-    @staticmethod
-    def _kept(rows: Rows, of_row: Tensor, out: Tensor | None, negative: Tensor | None) -> Tensor:
-        out = rows.there(of_row).unsqueeze(-1) if out is None else out
-        return ~(out if negative is None else out & negative)
-
-    def _judge(self, rows: Rows, batch: TensorDictBase) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Who is out of bounds: rows (M,), and tokens (B, T) where they are judged; and whose advantage,
-        (B, 1) or (B, T), is negative, where that counts.
+    def _outside(self, rows: Rows, batch: TensorDictBase) -> Tensor:
+        """Who is out of bounds: (M,) bool, rows of the table; or of the batch tokens (B, T), or rows (B, 1)
+        that were judged by their advantage.
         """
-        reader, by_token = type(self).__name__, self.level == "token"
-        keys = self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key
-        policies = Policies.read(batch, keys, in_loss_there(rows), reader=reader)
+        by_token = self.level == "token"
+        policies = Policies.read(batch, self, in_loss_there(rows))
 
         def of_some(ratio: Ratios) -> dict[str, Tensor]:
             values, found = of_tokens(ratio, self.estimator), ratio.of_rows()
@@ -235,13 +227,12 @@ class Diverged(
             return found | {"part": over_tokens(values, ratio.mask, self.level)}
 
         made = policies.each_row(of_some)
-        out = made.pop("out") if by_token else None
+        out = made.pop("out", torch.empty(0))
         found = rows.measured(**made)
         require_known(rows, found)
         rollouts = rows.rollouts.everyone if self.unit == "rollout" else None
         for name, value in distance(found, rollouts).items():
             rows.metric(name, value)
-        of_row = torch.zeros(len(rows), dtype=torch.bool)
         if not by_token:
             tokens, part = over_units(found["tokens"], rollouts), found["part"]
             if self.level == "max":
@@ -249,13 +240,13 @@ class Diverged(
             else:
                 total = over_units(part, rollouts)
                 total = total / tokens.clamp_min(1) if self.level == "mean" else total
-            of_row = (tokens > 0) & outside(total.to(policies.dtype), self._low, self._high)
-            of_row = of_row if rollouts is None else rollouts.spread(of_row)
-        negative = None
+            out = (tokens > 0) & outside(total.to(policies.dtype), self._low, self._high)
+            out = out if rollouts is None else rollouts.spread(out)
         if self.judges == "negative":
-            read = partial(read_advantage, reader=reader, rows=rows)
-            negative = read(batch, self.advantage_key, policies.mask, self.loss_mask_key) < 0
-        return of_row, out, negative
+            keys, reader = (self.advantage_key, self.loss_mask_key), type(self).__name__
+            credit = read_advantage(batch, keys[0], policies.mask, keys[1], reader=reader, rows=rows)
+            out = (out if by_token else rows.there(out).unsqueeze(-1)) & (credit < 0)
+        return out
 
 
 def _bounds(estimator: str, low: float | None, high: float | None) -> tuple[float | None, float | None]:

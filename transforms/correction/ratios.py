@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -109,26 +109,25 @@ class Policies:
         self.dtype = rounded_to(log_prob, sampler_log_prob)
 
     @classmethod
-    def read(
-        cls, batch: TensorDictBase, keys: Sequence[NestedKey], in_loss: Tensor | None, *, reader: str
-    ) -> Policies:
+    def read(cls, batch: TensorDictBase, reader: Any, in_loss: Tensor | None) -> Policies:
         """Read the columns of a batch.
 
         Args:
             batch: TensorDict ``[B]``, dense or ragged.
-            keys: of log π_old, log μ and the loss mask.
+            reader: has `old_log_prob_key`, `sampler_log_prob_key` and `loss_mask_key`.
             in_loss: (B,) bool, rows in the loss; None: all are.
-            reader: who it is, for messages.
 
         Raises:
             MissingKeyError: a column is not there.
             BatchError: they are not of the same tokens; the mask is not bool.
         """
-        old = read_tokens(batch, keys[0], reader=reader, option="old_log_prob_key")
-        sampler = read_tokens(batch, keys[1], reader=reader, option="sampler_log_prob_key")
-        mask = read_loss_mask(batch, keys[2], in_loss, reader=reader)
-        check_lengths(batch, keys, keys[2], reader=reader)
-        return cls(old, sampler, mask, keys)
+        name, options = type(reader).__name__, ("old_log_prob_key", "sampler_log_prob_key")
+        keys, mask_key = [getattr(reader, option) for option in options], reader.loss_mask_key
+        pairs = zip(keys, options, strict=True)
+        old, sampler = (read_tokens(batch, key, reader=name, option=option) for key, option in pairs)
+        mask = read_loss_mask(batch, mask_key, in_loss, reader=name)
+        check_lengths(batch, keys, mask_key, reader=name)
+        return cls(old, sampler, mask, [*keys, mask_key])
 
     def each_row(
         self, function: Callable[..., Mapping[str, Tensor]], *more: Tensor | None

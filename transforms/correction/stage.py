@@ -151,9 +151,7 @@ class RolloutCorrection(
     def _read(
         self, batch: TensorDictBase, in_loss: Tensor | None, rows: Rows | None = None
     ) -> tuple[Policies, Tensor]:
-        keys = self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key
-        reader = type(self).__name__
-        policies = Policies.read(batch, keys, in_loss, reader=reader)
+        policies, reader = Policies.read(batch, self, in_loss), type(self).__name__
         mask, like = policies.mask, self.loss_mask_key
         return policies, read_advantage(batch, self.advantage_key, mask, like, reader=reader, rows=rows)
 

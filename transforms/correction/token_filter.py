@@ -131,13 +131,11 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
             keep = of_tokens(rows.seen_by(self.criterion, rows.stage), batch)
         else:  # somebody else's, which sees what was decided, where there are rows
             keep = self.criterion(rows.write()) if len(batch) else mask
-        if not isinstance(keep, Tensor) or keep.dtype is not torch.bool:
-            found = f"{keep.dtype}" if isinstance(keep, Tensor) else type(keep).__name__
-        elif keep.numel() in (mask.numel(), len(batch)):
-            return keep.reshape(len(batch), -1) if len(batch) else mask
-        else:
-            found = f"{keep.dtype} {tuple(keep.shape)}"
-        raise BatchError(
-            f"a criterion of tokens returns one bool each, {tuple(mask.shape)}, or one a row; "
-            f"{self.criterion!r} returned {found}"
-        )
+        is_bool = isinstance(keep, Tensor) and keep.dtype is torch.bool
+        if not is_bool or keep.numel() not in (mask.numel(), len(batch)):
+            found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
+            raise BatchError(
+                f"a criterion of tokens returns one bool each, {tuple(mask.shape)}, or one a row; "
+                f"{self.criterion!r} returned {found}"
+            )
+        return keep.reshape(len(batch), -1) if len(batch) else mask
