@@ -113,7 +113,12 @@ def ready_words(words: Sequence[str]) -> list[str]:
         raise ConfigError("--cfg prints what one job is composed of, and -m runs several: take one of them")
     for word in read.overrides:
         if "=" not in word and not word.startswith("~"):
-            raise ConfigError(f"a word is NAME=VALUE; got {word!r}{_meant(word)}")
+            meant = suggest(word, [*TASKS, *recipes(), *ALONE])
+            if word in ALONE:
+                meant = f"; headrace {word} is a command of its own, without other words before it"
+            elif word in TASKS or word in recipes():
+                meant = f" (did you mean {'task' if word in TASKS else 'pipeline'}={word}?)"
+            raise ConfigError(f"a word is NAME=VALUE; got {word!r}{meant}")
         if re.fullmatch(r"(pipeline|task|report)=(null)?", word):
             raise ConfigError(f"{word}: a name is required; headrace --help says which there are")
     values = [word for word in words if word in read.overrides]
@@ -133,16 +138,6 @@ def _check_flag(word: str) -> None:
         raise ConfigError(
             f"there is no flag {name!r}{suggest(name, known)}; headrace --help says what there is"
         )
-
-
-def _meant(word: str) -> str:
-    """What a bare word may be meant as."""
-    if word in ALONE:
-        return f"; headrace {word} is a command of its own, without other words before it"
-    known = {"task": TASKS, "pipeline": recipes()}
-    exact = [f"{group}={word}" for group, names in known.items() if word in names]
-    near = suggest(word, [*TASKS, *recipes(), *ALONE])
-    return f" (did you mean {' or '.join(exact)}?)" if exact else near
 
 
 def read_file(kind: str, name: str) -> str:
