@@ -17,42 +17,6 @@ from headrace.pipeline.composing import TASKS, ConfigError, recipes, without_sta
 from headrace.pipeline.installed import PACKAGES, versions
 from headrace.pipeline.wording import suggest
 
-HELP = """\
-headrace carries rollouts from a collector to a group-relative loss.
-
-  headrace [task=TASK] [pipeline=RECIPE] [NAME=VALUE ...]
-
-Tasks
-  task=train        train a small model on live rollouts, the demo (default)
-  task=replay       rollouts of a dump through a recipe
-  task=compare      the same rollouts through two recipes
-  task=plan         how many rollouts a filter will cost, by group size
-  task=certify      exact bias and variance of a recipe's gradient
-Without a task
-  headrace recipes [NAME]    all recipes, or the file of one
-  headrace stages [NAME]     all stages and criteria, or the options of one
-  headrace doctor            check this machine and installation
-  headrace --version         versions of headrace and what it stands on
-
-Words
-  pipeline=NAME              the recipe
-  pipeline.stages.NAME.OPTION=VALUE    an option of a stage
-  ~pipeline.stages.NAME      leave a stage out
-  group_size=8 train.steps=60 seed=0 device=auto     of task=train
-  source.path=FILE           the dump of replay, compare and plan
-  hydra.run.dir=FOLDER       where files go (outputs/DATE/TIME)
-  -m NAME=A,B                a job for each value, and a table at the end
-  --cfg job                  print all options of these words, run nothing
-
-Examples
-  headrace pipeline=dr_grpo train.steps=20
-  headrace -m pipeline=grpo,dr_grpo,dapo seed=1,2
-  headrace task=replay source.path='dump/*.parquet' pipeline=rloo
-  headrace task=compare source.path=dump 'pipelines=[as/verl,grpo]'
-  headrace --cfg job task=replay pipeline=dapo
-
-README.md and docs/ say more; --hydra-help has the flags of Hydra.
-"""
 CONF = Path(str(files("headrace.conf")))
 ALONE = ("recipes", "stages", "doctor", "help", "version")
 
@@ -72,7 +36,7 @@ def answer(words: Sequence[str]) -> int | None:
 
         return examine()
     if first == "help" or any(word in ("--help", "-h") for word in words):
-        print(HELP.rstrip())
+        print((files(__package__) / "help.txt").read_text(encoding="utf-8").rstrip())
     elif first == "version" or "--version" in words:
         found = versions()
         print("\n".join(f"{name} {found.get(name) or 'is not installed'}" for name in PACKAGES))

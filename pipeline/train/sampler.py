@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch.utils.data import Sampler
 
 from headrace.pipeline.collect.stamping import stamp_ids
-from headrace.transforms.options import at_least, describe_options, one_of
+from headrace.transforms.options import describe_options, one_of
 from headrace.transforms.split.shuffle import stream_seed
 
 
@@ -65,10 +65,10 @@ class RepeatSampler(Sampler[int]):
         ranks: int = 1,
     ):
         self.prompts = prompts if isinstance(prompts, int) else len(prompts)
-        at_least("prompts", self.prompts, 1, required=True)
-        self.group_size = at_least("group_size", group_size, 1, required=True)
-        self.prompts_per_batch = at_least("prompts_per_batch", prompts_per_batch, 1, required=True)
-        self.repeats = at_least("repeats", repeats, 1, required=True)
+        self.group_size, self.prompts_per_batch, self.repeats = group_size, prompts_per_batch, repeats
+        names = ("prompts", "group_size", "prompts_per_batch", "repeats")
+        if low := [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) < 1]:
+            raise ValueError(f"{', '.join(names)} must be ≥ 1; got {', '.join(low)}")
         over = self.prompts % prompts_per_batch
         if one_of("remainder", remainder, ("raise", "drop", "uneven")) == "raise" and over:
             raise ValueError(
