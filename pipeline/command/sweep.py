@@ -100,7 +100,7 @@ def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -
     columns += [FittedColumn(name, right=True) for name in (*names, "seconds")]
     table = FittedTable(columns, f"a sweep of {len(jobs)} jobs")
     for job, each in zip(jobs, said, strict=True):
-        values = (printable(str(each.get(key, "–"))) for key in keys)
+        values = (str(each.get(key, "–")) for key in keys)
         table.add(str(job["job"]), *values, *_cells(job, task), f"{job['seconds']:.1f}")
     console.print(table)
     for job in jobs:
