@@ -35,13 +35,7 @@ from .record import Record, SourceError, as_number, as_whole, quote, read_json, 
 
 SHARED = 2**22  # items of lists: always allowed in a file; above it no more than the file has bytes
 # A pending rollout has not ended; under partial rollouts it continues in a later step.
-STATUSES = {
-    "completed": Status.COMPLETED,
-    "truncated": Status.TRUNCATED,
-    "aborted": Status.ABORTED,
-    "failed": Status.FAILED,
-    "pending": Status.ABORTED,
-}
+STATUSES = {status.name.lower(): status for status in Status} | {"pending": Status.ABORTED}
 
 
 def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
