@@ -106,8 +106,15 @@ def load_pipeline(
     words = _overrides(recipe, overrides, rows)
     settings = settings_of(words, given, stages or {})
     composed = compose_config("load", *words).pipeline
-    if unknown:
-        refuse_unknown(next(iter(unknown)), composed)
+    for word in unknown:
+        own = {name: node for name, node in composed.stages.items() if node is not None and word in node}
+        places = " or ".join(f"stages={{{name!r}: {{{word!r}: …}}}}" for name in own)
+        if places:
+            raise ConfigError(f"load_pipeline has no keyword {word!r}; an option of a stage is {places}")
+        raise ConfigError(
+            f"load_pipeline has no keyword {word!r}{suggest(word, [*KEYWORDS, 'rows', 'stages'])}; "
+            f"there are rows, stages, {', '.join(KEYWORDS)}"
+        )
     apply_settings(composed, settings)
     log.debug("composed of %s and %s", words, settings)
     return build_pipeline(composed)
@@ -155,23 +162,15 @@ def build_pipeline(config: DictConfig) -> Pipeline:
 
 
 OF_STAGES = {
-    "group_size": "stages.gate.group_size",
-    "on_incomplete": "stages.gate.on_incomplete",
-    "reward": "stages.collapse.reward",
-    "baseline": "stages.advantage.baseline",
-    "scale": "stages.advantage.scale",
-    "minibatches": "stages.split.minibatches",
-    "microbatches": "stages.split.microbatches",
-    "max_tokens": "stages.split.max_tokens",
-    "ranks": "stages.split.ranks",
-    "shuffle": "stages.split.shuffle",
-    "seed": "stages.split.seed",
-    "loss_unit": "stages.weight.unit",
+    "gate": ("group_size", "on_incomplete"),
+    "collapse": ("reward",),
+    "advantage": ("baseline", "scale"),
+    "split": ("minibatches", "microbatches", "max_tokens", "ranks", "shuffle", "seed"),
 }
 # What an override calls a keyword below `pipeline`: the others are options of the pipeline itself.
-KEYWORDS = OF_STAGES | {
-    name: name for name in load_pipeline.__kwdefaults__ or () if name not in ("rows", "stages", *OF_STAGES)
-}
+KEYWORDS = {word: word for word in load_pipeline.__kwdefaults__ or () if word not in ("rows", "stages")}
+KEYWORDS |= {word: f"stages.{stage}.{word}" for stage, words in OF_STAGES.items() for word in words}
+KEYWORDS |= {"loss_unit": "stages.weight.unit"}
 
 
 def settings_of(
@@ -233,19 +232,3 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
                 OmegaConf.update(pipeline, key, value, merge=True)
         except OmegaConfBaseException as err:
             raise ConfigError(f"pipeline.{key} takes what YAML has; got {value!r}: {err}") from err
-
-
-def refuse_unknown(word: str, pipeline: DictConfig) -> None:
-    """Say what was meant by a keyword that there is not.
-
-    Raises:
-        ConfigError: always.
-    """
-    stages = {name: node for name, node in pipeline.stages.items() if node is not None and word in node}
-    places = " or ".join(f"stages={{{name!r}: {{{word!r}: …}}}}" for name in stages)
-    if places:
-        raise ConfigError(f"load_pipeline has no keyword {word!r}; an option of a stage is {places}")
-    raise ConfigError(
-        f"load_pipeline has no keyword {word!r}{suggest(word, [*KEYWORDS, 'rows', 'stages'])}; "
-        f"there are rows, stages, {', '.join(KEYWORDS)}"
-    )

@@ -148,7 +148,7 @@ def test_flags_may_stand_among_the_words():
         (["train=3"], "train has settings of its own, such as train.NAME=VALUE; got 3"),
         (["policy.width=30"], "policy.width must be a multiple of heads; got 30 and 4"),
         (["optimizer.lr=-1"], "optimizer.lr=-1: Invalid learning rate: -1"),
-        (["report.steps=1"], "report.steps must be ≥ 2; got 1"),
+        (["report.steps=1"], "report.steps must be an integer ≥ 2; got 1"),
         (
             ["train.transform={_target_: no.where}"],
             "_target_ 'no.where' cannot be imported: No module named 'no'",

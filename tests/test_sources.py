@@ -573,7 +573,7 @@ def test_a_uid_that_is_the_groups_own_has_to_be_said_to_be(tmp_path):
     ("options", "message"),
     [
         ({"format": "verll"}, "format must be auto or one of headrace, slime, verl"),
-        ({"group_by": "input"}, "group_by must be None, 'prompt' or 'uid'"),
+        ({"group_by": "input"}, "group_by must be one of None, 'prompt', 'uid'"),
         ({"group_size": 0}, "group_size must be an integer ≥ 1"),
         (
             {"format": "tinker", "group_by": "prompt"},

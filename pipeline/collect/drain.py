@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer, RoundRobinWriter
 
 from headrace.transforms import BatchError, StalledError
+from headrace.transforms.options import above_zero
 
 COUNTER = 2**32  # a buffer counts its writes in 32 bits
 
@@ -54,9 +55,8 @@ def drained(buffer: ReplayBuffer, *, wait: float = 0.05, patience: float = 60.0)
         >>> next(looks) is None
         True
     """
-    for name, seconds in {"wait": wait, "patience": patience}.items():
-        if not 0 < seconds < float("inf"):
-            raise ValueError(f"{name} must be finite and > 0; got {seconds}")
+    above_zero("wait", wait)
+    above_zero("patience", patience)
     writer, needed = buffer.writer, DrainWriter if buffer.shared else RoundRobinWriter
     consumes = getattr(buffer, "_consume_after_n_samples", None) is not None
     if not isinstance(writer, needed) or consumes:

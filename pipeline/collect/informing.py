@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -78,11 +79,10 @@ def informative(
     at_least("groups", groups, 1, required=True)
     at_least("max_batches", max_batches, 1, required=True)
     one_of("on_short", on_short, get_args(OnShort))
-    return Informative(
-        source, stages, nested_key(group_key), groups=groups, max_batches=max_batches, on_short=on_short
-    )
+    return Informative(source, stages, nested_key(group_key), groups, max_batches, on_short)
 
 
+@dataclass(eq=False, repr=False)
 class Informative(OverSource):
     """What :func:`informative` returns.
 
@@ -91,19 +91,14 @@ class Informative(OverSource):
         seen, found: groups that came, and those of them that were informative.
     """
 
-    def __init__(
-        self,
-        source: Iterable[TensorDictBase],
-        stages: Stages,
-        group_key: NestedKey,
-        *,
-        groups: int,
-        max_batches: int,
-        on_short: OnShort,
-    ):
-        super().__init__(source)
-        self.stages, self.group_key = stages, group_key
-        self.groups, self.max_batches, self.on_short = groups, max_batches, on_short
+    source: Iterable[TensorDictBase]
+    stages: Stages
+    group_key: NestedKey
+    groups: int
+    max_batches: int
+    on_short: OnShort
+
+    def __post_init__(self) -> None:
         self.counts = {"uninformative": 0}
         self.seen = self.found = 0
         self._waiting: dict[int, list[tuple[RowPiece, int]]] = {}  # rows by group

@@ -342,15 +342,17 @@ def encode_rows(batch: TensorDictBase) -> tuple[TensorDict, dict[str, Any]]:
         raise BatchError(
             f"TransferQueue takes keys without dots; found {listing(map(str, dotted))}: rename them"
         )
-    flat = batch.flatten_keys(SEPARATOR, is_leaf=is_leaf_nontensor)
-    columns = TensorDict({}, batch_size=batch.batch_size)
-    for key in flat.keys():
-        columns[key] = _ragged(flat, key) if lazy else flat.get(key).clone()
+    if lazy:
+        rows = [row.flatten_keys(SEPARATOR, is_leaf=is_leaf_nontensor) for row in batch.unbind(0)]
+        names = [key if isinstance(key, str) else SEPARATOR.join(key) for key in leaves]
+        each = {name: _ragged([row.get(name) for row in rows]) for name in names}
+        columns = TensorDict(each, batch_size=batch.batch_size)
+    else:
+        columns = batch.flatten_keys(SEPARATOR, is_leaf=is_leaf_nontensor).clone()
     return columns, {"columns": _columns_of(columns), "lazy": int(lazy)}
 
 
-def _ragged(batch: TensorDictBase, key: str) -> Any:
-    rows = [row.get(key) for row in batch.unbind(0)]
+def _ragged(rows: Sequence[Any]) -> Any:
     if not isinstance(rows[0], Tensor):
         return NonTensorStack(*(row.tolist() if hasattr(row, "tolist") else row for row in rows))
     if len({row.shape for row in rows}) == 1:

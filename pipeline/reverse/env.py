@@ -63,9 +63,7 @@ class ReverseEnv(EnvBase):
         self._draws, self._over = sampler.draws(), True
         self._set_seed(seed)
         self._asked, self._answers = digits.prompts().to(self.device), digits.answers().to(self.device)
-        self._specify(slots)
 
-    def _specify(self, slots: int) -> None:
         def ints(width: int) -> Unbounded:
             return Unbounded((slots, width), dtype=torch.int64, device=self.device)
 
