@@ -57,6 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.name.partition("[")[0] in TAKE_LONG:
             item.add_marker("slow")
+    # One process has a cluster, at its beginning: what others take over from it is from its end.
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -107,3 +109,18 @@ def look(driver: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     from browser import looked_at
 
     yield from looked_at(driver, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """Ray on this machine; its processes find the modules of this folder and the examples."""
+    ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    tests = Path(__file__).parent
+    examples = str(tests.parent / "examples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(examples)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(tests), examples]))
+        # More CPUs than there are: actors count those that they might take.
+        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+        yield
+        ray.shutdown()

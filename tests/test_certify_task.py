@@ -137,12 +137,9 @@ def test_an_advantage_that_is_no_number_gets_no_certificate(tmp_path):
             "a group of 9 of task 'stop_or_continue' has 262,144 outcomes, and certify.most is 20,000",
         ),
         (["certify.group_sizes=[3]", "certify.only=[forks]"], "groups must be of a multiple of 2; got 3"),
-        (["certify.group_sizes=[0]"], "certify.group_sizes must be integers ≥ 1; got [0]"),
         (["certify.only=[forsk]"], "there is no task 'forsk' (did you mean 'forks'?)"),
         (["certify.tasks.forks.theta=[1]", "certify.only=[forks]"], "certify.tasks.forks.theta"),
         (["+certify.tasks.mine={a: 1}"], "certify.tasks.mine must be a node with a _target_"),
-        (["pipelines=[grop]", ONLY], "there is no recipe 'grop' (did you mean 'grpo'"),
-        (["pipeline.stages.gate.group_szie=2", ONLY], "group_szie"),
     ],
 )
 def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):

@@ -72,11 +72,9 @@ RECIPES = {
         "pipeline.stages.overlong.cache=3",
         "pipeline.stages.filter.action=drop",
     ),
-    "length_bonus": (),
     "gdpo": ("pipeline.stages.collapse.columns=2",),
     "grpo weighted": ("pipeline.stages.collapse.columns=2", "pipeline.stages.collapse.weights=[1,0.5]"),
     "grpo missing": ("pipeline.stages.collapse.missing=skip",),
-    "rloo": (),
 }
 
 
