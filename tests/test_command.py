@@ -134,13 +134,13 @@ def test_ctrl_c_ends_it_with_the_table(tmp_path):
 
 
 def test_the_default_experiment_learns(tmp_path):
-    """Reward from 0.1 to above 0.8, two thirds of the way: every stage at work, fan-out and failures too."""
-    done = headrace_here(tmp_path, "hydra.run.dir=out", "train.steps=42")
+    """Reward from 0.1 to above 0.5, a third of the way: every stage at work, fan-out and failures too."""
+    done = headrace_here(tmp_path, "hydra.run.dir=out", "train.steps=22")
     with (tmp_path / "out" / "metrics.csv").open() as file:
         steps = list(csv.DictReader(file))
     rewards = [float(step["reward"]) for step in steps]
     assert rewards[0] < 0.15
-    assert min(rewards[-5:]) > 0.8
+    assert min(rewards[-3:]) > 0.5
     for reason in ("gate: incomplete", "filter: zero variance"):
         assert reason in done.stdout
     assert all(float(step["rows/in"]) > float(step["rollouts/in"]) for step in steps)
