@@ -100,21 +100,6 @@ def test_an_advisory_opens_what_is_known_of_its_symptom(look):
     assert symptoms()["rollouts-truncated"].title in page.seen(first)
 
 
-def test_what_the_verdict_says_is_not_said_again(look):
-    run = long_run(live=None)
-    run["steps"][-1] |= {
-        "verdict": "The reward is flat at 0.1 over 60 steps. 30 % were cut off.",
-        "advisories": [{"name": "reward-flat", "text": "The reward is flat at 0.1."}],
-    }
-    run["symptoms"] += [{"name": "reward-flat", "title": "Flat", "shows": "", "means": "", "remedies": []}]
-    assert look(run).texts("#advisories summary") == ["Flat: what to do"]
-
-
-def test_a_page_of_some_steps_says_of_which(look):
-    assert look(long_run(live=None)).seen("#of") == "5 of the steps 0 to 59"
-    assert look(pages.run_of(*pages.fan_out_run(5)["steps"])).seen("#of") == "5 steps, 0 to 40"
-
-
 def test_a_group_in_the_loss_is_opened_first_and_one_segment_is_no_size(look):
     """Group 1 spreads widest, and has left."""
     left = pages.rollouts_of(1, [0.0, 1.0], reason="gate/incomplete")
@@ -127,22 +112,6 @@ def test_a_group_in_the_loss_is_opened_first_and_one_segment_is_no_size(look):
     assert page.values("details.group[open]", "data-group") == ["2"]
     assert page.count("#strip [data-legend=size]") == 0
     assert page.seen("#compare .body") == "Each rollout of this step is one row, so both are the same."
-
-
-def test_a_rollout_that_left_with_rewards_apart_has_none(look):
-    draft = pages.rollouts_of(1, [0.0, 1.0], [2, 1], reason="gate/incomplete")
-    draft[1]["reward"] = 1.0
-    rows = draft + pages.rollouts_of(2, [0.0, 1.0])
-    page = look(pages.run_of(pages.step_of(rows, size=2, actions={"gate/incomplete": "dropped"})))
-    assert "none" in page.texts("#strip .axis text")
-
-
-def test_a_run_without_numbers_or_advice_has_no_tile_and_no_gap(look):
-    page = look(pages.incomplete_run())
-    assert page.count("#answer .tile") == 0
-    assert not page.one("#verdict").is_displayed()
-    assert not page.one("#advisories").is_displayed()
-    assert not page.one("#run").is_displayed()
 
 
 def test_the_foot_says_when_and_how_the_run_was_made(look):

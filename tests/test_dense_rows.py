@@ -254,6 +254,13 @@ def test_the_order_knows_that_masks_come_first():
         load_pipeline("+stage@pipeline.stages.dense=dense", "pipeline.stages.dense.pad_id=0")
 
 
+def test_ragged_rows_of_two_dtypes_are_refused_not_cast():
+    rows = ragged(ROWS)
+    rows.tensordicts[1][FULL] = rows.tensordicts[1][FULL].to(torch.int32)
+    with pytest.raises(BatchError, match=r"has one dtype; found torch.int32, torch.int64"):
+        DenseRows(pad_id=PAD)(rows)
+
+
 def test_a_column_as_wide_as_tokens_that_move_is_refused():
     batch = as_written_padded([([5], [6, 7, 8]), ([5], [6])])
     batch["token_reward"] = batch[FULL].float()

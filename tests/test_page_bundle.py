@@ -92,12 +92,6 @@ def test_what_the_bundle_does_not_understand_is_refused(line):
         bundle({"page.js": f"f();\n{line}\n"}, "page.js")
 
 
-def test_a_name_cannot_be_renamed_on_the_way():
-    modules = {"page.js": 'import { a as b } from "./a.js";\n', "a.js": "export const a = 1;\n"}
-    with pytest.raises(ValueError, match=r"^page\.js imports a as b from a\.js, which exports a$"):
-        bundle(modules, "page.js")
-
-
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")
 def test_a_module_sees_what_it_imports_and_nothing_else():
     modules = DIAMOND | {

@@ -134,19 +134,6 @@ def test_a_writer_waits_on_whole_groups_that_nobody_took_and_on_no_others():
     assert (assembler.ready, assembler.pending) == (1, 20)
 
 
-@pytest.mark.parametrize("options", [{"groups": 3}, {"groups": 2, "partition_key": "partition"}])
-def test_who_asks_for_more_groups_than_may_wait_gets_them(options):
-    assembler = fresh(max_ready=1, **options)
-    rows = batch_of_lines([line._replace(partition=line.group % 2) for line in LINES])
-    writer = send.remote(assembler, rows.split(4))
-    batches = list(
-        assembler.batches(
-            [writer], patience=LONGEST, leftovers="raise" if "partition_key" not in options else "yield"
-        )
-    )
-    assert sum(map(len, batches)) == len(LINES)
-
-
 def test_what_is_refused_is_raised_at_its_writer_as_it_is():
     assembler, local = fresh(), GroupAssembler()
     rows = batch_of_lines(LINES)

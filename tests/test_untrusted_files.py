@@ -572,6 +572,15 @@ def test_each_of_several_rewards_in_a_line_is_checked(dump, values):
         read(path)
 
 
+def test_an_empty_status_is_no_status(dump):
+    path = dump(format="jsonl")
+    path.write_text(path.read_text().replace("{", '{"status": "", ', 1))
+    with pytest.raises(SourceError, match=r"jsonl:1: 'status' must be one of completed.*found ''"):
+        read(path)
+    path.write_text(path.read_text().replace('"status": ""', '"status": null', 1))
+    assert read(path)[0][1]["status"].tolist() == [0] * 5
+
+
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
 def test_a_reward_that_a_filter_took_out_is_missing_in_either_form(make_batch, tmp_path, format):
     batch = make_batch([0.0, float("inf"), 1.0], [0, 0, 0])
