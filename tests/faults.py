@@ -162,6 +162,12 @@ CELLS: dict[str, Cell] = {
 }
 
 
+# What is wrong with rows is seen in the assembler, wherever it is: some of it is enough there.
+ROWS_ELSEWHERE = ("none", "lost", "duplicated", "duplicated, dropped", "reordered", "late, refused", "failed")
+WORKERS = ("killed", "hung", "killed, another goes on", "killed, all of it again", "killed, lost")
+ELSEWHERE = (*ROWS_ELSEWHERE, "NaN", *WORKERS, "partitions", "resumed", "resumed, duplicated")
+
+
 @functools.cache
 def pipeline() -> Pipeline:
     words = ("pipeline=grpo", "pipeline.stages.collapse.reward=sum", "pipeline.stages.split.minibatches=1")

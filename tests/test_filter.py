@@ -14,7 +14,6 @@ from headrace.transforms import (
     Fresh,
     GroupRelativeAdvantage,
     LengthWithin,
-    MissingKeyError,
     NotTruncated,
     RewardsVary,
     RewardWithin,
@@ -221,23 +220,6 @@ def test_a_row_from_the_future_is_refused(make_batch):
         BatchError, match=r"newer than the version that trains, 4 \(current\); found 5 at row 1"
     ):
         SampleFilter(criterion=Fresh(current=lambda: 4))(batch)
-
-
-@pytest.mark.parametrize(
-    "criterion",
-    [
-        RewardsVary(reward_key="x"),
-        RewardWithin(reward_key="x"),
-        Finite(key="x"),
-        NotTruncated(status_key="x"),
-        LengthWithin(loss_mask_key="x"),
-        Fresh(current=0, version_key="x"),
-    ],
-    ids=repr,
-)
-def test_a_criterions_missing_key_lists_what_there_is(make_batch, criterion):
-    with pytest.raises(MissingKeyError, match=r"needs the key 'x' \(\w*key\); the batch has .*'group_id'"):
-        criterion(make_batch([0.0], [0]))
 
 
 @pytest.mark.parametrize(

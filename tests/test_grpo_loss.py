@@ -80,13 +80,6 @@ def test_terms_that_divide_by_rows_need_the_masked_rows_gone(scene, options):
     torch.testing.assert_close(gradient(policy, gone, **options), expected, rtol=1e-12, atol=1e-15)
 
 
-def test_an_excluded_row_is_out_of_the_loss_too(scene):
-    policy, batch = scene
-    excluded = SampleFilter(criterion=halve, action="exclude")(batch)
-    masked = SampleFilter(criterion=halve)(batch)
-    assert torch.equal(gradient(policy, excluded), gradient(policy, masked))
-
-
 def test_a_batch_with_nothing_in_the_loss_takes_no_step(scene):
     policy, batch = scene
     nothing = SampleFilter(criterion=RewardWithin(low=1e9))(batch)

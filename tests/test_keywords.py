@@ -73,14 +73,6 @@ def test_keywords_are_the_overrides_that_they_stand_for(recipe, node):
             node(recipe, **{word: VALUES[word][0]})
 
 
-@pytest.mark.parametrize("word", ["group_size", "group_key", "order"])
-def test_each_keyword_alone_is_one_override(word, node):
-    value, text = VALUES[word]
-    found, expected = node("grpo", **{word: value}), node(f"pipeline.{KEYWORDS[word]}={text}")
-    assert OmegaConf.to_container(found) == OmegaConf.to_container(expected)
-    assert found != node("grpo")
-
-
 def test_a_keyword_that_is_not_given_leaves_what_the_recipe_has(node):
     assert node("rloo", **dict.fromkeys(KEYWORDS, ...)) == node("rloo") == node("pipeline=rloo")
     assert node() == node("grpo")

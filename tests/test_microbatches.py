@@ -376,13 +376,6 @@ def test_a_run_restored_in_the_middle_of_a_batch_goes_on_with_the_rest(lengths, 
     assert following[0] == following[1]
 
 
-def test_the_rows_that_are_carried_over_two_epochs_are_those_of_the_first():
-    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")})
-    list(pipeline.minibatches(batch_of([2] * 5), epochs=2))
-    assert len(pipeline.stages["split"].state.carried) == 1
-    assert pipeline.metrics["split/left"] == pipeline.metrics["out/split/carried"] == 1
-
-
 def test_rows_that_were_moved_or_are_several_steps_are_refused_where_one_is_needed():
     ordered = ShuffleSplit(minibatches=4, unit="sample")(batch_of([2] * 8))
     with pytest.raises(BatchError, match=r"this batch holds 4: take them one by one, by split_minibatches"):
@@ -391,13 +384,6 @@ def test_rows_that_were_moved_or_are_several_steps_are_refused_where_one_is_need
     for split in (split_minibatches, split_microbatches):
         with pytest.raises(BatchError, match="these have been moved since"):
             split(moved)
-
-
-def test_a_batch_that_was_spread_before_is_spread_anew():
-    out = ShuffleSplit(minibatches=1, ranks=2, microbatches=2, remainder="pad")(batch_of([2] * 3))
-    again = ShuffleSplit(minibatches=1)(out)
-    assert RANK not in again.keys(True)
-    assert PADDING not in again.keys(True)
 
 
 def test_a_stage_after_the_split_moves_nothing():
@@ -420,13 +406,6 @@ def test_a_row_whose_tokens_weigh_nothing_is_recorded_as_such():
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=2), "weight": LossWeight()})
     pipeline(batch)
     assert [row["row"] for row in pipeline.ledger.rows("pipeline/empty")] == [1]
-
-
-def test_padding_needs_a_mask_that_is_one():
-    batch = batch_of([2] * 3)
-    batch[LOSS] = batch[LOSS].float()
-    with pytest.raises(BatchError, match="a loss mask is bool"):
-        ShuffleSplit(minibatches=2, remainder="pad")(batch)
 
 
 @pytest.mark.parametrize(

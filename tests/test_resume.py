@@ -120,6 +120,14 @@ def test_rewards_that_were_computed_again_may_differ_in_their_last_digits():
     assert rows_of(restored.minibatches(again)) == rest
 
 
+def test_a_state_in_the_middle_is_loaded_without_trust(tmp_path):
+    state, rest = left_in_the_middle(sixteen(), taken=2)
+    torch.save(state, tmp_path / "state.pt")
+    restored = make()
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert rows_of(restored.minibatches(sixteen())) == rest
+
+
 # -- giving up --------------------------------------------------------------------------------------
 
 

@@ -73,13 +73,6 @@ def test_several_rewards_train_as_their_weighted_sum_does(make_batch, recipes):
             torch.testing.assert_close(found, run(name, batch), equal_nan=True)
 
 
-def test_a_recipe_of_steps_refuses_several_rewards(make_batch):
-    batch = table(make_batch, [[1.0, 0.0], [0.0, 1.0]])
-    batch["state_id"], batch["expected_rollouts"] = torch.zeros(2).long(), torch.full((2,), 2)
-    with pytest.raises(BatchError, match=r"one number a row in \('next', 'reward'\)"):
-        run("gigpo", batch, collapse={"columns": 2})
-
-
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
 def test_the_metric_and_the_report_say_the_reward_that_is_trained(make_batch, several):
     """Rewards 1 and 1, 0 and 1, weights 0.2 and 0.6: 0.8 and 0.6, of which one is solved at 0.7."""
@@ -244,14 +237,6 @@ def pair(collapse, **advantage):
             "advantage": GroupRelativeAdvantage(scale="none", **advantage),
         }
     )
-
-
-def test_a_weighted_sum_of_rewards(make_batch):
-    batch = table(make_batch, [[1.0, 4.0], [3.0, 0.0]])
-    assert pair([1.0, 0.5])(batch)["advantage"].flatten().tolist() == [0, 0]  # 3 and 3
-    assert pair([1.0, 0.5], weights=[1.0, 0.5])(batch)["advantage"].flatten().tolist() == [0, 0]
-    both = pair([1.0, 0.5], weights=[1.0, 0.5], several="decoupled")
-    assert both(batch)["advantage"].flatten().tolist() == [0, 0]  # −1 + 1 and 1 − 1
 
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from headrace.transforms import BatchError, GroupRelativeAdvantage, TreeAdvantage, tree_advantage
+from headrace.transforms import BatchError, TreeAdvantage, tree_advantage
 from headrace.transforms.schema import COUNTED
 
 REAL = ("masks", "all_attention_mask")
@@ -131,19 +131,6 @@ def test_ragged_rows_in_any_order_have_the_same_bits(tree, options, data):
     for row in range(len(paths)):
         assert found[row].flatten().tolist() == pytest.approx(expected[row], rel=1e-12, abs=1e-12)
         assert torch.equal(moved[order.index(row)], found[row])
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.floats(-4, 4, width=32)), min_size=1, max_size=8))
-def test_without_branching_it_is_dr_grpo_and_rloo(rows):
-    groups, rewards = (list(column) for column in zip(*rows, strict=True))
-    paths = [[7, row, row + 1] for row in range(len(rows))]
-    batch = torch.stack(list(leaves(paths, groups, rewards).unbind(0)))
-    for baseline in ("mean", "leave_one_out"):
-        expected = GroupRelativeAdvantage(baseline=baseline, scale="none")(batch)["advantage"]
-        found = TreeAdvantage(baseline=baseline)(batch)["advantage"]
-        assert torch.allclose(found[:, 1:], expected.expand(-1, 2, 1), rtol=1e-12, atol=1e-12)
-        alone = torch.tensor([groups.count(g) == 1 for g in groups])
-        assert not found[alone].any()
 
 
 def test_equal_rewards_have_exactly_none():
