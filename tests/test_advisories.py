@@ -46,6 +46,7 @@ def steps_of(key, values, **more):
         ("advantage-all-zero", "frac_reward_zero_std", 0.5),
         ("rollouts-truncated", "rollouts/truncated", 0.25),
         ("rollouts-lost", "rollouts/lost", 0.1),
+        ("rollouts-empty", "rollouts/empty", 0.1),
         ("groups-incomplete", "groups/incomplete", 0.1),
         ("gradient-spikes", "groups/largest_gradient_share", 0.5),
         ("stale", "staleness/mean", 2.0),
