@@ -84,7 +84,7 @@ class Ranks:
         if not any(counts):
             table.size = 0
             return
-        # 1. Columns of few numbers a row on some ranks, and of other widths or ragged on others, are of tokens.
+        # 1. Columns of few numbers a row on some ranks, and of other widths on others, are of tokens.
         known = {rank: each for rank, each in enumerate(every) if each[0]}  # ranks with rows
         in_batch = [{key for key, *_ in of_row[0]} for _, _, _, of_row in known.values()]
         for key in {key for _, theirs, *_ in known.values() for key in theirs}:
