@@ -3,8 +3,7 @@
 A criterion implements ``decide(rows) -> keep``. Any other callable, from a batch to (N,) bool, is one too, at
 the cost of one more read. Optional attributes help: `reason`, the word under which rows that go are counted;
 `unit`, what stays or goes as one; `in_keys`, the columns it reads, by which a pipeline refuses an order that
-cannot work;
-`before_baseline`, by which it refuses a place behind the advantage.
+cannot work; `before_baseline`, by which it refuses a place behind the advantage.
 """
 
 from __future__ import annotations

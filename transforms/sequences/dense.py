@@ -178,7 +178,8 @@ class DenseRows(
         rows.stored_as(rest)
         dense = shallow_copy(rest)
         for key, column in columns.items():
-            dense.set(key, column if self.width is None else fit_width(column, width, self._padding(key)))
+            fill = self.pad_id if key == self.tokens_key else None
+            dense.set(key, column if self.width is None else fit_width(column, width, fill))
         return dense
 
     def _padded(self, batch: LazyStackedTensorDict) -> tuple[TensorDict, dict[NestedKey, Tensor]]:
@@ -204,7 +205,8 @@ class DenseRows(
                 rest.set(key, batch.get(key))
             elif key in self.out_keys or key in TOKEN_KEYS or len({row.shape for row in entries}) > 1:
                 check_lengths(batch, [key], self.tokens_key, reader="DenseRows", or_of_rows=False)
-                columns[key] = padded(entries, key, self._padding(key), "left")
+                fill = self.pad_id if key == self.tokens_key else None
+                columns[key] = padded(entries, key, fill, "left")
             else:
                 rest.set(key, torch.stack(entries))
         tokens = columns[self.tokens_key]
@@ -240,9 +242,6 @@ class DenseRows(
         joined, whole = (fit_width(each, width, self.pad_id) for each in (joined, tokens))
         same = joined == whole
         return (same if len(parts) == 2 else same | ~last_entries(lengths_of(batch, RESPONSE), joined)).all(1)
-
-    def _padding(self, key: NestedKey) -> float | None:
-        return self.pad_id if key == self.tokens_key else None
 
 
 def lengths_of(batch: TensorDictBase, key: NestedKey) -> list[int]:
