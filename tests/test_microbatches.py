@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from cutting import cut_alone
@@ -374,6 +376,22 @@ def test_a_run_restored_in_the_middle_of_a_batch_goes_on_with_the_rest(lengths, 
         [part["name"].tolist() for part in pipeline.minibatches(later)] for pipeline in (whole, restored)
     ]
     assert following[0] == following[1]
+
+
+def test_what_follows_the_split_refusing_a_batch_undoes_what_was_carried():
+    stages = {"split": ShuffleSplit(minibatch_size=3, remainder="carry"), "weight": LossWeight(unit="group")}
+    pipeline, twin = (
+        Pipeline(stages),
+        Pipeline({name: copy.deepcopy(stage) for name, stage in stages.items()}),
+    )
+    for each in (pipeline, twin):
+        each(batch_of([2] * 5))
+    broken = batch_of([2] * 5, first_id=10)
+    broken["group_id"][:] = -1
+    with pytest.raises(BatchError, match="every row in the loss needs a group_id"):
+        pipeline(broken)
+    more = batch_of([2] * 5, first_id=20)
+    assert torch.equal(pipeline(more)["name"], twin(more)["name"])
 
 
 def test_rows_that_were_moved_or_are_several_steps_are_refused_where_one_is_needed():

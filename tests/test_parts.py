@@ -115,6 +115,12 @@ def test_a_negative_reward_is_not_rescaled():
         RelativeLength(form="rescale", success=1.0)
 
 
+def test_where_nobody_succeeds_nobody_is_short():
+    batch = FanOutCollapse()(batch_of([-1.0, -1, -2], [0, 0, 0]))
+    batch[MASK] = torch.arange(4) < torch.tensor([1, 4, 1])[:, None]
+    assert RelativeLength()(batch)[REWARD].tolist() == [-1, -1, -2]
+
+
 def test_who_is_out_of_the_statistics_shortens_nobody():
     batch = batch_of([1.0, 1, 1], [0, 0, 0])
     batch[MASK] = torch.arange(4) < torch.tensor([2, 4, 1])[:, None]
@@ -288,6 +294,13 @@ def test_a_group_weighs_by_how_difficult_it_is(strength, successes):
     assert found == pytest.approx(math.exp(-strength * divergence))
 
 
+def test_a_rollout_of_three_rows_counts_once_in_the_difficulty():
+    batch = GroupRelativeAdvantage(scale="none")(
+        FanOutCollapse()(batch_of([1.0, 1, 1, 0], [0] * 4, [5, 5, 5, 6]))
+    )
+    assert torch.equal(DifficultyWeight(strength=9.0)(batch)["advantage"], batch["advantage"])
+
+
 def test_no_difficulty_of_what_is_no_share():
     batch = GroupRelativeAdvantage()(FanOutCollapse()(batch_of([0.0, 1.5], [0, 0])))
     with pytest.raises(BatchError, match=r"must be in \[0, 1\]; found 1.5 at row 1 \(rollout 1\)"):
@@ -349,6 +362,22 @@ def test_a_batch_that_comes_again_counts_once():
     assert torch.equal(restored(second[torch.tensor([1, 0])])["advantage"].flip(0), before)
     third = groups_of_one([2.0], [0], 50)
     assert torch.equal(restored(third)["advantage"], stage(third)["advantage"])
+
+
+def test_what_an_earlier_stage_refuses_does_not_count():
+    running = RunningBaseline(decay=0.5)
+    stages = {
+        "collapse": FanOutCollapse(),
+        "advantage": GroupRelativeAdvantage(baseline="none", scale="none"),
+        "running": running,
+    }
+    pipeline = Pipeline(stages)
+    with pytest.raises(BatchError, match="finite"):
+        pipeline(batch_of([1.0, NAN], [0, 1]))
+    assert len(running.memory.after.keys) == 0
+    wrong = batch_of([1.0, 1.0], [0, 0], [3, 3], task=[1, 2])
+    with pytest.raises(BatchError, match=r"have one baseline_key; found 2 at row 1 \(rollout 3\)"):
+        Pipeline(stages | {"running": RunningBaseline(baseline_key="task")})(wrong)
 
 
 def test_what_a_later_stage_refuses_does_not_count():

@@ -111,6 +111,20 @@ def test_nothing_left_yields_no_minibatch_and_the_metrics_say_why(make_batch):
     assert pipeline(batch).shape == (0,)
 
 
+def test_a_lazy_stack_from_which_nothing_is_left_is_empty(make_batch):
+    pipeline = Pipeline(stages())
+    ragged = lazy_stack(list(make_batch([1.0, 2], [0, 1]).unbind(0)))
+    assert pipeline(ragged).shape == (0,)
+    assert pipeline.metrics["out/gate/incomplete"] == 2
+
+
+def test_a_stamped_row_among_fresh_ones_is_refused(make_batch):
+    done = Pipeline({})(make_batch([1.0], [0]))
+    fresh = make_batch([2.0], [1])
+    with pytest.raises(BatchError, match=r"got 2 rows a pipeline has processed already"):
+        Pipeline({})(lazy_stack([done[0], fresh[0]]))
+
+
 @pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
 def test_minibatches_of_two_epochs_are_not_the_same_objects(make_batch, lazy):
     batch = make_batch([1.0, 3], [0, 0])

@@ -186,6 +186,14 @@ def test_advantages_of_rows_that_a_later_filter_drops_are_kept(make_batch):
     assert report.numbers["advantages/effective/max"] == -1
 
 
+@pytest.mark.parametrize(("singleton", "lone"), [("zero", 0.0), ("raw", 7.0), ("raise", 0.0)])
+def test_the_advantage_by_row_refuses_no_lone_row(singleton, lone):
+    stage = GroupRelativeAdvantage(scale="none", singleton=singleton)
+    found = stage.advantage_by_row(torch.tensor([1.0, 3.0, 7.0]), torch.tensor([0, 0, 1]))
+    assert found.tolist() == [-1, 1, lone]
+    assert stage.advantage_by_row(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0])) is None
+
+
 def test_the_advantage_by_row_shows_the_double_count(make_batch):
     """Rewards 1 and 3, the second fanned out into three rows: by rollout −1 and 1, by row −1.5 and 0.5."""
     pipeline = Pipeline({"collapse": FanOutCollapse(), "advantage": GroupRelativeAdvantage(scale="none")})
@@ -309,6 +317,14 @@ def test_a_group_without_rewards_has_no_spread(make_batch):
     assert groups["rollouts"].tolist() == [0, 1]
 
 
+def test_the_oldest_segment_says_how_stale_a_rollout_is(make_batch):
+    batch = make_batch([1.0, 1, 2], [0, 0, 0], [0, 0, 1])
+    batch["next", "policy_version"] = torch.tensor([7, 4, 7])
+    pipeline = Pipeline({})
+    pipeline(batch)
+    assert make_report(pipeline).numbers["staleness/max"] == 3
+
+
 def test_a_rollout_that_left_in_two_ways_counts_once(make_batch):
     """Row 0 is masked for its reward, row 1 for having no tokens: the rollout goes with the second."""
     batch = make_batch([9.0, 1, 1], [0, 0, 0], [0, 0, 1])
@@ -341,6 +357,15 @@ def test_the_reward_of_a_draft_is_not_that_of_a_rollout_that_left_before_they_we
     whole = Pipeline({"collapse": FanOutCollapse(reward="sum")})
     whole(make_batch([0.0, 1, 0.5], [0, 0, 0], [0, 0, 1]))
     assert make_report(whole).rollouts["reward"].tolist() == [1.0, 0.5]
+
+
+def test_a_row_out_of_the_statistics_has_no_vote_by_row_either(make_batch):
+    excluded = SampleFilter(criterion=RewardWithin(high=5.0), action="exclude")
+    pipeline = Pipeline({"filter": excluded, "advantage": GroupRelativeAdvantage(scale="none")})
+    pipeline(make_batch([1.0, 3.0, 9.0], [0, 0, 0]))
+    by_row = make_report(pipeline).columns["advantage_by_row"]
+    assert by_row[:2].tolist() == [-1.0, 1.0]
+    assert np.isnan(by_row[2])
 
 
 def test_a_group_that_left_for_two_reasons_at_once_left_once(make_batch):

@@ -229,6 +229,16 @@ def test_a_loop_that_is_left_leaves_the_batch_in_the_middle(how):
     assert len(list(restored.minibatches(sixteen(start=50)))) == 4
 
 
+def test_a_batch_that_was_left_does_not_hinder_the_next():
+    pipeline = make()
+    for _ in pipeline.minibatches(sixteen()):
+        break
+    list(pipeline.minibatches(sixteen(start=50)))
+    restored = make()
+    restored.load_state_dict(pipeline.state_dict())
+    assert restored.stages["split"].state.calls == 2
+
+
 def test_a_batch_without_minibatches_is_done_with():
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=20, remainder="carry")})
     pipeline.run(sixteen())

@@ -21,6 +21,7 @@ from headrace.pipeline.report import page_data, report_table
 from headrace.pipeline.sources import open_source
 from headrace.transforms import (
     BatchError,
+    BatchWhitening,
     FanOutCollapse,
     GroupRelativeAdvantage,
     LengthPenalty,
@@ -204,6 +205,21 @@ def test_a_rollout_without_a_reward_changes_nobodys_advantage_and_has_none(make_
 def test_that_rewards_may_be_missing_is_said_once(recipe, stage):
     stages = composed(f"pipeline={recipe}", "pipeline.stages.collapse.missing=skip").stages
     assert stages["collapse"].missing == stages[stage].missing == "skip"
+
+
+@pytest.mark.parametrize("collapse", [True, False])
+def test_a_missing_reward_is_in_no_statistic_of_later_stages(make_batch, collapse):
+    batch = make_batch([1.0, 3, NAN, 2, 6, 7], [0, 0, 0, 1, 1, 1])
+    stages = {"collapse": FanOutCollapse(missing="skip")} if collapse else {}
+    stages |= {
+        "advantage": GroupRelativeAdvantage(scale="none", missing="skip"),
+        "whitening": BatchWhitening(per="sample"),
+    }
+    known = torch.tensor([True, True, False, True, True, True])
+    expected = Pipeline(stages)(batch[known])["advantage"].flatten()
+    found = Pipeline(stages)(batch)["advantage"].flatten()
+    assert found[2] == 0
+    assert torch.equal(found[known], expected)
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, NAN], [NAN, 1.0, 1.0], [NAN, NAN, NAN], [NAN, 1.0, NAN]])

@@ -62,6 +62,24 @@ def test_a_job_that_fails_says_why_and_the_others_run(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_what_nobody_foresaw_ends_its_own_job_alone(tmp_path, monkeypatch):
+    from headrace.pipeline.train import job
+
+    build, built = job.build_pipeline, []
+
+    def sometimes(config):
+        built.append(config)
+        if len(built) == 1:
+            raise KeyError("out of the blue")
+        return build(config)
+
+    monkeypatch.setattr(job, "build_pipeline", sometimes)
+    words = ["seed=1,2", *QUICK, "train.steps=1", "hydra.sweep.dir=sweep"]
+    _, lines, after = table(headrace_here(tmp_path, "-m", *words, check=False))
+    assert [line[2] == "failed" for line in lines] == [True, False]
+    assert "job 0 failed: KeyError('out of the blue')" in after
+
+
 def test_a_folder_that_has_jobs_of_an_earlier_sweep_shows_those_of_this_one(tmp_path):
     words = [*QUICK, "train.steps=1", "hydra.sweep.dir=sweep"]
     headrace_here(tmp_path, "-m", "seed=1,2,3", *words)

@@ -140,6 +140,20 @@ def test_equal_rewards_have_exactly_none():
         assert not torch.cat(out.get("advantage", as_list=True)).any()
 
 
+def test_by_parent_equal_tokens_of_separate_rollouts_are_two_nodes():
+    """11 goes on from 10 behind two tokens, 12 from 11 behind three; 13 begins anew with the same tokens."""
+    paths = [[1, 2, 3, 4], [1, 2, 5, 4], [1, 2, 5, 6], [1, 2, 3, 4]]
+    batch = leaves(paths, [0] * 4, [1.0, 2.0, 6.0, 7.0], parent_id=[-1, 10, 11, -1])
+    out = TreeAdvantage(forks="parent")(batch).get("advantage", as_list=True)
+    # V of all 4, of the first three 3, of 11 and 12 together 4
+    assert out[0].flatten().tolist() == [-1, -1, -2, -2]
+    assert out[1].flatten().tolist() == [-1, -1, 1, -2]
+    assert out[2].flatten().tolist() == [-1, -1, 1, 2]
+    assert out[3].flatten().tolist() == [3, 3, 3, 3]
+    by_prefix = TreeAdvantage()(batch).get("advantage", as_list=True)
+    assert by_prefix[0].flatten().tolist() == [0, 0, 0, 0]  # of 10 and 13 the mean is that of all
+
+
 # -- parents ------------------------------------------------------------------------------------------------
 
 
