@@ -78,7 +78,6 @@ INNER = {
     "test_tokens.py": {"transforms.rows", "transforms.tensordicts", "transforms.tokens"},
     "test_advisories.py": {
         "pipeline.composing",
-        "pipeline.report.measuring.gradient",
         "pipeline.report.folder",
     },
     "test_refused_together.py": {"transforms.distributed.ranks"},
@@ -95,7 +94,6 @@ INNER = {
     },
     "test_narrow_terminal.py": {"pipeline.notebook", "pipeline.terminal_table"},
     "test_page_bundle.py": {"pipeline.report.html"},
-    "test_page_in_browser.py": {"pipeline.report.page_schema"},
     "test_page_javascript.py": {
         "pipeline.report.measuring.groups",
         "pipeline.report.html",
@@ -105,6 +103,7 @@ INNER = {
     "pages.py": {"pipeline.report.page_schema"},
     "test_sources_fuzz.py": {"pipeline.sources.malformed"},
     "command.py": {"pipeline.main"},
+    "test_command.py": {"pipeline.main"},
     "test_command_words.py": {"pipeline.command.words", "pipeline.composing"},
     "test_doctor.py": {"pipeline.command.doctor"},
     "test_option_types.py": {
