@@ -17,7 +17,7 @@ from headrace.transforms.options import as_dtype, at_least, one_of
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import COUNTED, REWARD, REWARDS
+from headrace.transforms.schema import COUNTED, FLOAT, REWARD, REWARDS
 from headrace.transforms.stage import BatchTransform
 
 from .baselines import (
@@ -115,7 +115,7 @@ def group_relative_advantage(
         length: (N,) tokens of each row, for ``length_weighted``; a rollout's are those of its segments.
 
     Returns:
-        (N,) in the dtype of `reward`; torch's default where that is no floating-point one.
+        (N,) in the dtype of `reward`; float32 where that is no floating-point one.
 
     Raises:
         BatchError: a negative or missing id, a rollout in two groups, a reward that is not finite or too
@@ -378,7 +378,7 @@ class GroupRelativeAdvantage(
         dtype = rows.table.dtypes.get(
             self.reward_key, rows.dtype(REWARD) if rows.has(REWARD) else torch.float64
         )
-        dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+        dtype = dtype if dtype.is_floating_point else FLOAT
         require_fit(rows, credit, dtype)
         rows.put("advantage", credit, dtype=dtype, ndim=self.ndim)
         own = rows.of_rank(credit)
