@@ -16,7 +16,7 @@ import torch
 from alone import said_by
 from hypothesis import given
 from hypothesis import strategies as st
-from recipes import ADVANTAGES, of, pipeline_of
+from recipes import ADVANTAGES, FEW, of, pipeline_of
 from tensordict import TensorDict
 from test_recipes_of_the_field import NO_LONE, columns_for, ragged_batch
 from torchrl.envs.transforms import Compose
@@ -246,10 +246,10 @@ def of_a_run(pipeline, batch):
 
 def test_no_number_of_a_recipe_depends_on_torchs_default_dtype(make_batch, quick):
     """Minibatches and metrics, of float64 rewards, integers and float32."""
-    kinds, others = (torch.float64, torch.int64, torch.float32), OTHERS
+    names, kinds, others = ADVANTAGES, (torch.float64, torch.int64, torch.float32), OTHERS
     if quick:
-        kinds, others = kinds[:1], OTHERS[1:2]
-    for name in ADVANTAGES:
+        names, kinds, others = (*FEW, "gigpo", "gtpo", "spo"), kinds[:1], OTHERS[1:2]
+    for name in names:
         batch = columns_for(name, ragged_batch(make_batch, "grid", 3, lone=name not in NO_LONE))
         pipeline = pipeline_of(name)
         for dtype in kinds:
