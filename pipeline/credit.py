@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.schema import ROW, has_key
+from headrace.transforms.schema import FLOAT, ROW, has_key
 from headrace.transforms.tensordicts import device_of
 
 from .order import place_of_cut
@@ -64,7 +64,7 @@ def advantages_of(pipeline: Pipeline, batch: TensorDictBase) -> Credit:
     if batch.ndim != 1 or (run.ledger is not None and len(run.ledger.reason) != len(batch)):
         raise BatchError(f"rows are given back one for one, so that a batch is [N]; got {[*batch.shape]}")
     if run.ledger is None or len(run.batch) == 0:
-        nothing = torch.zeros(len(batch), 1, device=device_of(batch))
+        nothing = torch.zeros(len(batch), 1, dtype=FLOAT, device=device_of(batch))
         return Credit(nothing, nothing.bool(), run)
     keys = [stage.advantage_key for stage in first.stages.values() if hasattr(stage, "advantage_key")]
     if not keys:

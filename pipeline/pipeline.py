@@ -357,7 +357,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
     def _foreign(self, name: str, stage: nn.Module, rows: Rows) -> None:
         """Any callable from a batch to a batch: it gets what was decided so far; the table is read again."""
         table = rows.table
-        batch = rows.write()
+        batch = rows.seen_by(self).write()
         numbers = table.live
         if len(batch):
             batch = stage(batch)

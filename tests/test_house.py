@@ -41,6 +41,7 @@ GROUND = (
     "errors",
     "ids",
     "options",
+    "places",
     "prefixes",
     "required",
     "rewards",

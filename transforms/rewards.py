@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import BatchError, listing
+from .schema import FLOAT
 
 Missing = Literal["raise", "skip"]
 
@@ -33,9 +34,9 @@ def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
 
 
 def credit_dtype(reward: Tensor | Sequence[float]) -> torch.dtype:
-    """The dtype of what is measured of rewards: their own, or torch's default where they are no floats."""
+    """The dtype of what is measured of rewards: their own, or float32 where they are no floats."""
     floats = isinstance(reward, Tensor) and reward.is_floating_point()
-    return reward.dtype if floats else torch.get_default_dtype()  # type: ignore[union-attr]
+    return reward.dtype if floats else FLOAT  # type: ignore[union-attr]
 
 
 def weighted_reward(rewards: Tensor, weights: Sequence[float] | None = None) -> Tensor:

@@ -32,7 +32,7 @@ from .columns import DEFAULTS, WRITERS
 from .errors import BatchError, MissingKeyError, listing, who_stamps
 from .ids import Ids, as_ids
 from .options import nested_key
-from .schema import LENGTH, REWARD, STATUS_KEYS, key_names
+from .schema import FLOAT, LENGTH, REWARD, SEGMENTS, STATUS_KEYS, key_names
 from .table import Effect, Late, Reduced, Table, TokenCount, Written, sources_of
 from .tensordicts import (
     column_of,
@@ -42,6 +42,7 @@ from .tensordicts import (
     read_packed,
     same_column,
     shallow_copy,
+    write_column,
 )
 
 _NAMES = {"group": "group_id", "rollout": "rollout_id"}  # of the columns of ids, in messages
@@ -131,9 +132,24 @@ class Rows:
     def write(self) -> TensorDictBase:
         """The rows that are here, with all that was decided: the inverse of :meth:`read`.
 
-        Values are rounded to the dtype of their column. Rows out of the loss are masked.
+        Values are rounded to the dtype of their column. Rows out of the loss are masked. Where rollouts have
+        lost some of their rows, it says how many they had (``("headrace", "segments")``).
         """
-        return self.table.write()
+        had = self._segments() if self.table.gone else None
+        batch = self.table.write()
+        if had is not None:
+            write_column(batch, SEGMENTS, had[self.table.live].to(device_of(batch)))
+        return batch
+
+    def _segments(self) -> Tensor | None:
+        """(N,) int64: rows that each row's rollout arrived with; None where none has lost a part of them."""
+        if self.key("rollout") is None or not self.has("rollout"):
+            return None
+        rollouts = self.on_arrival.ids("rollout", checked=False).everyone
+        had, left = rollouts.count, rollouts.sum(self.table.here)
+        if self.has(SEGMENTS):
+            had = torch.maximum(had, rollouts.max(self.on_arrival[SEGMENTS]))
+        return rollouts.spread(had) if bool(((left > 0) & (left < had)).any()) else None
 
     # -- what a stage sees --------------------------------------------------------------------------------
     def seen_by(self, stage: Any, name: str = "") -> Rows:
@@ -234,7 +250,7 @@ class Rows:
         Args:
             role: or key.
             values: (M,) or (M, K), for the rows of this view.
-            dtype: that of the column in the batch; None: the one that it has there, else torch's default for
+            dtype: that of the column in the batch; None: the one that it has there, else float32 for
                 floats.
             ndim: dimensions of the column in the batch; None: those that it has there.
             fill: for rows outside of this view, where the column is new; None: NaN, or 0 for integers.
@@ -251,7 +267,7 @@ class Rows:
         if dtype is None:
             dtype = before.dtype if before else table.dtypes.get(key, given)
             if dtype is torch.float64 and key not in table.dtypes and not before:
-                dtype = torch.get_default_dtype()
+                dtype = FLOAT
         if ndim is None:
             there = None if before or key not in table.dtypes else number_column(table.batch, key, raw=True)
             ndim = before.ndim if before else values.ndim if there is None else there.ndim

@@ -37,13 +37,13 @@ def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tenso
         cache: L_cache, tokens, in (0, L_max].
 
     Returns:
-        (N,) float in [−1, 0], to be added to the reward; in torch's default dtype where lengths are integers.
+        (N,) float in [−1, 0], to be added to the reward; float64 where lengths are integers.
 
     Example:
         >>> overlong_punishment(torch.tensor([8, 10, 12]), max_length=10, cache=4).tolist()
         [-0.5, -1.0, -1.0]
     """
-    over = length - (max_length - cache)
+    over = (length if length.is_floating_point() else length.double()) - (max_length - cache)
     return -(over.clamp(0, cache) / cache)
 
 
@@ -56,14 +56,14 @@ def length_penalty(length: Tensor, *, coefficient: float, free: int = 0) -> Tens
         free: tokens that cost nothing.
 
     Returns:
-        (N,) float ≤ 0, to be added to the reward; in torch's default dtype where lengths are integers.
+        (N,) float ≤ 0, to be added to the reward; float64 where lengths are integers.
 
     Example:
         >>> length_penalty(torch.tensor([4, 10]), coefficient=0.5, free=3).tolist()
         [-0.5, -3.5]
     """
-    dtype = length.dtype if length.is_floating_point() else torch.get_default_dtype()
-    return -coefficient * (length - free).clamp_min(0).to(dtype)
+    over = (length if length.is_floating_point() else length.double()) - free
+    return -coefficient * over.clamp_min(0)
 
 
 def relative_length(
@@ -147,7 +147,7 @@ class RewardShaping(BatchTransform):
         rows.put(REWARD, shaped)
         before, after = rows.of_rank(reward), rows.of_rank(shaped)
         known = ~before.isnan()  # a reward that is missing stays so
-        rewarded = known.sum().clamp_min(1)
+        rewarded = known.double().sum().clamp_min(1)
         rows.metric("changed", (known & (after != before)).sum() / rewarded)
         rows.metric("mean", torch.where(known, after - before, 0.0).sum() / rewarded)
 
@@ -252,7 +252,7 @@ class OverlongPunishment(LengthShaping, columns=("loss_mask", "rollout")):
 
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:
         """(M,)."""
-        length = self.rollout_lengths(rows).double()
+        length = self.rollout_lengths(rows)
         return reward + self.weight * overlong_punishment(
             length, max_length=self.max_length, cache=self.cache
         )
@@ -293,7 +293,7 @@ class LengthPenalty(LengthShaping, columns=("loss_mask", "rollout")):
 
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:
         """(M,)."""
-        length = self.rollout_lengths(rows).double()
+        length = self.rollout_lengths(rows)
         return reward + length_penalty(length, coefficient=self.coefficient, free=self.free)
 
 

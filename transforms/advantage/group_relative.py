@@ -17,7 +17,7 @@ from headrace.transforms.options import as_dtype, at_least, one_of
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import COUNTED, REWARD, REWARDS
+from headrace.transforms.schema import COUNTED, FLOAT, REWARD, REWARDS
 from headrace.transforms.stage import BatchTransform
 
 from .baselines import (
@@ -115,7 +115,7 @@ def group_relative_advantage(
         length: (N,) tokens of each row, for ``length_weighted``; a rollout's are those of its segments.
 
     Returns:
-        (N,) in the dtype of `reward`; torch's default where that is no floating-point one.
+        (N,) in the dtype of `reward`; float32 where that is no floating-point one.
 
     Raises:
         BatchError: a negative or missing id, a rollout in two groups, a reward that is not finite or too
@@ -251,7 +251,8 @@ class GroupRelativeAdvantage(
         eps: ε ≥ 0.
         eps_mode: ``add``, ``clamp``, ``skip``.
         singleton: ``zero``, ``raw``, ``raise``.
-        clip: [low, high] for the result, one of which may be null.
+        clip: [low, high] for the result, one of which may be null; of several rewards for the sum of their
+            advantages.
         shift: δ, added to the baseline, in units of the reward.
         temperature: τ > 0 of ``log_mean_exp``, in units of the reward.
         k: how many the best is of, for ``best_of_k``, ≥ 2.
@@ -363,18 +364,21 @@ class GroupRelativeAdvantage(
             self._require_weighed(rows, reward, rewards)
         length = rows.lengths if self.baseline == "length_weighted" else None
         if self.several == "decoupled":
-            factors = factors_of(self.weights, rewards.shape[1])
+            factors, each = factors_of(self.weights, rewards.shape[1]), replace(self.formula, clip=None)
             credits = [
-                factor * self._among_known(rows, column, length)
+                factor * self._among_known(rows, column, each, length)
                 for factor, column in zip(factors, rewards.unbind(1), strict=True)
             ]
             credit = torch.stack(credits).sum(0)
+            if self.clip is not None:  # what is clipped is the result; who has no reward keeps 0
+                scored = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
+                credit = torch.where(scored, credit.clamp(*self.clip), credit)
         else:
-            credit = self._among_known(rows, reward, length)
+            credit = self._among_known(rows, reward, self.formula, length)
         dtype = rows.table.dtypes.get(
             self.reward_key, rows.dtype(REWARD) if rows.has(REWARD) else torch.float64
         )
-        dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+        dtype = dtype if dtype.is_floating_point else FLOAT
         require_fit(rows, credit, dtype)
         rows.put("advantage", credit, dtype=dtype, ndim=self.ndim)
         own = rows.of_rank(credit)
@@ -384,16 +388,16 @@ class GroupRelativeAdvantage(
             rows.metric("unscorable", rows.of_rank(reward).isnan().sum())
             rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
 
-    def _among_known(self, rows: Rows, reward: Tensor, length: Tensor | None) -> Tensor:
+    def _among_known(self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None) -> Tensor:
         """(M,) the advantage of (M,) rewards; under ``skip`` a rollout without one is in no statistic."""
         known = None if self.missing == "raise" else ~reward.isnan()
         if known is None or bool(known.all()):
-            return advantage_of(rows, reward, self.formula, low=self.dtype, length=length)
+            return advantage_of(rows, reward, formula, low=self.dtype, length=length)
         some = rows.where(known)
         credit = torch.zeros_like(reward)
         if len(some):
             tokens = None if length is None else length[known]
-            credit[known] = advantage_of(some, reward[known], self.formula, low=self.dtype, length=tokens)
+            credit[known] = advantage_of(some, reward[known], formula, low=self.dtype, length=tokens)
         return credit
 
     def _require_weighed(self, rows: Rows, reward: Tensor, rewards: Tensor) -> None:

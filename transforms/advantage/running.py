@@ -36,7 +36,9 @@ class Tracked(NamedTuple):
     def look_up(self, keys: Tensor, start: float, start_weight: float) -> tuple[Tensor, Tensor]:
         """Mean and weight of (M,) keys; of those not seen yet what they start with."""
         if len(self.keys) == 0:
-            return torch.full(keys.shape, start).double(), torch.full(keys.shape, start_weight).double()
+            starts = torch.tensor([[start], [start_weight]], dtype=torch.float64)
+            mean, weight = starts.expand(2, len(keys))
+            return mean, weight
         at = torch.searchsorted(self.keys, keys).clamp_max(len(self.keys) - 1)
         known = self.keys[at] == keys
         return torch.where(known, self.mean[at], start), torch.where(known, self.weight[at], start_weight)

@@ -131,7 +131,8 @@ class MergeTurns(
 
     Raises:
         MissingKeyError: a column is not there.
-        BatchError: rows to merge differ in a column by row; the batch is cut already; turns are not distinct.
+        BatchError: rows to merge differ in a column by row; the batch is cut already; turns are not distinct;
+            a token in the loss is no real one.
 
     Example:
         >>> from tensordict import TensorDict
@@ -180,7 +181,7 @@ class MergeTurns(
         require_turns(rows, turn)
         own = Ids(rows.of_rank(ids.labels))
         in_loss = in_loss_there(rows)
-        trains = loss & there if in_loss is None else loss & there & in_loss[:, None]
+        trains = loss if in_loss is None else loss & in_loss[:, None]
         into, broken = merge_turns(
             left_aligned(tokens, there),
             left_aligned(trains.long(), there) == 1,
@@ -201,7 +202,14 @@ class MergeTurns(
             into=rows.table.live.to(device).index_select(0, into),
             broken=broken,
             tokens=trains.sum(1),
+            padding=(loss & ~there).any(1),
             **{f"differs in {key}": column for key, column in differs.items()},
+        )
+        rows.require(
+            found["padding"] == 0,
+            "a token in the loss is a real one; the loss mask is True where the attention mask is False in "
+            "{found}, and merging would drop those tokens. Correct the mask that is wrong",
+            describe_row(rows),
         )
         for key in differs:
             rows.require(

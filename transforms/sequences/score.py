@@ -17,7 +17,7 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.options import at_least, describe_options
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import has_key
+from headrace.transforms.schema import FLOAT, has_key
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import entries_of, leaves_of, take_rows, write_entry
 from headrace.transforms.tokens import ATTENTION, describe_row, in_loss_there, read_mask, read_tokens
@@ -208,7 +208,7 @@ class ScoreRows(
             seen.set(key, column)
         seen.set(ATTENTION, attention)  # where wrappers of TorchRL look
         seen.set(self.loss_mask_key, trains)
-        log_probs = torch.full(tokens.shape, torch.nan, device=tokens.device)
+        log_probs = torch.full(tokens.shape, torch.nan, dtype=FLOAT, device=tokens.device)
         per_token = dict.fromkeys([self.tokens_key, self.attention_key, self.loss_mask_key, *TOKEN_KEYS])
         with evaluating(self.actor):
             for numbers, some in zip(passes, order.split([len(each) for each in passes]), strict=True):

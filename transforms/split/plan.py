@@ -150,10 +150,10 @@ def deal(
     """
 
     def cost(tokens: Tensor) -> Tensor:
-        return tokens.double() * (tokens + linear) if balance == "attention" else tokens
+        return tokens.double() * (tokens.double() + linear) if balance == "attention" else tokens
 
     # 1. What is dealt: rows, or trees, numbered as they come, for the tokens that are their own.
-    tokens, costs, number = lengths, cost(lengths), torch.empty(0)
+    tokens, costs, number = lengths, cost(lengths), lengths
     if tree is not None:
         trees = Ids(tree)
         number = Ids(trees.spread(trees.first)).of
