@@ -328,6 +328,9 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             name_reasons(rows, names[at], split)
             return [], None
         with self._named(names[at], split, table):
+            # What a replay buffer samples again is trained again: that is for its sampler to say.
+            if not self.is_second_half and split.take_out_trained(rows.seen_by(split, names[at])):
+                return [], None
             table.extend(split.carried_rows(), split.remainder)
             drawn = split.draw(rows.seen_by(split, names[at]), epochs)
         before = table.columns, table.written, table.late

@@ -1,11 +1,14 @@
-"""The documented loss is finite in any loss of a user's own."""
+"""The documented loss is finite in any loss of a user's own; what was trained is not trained again."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from any_rank import join, results_of
 from batches import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -175,3 +178,172 @@ def test_the_option_is_a_word_of_the_pipeline_in_every_recipe():
         assert load_pipeline("grpo", masked_log_prob=word).halves()[1].masked_log_prob == word
     with pytest.raises(Exception, match="masked_log_prob must be one of 'nan', 'keep'; got 'zero'"):
         load_pipeline("grpo", masked_log_prob="zero")
+
+
+# -- what was trained ----------------------------------------------------------------------------------------
+
+
+def make(remainder: str = "uneven", **options) -> Pipeline:
+    return Pipeline({"split": ShuffleSplit(minibatch_size=3, unit="sample", remainder=remainder, **options)})
+
+
+def numbered(batch: int, rows: int) -> TensorDict:
+    """Rows of the n-th batch, with ids that no other batch has, and rewards that all have."""
+    ids = torch.arange(rows) + 100 * batch
+    return TensorDict({"rollout_id": ids, ("next", "reward"): torch.ones(rows)}, batch_size=[rows])
+
+
+def trained(minibatches) -> list[list[int]]:
+    return [part["rollout_id"].tolist() for part in minibatches]
+
+
+@given(
+    rows=st.lists(st.integers(3, 10), min_size=2, max_size=3),
+    epochs=st.integers(1, 2),
+    remainder=st.sampled_from(["uneven", "carry", "drop"]),
+    again=st.sampled_from(["as it was", "permuted", "not at all"]),
+    saved=st.sampled_from(["before the next batch", "when the next batch has begun"]),
+    data=st.data(),
+)
+def test_wherever_training_is_interrupted_nothing_is_trained_again(
+    rows, epochs, remainder, again, saved, data
+):
+    """A loop over all minibatches of an uninterrupted run, against one that is interrupted behind the n-th.
+
+    The source gives the batch again that came last, whether or not it was finished, and then the others.
+    """
+    batches = [numbered(number, size) for number, size in enumerate(rows)]
+    whole = make(remainder)
+    of_batch = [trained(whole.minibatches(batch, epochs=epochs)) for batch in batches]
+    expected = [part for parts in of_batch for part in parts]
+    last = data.draw(st.integers(0, len(batches) - 1))
+    taken = data.draw(st.integers(0, len(of_batch[last])))
+
+    pipeline, found = make(remainder), []
+    for batch in batches[:last]:
+        found += trained(pipeline.minibatches(batch, epochs=epochs))
+    stream = pipeline.minibatches(batches[last], epochs=epochs)
+    found += [next(stream)["rollout_id"].tolist() for _ in range(taken)]
+    finished = taken == len(of_batch[last])
+    if finished and saved == "when the next batch has begun" and last + 1 < len(batches):
+        pipeline.minibatches(batches[last + 1], epochs=epochs)
+    state = pipeline.state_dict()
+
+    restored = make(remainder)
+    restored.load_state_dict(state)
+    first = batches[last]
+    if finished and again == "permuted":
+        first = first[torch.randperm(len(first))]
+    if not (finished and again == "not at all"):
+        run = restored.run(first, epochs=epochs)
+        found += trained(run.minibatches())
+        if finished:
+            assert run.ledger.counts()["split/trained_before"] == len(first)
+            assert trained([run.batch]) == [[]]
+    for batch in batches[last + 1 :]:
+        found += trained(restored.minibatches(batch, epochs=epochs))
+    assert found == expected
+
+
+@pytest.mark.parametrize("how", ["minibatches", "call", "stage alone"])
+def test_a_second_pass_in_one_process_is_trained(how):
+    def rows_of(pipeline, batch):
+        if how == "minibatches":
+            return sorted(row for part in trained(pipeline.minibatches(batch)) for row in part)
+        stage = pipeline if how == "call" else pipeline.stages["split"]
+        return sorted(stage(batch)["rollout_id"].tolist())
+
+    pipeline, batch = make(), numbered(0, 7)
+    for _ in range(3):
+        assert rows_of(pipeline, batch) == list(range(7))
+    restored = make()
+    restored.load_state_dict(pipeline.state_dict())
+    assert [len(rows_of(restored, batch)) for _ in range(3)] == [0, 7, 7], "what was saved, then new passes"
+    restored.load_state_dict(restored.state_dict())
+    assert rows_of(restored, numbered(1, 7)) == list(range(100, 107))
+    assert len(rows_of(restored, batch)) == 7, "the last batch is known, and none before it"
+
+
+def test_a_batch_that_was_given_up_is_not_trained_again_either():
+    pipeline, batch = make(), numbered(0, 7)
+    next(pipeline.minibatches(batch))
+    restored = make()
+    restored.load_state_dict(pipeline.state_dict())
+    restored.stages["split"].give_up()
+    pipeline.stages["split"].give_up()
+    for state in (pipeline.state_dict(), restored.state_dict()):
+        other = make()
+        other.load_state_dict(state)
+        assert trained(other.minibatches(batch)) == []
+    assert trained(restored.minibatches(batch)) == []
+    assert len(trained(restored.minibatches(numbered(1, 7)))) == 3
+
+
+def test_a_pass_that_was_interrupted_goes_on_also_where_it_was_the_second():
+    pipeline, batch = make(), numbered(0, 7)
+    list(pipeline.minibatches(batch))
+    stream = pipeline.minibatches(batch)
+    next(stream)
+    restored = make()
+    restored.load_state_dict(pipeline.state_dict())
+    assert trained(restored.minibatches(batch)) == trained(stream)
+
+
+def test_another_batch_and_one_that_has_no_ids_are_trained():
+    """Ids that are the same are no proof, where rewards differ."""
+    other = numbered(0, 7)
+    other["next", "reward"][3] = 0.0
+    for first, second in ((numbered(0, 7), other), (numbered(0, 7), numbered(0, 6)), (None, None)):
+        nothing = TensorDict({"x": torch.ones(7)}, batch_size=[7])
+        pipeline, restored = make(), make()
+        list(pipeline.minibatches(nothing if first is None else first))
+        restored.load_state_dict(pipeline.state_dict())
+        assert len(list(restored.minibatches(nothing if second is None else second))) >= 2
+
+
+def test_the_second_half_trains_what_a_buffer_samples_again():
+    first, second = Pipeline(
+        {"collapse": FanOutCollapse(group_key="rollout_id"), "split": ShuffleSplit(minibatches=2)}
+    ).halves()
+    rows = first(numbered(0, 6))
+    list(second.minibatches(rows))
+    second.load_state_dict(second.state_dict())
+    assert len(list(second.minibatches(rows))) == 2
+
+
+def interrupt_on_ranks(rank: int, world: int, folder: str) -> None:
+    """What a rank trains of two batches, interrupted behind each minibatch of the first."""
+    join(rank, world, folder)
+
+    def shared() -> Pipeline:
+        split = ShuffleSplit(minibatches=2, unit="sample", remainder="uneven")
+        return Pipeline({"split": split}, process_group="world", shared_ids="different", patience=30)
+
+    found: dict[str, object] = {}
+    for name, rows in {"even": (6, 6), "uneven": (7, 3), "one has none": (6, 0)}.items():
+        first, second = (numbered(2 * batch + rank, rows[rank]) for batch in (0, 1))
+        whole = trained(shared().minibatches(first))
+        for taken in range(len(whole) + 1):
+            pipeline, restored = shared(), shared()
+            stream = pipeline.minibatches(first)
+            parts = [next(stream)["rollout_id"].tolist() for _ in range(taken)]
+            restored.load_state_dict(pipeline.state_dict())
+            parts += trained(restored.minibatches(first))
+            found[f"{name}, {taken} taken"] = parts == whole
+            follows = trained(pipeline.minibatches(second)) if taken == len(whole) else None
+            found[f"{name}, {taken} taken, next"] = follows in (None, trained(restored.minibatches(second)))
+    restored.load_state_dict(pipeline.state_dict())
+    try:
+        restored.minibatches(numbered(2 + rank if rank == 0 else 9, 6))
+    except BatchError as err:
+        found["torn"] = str(err)
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.barrier()  # rank 0 has the store, by which the others hear of the end of the last batch
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_know_together_what_was_trained(tmp_path):
+    for found in results_of(interrupt_on_ranks, 2, tmp_path):
+        assert "rows of ranks [0] are those that were trained before" in found.pop("torn")
+        assert all(found.values()), [name for name, right in found.items() if not right]
