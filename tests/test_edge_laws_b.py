@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from any_rank import join, results_of
+from any_rank import collected, join, results_of
 from batches import batch_of
+from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
+from recipes import CHAINS, of
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline, load_pipeline
@@ -138,6 +140,33 @@ def test_under_keep_the_documented_loss_is_finite_and_correct_in_plain_pytorch(
         assert all(
             torch.equal(rows[key].nan_to_num(7.0), before[key].nan_to_num(7.0)) for key in (LOG_PROBS, MASK)
         ), "the rows of the caller stay as they were"
+
+
+PER_TOKEN = [
+    (name, "full") for name in ("log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy")
+]
+
+
+@pytest.mark.parametrize("kind", ["uniform", "uneven"])
+def test_under_keep_no_recipe_leaves_a_number_that_a_mask_does_not_silence(kind):
+    """Each column that a loss may read, times the loss mask, is finite: padding and masked rows included."""
+    for recipe in CHAINS:
+        batch = collected(kind, recipe)
+        mask = batch[MASK]
+        for key in PER_TOKEN:
+            batch[key] = torch.where(mask, batch[key], torch.nan)
+        words = ("pipeline.masked_log_prob=keep", "pipeline.stages.split.microbatches=3")
+        pipeline = composed(f"pipeline={recipe}", *words, "pipeline.stages.split.remainder=pad")
+        with of(recipe):
+            (minibatch,) = pipeline.minibatches(batch)
+            mask = minibatch[MASK]
+            padding = minibatch.get(("headrace", "padding"), torch.zeros(len(mask), dtype=torch.bool))
+            assert not mask[padding].any()
+            for key in [*PER_TOKEN, "importance_weight", "advantage", "loss_weight"]:
+                column = minibatch.get(key, None)
+                if column is not None:
+                    wide = column.reshape(len(column), -1)
+                    assert (wide * mask[:, :1] if wide.shape[1] == 1 else wide * mask).isfinite().all(), key
 
 
 def test_nan_is_the_default_and_keep_changes_nothing_in_the_loss():
