@@ -20,7 +20,7 @@ from headrace.transforms.weight import Mean
 from .composing import ConfigError, compose_config, explain_composition, without_stage
 from .composing.nodes import build_node, check_stage
 from .composing.recipe_names import Recipe
-from .pipeline import Pipeline
+from .pipeline import MaskedLogProb, Pipeline
 from .wording import suggest
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ def load_pipeline(
     process_group: Literal["world"] | EllipsisType | None = ...,
     shared_ids: SharedIds | EllipsisType | None = ...,
     patience: float | EllipsisType = ...,
+    masked_log_prob: MaskedLogProb | EllipsisType = ...,
     **unknown: NoReturn,
 ) -> Pipeline:
     """Compose a pipeline from a recipe, changed by keywords and Hydra overrides, as the command would.
@@ -89,6 +90,7 @@ def load_pipeline(
         process_group: of the pipeline.
         shared_ids: of the pipeline.
         patience: of the pipeline.
+        masked_log_prob: of the pipeline.
         unknown: refused, with the words that are near.
 
     Raises:
@@ -147,6 +149,9 @@ def build_pipeline(config: DictConfig) -> Pipeline:
         ConfigError: a stage without a ``_target_``, or an option that its class does not have.
     """
     try:
+        said = config.get("masked_log_prob")
+        if said != said:  # an override reads the word nan as a number
+            config.masked_log_prob = "nan"
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as err:
         raise ConfigError(

@@ -68,6 +68,18 @@ DEFAULTS: dict[str, NestedKey | None] = {
     )
 }
 
+# The roles of numbers that a token has, which a loss may read.
+OF_TOKENS = (
+    "log_prob",
+    "old_log_prob",
+    "sampler_log_prob",
+    "numerator",
+    "denominator",
+    "value",
+    "importance",
+)
+REFERENCE: tuple[NestedKey, ...] = (("ref_log_probs", "full"), ("next", "ref_log_probs", "full"))
+
 # The columns that a stage writes for later ones, and which stage.
 WRITERS: dict[NestedKey, str] = {REWARD: "FanOutCollapse", RETURN: "RewardsToGo", MINIBATCH: "ShuffleSplit"}
 

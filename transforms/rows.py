@@ -654,17 +654,24 @@ class Rows:
         self.leave(into != own, reason, "dropped")
 
     def _mask_in_loss(self, rows: Tensor) -> None:
-        """Mask (M,) bool `rows`, about to leave: False in the loss mask, NaN in log-probabilities."""
+        """Mask (M,) bool `rows`, about to leave: False in the loss mask, NaN in log-probabilities.
+
+        Where masked log-probabilities stay as they are, the loss mask alone says it.
+        """
         batch, loss_mask, log_prob = self.table.batch, self.key("loss_mask"), self.key("log_prob")
+        if self.table.finite is not None:
+            log_prob = None
         found = [
             key for key in (loss_mask, log_prob) if key is not None and column_of(batch, key) is not None
         ]
         self.table.silenced |= dict.fromkeys(found)
         if not found and bool(rows.any()):
+            lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
+            if self.table.finite is not None:
+                lacks = f"no {loss_mask!r} (loss_mask_key), which alone says so under masked_log_prob='keep'"
             raise BatchError(
-                f"{int(rows.sum())} rows are to leave the loss, but the batch has neither {loss_mask!r} "
-                f"(loss_mask_key) nor {log_prob!r} (log_prob_key): they would train all the same. It has "
-                f"{key_names(batch)}; set the keys, or drop the rows"
+                f"{int(rows.sum())} rows are to leave the loss, but the batch has {lacks}: they would train "
+                f"all the same. It has {key_names(batch)}; set the keys, or drop the rows"
             )
         if loss_mask in found:
             lengths = self.lengths

@@ -41,6 +41,17 @@ AHEAD = 16  # numbers a row, at most, that are read before somebody asks for the
 TRAINED = "trained"
 
 
+class Tokens(NamedTuple):
+    """The columns of tokens that a loss reads."""
+
+    mask: NestedKey
+    """(N, T) bool, True in the loss."""
+    log_prob: NestedKey | None
+    """(N, T) float, without which a token is out of the loss."""
+    others: Sequence[NestedKey]
+    """(N, T) float each, as far as they are there."""
+
+
 class Written(NamedTuple):
     """How a column that a stage has written goes into the batch."""
 
@@ -95,6 +106,8 @@ class Table:
         in_loss: (N,) bool.
         masks_rows: a stage has taken rows out of the loss, which the batch is to say.
         silenced: the columns of tokens in which it says so.
+        finite: the columns whose numbers stay where a token is masked, and are finite there; None: masked
+            log-probabilities are NaN.
         into: (N,) int64, the row whose tokens a row's became; itself for most. None: no rows were merged.
         counted: (N,) bool: in the statistics. None: all are.
         says_who_counts: a stage may take rows out of the statistics, so that the batch says who is in them.
@@ -119,6 +132,7 @@ class Table:
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
         self.silenced: dict[NestedKey, None] = {}
+        self.finite: Tokens | None = None
         self.looked_up: TensorDictBase | None = None  # a batch, and keys that it does not have
         self.absent: set[Any] = set()
         self.ranks: Any = None

@@ -353,6 +353,36 @@ def silence_rows(batch: TensorDictBase, key: NestedKey, silent: Tensor) -> None:
         batch.set(key, column + torch.zeros_like(wide, dtype=column.dtype).masked_fill_(wide, float("nan")))
 
 
+def fill_out_of_loss(
+    batch: TensorDictBase, mask_key: NestedKey, log_prob_key: NestedKey | None, others: Iterable[NestedKey]
+) -> None:
+    """Let columns of tokens be finite out of the loss, so that a loss may multiply them by its mask.
+
+    0 · NaN is NaN, and so is the gradient of ``torch.where`` through what it did not choose. A token without
+    a finite log-probability is out of the loss (:func:`count_in_loss`), so it leaves the mask. What is not
+    finite out of the mask becomes 0. No device read; the batch gets new tensors, the old ones are left alone.
+
+    Args:
+        batch: TensorDict ``[N]``, dense or ragged; without the mask nothing happens.
+        mask_key: (N, T) bool.
+        log_prob_key: (N, T) float; None: not looked at.
+        others: (N, T) float each; one that is not there, or has another size, stays as it is.
+    """
+    for rows in batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]:
+        mask = rows.get(mask_key, None)
+        if mask is None:
+            continue
+        keys = [key for key in dict.fromkeys((log_prob_key, *others)) if key is not None]
+        found = {key: rows.get(key, None) for key in keys}
+        if (own := found.get(log_prob_key)) is not None and own.numel() == mask.numel():
+            mask = mask & own.isfinite().view_as(mask)
+            write_entry(rows, mask_key, mask)
+        for key, column in found.items():
+            if column is not None and column.is_floating_point() and column.numel() == mask.numel():
+                out = ~(mask.view_as(column) | column.isfinite())
+                write_entry(rows, key, column.masked_fill(out, 0.0))
+
+
 def device_of(batch: TensorDictBase) -> torch.device:
     """Where a batch lies: its own word, else that of its first tensor."""
     if batch.device is not None:
