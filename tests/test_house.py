@@ -71,8 +71,8 @@ INNER = {
     "test_keywords.py": {
         "pipeline.composing",
         "pipeline.load",
-        "pipeline.composing.nodes",
         "pipeline.composing.recipe_names",
+        "transforms.options",
     },
     "test_logging.py": {"transforms.distributed.meeting"},
     "test_notebook.py": {"pipeline.notebook"},
@@ -113,6 +113,7 @@ INNER = {
         "pipeline.composing.compose",
         "pipeline.composing.nodes",
         "pipeline.tasks.perform",
+        "transforms.options",
     },
     "test_sweep.py": {"pipeline.command.sweep", "pipeline.train.job"},
     "composed.py": {"pipeline.run"},

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.installed import versions
 from headrace.pipeline.wording import printable
+from headrace.transforms.options import at_least, takes_options, within
 
 from .advice import READ, Advice, Advisory, advice_at
 from .dump import write_dump
@@ -27,6 +28,7 @@ POINTS = 500  # most steps of the curves, so that a page of a long run is as qui
 SHARE = 0.02  # of the time, at most, goes into writing the page while the run goes on
 
 
+@takes_options
 class ReportFolder:
     """Take reports step by step; write a file per step, and a page that grows with the run.
 
@@ -76,10 +78,8 @@ class ReportFolder:
         words: Sequence[str] = (),
         versus: Sequence[str] | None = None,
     ):
-        if steps < 2:
-            raise ValueError(f"steps must be ≥ 2; got {steps}")
-        if every is not None and not every >= 0:
-            raise ValueError(f"every must be seconds ≥ 0, or null for the end alone; got {every!r}")
+        at_least("steps", steps, 2)
+        within("every", every, 0)
         if dump not in (None, "parquet", "jsonl"):
             raise ValueError(f"dump must be 'parquet', 'jsonl' or null; got {dump!r}")
         folder = Path(folder)

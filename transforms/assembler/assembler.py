@@ -141,7 +141,7 @@ class GroupAssembler(
         self.on_duplicate = one_of("on_duplicate", on_duplicate, get_args(OnRepeat))
         self.timeout, self.timeout_seconds = at_least("timeout", timeout, 1), timeout_seconds
         self.min_rollouts, self.min_fraction = at_least("min_rollouts", min_rollouts, 1), min_fraction
-        self.refill, self.max_refills = refill, at_least("max_refills", max_refills, 1, required=True)
+        self.refill, self.max_refills = refill, at_least("max_refills", max_refills, 1)
         self.max_staleness = at_least("max_staleness", max_staleness, 0)
         self.max_pending_groups = at_least("max_pending_groups", max_pending_groups, 1)
         self.on_full = one_of("on_full", on_full, get_args(OnRepeat))

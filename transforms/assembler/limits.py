@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, IncompleteGroupsError, listing
+from headrace.transforms.options import above_zero
 
 from .open_groups import Change, Group
 from .stream import EVICTED, FAILED, REASONS, SURPLUS, TIMEOUT, StreamPlan
@@ -160,14 +160,12 @@ def check_limits(options: Any) -> None:
         raise ValueError(
             "on_failure='keep' or on_timeout='keep', and only they, need min_rollouts or min_fraction"
         )
-    if options.min_fraction is not None and not 0 < options.min_fraction <= 1:
-        raise ValueError(f"min_fraction must be in (0, 1]; got {options.min_fraction}")
+    above_zero("min_fraction", options.min_fraction, 1)
+    above_zero("timeout_seconds", options.timeout_seconds)
     if ("refill" in actions) != callable(options.refill):
         raise ValueError("on_failure='refill' or on_timeout='refill', and only they, need a callable refill")
     if options.on_surplus != "drop" and not callable(options.on_surplus):
         raise ValueError(f"on_surplus must be 'drop' or a callable; got {options.on_surplus!r}")
-    if options.timeout_seconds is not None and not 0 < options.timeout_seconds < math.inf:
-        raise ValueError(f"timeout_seconds must be finite and > 0; got {options.timeout_seconds}")
     if options.on_full != "drop" and options.max_pending_groups is None:
         raise ValueError(f"on_full={options.on_full!r} needs max_pending_groups")
     if options.on_timeout != "drop" and options.timeout is None and options.timeout_seconds is None:
