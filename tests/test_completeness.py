@@ -169,7 +169,7 @@ def test_wrong_data_raise_with_the_offenders(make_batch, columns, message):
         ({"on_incomplete": "keep", "min_rollouts": 0}, "min_rollouts must be an integer ≥ 1"),
         ({"on_incomplete": "keep", "min_fraction": 1.5}, r"min_fraction must be in \(0, 1\]"),
         ({"group_size": 0}, "group_size must be an integer ≥ 1; got 0"),
-        ({"group_size": "8"}, "group_size must be an integer ≥ 1; got '8'"),
+        ({"group_size": "8"}, "group_size must be an integer or None; got '8'"),
     ],
 )
 def test_options_that_contradict_raise(options, message):

@@ -230,7 +230,7 @@ def test_a_row_out_of_the_loss_is_in_no_weight_and_no_number():
         ({"low": 3.0}, "low must be ≤ high; got 3.0 and 2.0"),
         ({"low": -1.0}, "low ≥ 0 and high > 0"),
         ({"high": 0.0}, "low ≥ 0 and high > 0"),
-        ({"high": math.nan}, "low ≥ 0 and high > 0"),
+        ({"high": math.nan}, "high must be a finite number or None; got nan"),
         ({"least_ess": 2.0}, r"least_ess must be in \[0, 1\]"),
     ],
 )

@@ -260,7 +260,7 @@ def test_what_says_nothing_of_what_trains_is_refused():
     with pytest.raises(MissingKeyError, match=r"\('tokens', 'full'\) \(tokens_key\)"):
         DenseRows(pad_id=PAD)(ragged(ROWS).exclude(FULL))
     for pad_id in (-1, None, 1.5):
-        with pytest.raises(ValueError, match="pad_id must be an integer ≥ 0"):
+        with pytest.raises(ValueError, match="pad_id must be an integer"):
             DenseRows(pad_id=pad_id)
 
 

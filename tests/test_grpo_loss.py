@@ -101,7 +101,7 @@ def test_the_gradient_of_a_step_is_clipped(scene):
 def test_options_of_optimise_that_make_no_sense_raise(scene):
     policy, batch = scene
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    with pytest.raises(ValueError, match="max_grad_norm must be > 0"):
+    with pytest.raises(ValueError, match="max_grad_norm must be finite and > 0"):
         optimise([batch], None, optimizer, max_grad_norm=-1.0)
     with pytest.raises(ValueError, match="transform must be one of 'pack', 'tree'; got 'trees'"):
         optimise([batch], None, optimizer, transform="trees")

@@ -72,8 +72,8 @@ INNER = {
     "test_keywords.py": {
         "pipeline.composing",
         "pipeline.load",
-        "pipeline.composing.nodes",
         "pipeline.composing.recipe_names",
+        "transforms.options",
     },
     "test_logging.py": {"transforms.distributed.meeting"},
     "test_notebook.py": {"pipeline.notebook"},
@@ -110,6 +110,7 @@ INNER = {
         "pipeline.composing.compose",
         "pipeline.composing.nodes",
         "pipeline.tasks.perform",
+        "transforms.options",
     },
     "test_sweep.py": {"pipeline.command.sweep"},
     "composed.py": {"pipeline.run"},

@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline import ConfigError, load_pipeline
 from headrace.pipeline.composing import compose_config, recipes
-from headrace.pipeline.composing.nodes import annotations_of
 from headrace.pipeline.composing.recipe_names import Recipe
 from headrace.pipeline.load import KEYWORDS, settings_of
+from headrace.transforms.options import annotations_of
 
 pytestmark = pytest.mark.slow
 

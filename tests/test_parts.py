@@ -220,7 +220,7 @@ def test_criteria_of_groups_stand_behind_the_collapse():
         with pytest.raises(BatchError, match="needs a group_id ≥ 0; found -1 at row 1"):
             stage(FanOutCollapse(group_key=None)(batch_of([1.0, 2], [0, -1])))
     for wrong in (0, True, None):
-        with pytest.raises(ValueError, match="k must be an integer ≥ 1"):
+        with pytest.raises(ValueError, match="k must be an integer"):
             BestOf(k=wrong)
 
 

@@ -281,7 +281,7 @@ def test_a_reward_shaped_before_each_is_compared_is_refused(make_batch):
 def test_weights_are_as_many_as_rewards_and_finite(make_batch):
     with pytest.raises(ValueError, match="needs a weight; got 1 for 2 columns"):
         FanOutCollapse(columns=2, weights=[1.0])
-    with pytest.raises(ValueError, match="weights must be finite"):
+    with pytest.raises(ValueError, match=r"weights must be a list \(each a finite number"):
         FanOutCollapse(columns=2, weights=[1.0, NAN])
     with pytest.raises(ValueError, match="needs a weight; got 1 for 2 columns"):
         pair(None, weights=[1.0])(table(make_batch, [[1.0, 4.0], [3.0, 0.0]]))

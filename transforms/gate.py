@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from .columns import ColumnNames
 from .ends import Ends, finished, require_ends
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
-from .options import at_least, one_of
+from .options import above_zero, at_least, one_of, takes_options
 from .required import require_identity
 from .rows import Rows, few
 from .schema import COUNTED, EXPECTED_SEGMENTS, FINISHED, Status, key_names
@@ -105,6 +105,7 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
     return Presence(lost, present, have, expected)
 
 
+@takes_options
 def incomplete_groups(
     group_id: Tensor | Sequence[int],
     rollout_id: Tensor | Sequence[int],
@@ -337,9 +338,7 @@ class CompletenessGate(
         if (on_incomplete == "keep") != given:
             raise ValueError("on_incomplete='keep', and only that, needs min_rollouts or min_fraction")
         at_least("min_rollouts", min_rollouts, 1)
-        if min_fraction is not None and not 0 < min_fraction <= 1:
-            raise ValueError(f"min_fraction must be in (0, 1]; got {min_fraction}")
-        self.min_rollouts, self.min_fraction = min_rollouts, min_fraction
+        self.min_rollouts, self.min_fraction = min_rollouts, above_zero("min_fraction", min_fraction, 1)
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from .columns import ColumnNames
 from .errors import who_stamps
 from .ids import Ids
-from .options import one_of, within
+from .options import INF, LowerBound, UpperBound, at_least, one_of, takes_options, within
 from .rows import Rows
 from .schema import REWARD
 from .stage import BatchTransform
@@ -22,6 +22,7 @@ from .stage import BatchTransform
 Form = Literal["bonus", "rescale"]
 
 
+@takes_options
 def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tensor:
     """The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
 
@@ -47,6 +48,7 @@ def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tenso
     return -(over.clamp(0, cache) / cache)
 
 
+@takes_options
 def length_penalty(length: Tensor, *, coefficient: float, free: int = 0) -> Tensor:
     """A penalty that grows linearly: ``−c · max(L − free, 0)``.
 
@@ -66,6 +68,7 @@ def length_penalty(length: Tensor, *, coefficient: float, free: int = 0) -> Tens
     return -coefficient * over.clamp_min(0)
 
 
+@takes_options
 def relative_length(
     reward: Tensor,
     length: Tensor,
@@ -160,8 +163,8 @@ class RewardScale(RewardShaping):
     Args:
         scale: factor.
         bias: added after scaling.
-        low: least result.
-        high: greatest result.
+        low: least result; −∞: open.
+        high: greatest result; ∞: open.
 
     Raises:
         MissingKeyError: FanOutCollapse is not before it.
@@ -178,8 +181,8 @@ class RewardScale(RewardShaping):
         *,
         scale: float = 1.0,
         bias: float = 0.0,
-        low: float = float("-inf"),
-        high: float = float("inf"),
+        low: LowerBound = -INF,
+        high: UpperBound = INF,
     ):
         super().__init__()
         if not low <= high:
@@ -287,9 +290,7 @@ class LengthPenalty(LengthShaping, columns=("loss_mask", "rollout")):
         **names: Unpack[ColumnNames],
     ):
         super().__init__(names)
-        if coefficient < 0 or free < 0:
-            raise ValueError(f"coefficient and free must be ≥ 0; got {coefficient} and {free}")
-        self.coefficient, self.free = coefficient, free
+        self.coefficient, self.free = within("coefficient", coefficient, 0), at_least("free", free, 0)
 
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:
         """(M,)."""
@@ -330,10 +331,10 @@ class RelativeLength(LengthShaping, columns=("loss_mask", "group", "rollout")):
     ):
         super().__init__(names)
         self.form = one_of("form", form, get_args(Form))
-        self.coefficient = within("coefficient", coefficient, 0, float("inf"))
+        self.coefficient = within("coefficient", coefficient, 0)
         if success is not None and form != "bonus":
             raise ValueError(f"success is for form='bonus'; got {success} for {form!r}")
-        self.success = None if success is None else within("success", success, float("-inf"), float("inf"))
+        self.success = success
 
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:
         """(M,)."""

@@ -14,7 +14,7 @@ from .columns import ColumnNames
 from .distributed import SharedIds, check_one_way
 from .errors import BatchError, MissingKeyError
 from .ids import Ids
-from .options import as_dtype, at_least, one_of
+from .options import as_dtype, at_least, one_of, takes_options
 from .rows import Rows
 from .schema import FLOAT, FOLDED_WEIGHT, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT, has_key, key_names
 from .stage import BatchTransform
@@ -41,6 +41,7 @@ class Weighed(NamedTuple):
     """float64: what weight × tokens adds up to over the step; 1, but for a mean with a constant length."""
 
 
+@takes_options
 def loss_weight(
     tokens: Tensor,
     unit: Mean = "token",

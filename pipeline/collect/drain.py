@@ -13,11 +13,12 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer, RoundRobinWriter
 
 from headrace.transforms import BatchError, StalledError
-from headrace.transforms.options import above_zero
+from headrace.transforms.options import above_zero, takes_options
 
 COUNTER = 2**32  # a buffer counts its writes in 32 bits
 
 
+@takes_options
 def drained(buffer: ReplayBuffer, *, wait: float = 0.05, patience: float = 60.0) -> Drained:
     """Iterate over what is written into a replay buffer, whoever writes: each row comes out once.
 

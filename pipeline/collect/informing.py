@@ -22,7 +22,7 @@ from headrace.transforms.assembler.stream import Intervals
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.errors import listing
 from headrace.transforms.ids import as_ids
-from headrace.transforms.options import at_least, nested_key, one_of
+from headrace.transforms.options import at_least, nested_key, one_of, takes_options
 from headrace.transforms.schema import IN_LOSS, ROW, has_key, read_column
 from headrace.transforms.tensordicts import device_of, shallow_copy
 
@@ -33,6 +33,7 @@ READER = "informative()"
 Stages = Sequence[Callable[[TensorDictBase], TensorDictBase]]
 
 
+@takes_options
 def informative(
     source: Iterable[TensorDictBase],
     *,
@@ -76,8 +77,8 @@ def informative(
     if stages is None:
         varied = SampleFilter(criterion=RewardsVary(), action="drop")
         stages = [CompletenessGate(), FanOutCollapse(), varied]
-    at_least("groups", groups, 1, required=True)
-    at_least("max_batches", max_batches, 1, required=True)
+    at_least("groups", groups, 1)
+    at_least("max_batches", max_batches, 1)
     one_of("on_short", on_short, get_args(OnShort))
     return Informative(source, stages, nested_key(group_key), groups, max_batches, on_short)
 

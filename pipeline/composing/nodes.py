@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict.utils import NestedKey
 
 from headrace.pipeline.wording import suggest
+from headrace.transforms.options import annotations_of, is_numeric, number_in_words, wanted_number
 
 from .compose import ConfigError
 
@@ -133,26 +133,9 @@ def check_stage(where: str, name: str, node: Any, siblings: Sequence[str]) -> No
 # -- values against annotations: the signature is the schema, and constructors check ranges ----------------
 
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
-WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a word", type(None): "null"}
+WORDS = {bool: "true or false", str: "a word", type(None): "null"}
 OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # their classes cannot be written down as a value
 NAMED = ("device", "dtype")  # but these can, as a word
-
-
-def annotations_of(thing: Callable[..., Any]) -> dict[str, Any]:
-    """The types of the parameters of a class or function by name; those that cannot be resolved are Any."""
-    function = thing.__init__ if inspect.isclass(thing) else thing
-    module = sys.modules.get(getattr(function, "__module__", ""), types.SimpleNamespace())
-    names = {"NestedKey": NestedKey, **vars(module)}  # of columns, which signatures spell out
-    found = {}
-    for name, parameter in inspect.signature(thing).parameters.items():
-        annotation = parameter.annotation
-        if annotation is parameter.empty:
-            continue
-        try:
-            found[name] = eval(annotation, dict(names)) if isinstance(annotation, str) else annotation
-        except Exception:  # a name that is imported for type checkers alone
-            found[name] = Any
-    return found
 
 
 def misfit(value: Any, hint: Any) -> str | None:
@@ -183,8 +166,8 @@ def fits(value: Any, hint: Any) -> bool:
         )
     if hint in (bool, str, type(None), None):
         return isinstance(value, type(None) if hint is None else hint)
-    if hint in (int, float):
-        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    if is_numeric(hint):
+        return wanted_number(value, hint) is None
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, each) for each in inner)
@@ -212,6 +195,8 @@ def described(hint: Any) -> str:
     """
     if hint is NestedKey:
         return "a column, as a name or a list of names"
+    if is_numeric(hint):
+        return number_in_words(hint)
     if hint in WORDS:
         return WORDS[hint]
     origin, inner = get_origin(hint), get_args(hint)

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.installed import versions
 from headrace.pipeline.wording import printable
-from headrace.transforms.options import at_least, one_of
+from headrace.transforms.options import at_least, one_of, takes_options, within
 
 from .advice import Advice, Advisory, advice_at, numbers_read
 from .dump import write_dump
@@ -28,6 +28,7 @@ POINTS = 500  # most steps of the curves, so that a page of a long run is as qui
 SHARE = 0.02  # of the time, at most, goes into writing the page while the run goes on
 
 
+@takes_options
 class ReportFolder:
     """Take reports step by step; write a file per step, and a page that grows with the run.
 
@@ -77,8 +78,8 @@ class ReportFolder:
         words: Sequence[str] = (),
         versus: Sequence[str] | None = None,
     ):
-        if every is not None and not every >= 0:
-            raise ValueError(f"every must be seconds ≥ 0, or null for the end alone; got {every!r}")
+        at_least("steps", steps, 2)
+        within("every", every, 0)
         one_of("dump", dump, (None, "parquet", "jsonl"))
         folder = Path(folder)
         if dump is not None and (old := sorted((folder / "rollouts").glob("step_*"))):

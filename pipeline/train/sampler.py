@@ -12,10 +12,11 @@ from tensordict import TensorDict
 from torch.utils.data import Sampler
 
 from headrace.pipeline.collect.stamping import stamp_ids
-from headrace.transforms.options import describe_options, one_of
+from headrace.transforms.options import describe_options, one_of, takes_options
 from headrace.transforms.split.shuffle import stream_seed
 
 
+@takes_options
 class RepeatSampler(Sampler[int]):
     """Yield prompt indices, each `group_size` times in a row.
 

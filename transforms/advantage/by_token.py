@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal, get_args
@@ -14,7 +13,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.options import nested_key, one_of, within
+from headrace.transforms.options import nested_key, one_of, takes_options
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import REWARD, has_key
 from headrace.transforms.stage import BatchTransform
@@ -34,6 +33,7 @@ from .token_terms import TokenTerm
 How = Literal["add", "multiply"]
 
 
+@takes_options
 def token_advantage(
     advantage: Tensor, term: Tensor, trains: Tensor, *, factor: float = 1.0, how: How = "add"
 ) -> Tensor:
@@ -121,7 +121,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         super().__init__(reads, [self.advantage_key])
         self.final_keys = tuple(key for key in self._term_keys if key != self.advantage_key)
         self.term, self.how = term, one_of("how", how, get_args(How))
-        self.factor = factor if callable(factor) else within("factor", factor, -math.inf, math.inf)
+        self.factor = factor
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import one_of, within
+from headrace.transforms.options import one_of, takes_options, within
 from headrace.transforms.places import places_on_arrival
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
@@ -32,6 +32,7 @@ TurnRewards = Literal["none", "turn", "token"]
 Outcomes = Literal["last", "none"]
 
 
+@takes_options
 def turn_advantage(
     reward: Tensor,
     has_turn: Tensor,

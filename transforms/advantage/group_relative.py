@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.options import as_dtype, at_least, one_of
+from headrace.transforms.options import as_dtype, at_least, one_of, takes_options
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
 from headrace.transforms.rows import Rows
@@ -37,6 +37,7 @@ Several = Literal["sum", "decoupled"]
 WithoutIds = Literal["raise", "chunks", "rigid_or_global"]
 
 
+@takes_options
 def group_relative_advantage(
     reward: Tensor | Sequence[float],
     group_id: Tensor | Sequence[int],

@@ -143,7 +143,7 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         built_on = (REWARD, COUNTED, self.baseline_key, self.rollout_key)
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
         self.final_keys = tuple(self.in_keys[1:])
-        self.decay, self.start = within("decay", decay, 0, 1), within("start", start, -1e300, 1e300)
+        self.decay, self.start = within("decay", decay, 0, 1), start
         if self.rollout_key is None:
             raise ValueError(
                 "a batch that comes again is known by its rollouts, and row numbers are the same in every "
@@ -151,7 +151,7 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
             )
         if start_weight is None and decay == 1:
             raise ValueError("decay=1 forgets nothing, and a start is never outweighed: give start_weight")
-        self.start_weight = None if start_weight is None else above_zero("start_weight", start_weight)
+        self.start_weight = above_zero("start_weight", start_weight)
         weight = 1 / (1 - decay) if start_weight is None else start_weight
         self._formula = {"decay": decay, "start": start, "start_weight": weight}
         nothing = Tracked(torch.zeros(0, dtype=torch.int64), *torch.zeros(2, 0, dtype=torch.float64))

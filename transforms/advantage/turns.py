@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ends import require_unseen_ends
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import within
+from headrace.transforms.options import takes_options, within
 from headrace.transforms.places import places_on_arrival
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import RETURN, SEGMENTS
@@ -37,6 +37,7 @@ def turns_to_go(rollout_id: Tensor, turn: Tensor | None = None) -> Tensor:
     return (rollouts.spread(rollouts.count) - 1 - place).to(rollout_id.device)
 
 
+@takes_options
 def rewards_to_go(
     reward: Tensor, rollout_id: Tensor, turn: Tensor | None = None, *, discount: float = 1.0
 ) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames, TakesColumns
 from headrace.transforms.entry import enter_rows, labels_in_errors
-from headrace.transforms.options import above_zero, at_least, describe_options, nested_key, one_of
+from headrace.transforms.options import at_least, describe_options, nested_key, one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import DISPATCHED
 
@@ -142,10 +141,7 @@ class GroupAssembler(
         self.on_duplicate = one_of("on_duplicate", on_duplicate, get_args(OnRepeat))
         self.timeout, self.timeout_seconds = at_least("timeout", timeout, 1), timeout_seconds
         self.min_rollouts, self.min_fraction = at_least("min_rollouts", min_rollouts, 1), min_fraction
-        for option, most in (("timeout_seconds", math.inf), ("min_fraction", 1)):
-            if (value := getattr(self, option)) is not None:
-                above_zero(option, value, most)
-        self.refill, self.max_refills = refill, at_least("max_refills", max_refills, 1, required=True)
+        self.refill, self.max_refills = refill, at_least("max_refills", max_refills, 1)
         self.max_staleness = at_least("max_staleness", max_staleness, 0)
         self.max_pending_groups = at_least("max_pending_groups", max_pending_groups, 1)
         self.on_full = one_of("on_full", on_full, get_args(OnRepeat))

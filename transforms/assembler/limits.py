@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, IncompleteGroupsError, listing
+from headrace.transforms.options import above_zero
 
 from .open_groups import Group
 from .stream import EVICTED, FAILED, REASONS, SURPLUS, TIMEOUT, StreamPlan
@@ -158,6 +159,8 @@ def check_limits(options: Any) -> None:
         raise ValueError(
             "on_failure='keep' or on_timeout='keep', and only they, need min_rollouts or min_fraction"
         )
+    above_zero("min_fraction", options.min_fraction, 1)
+    above_zero("timeout_seconds", options.timeout_seconds)
     if ("refill" in actions) != callable(options.refill):
         raise ValueError("on_failure='refill' or on_timeout='refill', and only they, need a callable refill")
     if options.on_surplus != "drop" and not callable(options.on_surplus):

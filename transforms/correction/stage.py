@@ -92,7 +92,7 @@ class RolloutCorrection(
         self.weighed_keys, self.final_keys = (self.advantage_key,), (self.importance_key,)
         self.level, self.bound, self.low, self.high = level, bound, low, high
         self.normalise, self.unit = normalise, unit
-        self.least_ess = None if least_ess is None else within("least_ess", least_ess, 0, 1)
+        self.least_ess = within("least_ess", least_ess, 0, 1)
 
     @property
     def corrects(self) -> tuple[NestedKey, NestedKey]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.transforms.distributed import check_one_way
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import at_least, one_of, within
+from headrace.transforms.options import at_least, one_of, takes_options, within
 
 from .bins import balance_evenly, balance_within, bins_within
 from .shuffle import Cut, Remainder, check_split, cut_order, stream_seed
@@ -61,7 +61,7 @@ class CutOptions:
         for name, value in {"ranks": self.ranks, **given, "multiple_of": self.multiple_of}.items():
             at_least(name, value, 1)
         one_of("balance", self.balance, get_args(Balance))
-        within("linear", self.linear, 0, float("inf"))
+        within("linear", self.linear, 0)
         at_least("rank", self.rank, 0)
         if self.rank is not None and self.rank >= self.ranks:
             raise ValueError(f"rank must be below ranks; got rank={self.rank} and ranks={self.ranks}")
@@ -97,6 +97,7 @@ class CutOptions:
 # -- one optimiser step ---------------------------------------------------------------------------------
 
 
+@takes_options
 def deal(
     lengths: Tensor,
     *,
