@@ -91,7 +91,7 @@ class ReportFolder:
         self.every, self.config, self.words, self.versus = every, config, words, versus
         self._began, self._due, self._closed = now(), 0.0, False
         # By place among all that were taken.
-        self._kept: Thinned[tuple[int, StepReport]] = Thinned(at_least("steps", steps, 2, required=True))
+        self._kept: Thinned[tuple[int, StepReport]] = Thinned(at_least("steps", steps, 2))
         self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
         self._read: list[tuple[int, Mapping[str, float]]] = []  # what rules read of all steps
         self._advice: dict[int, Advice] = {}  # of those that the page shows, by place

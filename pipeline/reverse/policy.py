@@ -57,7 +57,7 @@ class DigitPolicy(TensorDictModuleBase):
     def __init__(self, *, width: int = 64, heads: int = 4, layers: int = 2, device: str | None = None):
         super().__init__()
         for option, count in (("width", width), ("heads", heads), ("layers", layers)):
-            at_least(option, count, 1, required=True)
+            at_least(option, count, 1)
         if width % heads:
             raise ValueError(f"width must be a multiple of heads; got {width} and {heads}")
         self.in_keys = [("tokens", "prompt")]
