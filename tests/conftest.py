@@ -105,7 +105,8 @@ def cluster() -> Iterator[None]:
     examples = str(tests.parent / "examples")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(examples)
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(tests), examples]))
+        there = [str(tests), examples, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, there)))
         # More CPUs than there are: actors count those that they might take.
         ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
         yield
