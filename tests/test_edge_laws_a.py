@@ -142,7 +142,7 @@ def test_what_goes_by_places_refuses_rows_that_lack_some(kind):
     merging["rollout_id"] = torch.tensor([4, 4, 5, 7, 8])
     merging[WORDS] = torch.tensor([[1, 2, 0], [1, 2, 3], [4, 5, 6], [7, 8, 0], [9, 1, 2]])
     merging[REAL] = merging[WORDS] > 0
-    merging[MASK] = torch.zeros(5, 3, dtype=torch.bool)
+    merging[MASK] = torch.arange(1, 4) == merging[REAL].sum(1, keepdim=True)  # the last real token
     merging["advantage"], merging["next", "reward"] = torch.ones(5, 1, 1), torch.zeros(5)
     with pytest.raises(BatchError, match="rollout 4, of which rows were merged"):
         stage(MergeTurns()(merging))
