@@ -179,7 +179,7 @@ ONLY_WITH = {
 }
 
 # Options that may have no effect, and are accepted there: a recipe or an interpolation gives them, and the
-# word that takes their effect away must still compose; or it follows from a number, such as that of processes.
+# word that takes their effect away must still compose; or it follows from a number, say that of processes.
 ACCEPTED = {
     GroupRelativeAdvantage: {"ddof", "eps", "eps_mode", "singleton"},
     RolloutCorrection: {"low", "high"},  # without a bound they count who is out of bounds

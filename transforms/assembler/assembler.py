@@ -75,8 +75,8 @@ class GroupAssembler(
         max_refills: for `refill`, how often it is called for a group, which is dropped after that.
         max_staleness: policy versions for which a row may be older than `version` when it is handed out.
             None: any number.
-        on_stale: for `max_staleness`, where a row of a group is older: ``drop`` the group, or ``mask`` the row, which leaves the
-            loss and stays in the statistics, as under :class:`SampleFilter`.
+        on_stale: for `max_staleness`, where a row of a group is older: ``drop`` the group, or ``mask`` the
+            row, which leaves the loss and stays in the statistics, as under :class:`SampleFilter`.
         on_late: where a rollout of a closed group comes: ``drop`` it, or ``raise``.
         on_duplicate: where a rollout ends twice, also after its group was closed, or a segment comes twice:
             ``raise``, or ``drop`` it, and the first stays.

@@ -121,7 +121,7 @@ class ShuffleSplit(
         multiple_of: the number of micro-batches per rank is a multiple of it, ≥ 1.
         oversized: a row longer than `max_tokens` goes ``alone``, counted as ``oversized``; or ``raise``.
         balance: ``none``, ``tokens``, or ``attention`` (tokens² + `linear` · tokens) is levelled over them.
-        linear: 6 × the model's hidden size, say.
+        linear: for ``attention``, 6 × the model's hidden size, say.
         tree: the rows of a ``rollout`` or ``group`` that begin alike, to be packed as one; ``none``.
         ranks: that share the batch, each holding the whole of it, ≥ 1.
         rank: which of them this is, to get its part alone; None: all, one after the other.
