@@ -12,8 +12,40 @@ import torch
 
 import headrace.pipeline
 import headrace.transforms
-from headrace.pipeline import ConfigError, load_pipeline
-from headrace.transforms import BatchTransform, RewardScale, TokenAdvantage
+from headrace.pipeline import ConfigError, Pipeline, load_pipeline
+from headrace.transforms import (
+    BatchTransform,
+    BatchWhitening,
+    CombineIds,
+    CompletenessGate,
+    DenseRows,
+    DifficultyWeight,
+    FanOutCollapse,
+    GroupAssembler,
+    GroupRelativeAdvantage,
+    LengthPenalty,
+    LossWeight,
+    MergeTurns,
+    OverlongPunishment,
+    RelativeLength,
+    RewardScale,
+    RewardsToGo,
+    RolloutCorrection,
+    RunningBaseline,
+    SampleFilter,
+    ScoreRows,
+    ShuffleSplit,
+    SignFactors,
+    StateAdvantage,
+    TokenAdvantage,
+    TokenFilter,
+    TreeAdvantage,
+    TurnAdvantage,
+    TurnDiscount,
+    deal,
+    importance_weight,
+    relative_length,
+)
 
 # What functions return, and nobody writes down; and load_pipeline, whose words go to the stages.
 RESULTS = {"Run", "StepReport", "load_pipeline"}
@@ -111,3 +143,154 @@ def test_what_may_also_be_a_callable_is_a_number_or_that():
     assert TokenAdvantage(term=lambda batch, trains: trains, factor=lambda: 2.0).factor() == 2.0
     with pytest.raises(ValueError, match="factor must be a finite number or a callable; got nan"):
         TokenAdvantage(term=lambda batch, trains: trains, factor=math.nan)
+
+
+# Options that have an effect in some combinations alone: a value, with what it has none, and with what it has
+# one. Each is accepted at its default, whatever else is set.
+ONLY_WITH = {
+    (ShuffleSplit, "oversized"): ("raise", {}, {"max_tokens": 8}),
+    (ShuffleSplit, "linear"): (512.0, {"balance": "tokens"}, {"balance": "attention"}),
+    (RolloutCorrection, "bound"): ("zero", {"high": None}, {"high": None, "low": 0.5}),
+    (GroupRelativeAdvantage, "group_size"): (4, {}, {"without_ids": "chunks"}),
+    (GroupRelativeAdvantage, "groups_per_batch"): (
+        2,
+        {"without_ids": "chunks", "group_size": 4},
+        {"without_ids": "rigid_or_global", "group_size": 4},
+    ),
+    (GroupRelativeAdvantage, "k"): (2, {}, {"baseline": "best_of_k"}),
+    (GroupRelativeAdvantage, "temperature"): (2.0, {}, {"baseline": "log_mean_exp"}),
+    (StateAdvantage, "ddof"): (0, {}, {"scale": "group"}),
+    (StateAdvantage, "eps"): (1e-4, {}, {"scale": "group"}),
+    (StateAdvantage, "eps_mode"): ("clamp", {}, {"scale": "group"}),
+    (LossWeight, "length"): (8, {}, {"unit": "constant"}),
+    (LossWeight, "shared_ids"): ("same", {}, {"process_group": "world"}),
+    (RelativeLength, "success"): (0.5, {"form": "rescale"}, {"form": "bonus"}),
+    (CompletenessGate, "min_rollouts"): (2, {}, {"on_incomplete": "keep"}),
+    (CompletenessGate, "min_fraction"): (0.5, {}, {"on_incomplete": "keep"}),
+    (TurnAdvantage, "turn_rewards"): ("turn", {"turn_index_key": None}, {}),
+    (TurnAdvantage, "outcome"): ("none", {"turn_index_key": None}, {"turn_rewards": "turn"}),
+    (GroupAssembler, "min_rollouts"): (2, {}, {"on_failure": "keep"}),
+    (GroupAssembler, "min_fraction"): (0.5, {}, {"on_timeout": "keep", "timeout": 9}),
+    (GroupAssembler, "refill"): (print, {}, {"on_failure": "refill"}),
+    (GroupAssembler, "max_refills"): (3, {}, {"on_failure": "refill", "refill": print}),
+    (GroupAssembler, "on_stale"): ("mask", {}, {"max_staleness": 1}),
+    (GroupAssembler, "on_full"): ("raise", {}, {"max_pending_groups": 8}),
+    (GroupAssembler, "on_timeout"): ("raise", {}, {"timeout": 9}),
+}
+
+# Options that may have no effect, and are accepted there: a recipe or an interpolation gives them, and the
+# word that takes their effect away must still compose; or it follows from a number, say that of processes.
+ACCEPTED = {
+    GroupRelativeAdvantage: {"ddof", "eps", "eps_mode", "singleton"},
+    RolloutCorrection: {"low", "high"},  # without a bound they count who is out of bounds
+    TurnAdvantage: {"missing"},
+    ShuffleSplit: {"seed", "rank", "remainder", "balance", "tree"},
+    LossWeight: {"gradients"},
+}
+
+# All others of the stages: they have an effect in every combination.
+ALWAYS = {
+    BatchWhitening: {"per", "ddof", "eps", "eps_mode"},
+    CombineIds: {"keys", "into"},
+    CompletenessGate: {"group_size", "expected_groups", "on_incomplete"},
+    DenseRows: {"pad_id", "width"},
+    DifficultyWeight: {"strength"},
+    FanOutCollapse: {"reward", "columns", "weights", "missing"},
+    GroupAssembler: {
+        *("groups", "group_size", "on_failure", "timeout", "timeout_seconds", "max_staleness", "on_late"),
+        *("on_duplicate", "on_surplus", "max_pending_groups", "max_idle"),
+    },
+    GroupRelativeAdvantage: {
+        *(
+            "baseline",
+            "scale",
+            "clip",
+            "shift",
+            "dtype",
+            "several",
+            "weights",
+            "missing",
+            "without_ids",
+            "ndim",
+        ),
+    },
+    LengthPenalty: {"coefficient", "free"},
+    LossWeight: {"unit", "fold", "ranks", "process_group", "dtype"},
+    MergeTurns: {"token_keys", "last_keys"},
+    OverlongPunishment: {"max_length", "cache", "weight"},
+    RelativeLength: {"form", "coefficient"},
+    RewardScale: {"scale", "bias", "low", "high"},
+    RewardsToGo: {"discount"},
+    RolloutCorrection: {"level", "normalise", "unit", "least_ess"},
+    RunningBaseline: {"decay", "start", "start_weight"},
+    SampleFilter: {"criterion", "unit", "action", "on_batch"},
+    ScoreRows: {"actor", "max_rows", "max_tokens"},
+    ShuffleSplit: {
+        *("minibatches", "minibatch_size", "unit", "microbatches", "microbatch_size", "max_tokens"),
+        *("multiple_of", "ranks", "process_group", "shuffle"),
+    },
+    SignFactors: {"positive", "negative"},
+    StateAdvantage: {"weight", "baseline", "alone", "scale"},
+    TokenAdvantage: {"term", "factor", "how"},
+    TokenFilter: {"criterion", "denominator"},
+    TreeAdvantage: {"baseline", "alone", "forks", "missing"},
+    TurnAdvantage: {"discount", "baseline", "alone"},
+    TurnDiscount: {"discount"},
+}
+NEEDED = {ShuffleSplit: {"minibatches": 1}}
+
+
+def stages():
+    found = [getattr(headrace.transforms, name) for name in headrace.transforms.__all__]
+    kinds = [each for each in found if inspect.isclass(each) and issubclass(each, BatchTransform)]
+    return [each for each in kinds if each is not BatchTransform] + [GroupAssembler]
+
+
+@pytest.mark.parametrize("stage", stages())
+def test_of_every_option_it_is_said_with_what_it_has_an_effect(stage):
+    options = {name for name in inspect.signature(stage).parameters if not name.endswith("_key")}
+    only = {option for owner, option in ONLY_WITH if owner is stage}
+    always, accepted = ALWAYS.get(stage, set()), ACCEPTED.get(stage, set())
+    assert options == only | always | accepted
+    assert len(options) == len(only) + len(always) + len(accepted)
+
+
+@pytest.mark.parametrize(("stage", "option"), list(ONLY_WITH))
+def test_an_option_without_effect_is_refused_and_its_default_is_not(stage, option):
+    value, without, beside = ONLY_WITH[stage, option]
+    needed = NEEDED.get(stage, {})
+    with pytest.raises(ValueError, match=rf"\b{option}\b"):
+        stage(**needed, **without, **{option: value})
+    assert getattr(stage(**needed, **beside, **{option: value}), option) == value
+    default = inspect.signature(stage).parameters[option].default
+    assert getattr(stage(**needed, **without, **{option: default}), option) == default
+
+
+def test_functions_refuse_what_their_stages_do():
+    one = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="bound must be left out without low or high"):
+        importance_weight(one, one, one == 0, bound="zero", high=None)
+    with pytest.raises(ValueError, match="linear must be left out without balance='attention'"):
+        deal(torch.ones(1, dtype=torch.int64), linear=8.0)
+    with pytest.raises(ValueError, match="success must be left out without form='bonus'"):
+        relative_length(one[0], one[0].long(), one[0].long(), form="rescale", success=1.0)
+    with pytest.raises(ValueError, match="shared_ids must be left out without process_group"):
+        Pipeline({}, shared_ids="same")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("as/trl", "pipeline.stages.advantage.scale=none"),
+        ("as/open_instruct", "pipeline.stages.advantage.scale=none"),
+        ("mc_grpo", "pipeline.stages.advantage.scale=none"),
+        ("icepop", "pipeline.stages.correction.bound=none"),
+        ("mlperf", "pipeline.stages.correction.bound=truncate"),
+        ("tis", "pipeline.stages.correction.high=null"),
+        ("gigpo", "pipeline.stages.states.scale=group"),
+        ("grpo", "pipeline.stages.split.shuffle=false"),
+        ("length_bonus", "pipeline.stages.relative_length.form=rescale"),
+    ],
+)
+def test_one_word_that_takes_an_effect_away_still_composes(words):
+    assert load_pipeline(*words).stages

@@ -196,6 +196,25 @@ def above_zero(option: str, value: Any, high: float = INF) -> Any:
     return value
 
 
+def has_effect(owner: Callable[..., Any], option: str, value: Any, there: bool, needed: str) -> None:
+    """Check that an option is at its default where it has no effect.
+
+    Args:
+        owner: the class or function that has it, whose signature says its default.
+        option: its name.
+        value: as given.
+        there: whether it has an effect in this combination.
+        needed: with what it has one, as it is written.
+
+    Raises:
+        ValueError: it is at another value, and has none.
+    """
+    if not there and value != inspect.signature(owner).parameters[option].default:
+        raise ValueError(
+            f"{option} must be left out without {needed}, since it has no effect; got {option}={value!r}"
+        )
+
+
 def nested_key(key: Any) -> Any:
     """A key from YAML by TorchRL's convention: ``[next, reward]`` is ``("next", "reward")``."""
     if key is None or isinstance(key, str):

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from .columns import ColumnNames
 from .errors import who_stamps
 from .ids import Ids
-from .options import INF, LowerBound, UpperBound, at_least, one_of, takes_options, within
+from .options import INF, LowerBound, UpperBound, at_least, has_effect, one_of, takes_options, within
 from .rows import Rows
 from .schema import REWARD
 from .stage import BatchTransform
@@ -110,6 +110,7 @@ def relative_length(
         >>> relative_length(reward, length, torch.zeros(3, dtype=torch.int64)).tolist()
         [1.5, 1.0, 1.0]
     """
+    has_effect(relative_length, "success", success, form == "bonus", "form='bonus'")
     groups, present = Ids(group_id), ~reward.isnan()
     among = present
     if form == "bonus" and success is None:
@@ -332,8 +333,7 @@ class RelativeLength(LengthShaping, columns=("loss_mask", "group", "rollout")):
         super().__init__(names)
         self.form = one_of("form", form, get_args(Form))
         self.coefficient = within("coefficient", coefficient, 0)
-        if success is not None and form != "bonus":
-            raise ValueError(f"success is for form='bonus'; got {success} for {form!r}")
+        has_effect(RelativeLength, "success", success, form == "bonus", "form='bonus'")
         self.success = success
 
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:

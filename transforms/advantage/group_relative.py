@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.options import as_dtype, at_least, one_of, takes_options
+from headrace.transforms.options import as_dtype, at_least, has_effect, one_of, takes_options
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
 from headrace.transforms.rows import Rows
@@ -328,6 +328,11 @@ class GroupRelativeAdvantage(
             raise ValueError(f"without_ids={without_ids!r} needs group_size, the rollouts per group")
         if without_ids == "rigid_or_global" and groups_per_batch is None:
             raise ValueError("without_ids='rigid_or_global' needs groups_per_batch")
+        made = without_ids != "raise"
+        has_effect(GroupRelativeAdvantage, "group_size", group_size, made, "without_ids")
+        globally = without_ids == "rigid_or_global"
+        needed = "without_ids='rigid_or_global'"
+        has_effect(GroupRelativeAdvantage, "groups_per_batch", groups_per_batch, globally, needed)
         self.ndim = one_of("ndim", ndim, (1, 2, 3))
 
     @property

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import one_of
+from headrace.transforms.options import has_effect, one_of
 from headrace.transforms.required import require_rewards
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, RETURN
@@ -88,9 +88,9 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
         alone: what a rollout adds for a state that no other was in: ``zero``, as GiGPO has it, a bias; or
             its ``return``. Under ``mean`` with ``zero``, steps of one rollout are compared as any others.
         scale: ``group``, ``none``, …, as GroupRelativeAdvantage has it, within a state.
-        ddof: 1 or 0.
-        eps: ε ≥ 0.
-        eps_mode: how ε enters.
+        ddof: 1 or 0, for a `scale`.
+        eps: ε ≥ 0, for a `scale`.
+        eps_mode: how ε enters, for a `scale`.
         names: other names of columns, such as `state_key` (:class:`ColumnNames`).
 
     Raises:
@@ -128,6 +128,8 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
         self.final_keys = tuple(self.in_keys[1:])
         self.weight, self.scale, self.ddof, self.eps, self.eps_mode = weight, scale, ddof, eps, eps_mode
         self.formula = Formula("mean", scale, ddof, eps, eps_mode)
+        for option in ("ddof", "eps", "eps_mode"):
+            has_effect(StateAdvantage, option, getattr(self, option), scale != "none", "scale")
 
     @property
     def _asks_whose(self) -> bool:

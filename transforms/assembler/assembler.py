@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames, TakesColumns
 from headrace.transforms.entry import enter_rows, labels_in_errors
-from headrace.transforms.options import at_least, describe_options, nested_key, one_of
+from headrace.transforms.options import at_least, describe_options, has_effect, nested_key, one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import DISPATCHED
 
@@ -72,11 +72,11 @@ class GroupAssembler(
         min_fraction: for ``keep``, in (0, 1].
         refill: for ``refill``, called with a group's id and the number of rollouts that it lacks, each of
             which gets an id of its own. What it raises comes out of :meth:`put`, whose rows are in.
-        max_refills: how often it is called for a group, which is dropped after that.
+        max_refills: for `refill`, how often it is called for a group, which is dropped after that.
         max_staleness: policy versions for which a row may be older than `version` when it is handed out.
             None: any number.
-        on_stale: where a row of a group is older: ``drop`` the group, or ``mask`` the row, which leaves the
-            loss and stays in the statistics, as under :class:`SampleFilter`.
+        on_stale: for `max_staleness`, where a row of a group is older: ``drop`` the group, or ``mask`` the
+            row, which leaves the loss and stays in the statistics, as under :class:`SampleFilter`.
         on_late: where a rollout of a closed group comes: ``drop`` it, or ``raise``.
         on_duplicate: where a rollout ends twice, also after its group was closed, or a segment comes twice:
             ``raise``, or ``drop`` it, and the first stays.
@@ -149,6 +149,8 @@ class GroupAssembler(
         self.on_stale = one_of("on_stale", on_stale, ("drop", "mask"))
         self.on_surplus = on_surplus
         check_limits(self)
+        has_effect(GroupAssembler, "max_refills", max_refills, refill is not None, "refill")
+        has_effect(GroupAssembler, "on_stale", on_stale, max_staleness is not None, "max_staleness")
         self._options = {name: getattr(self, name) for name in OPTIONS}
         self._options["version_key"] = self.version_key if max_staleness is not None else None
         self._options["reward_key"] = self.reward_key if callable(on_surplus) else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.transforms.ids import Ids, add_up
-from headrace.transforms.options import one_of, takes_options
+from headrace.transforms.options import has_effect, one_of, takes_options
 from headrace.transforms.rows import Rows
 from headrace.transforms.tokens import sum_of_tokens
 
@@ -119,6 +119,8 @@ class WeightFormula:
         one_of("bound", self.bound, get_args(Bound))
         one_of("normalise", self.normalise, get_args(Normalise))
         check_bounds(self.low, self.high)
+        bounded = self.low is not None or self.high is not None
+        has_effect(importance_weight, "bound", self.bound, bounded or self.bound == "none", "low or high")
 
     def of_rows(self, ratio: Ratios, credit: Tensor | None = None) -> dict[str, Tensor]:
         """(B,) each: what has to be known of the tokens of each row.

@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.transforms.distributed import check_one_way
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import at_least, one_of, takes_options, within
+from headrace.transforms.options import at_least, has_effect, one_of, takes_options, within
 
 from .bins import balance_evenly, balance_within, bins_within
 from .shuffle import Cut, Remainder, check_split, cut_order, stream_seed
@@ -149,6 +149,7 @@ def deal(
         >>> [[rows.tolist() for rows in of_rank] for of_rank in dealt]
         [[[0, 2]], [[1, 3]]]
     """
+    has_effect(deal, "linear", linear, balance == "attention", "balance='attention'")
 
     def cost(tokens: Tensor) -> Tensor:
         return tokens.double() * (tokens.double() + linear) if balance == "attention" else tokens

@@ -18,6 +18,7 @@ from headrace.transforms.distributed import sharing
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import Ids
+from headrace.transforms.options import has_effect
 from headrace.transforms.prefixes import left_aligned, prefix_order
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
@@ -125,7 +126,7 @@ class ShuffleSplit(
         multiple_of: the number of micro-batches per rank is a multiple of it, ≥ 1.
         oversized: a row longer than `max_tokens` goes ``alone``, counted as ``oversized``; or ``raise``.
         balance: ``none``, ``tokens``, or ``attention`` (tokens² + `linear` · tokens) is levelled over them.
-        linear: 6 × the model's hidden size, say.
+        linear: for ``attention``, 6 × the model's hidden size, say.
         tree: the rows of a ``rollout`` or ``group`` that begin alike, to be packed as one; ``none``.
         ranks: that share the batch, each holding the whole of it, ≥ 1.
         rank: which of them this is, to get its part alone; None: all, one after the other.
@@ -179,6 +180,8 @@ class ShuffleSplit(
         self.multiple_of, self.oversized, self.balance, self.linear = multiple_of, oversized, balance, linear
         self.ranks, self.rank, self.process_group = ranks, rank, process_group
         self.unit, self.tree, self.shuffle, self.seed = unit, tree, shuffle, seed
+        has_effect(ShuffleSplit, "oversized", oversized, max_tokens is not None, "max_tokens")
+        has_effect(ShuffleSplit, "linear", linear, balance == "attention", "balance='attention'")
         SplitMemory.__init__(self)
         ids = self.rollout_key, self.group_key
         reads = [*unit_keys(unit, *ids), *([self.length_key] if self.cut.measures else [])]
