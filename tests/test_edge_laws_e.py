@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from any_rank import collected, results_of
+from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from nothing_left import run_to_nothing
+from recipes import NAMES
+from tensordict import TensorDict, lazy_stack
 
-from headrace.transforms import BatchError, CompletenessGate, IncompleteGroupsError, incomplete_groups
+from headrace.pipeline import Pipeline
+from headrace.transforms import (
+    BatchError,
+    CompletenessGate,
+    IncompleteGroupsError,
+    SampleFilter,
+    incomplete_groups,
+)
 
 # -- how many rollouts a group has is said by one source, or by two that agree ----------------------------
 
@@ -81,3 +92,34 @@ def test_the_message_says_both_numbers_and_what_to_do():
     with pytest.raises(BatchError, match=r"the column 'size' \(expected_key\)"):
         CompletenessGate(group_size=4, expected_key="size")(renamed)
     assert len(CompletenessGate(group_size=5, on_incomplete="drop")(torch.cat([renamed, renamed[:0]]))) == 0
+
+
+# -- a batch of which nothing is left ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_recipe_makes_an_empty_run_of_a_batch_of_which_nothing_is_left():
+    pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in NAMES]
+    tried, wrong = run_to_nothing(0, 1, "", pipelines)
+    assert tried > 8 * len(NAMES)
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_so_do_two_ranks_of_which_one_may_have_no_rows(tmp_path):
+    pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in NAMES]
+    results = results_of(run_to_nothing, 2, tmp_path, pipelines)
+    assert all(tried > 8 * len(NAMES) for tried, _ in results)
+    assert [wrong for _, wrong in results] == [[], []]
+
+
+def test_what_a_callable_says_of_ragged_rows_is_no_column_that_a_later_stage_looks_for():
+    for action in ("mask", "exclude"):
+        judged = {"judged": SampleFilter(criterion=lambda rows: rows["rollout_id"] % 2 == 0, action=action)}
+        dense = collected("uniform", "opd")
+        one, other = (Pipeline(judged | dict(composed("pipeline=opd").stages.items())) for _ in range(2))
+        ragged, expected = one.run(lazy_stack(list(dense.unbind(0)))), other.run(dense)
+        assert ragged.ledger.counts() == expected.ledger.counts()
+        for rows, dense_rows in zip(ragged.minibatches(), expected.minibatches(), strict=True):
+            credit = torch.stack(rows.get("advantage", as_list=True))
+            assert torch.equal(credit, dense_rows["advantage"])
