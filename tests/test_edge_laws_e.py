@@ -9,6 +9,7 @@ from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
 from nothing_left import run_to_nothing
+from policies import MASK, OLD, SAMPLER, alone, two_policies
 from recipes import NAMES
 from tensordict import TensorDict, lazy_stack
 
@@ -16,8 +17,13 @@ from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
     CompletenessGate,
+    Diverged,
     IncompleteGroupsError,
+    LogRatio,
+    RolloutCorrection,
     SampleFilter,
+    TokenAdvantage,
+    TokenFilter,
     incomplete_groups,
 )
 
@@ -123,3 +129,47 @@ def test_what_a_callable_says_of_ragged_rows_is_no_column_that_a_later_stage_loo
         for rows, dense_rows in zip(ragged.minibatches(), expected.minibatches(), strict=True):
             credit = torch.stack(rows.get("advantage", as_list=True))
             assert torch.equal(credit, dense_rows["advantage"])
+
+
+# -- what stages measure follows from the set of rows ------------------------------------------------------
+
+
+def measured_of(pipeline, batch):
+    """What the stages in front of the split measure; whoever cuts draws another order of other rows."""
+    numbers = pipeline.run(batch).metrics
+    cut = pipeline.order.index("split")
+    return {name: number for name, number in numbers.items() if name.split("/")[0] in pipeline.order[:cut]}
+
+
+def test_the_order_of_rows_changes_no_bit_of_what_stages_measure(recipes):
+    for recipe in recipes:
+        for kind in ("uniform", "ragged"):
+            batch = collected(kind, recipe)
+            order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(len(recipe)))
+            turns = {"gigpo": "returns", "tree_grpo": "tree"}
+            words = [f"pipeline.stages.{turns[recipe]}.turn_key=turn"] if recipe in turns else []
+            batch["turn"] = torch.arange(len(batch))
+            before = measured_of(composed(f"pipeline={recipe}", *words), batch)
+            after = measured_of(composed(f"pipeline={recipe}", *words), batch[order])
+            assert len(before) >= 4
+            assert before == after, (recipe, kind)
+
+
+@given(st.data())
+def test_padding_and_order_change_no_bit_of_how_far_policies_are_apart(data):
+    rows, tokens = data.draw(st.integers(4, 9)), data.draw(st.integers(1, 12))
+    batch = two_policies(rows, tokens, data.draw(st.integers(0, 99)))
+    left, right = data.draw(st.integers(0, 70)), data.draw(st.integers(0, 70))
+    order = torch.tensor(data.draw(st.permutations(range(rows))))
+    padded = batch.clone()
+    for key in (OLD, SAMPLER, MASK):
+        padded[key] = torch.nn.functional.pad(batch[key], (left, right))
+    level = data.draw(st.sampled_from(["token", "sequence", "mean"]))
+    unit = data.draw(st.sampled_from(["sample", "rollout"]))
+    for stage in (
+        RolloutCorrection(level=level, unit=unit),
+        SampleFilter(criterion=Diverged(high=0.1, unit=unit)),
+        TokenFilter(criterion=Diverged(high=0.1, level="token")),
+        TokenAdvantage(term=LogRatio(numerator_key=OLD, denominator_key=SAMPLER)),
+    ):
+        assert alone(stage, batch).metrics == alone(stage, padded[order]).metrics

@@ -643,10 +643,8 @@ class Rows:
     def ask(self, criterion: Callable[[TensorDictBase], Any]) -> Any:
         """(M,): what a callable says of each row of the batch, which is written for it and read once more."""
         batch = self.write()
-        if len(batch):
-            said = criterion(batch)
-        else:  # of a rank without rows, of which somebody else's code knows nothing
-            said = torch.zeros(0, dtype=torch.bool)
+        # Somebody else's code knows nothing of a rank without rows.
+        said = criterion(batch) if len(batch) else torch.zeros(0, dtype=torch.bool)
         fits = isinstance(said, Tensor) and said.dtype is torch.bool and said.numel() == len(self.table.live)
         return self.measured(asked=said.reshape(-1))["asked"].bool() if fits else said
 
