@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from any_rank import collected, results_of
@@ -9,7 +11,7 @@ from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
 from nothing_left import run_to_nothing
-from policies import MASK, OLD, SAMPLER, alone, two_policies
+from policies import MASK, OLD, SAMPLER, alone, clamp, log_ratios, ragged, two_policies
 from recipes import NAMES
 from tensordict import TensorDict, lazy_stack
 
@@ -24,6 +26,7 @@ from headrace.transforms import (
     SampleFilter,
     TokenAdvantage,
     TokenFilter,
+    divergence,
     incomplete_groups,
 )
 
@@ -173,3 +176,50 @@ def test_padding_and_order_change_no_bit_of_how_far_policies_are_apart(data):
         TokenAdvantage(term=LogRatio(numerator_key=OLD, denominator_key=SAMPLER)),
     ):
         assert alone(stage, batch).metrics == alone(stage, padded[order]).metrics
+
+
+# -- one token out of bounds takes its row out -------------------------------------------------------------
+
+
+@given(st.integers(0, 99), st.floats(0.01, 0.9), st.floats(1.1, 50), st.booleans(), st.booleans())
+def test_every_removes_a_row_if_any_tokens_ratio_is_above_or_below_a_bound(
+    seed, least, most, of_rollout, half
+):
+    """ρ = π_old / μ in [a, b], by a loop over tokens; low and high bound its inverse."""
+    batch = two_policies(8, 6, seed, spread=1.5)
+    logs = log_ratios(batch)
+    inside = [all(math.log(least) <= clamp(log) <= math.log(most) for log in row) for row in logs]
+    if half:  # open above
+        inside = [all(math.log(least) <= clamp(log) for log in row) for row in logs]
+    if of_rollout:  # rows of one rollout lie two by two, and stay or go as one
+        inside = [inside[row - row % 2] and inside[row - row % 2 + 1] for row in range(8)]
+    criterion = Diverged(
+        estimator="k1",
+        level="every",
+        low=0.0 if half else 1 / most,
+        high=1 / least,
+        unit="rollout" if of_rollout else "sample",
+    )
+    assert criterion(batch).tolist() == inside
+    gone = alone(SampleFilter(criterion=criterion, action="drop"), batch)
+    assert len(gone.batch) == sum(inside)
+    assert criterion(ragged(batch)).tolist() == inside
+
+
+def test_max_bounds_the_largest_token_alone_and_every_all_of_them():
+    # μ / π_old of the tokens is 0.33 and 1: the second is the largest, and 1/3 bounds nothing else.
+    logs = torch.tensor([[math.log(3.03), 0.0]], dtype=torch.float64)
+    zero = torch.zeros(1, 2, dtype=torch.float64)
+    batch = TensorDict({OLD: logs, SAMPLER: zero, MASK: zero == 0}, batch_size=[1])
+    assert Diverged(estimator="k1", level="max", low=1 / 3, high=None)(batch).tolist() == [True]
+    assert Diverged(estimator="k1", level="every", low=1 / 3, high=None)(batch).tolist() == [False]
+    assert Diverged(estimator="k1", level="every", low=1 / 3.1, high=None)(batch).tolist() == [True]
+    for estimator in ("k2", "k3"):  # which are bounded above alone
+        for high in (0.5, 0.62, 1.0, 3.0):
+            levels = [Diverged(estimator=estimator, level=level, high=high) for level in ("max", "every")]
+            assert levels[0](batch).tolist() == levels[1](batch).tolist()
+
+
+def test_a_rows_tokens_are_judged_by_every_and_single_tokens_by_token():
+    with pytest.raises(ValueError, match="level must be one of 'token', 'sum', 'mean', 'max'"):
+        divergence(*[torch.zeros(1, 1)] * 2, torch.ones(1, 1) > 0, level="every")
