@@ -129,8 +129,8 @@ class Diverged(
 
     Bounds are inclusive. Of k1, `high` alone means low = 1 / high; low = 0 is open below, and high = null
     above. ``max`` with k1 has both bounds on the row's largest μ / π_old: no token is above `high`, and some
-    token is at least `low`, however small μ / π_old is at the others. A row of which any token's ρ = π_old / μ
-    is below a or above b (SkyRL's ``outlier_token_is_threshold_low`` and ``_high``) leaves by
+    token is at least `low`, however small μ / π_old is at the others. A row of which any token's
+    ρ = π_old / μ is below a or above b (SkyRL's ``outlier_token_is_threshold_low`` and ``_high``) leaves by
     ``Diverged(estimator="k1", level="every", low=1 / b, high=1 / a)``. Of k2 and k3, which have no `low`,
     ``every`` is ``max``.
 
