@@ -415,7 +415,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         gone = torch.ones(table.size, dtype=torch.bool).index_fill_(0, stays, False)
         seen = rows.seen_by(stage, name)
         seen.leave(gone if seen.index is None else gone[seen.index], "gone")
-        table.reread(batch, numbers)
+        if len(stays):  # of nothing there is nothing to read
+            table.reread(batch, numbers)
 
     # -- after the cut ------------------------------------------------------------------------------------
 

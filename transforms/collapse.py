@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from .columns import ColumnNames
 from .ends import require_unseen_ends
 from .errors import BatchError
-from .ids import as_ids
+from .ids import as_ids, mean_of
 from .options import at_least, one_of
 from .places import require_edge
 from .required import require_identity, require_rewards, require_turns
@@ -208,7 +208,7 @@ class FanOutCollapse(
         own = rows.of_rank(one)[rows.of_rank(first)]
         rows.metric("rollouts", len(own))
         known = own[~own.isnan()]
-        rows.metric("reward_mean", known.mean() if len(known) else 0.0)
+        rows.metric("reward_mean", mean_of(known))
 
     def _rewards(self, rows: Rows) -> Tensor:
         """(M, K) float64."""

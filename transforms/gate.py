@@ -55,14 +55,14 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
     """Count each group's unique rollouts that are finished, and neither failed nor aborted.
 
     Args:
-        rows: with ids, and ``expected`` where `group_size` is None.
-        group_size: rollouts that each group was dispatched with.
+        rows: with ids, and ``expected``, but where `group_size` is given.
+        group_size: rollouts that each group was dispatched with; ``expected``, if it is there, says the same.
         ends: where rollouts end; None: all are finished.
         status: (N,) int64, :class:`Status`; None: all completed.
 
     Raises:
         BatchError: a rollout in two groups or with wrong ends; an unknown status; numbers of rollouts that
-            differ within a group, or more rollouts than that.
+            differ within a group, or from `group_size`, or more rollouts than that.
     """
     rollouts, groups = rows.rollouts.everyone, rows.groups.everyone
     require_identity(rows)
@@ -79,9 +79,8 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
     present = ~lost if ends is None else ~lost & finished(ends, rollouts)
     home = groups.of[rollouts.first]
     have = torch.bincount(home[present], minlength=groups.n)
-    if group_size is not None:
-        expected = torch.full_like(have, group_size)
-    else:
+    expected = torch.full_like(have, group_size or 0)
+    if rows.has("expected"):
         sizes = rows.integers("expected", "expected_rollouts")
         expected = sizes[groups.first]
         rows.require(
@@ -91,6 +90,13 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
                 f"group {rows.name('group', row)}: "
                 f"{sorted(set(sizes[groups.of == groups.of[row]].tolist()))[:3]}"
             ),
+        )
+        rows.require(
+            sizes == (sizes if group_size is None else group_size),
+            f"group_size and the column {rows.key('expected')!r} (expected_key) both say how many rollouts a "
+            f"group was dispatched with: group_size={group_size}, but {{found}}. Leave group_size out, or "
+            "correct the column",
+            lambda row: f"group {rows.name('group', row)} expects {int(sizes[row])}",
         )
     if bool((have > expected).any()):
         rows.require(
@@ -125,7 +131,7 @@ def incomplete_groups(
         group_id: (N,) integers ≥ 0.
         rollout_id: (N,) integers ≥ 0; rows that share one are one rollout.
         group_size: rollouts that each group was dispatched with.
-        expected_rollouts: (N,) integers ≥ 1, the same per group; used where `group_size` is None.
+        expected_rollouts: (N,) integers ≥ 1, the same per group, and `group_size` where both are given.
         status: (N,) :class:`Status`; failed and aborted rollouts do not count. None: all completed.
         expected_groups: ids that were dispatched; one without a row lacks everything.
         done: (N,) bool, True where a rollout ends; one that does not does not count. None: all have ended.
@@ -137,8 +143,9 @@ def incomplete_groups(
         The incomplete groups in the order of their first rows, then those without rows.
 
     Raises:
-        BatchError: a negative id, a rollout in two groups or that ends twice, more rollouts than expected, an
-            unknown status, a group that was not dispatched, nothing to count against. Each names the ids.
+        BatchError: a negative id, a rollout in two groups or that ends twice, more rollouts than expected,
+            `group_size` and `expected_rollouts` that disagree, an unknown status, a group that was not
+            dispatched, nothing to count against. Each names the ids.
 
     Example:
         >>> short = incomplete_groups([0, 0, 0, 5], [1, 1, 2, 3], group_size=2)
@@ -154,7 +161,7 @@ def incomplete_groups(
     rows = Rows.of(
         group=group_id,
         rollout=rollout_id,
-        expected=None if group_size is not None else expected_rollouts,
+        expected=expected_rollouts,
         status=status,
         done=None if done is None else torch.as_tensor(done, device=device),
         begins=None if begins is None else torch.as_tensor(begins, device=device),
@@ -279,14 +286,15 @@ class CompletenessGate(
     from, and its reward, of a run that was cut off, say, would move the baseline of its siblings. It is
     there, so its group is complete.
 
-    Reads `group_key`, `rollout_key`, `expected_key` where `group_size` is None, and if they are there
-    `status_key`, `done_key` and with it `init_key`, `expected_segments_key`; `loss_mask_key` and
+    Reads `group_key`, `rollout_key`, `expected_key` if it is there or `group_size` is None, and if they are
+    there `status_key`, `done_key` and with it `init_key`, `expected_segments_key`; `loss_mask_key` and
     `log_prob_key`. Writes ``("headrace", "finished")`` (N,) bool where the batch has ends, and
     ``("headrace", "counted")`` (N,) bool where it has tokens. Rows leave as ``incomplete``, where a sibling
     is missing, ``failed``, ``unfinished``, or ``empty``, which stay in the batch.
 
     Args:
-        group_size: rollouts that each group was dispatched with. None: the column `expected_key` says.
+        group_size: rollouts that each group was dispatched with. None: the column `expected_key` says;
+            one that is there must say the same.
         expected_groups: ids that were dispatched, or a callable that returns those of this batch, to catch
             groups that are missing entirely; or a RepeatSampler, where each batch holds whole draws of it.
             None: not checked.

@@ -680,9 +680,11 @@ class Rows:
 
     def ask(self, criterion: Callable[[TensorDictBase], Any]) -> Any:
         """(M,): what a callable says of each row of the batch, which is written for it and read once more."""
-        said = criterion(self.write())
+        batch = self.write()
+        # Somebody else's code knows nothing of a rank without rows.
+        said = criterion(batch) if len(batch) else torch.zeros(0, dtype=torch.bool)
         fits = isinstance(said, Tensor) and said.dtype is torch.bool and said.numel() == len(self.table.live)
-        return self.measure(("asked", id(criterion)), said.reshape(-1)) if fits else said
+        return self.measured(asked=said.reshape(-1))["asked"].bool() if fits else said
 
     def shown(self, values: Tensor) -> tuple[TensorDictBase, Tensor]:
         """The batch as it is by now, and (M,) `values` for its rows, on its device."""

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from .columns import ColumnNames
 from .errors import who_stamps
-from .ids import Ids
+from .ids import Ids, add_up
 from .options import INF, LowerBound, UpperBound, at_least, has_effect, one_of, takes_options, within
 from .rows import Rows
 from .schema import REWARD
@@ -153,7 +153,7 @@ class RewardShaping(BatchTransform):
         known = ~before.isnan()  # a reward that is missing stays so
         rewarded = known.double().sum().clamp_min(1)
         rows.metric("changed", (known & (after != before)).sum() / rewarded)
-        rows.metric("mean", torch.where(known, after - before, 0.0).sum() / rewarded)
+        rows.metric("mean", add_up(torch.where(known, after - before, 0.0)) / rewarded)
 
 
 class RewardScale(RewardShaping):

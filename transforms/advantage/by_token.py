@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
+from headrace.transforms.ids import add_up
 from headrace.transforms.options import nested_key, one_of, takes_options
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import REWARD, has_key
@@ -25,6 +26,7 @@ from headrace.transforms.tokens import (
     padded,
     read_advantage,
     read_loss_mask,
+    sum_of_tokens,
     write_tokens,
 )
 
@@ -139,8 +141,8 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         seen = self._seen(rows.table.with_written(shallow_copy(batch)))
         if isinstance(self.term, TokenTerm):
             term = self.term.over(rows.seen_by(self.term, rows.stage), seen, trains)
-        else:
-            term = self.term(seen, trains)
+        else:  # somebody else's, which knows nothing of a rank without rows
+            term = self.term(seen, trains) if len(trains) else trains.double()
         if not isinstance(term, Tensor) or term.shape != trains.shape:
             shape = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
             raise BatchError(
@@ -158,8 +160,8 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
             made = {
                 "tokens": trains.sum(-1),
                 "changed": (change != 0).sum(-1),
-                "abs_mean": change.sum(-1),
-                "term_mean": torch.where(trains, term.double(), 0.0).sum(-1),
+                "abs_mean": sum_of_tokens(change),
+                "term_mean": sum_of_tokens(torch.where(trains, term.double(), 0.0)),
             }
             for name, column in zip(names, [*read, term, after], strict=True):
                 place, value = first_token(trains & ~column.isfinite(), column)
@@ -183,7 +185,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
             rows.require(found[message] == 0, message)
         tokens = rows.of_rank(found["tokens"]).sum().clamp_min(1)
         for name in ("changed", "abs_mean", "term_mean"):
-            rows.metric(name, rows.of_rank(found[name]).sum() / tokens)
+            rows.metric(name, add_up(rows.of_rank(found[name])) / tokens)
         if after is None:
             rows.when_gathered(partial(self._change, factor=factor), [key], known=known)
         else:

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
-from headrace.transforms.ids import Ids
+from headrace.transforms.ids import Ids, mean_of
 from headrace.transforms.options import takes_options, within
 from headrace.transforms.required import require_identity
 from headrace.transforms.rows import Rows
@@ -130,4 +130,4 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
             factor = factor * rows.counted
         rows.change_advantage(lambda advantage, factor: advantage * factor, factor=factor)
         own = rows.of_rank(factor)
-        rows.metric("mean", own.mean() if len(own) else 0.0)
+        rows.metric("mean", mean_of(own))

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
+from headrace.transforms.ids import mean_of
 from headrace.transforms.options import as_dtype, at_least, has_effect, one_of, takes_options
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
@@ -388,8 +389,8 @@ class GroupRelativeAdvantage(
         require_fit(rows, credit, dtype)
         rows.put("advantage", credit, dtype=dtype, ndim=self.ndim)
         own = rows.of_rank(credit)
-        rows.metric("abs_mean", own.abs().mean() if len(own) else 0.0)
-        rows.metric("zero", (own == 0).double().mean() if len(own) else 0.0)
+        rows.metric("abs_mean", mean_of(own.abs()))
+        rows.metric("zero", mean_of(own == 0))
         if self.missing == "skip":
             rows.metric("unscorable", rows.of_rank(reward).isnan().sum())
             rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)

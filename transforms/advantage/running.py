@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
-from headrace.transforms.ids import Ids
+from headrace.transforms.ids import Ids, mean_of
 from headrace.transforms.options import above_zero, within
 from headrace.transforms.required import require_rewards
 from headrace.transforms.rows import Rows
@@ -189,7 +189,7 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         rows.put("advantage", credit - baseline, dtype=dtype if dtype.is_floating_point else torch.float64)
         rows.table.notes[self] = came
         own = rows.of_rank(baseline)
-        rows.metric("mean", own.mean() if len(own) else 0.0)
+        rows.metric("mean", mean_of(own))
         rows.metric("keys", len(before.keys))
 
     def state_after(self, rows: Rows) -> None:

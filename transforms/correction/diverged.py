@@ -20,6 +20,7 @@ from .ratios import Policies, Ratios, Span, distance, over_units, require_known
 
 Estimator = Literal["k1", "k2", "k3"]
 Over = Literal["token", "sum", "mean", "max"]
+Bounded = Literal["token", "sum", "mean", "max", "every"]
 Judged = Literal["all", "negative"]
 
 
@@ -121,8 +122,18 @@ class Diverged(
         k1      log low ≤ D ≤ log high    low and high bound μ / π_old, the inverse of an importance weight
         k2, k3  D ≤ high
 
+        token            D of each token by itself
+        sum, mean, max   D of the row: the sum, mean or largest over its tokens
+        every            D of every token: one that is outside takes the row out
+
     Bounds are inclusive. Of k1, `high` alone means low = 1 / high; low = 0 is open below, and high = null
-    above. Rows without a token in the loss stay. ``token`` is for TokenFilter, the other levels for
+    above. ``max`` with k1 has both bounds on the row's largest μ / π_old: no token is above `high`, and some
+    token is at least `low`, however small μ / π_old is at the others. A row of which any token's
+    ρ = π_old / μ is below a or above b (SkyRL's ``outlier_token_is_threshold_low`` and ``_high``) leaves by
+    ``Diverged(estimator="k1", level="every", low=1 / b, high=1 / a)``. Of k2 and k3, which have no `low`,
+    ``every`` is ``max``.
+
+    Rows without a token in the loss stay. ``token`` is for TokenFilter, the other levels for
     SampleFilter, where it stands before the advantage: a rejected row's reward is out of its group's baseline
     under ``exclude`` and ``drop``, and stays in it under ``mask``. A pipeline refuses it after the advantage,
     where it would stay in any case. What remains is the denominator of the loss; TokenFilter
@@ -135,7 +146,8 @@ class Diverged(
 
     Args:
         estimator: k1, k2, k3.
-        level: the divergence of each ``token``, or its ``sum``, ``mean`` or ``max`` over a row.
+        level: what the bounds are of: each ``token``, the ``sum``, ``mean`` or ``max`` over a row, or
+            ``every`` token of a row.
         low: of k1, the least μ / π_old that stays, ≥ 0; null: 1 / high.
         high: greatest that stays: μ / π_old of k1, the divergence of k2 and k3; null: open, for k1 with low.
         unit: over what: a row (``sample``) or all rows of a ``rollout``, which then stay or go as one.
@@ -163,7 +175,7 @@ class Diverged(
         self,
         *,
         estimator: Estimator = "k3",
-        level: Over = "mean",
+        level: Bounded = "mean",
         low: float | None = None,
         high: float | None,
         unit: Span = "sample",
@@ -171,7 +183,8 @@ class Diverged(
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        check_divergence(estimator, level)
+        one_of("estimator", estimator, get_args(Estimator))
+        one_of("level", level, get_args(Bounded))
         self.unit = one_of("unit", unit, get_args(Span))
         self.judges = one_of("judges", judges, get_args(Judged))
         self.estimator, self.level, self.low, self.high = estimator, level, low, high
@@ -222,8 +235,9 @@ class Diverged(
 
         def of_some(ratio: Ratios) -> dict[str, Tensor]:
             values, found = of_tokens(ratio, self.estimator), ratio.of_rows()
-            if by_token:
-                return found | {"out": ratio.mask & outside(values.to(ratio.dtype), self._low, self._high)}
+            if by_token or self.level == "every":
+                out = ratio.mask & outside(values.to(ratio.dtype), self._low, self._high)
+                return found | ({"out": out} if by_token else {"part": out.sum(-1)})
             return found | {"part": over_tokens(values, ratio.mask, self.level)}
 
         made = policies.each_row(of_some)
@@ -233,7 +247,9 @@ class Diverged(
         rollouts = rows.rollouts.everyone if self.unit == "rollout" else None
         for name, value in distance(found, rollouts).items():
             rows.metric(name, value)
-        if not by_token:
+        if self.level == "every":
+            out = over_units(found["part"], rollouts) > 0
+        elif not by_token:
             tokens, part = over_units(found["tokens"], rollouts), found["part"]
             if self.level == "max":
                 total = part if rollouts is None else rollouts.max(part)
@@ -241,7 +257,8 @@ class Diverged(
                 total = over_units(part, rollouts)
                 total = total / tokens.clamp_min(1) if self.level == "mean" else total
             out = (tokens > 0) & outside(total.to(policies.dtype), self._low, self._high)
-            out = out if rollouts is None else rollouts.spread(out)
+        if rollouts is not None:
+            out = rollouts.spread(out)
         if self.judges == "negative":
             keys, reader = (self.advantage_key, self.loss_mask_key), type(self).__name__
             credit = read_advantage(batch, keys[0], policies.mask, keys[1], reader=reader, rows=rows)

@@ -133,11 +133,9 @@ class WeightFormula:
         if self.level == "token":
             ratios = ratio.clamped.exp().to(ratio.dtype)
             weight = torch.where(ratio.mask, self.bounded(ratios), 0.0).double()
-            found["weight"] = sum_of_tokens(weight) if self.normalise == "batch" else weight.sum(-1)
-            found["squares"], found["largest"] = weight.square().sum(-1), largest(weight)
+            found["weight"], found["squares"] = sum_of_tokens(weight), sum_of_tokens(weight.square())
+            found["largest"] = largest(weight)
             found["outside"] = (outside(ratios, self.low, self.high) & ratio.mask).sum(-1)
-        else:
-            found["total"] = sum_of_tokens(ratio.token)
         if credit is not None:
             found["peak"] = largest(torch.where(ratio.mask, credit.double() * weight, 0.0).abs())
         return found

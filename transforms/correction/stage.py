@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import Ids
+from headrace.transforms.ids import Ids, add_up
 from headrace.transforms.options import one_of, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key
@@ -165,7 +165,8 @@ def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids |
         ess            (Σ w)² / (n Σ w²)    the effective sample size, a share; 0 where no weight is
         out_of_bounds  share outside of the bounds; of a sequence the share of its tokens
 
-    Sequences without a token in the loss are in none of them.
+    Sequences without a token in the loss are in none of them. Each number follows from the set of rows: ranks
+    and orders change no bit of it.
 
     Args:
         sums: (M,) by name, of :class:`~headrace.transforms.correction.importance.Importance`.
@@ -186,11 +187,11 @@ def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids |
     }
     found: dict[str, Tensor] = {}
     for by, (weight, squares, largest, outside, number) in parts.items():
-        total, square, number = weight.sum(), squares.sum(), number.clamp_min(1)
+        total, square, number = add_up(weight), add_up(squares), number.clamp_min(1)
         found |= {
             f"weight_mean_{by}": total / number,
             f"weight_max_{by}": largest.max() if len(largest) else total,
             f"ess_{by}": torch.where(square > 0, total.square() / (number * square), 0.0),
-            f"out_of_bounds_{by}": outside.sum() / number,
+            f"out_of_bounds_{by}": add_up(outside) / number,
         }
     return found
