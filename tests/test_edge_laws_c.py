@@ -12,7 +12,7 @@ import torch
 
 import headrace.pipeline
 import headrace.transforms
-from headrace.pipeline import ConfigError, Pipeline, load_pipeline
+from headrace.pipeline import ConfigError, load_pipeline
 from headrace.transforms import (
     BatchTransform,
     BatchWhitening,
@@ -163,7 +163,6 @@ ONLY_WITH = {
     (StateAdvantage, "eps"): (1e-4, {}, {"scale": "group"}),
     (StateAdvantage, "eps_mode"): ("clamp", {}, {"scale": "group"}),
     (LossWeight, "length"): (8, {}, {"unit": "constant"}),
-    (LossWeight, "shared_ids"): ("same", {}, {"process_group": "world"}),
     (RelativeLength, "success"): (0.5, {"form": "rescale"}, {"form": "bonus"}),
     (CompletenessGate, "min_rollouts"): (2, {}, {"on_incomplete": "keep"}),
     (CompletenessGate, "min_fraction"): (0.5, {}, {"on_incomplete": "keep"}),
@@ -185,7 +184,7 @@ ACCEPTED = {
     RolloutCorrection: {"low", "high"},  # without a bound they count who is out of bounds
     TurnAdvantage: {"missing"},
     ShuffleSplit: {"seed", "rank", "remainder", "balance", "tree"},
-    LossWeight: {"gradients"},
+    LossWeight: {"gradients", "shared_ids"},
 }
 
 # All others of the stages: they have an effect in every combination.
@@ -274,8 +273,6 @@ def test_functions_refuse_what_their_stages_do():
         deal(torch.ones(1, dtype=torch.int64), linear=8.0)
     with pytest.raises(ValueError, match="success must be left out without form='bonus'"):
         relative_length(one[0], one[0].long(), one[0].long(), form="rescale", success=1.0)
-    with pytest.raises(ValueError, match="shared_ids must be left out without process_group"):
-        Pipeline({}, shared_ids="same")
 
 
 @pytest.mark.parametrize(

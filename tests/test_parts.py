@@ -111,7 +111,7 @@ def test_a_negative_reward_is_not_rescaled():
     with pytest.raises(BatchError, match=r"needs rewards ≥ 0.*found -0.5 at row 1"):
         RelativeLength(form="rescale")(batch)
     assert RelativeLength()(batch)[REWARD][1] == -0.5
-    with pytest.raises(ValueError, match="success is for form='bonus'"):
+    with pytest.raises(ValueError, match="success must be left out without form='bonus'"):
         RelativeLength(form="rescale", success=1.0)
 
 

@@ -14,7 +14,7 @@ from .columns import ColumnNames
 from .distributed import SharedIds, check_one_way
 from .errors import BatchError, MissingKeyError
 from .ids import Ids
-from .options import as_dtype, at_least, has_effect, one_of, takes_options
+from .options import as_dtype, at_least, one_of, takes_options
 from .rows import Rows
 from .schema import FLOAT, FOLDED_WEIGHT, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT, has_key, key_names
 from .stage import BatchTransform
@@ -243,8 +243,6 @@ class LossWeight(
         one_of("gradients", gradients, get_args(Gradients))
         one_of("shared_ids", shared_ids, get_args(SharedIds))
         check_one_way(ranks, process_group)
-        needed = "process_group, or said by the pipeline that has it"
-        has_effect(LossWeight, "shared_ids", shared_ids, process_group is not None, needed)
         self.unit, self.length, self.fold, self.gradients = unit, length, fold, gradients
         self.ranks, self.process_group, self.shared_ids = ranks, process_group, shared_ids
         self.dtype = as_dtype(dtype)

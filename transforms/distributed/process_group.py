@@ -54,10 +54,6 @@ class RankOptions:
         check_group(found)
         one_of("shared_ids", meaning, get_args(SharedIds))
         within("patience", patience, 0)
-        if found is None and meaning != "raise":
-            raise ValueError(
-                f"shared_ids must be left out without process_group, since it has no effect; got {meaning!r}"
-            )
         return cls(found, meaning, patience)
 
 

@@ -180,11 +180,11 @@ class ShuffleSplit(
         self.multiple_of, self.oversized, self.balance, self.linear = multiple_of, oversized, balance, linear
         self.ranks, self.rank, self.process_group = ranks, rank, process_group
         self.unit, self.tree, self.shuffle, self.seed = unit, tree, shuffle, seed
-        has_effect(ShuffleSplit, "oversized", oversized, max_tokens is not None, "max_tokens")
-        has_effect(ShuffleSplit, "linear", linear, balance == "attention", "balance='attention'")
         SplitMemory.__init__(self)
         ids = self.rollout_key, self.group_key
         reads = [*unit_keys(unit, *ids), *([self.length_key] if self.cut.measures else [])]
+        has_effect(ShuffleSplit, "oversized", oversized, max_tokens is not None, "max_tokens")
+        has_effect(ShuffleSplit, "linear", linear, balance == "attention", "balance='attention'")
         reads += [] if tree == "none" else [*unit_keys(tree, *ids), self.tokens_key]
         BatchTransform.__init__(self, reads, [MINIBATCH, MICROBATCH, *([RANK] if ranks > 1 else [])])
 
