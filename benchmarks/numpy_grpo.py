@@ -78,15 +78,25 @@ def decide(rows: Rows, minibatches: int, incomplete: str = "raise", drawn: int =
     whole_N = whole_U[rollout_N]
     require(incomplete == "drop" or whole_U.all(), "all groups are complete")
 
+    # gate: a rollout without a token in the loss is in no statistic
+    votes_U = np.bincount(rollout_N, rows.tokens) > 0
+    votes_P = np.bincount(group_U, votes_U)
+    votes_N = votes_U[rollout_N]
+    if not votes_U.all():  # a group is compared with the first that votes
+        voters = np.flatnonzero(votes_U)[::-1]
+        first_P[group_U[voters]] = voters
+
     # filter: groups of equal rewards are out of the loss
-    differs_U = reward_U != reward_U[first_P][group_U]
-    varies_U = (np.bincount(group_U, differs_U) > 0)[group_U]
-    varies_N = varies_U[rollout_N]
+    differs_U = votes_U & (reward_U != reward_U[first_P][group_U])
+    differ_P = np.bincount(group_U, differs_U) > 0
+    in_loss_N = (differ_P[group_U] & votes_U)[rollout_N]
+    filtered_N = ((votes_P > 0) & ~differ_P)[group_U][rollout_N]
 
     # advantage: A = (R - mean) / (std + 1e-6), and exactly 0 where rewards are equal
-    centred_U = reward_U - (np.bincount(group_U, reward_U) / size_P)[group_U]
-    std_P = np.sqrt(np.bincount(group_U, centred_U**2) / np.maximum(size_P - 1, 1))
-    advantage_U = np.where(varies_U, centred_U / (std_P + 1e-6)[group_U], 0.0)
+    mean_P = np.bincount(group_U, reward_U * votes_U) / np.maximum(votes_P, 1)
+    centred_U = (reward_U - mean_P[group_U]) * votes_U
+    std_P = np.sqrt(np.bincount(group_U, centred_U**2) / np.maximum(votes_P - 1, 1))
+    advantage_U = np.where(differ_P[group_U], centred_U / (std_P + 1e-6)[group_U], 0.0)
 
     # split: rollouts in the order of the random keys of their first rows, cut evenly
     digest = hashlib.blake2b(f"split/0/{drawn}".encode(), digest_size=8).digest()
@@ -105,7 +115,7 @@ def decide(rows: Rows, minibatches: int, incomplete: str = "raise", drawn: int =
     sizes = np.bincount(step_N, minlength=minibatches)[:minibatches].tolist() if len(key) else []
 
     # weight: 1 / tokens of the step
-    tokens_N = rows.tokens * varies_N
+    tokens_N = rows.tokens * in_loss_N
     trains_N = tokens_N > 0
     trains_U = np.bincount(rollout_N, trains_N) > 0
     total_K = np.bincount(step_N, tokens_N)
@@ -122,10 +132,11 @@ def decide(rows: Rows, minibatches: int, incomplete: str = "raise", drawn: int =
         "num_samples": np.bincount(step_N, trains_N).astype(np.int64)[step_N],
         "num_rollouts": np.bincount(step_U, trains_U).astype(np.int64)[step_N],
         "num_groups": groups.sum(1)[step_N],
-        ("headrace", "reward"): rows.reward,
-        ("headrace", "is_first_segment"): first_N,
-        IN_LOSS: varies_N,
-        ("headrace", "length"): np.where(varies_N, -1, rows.masked_in),
+        ("headrace", "reward"): rows.reward * votes_N,
+        ("headrace", "is_first_segment"): first_N & votes_N,
+        IN_LOSS: in_loss_N,
+        ("headrace", "counted"): votes_N,
+        ("headrace", "length"): np.where(filtered_N, rows.masked_in, -1),
         ("headrace", "minibatch"): step_N,
         ("headrace", "microbatch"): np.zeros(count, np.int64),
         ("headrace", "step_weight"): (total_K > 0).astype(np.float64)[step_N],

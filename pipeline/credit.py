@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.schema import ROW, has_key
+from headrace.transforms.schema import FLOAT, ROW, has_key
 from headrace.transforms.tensordicts import device_of
 
 from .order import place_of_cut
@@ -64,32 +64,27 @@ def advantages_of(pipeline: Pipeline, batch: TensorDictBase) -> Credit:
     if batch.ndim != 1 or (run.ledger is not None and len(run.ledger.reason) != len(batch)):
         raise BatchError(f"rows are given back one for one, so that a batch is [N]; got {[*batch.shape]}")
     if run.ledger is None or len(run.batch) == 0:
-        nothing = torch.zeros(len(batch), 1, device=device_of(batch))
+        nothing = torch.zeros(len(batch), 1, dtype=FLOAT, device=device_of(batch))
         return Credit(nothing, nothing.bool(), run)
-    advantage, mask = _in_order(batch, run.batch, first)
+    keys = [stage.advantage_key for stage in first.stages.values() if hasattr(stage, "advantage_key")]
+    if not keys:
+        raise BatchError(f"no stage gives an advantage; there are {', '.join(first.order)}")
+
+    def put_back(column: Tensor) -> Tensor:
+        """Of the rows that stay, where they came from; 0 and False for the others."""
+        wide = column.reshape(len(column), -1)
+        return wide.new_zeros(len(batch), wide.shape[1]).index_copy_(0, run.batch.get(ROW), wide)
+
+    advantage, mask_key = put_back(run.batch.get(keys[-1])), first.loss_mask_key
+    mask = advantage.new_ones(len(batch), 1, dtype=torch.bool)
+    if has_key(batch, mask_key):
+        before, mask = batch.get(mask_key), put_back(run.batch.get(mask_key))
+        new = (mask & ~before).any(1) if before.shape == mask.shape else mask.any(1)
+        if rows := new.nonzero().flatten().tolist():
+            raise BatchError(
+                "another trainer has the tokens of rows as they came in; found others in the loss at rows "
+                f"{listing(map(str, rows))}. Leave out the stage that merges rows or makes them wider"
+            )
     trains = mask & (run.ledger.reason == 0).unsqueeze(1)
     keep = trains if advantage.shape[1] > 1 else trains.any(1, keepdim=True)
     return Credit(torch.where(keep, advantage, 0), trains, run)
-
-
-def _in_order(batch: TensorDictBase, done: TensorDictBase, pipeline: Pipeline) -> tuple[Tensor, Tensor]:
-    """Advantage and loss mask of the rows that stay, where they came from; 0 and False for the others."""
-    keys = [stage.advantage_key for stage in pipeline.stages.values() if hasattr(stage, "advantage_key")]
-    if not keys:
-        raise BatchError(f"no stage gives an advantage; there are {', '.join(pipeline.order)}")
-
-    def put_back(column: Tensor) -> Tensor:
-        wide = column.reshape(len(column), -1)
-        return wide.new_zeros(len(batch), wide.shape[1]).index_copy_(0, done.get(ROW), wide)
-
-    advantage, mask_key = put_back(done.get(keys[-1])), pipeline.loss_mask_key
-    if not has_key(batch, mask_key):
-        return advantage, advantage.new_ones(len(batch), 1, dtype=torch.bool)
-    before, after = batch.get(mask_key), put_back(done.get(mask_key))
-    new = (after & ~before).any(1) if before.shape == after.shape else after.any(1)
-    if rows := new.nonzero().flatten().tolist():
-        raise BatchError(
-            "another trainer has the tokens of rows as they came in; found others in the loss at rows "
-            f"{listing(map(str, rows))}. Leave out the stage that merges rows or makes them wider"
-        )
-    return advantage, after

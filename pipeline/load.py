@@ -20,7 +20,7 @@ from headrace.transforms.weight import Mean
 from .composing import ConfigError, compose_config, explain_composition, without_stage
 from .composing.nodes import build_node, check_stage
 from .composing.recipe_names import Recipe
-from .pipeline import Pipeline
+from .pipeline import MaskedLogProb, Pipeline
 from .wording import suggest
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ def load_pipeline(
     process_group: Literal["world"] | EllipsisType | None = ...,
     shared_ids: SharedIds | EllipsisType | None = ...,
     patience: float | EllipsisType = ...,
+    masked_log_prob: MaskedLogProb | EllipsisType = ...,
     **unknown: NoReturn,
 ) -> Pipeline:
     """Compose a pipeline from a recipe, changed by keywords and Hydra overrides, as the command would.
@@ -89,6 +90,7 @@ def load_pipeline(
         process_group: of the pipeline.
         shared_ids: of the pipeline.
         patience: of the pipeline.
+        masked_log_prob: of the pipeline.
         unknown: refused, with the words that are near.
 
     Raises:
@@ -106,8 +108,15 @@ def load_pipeline(
     words = _overrides(recipe, overrides, rows)
     settings = settings_of(words, given, stages or {})
     composed = compose_config("load", *words).pipeline
-    if unknown:
-        refuse_unknown(next(iter(unknown)), composed)
+    for word in unknown:
+        own = {name: node for name, node in composed.stages.items() if node is not None and word in node}
+        places = " or ".join(f"stages={{{name!r}: {{{word!r}: …}}}}" for name in own)
+        if places:
+            raise ConfigError(f"load_pipeline has no keyword {word!r}; an option of a stage is {places}")
+        raise ConfigError(
+            f"load_pipeline has no keyword {word!r}{suggest(word, [*KEYWORDS, 'rows', 'stages'])}; "
+            f"there are rows, stages, {', '.join(KEYWORDS)}"
+        )
     apply_settings(composed, settings)
     log.debug("composed of %s and %s", words, settings)
     return build_pipeline(composed)
@@ -140,6 +149,9 @@ def build_pipeline(config: DictConfig) -> Pipeline:
         ConfigError: a stage without a ``_target_``, or an option that its class does not have.
     """
     try:
+        said = config.get("masked_log_prob")
+        if said != said:  # an override reads the word nan as a number
+            config.masked_log_prob = "nan"
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as err:
         raise ConfigError(
@@ -155,23 +167,15 @@ def build_pipeline(config: DictConfig) -> Pipeline:
 
 
 OF_STAGES = {
-    "group_size": "stages.gate.group_size",
-    "on_incomplete": "stages.gate.on_incomplete",
-    "reward": "stages.collapse.reward",
-    "baseline": "stages.advantage.baseline",
-    "scale": "stages.advantage.scale",
-    "minibatches": "stages.split.minibatches",
-    "microbatches": "stages.split.microbatches",
-    "max_tokens": "stages.split.max_tokens",
-    "ranks": "stages.split.ranks",
-    "shuffle": "stages.split.shuffle",
-    "seed": "stages.split.seed",
-    "loss_unit": "stages.weight.unit",
+    "gate": ("group_size", "on_incomplete"),
+    "collapse": ("reward",),
+    "advantage": ("baseline", "scale"),
+    "split": ("minibatches", "microbatches", "max_tokens", "ranks", "shuffle", "seed"),
 }
 # What an override calls a keyword below `pipeline`: the others are options of the pipeline itself.
-KEYWORDS = OF_STAGES | {
-    name: name for name in load_pipeline.__kwdefaults__ or () if name not in ("rows", "stages", *OF_STAGES)
-}
+KEYWORDS = {word: word for word in load_pipeline.__kwdefaults__ or () if word not in ("rows", "stages")}
+KEYWORDS |= {word: f"stages.{stage}.{word}" for stage, words in OF_STAGES.items() for word in words}
+KEYWORDS |= {"loss_unit": "stages.weight.unit"}
 
 
 def settings_of(
@@ -233,19 +237,3 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
                 OmegaConf.update(pipeline, key, value, merge=True)
         except OmegaConfBaseException as err:
             raise ConfigError(f"pipeline.{key} takes what YAML has; got {value!r}: {err}") from err
-
-
-def refuse_unknown(word: str, pipeline: DictConfig) -> None:
-    """Say what was meant by a keyword that there is not.
-
-    Raises:
-        ConfigError: always.
-    """
-    stages = {name: node for name, node in pipeline.stages.items() if node is not None and word in node}
-    places = " or ".join(f"stages={{{name!r}: {{{word!r}: …}}}}" for name in stages)
-    if places:
-        raise ConfigError(f"load_pipeline has no keyword {word!r}; an option of a stage is {places}")
-    raise ConfigError(
-        f"load_pipeline has no keyword {word!r}{suggest(word, [*KEYWORDS, 'rows', 'stages'])}; "
-        f"there are rows, stages, {', '.join(KEYWORDS)}"
-    )

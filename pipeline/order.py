@@ -11,7 +11,7 @@ from headrace.pipeline.wording import suggest
 from headrace.transforms.columns import COLUMNS
 from headrace.transforms.options import nested_key
 from headrace.transforms.rows import column_keys
-from headrace.transforms.schema import COUNTED, MINIBATCH, REWARD
+from headrace.transforms.schema import COUNTED, IN_LOSS, MINIBATCH, REWARD
 
 
 def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str, Any]:
@@ -168,8 +168,8 @@ def _keys(stage: Callable) -> tuple[set, set, set]:
 
 
 def _silenced(stage: Callable) -> set:
-    """The loss mask in which a stage silences rows."""
-    silences = {"masked", "excluded"} & set(getattr(stage, "effects", ()))
+    """The loss mask in which a stage silences rows; those that a gate finds empty are silent already."""
+    silences = IN_LOSS in getattr(stage, "out_keys", ()) or "masked" in getattr(stage, "effects", ())
     return {getattr(stage, "loss_mask_key", None)} if silences else set()
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from headrace.transforms.columns import ColumnNames
+from headrace.transforms.columns import COLUMNS, OF_TOKENS, REFERENCE, ColumnNames
 from headrace.transforms.distributed import (
     OtherRankError,
     RankOptions,
@@ -25,10 +25,12 @@ from headrace.transforms.distributed import (
 )
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.rows import Rows, few
+from headrace.transforms.gate import take_empty_out
+from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.rows import Rows, column_keys, few
 from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PROCESSED, RANK, ROW
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.table import AHEAD, Late, Table, TokenCount, Written
+from headrace.transforms.table import AHEAD, Late, Table, TokenCount, Tokens, Written
 from headrace.transforms.tensordicts import column_of, describe_columns, device_of, without_rows
 
 from .account_keys import KEYS, Asked, Keys
@@ -41,6 +43,8 @@ from .stage import as_module, with_stage
 from .wording import printable
 
 log = logging.getLogger(__name__.rpartition(".")[0])
+
+MaskedLogProb = Literal["nan", "keep"]
 
 
 class Epoch(NamedTuple):
@@ -83,6 +87,11 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         shared_ids: an id that several ranks have is the ``same`` rollout or group there, or ``different``
             ones, or must not be: ``raise``. None: as LossWeight says, else ``raise``.
         patience: seconds that ranks wait for one another; an error on one is raised on all.
+        masked_log_prob: what stands in `log_prob_key` where a row or token is out of the loss: ``nan``, by
+            which TorchRL's GRPOLoss leaves it out under any of its masking strategies; or ``keep``: the
+            number that came, for a loss of your own that multiplies by the loss mask. Under ``keep`` no
+            column of tokens that stages know is NaN or infinite out of the mask: what came so becomes 0
+            there, and a token whose log-probability came so leaves the mask. A stage alone writes NaN.
         names: other names of its own columns, such as `loss_mask_key` (:class:`ColumnNames`). A row without
             a token in the mask, and with a finite log-probability, has nothing to train. Groups and rollouts
             are counted by their ids.
@@ -115,6 +124,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         process_group: dist.ProcessGroup | str | None = None,
         shared_ids: SharedIds | None = None,
         patience: float = 600.0,
+        masked_log_prob: MaskedLogProb = "nan",
         **names: Unpack[ColumnNames],
     ):
         BatchTransform.__init__(self)
@@ -131,6 +141,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         self.order, self._cut_at = list(arranged), place_of_cut(arranged)
         self.columns, own = dict(columns or {}), self._columns
         self.name_columns({f"{role}_key": key for role, key in self.columns.items() if role in own} | names)
+        self.masked_log_prob = one_of("masked_log_prob", masked_log_prob, get_args(MaskedLogProb))
         self.report_keys = dict(report_keys or {})
         if unknown := sorted(set(self.report_keys) - set(KEYS)):
             raise ValueError(f"report_keys must be among {', '.join(KEYS)}; got {', '.join(unknown)}")
@@ -230,7 +241,22 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             f"{name}: {stage.same_on_all_ranks() if isinstance(stage, BatchTransform) else repr(stage)}"
             for name, stage in self.stages.items()
         ]
-        return "\n".join([f"epochs={epochs}", f"shared_ids={self.rank_options.shared_ids!r}", *texts])
+        own = [f"epochs={epochs}", f"shared_ids={self.rank_options.shared_ids!r}"]
+        own.append(f"masked_log_prob={self.masked_log_prob!r}")
+        return "\n".join([*own, *texts])
+
+    def _finite(self) -> Tokens | None:
+        """The columns of tokens that stay finite out of the loss, as far as this and its stages name them."""
+        if self.masked_log_prob == "nan":
+            return None
+        usual = [self.columns.get(role, COLUMNS[role].default) for role in OF_TOKENS]
+        keys = [*map(nested_key, usual), *REFERENCE]
+        for stage in (self, *self.stages.values()):
+            for part in (stage, getattr(stage, "criterion", None), getattr(stage, "term", None)):
+                named = {} if part is None else column_keys(part)
+                keys += [key for role, key in named.items() if role in OF_TOKENS]
+        others = [key for key in dict.fromkeys(keys) if key is not None]
+        return Tokens(self.loss_mask_key, self.log_prob_key, others)
 
     def _account_for(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
         """One batch on its way: read the table, let every stage decide; rows are gathered when asked for."""
@@ -246,6 +272,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 if len(flat) or ranks is not None:
                     asked = self._asked
                     rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
+                    rows.table.finite = self._finite()
                 if rows is None or rows.table.size == 0:
                     refuse_nothing(stages, flat)
                     run, rows = Run(stages, self._keys, None, batch=batch, epochs=epochs), None
@@ -263,6 +290,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         texts = note_collected(rows, keys)
         weights_came = column_of(table.batch, keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
+        if self._half != "second" and not any(hasattr(stage, "empty") for stage in stages.values()):
+            take_empty_out(rows.seen_by(self, "pipeline"), "exclude")  # no gate has said what else
         for name in list(stages)[:at]:
             self._stage(name, stages[name], rows)
         note_advantage(rows, keys)
@@ -302,6 +331,9 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             name_reasons(rows, names[at], split)
             return [], None
         with self._named(names[at], split, table):
+            # What a replay buffer samples again is trained again: that is for its sampler to say.
+            if not self.is_second_half and split.take_out_trained(rows.seen_by(split, names[at])):
+                return [], None
             table.extend(split.carried_rows(), split.remainder)
             drawn = split.draw(rows.seen_by(split, names[at]), epochs)
         before = table.columns, table.written, table.late
@@ -354,7 +386,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
     def _foreign(self, name: str, stage: nn.Module, rows: Rows) -> None:
         """Any callable from a batch to a batch: it gets what was decided so far; the table is read again."""
         table = rows.table
-        batch = rows.write()
+        batch = rows.seen_by(self).write()
         numbers = table.live
         if len(batch):
             batch = stage(batch)
@@ -383,7 +415,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         gone = torch.ones(table.size, dtype=torch.bool).index_fill_(0, stays, False)
         seen = rows.seen_by(stage, name)
         seen.leave(gone if seen.index is None else gone[seen.index], "gone")
-        table.reread(batch, numbers)
+        if len(stays):  # of nothing there is nothing to read
+            table.reread(batch, numbers)
 
     # -- after the cut ------------------------------------------------------------------------------------
 

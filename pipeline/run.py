@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from headrace.transforms.rows import Rows
-from headrace.transforms.tensordicts import shallow_copy
+from headrace.transforms.tensordicts import fill_out_of_loss, shallow_copy
 
 from .account_keys import Keys
 from .ledger import Ledger
@@ -68,7 +68,10 @@ class Run:
         """The rows that stay, as they came to the cut, with their numbers under ``("headrace", "row")``."""
         if self.rows is None:
             return cast(TensorDictBase, self._batch)
-        return self.rows.write()
+        batch = self.rows.write()
+        if self.rows.table.finite is not None:
+            fill_out_of_loss(batch, *self.rows.table.finite)
+        return batch
 
     def minibatches(self) -> Iterator[TensorDictBase]:
         """Gather the minibatches of all epochs, one at a time. Each call begins anew.

@@ -41,6 +41,9 @@ class FittedColumn:
     right: bool = False
     leaves: int = 0
 
+    def __post_init__(self) -> None:
+        self.name = printable(self.name)
+
     def widths(self, cell: Text) -> tuple[int, int]:
         """The least width at which no word of a cell is broken, and that at which nothing wraps."""
         widest = max(map(cell_len, cell.plain.splitlines()), default=0)
@@ -76,9 +79,9 @@ class FittedTable:
     caption: str = ""
     rows: list[tuple[list[Text], str, int]] = field(default_factory=list)
 
-    def add(self, *cells: str | Text, style: str = "", indent: int = 0) -> None:
-        """Add a row, the first cell `indent` letters from the left. A string is never read as markup."""
-        texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+    def add(self, *cells: str, style: str = "", indent: int = 0) -> None:
+        """Add a row, the first cell `indent` letters from the left. Nothing in a cell is obeyed."""
+        texts = [Text(printable(cell)) for cell in cells]
         self.rows.append((texts, style, indent))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -113,7 +116,7 @@ class FittedTable:
             cells = ""
             for column, text in zip(self.columns, texts, strict=True):
                 align = "right" if column.right else "left"
-                cells += f'<{tag} style="{CELL};text-align:{align}">{escape(printable(text.plain))}</{tag}>'
+                cells += f'<{tag} style="{CELL};text-align:{align}">{escape(text.plain)}</{tag}>'
             lines.append(f"<tr{' style=opacity:.7' if style == 'dim' else ''}>{cells}</tr>")
         title = f'<caption style="text-align:left">{escape(printable(self.title))}</caption>'
         table = f'<table style="border-collapse:collapse">{title * bool(self.title)}{"".join(lines)}</table>'

@@ -141,6 +141,10 @@ def compare_with_one_process(
             if kind == "ragged" and len(mine):
                 rows = lazy_stack(list(rows.unbind(0)))
             found = by_row(mine, pipeline(rows))
+            measured = [each for each in of_one.metrics if each.endswith(("_token", "_sequence"))]
+            compared += len(measured)
+            numbers = [(each, pipeline.metrics.get(each), of_one.metrics[each]) for each in measured]
+            differs += [(recipe, kind, how, *each) for each in numbers if each[1] != each[2]]
             for key, values in found.items():
                 compared += len(values)
                 other = [(row, value, alone[key].get(row)) for row, value in values.items()]

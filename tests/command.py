@@ -8,6 +8,7 @@ import logging
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,7 @@ def _begin(program: Callable, folder: str, shown: str, words: list[str], environ
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{shown}/{name}", os.O_CREAT | os.O_WRONLY), number)
     sys.argv = words
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores behind an `&`
     warnings.simplefilter("error", FutureWarning)
     program()
 

@@ -19,21 +19,10 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A test's time depends on what else the machine does; that is no failure.
-settings.register_profile("headrace", deadline=None, print_blob=True)
+settings.register_profile("headrace", deadline=None, print_blob=True, max_examples=60)
 settings.register_profile("quick", settings.get_profile("headrace"), max_examples=30)
 
 
-# Tests that take long, in files that are rewritten at the moment.
-TAKE_LONG = (
-    "test_reads_and_copies_of_recipes",
-    "test_reads_and_copies_of_grpo",
-    "test_it_does_what_the_slow_one_does_with_any_stream_and_wherever_it_is_resumed",
-    "test_a_long_stream_with_faults_gives_each_faultless_group_once_as_without_and_holds_no_more_in_the_end",
-    "test_a_stream_and_its_batch_train_bit_for_bit_the_same",
-    "test_collapse_then_advantage_on_meta_reads_nothing",
-    "test_a_core_is_traced_as_one_graph",
-    "test_reads_and_copies_of_stages",
-)
 ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.M)
 
 
@@ -54,9 +43,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.name.partition("[")[0] in TAKE_LONG:
-            item.add_marker("slow")
+    # One process has a cluster, at its beginning: what others take over from it is from its end.
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -107,3 +95,19 @@ def look(driver: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     from browser import looked_at
 
     yield from looked_at(driver, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """Ray on this machine; its processes find the modules of this folder and the examples."""
+    ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    tests = Path(__file__).parent
+    examples = str(tests.parent / "examples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(examples)
+        there = [str(tests), examples, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, there)))
+        # More CPUs than there are: actors count those that they might take.
+        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+        yield
+        ray.shutdown()

@@ -21,7 +21,7 @@ from headrace.transforms import GroupAssembler
 
 GROUPS, PIECE = 3, 3
 SILENCE = 1.0  # seconds after which a worker that sends nothing more is taken for dead
-LONGEST = 60.0  # seconds a cell may take
+LONGEST = 120.0  # seconds a cell may take, where processes start slowly
 LINES = [Line(g, 2 * g + r, s, s == 1) for g in range(GROUPS) for s in (0, 1) for r in (0, 1)]
 ROWS = batch_of_lines(LINES)
 BY_SEGMENT = {"segment_key": "segment"}
@@ -160,6 +160,12 @@ CELLS: dict[str, Cell] = {
         AGAIN, {(0, 0), (0, 1)}, error="ends once.*found again rollout 2 of group 1", resumed_at=3
     ),
 }
+
+
+# What is wrong with rows is seen in the assembler, wherever it is: some of it is enough there.
+ROWS_ELSEWHERE = ("none", "lost", "duplicated", "duplicated, dropped", "reordered", "late, refused", "failed")
+WORKERS = ("killed", "hung", "killed, another goes on", "killed, all of it again", "killed, lost")
+ELSEWHERE = (*ROWS_ELSEWHERE, "NaN", *WORKERS, "partitions", "resumed", "resumed, duplicated")
 
 
 @functools.cache

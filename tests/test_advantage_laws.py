@@ -40,7 +40,7 @@ OPTIONS = st.fixed_dictionaries(
         "temperature": st.sampled_from([0.1, 1.0, 100.0]),
         "eps_mode": st.sampled_from(["add", "clamp", "skip"]),
         "ddof": st.sampled_from([0, 1]),
-        "eps": st.sampled_from([0.0, 1e-6, 1e-4]),
+        "eps": st.sampled_from([0.0, 1e-6, 1e-4, 0.5]),
         "singleton": st.sampled_from(["zero", "raw"]),
     }
 ).map(go_together)

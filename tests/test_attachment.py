@@ -86,11 +86,6 @@ def test_collector_postproc(expected):
         assert sum(len(part) for part in split_minibatches(batch)) == 18
 
 
-def test_stages_in_a_compose_as_collector_postproc(expected):
-    for batch in make_collector(make_env(), postproc=Compose(*make_pipeline().stages.values())):
-        assert by_rollout(batch) == expected
-
-
 @pytest.mark.parametrize("filled_by", ["extend", "collector"])
 def test_replay_buffer_on_the_way_in(filled_by):
     pipeline, raw = make_pipeline(), []

@@ -140,22 +140,6 @@ def test_equal_counts_are_as_even_as_karmarkar_and_karp(kind, bins, seed):
         assert ours <= imbalance(costs, oracle, bins) + 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bins", [2, 4, 8, 16, 64])
-def test_under_a_budget_bins_are_as_even_as_karmarkar_and_karp(kind, bins):
-    for count in (32 * bins, 8192):
-        lengths = lengths_of(kind, count, seed=bins)
-        budget = int(lengths.sum() / bins * (1 + 1 / 64))  # so full that the longest barely have a choice
-        found = balance_within(lengths, budget)
-        used = int(found.max()) + 1
-        assert used <= bins
-        oracle = column(largest_differencing(lengths.tolist(), used, equal_count=False))
-        ours = imbalance(lengths, found, used)
-        assert ours <= 1e-3
-        assert ours <= imbalance(lengths, oracle, used) + 1e-3
-
-
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=24))
 def test_evening_out_keeps_budget_and_items_and_empties_no_bin(items):
     length, cost, place = zip(*items, strict=True)

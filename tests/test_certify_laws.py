@@ -106,17 +106,6 @@ def test_weights_by_token_are_biased_where_rollouts_have_several():
     assert certified("tis", "stale", *words).advantage.relative_bias > 0.05
 
 
-def test_a_sampler_that_is_the_policy_needs_no_correction():
-    for recipe in ("tis", "icepop", "mis", "mlperf", "opsm"):
-        found = certified(recipe, "stop_or_continue").advantage
-        assert found.ratio == pytest.approx(ratio("grpo", "stop_or_continue"), rel=1e-9)
-
-
-def test_where_every_row_is_rejected_there_is_no_gradient():
-    found = certified("mis", "stale").advantage
-    assert (found.ratio, found.relative_bias, found.cosine, found.variance) == ((0.0, 0.0), 1.0, None, 0.0)
-
-
 # -- gates and filters -----------------------------------------------------------------------------------
 
 

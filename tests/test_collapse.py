@@ -33,7 +33,10 @@ def test_siblings_must_agree_unless_told_how_they_add_up(make_batch):
     st.lists(st.booleans(), min_size=20, max_size=20),
 )
 def test_first_and_last_may_follow_a_turn_column_whatever_the_order_of_rows(segments, how, counted):
-    """Against a loop: of each rollout, the reward of the segment with the least or greatest turn."""
+    """Against a loop: of each rollout, the reward of the segment with the least or greatest turn.
+
+    Where that one is out of the statistics, and others are in, nothing says what the rollout is worth.
+    """
     rollouts, turns = [rollout for rollout, _ in segments], [turn for _, turn in segments]
     rewards = [float(row) for row in range(len(segments))]
     batch = batch_of(rewards, rollouts, rollouts, turn=turns)
@@ -45,9 +48,16 @@ def test_first_and_last_may_follow_a_turn_column_whatever_the_order_of_rows(segm
         pick = min if how == "first" else max
         return rewards[pick(segments_of, key=lambda other: turns[other])]
 
+    everybody = list(range(len(segments)))
+    without = {rollouts[row] for row in inside if expected(row, everybody) != expected(row, inside)}
+    if without:
+        with pytest.raises(BatchError, match=f"its {how} segment, which was taken out of rollout") as refused:
+            FanOutCollapse(reward=how, turn_key="turn")(batch)
+        assert set(map(int, re.findall(r"rollout (\d+)", str(refused.value)))) == without
+        batch[COUNTED] = torch.tensor([rollout not in without for rollout in rollouts]) & batch[COUNTED]
+        inside = [row for row in inside if rollouts[row] not in without]
     found = FanOutCollapse(reward=how, turn_key="turn")(batch)[REWARD].tolist()
     assert found == [expected(row, inside) if row in inside else 0.0 for row in range(len(segments))]
-    everybody = list(range(len(segments)))
     alone = collapse_fan_out(rewards, rollouts, reduce=how, turn=turns).reward.tolist()
     assert alone == [expected(row, everybody) for row in everybody]
 

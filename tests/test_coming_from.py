@@ -213,10 +213,6 @@ class Position:
         return mask.cumsum(1) - 1.0
 
 
-def test_a_group_of_prime_rl_without_a_trace_to_train_stays_as_it_is(prime_rl):
-    assert score(prime_rl, [episode(1.0, [False]), episode(0.0, [True], has_error=True)]) == [None, None]
-
-
 def test_recipes_criteria_and_options_that_pages_name_are_there():
     text = "\n".join(page.read_text() for page in PAGES)
     for cell in re.findall(r"`pipeline=[^|\n]*", text):

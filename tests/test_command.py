@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import csv
+import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from command import QUICK, headrace, headrace_here
+from command import QUICK, Started, headrace, headrace_here
 from omegaconf import OmegaConf
 
 from headrace import pipeline
+from headrace.pipeline.main import main
 
 pytestmark = pytest.mark.slow
 
@@ -102,13 +102,12 @@ def test_the_same_rewards_however_the_step_is_cut(tmp_path):
     by_tokens = "pipeline.stages.split.max_tokens=50"
     ways = {"whole": [], "packed": [packed, by_tokens], "folded": folded}
     ways["trees"] = ["train.transform=tree", "pipeline.stages.split.tree=group", by_tokens]
-    ways["one word"] = ["train.transform=tree"]
     rewards = {}
     for name, words in ways.items():
-        headrace_here(tmp_path, *QUICK, f"hydra.run.dir={name}", "train.steps=3", *words)
+        headrace_here(tmp_path, *QUICK, f"hydra.run.dir={name}", "train.steps=2", *words)
         with (tmp_path / name / "metrics.csv").open() as file:
             rewards[name] = [float(step["reward"]) for step in csv.DictReader(file)]
-    assert len(rewards["whole"]) == 3
+    assert len(rewards["whole"]) == 2
     assert all(each == rewards["whole"] for each in rewards.values())
 
 
@@ -119,35 +118,29 @@ def test_without_weights_a_loss_per_token_is_refused(tmp_path):
 
 
 def test_ctrl_c_ends_it_with_the_table(tmp_path):
-    run = subprocess.Popen(
-        [sys.executable, "-m", "headrace.pipeline", *QUICK, "train.steps=100000", "hydra.run.dir=out"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    run = Started(main, tmp_path, *QUICK, "train.steps=100000", "hydra.run.dir=out")
     metrics = tmp_path / "out" / "metrics.csv"
     for _ in range(600):
         if metrics.exists() and metrics.read_text().count("\n") > 2:
             break
-        assert run.poll() is None, run.communicate()
+        assert run.process.is_alive(), run.ends()
         time.sleep(0.1)
-    run.send_signal(signal.SIGINT)
-    shown, errors = run.communicate(timeout=60)
-    assert run.returncode == 130
-    assert "interrupted after step" in shown
-    assert "collected" in shown
-    assert "Traceback" not in errors
+    os.kill(run.process.pid, signal.SIGINT)
+    done = run.ends(60)
+    assert done.returncode == 130
+    assert "interrupted after step" in done.stdout
+    assert "collected" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_the_default_experiment_learns(tmp_path):
-    """Reward from 0.1 to above 0.8, two thirds of the way: every stage at work, fan-out and failures too."""
-    done = headrace_here(tmp_path, "hydra.run.dir=out", "train.steps=42")
+    """Reward from 0.1 to above 0.5, a third of the way: every stage at work, fan-out and failures too."""
+    done = headrace_here(tmp_path, "hydra.run.dir=out", "train.steps=22")
     with (tmp_path / "out" / "metrics.csv").open() as file:
         steps = list(csv.DictReader(file))
     rewards = [float(step["reward"]) for step in steps]
     assert rewards[0] < 0.15
-    assert min(rewards[-5:]) > 0.8
+    assert min(rewards[-3:]) > 0.5
     for reason in ("gate: incomplete", "filter: zero variance"):
         assert reason in done.stdout
     assert all(float(step["rows/in"]) > float(step["rollouts/in"]) for step in steps)

@@ -131,6 +131,11 @@ def test_a_column_on_some_rows_is_no_column(make_batch):
         CompletenessGate(group_size=2)(lazy_stack(rows))
 
 
+def test_a_status_under_another_name_must_be_there(make_batch):
+    with pytest.raises(MissingKeyError, match=r"'stauts' \(status_key\)"):
+        CompletenessGate(group_size=1, status_key="stauts")(make_batch([0.0], [0], status=[FAILED]))
+
+
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_group_was_dispatched_with_at_least_one_rollout(make_batch, number):
     batch = make_batch([0.0] * 2, [4, 4], expected_rollouts=[number] * 2, status=[FAILED, FAILED])
@@ -164,7 +169,7 @@ def test_wrong_data_raise_with_the_offenders(make_batch, columns, message):
         ({"on_incomplete": "keep", "min_rollouts": 0}, "min_rollouts must be an integer ≥ 1"),
         ({"on_incomplete": "keep", "min_fraction": 1.5}, r"min_fraction must be in \(0, 1\]"),
         ({"group_size": 0}, "group_size must be an integer ≥ 1; got 0"),
-        ({"group_size": "8"}, "group_size must be an integer ≥ 1; got '8'"),
+        ({"group_size": "8"}, "group_size must be an integer or None; got '8'"),
     ],
 )
 def test_options_that_contradict_raise(options, message):
@@ -180,3 +185,8 @@ def test_the_function_counts_unique_present_rollouts(rollouts):
     have = {g: sum(1 for h, s, _ in rollouts if h == g and s < ABORTED) for g in range(4)}
     assert dict(zip(found.group_id.tolist(), found.have.tolist(), strict=True)) == have
     assert set(found.expected.tolist()) == {20}
+
+
+def test_the_function_needs_something_to_count_against():
+    with pytest.raises(BatchError, match="give group_size"):
+        incomplete_groups([0], [0])

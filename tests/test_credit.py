@@ -10,7 +10,7 @@ from composed import composed
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, advantages_of
-from headrace.transforms import BatchError, IncompleteGroupsError, MergeTurns, SampleFilter
+from headrace.transforms import BatchError, MergeTurns, SampleFilter
 
 pytestmark = pytest.mark.slow
 
@@ -99,11 +99,6 @@ def test_where_nobody_stays_there_is_nothing(number):
     credit = advantages_of(pipeline, rows(seed=6)[:number])
     assert credit.advantage.tolist() == [[0.0]] * number
     assert credit.in_loss.tolist() == [[False]] * number
-
-
-def test_what_the_gate_refuses_is_refused():
-    with pytest.raises(IncompleteGroupsError, match="3 of 4"):
-        advantages_of(of_four("grpo"), rows(7)[:-1])
 
 
 def test_rows_that_take_tokens_of_others_are_refused():

@@ -10,7 +10,7 @@ from assembly import Line, batch_of_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import process_context
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from torchrl.data import (
     LazyMemmapStorage,
     LazyStackStorage,
@@ -195,6 +195,14 @@ def test_a_buffer_of_two_dimensions_is_read_by_its_first(kind):
         buffer.extend(rows)
         seen += next(iter(drain))["n"].tolist()
     assert seen == [[n, 100 + n] for n in range(12)]
+
+
+def test_lazy_stacks_come_out_as_lazy_stacks():
+    buffer = ReplayBuffer(storage=LazyStackStorage(4))
+    ragged = [TensorDict({"n": torch.tensor(n), "tokens": torch.arange(n)}, []) for n in (1, 3)]
+    buffer.extend(lazy_stack(ragged))
+    rows = next(iter(drained(buffer)))
+    assert [row["tokens"].tolist() for row in rows.unbind(0)] == [[0], [0, 1, 2]]
 
 
 def test_a_buffer_that_stays_locked_is_an_error_in_bounded_time():

@@ -83,8 +83,7 @@ def test_report_ledger_and_page_say_the_ids_of_the_dump(write, tmp_path):
     assert all(re.search(rf"^ *{group} ", shown, re.M) for group in groups), shown
 
 
-@pytest.mark.parametrize("write", [slime, verl, tinker])
-@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+@pytest.mark.parametrize(("write", "format"), [(slime, "parquet"), (verl, "jsonl"), (tinker, "parquet")])
 def test_a_replay_of_a_replay_keeps_them_too(write, format, tmp_path):
     path, groups, rollouts = write(tmp_path)
     for name in ("one", "two"):

@@ -186,20 +186,6 @@ def test_a_page_of_wide_groups_shows_as_many_as_fit(make_batch):
     assert len(step["rows"]["row"]) == 83 * 60
 
 
-def test_a_long_run_keeps_some_steps_and_all_curves(make_batch, tmp_path):
-    run = ReportFolder(tmp_path, title="long", steps=4, dump="jsonl")
-    for step in range(23):
-        run.add(reported(make_batch, step=step)[1])
-    page = run.close().read_text()
-    data = json.loads(page.split('id="page-data">')[1].split("</script>")[0])
-    kept = [step["step"] for step in data["steps"]]
-    assert kept[0] == 0
-    assert kept[-1] == 22
-    assert 3 <= len(kept) <= 5
-    assert data["curve_steps"] == list(range(23))
-    assert len(list((tmp_path / "rollouts").iterdir())) == 23
-
-
 def test_a_dump_is_not_mixed_with_that_of_another_run(make_batch, tmp_path):
     first = ReportFolder(tmp_path, title="one", dump="parquet")
     first.add(reported(make_batch)[1])

@@ -487,10 +487,10 @@ def test_rows_newer_than_the_version_of_a_sampler_are_refused_where_it_has_a_lim
     ("options", "message"),
     [
         ({"on_newer": "drop"}, "on_newer must be one of"),
-        ({"on_newer": "wait"}, "on_newer='wait' needs max_staleness"),
-        ({"on_stale": "mask"}, "on_stale='mask' needs max_staleness"),
+        ({"on_newer": "wait"}, "on_newer must be left out without max_staleness"),
+        ({"on_stale": "mask"}, "on_stale must be left out without max_staleness"),
         ({"on_stale": "refill", "max_staleness": 1}, "need a callable refill"),
-        ({"max_refills": 2}, "no effect without refill"),
+        ({"max_refills": 2}, "max_refills must be left out without refill"),
         ({"max_concurrent_rollouts": 0}, "max_concurrent_rollouts must be"),
         (
             {"min_fraction": 0.5, "on_stale": "refill", "max_staleness": 1, "refill": print},

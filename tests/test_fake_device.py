@@ -8,79 +8,38 @@ import pytest
 import torch
 from fake_device import CPU, DEVICE, FakeDevice
 
-MASK, IDS, HERE = "torch.tensor([True, False, True])", "torch.tensor([2, 0])", "torch.arange(3)"
 WHAT = {  # by operator: reads, copies, asynchronous; x, mask and ids are on the device
     # the host asks for a value
     "x.sum().item()": (1, 0, 0),
     "bool(mask.any())": (1, 0, 0),
-    "int(x[0])": (1, 0, 0),
-    "float(x.double().sum())": (1, 0, 0),
     "x.tolist()": (1, 0, 0),
-    "x[0].tolist()": (1, 0, 0),
-    "x.cpu()": (1, 0, 0),
-    "x.to('cpu')": (1, 0, 0),
     "x.cpu().numpy()": (1, 0, 0),
     "torch.zeros(3, dtype=torch.int64).copy_(x)": (1, 0, 0),
     "torch.equal(x, x)": (1, 0, 0),
-    "torch.allclose(x.float(), x.float())": (1, 0, 0),
     "[1 for each in x if each > 0]": (3, 0, 0),
-    "2 in x": (1, 0, 0),
     # a shape depends on values
     "mask.nonzero()": (1, 0, 0),
-    "torch.where(mask)": (1, 0, 0),
-    "torch.argwhere(mask)": (1, 0, 0),
-    "x.unique()": (1, 0, 0),
     "torch.unique(x, return_inverse=True)": (1, 0, 0),
-    "x.unique_consecutive()": (1, 0, 0),
-    "x.view(3, 1).unique(dim=0)": (1, 0, 0),
-    "x.bincount()": (1, 0, 0),
-    "x.masked_select(mask)": (1, 0, 0),
-    "x[mask]": (1, 0, 0),
     "x[mask] + x[mask]": (2, 0, 0),
     "x.__setitem__(mask, x[:2].clone())": (1, 0, 0),
     "x.repeat_interleave(x)": (1, 0, 0),
-    "torch.isin(x, torch.arange(99, device=device))": (1, 0, 0),
-    "x.masked_fill(mask, x[0])": (1, 0, 0),
-    "x.double().add(1).multinomial(1)": (1, 0, 0),
     # no value, no shape
     "x.repeat_interleave(x, output_size=3)": (0, 0, 0),
-    "x.repeat_interleave(2)": (0, 0, 0),
     "x[ids]": (0, 0, 0),
-    "x.__setitem__(ids, 7)": (0, 0, 0),
-    "x.__setitem__(0, 7)": (0, 0, 0),
     "x.__setitem__(mask, 7)": (0, 0, 0),
-    "x.masked_fill(mask, 7)": (0, 0, 0),
-    "x.masked_fill_(mask, torch.tensor(7))": (0, 0, 0),
     "x * torch.tensor(2)": (0, 0, 0),
-    "x.add_(torch.tensor(2))": (0, 0, 0),
-    "torch.where(mask, x, 7)": (0, 0, 0),
     "x[1:].view(torch.int32).clone()": (0, 0, 0),
-    "x.sort(stable=True).indices[0]": (0, 0, 0),
-    "torch.isin(x, ids)": (0, 0, 0),
-    "torch.zeros(3, device=device) + torch.full((3,), 2.0, device=device) + x.new_ones(3)": (0, 0, 0),
     "torch.rand(3, device=device).cumsum(0)": (0, 0, 0),
-    "torch.stack([x, x]).amax()": (0, 0, 0),
-    "here[:0].to(device)": (0, 0, 0),
-    "x[:0].tolist()": (0, 0, 0),
     "(len(x), x.shape, x.dtype, x.device, x.numel(), repr(x))": (0, 0, 0),
     # numbers of the host go to the device
     "here.to(device)": (0, 1, 0),
-    "here.to(x)": (0, 1, 0),
     "torch.tensor([1, 2], device=device)": (0, 1, 0),
-    "torch.as_tensor([1, 2], device=device)": (0, 1, 0),
-    "x.new_tensor([1, 2])": (0, 1, 0),
     "x.copy_(here)": (0, 1, 0),
     "x[here]": (0, 1, 0),
-    "x[[2, 0]]": (0, 1, 0),
-    "x.__setitem__(here, x.clone())": (0, 1, 0),
     "x[here > 0]": (1, 1, 0),
     # and nobody waits, or so they say
     "here.to(device, non_blocking=True)": (0, 0, 1),
-    "x.to('cpu', non_blocking=True)": (0, 0, 1),
-    "x.copy_(here, non_blocking=True)": (0, 0, 1),
     "here.pin_memory().to(device, non_blocking=True)": (0, 0, 1),
-    "here.clone().pin_memory().copy_(x, non_blocking=True)": (0, 0, 1),
-    "torch.empty(3, dtype=torch.int64, pin_memory=True).copy_(x, non_blocking=True)": (0, 0, 1),
     "here.clone().copy_(x, non_blocking=True)": (1, 0, 0),  # who copies to pageable memory waits
 }
 
@@ -147,25 +106,10 @@ def test_it_keeps_the_memory_of_views_and_the_versions_of_writes(fake):
     assert gone() is None
 
 
-MIXED = [
-    "x + here",
-    "torch.stack([x, here])",
-    "x.index_select(0, here)",
-    "here[ids]",
-    "here.masked_fill(mask, 1)",
-]
-MIXED += [
-    "torch.where(mask, x, here)",
-    "torch.equal(x, here)",
-    "x.to('meta')",
-    "torch.ones(2, device='meta') + x",
-]
-
-
-@pytest.mark.parametrize("words", MIXED)
-def test_devices_are_not_mixed(fake, words):
-    with pytest.raises(RuntimeError, match=r"of the cpu|from or to meta"):
-        eval(words, made(fake, DEVICE))
+def test_devices_are_not_mixed(fake):
+    for words in ("x + here", "x.index_select(0, here)", "here[ids]", "torch.equal(x, here)", "x.to('meta')"):
+        with pytest.raises(RuntimeError, match=r"of the cpu|from or to meta"):
+            eval(words, made(fake, DEVICE))
 
 
 def test_nothing_of_it_is_left_behind(fake):

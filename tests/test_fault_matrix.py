@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 import pytest
-from faults import CELLS, LONGEST, Carried, Cell, Place, carry, check
+from faults import CELLS, ELSEWHERE, LONGEST, Carried, Cell, Place, carry, check
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import ReplayBuffer
 from writers import Told, shared_buffer, told_writers
@@ -99,13 +99,12 @@ def refuse(error: BaseException) -> Carried:
     raise error
 
 
-PLACES: dict[str, Place] = {"iterator": iterator, "drain": drain}
-QUICK = ("iterator",)
-
-
-@pytest.mark.parametrize(
-    "place", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PLACES]
-)
 @pytest.mark.parametrize("name", CELLS)
-def test_each_fault_is_counted_or_said_wherever_it_happens(name, place):
-    check(CELLS[name], within(LONGEST, PLACES[place], CELLS[name]))
+def test_each_fault_is_counted_or_said(name):
+    check(CELLS[name], within(LONGEST, iterator, CELLS[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_so_it_is_in_a_buffer_that_two_processes_write(name):
+    check(CELLS[name], within(LONGEST, drain, CELLS[name]))

@@ -20,6 +20,7 @@ DEEP_FAN_OUT = (
     [10, 11, 11, 11, 20, 20, 21],
     [-0.5, 0.5, 0.5, 0.5, -1, -1, 1],
 )
+PER_BATCH = {"chunks": None, "rigid_or_global": 2}  # groups
 
 
 @pytest.mark.parametrize(("reward", "groups", "rollouts", "expected"), [FAN_OUT, DEEP_FAN_OUT])
@@ -33,7 +34,7 @@ def test_the_two_stages_give_the_functions_numbers(reward, groups, rollouts, exp
 @pytest.mark.parametrize("ids", ["absent", "all unset"])
 def test_groups_by_position_when_the_count_fits(mode, ids, make_batch):
     stage = GroupRelativeAdvantage(
-        scale="none", without_ids=mode, group_size=2, groups_per_batch=2, rollout_key=None
+        scale="none", without_ids=mode, group_size=2, groups_per_batch=PER_BATCH[mode], rollout_key=None
     )
     batch = make_batch([0.0, 2, 10, 14], [-1] * 4)
     batch = batch.exclude("group_id") if ids == "absent" else batch
@@ -44,7 +45,7 @@ def test_groups_by_position_when_the_count_fits(mode, ids, make_batch):
 def test_groups_by_position_when_it_does_not(mode, expected, make_batch):
     # chunks: (0, 2) and a lone 4; one global group has the mean 2
     stage = GroupRelativeAdvantage(
-        scale="none", without_ids=mode, group_size=2, groups_per_batch=2, rollout_key=None
+        scale="none", without_ids=mode, group_size=2, groups_per_batch=PER_BATCH[mode], rollout_key=None
     )
     batch = make_batch([0.0, 2, 4], [0, 0, 0]).exclude("group_id")
     assert stage(batch)["advantage"].flatten().tolist() == expected

@@ -41,6 +41,7 @@ GROUND = (
     "errors",
     "ids",
     "options",
+    "places",
     "prefixes",
     "required",
     "rewards",
@@ -71,17 +72,13 @@ INNER = {
     "test_keywords.py": {
         "pipeline.composing",
         "pipeline.load",
-        "pipeline.composing.nodes",
         "pipeline.composing.recipe_names",
+        "transforms.options",
     },
     "test_logging.py": {"transforms.distributed.meeting"},
     "test_notebook.py": {"pipeline.notebook"},
     "test_tokens.py": {"transforms.rows", "transforms.tensordicts", "transforms.tokens"},
-    "test_advisories.py": {
-        "pipeline.composing",
-        "pipeline.report.numbers",
-        "pipeline.report.folder",
-    },
+    "test_advisories.py": {"pipeline.composing", "pipeline.report.folder"},
     "test_refused_together.py": {"transforms.distributed.ranks"},
     "test_report_folder.py": {"pipeline.report.folder"},
     "test_dump_ids.py": {"pipeline.report.loggers"},
@@ -96,7 +93,6 @@ INNER = {
     },
     "test_narrow_terminal.py": {"pipeline.notebook", "pipeline.tables"},
     "test_page_bundle.py": {"pipeline.report.html"},
-    "test_page_in_browser.py": {"pipeline.report.page_schema"},
     "test_page_javascript.py": {
         "pipeline.report.groups",
         "pipeline.report.html",
@@ -106,6 +102,7 @@ INNER = {
     "pages.py": {"pipeline.report.page_schema"},
     "test_sources_fuzz.py": {"pipeline.sources.record"},
     "command.py": {"pipeline.main"},
+    "test_command.py": {"pipeline.main"},
     "test_command_words.py": {"pipeline.command.words", "pipeline.composing"},
     "test_doctor.py": {"pipeline.command.doctor"},
     "test_option_types.py": {
@@ -113,8 +110,9 @@ INNER = {
         "pipeline.composing.compose",
         "pipeline.composing.nodes",
         "pipeline.tasks.perform",
+        "transforms.options",
     },
-    "test_sweep.py": {"pipeline.command.sweep", "pipeline.train.job"},
+    "test_sweep.py": {"pipeline.command.sweep"},
     "composed.py": {"pipeline.run"},
 }
 

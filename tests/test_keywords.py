@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline import ConfigError, load_pipeline
 from headrace.pipeline.composing import compose_config, recipes
-from headrace.pipeline.composing.nodes import annotations_of
 from headrace.pipeline.composing.recipe_names import Recipe
 from headrace.pipeline.load import KEYWORDS, settings_of
+from headrace.transforms.options import annotations_of
 
 pytestmark = pytest.mark.slow
 
@@ -71,14 +71,6 @@ def test_keywords_are_the_overrides_that_they_stand_for(recipe, node):
             ConfigError, match=rf"no stage 'advantage'.*; there are gate, collapse, .*{'split'}"
         ):
             node(recipe, **{word: VALUES[word][0]})
-
-
-@pytest.mark.parametrize("word", ["group_size", "group_key", "order"])
-def test_each_keyword_alone_is_one_override(word, node):
-    value, text = VALUES[word]
-    found, expected = node("grpo", **{word: value}), node(f"pipeline.{KEYWORDS[word]}={text}")
-    assert OmegaConf.to_container(found) == OmegaConf.to_container(expected)
-    assert found != node("grpo")
 
 
 def test_a_keyword_that_is_not_given_leaves_what_the_recipe_has(node):

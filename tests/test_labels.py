@@ -99,6 +99,7 @@ def test_text_ids_are_carried_and_saved(make_batch):
     split(batch)
     resumed = ShuffleSplit(minibatch_size=3, remainder="carry", shuffle=False)
     resumed.load_state_dict(split.state_dict())
+    assert len(resumed(batch)) == 0, "it was trained before the state was saved, or is carried"
     with pytest.raises(BatchError, match="carried"):
         resumed(batch)
     later = as_text(make_batch([5.0, 6], [2, 2], [4, 5]))

@@ -8,10 +8,9 @@ import statistics
 import numpy as np
 import pytest
 from composed import configure
-from dumps import nemo_row, open_instruct_row, trl_dump, write_lines
+from dumps import trl_dump
 from rich.console import Console
 
-from headrace.pipeline import Pipeline, make_report, write_dump
 from headrace.pipeline.report.numbers import logged_numbers
 from headrace.pipeline.sources import open_source
 from headrace.pipeline.tasks import logged
@@ -239,26 +238,3 @@ def test_a_trl_dump_says_whose_advantages_it_has(tmp_path):
     text = told(path, tmp_path / "again", "source.group_by=prompt", "pipeline=as/trl")
     assert "100% agree with yours within 0.0001" in text
     assert "they are those of" not in text
-
-
-def test_open_instruct_and_nemo_rl_have_them_too(tmp_path):
-    flat = [reward for group in REWARDS.values() for reward in group]
-    credit = [each for group in REWARDS.values() for each in scaled(1e-8, statistics.pstdev)(group)]
-    rows = [open_instruct_row(i, i // 4, flat[i], advantage=credit[i]) for i in range(16)]
-    path = write_lines(tmp_path / "run_rollouts_000000.jsonl", rows)
-    assert "they are those of as/open_instruct" in told(path, tmp_path)
-    credit = [each for group in REWARDS.values() for each in nemo(group)]
-    rows = [nemo_row(i, flat[i], prompt=i // 4, advantages=[[credit[i]] * 5]) for i in range(16)]
-    path = write_lines(tmp_path / "train_data_step1.jsonl", rows)
-    text = told(path, tmp_path / "nemo", "source.group_by=prompt")
-    assert "they are those of as/nemo_rl to " in text
-
-
-def test_a_dump_of_ours_is_compared_with_what_trained(make_batch, tmp_path):
-    from busy import stages
-
-    run = Pipeline(stages()).run(make_batch([1.0, 3, 5], [0, 0, 0]))
-    write_dump(make_report(run), tmp_path)
-    words = ("pipeline=grpo", "pipeline.stages.gate.group_size=3")
-    text = told(tmp_path, tmp_path, *words)
-    assert "they are yours × 2 = std: yours are divided by the group's std (ddof 1)" in text

@@ -173,12 +173,6 @@ def test_averaged_gradients_of_dealt_rows_need_the_number_of_ranks():
         LossWeight(gradients="mean")(batch)
 
 
-def test_a_weight_of_any_shape_of_one_a_row_weighs_its_row():
-    batch = LossWeight()(batch_of(NINE))
-    batch[WEIGHT] = batch[WEIGHT].view(3, 1, 1)
-    assert float(weighted_loss(TensorDict({"loss_x": torch.ones(3, 3)}), batch)) == pytest.approx(1)
-
-
 def test_gradients_that_are_averaged_get_weights_times_the_ranks():
     batch = batch_of(NINE)
     once = LossWeight(dtype="float64")(batch)[WEIGHT]

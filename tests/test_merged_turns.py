@@ -23,7 +23,7 @@ from headrace.transforms import (
     SampleFilter,
     ShuffleSplit,
 )
-from headrace.transforms.schema import IN_LOSS
+from headrace.transforms.schema import IN_LOSS, IS_FIRST_SEGMENT
 
 # A rollout: by turn, how many tokens are new to the prompt, how many are sampled, and whether the prompt
 # before is tokenised anew.
@@ -206,6 +206,12 @@ def test_the_ledger_counts_the_tokens_of_merged_rows_as_trained(quiet):
     assert left.columns["tokens"][inside].sum() == int(out[LOSS].sum())
     assert inside.sum() == int(out[LOSS].any(1).sum())
     assert left.numbers["tree/tokens/rows"] == int(out[ATTENTION].sum())
+
+
+def test_a_merged_row_is_the_first_segment_if_one_of_it_was():
+    batch = batch_of(rows_of([[(2, 2, False), (1, 2, False), (1, 1, True)]]))
+    batch["next", "reward"] = torch.ones(3)
+    assert MergeTurns()(FanOutCollapse()(batch))[IS_FIRST_SEGMENT].tolist() == [True, False]
 
 
 def test_a_row_that_trains_what_the_row_before_trained_is_a_segment_of_its_own():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from cutting import cut_alone
@@ -376,11 +378,20 @@ def test_a_run_restored_in_the_middle_of_a_batch_goes_on_with_the_rest(lengths, 
     assert following[0] == following[1]
 
 
-def test_the_rows_that_are_carried_over_two_epochs_are_those_of_the_first():
-    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")})
-    list(pipeline.minibatches(batch_of([2] * 5), epochs=2))
-    assert len(pipeline.stages["split"].state.carried) == 1
-    assert pipeline.metrics["split/left"] == pipeline.metrics["out/split/carried"] == 1
+def test_what_follows_the_split_refusing_a_batch_undoes_what_was_carried():
+    stages = {"split": ShuffleSplit(minibatch_size=3, remainder="carry"), "weight": LossWeight(unit="group")}
+    pipeline, twin = (
+        Pipeline(stages),
+        Pipeline({name: copy.deepcopy(stage) for name, stage in stages.items()}),
+    )
+    for each in (pipeline, twin):
+        each(batch_of([2] * 5))
+    broken = batch_of([2] * 5, first_id=10)
+    broken["group_id"][:] = -1
+    with pytest.raises(BatchError, match="every row in the loss needs a group_id"):
+        pipeline(broken)
+    more = batch_of([2] * 5, first_id=20)
+    assert torch.equal(pipeline(more)["name"], twin(more)["name"])
 
 
 def test_rows_that_were_moved_or_are_several_steps_are_refused_where_one_is_needed():
@@ -391,13 +402,6 @@ def test_rows_that_were_moved_or_are_several_steps_are_refused_where_one_is_need
     for split in (split_minibatches, split_microbatches):
         with pytest.raises(BatchError, match="these have been moved since"):
             split(moved)
-
-
-def test_a_batch_that_was_spread_before_is_spread_anew():
-    out = ShuffleSplit(minibatches=1, ranks=2, microbatches=2, remainder="pad")(batch_of([2] * 3))
-    again = ShuffleSplit(minibatches=1)(out)
-    assert RANK not in again.keys(True)
-    assert PADDING not in again.keys(True)
 
 
 def test_a_stage_after_the_split_moves_nothing():
@@ -419,14 +423,7 @@ def test_a_row_whose_tokens_weigh_nothing_is_recorded_as_such():
     batch["log_probs", "full"][1] = float("nan")  # GRPOLoss leaves those tokens out
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=2), "weight": LossWeight()})
     pipeline(batch)
-    assert [row["row"] for row in pipeline.ledger.rows("pipeline/no_loss_tokens")] == [1]
-
-
-def test_padding_needs_a_mask_that_is_one():
-    batch = batch_of([2] * 3)
-    batch[LOSS] = batch[LOSS].float()
-    with pytest.raises(BatchError, match="a loss mask is bool"):
-        ShuffleSplit(minibatches=2, remainder="pad")(batch)
+    assert [row["row"] for row in pipeline.ledger.rows("pipeline/empty")] == [1]
 
 
 @pytest.mark.parametrize(

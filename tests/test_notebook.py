@@ -147,15 +147,6 @@ def test_nothing_in_the_data_is_html():
             assert '<img src=x onerror="alert(1)">&amp;' in found.text
 
 
-@pytest.mark.parametrize("rows", [0, 1])
-def test_a_batch_with_nothing_in_it_is_shown(rows):
-    batch = TensorDict({"rollout_id": torch.arange(rows)}, batch_size=[rows])
-    pipeline = Pipeline({})
-    run = pipeline.run(batch)
-    for thing in (pipeline, run, make_report(run), make_report(run).groups, make_report(run).rollouts):
-        Tables(thing._repr_html_())
-
-
 def test_numbers_are_short_and_ids_whole():
     values = [2**62, np.int64(7), 0.123456, 11610.0, float("nan"), np.inf, np.True_, "text"]
     assert [shown_value(value) for value in values] == [

@@ -15,9 +15,12 @@ from headrace.transforms import (
     MissingKeyError,
     NotTruncated,
     SampleFilter,
+    ShuffleSplit,
     Status,
     group_relative_advantage,
+    split_minibatches,
 )
+from headrace.transforms.schema import MICROBATCH
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +79,15 @@ def test_a_stage_that_the_command_line_cannot_reach_is_refused(name):
 def test_bounds_that_bound_nothing_are_refused(clip):
     with pytest.raises(ValueError, match=r"clip must be \[low, high\]"):
         GroupRelativeAdvantage(clip=clip)
+
+
+def test_the_micro_batches_of_a_rank_are_a_multiple(make_batch):
+    batch = make_batch([0.0] * 16, [0] * 16)
+    for cut in ({"microbatches": 3}, {"microbatch_size": 3}, {"max_tokens": 8}):
+        split = ShuffleSplit(minibatches=2, multiple_of=4, **cut)
+        counts = [int(part[MICROBATCH].max()) + 1 for part in split_minibatches(split(batch))]
+        assert len(counts) == 2
+        assert all(count % 4 == 0 for count in counts)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from tensordict.utils import NestedKey
 from headrace.pipeline import ConfigError
 from headrace.pipeline.composing import TASKS, compose_config
 from headrace.pipeline.composing.compose import leaves
-from headrace.pipeline.composing.nodes import annotations_of, build_node, misfit
+from headrace.pipeline.composing.nodes import build_node, misfit
 from headrace.pipeline.tasks.perform import TYPES, check_types
 from headrace.transforms import CompletenessGate, Status
+from headrace.transforms.options import annotations_of
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +33,8 @@ WRONG = ("abc", -1, [], None)
         (True, int, "an integer"),
         (3.5, int, "an integer"),
         (3, float, None),
-        ("3", float, "a number"),
-        (False, float, "a number"),
+        ("3", float, "a finite number"),
+        (False, float, "a finite number"),
         (None, int | None, None),
         (None, int, "an integer"),
         ("abc", int | None, "an integer or null"),
@@ -45,7 +46,7 @@ WRONG = ("abc", -1, [], None)
         ([1, "b"], list[int], "a list, each an integer"),
         ("ab", Sequence[str], "a list, each a word"),
         ([1.0, 2.0], tuple[float, float], None),
-        ([1.0], tuple[float, float], "a list of 2, each a number"),
+        ([1.0], tuple[float, float], "a list of 2, each a finite number"),
         ({"a": 1}, Mapping[str, int], None),
         ([], Mapping[str, int], "names and values in braces"),
         (["next", "reward"], NestedKey, None),

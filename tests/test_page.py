@@ -114,7 +114,3 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path):
 
 def test_five_thousand_rows_are_less_than_two_megabytes():
     assert len(render_page(pages.large_run(5000))) < 2_000_000
-
-
-def test_without_rows_it_is_less_than_a_hundred_and_thirty_kilobytes():
-    assert len(render_page(pages.empty_run())) < 130_000

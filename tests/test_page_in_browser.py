@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import pages
@@ -11,7 +10,6 @@ from browser import CONTRAST
 from busy import busy_batch, stages
 
 from headrace.pipeline import Pipeline, make_report, page_data
-from headrace.pipeline.report.page_schema import ShownRows
 from headrace.transforms import LossWeight, ShuffleSplit
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -37,31 +35,6 @@ def test_there_is_a_dot_for_each_rollout_and_a_line_for_each_group(look, name):
     dots = page.values("#strip .scroll .dot", "data-rollout")
     assert sorted(map(int, dots)) == sorted(set(rows["rollout"]))
     assert sorted(page.values("#strip .line", "data-group")) == [str(g) for g in sorted(set(rows["group"]))]
-
-
-def test_the_advantage_is_orange_below_zero_and_blue_above(look):
-    page = look(pages.fan_out_run(1))
-    fills = dict(
-        zip(page.values(".dot.scaled", "data-rollout"), page.css(".dot.scaled", "fill"), strict=True)
-    )
-
-    def red_less_blue(rollout):
-        # Mixed colours come as `color(srgb r g b)`.
-        red, _, blue = map(float, re.findall(r"[\d.]+", fills[rollout])[:3])
-        return red - blue
-
-    assert red_less_blue("0") > 0.4  # reward 0 of 0, 0.4, …, 1
-    assert red_less_blue("3") < -0.3
-
-
-def test_groups_of_equal_rewards_are_grey_and_incomplete_ones_hatched(look):
-    page = look(pages.fan_out_run(1))
-    assert page.values("#strip .scroll .dot.flat", "data-group") == ["3"] * 4
-    assert len({*page.css("#strip .scroll .dot.flat", "fill")}) == 1
-    assert not page.all("#strip .scroll rect.incomplete")
-    page = look(pages.incomplete_run())
-    assert page.values("#strip .line:has(rect.incomplete)", "data-group") == ["2", "5"]
-    assert {*page.css("#strip .line rect.incomplete", "fill")} == {'url("#incomplete")'}
 
 
 @pytest.mark.parametrize("name", ["fan-out", "incomplete", "filtered"])
@@ -148,15 +121,6 @@ def test_a_group_is_drawn_when_opened_and_says_why_each_row_left(look):
     assert "partly in the loss; rows left: filter/truncated" in page.one("#tree").text
 
 
-def test_rows_of_several_rewards_show_each_and_others_have_no_such_column(look):
-    for rewards, shown in (([0.5, None], ["0.5, –"]), (None, [])):
-        rows = [row | {"rewards": rewards} for row in pages.rollouts_of(0, [1.0])]
-        page = look(pages.run_of(pages.step_of(rows)))
-        page.open("#tree details.rows")
-        assert ("rewards" in page.texts("#tree thead th")) == bool(shown)
-        assert not shown or page.texts("#tree tbody td:nth-child(3)") == shown
-
-
 def test_what_is_not_shown_yet_is_a_button_away(look):
     """Of 60 groups 25 at a time, and the focus goes on with the first new one; of 20 metrics 12, then all."""
     rows = [row for group in range(60) for row in pages.rollouts_of(group, [0, 1])]
@@ -216,18 +180,6 @@ def test_tapes_show_each_rank_and_its_tokens(look):
     assert page.count("#tape .piece") == 12
 
 
-def test_rows_without_minibatch_or_rank_are_one_tape(look):
-    rows = pages.rollouts_of(0, [0, 1])
-    page = look(pages.run_of(pages.step_of(rows, size=2)))
-    assert "not split into minibatches" in page.one("#tape").text
-    assert page.texts("#tape .who") == ["rank 0"]
-    for row in rows:
-        row["tokens"] = None
-    made = pages.step_of([row | {"tokens": 0} for row in rows], size=2)
-    made["rows"]["tokens"] = [None, None]
-    assert "widths are rows" in look(pages.run_of(made)).one("#tape").text
-
-
 def test_the_step_is_chosen_and_marked_on_the_curves(look):
     page = look(pages.fan_out_run())
     assert page.one("#number").get_attribute("value") == "40"
@@ -239,12 +191,6 @@ def test_the_step_is_chosen_and_marked_on_the_curves(look):
     assert page.texts("#curves figure .number")[0] == "0.6862"  # 1 − 0.9^11
     assert page.count("#curves .multiples .now") == 4  # all but the curve without a number
     assert "no number at any step" in page.one("#curves").text
-
-
-def test_one_step_has_neither_selector_nor_curves(look):
-    page = look(pages.incomplete_run())
-    assert not page.one("#stepper").is_displayed()
-    assert not page.one("#curves").is_displayed()
 
 
 def test_a_run_without_steps_says_so(look):
@@ -272,18 +218,6 @@ def test_a_page_of_certificates_shows_them_and_nothing_else(look):
         section.get_attribute("id") for section in page.all("main section") if section.is_displayed()
     ] == ["certificates"]
     assert not look(pages.incomplete_run()).one("#certificates").is_displayed()
-
-
-def test_one_row_of_nothing_but_nulls_is_drawn(look):
-    row = dict.fromkeys(ShownRows.__annotations__) | {"group": 1, "rollout": 1, "reason": ""}
-    made = pages.step_of([row | {"tokens": 0}], size=None)
-    made["rows"]["tokens"] = [None]
-    for unit in pages.UNITS:
-        made["funnel"][0][unit] = None
-    page = look(pages.run_of(made))
-    assert page.count("#strip .scroll .dot.none") == 1
-    page.open("details.group")
-    page.open("details.rows")
 
 
 @pytest.mark.parametrize(
@@ -447,16 +381,6 @@ def test_the_page_of_a_real_report_shows_its_rollouts_reasons_and_tapes(look, ma
     assert "incomplete" in page.one("#funnel").text
     assert "zero variance" in page.one("#funnel").text
     assert "rank 1" in page.one("#tape").text
-
-
-def test_two_recipes_are_held_against_each_other_by_name(look, make_batch):
-    report = real_report(busy_batch(make_batch))
-    other = report.columns["advantage"] * -1
-    against = dataclasses.replace(report, columns={**report.columns, "advantage_by_row": other})
-    page = look(page_data([against], title="two") | {"versus": ["grpo", "as/verl"]})
-    said = page.texts("#compare .sentence")[0]
-    assert said.startswith("Under as/verl instead of grpo the advantage of")
-    assert "advantage as/verl" in page.texts("#compare svg .title")
 
 
 def test_a_page_of_two_recipes_says_whose_each_panel_is(look):

@@ -75,12 +75,6 @@ def test_the_javascript_reads_the_keys_of_the_schema_and_no_others():
     assert all(len(names) == len(set(names)) for names in fields.values())
 
 
-def test_the_data_is_read_in_one_module():
-    assert [name for name, text in MODULES.items() if "JSON.parse" in text] == ["data.js"]
-    uses = [use for text in MODULES.values() for use in re.findall(r'.*byId\("page-data"\).*', text)]
-    assert uses == ['const page = readPage(byId("page-data").textContent);']
-
-
 @pytest.mark.parametrize("word", WORDS)
 def test_no_module_asks_for_a_field_that_there_is_not(word):
     known = set().union(*(SCHEMAS[kind] for kind in WORDS[word])) | ADDED.get(word, set())
@@ -93,24 +87,6 @@ def test_each_field_is_used_by_a_module(kind):
     units = listed_units() if kind in ("PageLevel", "PageLeft") else set()
     assert units <= SCHEMAS[kind]
     assert SCHEMAS[kind] - used - units == set()
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_each_import_is_used_and_each_export_imported(name):
-    text = MODULES[name]
-    imports = re.compile(r"^import \{([^}]*)\} from .*;$", re.M)
-    body = imports.sub("", text)
-    for word in re.findall(r"\w+", " ".join(imports.findall(text))):
-        assert re.search(rf"(?<!\w)(?:(?<!\.)|(?<=\.\.\.)){word}\b", body), (
-            f"{name} imports {word} and does not use it"
-        )
-    taken = {
-        word
-        for other in MODULES.values()
-        for names in re.findall(rf'^import \{{([^}}]*)\}} from "\./{re.escape(name)}";$', other, re.M)
-        for word in re.findall(r"\w+", names)
-    }
-    assert set(re.findall(r"^export (?:function|const|class) (\w+)", text, re.M)) == taken
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -160,26 +136,6 @@ def test_numbers_have_four_digits_and_ticks_are_round(node):
     """)
     numbers = ["0.1235", "−0.5", "1,234,567", "1.50e−7", "–"]
     assert shown == [numbers, "0", [-1, 3], None, [0, 0.5, 1], 125]
-
-
-def test_a_model_is_made_of_the_tables(node):
-    """Group 8 has rollouts of 1, 2, 1 and 3 rows; one row of the last was truncated."""
-    data = json.dumps(html.plain(pages.incomplete_run()))
-    shown = node(f"""
-        import {{ readPage }} from "./data.js";
-        import {{ chosen, fate, modelOf, ofExpected }} from "./model.js";
-        const model = modelOf(readPage({data!r}).steps[0]);
-        const last = model.groups.at(-1);
-        console.log(JSON.stringify([
-          model.groups.map(ofExpected), last.members.map((rollout) => rollout.rows.length),
-          fate(last.members[3]),
-          chosen(model, {{ sort: "std", filter: "left" }}).map(({{ group }}) => group.id),
-        ]));
-    """)
-    expected = ["4 of 4", "3 of 4", "4 of 4", "2 of 4", "4 of 4"]
-    assert shown[:2] == [expected, [1, 2, 1, 3]]
-    # One rollout of group 1 left whole, and all of groups 2 and 5.
-    assert shown[2:] == ["partly in the loss; rows left: filter/truncated", [1, 2, 5]]
 
 
 def test_every_metric_of_ours_has_a_unit(make_batch):

@@ -61,14 +61,6 @@ def test_each_rollout_is_told_beside_the_others(look):
     assert "left: filter/zero_variance" in card(page, 100).text
 
 
-@pytest.mark.parametrize(("width", "columns"), [(1200, 2), (360, 1)])
-def test_rollouts_stand_side_by_side_and_on_a_narrow_page_one_below_the_other(look, width, columns):
-    page = look(pages.reading_run(), width=width)
-    places = [article.rect for article in page.all("#tree article")]
-    assert len({place["x"] for place in places}) == columns
-    assert len({place["y"] for place in places}) == 3 - columns
-
-
 def test_the_prompt_is_the_last_turn_and_whole_when_asked(look):
     page = look(pages.reading_run())
     assert page.texts("p.prompt") == ["What is 2 + 2?"]
@@ -116,25 +108,6 @@ def test_tokens_without_texts_are_a_strip_of_cells(look):
     assert page.texts("article .cells .gap") == [" … 70 tokens left out … "]
     focus(page, cells)
     assert page.one("#tip").text == "token 72\nadvantage 0.5"
-
-
-def test_of_several_numbers_one_is_chosen(look):
-    """An importance weight of 1 leaves a token as it is: it has the colour of the middle."""
-    page = look(pages.reading_run(), address="#group=3", motion="reduce")
-    tokens = "article[aria-label='rollout 300'] .token"
-    before = page.css(tokens, "backgroundColor")
-    script = "const e = document.querySelector('.shade select'); e.value = 'importance_weight'; "
-    page.driver.execute_script(script + "e.dispatchEvent(new Event('change'))")
-    after = page.css(tokens, "backgroundColor")
-    assert before != after
-    assert "tokens by importance weight, 0 to 2" in page.texts("[data-legend=shade]")
-    assert not page.all("article[aria-label='rollout 300'] .token.out"), "each has a weight"
-
-
-def test_a_text_for_which_there_is_no_room_says_so(look):
-    page = look(pages.reading_run(), address="#group=4")
-    assert "no room on this page" in card(page, 400).text
-    assert "the batch had tokens alone" in look(pages.fan_out_run(1)).one("#tree").text
 
 
 @pytest.mark.parametrize(

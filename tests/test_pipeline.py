@@ -27,32 +27,6 @@ from headrace.transforms import (
 MASK = ("masks", "all_assistant_mask")
 
 
-def test_every_row_is_trained_or_has_one_reason(make_batch):
-    pipeline = Pipeline(stages())
-    out = pipeline(busy_batch(make_batch))
-    names = [pipeline.ledger.names[code] for code in pipeline.ledger.reason.tolist()]
-    # Six of the seven rollouts that are left fit into two minibatches … all six: none is dropped.
-    assert names == [
-        "trained",
-        "pipeline/no_loss_tokens",
-        "trained",
-        "trained",
-        "gate/incomplete",
-        "gate/incomplete",
-        "filter/zero_variance",
-        "filter/zero_variance",
-        "filter/zero_variance",
-    ]
-    assert sorted(out["headrace", "row"].tolist()) == [0, 1, 2, 3, 6, 7, 8]
-    numbers = pipeline.metrics
-    assert {key: numbers[key] for key in ("rows/in", "rollouts/in", "groups/in")} == {
-        "rows/in": 9,
-        "rollouts/in": 8,
-        "groups/in": 3,
-    }
-    assert (numbers["rows/trained"], numbers["rollouts/trained"], numbers["groups/trained"]) == (3, 3, 1)
-
-
 def test_a_row_keeps_its_first_reason(make_batch):
     pipeline = Pipeline(
         {
@@ -135,6 +109,20 @@ def test_nothing_left_yields_no_minibatch_and_the_metrics_say_why(make_batch):
     assert pipeline.metrics["out/gate/incomplete"] == 2
     assert pipeline.metrics["rows/trained"] == 0
     assert pipeline(batch).shape == (0,)
+
+
+def test_a_lazy_stack_from_which_nothing_is_left_is_empty(make_batch):
+    pipeline = Pipeline(stages())
+    ragged = lazy_stack(list(make_batch([1.0, 2], [0, 1]).unbind(0)))
+    assert pipeline(ragged).shape == (0,)
+    assert pipeline.metrics["out/gate/incomplete"] == 2
+
+
+def test_a_stamped_row_among_fresh_ones_is_refused(make_batch):
+    done = Pipeline({})(make_batch([1.0], [0]))
+    fresh = make_batch([2.0], [1])
+    with pytest.raises(BatchError, match=r"got 2 rows a pipeline has processed already"):
+        Pipeline({})(lazy_stack([done[0], fresh[0]]))
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])

@@ -281,11 +281,6 @@ def test_gigpo_adds_what_the_same_state_says(make_batch):
     assert halved.tolist() == [1.25, 1, -1.25, -1]
 
 
-def test_the_same_state_in_two_groups_is_two_states(make_batch):
-    batch = make_batch([1.0, 3, 5, 9], [0, 0, 1, 1], expected_rollouts=[2] * 4, state_id=[7, 7, 7, 7])
-    assert run("gigpo", batch).tolist() == [-2, 2, -4, 4]
-
-
 def test_overlong_punishment():
     # DAPO, eq. 13 with L_max 10 and L_cache 4
     found = overlong_punishment(torch.tensor([6, 8, 10, 12]), max_length=10, cache=4)
@@ -370,14 +365,6 @@ def test_masking_rows_changes_nobodys_advantage(make_batch, recipes):
             elif name in ("opd", "rlsd"):  # a token out of the loss has no term of its own
                 found, expected = (credit[batch["rollout_id"] % 3 > 0] for credit in (found, expected))
             torch.testing.assert_close(found, expected, equal_nan=True)
-
-
-def test_a_masked_rollout_weighs_in_the_baseline_of_opo_as_long_as_it_was(make_batch):
-    batch = make_batch([1.0, 0, 1], [0] * 3, expected_rollouts=[3] * 3)
-    batch[MASK] = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
-    mask = SampleFilter(criterion=lambda batch: batch["rollout_id"] != 1)
-    # (2·1 + 3·0 + 1·1) / 6
-    assert run("opo", mask(batch)).tolist() == [0.5, -0.5, 0.5]
 
 
 def test_eight_equal_rewards_have_exactly_none(make_batch, recipes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 import types
 
@@ -24,8 +23,6 @@ from rich.console import Console
 
 from headrace.pipeline import ConfigError
 from headrace.pipeline.sources import Sample, SourceError, open_source, regrade, to_batch
-from headrace.pipeline.tasks.compare import compare
-from headrace.pipeline.tasks.group_sizes import tabulate_group_sizes
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import Status
 
@@ -203,16 +200,6 @@ def test_a_replay_grades_again_and_says_what_changed(dump, tmp_path):
     words = ("source.regrade={_target_: my_graders.Matches, bonus: 1}", "report.dump=null")
     _, text = told(replay, "replay", tmp_path / "replay" / "rollouts", tmp_path / "again", *words)
     assert "8 (100%) have another reward; mean 0.625 → 1.625; of 2 groups 0 became informative" in text
-
-
-def test_plan_and_compare_grade_again_too(dump, tmp_path):
-    share, text = told(tabulate_group_sizes, "plan", dump, tmp_path, NODE)
-    assert share == 0.5
-    assert CHANGED in text
-    _, text = told(compare, "compare", dump, tmp_path, NODE, "pipelines=[grpo,dr_grpo]")
-    assert CHANGED in text
-    found = json.loads((tmp_path / "compare" / "compare.json").read_text())
-    assert found["numbers"]["trained_by_both"] == 4
 
 
 def test_a_name_is_enough_and_a_wrong_one_is_refused(dump, tmp_path):

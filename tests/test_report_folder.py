@@ -88,14 +88,6 @@ def test_writing_pages_takes_two_percent_of_the_time_at_most(make_batch, tmp_pat
     assert (clock.pages - 1) * writing <= 0.02 * clock.now  # but for the first, which one waits for
 
 
-def test_without_seconds_the_page_is_written_at_the_end_alone(make_batch, tmp_path, clock):
-    folder = ReportFolder(tmp_path, every=None)
-    folder.add(reported(make_batch)[1])
-    assert clock.pages == 0
-    folder.close()
-    assert clock.pages == 1
-
-
 def test_a_long_run_has_a_page_of_bounded_size_and_rules_of_all_its_steps(make_batch, tmp_path):
     report = reported(make_batch)[1]
     empty = {"rows/trained": 0.0}

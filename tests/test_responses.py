@@ -212,12 +212,6 @@ def test_numbers_by_token_cost_as_many_reads_for_many_rows_as_for_few():
     assert reads(40) == reads(2)
 
 
-def test_a_pipeline_that_keeps_no_batch_reports_without_tokens():
-    pipeline = Pipeline({})
-    pipeline(with_terms(tokens_batch()))
-    assert make_report(pipeline).by_token == {}
-
-
 # -- what a page has room for --------------------------------------------------------------------------------
 
 
@@ -285,15 +279,6 @@ def test_the_prompt_stands_beside_its_last_turn_only_where_it_is_more():
     batch["prompt_text"] = as_texts(["as it is"] * 2)
     step = page_data([make_report(Pipeline({}).run(batch))], title="x")["steps"][0]
     assert step["groups"]["prompt"] == [None]
-
-
-def test_what_a_terminal_obeys_is_shown_escaped():
-    batch = tokens_batch(1)
-    batch["response_text"] = as_texts(["\x1b[31mred\n", "\u202eturned"])
-    rows = page_data([make_report(Pipeline({}).run(batch))], title="x")["steps"][0]["rows"]
-    assert [text["start"] for text in rows["response"]] == ["\\x1b[31mred\n", "\\u202eturned"]
-    strand = cut_tokens(TokenValues(["\u202e", "<script>"], {"advantage": [1.0, 2.0]}))
-    assert strand["texts"] == ["\\u202e", "<script>"]
 
 
 # -- in trackers ---------------------------------------------------------------------------------------------

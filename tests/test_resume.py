@@ -120,6 +120,14 @@ def test_rewards_that_were_computed_again_may_differ_in_their_last_digits():
     assert rows_of(restored.minibatches(again)) == rest
 
 
+def test_a_state_in_the_middle_is_loaded_without_trust(tmp_path):
+    state, rest = left_in_the_middle(sixteen(), taken=2)
+    torch.save(state, tmp_path / "state.pt")
+    restored = make()
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert rows_of(restored.minibatches(sixteen())) == rest
+
+
 # -- giving up --------------------------------------------------------------------------------------
 
 
@@ -219,6 +227,16 @@ def test_a_loop_that_is_left_leaves_the_batch_in_the_middle(how):
     pipeline.stages["split"].give_up()
     restored.load_state_dict(pipeline.state_dict())
     assert len(list(restored.minibatches(sixteen(start=50)))) == 4
+
+
+def test_a_batch_that_was_left_does_not_hinder_the_next():
+    pipeline = make()
+    for _ in pipeline.minibatches(sixteen()):
+        break
+    list(pipeline.minibatches(sixteen(start=50)))
+    restored = make()
+    restored.load_state_dict(pipeline.state_dict())
+    assert restored.stages["split"].state.calls == 2
 
 
 def test_a_batch_without_minibatches_is_done_with():

@@ -6,17 +6,17 @@ from itertools import pairwise
 
 import pytest
 import torch
+from alone import said_by
 from fake_device import waits_of
 from hypothesis import given
 from hypothesis import strategies as st
-from recipes import CHAINS
 from tensordict import TensorDict, lazy_stack
 from torch import nn
 from torchrl.modules.distributions import LLMMaskedCategorical
 
 from headrace.pipeline import ConfigError, Pipeline, load_pipeline
 from headrace.pipeline.reverse import DigitPolicy
-from headrace.transforms import BatchError, MissingKeyError, RewardWithin, SampleFilter, ScoreRows
+from headrace.transforms import BatchError, MissingKeyError, RewardWithin, SampleFilter, ScoreRows, schema
 
 pytestmark = pytest.mark.slow
 
@@ -122,6 +122,12 @@ def test_rows_that_train_nothing_cost_no_pass_after_a_filter():
         assert run.batch[LOG_PROB].isfinite().sum() == 2
 
 
+def test_a_row_whose_log_probabilities_alone_were_silenced_stays_out():
+    batch = dense([([1], [2, 3]), ([4], [5])])
+    batch[schema.IN_LOSS] = torch.tensor([True, False])
+    assert ScoreRows(actor=Bigram())(batch)[LOG_PROB].isfinite().any(1).tolist() == [True, False]
+
+
 def test_the_modes_of_the_actor_come_back_and_nothing_of_it_is_state_of_the_stage():
     actor = nn.Sequential(Bigram(), nn.Dropout())
     actor[0].dropout.eval()
@@ -197,7 +203,7 @@ def test_the_order_knows_the_place_of_the_score():
     assert "5. score: ScoreRows(actor=DigitPolicy)" in repr(pipeline)
 
 
-@pytest.mark.parametrize("recipe", CHAINS)
+@pytest.mark.parametrize("recipe", ["grpo", "dapo", "mis", "gigpo", "opd"])
 def test_rows_of_a_language_model_go_with_every_chain_or_say_which_stage_has_no_place(recipe):
     words = (f"pipeline={recipe}", "rows=llm", "pipeline.stages.dense.pad_id=0")
     pipeline = load_pipeline(words[0])
@@ -248,3 +254,15 @@ def test_scoring_waits_as_often_however_many_rows_and_passes_there_are(make):
         waits.add(waits_of(stage, batch))
     (found,) = waits
     assert sum(found) <= 4
+
+
+def test_a_row_that_is_too_long_is_named_by_its_own_number_behind_rows_that_train_nothing():
+    with pytest.raises(BatchError, match=r"max_tokens=2; found 3 in row 2"):
+        ScoreRows(actor=Bigram(), max_tokens=2)(dense([([1], []), ([1, 2, 3], []), ([1], [2, 3])]))
+
+
+def test_where_no_row_trains_there_is_no_pass():
+    actor = Bigram()
+    said = said_by(ScoreRows(actor=actor), dense([([1], []), ([2, 3], [])]))
+    assert (actor.shapes, said.metrics["scored"]) == ([], 0.0)
+    assert said.batch[LOG_PROB].isnan().all()

@@ -130,13 +130,6 @@ def test_slime_rewards_by_name_are_columns_or_one_of_them(tmp_path):
         list(open_source(path, reward_key="nope"))
 
 
-def test_slime_the_oldest_weights_are_the_policy_version(tmp_path):
-    samples = [slime_sample(0, 0, 1.0, weight_versions=["10", "9"])]
-    assert (
-        only(open_source(slime_dump(tmp_path / "5.pt", 5, samples)))[1]["next", "policy_version"].item() == 9
-    )
-
-
 def test_slime_evaluations_are_left_aside_in_a_folder_and_steps_come_by_number(tmp_path):
     for step in (10, 9):
         slime_dump(tmp_path / f"data_{step}.pt", step)
@@ -573,7 +566,7 @@ def test_a_uid_that_is_the_groups_own_has_to_be_said_to_be(tmp_path):
     ("options", "message"),
     [
         ({"format": "verll"}, "format must be auto or one of headrace, slime, verl"),
-        ({"group_by": "input"}, "group_by must be None, 'prompt' or 'uid'"),
+        ({"group_by": "input"}, "group_by must be one of None, 'prompt', 'uid'"),
         ({"group_size": 0}, "group_size must be an integer ≥ 1"),
         (
             {"format": "tinker", "group_by": "prompt"},

@@ -140,7 +140,8 @@ def test_trees_are_dealt_by_what_they_cost_together():
     # 10 nodes, of 30 tokens, beside 20, 15 and 5: the first goes with 15, and its tokens would with 5.
     lengths, tree = torch.tensor([10, 10, 10, 20, 15, 5]), torch.tensor([0, 0, 0, 1, 2, 3])
     for balance in ("tokens", "attention"):
-        options = {"microbatches": 2, "balance": balance, "linear": 100.0, "tree": tree}
+        options = {"microbatches": 2, "balance": balance, "tree": tree}
+        options |= {"linear": 100.0} if balance == "attention" else {}
         dealt = deal(lengths, shared=torch.tensor([0, 10, 10, 0, 0, 0]), **options)
         assert sorted(rows.tolist() for rows in dealt[0]) == [[0, 1, 2, 4], [3, 5]]
         apart = deal(lengths, **options)

@@ -101,11 +101,6 @@ def test_replays_and_comparisons_show_their_number(tmp_path):
     assert [line[0] for line in lines] == ["0", "1"]
 
 
-def test_one_job_leaves_no_file_of_a_sweep(tmp_path):
-    headrace_here(tmp_path, *QUICK, "train.steps=1", "hydra.run.dir=run")
-    assert not list(tmp_path.rglob(FILE))
-
-
 def test_its_table_breaks_no_word_in_a_narrow_terminal(tmp_path):
     words = ["pipeline=reinforce_pp_baseline", "pipeline.stages.split.minibatches=4", "seed=1"]
     job = {"task": "train", "failure": "", "seconds": 1234.5, "steps": 1000, "trained": 0.375}

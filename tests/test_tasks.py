@@ -71,13 +71,6 @@ def test_a_comparison_names_a_prompt_by_what_the_user_asked(tmp_path):
     assert "im_start" not in text
 
 
-def test_a_replay_of_one_step_shows_its_groups(dump, tmp_path):
-    words = [*COUNTED, "report.dump=null", "report.html=false"]
-    _, text = told(replay, configured("replay", dump / "step_00000001.parquet", *words), tmp_path / "out")
-    assert "2 of 3" in text
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.yaml"]
-
-
 def test_a_step_that_is_refused_is_named(dump, tmp_path):
     config = configured("replay", dump, "pipeline.stages.gate.group_size=3")
     with pytest.raises(BatchError, match=r"step 0: stage 'gate'.*group 1 has 2 of 3"):
@@ -130,31 +123,18 @@ def test_the_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
     assert re.search(r"0 +5 +50\.0% +25\.0%", text)
 
 
-def test_a_recipe_of_ones_own_is_compared(dump, tmp_path):
-    (tmp_path / "mine" / "pipeline").mkdir(parents=True)
-    (tmp_path / "mine" / "pipeline" / "own.yaml").write_text("defaults: [grpo]\n")
-    words = [f"hydra.searchpath=[file://{tmp_path}/mine]", "pipelines=[own,dr_grpo]", *COUNTED]
-    done = headrace_here(
-        tmp_path, "task=compare", f"source.path={dump}", *words, f"hydra.run.dir={tmp_path}/out"
-    )
-    assert "the same rollouts under own and dr_grpo" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["task=replay"], "source.path=FILE, FOLDER or a glob"),
-        (["task=plan", "source.path=nowhere"], "nowhere: there is no such file or folder"),
         (
             ["task=plan", "source.path=nowhere", "source.format=verl"],
             "nowhere: there is no such file or folder",
         ),
-        (["task=repaly"], "there is no task 'repaly' (did you mean 'replay'?)"),
         (
             ["task=replay", "source.path=.", "source.format=slimee"],
             "format must be auto or one of headrace, slime",
         ),
-        (["task=replay", "source.paht=x"], "there is no 'source.paht' (did you mean 'path'"),
     ],
 )
 def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):

@@ -205,6 +205,13 @@ def test_of_ragged_rows_a_term_says_what_it_reads(batch):
         TokenAdvantage(term=lambda batch, trains: trains)(lazy_stack(list(batch.unbind(0))))
 
 
+def test_what_a_term_reads_of_rows_is_finite_too(batch):
+    batch["difficulty"] = torch.tensor([1.0, float("nan"), 3, 4, 5, 6])
+    term = TopShare(share=0.5, value_key="difficulty")
+    with pytest.raises(BatchError, match=r"'difficulty' must be finite for every token.*nan at row 1"):
+        TokenAdvantage(term=term, how="multiply")(batch)
+
+
 def test_a_column_of_another_shape_is_refused(batch):
     batch[TEACHER] = torch.zeros(6, 5)
     with pytest.raises(

@@ -115,6 +115,13 @@ def test_finite_log_probabilities_are_no_mask(form, lacking):
         loss_tokens(scored(form).exclude(lacking), "absent", LOG_PROB)
 
 
+def test_a_prompt_and_a_response_that_are_not_the_whole_say_nothing():
+    batch = scored("dense")
+    batch[RESPONSE] = torch.zeros(2, 1)
+    with pytest.raises(MissingKeyError, match="as wide together as"):
+        loss_tokens(batch, "absent", LOG_PROB)
+
+
 def test_an_optimiser_step_is_taken_where_a_token_is_in_the_loss():
     parameter = torch.nn.Parameter(torch.zeros(()))
 

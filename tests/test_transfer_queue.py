@@ -31,19 +31,11 @@ LINES = [Line(g, 2 * g + r, s, s == 1) for g in range(6) for s in (0, 1) for r i
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """Ray and TransferQueue on this machine; its actors count CPUs that need not be there."""
-    tests = Path(__file__).parent
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(tests.parent / "examples")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(tests), str(tests.parent / "examples")]))
-        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-        configuration = importlib.import_module("omegaconf").OmegaConf
-        storage = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
-        transfer_queue.init(configuration.create(storage))
-        yield
-        transfer_queue.close()
-        ray.shutdown()
+def queue(cluster) -> Iterator[None]:
+    storage = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
+    transfer_queue.init(importlib.import_module("omegaconf").OmegaConf.create(storage))
+    yield
+    transfer_queue.close()
 
 
 @pytest.fixture

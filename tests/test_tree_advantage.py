@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from headrace.transforms import BatchError, GroupRelativeAdvantage, TreeAdvantage, tree_advantage
+from headrace.transforms import BatchError, TreeAdvantage, tree_advantage
 from headrace.transforms.schema import COUNTED
 
 REAL = ("masks", "all_attention_mask")
@@ -133,24 +133,25 @@ def test_ragged_rows_in_any_order_have_the_same_bits(tree, options, data):
         assert torch.equal(moved[order.index(row)], found[row])
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.floats(-4, 4, width=32)), min_size=1, max_size=8))
-def test_without_branching_it_is_dr_grpo_and_rloo(rows):
-    groups, rewards = (list(column) for column in zip(*rows, strict=True))
-    paths = [[7, row, row + 1] for row in range(len(rows))]
-    batch = torch.stack(list(leaves(paths, groups, rewards).unbind(0)))
-    for baseline in ("mean", "leave_one_out"):
-        expected = GroupRelativeAdvantage(baseline=baseline, scale="none")(batch)["advantage"]
-        found = TreeAdvantage(baseline=baseline)(batch)["advantage"]
-        assert torch.allclose(found[:, 1:], expected.expand(-1, 2, 1), rtol=1e-12, atol=1e-12)
-        alone = torch.tensor([groups.count(g) == 1 for g in groups])
-        assert not found[alone].any()
-
-
 def test_equal_rewards_have_exactly_none():
     paths = [[1, 2, 3], [1, 2, 4], [1, 5, 3], [6, 2, 3], [6, 2, 3], [7, 0, 0], [7, 0, 1]]
     for baseline in ("mean", "leave_one_out"):
         out = TreeAdvantage(baseline=baseline)(leaves(paths, [0] * 7, [0.7] * 7))
         assert not torch.cat(out.get("advantage", as_list=True)).any()
+
+
+def test_by_parent_equal_tokens_of_separate_rollouts_are_two_nodes():
+    """11 goes on from 10 behind two tokens, 12 from 11 behind three; 13 begins anew with the same tokens."""
+    paths = [[1, 2, 3, 4], [1, 2, 5, 4], [1, 2, 5, 6], [1, 2, 3, 4]]
+    batch = leaves(paths, [0] * 4, [1.0, 2.0, 6.0, 7.0], parent_id=[-1, 10, 11, -1])
+    out = TreeAdvantage(forks="parent")(batch).get("advantage", as_list=True)
+    # V of all 4, of the first three 3, of 11 and 12 together 4
+    assert out[0].flatten().tolist() == [-1, -1, -2, -2]
+    assert out[1].flatten().tolist() == [-1, -1, 1, -2]
+    assert out[2].flatten().tolist() == [-1, -1, 1, 2]
+    assert out[3].flatten().tolist() == [3, 3, 3, 3]
+    by_prefix = TreeAdvantage()(batch).get("advantage", as_list=True)
+    assert by_prefix[0].flatten().tolist() == [0, 0, 0, 0]  # of 10 and 13 the mean is that of all
 
 
 # -- parents ------------------------------------------------------------------------------------------------

@@ -359,3 +359,10 @@ def test_what_is_wrong_is_refused_with_the_ids(columns, options, message):
 def test_options_that_make_no_sense_raise(options, message):
     with pytest.raises(ValueError, match=message):
         TurnAdvantage(**options)
+
+
+def test_half_precision_that_cannot_hold_an_advantage_is_refused():
+    batch = inside(turn_reward=[[0.0, 6e4, 6e4], [0, 0, 0], [0, 0, 0]])
+    batch["next", "reward"] = batch["next", "reward"].half()
+    with pytest.raises(BatchError, match="must fit into torch"):
+        TurnAdvantage(turn_rewards="token")(batch)

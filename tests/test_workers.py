@@ -134,8 +134,7 @@ def take_groups(stream, count: int, then=lambda batch: None) -> list[TensorDictB
     return batches
 
 
-@every_kind
-@pytest.mark.parametrize("patience", [None, PATIENCE])
+@pytest.mark.parametrize(("kind", "patience"), [("sync", None), ("async", PATIENCE)])
 def test_groups_spread_over_workers_are_those_of_one_process(kind, patience):
     with collecting(kind, makers(2), total_frames=-1) as collector:
         stream = assembled(Counting(collector), GroupAssembler(groups=2), patience=patience)
@@ -152,10 +151,9 @@ def test_what_is_not_whole_when_the_workers_have_ended_is_counted():
     assert sum(map(len, batches)) + assembler.counts["unfinished"] == FRAMES
 
 
-@every_kind
-def test_workers_that_number_alike_are_refused_with_the_ids(kind):
+def test_workers_that_number_alike_are_refused_with_the_ids():
     with (
-        collecting(kind, [TurnsEnv, TurnsEnv]) as collector,
+        collecting("sync", [TurnsEnv, TurnsEnv]) as collector,
         pytest.raises(BatchError, match=r"ends once.*found again rollout \d+ of group \d+.*number alike"),
     ):
         list(assembled(collector, GroupAssembler(), patience=PATIENCE))
@@ -177,8 +175,7 @@ def test_new_weights_reach_the_workers_through_it_and_lose_no_row(kind):
     assert len(rows["action"].unique()) > 1
 
 
-@every_kind
-def test_who_trains_counts_the_versions_and_what_is_too_old_is_not_trained(kind):
+def test_who_trains_counts_the_versions_and_what_is_too_old_is_not_trained():
     policy, assembler, stream = OneAction(), GroupAssembler(max_staleness=2), None
 
     def train(batch: TensorDictBase) -> None:
@@ -190,12 +187,12 @@ def test_who_trains_counts_the_versions_and_what_is_too_old_is_not_trained(kind)
         assembler.version += 1
 
     options = {"policy": policy, "track_policy_version": True, "total_frames": -1}
-    with collecting(kind, makers(2), **options) as collector:
+    with collecting("sync", makers(2), **options) as collector:
         stream = assembled(Counting(collector), assembler, patience=PATIENCE)
         take_groups(stream, 15, train)
         assert collector.policy_version == 0  # of the main process: nobody else counts
     assert assembler.version > 3
-    assert kind == "async" or assembler.counts["stale"] > 0
+    assert assembler.counts["stale"] > 0
 
 
 def test_the_state_of_workers_that_collect_is_refused_since_asking_for_it_loses_rows():

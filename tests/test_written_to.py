@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from batches import batch_of
@@ -11,7 +9,6 @@ from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
-    BatchError,
     CompletenessGate,
     FanOutCollapse,
     GroupRelativeAdvantage,
@@ -20,7 +17,6 @@ from headrace.transforms import (
     RewardsVary,
     SampleFilter,
     ShuffleSplit,
-    split_microbatches,
 )
 from headrace.transforms.tensordicts import as_texts
 
@@ -129,15 +125,6 @@ def test_the_text_of_one_row_is_not_that_of_another():
     rows = TensorDict({"text": as_texts(["a", "a", "b"])}, batch_size=[3])
     rows.set_at_("text", "z", 0)
     assert list(rows["text"]) == ["z", "a", "b"]
-
-
-def test_microbatches_that_were_moved_are_refused_also_in_another_process():
-    stages = {"split": ShuffleSplit(minibatches=2, microbatches=2, shuffle=False, unit="sample")}
-    minibatch = next(iter(Pipeline(stages).minibatches(sixteen())))
-    minibatch[:] = minibatch[torch.tensor([7, 0, 6, 1, 5, 2, 4, 3])].clone()
-    for rows in (minibatch, pickle.loads(pickle.dumps(minibatch))):
-        with pytest.raises(BatchError, match="moved since"):
-            split_microbatches(rows)
 
 
 def test_a_recipe_runs_in_inference_mode():

@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict
 
 from headrace.pipeline import load_pipeline
-from headrace.transforms import IncompleteGroupsError
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))  # behind the tests, which have a batches.py
 import numpy_grpo
@@ -87,11 +86,3 @@ def test_the_yardstick_makes_the_minibatches_of_the_pipeline(minibatches):
         drawn += len(found) > 0  # nothing is drawn for a batch of which nothing is left
         trained += sum(int((each["loss_weight"] > 0).sum()) for each in found)
     assert trained > 300
-
-
-def test_both_refuse_an_incomplete_group():
-    batch = random_batch(1, incomplete=True)
-    with pytest.raises(IncompleteGroupsError):
-        load_pipeline("pipeline=grpo").minibatches(batch)
-    with pytest.raises(ValueError, match="all groups are complete"):
-        list(numpy_grpo.grpo(batch, 1))

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import headrace.transforms as transforms
-from headrace.pipeline.composing.nodes import annotations_of
 from headrace.transforms.columns import COLUMNS
+from headrace.transforms.options import annotations_of
 
 CONF = Path(__file__).parent.parent / "conf"
 STAGES = {

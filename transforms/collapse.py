@@ -12,12 +12,13 @@ from typing_extensions import Unpack
 from .columns import ColumnNames
 from .ends import require_unseen_ends
 from .errors import BatchError
-from .ids import as_ids
+from .ids import as_ids, mean_of
 from .options import at_least, one_of
+from .places import require_edge
 from .required import require_identity, require_rewards, require_turns
 from .rewards import Missing, as_rewards, factors_of, weighted_reward
 from .rows import Rows
-from .schema import IS_FIRST_SEGMENT, REWARD, REWARDS
+from .schema import IS_FIRST_SEGMENT, REWARD, REWARDS, SEGMENTS
 from .stage import BatchTransform
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
@@ -125,7 +126,8 @@ class FanOutCollapse(
 
     Raises:
         MissingKeyError: a column is not there.
-        BatchError: as :func:`collapse_fan_out`.
+        BatchError: as :func:`collapse_fan_out`; under ``first`` and ``last``, that segment was taken out of
+            a rollout of which others stay.
 
     Example:
         >>> from tensordict import TensorDict
@@ -151,7 +153,8 @@ class FanOutCollapse(
         self.name_columns(names)
         several = [] if columns == 1 and weights is None else [REWARDS]
         ends = [self.done_key, self.expected_segments_key]
-        reads = [self.reward_key, self.rollout_key, self.group_key, self.turn_key, *ends]
+        places = SEGMENTS if reward in ("first", "last") else None
+        reads = [self.reward_key, self.rollout_key, self.group_key, self.turn_key, places, *ends]
         super().__init__(reads, [REWARD, *several, IS_FIRST_SEGMENT])
         if self.turn_key is not None and reward not in ("first", "last"):
             raise ValueError(f"turn_key says which segment is first and last; got it with {reward=}")
@@ -170,6 +173,8 @@ class FanOutCollapse(
         every, rows = rows, rows.statistics
         require_identity(rows)
         require_unseen_ends(rows)
+        if self.reward in ("first", "last"):
+            require_edge(rows, self.reward)
         reward = self._rewards(rows)
         missing = reward.isnan() if self.missing == "skip" else None
         if missing is not None:
@@ -203,7 +208,7 @@ class FanOutCollapse(
         own = rows.of_rank(one)[rows.of_rank(first)]
         rows.metric("rollouts", len(own))
         known = own[~own.isnan()]
-        rows.metric("reward_mean", known.mean() if len(known) else 0.0)
+        rows.metric("reward_mean", mean_of(known))
 
     def _rewards(self, rows: Rows) -> Tensor:
         """(M, K) float64."""

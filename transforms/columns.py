@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 from tensordict import NestedKey
 
-from .options import nested_key
+from .options import nested_key, takes_options
 from .schema import DONE, EXPECTED_SEGMENTS, INIT, MINIBATCH, RETURN, REWARD
 
 
@@ -68,6 +68,18 @@ DEFAULTS: dict[str, NestedKey | None] = {
     )
 }
 
+# The roles of numbers that a token has, which a loss may read.
+OF_TOKENS = (
+    "log_prob",
+    "old_log_prob",
+    "sampler_log_prob",
+    "numerator",
+    "denominator",
+    "value",
+    "importance",
+)
+REFERENCE: tuple[NestedKey, ...] = (("ref_log_probs", "full"), ("next", "ref_log_probs", "full"))
+
 # The columns that a stage writes for later ones, and which stage.
 WRITERS: dict[NestedKey, str] = {REWARD: "FanOutCollapse", RETURN: "RewardsToGo", MINIBATCH: "ShuffleSplit"}
 
@@ -112,7 +124,8 @@ class TakesColumns:
 
     A subclass says which: ``class Mine(BatchTransform, columns=("group", "reward"))``, takes
     ``**names: Unpack[ColumnNames]``, and calls ``self.name_columns(names)`` first. It then has `group_key`
-    and `reward_key`, also in its signature.
+    and `reward_key`, also in its signature. Its numbers are checked against their annotations
+    (:func:`takes_options`).
 
     Class arguments:
         columns: roles of :data:`COLUMNS`, in place of those of the class above; a list, also of one.
@@ -142,6 +155,8 @@ class TakesColumns:
         **others: Any,
     ) -> None:
         super().__init_subclass__(**others)
+        if "__init__" in vars(cls):
+            takes_options(cls)
         if unknown := [role for role in columns or () if role not in COLUMNS]:
             there = ", ".join(COLUMNS)
             raise TypeError(f"{cls.__name__}: there is no column {unknown[0]!r}; there are {there}")

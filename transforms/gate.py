@@ -7,20 +7,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from typing_extensions import Unpack
 
 from .columns import ColumnNames
 from .ends import Ends, finished, require_ends
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
-from .options import at_least, one_of
+from .options import above_zero, at_least, one_of, takes_options
 from .required import require_identity
 from .rows import Rows, few
-from .schema import EXPECTED_SEGMENTS, FINISHED, Status, key_names
+from .schema import COUNTED, EXPECTED_SEGMENTS, FINISHED, Status, key_names
 from .stage import BatchTransform
 
 OnIncomplete = Literal["raise", "drop", "keep"]
+Empty = Literal["exclude", "count", "raise"]
 NAMES = ", ".join(f"{status.value} {status.name}" for status in Status)
 REFUSAL = (
     "{count} incomplete group{s}: {found}. Wait for the rollouts that are missing, or set "
@@ -54,14 +55,14 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
     """Count each group's unique rollouts that are finished, and neither failed nor aborted.
 
     Args:
-        rows: with ids, and ``expected`` where `group_size` is None.
-        group_size: rollouts that each group was dispatched with.
+        rows: with ids, and ``expected``, but where `group_size` is given.
+        group_size: rollouts that each group was dispatched with; ``expected``, if it is there, says the same.
         ends: where rollouts end; None: all are finished.
         status: (N,) int64, :class:`Status`; None: all completed.
 
     Raises:
         BatchError: a rollout in two groups or with wrong ends; an unknown status; numbers of rollouts that
-            differ within a group, or more rollouts than that.
+            differ within a group, or from `group_size`, or more rollouts than that.
     """
     rollouts, groups = rows.rollouts.everyone, rows.groups.everyone
     require_identity(rows)
@@ -78,9 +79,8 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
     present = ~lost if ends is None else ~lost & finished(ends, rollouts)
     home = groups.of[rollouts.first]
     have = torch.bincount(home[present], minlength=groups.n)
-    if group_size is not None:
-        expected = torch.full_like(have, group_size)
-    else:
+    expected = torch.full_like(have, group_size or 0)
+    if rows.has("expected"):
         sizes = rows.integers("expected", "expected_rollouts")
         expected = sizes[groups.first]
         rows.require(
@@ -90,6 +90,13 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
                 f"group {rows.name('group', row)}: "
                 f"{sorted(set(sizes[groups.of == groups.of[row]].tolist()))[:3]}"
             ),
+        )
+        rows.require(
+            sizes == (sizes if group_size is None else group_size),
+            f"group_size and the column {rows.key('expected')!r} (expected_key) both say how many rollouts a "
+            f"group was dispatched with: group_size={group_size}, but {{found}}. Leave group_size out, or "
+            "correct the column",
+            lambda row: f"group {rows.name('group', row)} expects {int(sizes[row])}",
         )
     if bool((have > expected).any()):
         rows.require(
@@ -104,6 +111,7 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
     return Presence(lost, present, have, expected)
 
 
+@takes_options
 def incomplete_groups(
     group_id: Tensor | Sequence[int],
     rollout_id: Tensor | Sequence[int],
@@ -123,7 +131,7 @@ def incomplete_groups(
         group_id: (N,) integers ≥ 0.
         rollout_id: (N,) integers ≥ 0; rows that share one are one rollout.
         group_size: rollouts that each group was dispatched with.
-        expected_rollouts: (N,) integers ≥ 1, the same per group; used where `group_size` is None.
+        expected_rollouts: (N,) integers ≥ 1, the same per group, and `group_size` where both are given.
         status: (N,) :class:`Status`; failed and aborted rollouts do not count. None: all completed.
         expected_groups: ids that were dispatched; one without a row lacks everything.
         done: (N,) bool, True where a rollout ends; one that does not does not count. None: all have ended.
@@ -135,8 +143,9 @@ def incomplete_groups(
         The incomplete groups in the order of their first rows, then those without rows.
 
     Raises:
-        BatchError: a negative id, a rollout in two groups or that ends twice, more rollouts than expected, an
-            unknown status, a group that was not dispatched, nothing to count against. Each names the ids.
+        BatchError: a negative id, a rollout in two groups or that ends twice, more rollouts than expected,
+            `group_size` and `expected_rollouts` that disagree, an unknown status, a group that was not
+            dispatched, nothing to count against. Each names the ids.
 
     Example:
         >>> short = incomplete_groups([0, 0, 0, 5], [1, 1, 2, 3], group_size=2)
@@ -152,7 +161,7 @@ def incomplete_groups(
     rows = Rows.of(
         group=group_id,
         rollout=rollout_id,
-        expected=None if group_size is not None else expected_rollouts,
+        expected=expected_rollouts,
         status=status,
         done=None if done is None else torch.as_tensor(done, device=device),
         begins=None if begins is None else torch.as_tensor(begins, device=device),
@@ -193,6 +202,35 @@ def missing_groups(groups: Tensor, expected_groups: Iterable[int] | None) -> lis
     return [g for g in dispatched if g not in seen]
 
 
+def take_empty_out(rows: Rows, empty: Empty) -> None:
+    """Take rollouts out of the statistics of which no row has arrived with a token in the loss.
+
+    Where nothing says which tokens train, none is empty.
+
+    Raises:
+        BatchError: under ``raise``, with the rollouts.
+    """
+    if empty == "count":
+        return
+    rows.name_reason("empty", "excluded")
+    tokens = rows.arrived_tokens
+    if tokens is None:
+        return
+    nothing = tokens == 0
+    if rows.has("rollout"):  # else each row is one
+        rollouts = rows.ids("rollout", checked=False).everyone
+        nothing = rollouts.all(nothing)[rollouts.of]
+    nothing = nothing & rows.from_arrival(rows.table.here)
+    if empty == "raise":
+        rows.require(
+            ~nothing,
+            "a rollout needs a token in the loss, or its reward moves a baseline and trains nothing; found "
+            "{found}. Was it cut off, or masked as a whole? empty='exclude' leaves it out of the statistics",
+            lambda row: f"rollout {rows.name('rollout', row)}",
+        )
+    rows.leave(nothing, "empty", "excluded", silence=False)
+
+
 def describe_group(rows: Rows, row: int, status: Tensor | None, presence: Presence) -> str:
     """The group of a row in words, with how its rollouts ended."""
     groups, rollouts = rows.groups, rows.rollouts
@@ -227,7 +265,10 @@ class KnowsDraws(Protocol):
 
 class CompletenessGate(
     BatchTransform,
-    columns=("group", "rollout", "expected", "status", "done", "init", "segment", "expected_segments"),
+    columns=(
+        *("group", "rollout", "expected", "status", "done", "init", "segment", "expected_segments"),
+        *("loss_mask", "log_prob"),
+    ),
 ):
     """Let only groups pass that have all their rollouts (:func:`incomplete_groups`).
 
@@ -241,13 +282,19 @@ class CompletenessGate(
     numbers differ (`segment_key`): then all must have ended. A collector's batch may also begin in the middle
     of a rollout, which shows where TorchRL's ``InitTracker`` marks its first row (`init_key`).
 
-    Reads `group_key`, `rollout_key`, `expected_key` where `group_size` is None, and if they are there
-    `status_key`, `done_key` and with it `init_key`, `expected_segments_key`. Writes
-    ``("headrace", "finished")`` (N,) bool where the batch has ends. Rows leave as ``incomplete``, where
-    a sibling is missing, ``failed`` or ``unfinished``.
+    A rollout is empty where no token of its rows was in the loss as they arrived: it has nothing to learn
+    from, and its reward, of a run that was cut off, say, would move the baseline of its siblings. It is
+    there, so its group is complete.
+
+    Reads `group_key`, `rollout_key`, `expected_key` if it is there or `group_size` is None, and if they are
+    there `status_key`, `done_key` and with it `init_key`, `expected_segments_key`; `loss_mask_key` and
+    `log_prob_key`. Writes ``("headrace", "finished")`` (N,) bool where the batch has ends, and
+    ``("headrace", "counted")`` (N,) bool where it has tokens. Rows leave as ``incomplete``, where a sibling
+    is missing, ``failed``, ``unfinished``, or ``empty``, which stay in the batch.
 
     Args:
-        group_size: rollouts that each group was dispatched with. None: the column `expected_key` says.
+        group_size: rollouts that each group was dispatched with. None: the column `expected_key` says;
+            one that is there must say the same.
         expected_groups: ids that were dispatched, or a callable that returns those of this batch, to catch
             groups that are missing entirely; or a RepeatSampler, where each batch holds whole draws of it.
             None: not checked.
@@ -255,6 +302,8 @@ class CompletenessGate(
             `min_fraction` of what was expected, else drop it.
         min_rollouts: for ``keep``, ≥ 1.
         min_fraction: for ``keep``, in (0, 1].
+        empty: an empty rollout is out of all statistics (``exclude``), or in them (``count``), or refused
+            (``raise``).
         names: other names of columns, such as `group_key` (:class:`ColumnNames`).
 
     Raises:
@@ -270,7 +319,8 @@ class CompletenessGate(
         [4, 4]
     """
 
-    reasons = ("incomplete", "failed", "unfinished")
+    reasons = ("incomplete", "failed", "unfinished", "empty")
+    effects = ("dropped", "dropped", "dropped", "excluded")
     within_groups = True
     _own_of_rank = ("expected_groups",)
 
@@ -282,21 +332,26 @@ class CompletenessGate(
         on_incomplete: OnIncomplete = "raise",
         min_rollouts: int | None = None,
         min_fraction: float | None = None,
+        empty: Empty = "exclude",
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
         ends = [self.done_key, self.init_key, self.segment_key, self.expected_segments_key]
         reads = [self.group_key, self.rollout_key, self.expected_key, self.status_key]
-        super().__init__([*reads, *ends], [FINISHED])
+        self.empty = one_of("empty", empty, get_args(Empty))
+        super().__init__([*reads, *ends], [FINISHED] + [COUNTED] * (empty == "exclude"))
         self.group_size, self.expected_groups = at_least("group_size", group_size, 1), expected_groups
         self.on_incomplete = one_of("on_incomplete", on_incomplete, get_args(OnIncomplete))
         given = min_rollouts is not None or min_fraction is not None
         if (on_incomplete == "keep") != given:
             raise ValueError("on_incomplete='keep', and only that, needs min_rollouts or min_fraction")
         at_least("min_rollouts", min_rollouts, 1)
-        if min_fraction is not None and not 0 < min_fraction <= 1:
-            raise ValueError(f"min_fraction must be in (0, 1]; got {min_fraction}")
-        self.min_rollouts, self.min_fraction = min_rollouts, min_fraction
+        self.min_rollouts, self.min_fraction = min_rollouts, above_zero("min_fraction", min_fraction, 1)
+
+    @property
+    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
+        """Those in the loss, by which a rollout is empty."""
+        return [] if self.empty == "count" else [(self.loss_mask_key, self.log_prob_key)]
 
     def apply_to_nothing(self, batch: TensorDictBase) -> None:
         """Refuse a batch without rows where groups were dispatched for it."""
@@ -332,6 +387,7 @@ class CompletenessGate(
         rows.leave(groups.spread(short) & present, "incomplete")
         rows.leave(lost, "failed")
         rows.leave(~present & ~lost, "unfinished")
+        take_empty_out(rows, self.empty)
         rows.metric("missing_groups", len(missing))
         lacks = groups.spread(presence.have < presence.expected)
         rows.metric("incomplete_rows", rows.of_rank(lacks).sum())

@@ -254,6 +254,11 @@ def add_up(values: Tensor) -> Tensor:
     return torch.bincount(torch.zeros_like(values, dtype=torch.int64), weights=values, minlength=1)[0]
 
 
+def mean_of(values: Tensor) -> Tensor:
+    """() float64, the mean of (M,) `values`, by :func:`add_up`; 0 of none."""
+    return add_up(values) / max(len(values), 1)
+
+
 def first_row(ids: Tensor) -> Tensor:
     """For each row, the first row with the same id.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,6 +9,8 @@ import torch
 from torch import Tensor
 
 from .errors import BatchError, listing
+from .options import takes_options
+from .schema import FLOAT
 
 Missing = Literal["raise", "skip"]
 
@@ -33,11 +34,12 @@ def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
 
 
 def credit_dtype(reward: Tensor | Sequence[float]) -> torch.dtype:
-    """The dtype of what is measured of rewards: their own, or torch's default where they are no floats."""
+    """The dtype of what is measured of rewards: their own, or float32 where they are no floats."""
     floats = isinstance(reward, Tensor) and reward.is_floating_point()
-    return reward.dtype if floats else torch.get_default_dtype()  # type: ignore[union-attr]
+    return reward.dtype if floats else FLOAT  # type: ignore[union-attr]
 
 
+@takes_options
 def weighted_reward(rewards: Tensor, weights: Sequence[float] | None = None) -> Tensor:
     """Add up the rewards of each row: ``R = Σ_k w_k r_k``.
 
@@ -73,12 +75,9 @@ def factors_of(weights: Sequence[float] | None, columns: int) -> list[float]:
     """A weight for each of K columns; None: all 1.
 
     Raises:
-        ValueError: a weight is not finite.
         BatchError: not as many weights as columns.
     """
     factors = [1.0] * columns if weights is None else [float(weight) for weight in weights]
     if len(factors) != columns:
         raise BatchError(f"each reward column needs a weight; got {len(factors)} for {columns} columns")
-    if not all(math.isfinite(factor) for factor in factors):
-        raise ValueError(f"weights must be finite; got {factors}")
     return factors

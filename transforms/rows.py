@@ -32,7 +32,7 @@ from .columns import DEFAULTS, WRITERS
 from .errors import BatchError, MissingKeyError, listing, who_stamps
 from .ids import Ids, as_ids
 from .options import nested_key
-from .schema import LENGTH, REWARD, STATUS_KEYS, key_names
+from .schema import FLOAT, LENGTH, REWARD, SEGMENTS, STATUS_KEYS, key_names
 from .table import Effect, Late, Reduced, Table, TokenCount, Written, sources_of
 from .tensordicts import (
     column_of,
@@ -42,6 +42,7 @@ from .tensordicts import (
     read_packed,
     same_column,
     shallow_copy,
+    write_column,
 )
 
 _NAMES = {"group": "group_id", "rollout": "rollout_id"}  # of the columns of ids, in messages
@@ -131,9 +132,24 @@ class Rows:
     def write(self) -> TensorDictBase:
         """The rows that are here, with all that was decided: the inverse of :meth:`read`.
 
-        Values are rounded to the dtype of their column. Rows out of the loss are masked.
+        Values are rounded to the dtype of their column. Rows out of the loss are masked. Where rollouts have
+        lost some of their rows, it says how many they had (``("headrace", "segments")``).
         """
-        return self.table.write()
+        had = self._segments() if self.table.gone else None
+        batch = self.table.write()
+        if had is not None:
+            write_column(batch, SEGMENTS, had[self.table.live].to(device_of(batch)))
+        return batch
+
+    def _segments(self) -> Tensor | None:
+        """(N,) int64: rows that each row's rollout arrived with; None where none has lost a part of them."""
+        if self.key("rollout") is None or not self.has("rollout"):
+            return None
+        rollouts = self.on_arrival.ids("rollout", checked=False).everyone
+        had, left = rollouts.count, rollouts.sum(self.table.here)
+        if self.has(SEGMENTS):
+            had = torch.maximum(had, rollouts.max(self.on_arrival[SEGMENTS]))
+        return rollouts.spread(had) if bool(((left > 0) & (left < had)).any()) else None
 
     # -- what a stage sees --------------------------------------------------------------------------------
     def seen_by(self, stage: Any, name: str = "") -> Rows:
@@ -234,7 +250,7 @@ class Rows:
         Args:
             role: or key.
             values: (M,) or (M, K), for the rows of this view.
-            dtype: that of the column in the batch; None: the one that it has there, else torch's default for
+            dtype: that of the column in the batch; None: the one that it has there, else float32 for
                 floats.
             ndim: dimensions of the column in the batch; None: those that it has there.
             fill: for rows outside of this view, where the column is new; None: NaN, or 0 for integers.
@@ -251,7 +267,7 @@ class Rows:
         if dtype is None:
             dtype = before.dtype if before else table.dtypes.get(key, given)
             if dtype is torch.float64 and key not in table.dtypes and not before:
-                dtype = torch.get_default_dtype()
+                dtype = FLOAT
         if ndim is None:
             there = None if before or key not in table.dtypes else number_column(table.batch, key, raw=True)
             ndim = before.ndim if before else values.ndim if there is None else there.ndim
@@ -419,6 +435,19 @@ class Rows:
         return torch.where(before < 0, tokens, before)
 
     @property
+    def arrived_tokens(self) -> Tensor | None:
+        """(M,) int64: tokens in the loss, with a finite log-probability, as the row came; None: not known."""
+        count = TokenCount(self.key("loss_mask"), self.key("log_prob"))
+        self.table.load(tokens=[count])
+        if count not in self.table.columns:
+            return None
+        tokens = self._tokens(count.log_prob)
+        if LENGTH not in self.table.columns:
+            return tokens
+        before = self[LENGTH]  # of rows that a stage has silenced
+        return torch.where(before < 0, tokens, before)
+
+    @property
     def masked_tokens(self) -> Tensor:
         """(M,) int64: tokens in the loss mask; 0 for rows out of the loss."""
         return self._mask_tokens() * self.in_loss
@@ -566,7 +595,7 @@ class Rows:
             )
         return code
 
-    def leave(self, rows: Tensor, reason: str, effect: Effect = "dropped") -> None:
+    def leave(self, rows: Tensor, reason: str, effect: Effect = "dropped", *, silence: bool = True) -> None:
         """Take the rows where (M,) bool `rows` out, for a reason that the ledger keeps.
 
         Args:
@@ -574,6 +603,8 @@ class Rows:
             reason: a word.
             effect: ``masked`` out of the loss; ``excluded`` out of the statistics too; ``dropped`` or
                 ``carried`` out of the batch.
+            silence: whether the batch is to say, by its columns of tokens, that they are out of the loss;
+                False for rows that have no token in the loss.
 
         Raises:
             BatchError: rows are to leave the loss, and the batch has no loss mask or log-probabilities in
@@ -581,13 +612,11 @@ class Rows:
             ValueError: the reason had another effect before.
         """
         table, code = self.table, self.name_reason(reason, effect)
-        if effect in ("masked", "excluded"):
+        if effect in ("masked", "excluded") and silence:
             self._mask_in_loss(rows)
-        counted = table.counted
-        if effect in ("masked", "excluded"):
             table.masks_rows = True
         if effect == "excluded":
-            counted = table.counted = torch.ones(table.size).bool() if counted is None else counted
+            table.says_who_counts = True
         if not bool(rows.any()):
             return
         number = rows.nonzero().flatten()
@@ -595,8 +624,10 @@ class Rows:
         first = number[table.reason[number] == 0]
         table.reason[first] = code
         table.in_loss[number] = False
-        if effect == "excluded" and counted is not None:
-            counted[number] = False
+        if effect == "excluded":
+            if table.counted is None:
+                table.counted = torch.ones(table.size, dtype=torch.bool)
+            table.counted[number] = False
             for known in ("counted", "statistics", "voters"):
                 self.__dict__.pop(known, None)
             table.ids.clear()
@@ -623,17 +654,24 @@ class Rows:
         self.leave(into != own, reason, "dropped")
 
     def _mask_in_loss(self, rows: Tensor) -> None:
-        """Mask (M,) bool `rows`, about to leave: False in the loss mask, NaN in log-probabilities."""
+        """Mask (M,) bool `rows`, about to leave: False in the loss mask, NaN in log-probabilities.
+
+        Where masked log-probabilities stay as they are, the loss mask alone says it.
+        """
         batch, loss_mask, log_prob = self.table.batch, self.key("loss_mask"), self.key("log_prob")
+        if self.table.finite is not None:
+            log_prob = None
         found = [
             key for key in (loss_mask, log_prob) if key is not None and column_of(batch, key) is not None
         ]
         self.table.silenced |= dict.fromkeys(found)
         if not found and bool(rows.any()):
+            lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
+            if self.table.finite is not None:
+                lacks = f"no {loss_mask!r} (loss_mask_key), which alone says so under masked_log_prob='keep'"
             raise BatchError(
-                f"{int(rows.sum())} rows are to leave the loss, but the batch has neither {loss_mask!r} "
-                f"(loss_mask_key) nor {log_prob!r} (log_prob_key): they would train all the same. It has "
-                f"{key_names(batch)}; set the keys, or drop the rows"
+                f"{int(rows.sum())} rows are to leave the loss, but the batch has {lacks}: they would train "
+                f"all the same. It has {key_names(batch)}; set the keys, or drop the rows"
             )
         if loss_mask in found:
             lengths = self.lengths
@@ -642,9 +680,11 @@ class Rows:
 
     def ask(self, criterion: Callable[[TensorDictBase], Any]) -> Any:
         """(M,): what a callable says of each row of the batch, which is written for it and read once more."""
-        said = criterion(self.write())
+        batch = self.write()
+        # Somebody else's code knows nothing of a rank without rows.
+        said = criterion(batch) if len(batch) else torch.zeros(0, dtype=torch.bool)
         fits = isinstance(said, Tensor) and said.dtype is torch.bool and said.numel() == len(self.table.live)
-        return self.measure(("asked", id(criterion)), said.reshape(-1)) if fits else said
+        return self.measured(asked=said.reshape(-1))["asked"].bool() if fits else said
 
     def shown(self, values: Tensor) -> tuple[TensorDictBase, Tensor]:
         """The batch as it is by now, and (M,) `values` for its rows, on its device."""

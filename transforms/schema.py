@@ -13,6 +13,8 @@ column                                  shape, dtype      meaning
 ``("headrace", "in_loss")``             (N,) bool         False: out of the loss; absent: all are in
 ``("headrace", "length")``              (N,) int64        tokens that a row had in the loss mask until it was
                                                           silenced; −1: no filter silenced it
+``("headrace", "segments")``            (N,) int64        rows that the row's rollout had before a stage alone
+                                                          dropped some of them; absent: none did
 ``("headrace", "minibatch")``           (N,) int64        which optimiser step of the batch, from 0; −1: none
 ``("headrace", "microbatch")``          (N,) int64        which forward and backward of the step, from 0
 ``("headrace", "rank")``                (N,) int64        which data-parallel rank trains it; absent: one
@@ -38,6 +40,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, Literal, get_args
 
+import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
@@ -52,6 +55,7 @@ RETURN = ("headrace", "return")
 FINISHED = ("headrace", "finished")
 COUNTED = ("headrace", "counted")
 IN_LOSS = ("headrace", "in_loss")
+SEGMENTS = ("headrace", "segments")
 LENGTH = ("headrace", "length")
 MINIBATCH = ("headrace", "minibatch")
 MICROBATCH = ("headrace", "microbatch")
@@ -68,6 +72,8 @@ DONE = ("next", "done")  # True where a rollout ends, as TorchRL's collectors wr
 COLLECTED = ("collector", "mask")  # False where TorchRL's collectors filled up what they yield
 INIT = "is_init"  # True where a rollout begins, as TorchRL's InitTracker writes it
 EXPECTED_SEGMENTS = "expected_segments"  # how many segments of the row's rollout end, each by itself
+
+FLOAT = torch.float32  # of a new column of floats: torch's global default changes no number
 
 Unit = Literal["sample", "rollout", "group"]
 

@@ -13,8 +13,8 @@ from typing_extensions import Unpack
 
 from .columns import ColumnNames
 from .errors import who_stamps
-from .ids import Ids
-from .options import one_of, within
+from .ids import Ids, add_up
+from .options import INF, LowerBound, UpperBound, at_least, has_effect, one_of, takes_options, within
 from .rows import Rows
 from .schema import REWARD
 from .stage import BatchTransform
@@ -22,6 +22,7 @@ from .stage import BatchTransform
 Form = Literal["bonus", "rescale"]
 
 
+@takes_options
 def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tensor:
     """The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
 
@@ -37,16 +38,17 @@ def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tenso
         cache: L_cache, tokens, in (0, L_max].
 
     Returns:
-        (N,) float in [−1, 0], to be added to the reward; in torch's default dtype where lengths are integers.
+        (N,) float in [−1, 0], to be added to the reward; float64 where lengths are integers.
 
     Example:
         >>> overlong_punishment(torch.tensor([8, 10, 12]), max_length=10, cache=4).tolist()
         [-0.5, -1.0, -1.0]
     """
-    over = length - (max_length - cache)
+    over = (length if length.is_floating_point() else length.double()) - (max_length - cache)
     return -(over.clamp(0, cache) / cache)
 
 
+@takes_options
 def length_penalty(length: Tensor, *, coefficient: float, free: int = 0) -> Tensor:
     """A penalty that grows linearly: ``−c · max(L − free, 0)``.
 
@@ -56,16 +58,17 @@ def length_penalty(length: Tensor, *, coefficient: float, free: int = 0) -> Tens
         free: tokens that cost nothing.
 
     Returns:
-        (N,) float ≤ 0, to be added to the reward; in torch's default dtype where lengths are integers.
+        (N,) float ≤ 0, to be added to the reward; float64 where lengths are integers.
 
     Example:
         >>> length_penalty(torch.tensor([4, 10]), coefficient=0.5, free=3).tolist()
         [-0.5, -3.5]
     """
-    dtype = length.dtype if length.is_floating_point() else torch.get_default_dtype()
-    return -coefficient * (length - free).clamp_min(0).to(dtype)
+    over = (length if length.is_floating_point() else length.double()) - free
+    return -coefficient * over.clamp_min(0)
 
 
+@takes_options
 def relative_length(
     reward: Tensor,
     length: Tensor,
@@ -107,6 +110,7 @@ def relative_length(
         >>> relative_length(reward, length, torch.zeros(3, dtype=torch.int64)).tolist()
         [1.5, 1.0, 1.0]
     """
+    has_effect(relative_length, "success", success, form == "bonus", "form='bonus'")
     groups, present = Ids(group_id), ~reward.isnan()
     among = present
     if form == "bonus" and success is None:
@@ -147,9 +151,9 @@ class RewardShaping(BatchTransform):
         rows.put(REWARD, shaped)
         before, after = rows.of_rank(reward), rows.of_rank(shaped)
         known = ~before.isnan()  # a reward that is missing stays so
-        rewarded = known.sum().clamp_min(1)
+        rewarded = known.double().sum().clamp_min(1)
         rows.metric("changed", (known & (after != before)).sum() / rewarded)
-        rows.metric("mean", torch.where(known, after - before, 0.0).sum() / rewarded)
+        rows.metric("mean", add_up(torch.where(known, after - before, 0.0)) / rewarded)
 
 
 class RewardScale(RewardShaping):
@@ -160,8 +164,8 @@ class RewardScale(RewardShaping):
     Args:
         scale: factor.
         bias: added after scaling.
-        low: least result.
-        high: greatest result.
+        low: least result; −∞: open.
+        high: greatest result; ∞: open.
 
     Raises:
         MissingKeyError: FanOutCollapse is not before it.
@@ -178,8 +182,8 @@ class RewardScale(RewardShaping):
         *,
         scale: float = 1.0,
         bias: float = 0.0,
-        low: float = float("-inf"),
-        high: float = float("inf"),
+        low: LowerBound = -INF,
+        high: UpperBound = INF,
     ):
         super().__init__()
         if not low <= high:
@@ -252,7 +256,7 @@ class OverlongPunishment(LengthShaping, columns=("loss_mask", "rollout")):
 
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:
         """(M,)."""
-        length = self.rollout_lengths(rows).double()
+        length = self.rollout_lengths(rows)
         return reward + self.weight * overlong_punishment(
             length, max_length=self.max_length, cache=self.cache
         )
@@ -287,13 +291,11 @@ class LengthPenalty(LengthShaping, columns=("loss_mask", "rollout")):
         **names: Unpack[ColumnNames],
     ):
         super().__init__(names)
-        if coefficient < 0 or free < 0:
-            raise ValueError(f"coefficient and free must be ≥ 0; got {coefficient} and {free}")
-        self.coefficient, self.free = coefficient, free
+        self.coefficient, self.free = within("coefficient", coefficient, 0), at_least("free", free, 0)
 
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:
         """(M,)."""
-        length = self.rollout_lengths(rows).double()
+        length = self.rollout_lengths(rows)
         return reward + length_penalty(length, coefficient=self.coefficient, free=self.free)
 
 
@@ -330,10 +332,9 @@ class RelativeLength(LengthShaping, columns=("loss_mask", "group", "rollout")):
     ):
         super().__init__(names)
         self.form = one_of("form", form, get_args(Form))
-        self.coefficient = within("coefficient", coefficient, 0, float("inf"))
-        if success is not None and form != "bonus":
-            raise ValueError(f"success is for form='bonus'; got {success} for {form!r}")
-        self.success = None if success is None else within("success", success, float("-inf"), float("inf"))
+        self.coefficient = within("coefficient", coefficient, 0)
+        has_effect(RelativeLength, "success", success, form == "bonus", "form='bonus'")
+        self.success = success
 
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:
         """(M,)."""

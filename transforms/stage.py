@@ -131,7 +131,7 @@ class BatchTransform(TakesColumns, Transform):
                 self.apply_to_nothing(batch)
                 return batch
             self.work_on(rows.seen_by(self))
-            out = rows.write()
+            out = rows.seen_by(self).write()
         self.state_after(rows)
         return out
 

@@ -41,6 +41,17 @@ AHEAD = 16  # numbers a row, at most, that are read before somebody asks for the
 TRAINED = "trained"
 
 
+class Tokens(NamedTuple):
+    """The columns of tokens that a loss reads."""
+
+    mask: NestedKey
+    """(N, T) bool, True in the loss."""
+    log_prob: NestedKey | None
+    """(N, T) float, without which a token is out of the loss."""
+    others: Sequence[NestedKey]
+    """(N, T) float each, as far as they are there."""
+
+
 class Written(NamedTuple):
     """How a column that a stage has written goes into the batch."""
 
@@ -95,8 +106,11 @@ class Table:
         in_loss: (N,) bool.
         masks_rows: a stage has taken rows out of the loss, which the batch is to say.
         silenced: the columns of tokens in which it says so.
+        finite: the columns whose numbers stay where a token is masked, and are finite there; None: masked
+            log-probabilities are NaN.
         into: (N,) int64, the row whose tokens a row's became; itself for most. None: no rows were merged.
         counted: (N,) bool: in the statistics. None: all are.
+        says_who_counts: a stage may take rows out of the statistics, so that the batch says who is in them.
         metrics: what stages measured, ``<stage>/<name>``.
         notes: what a stage keeps from `decide` to `state_after`, by the stage.
         ranks: that share the batch; None: this process has the whole of it.
@@ -116,8 +130,9 @@ class Table:
         self.names, self.effects = [TRAINED], [TRAINED]
         self.metrics: dict[str, float] = {}
         self.notes: dict[Any, Any] = {}
-        self.masks_rows = False
+        self.masks_rows = self.says_who_counts = False
         self.silenced: dict[NestedKey, None] = {}
+        self.finite: Tokens | None = None
         self.looked_up: TensorDictBase | None = None  # a batch, and keys that it does not have
         self.absent: set[Any] = set()
         self.ranks: Any = None
@@ -200,7 +215,7 @@ class Table:
         if IN_LOSS in table.columns:  # stages were alone with this batch before
             table.in_loss, table.masks_rows = table.columns[IN_LOSS].clone(), True
         if COUNTED in table.columns:
-            table.counted = table.columns[COUNTED].clone()
+            table._count(table.columns[COUNTED])
         return table
 
     def load(
@@ -244,6 +259,11 @@ class Table:
         for key, values in zip(found, read_packed(list(found.values())), strict=True):
             self.columns[key] = self.of_all(values)
 
+    def _count(self, counted: Tensor) -> None:
+        """Take (N,) bool from a batch that says who is in the statistics."""
+        self.says_who_counts = True
+        self.counted = None if bool(counted.all()) else counted.clone()
+
     def of_all(self, values: Tensor) -> Tensor:
         """(B, ...) values of the batch's rows as a column of the table; unknown for rows that left it."""
         if self.ranks is None and len(values) == self.size:
@@ -284,7 +304,7 @@ class Table:
         if COUNTED in self.columns:
             counted = torch.ones(self.size, dtype=torch.bool) if self.counted is None else self.counted
             counted[rows] &= self.columns[COUNTED][rows]
-            self.counted = counted
+            self._count(counted)
         self.ids.clear()
         for key, old in before.items():
             new = self.columns.get(key)
@@ -356,8 +376,9 @@ class Table:
         found = {key: (self.columns[key], *how) for key, how in self.written.items()}
         if self.masks_rows:
             found[IN_LOSS] = (self.in_loss, torch.bool, 1)
-        if self.counted is not None:
-            found[COUNTED] = (self.counted, torch.bool, 1)
+        if self.says_who_counts:
+            counted = torch.ones(self.size, dtype=torch.bool) if self.counted is None else self.counted
+            found[COUNTED] = (counted, torch.bool, 1)
         return found
 
     def settle(self) -> None:
@@ -446,7 +467,6 @@ class Table:
                 return
             if more.batch is None:
                 more.batch = self.batch[:0]
-        counted = None if self.counted is None else torch.ones(more.size, dtype=torch.bool)
         if more.batch is not None and len(more.batch):
             # What stages wrote to carried rows is in the table now, as it is of the other rows.
             written = [*self.written, *OF_THE_TABLE]
@@ -469,9 +489,10 @@ class Table:
             self.into = torch.cat([self.into, torch.arange(before, before + more.size)])
         in_loss = more.columns.get(IN_LOSS, more.in_loss)
         self.in_loss = torch.cat([self.in_loss, in_loss])
-        if self.counted is not None and counted is not None:
-            counted = more.columns.get(COUNTED, counted)
-            self.counted = torch.cat([self.counted, counted])
+        came = torch.ones(before, dtype=torch.bool) if self.counted is None else self.counted
+        counted = more.columns.get(COUNTED, torch.ones(more.size, dtype=torch.bool))
+        counted = torch.cat([came, counted])
+        self.counted = None if bool(counted.all()) else counted
         own = slice(0, more.size) if ranks is None else more.own
         self.live = torch.cat([self.live, torch.arange(before + own.start, before + own.stop)])
         self.size = before + more.size

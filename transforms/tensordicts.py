@@ -353,6 +353,36 @@ def silence_rows(batch: TensorDictBase, key: NestedKey, silent: Tensor) -> None:
         batch.set(key, column + torch.zeros_like(wide, dtype=column.dtype).masked_fill_(wide, float("nan")))
 
 
+def fill_out_of_loss(
+    batch: TensorDictBase, mask_key: NestedKey, log_prob_key: NestedKey | None, others: Iterable[NestedKey]
+) -> None:
+    """Let columns of tokens be finite out of the loss, so that a loss may multiply them by its mask.
+
+    0 · NaN is NaN, and so is the gradient of ``torch.where`` through what it did not choose. A token without
+    a finite log-probability is out of the loss (:func:`count_in_loss`), so it leaves the mask. What is not
+    finite out of the mask becomes 0. No device read; the batch gets new tensors, the old ones are left alone.
+
+    Args:
+        batch: TensorDict ``[N]``, dense or ragged; without the mask nothing happens.
+        mask_key: (N, T) bool.
+        log_prob_key: (N, T) float; None: not looked at.
+        others: (N, T) float each; one that is not there, or has another size, stays as it is.
+    """
+    for rows in batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]:
+        mask = rows.get(mask_key, None)
+        if mask is None:
+            continue
+        keys = [key for key in dict.fromkeys((log_prob_key, *others)) if key is not None]
+        found = {key: rows.get(key, None) for key in keys}
+        if (own := found.get(log_prob_key)) is not None and own.numel() == mask.numel():
+            mask = mask & own.isfinite().view_as(mask)
+            write_entry(rows, mask_key, mask)
+        for key, column in found.items():
+            if column is not None and column.is_floating_point() and column.numel() == mask.numel():
+                out = ~(mask.view_as(column) | column.isfinite())
+                write_entry(rows, key, column.masked_fill(out, 0.0))
+
+
 def device_of(batch: TensorDictBase) -> torch.device:
     """Where a batch lies: its own word, else that of its first tensor."""
     if batch.device is not None:
@@ -382,10 +412,10 @@ def to_plain(batch: TensorDictBase | None) -> dict[str, Any] | None:
         batch = batch.to_tensordict()
     for key in batch.keys():
         value = batch.get(key)
-        if isinstance(value, MetaData | NonTensorData | NonTensorStack):
-            is_one = isinstance(value, MetaData)  # for all rows
-            plain = {"meta": value.data} if is_one else {"data": _data_of(value, value.batch_dims)}
-            columns[key] = plain | {"batch_size": list(value.batch_size)}
+        if isinstance(value, MetaData):  # one for all rows
+            columns[key] = {"meta": value.data, "batch_size": list(value.batch_size)}
+        elif isinstance(value, NonTensorData | NonTensorStack):
+            columns[key] = {"data": value.tolist(), "batch_size": list(value.batch_size)}
         else:
             columns[key] = to_plain(value) if is_tensor_collection(value) else value
     return {"columns": columns, "batch_size": list(batch.batch_size), "device": str(batch.device or "")}
@@ -397,31 +427,15 @@ def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
         return None
     if "rows" in plain:
         return lazy_stack([from_plain(row) for row in plain["rows"]])
-    # Who saved it on a GPU may be read without one: its device is where its tensors are now.
-    device = _device_in(plain) if plain["device"] else None
-    batch = TensorDict({}, batch_size=plain["batch_size"], device=device)
+    batch = TensorDict({}, batch_size=plain["batch_size"])
     for key, value in plain["columns"].items():
         if isinstance(value, dict) and "data" in value:
             value = _stack_data(value["data"], len(value["batch_size"]))
         elif isinstance(value, dict) and "meta" in value:
             value = MetaData(value["meta"], batch_size=value["batch_size"])
         batch[key] = from_plain(value) if isinstance(value, dict) else value
-    return batch
-
-
-def _device_in(plain: dict[str, Any]) -> torch.device | str:
-    """Of the first tensor; where there is none, as it was said."""
-    columns = list(plain["columns"].values())
-    for value in columns:
-        if isinstance(value, Tensor):
-            return value.device
-    nested = (value for value in columns if isinstance(value, dict) and "columns" in value)
-    return next(map(_device_in, nested), plain["device"])
-
-
-def _data_of(value: Any, dims: int) -> Any:
-    """What is not a tensor, in lists as deep as its batch dimensions."""
-    return [_data_of(each, dims - 1) for each in value.unbind(0)] if dims else value.data
+    # Who saved it on a GPU may be read without one: its device is where its tensors are now.
+    return batch.to(device_of(batch)) if plain["device"] else batch
 
 
 def _stack_data(data: Any, dims: int) -> Any:
@@ -529,6 +543,17 @@ def entries_of(batch: LazyStackedTensorDict, key: NestedKey) -> list[Any] | None
     return rows if have else None
 
 
+def parts_of(batch: TensorDictBase, key: NestedKey) -> list[Any]:
+    """A column of a dense batch, alone; or what each row of a lazy stack has; of none nothing.
+
+    Raises:
+        BatchError: some rows have the column, and some have not.
+    """
+    if isinstance(batch, LazyStackedTensorDict):
+        return entries_of(batch, key) or []
+    return [] if (column := _under(batch, key)) is None else [column]
+
+
 def _entries(rows: Sequence[Any], key: NestedKey) -> list[Any]:
     for name in (key,) if isinstance(key, str) else key:
         if set(map(type, rows)) == {TensorDict}:  # a tenth of the cost of row.get
@@ -579,12 +604,7 @@ def columns_by_row(
 
 def same_column(before: TensorDictBase, after: TensorDictBase, key: NestedKey) -> bool:
     """Whether a column of two batches is the same tensors, whatever is in them; or both have none."""
-    old, new = (
-        (entries_of(batch, key) or [None])
-        if isinstance(batch, LazyStackedTensorDict)
-        else [_under(batch, key)]
-        for batch in (before, after)
-    )
+    old, new = (parts_of(batch, key) or [None] for batch in (before, after))
     return len(old) == len(new) and all(map(_same, old, new))
 
 
@@ -651,8 +671,7 @@ def check_mask(batch: TensorDictBase, key: NestedKey) -> None:
     Raises:
         BatchError: it is not bool.
     """
-    is_lazy = isinstance(batch, LazyStackedTensorDict)
-    _require_bool(entries_of(batch, key) or [] if is_lazy else [batch.get(key)], key)
+    _require_bool(parts_of(batch, key), key)
 
 
 def count_in_loss(

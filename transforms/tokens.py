@@ -107,7 +107,9 @@ def padded(rows: Sequence[Tensor], key: NestedKey, fill: float | None = 0, side:
     """
     kinds = {(row.dtype, row.shape[1:]) if isinstance(row, Tensor) else type(row) for row in rows}
     if len(kinds) > 1 or not all(isinstance(row, Tensor) for row in rows[:1]):
-        raise BatchError(f"rows of {key!r} are tensors of one dtype; found {sorted(map(str, kinds))}")
+        raise BatchError(
+            f"rows of {key!r} are tensors of one dtype and width; found {sorted(map(str, kinds))}"
+        )
     fill = no_token(rows[0]) if fill is None else fill
     return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=fill, padding_side=side)
 
@@ -126,26 +128,38 @@ def write_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor, like: Ne
         write_entry(row, key, own[: len(entry)])
 
 
-def check_lengths(batch: TensorDictBase, keys: Iterable[NestedKey], like: NestedKey, *, reader: str) -> None:
+def check_lengths(
+    batch: TensorDictBase,
+    keys: Iterable[NestedKey],
+    like: NestedKey,
+    *,
+    reader: str,
+    or_of_rows: bool = True,
+) -> None:
     """Refuse ragged rows of which a column has not as many entries as the row has tokens in `like`.
 
-    Filled up, what is missing would be read as zeros. A column of one entry in every row is of rows.
+    Filled up, what is missing would be read as zeros. A column of one entry in every row may be of rows.
 
     Raises:
         BatchError: naming the column and the rows.
     """
     if not isinstance(batch, LazyStackedTensorDict):
         return
-    tokens = [entry.numel() for entry in entries_of(batch, like) or []]
+
+    def sizes(key: NestedKey) -> list[int]:
+        entries = entries_of(batch, key) or []
+        return [len(entry) if entry.ndim else int(or_of_rows) for entry in entries]
+
+    tokens = sizes(like)
     for key in keys:
-        found = [entry.numel() for entry in entries_of(batch, key) or []]
-        if found == tokens or set(found) == {1}:
+        found = sizes(key)
+        if found == tokens or (or_of_rows and set(found) == {1}):
             continue
         pairs = enumerate(zip(found, tokens, strict=True))
         wrong = [f"row {row} has {own} for {size} tokens" for row, (own, size) in pairs if own != size]
         raise BatchError(
-            f"{reader} needs one number a token in {key!r}, as many as {like!r} has; {listing(wrong)}. Were "
-            "tokens cut off after it was written?"
+            f"{reader} needs one entry a token in {key!r}, as many as {like!r} has; {listing(wrong)}. Were "
+            "tokens cut off after it was written? Leave it out (batch.exclude) if it is of rows"
         )
 
 

@@ -14,9 +14,9 @@ from .columns import ColumnNames
 from .distributed import SharedIds, check_one_way
 from .errors import BatchError, MissingKeyError
 from .ids import Ids
-from .options import as_dtype, at_least, one_of
+from .options import as_dtype, at_least, one_of, takes_options
 from .rows import Rows
-from .schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT, has_key, key_names
+from .schema import FLOAT, FOLDED_WEIGHT, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT, has_key, key_names
 from .stage import BatchTransform
 
 Mean = Literal["token", "sample", "turn", "rollout", "group", "constant"]
@@ -41,6 +41,7 @@ class Weighed(NamedTuple):
     """float64: what weight × tokens adds up to over the step; 1, but for a mean with a constant length."""
 
 
+@takes_options
 def loss_weight(
     tokens: Tensor,
     unit: Mean = "token",
@@ -75,7 +76,7 @@ def loss_weight(
         minibatch: (N,) int64, which optimiser step a row is in; below 0 it is in none and weighs 0. None:
             all are in one.
         length: tokens, > 0, for ``constant``: the longest response that is sampled, say.
-        dtype: of the weight, floating point; None: torch's default.
+        dtype: of the weight, floating point; None: float32.
 
     Raises:
         ValueError: an option that is none; `unit` needs ids or a length that are not given.
@@ -92,7 +93,7 @@ def loss_weight(
         raise ValueError(f"unit={unit!r} needs {' and '.join(needed.get(unit, ['rollout_id']))}")
     rollouts, groups, turns = (None if each is None else Ids(each) for each in given.values())
     weighed = weigh(tokens, unit, rollouts, groups, turns, minibatch, length)
-    return weighed._replace(weight=weighed.weight.to(dtype or torch.get_default_dtype()))
+    return weighed._replace(weight=weighed.weight.to(dtype or FLOAT))
 
 
 def weigh(
@@ -201,7 +202,7 @@ class LossWeight(
         process_group: a group, or ``world``, of ranks that hold rows of their own, whose steps have one
             denominator. A pipeline takes it over for all stages.
         shared_ids: an id that several ranks of the process group have is the ``same`` unit there, or
-            ``different`` ones, or must not be: ``raise``.
+            ``different`` ones, or must not be: ``raise``; for `process_group`.
         dtype: of the weight; None: that of the advantage, at least float32.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
@@ -283,7 +284,7 @@ class LossWeight(
         if self.gradients == "mean":
             averaged = self.ranks if rows.table.ranks is None else rows.table.ranks.size
         weight = weighed.weight * averaged if averaged > 1 else weighed.weight
-        dtype = self.dtype or torch.get_default_dtype()
+        dtype = self.dtype or FLOAT
         if self.dtype is None and (credit := rows.advantage_dtype) is not None:
             dtype = torch.promote_types(credit, torch.float32)
         if self.fold == "none":

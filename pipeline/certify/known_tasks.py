@@ -75,20 +75,20 @@ class OneTurn(SmallTask):
 
     def prompts(self) -> Sequence[Prompt]:
         """Each with a wrong and a right answer, graded or failed."""
-        return [Prompt(share, self._courses(number)) for number, share in enumerate(self.shares)]
-
-    def _courses(self, prompt: int) -> tuple[Course, ...]:
-        died = Course(((),), (0.0,), chance=self.dies, status=Status.FAILED)
-        found = [died] if self.dies else []
-        for action, (reward, length, fails) in enumerate(
-            zip(self.rewards, self.lengths, self.fails, strict=True)
-        ):
-            rows = (((prompt, action), *[(len(self.theta), 0)] * (length - 1)),)
-            found.append(Course(rows, (reward,), chance=(1 - self.dies) * (1 - fails)))
-            if fails:
-                chance = (1 - self.dies) * fails
-                found.append(Course(rows, (reward,), ((0.0,),), chance=chance, status=Status.FAILED))
-        return tuple(found)
+        prompts = []
+        for number, share in enumerate(self.shares):
+            courses = []
+            if self.dies:
+                courses.append(Course(((),), (0.0,), chance=self.dies, status=Status.FAILED))
+            for action, fails in enumerate(self.fails):
+                follow = [(len(self.theta), 0)] * (self.lengths[action] - 1)
+                rows, worth = (((number, action), *follow),), (self.rewards[action],)
+                courses.append(Course(rows, worth, chance=(1 - self.dies) * (1 - fails)))
+                if fails:
+                    chance = (1 - self.dies) * fails
+                    courses.append(Course(rows, worth, ((0.0,),), chance=chance, status=Status.FAILED))
+            prompts.append(Prompt(share, tuple(courses)))
+        return prompts
 
 
 class FailingRollouts(OneTurn):

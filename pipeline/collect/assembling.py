@@ -14,7 +14,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.collectors import MultiAsyncCollector
 
 from headrace.transforms import BatchError, GroupAssembler, StalledError
-from headrace.transforms.options import one_of
+from headrace.transforms.options import above_zero, one_of, takes_options
 
 POLL = 0.05  # seconds between two looks at what is waited for
 
@@ -65,15 +65,14 @@ def assembled(
     return Assembled(source, assembler, check_patience(patience), leftovers)
 
 
+@takes_options
 def check_patience(patience: float | None) -> float | None:
     """Seconds for which to wait, or None.
 
     Raises:
         ValueError: they are not finite and > 0.
     """
-    if patience is not None and not 0 < patience < float("inf"):
-        raise ValueError(f"patience must be finite and > 0; got {patience}")
-    return patience
+    return above_zero("patience", patience)
 
 
 def wait_until(condition: Callable[..., bool], patience: float | None, *arguments: Any) -> bool:

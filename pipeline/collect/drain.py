@@ -13,10 +13,12 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer, RoundRobinWriter
 
 from headrace.transforms import BatchError, StalledError
+from headrace.transforms.options import above_zero, takes_options
 
 COUNTER = 2**32  # a buffer counts its writes in 32 bits
 
 
+@takes_options
 def drained(buffer: ReplayBuffer, *, wait: float = 0.05, patience: float = 60.0) -> Drained:
     """Iterate over what is written into a replay buffer, whoever writes: each row comes out once.
 
@@ -54,9 +56,8 @@ def drained(buffer: ReplayBuffer, *, wait: float = 0.05, patience: float = 60.0)
         >>> next(looks) is None
         True
     """
-    for name, seconds in {"wait": wait, "patience": patience}.items():
-        if not 0 < seconds < float("inf"):
-            raise ValueError(f"{name} must be finite and > 0; got {seconds}")
+    above_zero("wait", wait)
+    above_zero("patience", patience)
     writer, needed = buffer.writer, DrainWriter if buffer.shared else RoundRobinWriter
     consumes = getattr(buffer, "_consume_after_n_samples", None) is not None
     if not isinstance(writer, needed) or consumes:

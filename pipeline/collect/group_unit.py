@@ -13,13 +13,14 @@ from headrace.transforms import BatchError, CompletenessGate
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.errors import who_stamps
 from headrace.transforms.ids import Ids, as_ids, first_row
-from headrace.transforms.options import at_least, describe_options, one_of
+from headrace.transforms.options import at_least, describe_options, one_of, takes_options
 from headrace.transforms.rows import Rows, few
 from headrace.transforms.schema import STATUS_KEYS, has_key, read_column
 
 Anchors = Literal["any", "first"]
 
 
+@takes_options
 class GroupUnit(SampleUnit):
     """Make of each row that a sampler draws its whole group: ``ReplayBuffer(sample_unit=GroupUnit(), …)``.
 

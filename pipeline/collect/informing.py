@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,7 +23,7 @@ from headrace.transforms.assembler.stream import Intervals
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.errors import listing
 from headrace.transforms.ids import as_ids
-from headrace.transforms.options import at_least, nested_key, one_of
+from headrace.transforms.options import at_least, nested_key, one_of, takes_options
 from headrace.transforms.schema import IN_LOSS, ROW, has_key, read_column
 from headrace.transforms.tensordicts import device_of, shallow_copy
 
@@ -34,6 +35,7 @@ READER = "informative()"
 Stages = Sequence[Callable[[TensorDictBase], TensorDictBase]]
 
 
+@takes_options
 def informative(
     source: Iterable[TensorDictBase],
     *,
@@ -84,8 +86,8 @@ def informative(
     if stages is None:
         varied = SampleFilter(criterion=RewardsVary(), action="drop")
         stages = [CompletenessGate(), FanOutCollapse(), varied]
-    at_least("groups", groups, 1, required=True)
-    at_least("max_batches", max_batches, 1, required=True)
+    at_least("groups", groups, 1)
+    at_least("max_batches", max_batches, 1)
     one_of("on_short", on_short, get_args(OnShort))
     assembler = assembler or getattr(source, "assembler", None)
     paces = assembler is not None and assembler.max_staleness is not None
@@ -94,17 +96,10 @@ def informative(
             "informative() and an assembler with max_staleness need the same groups, those of a step, by "
             f"which room() counts; got groups={groups} and GroupAssembler(groups={assembler.groups})"
         )
-    return Informative(
-        source,
-        stages,
-        nested_key(group_key),
-        groups=groups,
-        max_batches=max_batches,
-        on_short=on_short,
-        assembler=assembler,
-    )
+    return Informative(source, stages, nested_key(group_key), groups, max_batches, on_short, assembler)
 
 
+@dataclass(eq=False, repr=False)
 class Informative(OverSource):
     """What :func:`informative` returns.
 
@@ -113,21 +108,15 @@ class Informative(OverSource):
         seen, found: groups that came, and those of them that were informative.
     """
 
-    def __init__(
-        self,
-        source: Iterable[TensorDictBase],
-        stages: Stages,
-        group_key: NestedKey,
-        *,
-        groups: int,
-        max_batches: int,
-        on_short: OnShort,
-        assembler: Any = None,
-    ):
-        super().__init__(source)
-        self.stages, self.group_key = stages, group_key
-        self.groups, self.max_batches, self.on_short = groups, max_batches, on_short
-        self.assembler = assembler
+    source: Iterable[TensorDictBase]
+    stages: Stages
+    group_key: NestedKey
+    groups: int
+    max_batches: int
+    on_short: OnShort
+    assembler: Any = None
+
+    def __post_init__(self) -> None:
         self.counts = {"uninformative": 0}
         self.seen = self.found = 0
         self._waiting: dict[int, list[tuple[RowPiece, int]]] = {}  # rows by group

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from headrace.pipeline.installed import import_extra
 from headrace.transforms import GroupAssembler, StalledError
-from headrace.transforms.options import at_least, one_of
+from headrace.transforms.options import at_least, one_of, takes_options
 
 from .assembling import Leftovers, check_patience, rest_of
 
@@ -22,6 +22,7 @@ def _number(name: str, meaning: str) -> Any:
     return property(lambda self: self._ask("call", "__getattribute__", name), doc=meaning)
 
 
+@takes_options
 class RayAssembler:
     """A :class:`GroupAssembler` in an actor: a handle that can be sent to any task or actor of the cluster.
 

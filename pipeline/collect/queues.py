@@ -23,7 +23,7 @@ from torch import Tensor
 from headrace.pipeline.installed import import_extra
 from headrace.transforms import BatchError, StalledError
 from headrace.transforms.errors import listing
-from headrace.transforms.options import at_least, one_of
+from headrace.transforms.options import at_least, one_of, takes_options
 from headrace.transforms.schema import RANK, read_written
 from headrace.transforms.tensordicts import take_rows
 
@@ -37,6 +37,7 @@ def _queue() -> Any:
     return import_extra("transfer_queue", "tq", "a queue of TransferQueue")
 
 
+@takes_options
 class RolloutQueue:
     """Rows from several producers, through a partition of TransferQueue, to one reader.
 
@@ -77,7 +78,7 @@ class RolloutQueue:
         _queue()
         self.partition, self.producers = partition, at_least("producers", producers, 1)
         self.clear = one_of("clear", clear, ("read", "saved"))
-        self.max_rows = at_least("max_rows", max_rows, 1, required=True)
+        self.max_rows = at_least("max_rows", max_rows, 1)
         self._name, self._sent = "", 0
         self._read: dict[str, int] = {}  # by producer, how many of its rows
         self._used: list[str] = []  # keys of rows that were read and are there still
@@ -179,6 +180,7 @@ class RolloutQueue:
         self._saved = len(self._used)
 
 
+@takes_options
 class StepQueue:
     """Optimiser steps, through partitions of TransferQueue, to the ranks that train.
 
@@ -205,7 +207,7 @@ class StepQueue:
 
     def __init__(self, partition: str, *, ranks: int, max_steps: int | None = None):
         _queue()
-        self.partition, self.ranks = partition, at_least("ranks", ranks, 1, required=True)
+        self.partition, self.ranks = partition, at_least("ranks", ranks, 1)
         self.max_steps = at_least("max_steps", max_steps, 1)
         self.steps = 0
         """Steps that were put."""
@@ -342,15 +344,17 @@ def encode_rows(batch: TensorDictBase) -> tuple[TensorDict, dict[str, Any]]:
         raise BatchError(
             f"TransferQueue takes keys without dots; found {listing(map(str, dotted))}: rename them"
         )
-    flat = batch.flatten_keys(SEPARATOR, is_leaf=is_leaf_nontensor)
-    columns = TensorDict({}, batch_size=batch.batch_size)
-    for key in flat.keys():
-        columns[key] = _ragged(flat, key) if lazy else flat.get(key).clone()
+    if lazy:
+        rows = [row.flatten_keys(SEPARATOR, is_leaf=is_leaf_nontensor) for row in batch.unbind(0)]
+        names = [key if isinstance(key, str) else SEPARATOR.join(key) for key in leaves]
+        each = {name: _ragged([row.get(name) for row in rows]) for name in names}
+        columns = TensorDict(each, batch_size=batch.batch_size)
+    else:
+        columns = batch.flatten_keys(SEPARATOR, is_leaf=is_leaf_nontensor).clone()
     return columns, {"columns": _columns_of(columns), "lazy": int(lazy)}
 
 
-def _ragged(batch: TensorDictBase, key: str) -> Any:
-    rows = [row.get(key) for row in batch.unbind(0)]
+def _ragged(rows: Sequence[Any]) -> Any:
     if not isinstance(rows[0], Tensor):
         return NonTensorStack(*(row.tolist() if hasattr(row, "tolist") else row for row in rows))
     if len({row.shape for row in rows}) == 1:

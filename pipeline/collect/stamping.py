@@ -12,7 +12,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Compose, Transform
 
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.options import describe_options, nested_key
+from headrace.transforms.options import describe_options, nested_key, takes_options
 from headrace.transforms.schema import require
 
 PROMPTS: tuple[NestedKey, ...] = (
@@ -24,6 +24,7 @@ PROMPTS: tuple[NestedKey, ...] = (
 """Where TorchRL's environments have the prompt, in the order of looking."""
 
 
+@takes_options
 def stamp_ids(
     prompts: Tensor | Sequence[int], *, group_size: int, first_rollout: int = 0, stride: int = 1
 ) -> TensorDict:
@@ -70,6 +71,7 @@ def _ids(places: Tensor, group_size: int, first_group: int, stride: int) -> dict
     }
 
 
+@takes_options
 class StampIds(Transform):
     """Stamp the ids of rollouts in an environment that draws its prompts itself.
 

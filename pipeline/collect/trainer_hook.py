@@ -15,7 +15,7 @@ from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.train.optimiser_steps import check_loss, optimise, total_loss
 from headrace.transforms import GroupAssembler, split_minibatches, weighted_loss
 from headrace.transforms.options import one_of
-from headrace.transforms.schema import MINIBATCH, has_key
+from headrace.transforms.schema import FLOAT, MINIBATCH, has_key
 
 Stepper = Literal["weighted", "trainer"]
 COUNTED = ("rows", "rollouts", "groups", "out")  # the metrics that are counts
@@ -191,7 +191,7 @@ class WeightedStepper(OptimizationStepper):
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
         """Take the step; its loss, and how many steps that was: none where no token is in the loss."""
-        losses: list[Tensor] = [torch.zeros(())]
+        losses: list[Tensor] = [torch.zeros((), dtype=FLOAT)]
 
         def reduce(terms: TensorDictBase, batch: TensorDictBase) -> Tensor:
             loss = self.reduce(terms, batch)
@@ -202,4 +202,4 @@ class WeightedStepper(OptimizationStepper):
         cut = has_key(sub_batch, MINIBATCH)  # a half's output holds all its steps
         minibatches = split_minibatches(sub_batch) if cut else [sub_batch]
         steps = optimise(minibatches, trainer.compute_loss, trainer.optimizer, **options)
-        return TensorDict({"loss": sum(losses), "steps": torch.tensor(float(steps))})
+        return TensorDict({"loss": sum(losses), "steps": torch.tensor(float(steps), dtype=FLOAT)})

@@ -179,7 +179,7 @@ def run_golden(device: str) -> list[float]:
     columns = {
         "group_id": torch.tensor(GROUPS),
         "rollout_id": torch.tensor(ROLLOUTS),
-        ("next", "reward"): torch.tensor(REWARDS),
+        ("next", "reward"): torch.tensor(REWARDS, dtype=torch.float32),
         ("masks", "all_assistant_mask"): torch.ones(len(GROUPS), 4, dtype=torch.bool),
     }
     pipeline = load_pipeline("pipeline.stages.gate.group_size=2", "pipeline.stages.split.shuffle=false")

@@ -55,46 +55,29 @@ class SweepTable(Callback):
             sys.exit(2)
 
 
-def record_job(
-    output: Path,
-    *,
-    job: int,
-    task: str,
-    words: Sequence[str],
-    began: float,
-    number: float | None,
-    failure: str,
-) -> None:
+def record_job(output: Path, *, began: float, **said: Any) -> None:
     """Leave in the folder of a job what the table says of it.
 
     Args:
         output: the job's folder.
-        job: its number in the sweep.
-        task: that it performed.
-        words: of the command line, this job's.
         began: when, in seconds.
-        number: that the task returned; None where it failed.
-        failure: why it failed; empty where it did not.
+        said: ``job``, its number in the sweep; its ``task`` and its ``words``; the ``number`` that the task
+            returned, None where it failed, and its ``failure``, empty where it did not.
     """
-    ended = time.time()
-    found: dict[str, Any] = {"job": job, "task": task, "words": list(words), "folder": str(output)}
-    found |= {"seconds": ended - began, "ended": ended, "number": number, "failure": failure}
+    ended, found = time.time(), dict[str, Any]()
+    csv_path = output / "metrics.csv"
+    if csv_path.exists() and csv_path.stat().st_mtime >= began:  # else it is of an earlier job
+        with csv_path.open(newline="") as file:
+            steps = list(csv.DictReader(file))
+        rewards = [float(step["reward"]) for step in steps if step.get("reward")]
+        rows, trained = (
+            sum(float(step.get(name) or 0) for step in steps) for name in ("rows/in", "rows/trained")
+        )
+        share = trained / rows if rows else None
+        found = {"steps": len(steps), "rewards": rewards[:1] + rewards[-1:], "trained": share}
+    times = {"folder": str(output), "seconds": ended - began, "ended": ended}
     output.mkdir(parents=True, exist_ok=True)
-    (output / FILE).write_text(json.dumps(found | _training(output / "metrics.csv", began), indent=1))
-
-
-def _training(path: Path, began: float) -> dict[str, Any]:
-    """Of the steps of a training: how many, the first and the last reward, and the share of rows trained."""
-    if not path.exists() or path.stat().st_mtime < began:  # of an earlier job
-        return {}
-    with path.open(newline="") as file:
-        steps = list(csv.DictReader(file))
-    rewards = [float(step["reward"]) for step in steps if step.get("reward")]
-    rows, trained = (
-        sum(float(step.get(name) or 0) for step in steps) for name in ("rows/in", "rows/trained")
-    )
-    share = trained / rows if rows else None
-    return {"steps": len(steps), "rewards": rewards[:1] + rewards[-1:], "trained": share}
+    (output / FILE).write_text(json.dumps(said | times | found, indent=1))
 
 
 def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
@@ -117,7 +100,7 @@ def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -
     columns += [FittedColumn(name, right=True) for name in (*names, "seconds")]
     table = FittedTable(columns, f"a sweep of {len(jobs)} jobs")
     for job, each in zip(jobs, said, strict=True):
-        values = (printable(str(each.get(key, "–"))) for key in keys)
+        values = (str(each.get(key, "–")) for key in keys)
         table.add(str(job["job"]), *values, *_cells(job, task), f"{job['seconds']:.1f}")
     console.print(table)
     for job in jobs:

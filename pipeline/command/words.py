@@ -17,42 +17,6 @@ from headrace.pipeline.composing import TASKS, ConfigError, recipes, without_sta
 from headrace.pipeline.installed import PACKAGES, versions
 from headrace.pipeline.wording import suggest
 
-HELP = """\
-headrace carries rollouts from a collector to a group-relative loss.
-
-  headrace [task=TASK] [pipeline=RECIPE] [NAME=VALUE ...]
-
-Tasks
-  task=train        train a small model on live rollouts, the demo (default)
-  task=replay       rollouts of a dump through a recipe
-  task=compare      the same rollouts through two recipes
-  task=plan         how many rollouts a filter will cost, by group size
-  task=certify      exact bias and variance of a recipe's gradient
-Without a task
-  headrace recipes [NAME]    all recipes, or the file of one
-  headrace stages [NAME]     all stages and criteria, or the options of one
-  headrace doctor            check this machine and installation
-  headrace --version         versions of headrace and what it stands on
-
-Words
-  pipeline=NAME              the recipe
-  pipeline.stages.NAME.OPTION=VALUE    an option of a stage
-  ~pipeline.stages.NAME      leave a stage out
-  group_size=8 train.steps=60 seed=0 device=auto     of task=train
-  source.path=FILE           the dump of replay, compare and plan
-  hydra.run.dir=FOLDER       where files go (outputs/DATE/TIME)
-  -m NAME=A,B                a job for each value, and a table at the end
-  --cfg job                  print all options of these words, run nothing
-
-Examples
-  headrace pipeline=dr_grpo train.steps=20
-  headrace -m pipeline=grpo,dr_grpo,dapo seed=1,2
-  headrace task=replay source.path='dump/*.parquet' pipeline=rloo
-  headrace task=compare source.path=dump 'pipelines=[as/verl,grpo]'
-  headrace --cfg job task=replay pipeline=dapo
-
-README.md and docs/ say more; --hydra-help has the flags of Hydra.
-"""
 CONF = Path(str(files("headrace.conf")))
 ALONE = ("recipes", "stages", "doctor", "help", "version")
 
@@ -72,7 +36,7 @@ def answer(words: Sequence[str]) -> int | None:
 
         return examine()
     if first == "help" or any(word in ("--help", "-h") for word in words):
-        print(HELP.rstrip())
+        print((files(__package__) / "help.txt").read_text(encoding="utf-8").rstrip())
     elif first == "version" or "--version" in words:
         found = versions()
         print("\n".join(f"{name} {found.get(name) or 'is not installed'}" for name in PACKAGES))
@@ -113,7 +77,12 @@ def ready_words(words: Sequence[str]) -> list[str]:
         raise ConfigError("--cfg prints what one job is composed of, and -m runs several: take one of them")
     for word in read.overrides:
         if "=" not in word and not word.startswith("~"):
-            raise ConfigError(f"a word is NAME=VALUE; got {word!r}{_meant(word)}")
+            meant = suggest(word, [*TASKS, *recipes(), *ALONE])
+            if word in ALONE:
+                meant = f"; headrace {word} is a command of its own, without other words before it"
+            elif word in TASKS or word in recipes():
+                meant = f" (did you mean {'task' if word in TASKS else 'pipeline'}={word}?)"
+            raise ConfigError(f"a word is NAME=VALUE; got {word!r}{meant}")
         if re.fullmatch(r"(pipeline|task|report)=(null)?", word):
             raise ConfigError(f"{word}: a name is required; headrace --help says which there are")
     values = [word for word in words if word in read.overrides]
@@ -133,16 +102,6 @@ def _check_flag(word: str) -> None:
         raise ConfigError(
             f"there is no flag {name!r}{suggest(name, known)}; headrace --help says what there is"
         )
-
-
-def _meant(word: str) -> str:
-    """What a bare word may be meant as."""
-    if word in ALONE:
-        return f"; headrace {word} is a command of its own, without other words before it"
-    known = {"task": TASKS, "pipeline": recipes()}
-    exact = [f"{group}={word}" for group, names in known.items() if word in names]
-    near = suggest(word, [*TASKS, *recipes(), *ALONE])
-    return f" (did you mean {' or '.join(exact)}?)" if exact else near
 
 
 def read_file(kind: str, name: str) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
@@ -18,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict.utils import NestedKey
 
 from headrace.pipeline.wording import suggest
+from headrace.transforms.options import annotations_of, is_numeric, number_in_words, wanted_number
 
 from .compose import ConfigError
 
@@ -45,7 +45,18 @@ def build_node(config: Any, path: str, plain: Any = None, **given: Any) -> Any:
         where = found[1] if found else path
         for name in filter(None, where.removeprefix(path).split(".")):
             plain = plain.get(name) if isinstance(plain, dict) else None
-        raise ConfigError(_refusal(where, plain, err.__cause__ or err, given)) from err
+        said = re.sub(r"\bNone\b", "null", str(err.__cause__ or err))  # in YAML's words
+        first = re.match(r"\w+", said)
+        if not isinstance(plain, dict) or (first and first[0] in plain):
+            raise ConfigError(f"{where}.{said}" if isinstance(plain, dict) else f"{where}: {said}") from err
+        culprits = []  # any one of which makes the error go away when it is left out
+        for name in plain:
+            if not name.startswith("_"):
+                with suppress(Exception):
+                    others = {key: plain[key] for key in plain if key != name}
+                    instantiate(others, _convert_="all", **given)
+                    culprits.append(f"{where}.{name}={as_typed(plain[name])}")
+        raise ConfigError(f"{' or '.join(culprits) or where}: {said}") from err
 
 
 def _check_values(path: str, plain: Any) -> None:
@@ -85,21 +96,6 @@ def _imported(where: str, target: str) -> Callable[..., Any]:
         log.disabled = before
 
 
-def _refusal(where: str, node: Any, error: BaseException, given: Mapping[str, Any]) -> str:
-    """What a constructor says, in YAML's words, beginning with the option that it is about."""
-    said = re.sub(r"\bNone\b", "null", str(error))
-    first = re.match(r"\w+", said)
-    if not isinstance(node, dict) or (first and first[0] in node):
-        return f"{where}.{said}" if isinstance(node, dict) else f"{where}: {said}"
-    culprits = []  # any one of which makes the error go away when it is left out
-    for name in node:
-        if not name.startswith("_"):
-            with suppress(Exception):
-                instantiate({key: node[key] for key in node if key != name}, _convert_="all", **given)
-                culprits.append(f"{where}.{name}={as_typed(node[name])}")
-    return f"{' or '.join(culprits) or where}: {said}"
-
-
 def check_stage(where: str, name: str, node: Any, siblings: Sequence[str]) -> None:
     """Check that a node is a stage, and has no option that the stage's class does not have.
 
@@ -137,26 +133,9 @@ def check_stage(where: str, name: str, node: Any, siblings: Sequence[str]) -> No
 # -- values against annotations: the signature is the schema, and constructors check ranges ----------------
 
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
-WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a word", type(None): "null"}
+WORDS = {bool: "true or false", str: "a word", type(None): "null"}
 OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # their classes cannot be written down as a value
 NAMED = ("device", "dtype")  # but these can, as a word
-
-
-def annotations_of(thing: Callable[..., Any]) -> dict[str, Any]:
-    """The types of the parameters of a class or function by name; those that cannot be resolved are Any."""
-    function = thing.__init__ if inspect.isclass(thing) else thing
-    module = sys.modules.get(getattr(function, "__module__", ""), types.SimpleNamespace())
-    names = {"NestedKey": NestedKey, **vars(module)}  # of columns, which signatures spell out
-    found = {}
-    for name, parameter in inspect.signature(thing).parameters.items():
-        annotation = parameter.annotation
-        if annotation is parameter.empty:
-            continue
-        try:
-            found[name] = eval(annotation, dict(names)) if isinstance(annotation, str) else annotation
-        except Exception:  # a name that is imported for type checkers alone
-            found[name] = Any
-    return found
 
 
 def misfit(value: Any, hint: Any) -> str | None:
@@ -183,12 +162,12 @@ def fits(value: Any, hint: Any) -> bool:
         return True  # an object, or a node that makes one
     if hint is NestedKey:
         return fits(value, str) or (
-            _is_list(value) and bool(value) and all(fits(name, str) for name in value)
+            isinstance(value, list | tuple) and bool(value) and all(fits(name, str) for name in value)
         )
     if hint in (bool, str, type(None), None):
         return isinstance(value, type(None) if hint is None else hint)
-    if hint in (int, float):
-        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    if is_numeric(hint):
+        return wanted_number(value, hint) is None
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, each) for each in inner)
@@ -198,12 +177,12 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, str) and getattr(hint, "__name__", "") in NAMED
     kind = origin or hint
     if kind is tuple and inner and inner[-1] is not Ellipsis:
-        return _is_list(value) and len(value) == len(inner) and all(map(fits, value, inner))
+        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(fits, value, inner))
     if inspect.isclass(kind) and issubclass(kind, Mapping):
         return isinstance(value, Mapping)
     abstract = inspect.isclass(kind) and kind.__module__ == "collections.abc"
     if (abstract and issubclass(kind, Iterable)) or kind in (list, tuple):
-        return _is_list(value) and all(fits(each, inner[0]) for each in value if inner)
+        return isinstance(value, list | tuple) and all(fits(each, inner[0]) for each in value if inner)
     return True
 
 
@@ -216,6 +195,8 @@ def described(hint: Any) -> str:
     """
     if hint is NestedKey:
         return "a column, as a name or a list of names"
+    if is_numeric(hint):
+        return number_in_words(hint)
     if hint in WORDS:
         return WORDS[hint]
     origin, inner = get_origin(hint), get_args(hint)
@@ -238,10 +219,6 @@ def as_typed(value: Any) -> str:
         if value is None or isinstance(value, bool)
         else repr(value)
     )
-
-
-def _is_list(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
-    return isinstance(value, list | tuple)
 
 
 def _is_opaque(hint: Any) -> bool:

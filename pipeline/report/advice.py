@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Literal, NamedTuple
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 Numbers = Mapping[str, float]
 History = Sequence[tuple[int, Numbers]]
@@ -39,15 +39,22 @@ Advice = tuple[str, list[Advisory]]  # a verdict, and what else is worth a look
 
 
 class Bound(NamedTuple):
-    """A rule of one number: beyond `limit`, its mean over the last five steps is worth a sentence."""
+    """A rule of one number: a mean over the last five steps above the bound is worth a sentence."""
 
     name: str
+    """Of the symptom, whose ``bound`` in symptoms.yaml this is."""
     number: str
-    limit: float
-    words: Callable[[float, Numbers], str]
-    """The sentence, of the mean, and of the means of all numbers that are read."""
-    holds: Callable[[Numbers], bool] = lambda numbers: True
-    """Of the numbers of a step: whether the rule is for it."""
+    above: float
+    says: str
+    """The sentence, with ``{share}`` or ``{value}`` for the mean."""
+    also: str = ""
+    """Behind it, where a group is solved by all of its rollouts, or by none."""
+    least_groups: int = 0
+    """Steps of fewer groups are not judged."""
+
+    def holds(self, numbers: Numbers) -> bool:
+        """Whether a step is judged by it."""
+        return self.number in numbers and numbers.get("groups/in", 0.0) >= self.least_groups
 
 
 def percent(share: float) -> str:
@@ -61,55 +68,18 @@ def percent(share: float) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def _equal_words(share: float, numbers: Numbers) -> str:
-    words = f"{percent(share)} of the groups have equal rewards, and teach nothing"
-    solved, unsolved = numbers.get("solve_all", 0.0), numbers.get("solve_none", 0.0)
-    if max(solved, unsolved) > 0:
-        words += f"; {percent(solved)} of all groups are solved by every rollout, {percent(unsolved)} by none"
-    return words
+@cache
+def bounds() -> list[Bound]:
+    """The rules of one number, most urgent first."""
+    nodes = _symptom_nodes().items()
+    return [Bound(str(name), **node.bound) for name, node in nodes if "bound" in node]
 
 
-BOUNDS = (
-    Bound("advantage-all-zero", "frac_reward_zero_std", 0.5, _equal_words),
-    Bound(
-        "rollouts-truncated",
-        "rollouts/truncated",
-        0.25,
-        lambda share, _: f"{percent(share)} of the rollouts were cut off before their end",
-    ),
-    Bound(
-        "rollouts-lost",
-        "rollouts/lost",
-        0.1,
-        lambda share, _: f"{percent(share)} of the rollouts failed or were aborted",
-    ),
-    Bound(
-        "groups-incomplete",
-        "groups/incomplete",
-        0.1,
-        lambda share, _: f"{percent(share)} of the groups lack rollouts that were dispatched",
-    ),
-    Bound(
-        "gradient-spikes",
-        "groups/largest_gradient_share",
-        0.5,
-        lambda share, _: f"One group makes {percent(share)} of the gradient of its step",
-        # Of three groups or fewer one always makes much.
-        lambda numbers: numbers.get("groups/in", 0.0) >= 4,
-    ),
-    Bound(
-        "stale",
-        "staleness/mean",
-        2.0,
-        lambda lag, _: f"The rollouts are {lag:.3g} policy versions behind the newest, on average",
-    ),
-)
-
-READ = [  # of the steps before
-    *("rows/trained", "groups/in", "solve_all", "solve_none"),
-    *(REWARD, "reward/all/min", "reward/all/max", LENGTH),
-    *(rule.number for rule in BOUNDS),
-]
+@cache
+def numbers_read() -> list[str]:
+    """The names of the numbers of steps before that rules read."""
+    counts = ["rows/trained", "groups/in", "solve_all", "solve_none"]
+    return [*counts, REWARD, "reward/all/min", "reward/all/max", LENGTH, *(rule.number for rule in bounds())]
 
 
 def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
@@ -119,8 +89,9 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     ``nothing-trains``        no row was trained at this step, or at one before
     a bound                   the mean of the number over the last five steps is above its bound:
                               `advantage-all-zero` ½ of ``frac_reward_zero_std``, `rollouts-truncated` ¼,
-                              `rollouts-lost` and `groups-incomplete` a tenth, `gradient-spikes` ½ of the
-                              gradient in one of four groups or more, `stale` 2 versions in the mean
+                              `rollouts-lost`, `rollouts-empty` and `groups-incomplete` a tenth,
+                              `gradient-spikes` ½ of the gradient in one of four groups or more,
+                              `stale` 2 versions in the mean
     `off-policy`              a stage's number is below what it was told to warn of: ``<stage>/ess_token``
                               below ``<stage>/least_ess``, and so for every option ``least_<name>``
     `reward-flat`, `stalled`  the reward does not move (:func:`trend_of`)
@@ -142,8 +113,8 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     if steps := [step for step, each in history if each.get("rows/trained") == 0]:
         words = "Nothing was trained" + (f" {said_at(steps, len(history))}" if len(history) > 1 else "")
         found = [Advisory("nothing-trains", f"{words}.", "rows/trained", tuple(steps))]
-    bounds = [each for rule in BOUNDS if (each := _bound(rule, history)) is not None]
-    return [*found, *bounds, *_least(numbers), *_trends(history)]
+    found += [each for rule in bounds() if (each := _bound(rule, history)) is not None]
+    return [*found, *_least(numbers), *_trends(history)]
 
 
 def verdict(numbers: Numbers, history: History = ()) -> str:
@@ -197,19 +168,23 @@ def said_at(steps: Sequence[int], of: int) -> str:
 
 
 def _bound(rule: Bound, history: History) -> Advisory | None:
-    known = [(step, each) for step, each in history if rule.number in each and rule.holds(each)]
-    recent = [each for _, each in history[-RECENT:] if rule.number in each and rule.holds(each)]
+    judged = [(step, each) for step, each in history if rule.holds(each)]
+    recent = [each for _, each in history[-RECENT:] if rule.holds(each)]
     means = {
         key: mean([each[key] for each in recent if key in each])
-        for key in READ
+        for key in (rule.number, "solve_all", "solve_none")
         if any(key in each for each in recent)
     }
-    if means.get(rule.number, -math.inf) <= rule.limit:
+    value = means.get(rule.number, -math.inf)
+    if value <= rule.above:
         return None
-    steps = [step for step, each in known if each[rule.number] > rule.limit]
+    words = rule.says.format(share=percent(value), value=f"{value:.3g}")
+    solved = {key: means.get(key, 0.0) for key in ("solve_all", "solve_none")}
+    if any(solved.values()):
+        words += rule.also.format(**{key: percent(share) for key, share in solved.items()})
+    steps = [step for step, each in judged if each[rule.number] > rule.above]
     where = said_at(steps, len(history))
-    words = rule.words(means[rule.number], means) + (f" ({where})" if where else "")
-    return Advisory(rule.name, f"{words}.", rule.number, tuple(steps))
+    return Advisory(rule.name, f"{words} ({where})." if where else f"{words}.", rule.number, tuple(steps))
 
 
 def _least(numbers: Numbers) -> list[Advisory]:
@@ -344,7 +319,6 @@ def symptoms() -> dict[str, Symptom]:
         >>> symptoms()["stalled"].title
         'The reward rose, and no longer does'
     """
-    text = (files(__package__) / "symptoms.yaml").read_text(encoding="utf-8")
     return {
         str(name): Symptom(
             str(name),
@@ -353,5 +327,10 @@ def symptoms() -> dict[str, Symptom]:
             node.means,
             tuple(Remedy(each.text, each.get("words", "")) for each in node.remedies),
         )
-        for name, node in OmegaConf.create(text).items()
+        for name, node in _symptom_nodes().items()
     }
+
+
+@cache
+def _symptom_nodes() -> DictConfig:
+    return DictConfig(OmegaConf.create((files(__package__) / "symptoms.yaml").read_text(encoding="utf-8")))

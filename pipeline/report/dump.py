@@ -14,6 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from headrace.transforms.options import one_of
+
 from .step import StepReport
 
 log = logging.getLogger(__name__)
@@ -114,8 +116,7 @@ def write_dump(
         ...     write_dump(make_report(pipeline, step=7), folder).name
         'step_00000007.parquet'
     """
-    if format not in ("parquet", "jsonl"):
-        raise ValueError(f"format must be 'parquet' or 'jsonl'; got {format!r}")
+    one_of("format", format, ("parquet", "jsonl"))
     table = report_table(report, config=config)
     path = Path(folder) / f"step_{report.step:08d}.{format}"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.installed import versions
 from headrace.pipeline.wording import printable
+from headrace.transforms.options import at_least, one_of, takes_options, within
 
-from .advice import READ, Advice, Advisory, advice_at
+from .advice import Advice, Advisory, advice_at, numbers_read
 from .dump import write_dump
 from .html import write_page
 from .page_contents import page_data
@@ -27,6 +28,7 @@ POINTS = 500  # most steps of the curves, so that a page of a long run is as qui
 SHARE = 0.02  # of the time, at most, goes into writing the page while the run goes on
 
 
+@takes_options
 class ReportFolder:
     """Take reports step by step; write a file per step, and a page that grows with the run.
 
@@ -76,12 +78,9 @@ class ReportFolder:
         words: Sequence[str] = (),
         versus: Sequence[str] | None = None,
     ):
-        if steps < 2:
-            raise ValueError(f"steps must be ≥ 2; got {steps}")
-        if every is not None and not every >= 0:
-            raise ValueError(f"every must be seconds ≥ 0, or null for the end alone; got {every!r}")
-        if dump not in (None, "parquet", "jsonl"):
-            raise ValueError(f"dump must be 'parquet', 'jsonl' or null; got {dump!r}")
+        at_least("steps", steps, 2)
+        within("every", every, 0)
+        one_of("dump", dump, (None, "parquet", "jsonl"))
         folder = Path(folder)
         if dump is not None and (old := sorted((folder / "rollouts").glob("step_*"))):
             raise FileExistsError(
@@ -91,7 +90,8 @@ class ReportFolder:
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
         self.every, self.config, self.words, self.versus = every, config, words, versus
         self._began, self._due, self._closed = now(), 0.0, False
-        self._kept: Thinned[tuple[int, StepReport]] = Thinned(steps)  # by place among all that were taken
+        # By place among all that were taken.
+        self._kept: Thinned[tuple[int, StepReport]] = Thinned(at_least("steps", steps, 2))
         self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
         self._read: list[tuple[int, Mapping[str, float]]] = []  # what rules read of all steps
         self._advice: dict[int, Advice] = {}  # of those that the page shows, by place
@@ -147,7 +147,9 @@ class ReportFolder:
         self._closed = False
         self._kept.add((len(self._read), report))
         self._curves.add((report.step, dict(report.numbers)))
-        self._read.append((report.step, {key: report.numbers[key] for key in READ if key in report.numbers}))
+        self._read.append(
+            (report.step, {key: report.numbers[key] for key in numbers_read() if key in report.numbers})
+        )
         if self.page and self.every is not None and time.monotonic() >= self._due:
             began = time.monotonic()
             self._write(live=max(self.every, 1.0))

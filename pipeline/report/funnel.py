@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace.pipeline.tables import FittedColumn, FittedTable
-from headrace.pipeline.wording import count_words, minus_words, printable, reason_words
+from headrace.pipeline.wording import count_words, minus_words, reason_words
 
 Columns = Mapping[str, np.ndarray]
 UNITS = ("rows", "rollouts", "groups", "tokens")
@@ -19,7 +19,7 @@ class Left(NamedTuple):
 
     reason: str
     action: str
-    """``masked``, ``excluded``, ``dropped`` or ``carried``; empty where it is not known."""
+    """``masked``, ``excluded``, ``dropped`` or ``carried``."""
     rows: int
     rollouts: int | None
     groups: int | None
@@ -121,7 +121,7 @@ def funnel_table(head: str, levels: Sequence[Level], *, title: str = "") -> Fitt
     table.add("collected", *counts(levels[0], count_words))
     for level in levels[1:]:
         for left in level.out:
-            name = printable(reason_words(level.name, left.reason)) + (left.action and f", {left.action}")
+            name = f"{reason_words(level.name, left.reason)}, {left.action}"
             table.add(name, *counts(left, minus_words), style="dim", indent=2)
             if left.in_part:
                 table.add(left.in_part, *("" for _ in units), style="dim", indent=4)

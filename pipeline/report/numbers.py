@@ -39,6 +39,7 @@ def numbers_of(
     ``staleness/mean``, ``staleness/max``   versions behind the newest, over rollouts
     ``fan_out/mean``, ``fan_out/max``       rows per rollout
     ``rollouts/truncated``, ``lost``        share of rollouts that were cut off; that failed or were aborted
+    ``rollouts/empty``                      share of rollouts without a token in the loss, as collected
     ``response_length/mean``, ``max``       tokens in the loss per rollout, of all its rows, as collected
     ``tokens/mean``, ``tokens/max``         tokens in the loss per row, as collected
     ``logged_advantage/…``                  how far a dump's advantages are from ours (:func:`logged_numbers`)
@@ -87,6 +88,8 @@ def numbers_of(
         numbers |= {f"rollouts/{name}": float(rollouts[name].mean()) for name in ("truncated", "lost")}
     if "tokens" in columns:
         numbers |= _statistics("response_length", rollouts["tokens"], ("mean", "max"))
+        if len(rollouts["tokens"]):
+            numbers["rollouts/empty"] = float((rollouts["tokens"] == 0).mean())
     stale = rollouts["staleness"][rollouts["staleness"] >= 0]
     numbers |= _statistics("staleness", stale, ("mean", "max"))
     numbers |= _statistics("fan_out", rollouts["segments"], ("mean", "max"))

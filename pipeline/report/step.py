@@ -18,6 +18,7 @@ from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable
 from headrace.transforms import Status
 from headrace.transforms.entry import enter_rows
+from headrace.transforms.options import takes_options
 from headrace.transforms.schema import FINISHED
 
 from .advice import Advisory, advise
@@ -163,6 +164,7 @@ class StepReport:
         }
 
 
+@takes_options
 def make_report(
     processed: Run | Pipeline,
     *,

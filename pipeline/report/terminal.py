@@ -122,7 +122,7 @@ def _groups(report: StepReport, most: int) -> FittedTable:
         if asked:
             words = " ".join((report.asked(groups["row"][g]) or "").split())
             cells.insert(0, printable(words)[:PROMPT])
-        table.add(printable(str(ids[g])), *cells, style="" if groups["trained"][g] else "dim")
+        table.add(str(ids[g]), *cells, style="" if groups["trained"][g] else "dim")
     return table
 
 
@@ -141,7 +141,7 @@ def _values(values: np.ndarray) -> str:
 
 def _reasons(report: StepReport, codes: np.ndarray) -> str:
     distinct, counts = np.unique(codes[codes > 0], return_counts=True)
-    named = (printable(report.names[code]).rpartition("/") for code in distinct)
+    named = (report.names[code].rpartition("/") for code in distinct)
     words = [reason_words(stage, reason) for stage, _, reason in named]
     return ", ".join(
         word + (f" ×{count}" if count > 1 else "") for word, count in zip(words, counts, strict=True)

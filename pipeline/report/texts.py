@@ -71,8 +71,18 @@ def texts_of_tokens(
     some = _select(batch, [TOKENS, ATTENTION, PROMPT, RESPONSE, loss_mask_key])
     texts = {name: [""] * rows for name in ("prompt", "response")}
     for row, part in zip(_numbers(batch), _rows(some), strict=True):
-        tokens, trains, real = _layout(part, loss_mask_key)
-        if tokens is None or trains is None or not bool(trains.any()):
+        tokens = part.get(TOKENS).reshape(-1)
+        real = torch.ones_like(tokens, dtype=torch.bool)  # no padding
+        if has_key(part, ATTENTION):
+            real = part.get(ATTENTION).reshape(-1).bool()
+        if has_key(part, loss_mask_key):
+            trains = part.get(loss_mask_key).reshape(-1)
+        elif has_key(part, RESPONSE):
+            trains = torch.arange(len(tokens)) >= len(tokens) - part.get(RESPONSE).numel()
+            trains = trains & real if len(real) == len(tokens) else trains
+        else:
+            continue
+        if not bool(trains.any()):
             continue
         first, last = _span(trains)
         before, ids = tokens[:first][real[:first]], tokens[first : last + 1]
@@ -142,18 +152,6 @@ def _by_token(batch: TensorDictBase, key: NestedKey, mask_key: NestedKey) -> boo
     pairs = [(part.get(key), part.get(mask_key)) for part in parts]
     alike = all(isinstance(value, Tensor) and value.numel() == mask.numel() for value, mask in pairs)
     return alike and sum(mask.numel() for _, mask in pairs) > len(batch)
-
-
-def _layout(part: TensorDictBase, mask_key: NestedKey) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """(T,) the tokens of a row, which are its response, and which are no padding."""
-    tokens = part.get(TOKENS).reshape(-1)
-    real = part.get(ATTENTION).reshape(-1).bool() if has_key(part, ATTENTION) else torch.ones_like(tokens) > 0
-    if has_key(part, mask_key):
-        return tokens, part.get(mask_key).reshape(-1), real
-    if not has_key(part, RESPONSE):
-        return None, None, real
-    behind = torch.arange(len(tokens)) >= len(tokens) - part.get(RESPONSE).numel()
-    return tokens, behind & real if len(real) == len(tokens) else behind, real
 
 
 def _span(trains: Tensor) -> tuple[int, int]:

@@ -21,7 +21,7 @@ STRINGS: list[tuple[int, ...]] = [
 
 def prompts() -> Tensor:
     """(1110, PROMPT_LENGTH) int64: every string of 1 to 3 digits and ASK, left-padded."""
-    return torch.tensor([_left([*digits, ASK]) for digits in STRINGS])
+    return torch.tensor([[*[PAD] * (PROMPT_LENGTH - 1 - len(digits)), *digits, ASK] for digits in STRINGS])
 
 
 def answers() -> Tensor:
@@ -52,7 +52,3 @@ def graded(response: Tensor, answer: Tensor) -> Tensor:
     """(B,) float: the share of the answer's tokens, END included, that are in their place."""
     asked = answer != PAD
     return ((response == answer) & asked).sum(-1) / asked.sum(-1)
-
-
-def _left(tokens: list[int]) -> list[int]:
-    return [PAD] * (PROMPT_LENGTH - len(tokens)) + tokens

@@ -63,9 +63,7 @@ class ReverseEnv(EnvBase):
         self._draws, self._over = sampler.draws(), True
         self._set_seed(seed)
         self._asked, self._answers = digits.prompts().to(self.device), digits.answers().to(self.device)
-        self._specify(slots)
 
-    def _specify(self, slots: int) -> None:
         def ints(width: int) -> Unbounded:
             return Unbounded((slots, width), dtype=torch.int64, device=self.device)
 
@@ -105,7 +103,8 @@ class ReverseEnv(EnvBase):
         reward = digits.graded(response, answer).unsqueeze(-1).masked_fill(goes_on, 0.0)
         ended = (response == digits.END).any(-1, keepdim=True)
         status = torch.where(ended, int(Status.COMPLETED), int(Status.TRUNCATED))
-        gave_up = torch.rand(status.shape, generator=self._grader).to(self.device) < self.failing
+        drawn = torch.rand(status.shape, generator=self._grader, dtype=torch.float32)
+        gave_up = drawn.to(self.device) < self.failing
         status = status.masked_fill(gave_up, int(Status.FAILED))
         out = self._rows(done=~goes_on, reward=reward, status=status)
         self._over = self._turn == 1

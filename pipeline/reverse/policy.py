@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrl.modules.distributions import LLMMaskedCategorical
 
 from headrace.transforms import logits_of_tokens, tree_mask
+from headrace.transforms.options import at_least
 
 from .digits import END, PAD, PROMPT_LENGTH, RESPONSE_LENGTH, VOCABULARY, token_texts
 
@@ -56,8 +57,7 @@ class DigitPolicy(TensorDictModuleBase):
     def __init__(self, *, width: int = 64, heads: int = 4, layers: int = 2, device: str | None = None):
         super().__init__()
         for option, count in (("width", width), ("heads", heads), ("layers", layers)):
-            if count < 1:
-                raise ValueError(f"{option} must be an integer ≥ 1; got {count}")
+            at_least(option, count, 1)
         if width % heads:
             raise ValueError(f"width must be a multiple of heads; got {width} and {heads}")
         self.in_keys = [("tokens", "prompt")]

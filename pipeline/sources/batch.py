@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headrace.transforms import Status, number_labels
 from headrace.transforms.errors import listing
+from headrace.transforms.schema import FLOAT
 from headrace.transforms.tensordicts import as_texts
 
 from .record import SourceError, quote
@@ -337,7 +338,7 @@ def _add_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
             attention[i, width - len(ids) :] = True
         batch["tokens", "full"], batch["masks", "all_attention_mask"] = full, attention
     if log_probs is not None:
-        padded = torch.full((len(rows), width), math.nan)
+        padded = torch.full((len(rows), width), math.nan, dtype=FLOAT)
         for i, values in enumerate(log_probs):
             put_right(padded[i], [] if empty[i] else values)
         batch["log_probs", "full"] = padded

@@ -80,7 +80,12 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
         status = Status.ABORTED
     if record.whole("schema", optional=True) not in (None, int(VERSION)):
         raise record.fail(f"'schema' must be {VERSION}, the one that is known", record.get("schema"))
-    rewards = _named_rewards(record)
+    rewards: dict[str, float] | None = None  # by the index of each; NaN where one is null
+    if (values := record.get("rewards", optional=True)) is not None:
+        numbers = [as_number_or_gap(value) for value in values] if isinstance(values, list) else []
+        if len(numbers) < 2 or None in numbers:
+            raise record.fail("'rewards' must be a list of two or more finite numbers or nulls", values)
+        rewards = {str(i): number for i, number in enumerate(numbers) if number is not None}
     advantage = record.number("advantage", optional=True)
     unrewarded = "rollout_reward" in record.data and record.data["rollout_reward"] is None
     return [
@@ -104,17 +109,6 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             where=record.where,
         )
     ]
-
-
-def _named_rewards(record: Record) -> dict[str, float] | None:
-    """The list ``rewards`` by the index of each; NaN where one is null; None where there is no list."""
-    values = record.get("rewards", optional=True)
-    if values is None:
-        return None
-    numbers = [as_number_or_gap(value) for value in values] if isinstance(values, list) else []
-    if len(numbers) < 2 or None in numbers:
-        raise record.fail("'rewards' must be a list of two or more finite numbers or nulls", values)
-    return {str(i): number for i, number in enumerate(numbers) if number is not None}
 
 
 def read_step(path: Path) -> tuple[int, TensorDict] | None:

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
+from headrace.transforms.options import at_least, one_of
+
 from . import tinker, verifiers, verl
 from .batch import MAX_ROWS, Sample, to_batch
 from .file_kinds import Reading, read_jsonl, read_lines, read_schema
@@ -159,10 +161,8 @@ def open_source(
     """
     if format != "auto" and format not in READERS:
         raise ValueError(f"format must be auto or one of {', '.join(READERS)}; got {format!r}")
-    if group_by not in (None, "prompt", "uid"):
-        raise ValueError(f"group_by must be None, 'prompt' or 'uid'; got {group_by!r}")
-    if group_size is not None and (type(group_size) is not int or group_size < 1):
-        raise ValueError(f"group_size must be an integer ≥ 1; got {group_size!r}")
+    one_of("group_by", group_by, (None, "prompt", "uid"))
+    at_least("group_size", group_size, 1)
     name = recognise(path, skip_bad=skip_bad) if format == "auto" else format
     kind = READERS[name]
     given = {"reward_key": reward_key, "group_by": group_by, "group_size": group_size}

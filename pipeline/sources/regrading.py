@@ -98,11 +98,9 @@ def regrade(batch: TensorDictBase, grade: Grade) -> tuple[TensorDictBase, Regrad
     new = _grades(batch, grade, heads, rollout, old)
     place = torch.zeros(len(batch), dtype=torch.int64)
     place[heads] = torch.arange(len(heads))
-    rewards = (
-        old.clone()
-        if old.shape[1] == new.shape[1]
-        else old.new_full((len(batch), new.shape[1]), float("nan"))
-    )
+    rewards = old.new_full((len(batch), new.shape[1]), float("nan"))
+    if old.shape[1] == new.shape[1]:
+        rewards = old.clone()
     rewards[~lost] = new[place[rollout[~lost]]]
     changed["next", "reward"] = rewards
     return changed, _change(old[heads], new, batch.get("group_id")[heads])
@@ -115,20 +113,19 @@ def _grades(batch: TensorDictBase, grade: Grade, heads: Tensor, rollout: Tensor,
         responses.setdefault(head, []).append(text)
     at = heads.tolist()
 
-    def of_heads(key: str) -> list[str]:
+    def of_heads(key: str, otherwise: Sequence[Any]) -> Sequence[Any]:
+        if not has_key(batch, key):
+            return otherwise
         values = listed(batch.get(key))
         return [values[row] for row in at]
 
-    prompts = of_heads("prompt_text") if has_key(batch, "prompt_text") else [""] * len(at)
-    labels = (
-        of_heads("rollout_label") if has_key(batch, "rollout_label") else batch["rollout_id"][heads].tolist()
-    )
-    groups = of_heads("group_label") if has_key(batch, "group_label") else batch["group_id"][heads].tolist()
+    prompts = of_heads("prompt_text", [""] * len(at))
+    labels = of_heads("rollout_label", batch["rollout_id"][heads].tolist())
+    columns = {"group": of_heads("group_label", batch["group_id"][heads].tolist()), "rollout": labels}
     reward = old[heads]
-    columns = {"group": groups, "rollout": labels}
     columns["reward"] = reward.flatten().tolist() if reward.shape[1] == 1 else reward.tolist()
     if has_key(batch, "ground_truth"):
-        columns["ground_truth"] = of_heads("ground_truth")
+        columns["ground_truth"] = of_heads("ground_truth", [])
     parameters = inspect.signature(grade).parameters.values()
     takes_columns = any(each.name == "columns" or each.kind is each.VAR_KEYWORD for each in parameters)
     more = {"columns": columns} if takes_columns else {}

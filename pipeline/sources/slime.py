@@ -35,13 +35,7 @@ from .record import Record, SourceError, as_number, as_whole, quote, read_json, 
 
 SHARED = 2**22  # items of lists: always allowed in a file; above it no more than the file has bytes
 # A pending rollout has not ended; under partial rollouts it continues in a later step.
-STATUSES = {
-    "completed": Status.COMPLETED,
-    "truncated": Status.TRUNCATED,
-    "aborted": Status.ABORTED,
-    "failed": Status.FAILED,
-    "pending": Status.ABORTED,
-}
+STATUSES = {status.name.lower(): status for status in Status} | {"pending": Status.ABORTED}
 
 
 def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
@@ -50,7 +44,17 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
     Raises:
         SourceError: the file cannot be loaded without running code, or a record is not as documented.
     """
-    step, samples = _load(path)
+    dump = load_plain(path)
+    if not isinstance(dump, dict):
+        raise SourceError(f"{path}: a dump is a dict with rollout_id and samples; found {quote(dump)}")
+    step, samples = as_whole(dump.get("rollout_id")), dump.get("samples")
+    if step is None:
+        raise SourceError(
+            f"{path}: rollout_id, the training step, must be an integer ≥ 0; "
+            f"found {quote(dump.get('rollout_id'))}"
+        )
+    if not isinstance(samples, list) or not samples or not all(isinstance(s, dict) for s in samples):
+        raise SourceError(f"{path}: samples must be a list of dicts, at least one; found {quote(samples)}")
     records = (Record(data, f"{path}, sample {i}", i + 1) for i, data in enumerate(samples))
     named = any(data.get("rollout_id") is not None for data in samples)
     items, most = 0, max(SHARED, path.stat().st_size)
@@ -98,21 +102,6 @@ def parse_row(record: Record, reading: Reading, *, step: int, named: bool) -> li
             where=record.where,
         )
     ]
-
-
-def _load(path: Path) -> tuple[int, list[dict[Any, Any]]]:
-    dump = load_plain(path)
-    if not isinstance(dump, dict):
-        raise SourceError(f"{path}: a dump is a dict with rollout_id and samples; found {quote(dump)}")
-    step, samples = as_whole(dump.get("rollout_id")), dump.get("samples")
-    if step is None:
-        raise SourceError(
-            f"{path}: rollout_id, the training step, must be an integer ≥ 0; "
-            f"found {quote(dump.get('rollout_id'))}"
-        )
-    if not isinstance(samples, list) or not samples or not all(isinstance(s, dict) for s in samples):
-        raise SourceError(f"{path}: samples must be a list of dicts, at least one; found {quote(samples)}")
-    return step, samples
 
 
 def _rewards(record: Record, key: str | None) -> tuple[float | None, dict[str, float] | None]:

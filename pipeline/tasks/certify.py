@@ -141,7 +141,7 @@ def show_certificates(found: Sequence[Found], console: Console) -> None:
         for each in here:
             advantage, loss = each.advantage, each.loss
             table.add(
-                printable(each.recipe),
+                each.recipe,
                 " ".join(number(ratio) for ratio in advantage.ratio),
                 "–" if advantage.relative_bias is None else f"{advantage.relative_bias:.1%}",
                 number(advantage.cosine),

@@ -124,9 +124,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         "\ngroups whose share of their step's gradient differs most",
     )
     for mover in comparison.movers:
-        movers.add(
-            f"{mover.step:,}", printable(str(mover.group)), f"{mover.first:.1%}", f"{mover.second:.1%}"
-        )
+        movers.add(f"{mover.step:,}", str(mover.group), f"{mover.first:.1%}", f"{mover.second:.1%}")
     if comparison.movers:
         console.print(movers)
     for name, lines in comparison.shares.items():

@@ -121,14 +121,6 @@ def groups_seen(report: StepReport) -> GroupsSeen:
     )
 
 
-def all_groups_seen(steps: Sequence[GroupsSeen]) -> GroupsSeen:
-    """The groups of several steps, one behind the other."""
-    columns = [np.concatenate(column) for column in zip(*steps, strict=True)]
-    start = np.cumsum([0, *(len(step.equal) for step in steps)])
-    group = np.concatenate([step.group + first for step, first in zip(steps, start[:-1], strict=True)])
-    return GroupsSeen(*columns)._replace(group=group)
-
-
 def different_values(values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """How often each different row of values is in each group.
 
@@ -179,7 +171,9 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
         steps.append(groups_seen(report_of(pipeline, step, batch, config)))
         ids = [name for name in ("group_id", "rollout_id") if has_key(batch, name)]
         tokens += count_shared_tokens(batch, {name: batch.get(name).reshape(-1).numpy() for name in ids})
-    seen = all_groups_seen(steps)
+    start = np.cumsum([0, *(len(one.equal) for one in steps)])
+    group = np.concatenate([one.group + first for one, first in zip(steps, start[:-1], strict=True)])
+    seen = GroupsSeen(*(np.concatenate(column) for column in zip(*steps, strict=True)))._replace(group=group)
     if not len(seen.equal):
         raise ConfigError(
             "a group of two rollouts with a reward is required, to know how rewards differ; found none in "

@@ -289,8 +289,13 @@ def relation(steps: Sequence[LoggedRows]) -> str:
         return _named_factor(groups)
     if all(_fits(rows, rows.ours + at.offset[at.index]) for rows, at in zip(both, groups, strict=True)):
         return "they are yours and an offset for each group: another baseline"
-    # Two points are always on a line.
-    if all(len(np.unique(rows.ours)) > 2 and _fits(rows, _line(rows)) for rows in both):
+    lines = []  # through ours, that come nearest to the logged ones
+    for rows in both:
+        about = rows.ours - rows.ours.mean()
+        slope = (about * rows.logged).sum() / max(float((about**2).sum()), np.finfo(float).tiny)
+        lines.append(rows.logged.mean() + slope * about)
+    several = all(len(np.unique(rows.ours)) > 2 for rows in both)  # two points are always on a line
+    if several and all(_fits(rows, line) for rows, line in zip(both, lines, strict=True)):
         return (
             "they are yours × a factor + an offset, the same for a whole step: as if whitened over the batch"
         )
@@ -323,13 +328,6 @@ def _by_group(rows: LoggedRows) -> _InGroups:
 def _fits(rows: LoggedRows, found: np.ndarray) -> bool:
     bound = np.minimum(AGREE * np.maximum(1, np.abs(rows.logged)), tolerance(rows.logged))
     return bool((np.abs(rows.logged - np.nan_to_num(found)) <= bound).all())
-
-
-def _line(rows: LoggedRows) -> np.ndarray:
-    """The line through ours that comes nearest to the logged ones."""
-    about = rows.ours - rows.ours.mean()
-    slope = (about * rows.logged).sum() / max(float((about**2).sum()), np.finfo(float).tiny)
-    return rows.logged.mean() + slope * about
 
 
 def _named_factor(groups: Sequence[_InGroups]) -> str:

@@ -12,11 +12,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.composing.compose import leaves
-from headrace.pipeline.composing.nodes import annotations_of, as_typed, described, misfit
+from headrace.pipeline.composing.nodes import as_typed, described, misfit
 from headrace.pipeline.report import ReportFolder
 from headrace.pipeline.sources import SourceError, open_source
 from headrace.pipeline.train import train
 from headrace.transforms import BatchError
+from headrace.transforms.options import annotations_of
 
 from .certify import certify
 from .compare import compare

@@ -107,7 +107,7 @@ def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDic
 
 
 def report_of(
-    pipeline: Pipeline, step: int, batch: TensorDictBase, config: DictConfig, **more: Any
+    pipeline: Pipeline, step: int, batch: TensorDictBase, config: DictConfig, /, **more: Any
 ) -> StepReport:
     """Run a pipeline over the batch of a step, and report on it.
 

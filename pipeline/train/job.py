@@ -109,9 +109,8 @@ def check_settings(config: DictConfig) -> None:
         ConfigError: a count below 1, a `max_grad_norm` not above 0, a word that is no transform, or a seed
             that is no integer.
     """
-    counts = {f"train.{name}": config.train[name] for name in ("steps", "epochs")}
-    for name, value in (counts | {"threads": config.threads}).items():
-        if value is not None and (not isinstance(value, int) or value < 1):
+    for name in ("train.steps", "train.epochs", "threads"):
+        if (value := OmegaConf.select(config, name)) is not None and value < 1:
             raise ConfigError(f"{name} must be an integer ≥ 1; got {value!r}")
     if config.train.max_grad_norm is not None and not config.train.max_grad_norm > 0:
         raise ConfigError(f"train.max_grad_norm must be > 0 or null; got {config.train.max_grad_norm!r}")
@@ -120,8 +119,6 @@ def check_settings(config: DictConfig) -> None:
             transform_of(config.train.transform)
         except ValueError as err:
             raise ConfigError(f"train.{err}, or a node with a _target_") from err
-    if not isinstance(config.seed, int):
-        raise ConfigError(f"seed must be an integer; got {config.seed!r}")
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headrace.transforms import BatchError, pack, split_microbatches, weighted_loss
 from headrace.transforms.distributed import resolve_group
-from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.options import above_zero, nested_key, one_of, takes_options
 from headrace.transforms.schema import MICROBATCH, RANK, ROW, STEP_WEIGHT, has_key
 from headrace.transforms.tensordicts import device_of
 from headrace.transforms.tokens import loss_tokens
@@ -25,6 +25,7 @@ Packed = Literal["pack", "tree"]
 Transform = Callable[[TensorDictBase], TensorDictBase]
 
 
+@takes_options
 def optimise(
     minibatches: Iterable[TensorDictBase],
     loss: Callable[[TensorDictBase], TensorDictBase],
@@ -74,8 +75,7 @@ def optimise(
             rows that the loss would read wrongly (:func:`check_loss`).
         MissingKeyError: there are no weights (see `reduce`), or nothing says which tokens train.
     """
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be > 0, or None; got {max_grad_norm}")
+    above_zero("max_grad_norm", max_grad_norm)
     if isinstance(minibatches, TensorDictBase):
         raise TypeError(
             "optimise takes minibatches, not a batch, whose rows it would take for minibatches: give it "

@@ -12,10 +12,11 @@ from tensordict import TensorDict
 from torch.utils.data import Sampler
 
 from headrace.pipeline.collect.stamping import stamp_ids
-from headrace.transforms.options import describe_options, one_of
+from headrace.transforms.options import describe_options, one_of, takes_options
 from headrace.transforms.split.shuffle import stream_seed
 
 
+@takes_options
 class RepeatSampler(Sampler[int]):
     """Yield prompt indices, each `group_size` times in a row.
 
@@ -65,21 +66,16 @@ class RepeatSampler(Sampler[int]):
         ranks: int = 1,
     ):
         self.prompts = prompts if isinstance(prompts, int) else len(prompts)
-        counts = {
-            "prompts": self.prompts,
-            "group_size": group_size,
-            "prompts_per_batch": prompts_per_batch,
-            "repeats": repeats,
-        }
-        if low := [f"{name}={value}" for name, value in counts.items() if value < 1]:
-            raise ValueError(f"{', '.join(counts)} must be ≥ 1; got {', '.join(low)}")
+        self.group_size, self.prompts_per_batch, self.repeats = group_size, prompts_per_batch, repeats
+        names = ("prompts", "group_size", "prompts_per_batch", "repeats")
+        if low := [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) < 1]:
+            raise ValueError(f"{', '.join(names)} must be ≥ 1; got {', '.join(low)}")
         over = self.prompts % prompts_per_batch
         if one_of("remainder", remainder, ("raise", "drop", "uneven")) == "raise" and over:
             raise ValueError(
                 f"{self.prompts} prompts do not make batches of {prompts_per_batch}: {over} over. Set "
                 "remainder='drop' or 'uneven'"
             )
-        self.group_size, self.prompts_per_batch, self.repeats = group_size, prompts_per_batch, repeats
         self.shuffle, self.seed = one_of("shuffle", shuffle, (True, False)), seed
         self.remainder = remainder
         self.drawn = self.prompts - over if remainder == "drop" else self.prompts

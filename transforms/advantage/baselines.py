@@ -215,7 +215,7 @@ class Formula:
         one_of("baseline", self.baseline, get_args(Baseline))
         one_of("scale", self.scale, get_args(Scale))
         one_of("ddof", self.ddof, (0, 1))
-        within("eps", self.eps, 0, float("inf"))
+        within("eps", self.eps, 0)
         one_of("eps_mode", self.eps_mode, get_args(EpsMode))
         one_of("singleton", self.singleton, get_args(Singleton))
         check_clip(self.clip)
@@ -225,8 +225,7 @@ class Formula:
                 f"makes an advantage of a million: scale={self.scale!r} needs eps_mode='skip'; got "
                 f"eps_mode={self.eps_mode!r}"
             )
-        within("shift", self.shift, float("-inf"), float("inf"))
-        within("temperature", self.temperature, torch.finfo(torch.float32).tiny, float("inf"))
+        within("temperature", self.temperature, torch.finfo(torch.float32).tiny)
         at_least("k", self.k, 2)
         if (self.k is not None) != (self.baseline == "best_of_k"):
             raise ValueError(
@@ -340,7 +339,7 @@ def check_clip(clip: Clip | None) -> None:
         return
     low, high = clip if len(clip) == 2 else (None, None)
     bounds = [bound for bound in (low, high) if bound is not None]
-    if not bounds or any(bound != bound for bound in bounds) or bounds[0] > bounds[-1]:
+    if not bounds or bounds[0] > bounds[-1]:
         raise ValueError(f"clip must be [low, high], one of which may be null; got {clip!r}")
 
 

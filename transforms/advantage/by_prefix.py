@@ -13,14 +13,18 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import one_of
+from headrace.transforms.places import places_on_arrival
 from headrace.transforms.prefixes import END, left_aligned
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import COUNTED, REWARD
+from headrace.transforms.schema import COUNTED, REWARD, SEGMENTS, has_key
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import number_column
 from headrace.transforms.tokens import (
+    describe_row,
+    in_loss_there,
+    read_loss_mask,
     read_tokens,
     same_width,
     sum_of_tokens,
@@ -32,7 +36,6 @@ from headrace.transforms.tokens import (
 from .baselines import Grouped
 from .by_turn import Alone, dtype_of_reward
 from .group_relative import require_fit
-from .turns import places_on_arrival
 
 TreeBaseline = Literal["mean", "leave_one_out"]
 Forks = Literal["prefix", "parent"]
@@ -199,7 +202,7 @@ def origin_of(labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 class TreeAdvantage(
     BatchTransform,
-    columns=("tokens", "attention", "parent", "turn", "reward", "group", "rollout", "advantage"),
+    columns=("tokens", "attention", "parent", "turn", "reward", "group", "rollout", "loss_mask", "advantage"),
     optional=("attention",),
 ):
     """Write each branch's advantage over the node that it forks from (:func:`tree_advantage`).
@@ -209,7 +212,8 @@ class TreeAdvantage(
     the batch exchange their tokens.
 
     Reads ``("headrace", "reward")`` if there, else `reward_key`; `tokens_key`, `attention_key`, `group_key`,
-    `rollout_key`, `parent_key` by `forks`, `turn_key` where it is given. Writes `advantage_key`, (N, T, 1).
+    `rollout_key`, `parent_key` by `forks`, `turn_key` where it is given, `loss_mask_key` if there.
+    Writes `advantage_key`, (N, T, 1).
 
     Args:
         baseline: V(parent), a ``mean`` over all of its rollouts; or ``leave_one_out``: without those of the
@@ -220,12 +224,14 @@ class TreeAdvantage(
             that equal tokens of rollouts that were drawn separately are two nodes. Where a rollout goes on
             with its parent's own next tokens by chance, they are one all the same, which is a bias; labels
             of nodes in `tokens_key` have none.
-        missing: what a reward of NaN does: ``raise``, or ``skip``: its rollout is no part of the tree.
+        missing: what a reward of NaN does: ``raise``, or ``skip``: its rollout is in no mean. Those that go
+            on from it, or from one that is out of the statistics, share its tokens all the same.
         names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is not there.
-        BatchError: as the function; a parent that is not in the group, or that follows from its child.
+        BatchError: as the function; a parent that is not in the group, or that follows from its child; a
+            token in the loss that is no real one.
 
     Example:
         >>> from tensordict import TensorDict
@@ -253,7 +259,7 @@ class TreeAdvantage(
         self.missing = one_of("missing", missing, get_args(Missing))
         parents = self.parent_key if forks == "parent" else None
         reads = [self.reward_key, REWARD, self.tokens_key, self.attention_key, parents, self.turn_key]
-        super().__init__([*reads, self.group_key, self.rollout_key, COUNTED], [self.advantage_key])
+        super().__init__([*reads, self.group_key, self.rollout_key, SEGMENTS, COUNTED], [self.advantage_key])
         self.final_keys = tuple(self.in_keys)
         self.baseline = one_of("baseline", baseline, get_args(TreeBaseline))
         self.alone = one_of("alone", alone, get_args(Alone))
@@ -280,9 +286,9 @@ class TreeAdvantage(
         # 2. Their tokens, or which rollout each was first generated for.
         (tokens,) = tokens_of_all_ranks(rows, labels, fill=END)
         number, head = chosen.nonzero().flatten().to(tokens.device), rollouts.spread(heads)
+        if self.forks == "parent":  # also through parents that are out of the statistics
+            tokens = origin_of(tokens, self._sources(rows, batch, chosen, place == 0).to(tokens.device))
         tokens = tokens if some is rows else tokens.index_select(0, number)
-        if self.forks == "parent":
-            tokens = origin_of(tokens, self._sources(rows, batch, chosen, some, head).to(tokens.device))
         # 3. The advantage of each token, and behind the tokens of a rollout's first row, of all its others.
         beside = some.groups.n + torch.arange(len(some))  # rows that are in no tree
         groups = Ids(torch.where(begins, some.groups.of, beside))
@@ -293,7 +299,19 @@ class TreeAdvantage(
             of_token = of_token.new_zeros(len(rows), of_token.shape[1]).index_copy_(0, number, of_token)
         own = rows.of_rank(of_token)[:, : labels.shape[1]]
         if labels.shape[1]:
-            require_fit(rows, rows.measured(largest=own.abs().amax(1))["largest"], dtype)
+            outside = torch.zeros_like(present[:, 0])
+            if has_key(batch, self.loss_mask_key):
+                mask = read_loss_mask(batch, self.loss_mask_key, in_loss_there(rows), reader=rows.reader)
+                same_width(labels, mask, "tokens_key and loss_mask_key")
+                outside = (mask & ~present).any(1)
+            found = rows.measured(largest=own.abs().amax(1), outside=outside)
+            rows.require(
+                found["outside"] == 0,
+                "a token in the loss is a real one, with a place in the tree; the loss mask is True where "
+                "the attention mask is False in {found}. Correct the mask that is wrong",
+                describe_row(rows),
+            )
+            require_fit(rows, found["largest"], dtype)
         at_token = at_places(own, present).to(dtype).unsqueeze(-1)
         write_tokens(batch, self.advantage_key, at_token, self.tokens_key)
         return batch
@@ -310,41 +328,53 @@ class TreeAdvantage(
             present = mask != 0
         return left_aligned(tokens, present), present
 
-    def _sources(self, rows: Rows, batch: TensorDictBase, chosen: Tensor, some: Rows, head: Tensor) -> Tensor:
-        """(m,) int64: the row of the rollout that each first row's went on from; itself where it began anew.
+    def _sources(self, rows: Rows, batch: TensorDictBase, chosen: Tensor, begins: Tensor) -> Tensor:
+        """(M,) int64: the row of the rollout that each first row's went on from; itself where it began anew.
+
+        Args:
+            rows: all that are here, since a parent shares its tokens with its children whether it is in the
+                statistics or not.
+            batch: those of this rank.
+            chosen: (M,) bool, rows in the tree; of the others only their parents are looked at.
+            begins: (M,) bool, the first row of its rollout.
 
         Raises:
             BatchError: a parent is in no group of its child or not there, or follows from its child.
         """
-        parent, row = some.integers("parent", "parent_id"), torch.arange(len(some))
-        own, home = some.rollouts.labels, torch.zeros_like(row)
+        parent, row = rows.integers("parent", "parent_id"), torch.arange(len(rows))
+        rollouts = rows.ids("rollout", checked=False).everyone
+        head = rollouts.spread(rollouts.max(torch.where(begins, row, -1)))
+        own, home = rollouts.labels, torch.zeros_like(row)
         ranks = rows.table.ranks
         if ranks is not None and ranks.shared_ids == "different" and self.rollout_key is not None:
             # A parent's id is as its rank numbers rollouts.
             numbers = number_column(batch, self.rollout_key)
             both = torch.stack([numbers, torch.full_like(numbers, ranks.rank)], 1)
-            own, home = rows.of_all_ranks(both)[chosen].unbind(1)
+            own, home = rows.of_all_ranks(both).unbind(1)
         owner = Ids(torch.cat([home, home])).paired_with(Ids(torch.cat([own, parent])))
         first = owner.spread(owner.first)[len(row) :]
         is_root, found = parent < 0, first < len(row)
         source = torch.where(is_root | ~found, row, head[first.clamp_max(max(len(row) - 1, 0))])
-        source = torch.where(head == row, source, row)
-        oldest = source
+        found = found & (source >= 0)  # the first row of a parent may have been dropped
+        source = torch.where((head == row) & found, source, row)
+        oldest, needed, before = source, chosen, None
+        while before is None or not torch.equal(needed, before):  # with those that they went on from
+            before, needed = needed, needed.index_fill(0, source[needed], True)
         for _ in range(len(row).bit_length()):  # each time twice as far back
             oldest = oldest[oldest]
 
         def describe(at: int) -> str:
-            return f"parent {int(parent[at])} of rollout {int(own[at])} (row {some.at(at)})"
+            return f"parent {int(parent[at])} of rollout {int(own[at])} (row {rows.at(at)})"
 
-        groups = some.groups.of
-        some.require(
-            is_root | (found & (groups[source] == groups)),
+        groups = rows.ids("group", checked=False).labels
+        rows.require(
+            ~needed | is_root | (found & (groups[source] == groups)),
             "a rollout goes on from one of its group that is in the batch; found {found}. Let whole groups "
             "through a gate before, or set parent_id to -1 where a rollout begins anew",
             describe,
         )
-        some.require(
-            (source == row)[oldest] & (is_root | (parent != own)),
+        rows.require(
+            ~needed | (source == row)[oldest] & (is_root | (parent != own)),
             "a rollout goes on from an earlier one; in a circle are {found}",
             describe,
         )

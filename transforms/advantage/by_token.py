@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal, get_args
@@ -14,7 +13,8 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.options import nested_key, one_of, within
+from headrace.transforms.ids import add_up
+from headrace.transforms.options import nested_key, one_of, takes_options
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import REWARD, has_key
 from headrace.transforms.stage import BatchTransform
@@ -26,6 +26,7 @@ from headrace.transforms.tokens import (
     padded,
     read_advantage,
     read_loss_mask,
+    sum_of_tokens,
     write_tokens,
 )
 
@@ -34,6 +35,7 @@ from .token_terms import TokenTerm
 How = Literal["add", "multiply"]
 
 
+@takes_options
 def token_advantage(
     advantage: Tensor, term: Tensor, trains: Tensor, *, factor: float = 1.0, how: How = "add"
 ) -> Tensor:
@@ -121,7 +123,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         super().__init__(reads, [self.advantage_key])
         self.final_keys = tuple(key for key in self._term_keys if key != self.advantage_key)
         self.term, self.how = term, one_of("how", how, get_args(How))
-        self.factor = factor if callable(factor) else within("factor", factor, -math.inf, math.inf)
+        self.factor = factor
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]
@@ -139,8 +141,8 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         seen = self._seen(rows.table.with_written(shallow_copy(batch)))
         if isinstance(self.term, TokenTerm):
             term = self.term.over(rows.seen_by(self.term, rows.stage), seen, trains)
-        else:
-            term = self.term(seen, trains)
+        else:  # somebody else's, which knows nothing of a rank without rows
+            term = self.term(seen, trains) if len(trains) else trains.double()
         if not isinstance(term, Tensor) or term.shape != trains.shape:
             shape = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
             raise BatchError(
@@ -158,8 +160,8 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
             made = {
                 "tokens": trains.sum(-1),
                 "changed": (change != 0).sum(-1),
-                "abs_mean": change.sum(-1),
-                "term_mean": torch.where(trains, term.double(), 0.0).sum(-1),
+                "abs_mean": sum_of_tokens(change),
+                "term_mean": sum_of_tokens(torch.where(trains, term.double(), 0.0)),
             }
             for name, column in zip(names, [*read, term, after], strict=True):
                 place, value = first_token(trains & ~column.isfinite(), column)
@@ -183,7 +185,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
             rows.require(found[message] == 0, message)
         tokens = rows.of_rank(found["tokens"]).sum().clamp_min(1)
         for name in ("changed", "abs_mean", "term_mean"):
-            rows.metric(name, rows.of_rank(found[name]).sum() / tokens)
+            rows.metric(name, add_up(rows.of_rank(found[name])) / tokens)
         if after is None:
             rows.when_gathered(partial(self._change, factor=factor), [key], known=known)
         else:

@@ -13,17 +13,18 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import one_of, within
+from headrace.transforms.options import one_of, takes_options, within
+from headrace.transforms.places import places_on_arrival
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import COUNTED, REWARD, has_key
+from headrace.transforms.schema import COUNTED, FLOAT, REWARD, SEGMENTS, has_key
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tokens import describe_row, read_tokens, same_width, whole_numbers, write_tokens
 
 from .baselines import Formula, Grouped, advantage_in_groups
 from .group_relative import require_fit
-from .turns import places_on_arrival, returns_from
+from .turns import returns_from
 
 TurnBaseline = Literal["leave_one_out", "mean"]
 Alone = Literal["return", "zero"]
@@ -31,6 +32,7 @@ TurnRewards = Literal["none", "turn", "token"]
 Outcomes = Literal["last", "none"]
 
 
+@takes_options
 def turn_advantage(
     reward: Tensor,
     has_turn: Tensor,
@@ -89,7 +91,7 @@ def turn_advantage(
         )
     if has_turn.numel() == 0:
         return reward.to(credit_dtype(reward))
-    own = rows.measure("turn_reward", reward.detach())
+    own = rows.measure("turn_reward", reward.detach().double())
     credit = credit_of_turns(
         rows, own, rows["has_turn"], None if paid is None else rows["reward"], discount, baseline, alone
     )
@@ -232,7 +234,8 @@ class TurnAdvantage(
         process = None if turn_rewards == "none" else self.turn_reward_key
         paid = (self.reward_key, None if rows_are_turns else REWARD) if outcome == "last" else ()
         columns = (self.group_key, self.rollout_key, self.turn_index_key, self.turn_key, process, *paid)
-        super().__init__([*columns, COUNTED], [self.advantage_key])
+        places = SEGMENTS if rows_are_turns else None
+        super().__init__([*columns, places, COUNTED], [self.advantage_key])
         self.final_keys = tuple(self.in_keys)
         self.discount, self.baseline, self.alone = _checked(discount, baseline, alone)
 
@@ -338,7 +341,7 @@ class TurnAdvantage(
 def dtype_of_reward(rows: Rows) -> torch.dtype:
     """In which an advantage is written: that of the reward as collected, where it is of floats."""
     dtype = rows.dtype("reward" if rows.has("reward") else REWARD)
-    return dtype if dtype.is_floating_point else torch.get_default_dtype()
+    return dtype if dtype.is_floating_point else FLOAT
 
 
 def _sum_by_turn(reward: Tensor, turn: Tensor, turns: int) -> Tensor:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
-from headrace.transforms.ids import Ids
-from headrace.transforms.options import within
+from headrace.transforms.ids import Ids, mean_of
+from headrace.transforms.options import takes_options, within
 from headrace.transforms.required import require_identity
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD
 from headrace.transforms.stage import BatchTransform
 
 
+@takes_options
 def difficulty_weight(mean: Tensor, strength: float) -> Tensor:
     """How much a group weighs by its mean reward p: ``exp(−λ KL(p ‖ ½))``.
 
@@ -68,8 +67,8 @@ class SignFactors(BatchTransform, columns=("advantage",)):
     def __init__(self, *, positive: float = 1.0, negative: float = 1.0, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         super().__init__([self.advantage_key], [self.advantage_key])
-        self.positive = within("positive", positive, 0, math.inf)
-        self.negative = within("negative", negative, 0, math.inf)
+        self.positive = within("positive", positive, 0)
+        self.negative = within("negative", negative, 0)
 
     def decide(self, rows: Rows) -> None:
         """Rewrite the advantage."""
@@ -108,10 +107,10 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        built_on = [key for key in (REWARD, COUNTED, self.group_key, self.rollout_key) if key is not None]
+        built_on = (REWARD, COUNTED, self.group_key, self.rollout_key)
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
-        self.final_keys = tuple(built_on)
-        self.strength = within("strength", strength, 0, math.inf)
+        self.final_keys = tuple(self.in_keys[1:])
+        self.strength = within("strength", strength, 0)
 
     def decide(self, rows: Rows) -> None:
         """Rewrite the advantage."""
@@ -131,4 +130,4 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
             factor = factor * rows.counted
         rows.change_advantage(lambda advantage, factor: advantage * factor, factor=factor)
         own = rows.of_rank(factor)
-        rows.metric("mean", own.mean() if len(own) else 0.0)
+        rows.metric("mean", mean_of(own))

@@ -13,11 +13,12 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.options import as_dtype, at_least, one_of
+from headrace.transforms.ids import mean_of
+from headrace.transforms.options import as_dtype, at_least, has_effect, one_of, takes_options
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import COUNTED, REWARD, REWARDS
+from headrace.transforms.schema import COUNTED, FLOAT, REWARD, REWARDS
 from headrace.transforms.stage import BatchTransform
 
 from .baselines import (
@@ -37,6 +38,7 @@ Several = Literal["sum", "decoupled"]
 WithoutIds = Literal["raise", "chunks", "rigid_or_global"]
 
 
+@takes_options
 def group_relative_advantage(
     reward: Tensor | Sequence[float],
     group_id: Tensor | Sequence[int],
@@ -115,7 +117,7 @@ def group_relative_advantage(
         length: (N,) tokens of each row, for ``length_weighted``; a rollout's are those of its segments.
 
     Returns:
-        (N,) in the dtype of `reward`; torch's default where that is no floating-point one.
+        (N,) in the dtype of `reward`; float32 where that is no floating-point one.
 
     Raises:
         BatchError: a negative or missing id, a rollout in two groups, a reward that is not finite or too
@@ -251,7 +253,8 @@ class GroupRelativeAdvantage(
         eps: ε ≥ 0.
         eps_mode: ``add``, ``clamp``, ``skip``.
         singleton: ``zero``, ``raw``, ``raise``.
-        clip: [low, high] for the result, one of which may be null.
+        clip: [low, high] for the result, one of which may be null; of several rewards for the sum of their
+            advantages.
         shift: δ, added to the baseline, in units of the reward.
         temperature: τ > 0 of ``log_mean_exp``, in units of the reward.
         k: how many the best is of, for ``best_of_k``, ≥ 2.
@@ -326,6 +329,11 @@ class GroupRelativeAdvantage(
             raise ValueError(f"without_ids={without_ids!r} needs group_size, the rollouts per group")
         if without_ids == "rigid_or_global" and groups_per_batch is None:
             raise ValueError("without_ids='rigid_or_global' needs groups_per_batch")
+        made = without_ids != "raise"
+        has_effect(GroupRelativeAdvantage, "group_size", group_size, made, "without_ids")
+        globally = without_ids == "rigid_or_global"
+        needed = "without_ids='rigid_or_global'"
+        has_effect(GroupRelativeAdvantage, "groups_per_batch", groups_per_batch, globally, needed)
         self.ndim = one_of("ndim", ndim, (1, 2, 3))
 
     @property
@@ -363,37 +371,40 @@ class GroupRelativeAdvantage(
             self._require_weighed(rows, reward, rewards)
         length = rows.lengths if self.baseline == "length_weighted" else None
         if self.several == "decoupled":
-            factors = factors_of(self.weights, rewards.shape[1])
+            factors, each = factors_of(self.weights, rewards.shape[1]), replace(self.formula, clip=None)
             credits = [
-                factor * self._among_known(rows, column, length)
+                factor * self._among_known(rows, column, each, length)
                 for factor, column in zip(factors, rewards.unbind(1), strict=True)
             ]
             credit = torch.stack(credits).sum(0)
+            if self.clip is not None:  # what is clipped is the result; who has no reward keeps 0
+                scored = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
+                credit = torch.where(scored, credit.clamp(*self.clip), credit)
         else:
-            credit = self._among_known(rows, reward, length)
+            credit = self._among_known(rows, reward, self.formula, length)
         dtype = rows.table.dtypes.get(
             self.reward_key, rows.dtype(REWARD) if rows.has(REWARD) else torch.float64
         )
-        dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+        dtype = dtype if dtype.is_floating_point else FLOAT
         require_fit(rows, credit, dtype)
         rows.put("advantage", credit, dtype=dtype, ndim=self.ndim)
         own = rows.of_rank(credit)
-        rows.metric("abs_mean", own.abs().mean() if len(own) else 0.0)
-        rows.metric("zero", (own == 0).double().mean() if len(own) else 0.0)
+        rows.metric("abs_mean", mean_of(own.abs()))
+        rows.metric("zero", mean_of(own == 0))
         if self.missing == "skip":
             rows.metric("unscorable", rows.of_rank(reward).isnan().sum())
             rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
 
-    def _among_known(self, rows: Rows, reward: Tensor, length: Tensor | None) -> Tensor:
+    def _among_known(self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None) -> Tensor:
         """(M,) the advantage of (M,) rewards; under ``skip`` a rollout without one is in no statistic."""
         known = None if self.missing == "raise" else ~reward.isnan()
         if known is None or bool(known.all()):
-            return advantage_of(rows, reward, self.formula, low=self.dtype, length=length)
+            return advantage_of(rows, reward, formula, low=self.dtype, length=length)
         some = rows.where(known)
         credit = torch.zeros_like(reward)
         if len(some):
             tokens = None if length is None else length[known]
-            credit[known] = advantage_of(some, reward[known], self.formula, low=self.dtype, length=tokens)
+            credit[known] = advantage_of(some, reward[known], formula, low=self.dtype, length=tokens)
         return credit
 
     def _require_weighed(self, rows: Rows, reward: Tensor, rewards: Tensor) -> None:

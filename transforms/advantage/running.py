@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
-from headrace.transforms.ids import Ids
+from headrace.transforms.ids import Ids, mean_of
 from headrace.transforms.options import above_zero, within
 from headrace.transforms.required import require_rewards
 from headrace.transforms.rows import Rows
@@ -36,7 +36,9 @@ class Tracked(NamedTuple):
     def look_up(self, keys: Tensor, start: float, start_weight: float) -> tuple[Tensor, Tensor]:
         """Mean and weight of (M,) keys; of those not seen yet what they start with."""
         if len(self.keys) == 0:
-            return torch.full(keys.shape, start).double(), torch.full(keys.shape, start_weight).double()
+            starts = torch.tensor([[start], [start_weight]], dtype=torch.float64)
+            mean, weight = starts.expand(2, len(keys))
+            return mean, weight
         at = torch.searchsorted(self.keys, keys).clamp_max(len(self.keys) - 1)
         known = self.keys[at] == keys
         return torch.where(known, self.mean[at], start), torch.where(known, self.weight[at], start_weight)
@@ -138,10 +140,10 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        built_on = [key for key in (REWARD, COUNTED, self.baseline_key, self.rollout_key) if key is not None]
+        built_on = (REWARD, COUNTED, self.baseline_key, self.rollout_key)
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
-        self.final_keys = tuple(built_on)
-        self.decay, self.start = within("decay", decay, 0, 1), within("start", start, -1e300, 1e300)
+        self.final_keys = tuple(self.in_keys[1:])
+        self.decay, self.start = within("decay", decay, 0, 1), start
         if self.rollout_key is None:
             raise ValueError(
                 "a batch that comes again is known by its rollouts, and row numbers are the same in every "
@@ -149,7 +151,7 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
             )
         if start_weight is None and decay == 1:
             raise ValueError("decay=1 forgets nothing, and a start is never outweighed: give start_weight")
-        self.start_weight = None if start_weight is None else above_zero("start_weight", start_weight)
+        self.start_weight = above_zero("start_weight", start_weight)
         weight = 1 / (1 - decay) if start_weight is None else start_weight
         self._formula = {"decay": decay, "start": start, "start_weight": weight}
         nothing = Tracked(torch.zeros(0, dtype=torch.int64), *torch.zeros(2, 0, dtype=torch.float64))
@@ -187,7 +189,7 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         rows.put("advantage", credit - baseline, dtype=dtype if dtype.is_floating_point else torch.float64)
         rows.table.notes[self] = came
         own = rows.of_rank(baseline)
-        rows.metric("mean", own.mean() if len(own) else 0.0)
+        rows.metric("mean", mean_of(own))
         rows.metric("keys", len(before.keys))
 
     def state_after(self, rows: Rows) -> None:

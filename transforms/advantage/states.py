@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import one_of
+from headrace.transforms.options import has_effect, one_of
 from headrace.transforms.required import require_rewards
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, RETURN
@@ -88,9 +88,9 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
         alone: what a rollout adds for a state that no other was in: ``zero``, as GiGPO has it, a bias; or
             its ``return``. Under ``mean`` with ``zero``, steps of one rollout are compared as any others.
         scale: ``group``, ``none``, …, as GroupRelativeAdvantage has it, within a state.
-        ddof: 1 or 0.
-        eps: ε ≥ 0.
-        eps_mode: how ε enters.
+        ddof: 1 or 0, for a `scale`.
+        eps: ε ≥ 0, for a `scale`.
+        eps_mode: how ε enters, for a `scale`.
         names: other names of columns, such as `state_key` (:class:`ColumnNames`).
 
     Raises:
@@ -122,12 +122,14 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
                 "scale='leave_one_out' differs from step to step of a rollout, whose steps leave_one_out "
                 "adds up: give another scale, or baseline='mean'"
             )
-        rollouts = [self.rollout_key] if self._asks_whose and self.rollout_key is not None else []
-        built_on = (self.state_key, self.group_key, RETURN, COUNTED, *rollouts)
+        rollouts = self.rollout_key if self._asks_whose else None
+        built_on = (self.state_key, self.group_key, RETURN, COUNTED, rollouts)
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
-        self.final_keys = built_on
+        self.final_keys = tuple(self.in_keys[1:])
         self.weight, self.scale, self.ddof, self.eps, self.eps_mode = weight, scale, ddof, eps, eps_mode
         self.formula = Formula("mean", scale, ddof, eps, eps_mode)
+        for option in ("ddof", "eps", "eps_mode"):
+            has_effect(StateAdvantage, option, getattr(self, option), scale != "none", "scale")
 
     @property
     def _asks_whose(self) -> bool:
@@ -158,7 +160,4 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
                 lone = states.spread(states.count) == own.spread(own.count)
                 within = torch.where(lone, returns, within)
         require_fit(some, within, rows.dtype(RETURN))
-        more = self.weight * within
-        if some is not rows:
-            more = torch.zeros_like(credit).masked_scatter_(rows.counted, more)
-        rows["advantage"] = credit + more
+        rows["advantage"] = credit + rows.from_statistics(self.weight * within)

@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames, TakesColumns
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, add_up, as_ids
-from headrace.transforms.options import above_zero, at_least, describe_options, one_of, within
+from headrace.transforms.options import above_zero, at_least, describe_options, one_of, takes_options, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import require
 from headrace.transforms.tokens import sum_of_tokens, tokens_of_all_ranks
@@ -27,6 +27,7 @@ from headrace.transforms.tokens import sum_of_tokens, tokens_of_all_ranks
 Centre = Literal["none", "batch"]
 
 
+@takes_options
 def directed_weight(log_ratio: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
     """How much more a teacher believes in a token that was right, or less in one that was wrong.
 
@@ -48,6 +49,7 @@ def directed_weight(log_ratio: Tensor, advantage: Tensor, *, clip: float) -> Ten
     return (advantage.sign() * log_ratio).exp().clamp(1 - clip, 1 + clip)
 
 
+@takes_options
 def staleness_weight(age: Tensor, *, decay: float = 1.0, max_staleness: int | None = None) -> Tensor:
     """What a token of an older policy counts: ``γ^age``, and 0 beyond the limit.
 
@@ -67,6 +69,7 @@ def staleness_weight(age: Tensor, *, decay: float = 1.0, max_staleness: int | No
     return factor if max_staleness is None else factor.masked_fill(age > max_staleness, 0.0)
 
 
+@takes_options
 def top_share(values: Tensor, trains: Tensor, share: float) -> Tensor:
     """The tokens in the loss with the largest values, a share of them all.
 
@@ -93,6 +96,7 @@ def top_share(values: Tensor, trains: Tensor, share: float) -> Tensor:
     return trains & (known >= least)
 
 
+@takes_options
 def share_at_place(
     values: Tensor, trains: Tensor, group_id: Tensor, direction: Tensor, *, floor: float = 1e-6
 ) -> Tensor:
@@ -199,9 +203,8 @@ class TokenTerm(TakesColumns):
         return column.detach().reshape(trains.shape)
 
     def _log_ratio(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
-        above, below = (
-            self._tokens(batch, trains, option) for option in ("numerator_key", "denominator_key")
-        )
+        above = self._tokens(batch, trains, "numerator_key")
+        below = self._tokens(batch, trains, "denominator_key")
         return _at_least_float32(above) - _at_least_float32(below)
 
 
@@ -290,11 +293,9 @@ class StalenessWeight(TokenTerm, columns=("version",)):
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        self.current = current if callable(current) else at_least("current", current, 0, required=True)
-        self.decay, self.max_staleness = (
-            above_zero("decay", decay, 1),
-            at_least("max_staleness", max_staleness, 0),
-        )
+        self.current = current if callable(current) else at_least("current", current, 0)
+        self.decay = above_zero("decay", decay, 1)
+        self.max_staleness = at_least("max_staleness", max_staleness, 0)
         self.in_keys = (self.version_key,)
 
     @property

@@ -9,10 +9,10 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ends import require_unseen_ends
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import within
-from headrace.transforms.required import require_turns
+from headrace.transforms.options import takes_options, within
+from headrace.transforms.places import places_on_arrival
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import RETURN
+from headrace.transforms.schema import RETURN, SEGMENTS
 from headrace.transforms.stage import BatchTransform
 
 
@@ -37,6 +37,7 @@ def turns_to_go(rollout_id: Tensor, turn: Tensor | None = None) -> Tensor:
     return (rollouts.spread(rollouts.count) - 1 - place).to(rollout_id.device)
 
 
+@takes_options
 def rewards_to_go(
     reward: Tensor, rollout_id: Tensor, turn: Tensor | None = None, *, discount: float = 1.0
 ) -> Tensor:
@@ -66,17 +67,6 @@ def rewards_to_go(
     return _discounted(reward.cpu(), rollouts, place, discount).to(reward)
 
 
-def places_on_arrival(rows: Rows, *, checked: bool = True) -> tuple[Ids, Tensor]:
-    """The rollouts of all rows on arrival, and (N,) int64 which segment of its rollout each is, from 0."""
-    rows.ids("rollout", checked=checked)
-    everyone, turn = rows.on_arrival, None
-    if rows.key("turn") is not None:
-        require_turns(rows, rows.integers("turn", "turn"))
-        turn = everyone.integers("turn", "turn")
-    rollouts = everyone.ids("rollout", checked=False).everyone
-    return rollouts, rollouts.positions(turn)
-
-
 def _discounted(reward: Tensor, rollouts: Ids, place: Tensor, discount: float) -> Tensor:
     """(N,) float64: the returns of rows that stand at (N,) places in their rollouts."""
     rewards = torch.zeros(rollouts.n, int(place.amax()) + 1, dtype=torch.float64)
@@ -95,6 +85,8 @@ def returns_from(rewards: Tensor, discount: float) -> Tensor:
 class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", "expected_segments")):
     """Write each segment's discounted return to the end of its rollout (:func:`rewards_to_go`).
 
+    A row that a stage before it has dropped keeps its place, and pays nothing.
+
     Reads `reward_key`, each segment's own reward, `rollout_key`, `turn_key` where it is given; writes
     ``("headrace", "return")`` (N,).
 
@@ -104,7 +96,8 @@ class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", 
 
     Raises:
         MissingKeyError: a column is not there.
-        BatchError: two segments of a rollout have the same turn; a rollout ends twice.
+        BatchError: two segments of a rollout have the same turn; a rollout ends twice; a stage alone has
+            dropped some of its rows.
 
     Example:
         >>> from tensordict import TensorDict
@@ -123,7 +116,7 @@ class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", 
     ):
         self.name_columns(names)
         ends = [self.done_key, self.expected_segments_key]
-        reads = [self.reward_key, self.rollout_key, self.turn_key, *ends]
+        reads = [self.reward_key, self.rollout_key, self.turn_key, SEGMENTS, *ends]
         super().__init__(reads, [RETURN])
         self.discount = within("discount", discount, 0, 1)
 
@@ -142,6 +135,8 @@ class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", 
 class TurnDiscount(BatchTransform, columns=("advantage", "rollout", "turn")):
     """Discount a rollout's advantage back over its segments: ``A_t · γ^(turns to go)``.
 
+    Segments are counted as they arrived, those that were dropped since included.
+
     Reads `rollout_key`, `turn_key` where it is given; reads and writes `advantage_key`.
 
     Args:
@@ -150,7 +145,7 @@ class TurnDiscount(BatchTransform, columns=("advantage", "rollout", "turn")):
 
     Raises:
         MissingKeyError: a column is not there.
-        BatchError: as :func:`turns_to_go`.
+        BatchError: as :func:`turns_to_go`; a stage alone has dropped some rows of a rollout, or merged them.
 
     Example:
         >>> from tensordict import TensorDict
@@ -168,7 +163,8 @@ class TurnDiscount(BatchTransform, columns=("advantage", "rollout", "turn")):
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        super().__init__([self.advantage_key, self.rollout_key, self.turn_key], [self.advantage_key])
+        reads = [self.advantage_key, self.rollout_key, self.turn_key, SEGMENTS]
+        super().__init__(reads, [self.advantage_key])
         self.discount = within("discount", discount, 0, 1)
 
     def decide(self, rows: Rows) -> None:

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import one_of, within
+from headrace.transforms.options import one_of, takes_options, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD
 from headrace.transforms.stage import BatchTransform
@@ -22,6 +22,7 @@ WhitenEpsMode = Literal["add", "clamp", "variance"]
 Per = Literal["token", "sample"]
 
 
+@takes_options
 def whiten(
     values: Tensor, weights: Tensor, *, ddof: int = 1, eps: float = 1e-8, eps_mode: WhitenEpsMode = "variance"
 ) -> Tensor:
@@ -108,7 +109,7 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
         tokens = self.loss_mask_key if per == "token" else None
         super().__init__([self.advantage_key, COUNTED, tokens], [self.advantage_key])
         self.ddof = one_of("ddof", ddof, (0, 1))
-        self.eps, self.eps_mode = within("eps", eps, 0, float("inf")), eps_mode
+        self.eps, self.eps_mode = within("eps", eps, 0), eps_mode
         one_of("eps_mode", eps_mode, get_args(WhitenEpsMode))
 
     @property

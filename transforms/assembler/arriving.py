@@ -139,14 +139,13 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
     admitted = []
     for row in rows:
         key, own, rule, reason = (row.partition, row.group), (row.partition, row.rollout), "", ""
-        change = plan.find(key, row.expected)  # None: it is closed
-        group = None if change is None else change.group
+        group = plan.find(key, row.expected)  # None: it is closed
         gone = plan.gone.get(own) or stream.gone.get(own)
-        rollout = gone or (None if change is None else change.rollout(row.rollout))
+        rollout = gone or (None if group is None else group.rollouts.get(row.rollout))
         over = rollout is None and row.rollout in stream.closed_rollouts[row.partition]
         rollout = rollout or Rollout(row.ends, by_segment)
         home = homes.setdefault(own, stream.homes.get(own, key))
-        expected = sizes.setdefault(key, row.expected if change is None else change.group.expected)
+        expected = sizes.setdefault(key, row.expected if group is None else group.expected)
         if row.version > options.version and options.on_newer == "raise":
             rule, words = "newer", f"{row.version} in group {row.group}"
         elif not least <= row.expected == expected:
@@ -166,14 +165,14 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
             enough = gone is not None or row.group not in stream.late_groups[row.partition]
             reason = plan.leave(row, rollout, enough=enough)
         elif group.is_ready or gone is not None:
-            reason = plan.leave(row, rollout, enough=gone is not None or bool(group.enough))
+            reason = plan.leave(row, rollout, enough=gone is not None or group.enough)
         if reason:
             plan.left[reason] += 1
             if raises.get(reason) == "raise":
                 segment = f"segment {row.segment} of " if by_segment else ""
                 rule, words = reason, f"{segment}rollout {row.rollout} of group {row.group}"
-        elif change is not None and not rule:
-            change.add(row, by_segment=by_segment)
+        elif group is not None and not rule:
+            group.add(row, by_segment=by_segment)
             admitted.append(row.arrival)
         if rule:
             broken[rule].append(words)
@@ -189,11 +188,11 @@ def announce(plan: StreamPlan, rows: Iterable[Row], options: Any) -> None:
     """
     least, broken = options.group_size or 1, defaultdict(list)
     for row in rows:
-        change = plan.find((row.partition, row.group), row.expected)
-        if change is None or change.group.key not in plan.opened:
+        group = plan.find((row.partition, row.group), row.expected)
+        if group is None or group.is_ready or group.key in plan.stream.waiting:
             broken["announced"].append(str(row.group))
-        elif not least <= row.expected == change.group.expected:
-            broken["expected"].append(f"group {row.group}: {sorted({row.expected, change.group.expected})}")
+        elif not least <= row.expected == group.expected:
+            broken["expected"].append(f"group {row.group}: {sorted({row.expected, group.expected})}")
     _refuse(broken, least, options.version)
 
 

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames, TakesColumns
 from headrace.transforms.entry import enter_rows, labels_in_errors
-from headrace.transforms.options import at_least, describe_options, nested_key, one_of
+from headrace.transforms.options import at_least, describe_options, has_effect, nested_key, one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import DISPATCHED
 
@@ -78,14 +78,14 @@ class GroupAssembler(
         refill: for ``refill`` and ``keep``, called with a group's id and the number of rollouts that it
             lacks, each of which gets an id of its own; they are not announced. What it raises comes out of
             :meth:`put`, whose rows are in, or of :meth:`take`.
-        max_refills: how often it is called for a group, ≥ 1.
+        max_refills: for `refill`, how often it is called for a group, ≥ 1.
         max_staleness: policy versions for which a row may be older than `version` when it is handed out.
             None: any number.
-        on_stale: where a row of a group is older: ``drop`` the group; ``mask`` the row, which leaves the
-            loss and stays in the statistics, as under :class:`SampleFilter`; ``refill``: let go of its rows,
-            and ask for all of its rollouts anew, or drop it after `max_refills`.
-        on_newer: where a row is newer than `version`, which nobody counts up then: ``raise``, or ``wait``:
-            its group is not handed out before `version` is the row's.
+        on_stale: for `max_staleness`, where a row of a group is older: ``drop`` the group; ``mask`` the row,
+            which leaves the loss and stays in the statistics, as under :class:`SampleFilter`; ``refill``: let
+            go of its rows, and ask for all of its rollouts anew, or drop it after `max_refills`.
+        on_newer: for `max_staleness`, where a row is newer than `version`, which nobody counts up then:
+            ``raise``, or ``wait``: its group is not handed out before `version` is the row's.
         max_concurrent_rollouts: rollouts that :meth:`room` lets be under way: dispatched or begun, and not
             over. None: any number.
         on_late: where a rollout comes that is late: ``drop`` it, or ``raise``.
@@ -154,7 +154,7 @@ class GroupAssembler(
         self.on_duplicate = one_of("on_duplicate", on_duplicate, get_args(OnRepeat))
         self.timeout, self.timeout_seconds = at_least("timeout", timeout, 1), timeout_seconds
         self.min_rollouts, self.min_fraction = at_least("min_rollouts", min_rollouts, 1), min_fraction
-        self.refill, self.max_refills = refill, at_least("max_refills", max_refills, 1, required=True)
+        self.refill, self.max_refills = refill, at_least("max_refills", max_refills, 1)
         self.max_staleness = at_least("max_staleness", max_staleness, 0)
         self.max_pending_groups = at_least("max_pending_groups", max_pending_groups, 1)
         self.on_full = one_of("on_full", on_full, get_args(OnRepeat))
@@ -164,6 +164,9 @@ class GroupAssembler(
         self.max_concurrent_rollouts = at_least("max_concurrent_rollouts", max_concurrent_rollouts, 1)
         self.on_surplus = on_surplus
         check_limits(self)
+        has_effect(GroupAssembler, "max_refills", max_refills, refill is not None, "refill")
+        for name, value in (("on_stale", on_stale), ("on_newer", on_newer)):
+            has_effect(GroupAssembler, name, value, max_staleness is not None, "max_staleness")
         self._options = {name: getattr(self, name) for name in OPTIONS}
         self._options["version_key"] = self.version_key if max_staleness is not None else None
         self._options["reward_key"] = self.reward_key if callable(on_surplus) else None
@@ -293,8 +296,8 @@ class GroupAssembler(
 
     def _carry_out(self, plan: StreamPlan) -> None:
         self._stream.carry_out(plan)
-        changes = plan.changes.values()
-        self._ask_for([(change.group, change.missing) for change in changes if change.fate == "refilled"])
+        groups = plan.groups.values()
+        self._ask_for([(group, group.missing) for group in groups if group.fate == "refilled"])
 
     def _ask_for(self, missing: list[tuple[Group, int]]) -> None:
         """Ask for rollouts of groups that wait for them: of all of these, whatever one of them raises."""

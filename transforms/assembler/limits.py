@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Any
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, IncompleteGroupsError, listing
+from headrace.transforms.options import above_zero
 
-from .open_groups import Change, Group
+from .open_groups import Group
 from .stream import EVICTED, FAILED, REASONS, SURPLUS, TIMEOUT, StreamPlan
 
 LEAST_IDLE = 100  # puts without a whole group that are no stall, however small the batch
@@ -45,58 +45,57 @@ def settle(plan: StreamPlan, options: Any) -> None:
         IncompleteGroupsError: under ``raise``.
         BatchError: a selector does not select as many as it should.
     """
-    stream, changes = plan.stream, plan.changes
+    stream = plan.stream
     for group in stream.waiting.values():
         if not is_too_old(group, plan, options):
             break
-        changes[group.key] = plan.of(group)
-    for change in changes.values():
-        _judge(change, plan, options)
+        plan.find(group.key, group.expected)
+    for group in plan.groups.values():
+        _judge(group, plan, options)
     if options.max_pending_groups is not None:
-        over = sum(not change.waits for change in changes.values()) + options.max_pending_groups
-        excess = max(0, len(stream.waiting) + len(plan.opened) - over)
-        for change in list(islice(plan.waiting(), excess)):  # the oldest
-            changes[change.group.key] = change
-            change.reason, change.fate = EVICTED, "closed" if options.on_full == "drop" else "refused"
-    refused = [change for change in changes.values() if change.fate == "refused"]
-    refused.sort(key=lambda change: change.group.born_put)  # the oldest are said
+        over = sum(not group.waits for group in plan.groups.values()) + options.max_pending_groups
+        excess = max(0, len(stream.waiting) + plan.opened - over)
+        for oldest in list(islice(plan.waiting(), excess)):
+            group = plan.groups.setdefault(oldest.key, oldest.copy())
+            group.reason, group.fate = EVICTED, "closed" if options.on_full == "drop" else "refused"
+    refused = [group for group in plan.groups.values() if group.fate == "refused"]
+    refused.sort(key=lambda group: group.born_put)  # the oldest are said
     for reason, message in REFUSALS.items() if refused else ():
-        if words := [change.describe(plan.puts) for change in refused if change.reason == reason]:
+        if words := [group.describe(plan.puts) for group in refused if group.reason == reason]:
             s, most = "s" if len(words) > 1 else "", options.max_pending_groups
             found = message.format(count=len(words), s=s, found=listing(words), most=most)
             raise IncompleteGroupsError(found)
-    for change in changes.values():
-        if not change.waits:
-            for number, rollout in change.rollouts.items():
-                if number not in change.stays:
-                    reason = change.reason
-                    if change.fate == "ready" and (rollout.failed or reason == FAILED):
+    for group in plan.groups.values():
+        if not group.waits:
+            for number, rollout in group.rollouts.items():
+                if number not in group.stays:
+                    reason = group.reason
+                    if group.fate == "ready" and (rollout.failed or reason == FAILED):
                         reason = FAILED if rollout.failed else SURPLUS
                     plan.left[reason] += len(rollout.rows)
 
 
-def _judge(change: Change, plan: StreamPlan, options: Any) -> None:
+def _judge(group: Group, plan: StreamPlan, options: Any) -> None:
     """Say what becomes of a group that waits."""
-    group, have = change.group, change.have
-    size, old = options.group_size or group.expected, is_too_old(group, plan, options)
-    over = have + change.lost >= group.dispatched
+    have, old = group.have, is_too_old(group, plan, options)
+    size, over = options.group_size or group.expected, have + group.lost >= group.dispatched
     if have >= size:
         if over or old or not callable(options.on_surplus):
-            change.fate, change.reason = "ready", SURPLUS
-            change.stays = _choose(change, size, options.on_surplus)
+            group.fate, group.reason = "ready", SURPLUS
+            group.stays = _choose(group, size, options.on_surplus)
     elif over or old:
-        action, change.reason = (options.on_failure, FAILED) if over else (options.on_timeout, TIMEOUT)
+        action, group.reason = (options.on_failure, FAILED) if over else (options.on_timeout, TIMEOUT)
         has_least = options.min_rollouts is not None or options.min_fraction is not None
         share = have / group.expected
         enough = have >= (options.min_rollouts or 1) and share >= (options.min_fraction or 0)
         may_keep = action in ("keep", "refill") and has_least and enough
         again = action in ("keep", "refill") and may_refill(group, options)
         if may_keep and (action == "keep" or not again):
-            change.fate, change.stays = "ready", _choose(change, size, options.on_surplus)
+            group.fate, group.stays = "ready", _choose(group, size, options.on_surplus)
         elif again:
-            change.fate, change.missing = "refilled", size - have
+            group.fate, group.missing = "refilled", size - have
         else:
-            change.fate = "refused" if action == "raise" else "closed"
+            group.fate = "refused" if action == "raise" else "closed"
 
 
 def may_refill(group: Group, options: Any) -> bool:
@@ -104,9 +103,9 @@ def may_refill(group: Group, options: Any) -> bool:
     return options.refill is not None and group.refills < options.max_refills
 
 
-def _choose(change: Change, size: int, on_surplus: Any) -> Collection[int]:
+def _choose(group: Group, size: int, on_surplus: Any) -> Collection[int]:
     """The rollouts that stay in a group: those that ended first, or those that the selector takes."""
-    ended = {number: rollout for number, rollout in change.rollouts.items() if rollout.ended}
+    ended = {number: rollout for number, rollout in group.rollouts.items() if rollout.ended}
     if len(ended) <= size:
         return ended
     if not callable(on_surplus):
@@ -118,7 +117,7 @@ def _choose(change: Change, size: int, on_surplus: Any) -> Collection[int]:
     chosen = indices.tolist()
     if len(chosen) != size or min(chosen) < 0 or max(chosen) >= len(numbers):
         raise BatchError(
-            f"on_surplus selects {size} of the {len(numbers)} rollouts of group {change.group.group}, as "
+            f"on_surplus selects {size} of the {len(numbers)} rollouts of group {group.group}, as "
             f"indices or as a mask; it returned {answer.flatten().tolist()[:8]}"
         )
     return [numbers[place] for place in chosen]
@@ -141,7 +140,7 @@ def check_idle(plan: StreamPlan, options: Any) -> None:
         oldest = next(iter(stream.waiting.values()), None)
         batch = options.groups * (oldest.expected if oldest else 1) if options.groups else stream.dispatched
         most = max(LEAST_IDLE, 8 * batch)
-    if stream.idle + 1 >= most and all(change.fate != "ready" for change in plan.changes.values()):
+    if stream.idle + 1 >= most and all(group.fate != "ready" for group in plan.groups.values()):
         raise stalled(f"{stream.idle + 1} puts in a row have made no group whole", plan)
     if ahead is not None and waited >= most:
         why = (
@@ -153,7 +152,7 @@ def check_idle(plan: StreamPlan, options: Any) -> None:
 def stalled(why: str, plan: StreamPlan) -> StalledError:
     """The error that says which groups wait longest, and what became of all rows."""
     stream, waiting = plan.stream, list(plan.waiting())
-    words = [change.describe(plan.puts) for change in waiting[:8]]
+    words = [group.describe(plan.puts) for group in waiting[:8]]
     words += [""] * (len(waiting) - len(words))  # which are counted, and not said
     rows = {"came": stream.received + plan.came, "held": stream.held + plan.came - sum(plan.left.values())}
     rows |= {reason: stream.counts[reason] + plan.left[reason] for reason in REASONS}
@@ -180,26 +179,19 @@ def check_limits(options: Any) -> None:
             "on_failure='keep' or on_timeout='keep' need min_rollouts or min_fraction, which have no effect "
             "but there and under 'refill'"
         )
-    if options.min_fraction is not None and not 0 < options.min_fraction <= 1:
-        raise ValueError(f"min_fraction must be in (0, 1]; got {options.min_fraction}")
+    above_zero("min_fraction", options.min_fraction, 1)
+    above_zero("timeout_seconds", options.timeout_seconds)
     refills = "refill" in (*actions, options.on_stale)
     if refills != callable(options.refill) and not ("keep" in actions and callable(options.refill)):
         raise ValueError(
             "on_failure='refill', on_timeout='refill' or on_stale='refill' need a callable refill, which has "
             "no effect but there and under 'keep'"
         )
-    if options.max_refills != 1 and options.refill is None:
-        raise ValueError(f"max_refills={options.max_refills} has no effect without refill")
-    for name in ("on_stale", "on_newer"):
-        if getattr(options, name) not in ("drop", "raise") and options.max_staleness is None:
-            raise ValueError(f"{name}={getattr(options, name)!r} needs max_staleness")
     most, size = options.max_concurrent_rollouts, options.group_size
     if most is not None and most < (size or 1):
         raise ValueError(f"max_concurrent_rollouts must be at least group_size, {size}; got {most}")
     if options.on_surplus != "drop" and not callable(options.on_surplus):
         raise ValueError(f"on_surplus must be 'drop' or a callable; got {options.on_surplus!r}")
-    if options.timeout_seconds is not None and not 0 < options.timeout_seconds < math.inf:
-        raise ValueError(f"timeout_seconds must be finite and > 0; got {options.timeout_seconds}")
     if options.on_full != "drop" and options.max_pending_groups is None:
         raise ValueError(f"on_full={options.on_full!r} needs max_pending_groups")
     if options.on_timeout != "drop" and options.timeout is None and options.timeout_seconds is None:

@@ -47,30 +47,25 @@ class Row(NamedTuple):
     """Where the row itself is."""
 
 
+@dataclass(slots=True, eq=False)
 class Rollout:
-    """The rows of a rollout that are there.
+    """The rows of a rollout that are there."""
 
-    Args:
-        ends: how many of them are done when it has ended.
-        by_segment: they have numbers, and arrive in any order; else they arrive in theirs.
-    """
-
-    __slots__ = ("by_segment", "complete", "dones", "ends", "failed", "rows")
-
-    def __init__(self, ends: int, by_segment: bool):
-        self.ends, self.by_segment = ends, by_segment
-        self.rows: dict[int, Row] = {}
-        """By the number of their segment, or by their arrival."""
-        self.dones = 0
-        self.complete = self.failed = False
-        """Whether all of its rows have come; whether one of them failed or was aborted."""
+    ends: int
+    """How many of them are done when it has ended."""
+    by_segment: bool
+    """They have numbers, and arrive in any order; else they arrive in theirs."""
+    rows: dict[int, Row] = field(default_factory=dict)
+    """By the number of their segment, or by their arrival."""
+    dones: int = 0
+    complete: bool = False
+    """All of its rows have come."""
+    failed: bool = False
+    """A row of it failed or was aborted."""
 
     def copy(self) -> Rollout:
         """The same, for more rows."""
-        twin = Rollout(self.ends, self.by_segment)
-        twin.rows, twin.dones, twin.failed = dict(self.rows), self.dones, self.failed
-        twin.complete = self.complete
-        return twin
+        return Rollout(self.ends, self.by_segment, dict(self.rows), self.dones, self.complete, self.failed)
 
     def without_rows(self) -> Rollout:
         """What is known of it, without the rows themselves."""
@@ -127,7 +122,7 @@ class Rollout:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A group that is dispatched or begun, and not yet handed out or given up."""
+    """A group that is dispatched or begun, and not yet handed out or given up; or what would become of it."""
 
     partition: int
     group: int
@@ -147,13 +142,24 @@ class Group:
     """Groups that became whole before it did; −1 where it waits."""
     left: int = 0
     """Rollouts that left because they were too old when it was to be handed out."""
-    enough: int = 1
-    """0: it is kept since it was too old, and rollouts that come now are late; 1: they are surplus."""
+    enough: bool = True
+    """Rollouts that come once it is whole are surplus; False: it is kept since it was too old, and they are
+    late."""
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     have: int = 0
     """Rollouts that have ended."""
     lost: int = 0
     """Those that failed or left."""
+    came: set[int] = field(default_factory=set)
+    """In a plan, rollouts of which rows come."""
+    fate: Literal["waits", "ready", "closed", "refilled", "refused"] = "waits"
+    """In a plan, what becomes of it."""
+    reason: str = ""
+    """Why rows leave, if any do."""
+    stays: Collection[int] = ()
+    """Rollouts that stay where it is ready."""
+    missing: int = 0
+    """Rollouts to ask for."""
 
     @property
     def key(self) -> Key:
@@ -171,54 +177,33 @@ class Group:
         return self.order >= 0
 
     @property
+    def waits(self) -> bool:
+        """In a plan, whether it waits on."""
+        return self.fate in ("waits", "refilled")
+
+    @property
     def newest(self) -> int:
         """The newest policy version of a row."""
         return max(row.version for rollout in self.rollouts.values() for row in rollout.rows.values())
+
+    def copy(self) -> Group:
+        """The same, for a plan."""
+        known = self.partition, self.group, self.expected, self.born_put, self.born_time
+        asked = self.refilled, self.refills, self.order, self.left, self.enough
+        return Group(*known, *asked, dict(self.rollouts), self.have, self.lost)
 
     def rows(self) -> list[Row]:
         """Its rows, in the order in which they go out, whatever that of their arrival."""
         rollouts = (self.rollouts[number] for number in sorted(self.rollouts))
         return [row for rollout in rollouts for row in sorted(rollout.rows.values())]
 
-
-@dataclass(slots=True, eq=False)
-class Change:
-    """What would become of a group."""
-
-    group: Group
-    have: int
-    lost: int
-    came: dict[int, Rollout] = field(default_factory=dict)
-    """Its rollouts of which rows come, with the rows that were there."""
-    fate: Literal["waits", "ready", "closed", "refilled", "refused"] = "waits"
-    reason: str = ""
-    """Why rows leave, if any do."""
-    stays: Collection[int] = ()
-    """Rollouts that stay where it is ready."""
-    missing: int = 0
-    """Rollouts to ask for."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether it waits on."""
-        return self.fate in ("waits", "refilled")
-
-    @property
-    def rollouts(self) -> dict[int, Rollout]:
-        """All of its rollouts, by id."""
-        return self.group.rollouts | self.came
-
-    def rollout(self, number: int) -> Rollout | None:
-        """One of them, if it is there."""
-        return self.came.get(number) or self.group.rollouts.get(number)
-
     def add(self, row: Row, *, by_segment: bool) -> None:
-        """Take in a row."""
-        rollout = self.came.get(row.rollout)
-        if rollout is None:
-            before = self.group.rollouts.get(row.rollout)
-            rollout = Rollout(row.ends, by_segment) if before is None else before.copy()
-            self.came[row.rollout] = rollout
+        """Plan to take in a row."""
+        if row.rollout not in self.came:
+            before = self.rollouts.get(row.rollout)
+            self.rollouts[row.rollout] = Rollout(row.ends, by_segment) if before is None else before.copy()
+            self.came.add(row.rollout)
+        rollout = self.rollouts[row.rollout]
         ended, failed = rollout.ended, rollout.failed
         rollout.add(row)
         self.have += rollout.ended - ended
@@ -233,6 +218,6 @@ class Change:
             for rollout in self.rollouts.values()
         )
         how = ", ".join(f"{number} {name}" for name, number in sorted(Counter(names).items())) or "no rows"
-        where = f" of partition {self.group.partition}" if self.group.partition else ""
-        has = f"{self.have} of {self.group.dispatched}"
-        return f"group {self.group.group}{where} has {has} ({how}), {puts - self.group.born_put} puts old"
+        where = f" of partition {self.partition}" if self.partition else ""
+        has = f"{self.have} of {self.dispatched}"
+        return f"group {self.group}{where} has {has} ({how}), {puts - self.born_put} puts old"

@@ -20,10 +20,9 @@ from torch import Tensor
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.schema import read_column
 from headrace.transforms.tensordicts import (
-    column_of,
     device_of,
-    entries_of,
     from_plain,
+    parts_of,
     shallow_copy,
     stack_of_rows,
     take_rows,
@@ -57,9 +56,8 @@ class RowPiece:
             MissingKeyError: it is not there.
             BatchError: it holds more than one number a row.
         """
-        is_ragged = isinstance(self.batch, LazyStackedTensorDict)
-        entries = entries_of(self.batch, key) if is_ragged else [column_of(self.batch, key)]
-        size = 1 if is_ragged else len(self.batch)
+        entries = parts_of(self.batch, key)
+        size = 1 if isinstance(self.batch, LazyStackedTensorDict) else len(self.batch)
         if entries and all(isinstance(entry, Tensor) and entry.numel() == size for entry in entries):
             return entries
         return [read_column(self.batch, key, reader=READER, option=f"{name}_key")]  # which refuses it

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .open_groups import NOWHERE, Change, Group, Key, Rollout, Row
+from .open_groups import NOWHERE, Group, Key, Rollout, Row
 from .pieces import RowPiece, let_go
 
 REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished")
@@ -26,12 +26,8 @@ LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED = REASONS
 # What a state has of a stream, and of each group and row.
 CLOSED = ("closed_groups", "late_groups", "closed_rollouts")
 TOTALS = ("received", "puts", "idle", "whole", "emitted", "rejected")
-GROUP_COLUMNS = (
-    *("partition", "group", "expected", "born_put", "born_time"),
-    *("refilled", "refills", "order", "left", "enough"),
-)
-ROW_COLUMNS = Row._fields[:8]
-GONE_COLUMNS = Row._fields[:-1]
+OF_GROUP = ("partition", "group", "expected", "born_put", "refilled", "refills", "order", "left", "enough")
+NUMBERS = 8  # of a row, which are its own
 
 
 class Intervals:
@@ -80,25 +76,28 @@ class StreamPlan:
     """Rows that come."""
     left: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     """Rows that leave, by reason."""
-    changes: dict[Key, Change] = field(default_factory=dict)
-    opened: dict[Key, Group] = field(default_factory=dict)
+    groups: dict[Key, Group] = field(default_factory=dict)
+    """Copies of groups that change, and new ones."""
+    opened: int = 0
+    """How many are new."""
     gone: dict[Key, Rollout] = field(default_factory=dict)
     """Rollouts that have left, of which rows come."""
 
-    def find(self, key: Key, expected: int) -> Change | None:
-        """What would become of a group; None: it is closed. One that is new begins, or is announced."""
-        stream, change = self.stream, self.changes.get(key)
-        if change is not None:
-            return change
-        group = stream.waiting.get(key)
-        if group is None:
-            if (whole := stream.ready.get(key[0], OrderedDict()).get(key)) is not None:
-                return self.of(whole)  # of which nothing changes
-            if key[1] in stream.closed_groups[key[0]]:
-                return None
-            group = self.opened[key] = Group(*key, expected, self.puts, self.now)
-        change = self.changes[key] = self.of(group)
-        return change
+    def find(self, key: Key, expected: int) -> Group | None:
+        """A group to change; None: it is closed. One that is new begins, or is announced."""
+        stream = self.stream
+        if key in self.groups:
+            return self.groups[key]
+        if key in stream.waiting:
+            self.groups[key] = stream.waiting[key].copy()
+        elif key in stream.ready.get(key[0], ()):
+            return stream.ready[key[0]][key]  # of which nothing changes
+        elif key[1] in stream.closed_groups[key[0]]:
+            return None
+        else:
+            self.groups[key] = Group(*key, expected, self.puts, self.now)
+            self.opened += 1
+        return self.groups[key]
 
     def leave(self, row: Row, rollout: Rollout, *, enough: bool) -> str:
         """Plan that a row of a rollout that has left, or is one too many, leaves as the others of it do.
@@ -120,14 +119,10 @@ class StreamPlan:
             self.left[FAILED] += len(rollout.rows) - 1
         return FAILED if rollout.failed else SURPLUS if enough else LATE
 
-    def of(self, group: Group) -> Change:
-        """What would become of a group that is open."""
-        return self.changes.get(group.key) or Change(group, group.have, group.lost)
-
-    def waiting(self) -> Iterator[Change]:
+    def waiting(self) -> Iterator[Group]:
         """Groups that would still wait, the oldest first."""
-        groups = chain(self.stream.waiting.values(), self.opened.values())
-        return (change for group in groups if (change := self.of(group)).waits)
+        every = {**self.stream.waiting, **self.groups}
+        return (group for group in every.values() if group.waits)
 
 
 class Stream:
@@ -168,25 +163,22 @@ class Stream:
     def carry_out(self, plan: StreamPlan) -> None:
         """Make a plan true."""
         gone: list[Row] = []
-        for group in plan.opened.values():
-            self._open(group)
-        for change in plan.changes.values():
-            group = change.group
-            self.homes.update(((group.partition, number), group.key) for number in change.came)
-            group.rollouts.update(change.came)
-            group.have, group.lost = change.have, change.lost
-            if change.fate == "closed":
-                gone += self._close(group, awaited=change.reason != FAILED)
-            elif change.fate == "refilled":
-                self._refill(group, change.missing, plan)
-        ready = [change for change in plan.changes.values() if change.fate == "ready"]
-        for change in sorted(ready, key=lambda c: max(c.rollouts[each].last_arrival for each in c.stays)):
-            group = change.group
+        for key, group in plan.groups.items():
+            if key not in self.waiting:
+                self.dispatched += group.dispatched
+            self.waiting[key] = group
+            self.homes.update(((group.partition, number), key) for number in group.came)
+            if group.fate == "closed":
+                gone += self._close(group, awaited=group.reason != FAILED)
+            elif group.fate == "refilled":
+                self._refill(group, group.missing, plan)
+        ready = [group for group in plan.groups.values() if group.fate == "ready"]
+        for group in sorted(ready, key=lambda g: max(g.rollouts[each].last_arrival for each in g.stays)):
             del self.waiting[group.key]
             self.ready.setdefault(group.partition, OrderedDict())[group.key] = group
             group.order, self.whole = self.whole, self.whole + 1
-            group.enough, group.born_put = int(change.reason != TIMEOUT), plan.puts
-            gone += self._leave(group, [number for number in group.rollouts if number not in change.stays])
+            group.enough, group.born_put = group.reason != TIMEOUT, plan.puts
+            gone += self._leave(group, [number for number in group.rollouts if number not in group.stays])
         for (partition, number), rollout in plan.gone.items():
             self._remember(partition, number, rollout)
         self.idle = 0 if ready else self.idle + plan.puts - self.puts
@@ -207,14 +199,12 @@ class Stream:
 
     def dispatch_again(self, group: Group, missing: int, plan: StreamPlan) -> None:
         """Let go of the rows of a whole group, counted as stale, and wait for as many rollouts anew."""
-        del self.ready[group.partition][group.key]
-        if not self.ready[group.partition]:
-            del self.ready[group.partition]
-        self.waiting[group.key] = group
         gone = self._leave(group, list(group.rollouts))
+        self._no_longer_ready(group)
         self.held -= len(gone)
         self.counts[STALE] += len(gone)
-        group.order, group.have, group.enough = -1, 0, 1
+        group = self.waiting[group.key] = group.copy()  # of which no plan says that it is whole
+        group.order, group.have, group.enough = -1, 0, True
         group.left = group.lost = group.dispatched
         self._refill(group, missing, plan)
         let_go((row.piece, row.arrival) for row in gone)
@@ -240,10 +230,6 @@ class Stream:
                 chosen.append(some)
         return min(chosen, key=lambda groups: groups[-1].order, default=[])
 
-    def _open(self, group: Group) -> None:
-        self.waiting[group.key] = group
-        self.dispatched += group.dispatched
-
     def _refill(self, group: Group, missing: int, plan: StreamPlan) -> None:
         """Ask for more and wait for it, though more than were dispatched failed; its time begins anew."""
         before = group.dispatched
@@ -256,9 +242,7 @@ class Stream:
     def _close(self, group: Group, *, awaited: bool = True) -> list[Row]:
         """Nothing of it is awaited any more. What comes is late where it was awaited, else surplus."""
         if group.is_ready:
-            del self.ready[group.partition][group.key]
-            if not self.ready[group.partition]:
-                del self.ready[group.partition]
+            self._no_longer_ready(group)
             awaited = not group.enough
         else:
             del self.waiting[group.key]
@@ -267,6 +251,11 @@ class Stream:
         self.dispatched -= group.dispatched
         self.closed_groups[group.partition].add(group.group)
         return self._leave(group, list(group.rollouts))
+
+    def _no_longer_ready(self, group: Group) -> None:
+        del self.ready[group.partition][group.key]
+        if not self.ready[group.partition]:
+            del self.ready[group.partition]
 
     def _leave(self, group: Group, rollouts: Iterable[int]) -> list[Row]:
         rows: list[Row] = []
@@ -297,21 +286,17 @@ class Stream:
         groups = [*self.waiting.values(), *self.whole_groups()]
         rows = sorted((row for group in groups for row in group.rows()), key=lambda row: row.arrival)
         slots = {group.key: slot for slot, group in enumerate(groups)}
-        columns = {name: [getattr(row, name) for row in rows] for name in ("rollout", *ROW_COLUMNS)}
-        columns["slot"] = [slots[row.partition, row.group] for row in rows]
-        table = {name: [getattr(group, name) for group in groups] for name in GROUP_COLUMNS}
-        table["born_time"] = [now - group.born_time for group in groups]
-        gone = [row for rollout in self.gone.values() for row in rollout.rows.values()]
         state = {name: getattr(self, name) for name in TOTALS} | {
-            name: {partition: ids.to_tensor() for partition, ids in getattr(self, name).items()}
-            for name in CLOSED
-        }
-        state |= {
-            "rows": {name: _tensor(name, values) for name, values in columns.items()},
-            "groups": {name: _tensor(name, values) for name, values in table.items()},
-            "gone": {name: _tensor(name, [getattr(row, name) for row in gone]) for name in GONE_COLUMNS},
+            "rows": [[slots[row.partition, row.group], row.rollout, *row[:NUMBERS]] for row in rows],
+            "groups": [
+                {name: getattr(group, name) for name in OF_GROUP} | {"born_time": now - group.born_time}
+                for group in groups
+            ],
+            "gone": [list(row[:-1]) for rollout in self.gone.values() for row in rollout.rows.values()],
             "counts": tuple(self.counts.values()),
         }
+        for name in CLOSED:
+            state[name] = {partition: ids.to_tensor() for partition, ids in getattr(self, name).items()}
         return state, [piece.to_plain() for piece in dict.fromkeys(row.piece for row in rows)]
 
     @classmethod
@@ -326,34 +311,26 @@ class Stream:
             closed = {partition: Intervals(pairs) for partition, pairs in state[name].items()}
             getattr(stream, name).update(closed)
         stream.counts = dict(zip(REASONS, state["counts"], strict=True))
-        columns = [state["groups"][name].tolist() for name in GROUP_COLUMNS]
-        groups = [Group(*values) for values in zip(*columns, strict=True)]
+        groups = [Group(**known) for known in state["groups"]]
         homes = {arrival: piece for piece in pieces for arrival in piece.place}
-        columns = [state["rows"][name].tolist() for name in ("slot", "rollout", *ROW_COLUMNS)]
-        for slot, number, *values in zip(*columns, strict=True):
+        for slot, number, *values in state["rows"]:
             group, piece = groups[slot], homes.pop(values[1])
             row = Row._make((*values, *group.key, number, group.expected, piece))
             stream.homes[group.partition, number] = group.key
             group.rollouts.setdefault(number, Rollout(row.ends, by_segment)).add(row)
             stream.held += 1
         let_go((piece, arrival) for arrival, piece in homes.items())  # who saved them held them no longer
-        columns = [state["gone"][name].tolist() for name in GONE_COLUMNS]
-        for fields in zip(*columns, strict=True):
-            row = Row._make((*fields, NOWHERE))
-            key = row.partition, row.rollout
-            stream.homes[key] = row.partition, row.group
-            stream.gone.setdefault(key, Rollout(row.ends, by_segment)).add(row)
+        for values in state["gone"]:
+            row = Row._make((*values, NOWHERE))
+            stream.homes[row.partition, row.rollout] = row.partition, row.group
+            stream.gone.setdefault((row.partition, row.rollout), Rollout(row.ends, by_segment)).add(row)
         for group in sorted(groups, key=lambda group: (group.order, group.born_put)):
             group.have = sum(rollout.ended for rollout in group.rollouts.values())
             group.lost = group.left + sum(rollout.failed for rollout in group.rollouts.values())
             group.born_time = now - group.born_time
-            stream._open(group)
+            stream.dispatched += group.dispatched
             if group.is_ready:
-                stream.ready.setdefault(group.partition, OrderedDict())[group.key] = stream.waiting.pop(
-                    group.key
-                )
+                stream.ready.setdefault(group.partition, OrderedDict())[group.key] = group
+            else:
+                stream.waiting[group.key] = group
         return stream
-
-
-def _tensor(name: str, values: Sequence[Any]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64 if name in ("born_time", "reward") else torch.int64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -21,6 +20,7 @@ from .ratios import Policies, Ratios, Span, distance, over_units, require_known
 
 Estimator = Literal["k1", "k2", "k3"]
 Over = Literal["token", "sum", "mean", "max"]
+Bounded = Literal["token", "sum", "mean", "max", "every"]
 Judged = Literal["all", "negative"]
 
 
@@ -122,8 +122,18 @@ class Diverged(
         k1      log low ≤ D ≤ log high    low and high bound μ / π_old, the inverse of an importance weight
         k2, k3  D ≤ high
 
+        token            D of each token by itself
+        sum, mean, max   D of the row: the sum, mean or largest over its tokens
+        every            D of every token: one that is outside takes the row out
+
     Bounds are inclusive. Of k1, `high` alone means low = 1 / high; low = 0 is open below, and high = null
-    above. Rows without a token in the loss stay. ``token`` is for TokenFilter, the other levels for
+    above. ``max`` with k1 has both bounds on the row's largest μ / π_old: no token is above `high`, and some
+    token is at least `low`, however small μ / π_old is at the others. A row of which any token's
+    ρ = π_old / μ is below a or above b (SkyRL's ``outlier_token_is_threshold_low`` and ``_high``) leaves by
+    ``Diverged(estimator="k1", level="every", low=1 / b, high=1 / a)``. Of k2 and k3, which have no `low`,
+    ``every`` is ``max``.
+
+    Rows without a token in the loss stay. ``token`` is for TokenFilter, the other levels for
     SampleFilter, where it stands before the advantage: a rejected row's reward is out of its group's baseline
     under ``exclude`` and ``drop``, and stays in it under ``mask``. A pipeline refuses it after the advantage,
     where it would stay in any case. What remains is the denominator of the loss; TokenFilter
@@ -136,7 +146,8 @@ class Diverged(
 
     Args:
         estimator: k1, k2, k3.
-        level: the divergence of each ``token``, or its ``sum``, ``mean`` or ``max`` over a row.
+        level: what the bounds are of: each ``token``, the ``sum``, ``mean`` or ``max`` over a row, or
+            ``every`` token of a row.
         low: of k1, the least μ / π_old that stays, ≥ 0; null: 1 / high.
         high: greatest that stays: μ / π_old of k1, the divergence of k2 and k3; null: open, for k1 with low.
         unit: over what: a row (``sample``) or all rows of a ``rollout``, which then stay or go as one.
@@ -164,7 +175,7 @@ class Diverged(
         self,
         *,
         estimator: Estimator = "k3",
-        level: Over = "mean",
+        level: Bounded = "mean",
         low: float | None = None,
         high: float | None,
         unit: Span = "sample",
@@ -172,7 +183,8 @@ class Diverged(
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        check_divergence(estimator, level)
+        one_of("estimator", estimator, get_args(Estimator))
+        one_of("level", level, get_args(Bounded))
         self.unit = one_of("unit", unit, get_args(Span))
         self.judges = one_of("judges", judges, get_args(Judged))
         self.estimator, self.level, self.low, self.high = estimator, level, low, high
@@ -193,12 +205,10 @@ class Diverged(
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool, for SampleFilter; where tokens are judged one by one (B, T), which it refuses."""
-        of_row, out, negative = self._judge(rows, rows.tokens())
-        if out is not None or (negative is not None and negative.shape[1] > 1):
-            return self._kept(rows, of_row, out, negative)
-        if negative is not None:
-            of_row = of_row & rows.measured(negative=negative[:, 0])["negative"].bool()
-        return ~of_row
+        out = self._outside(rows, rows.tokens())
+        if out.ndim == 2 and out.shape[1] == 1:
+            out = rows.measured(out=out[:, 0])["out"].bool()
+        return ~out
 
     def of_tokens(self, rows: Rows, batch: TensorDictBase) -> Tensor:
         """(B, T) bool, True where a token stays, for TokenFilter; (B, 1) where rows are judged.
@@ -207,7 +217,8 @@ class Diverged(
             rows: the table.
             batch: TensorDict ``[B]``, its rows that are here.
         """
-        return self._kept(rows, *self._judge(rows, batch))
+        out = self._outside(rows, batch)
+        return ~(out if out.ndim == 2 else rows.there(out).unsqueeze(-1))
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool, True where the row stays; (N, T), of its tokens, where they are judged one by one."""
@@ -215,47 +226,44 @@ class Diverged(
         keep = self.of_tokens(rows, rows.tokens())
         return keep if self.level == "token" or keep.shape[-1] > 1 else keep[:, 0]
 
-    @staticmethod
-    def _kept(rows: Rows, of_row: Tensor, out: Tensor | None, negative: Tensor | None) -> Tensor:
-        out = rows.there(of_row).unsqueeze(-1) if out is None else out
-        return ~(out if negative is None else out & negative)
-
-    def _judge(self, rows: Rows, batch: TensorDictBase) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Who is out of bounds: rows (M,), and tokens (B, T) where they are judged; and whose advantage,
-        (B, 1) or (B, T), is negative, where that counts.
+    def _outside(self, rows: Rows, batch: TensorDictBase) -> Tensor:
+        """Who is out of bounds: (M,) bool, rows of the table; or of the batch tokens (B, T), or rows (B, 1)
+        that were judged by their advantage.
         """
-        reader, by_token = type(self).__name__, self.level == "token"
-        keys = self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key
-        policies = Policies.read(batch, keys, in_loss_there(rows), reader=reader)
+        by_token = self.level == "token"
+        policies = Policies.read(batch, self, in_loss_there(rows))
 
         def of_some(ratio: Ratios) -> dict[str, Tensor]:
             values, found = of_tokens(ratio, self.estimator), ratio.of_rows()
-            if by_token:
-                return found | {"out": ratio.mask & outside(values.to(ratio.dtype), self._low, self._high)}
+            if by_token or self.level == "every":
+                out = ratio.mask & outside(values.to(ratio.dtype), self._low, self._high)
+                return found | ({"out": out} if by_token else {"part": out.sum(-1)})
             return found | {"part": over_tokens(values, ratio.mask, self.level)}
 
         made = policies.each_row(of_some)
-        out = made.pop("out") if by_token else None
+        out = made.pop("out", torch.empty(0))
         found = rows.measured(**made)
         require_known(rows, found)
         rollouts = rows.rollouts.everyone if self.unit == "rollout" else None
         for name, value in distance(found, rollouts).items():
             rows.metric(name, value)
-        of_row = torch.zeros(len(rows), dtype=torch.bool)
-        if not by_token:
+        if self.level == "every":
+            out = over_units(found["part"], rollouts) > 0
+        elif not by_token:
             tokens, part = over_units(found["tokens"], rollouts), found["part"]
             if self.level == "max":
                 total = part if rollouts is None else rollouts.max(part)
             else:
                 total = over_units(part, rollouts)
                 total = total / tokens.clamp_min(1) if self.level == "mean" else total
-            of_row = (tokens > 0) & outside(total.to(policies.dtype), self._low, self._high)
-            of_row = of_row if rollouts is None else rollouts.spread(of_row)
-        negative = None
+            out = (tokens > 0) & outside(total.to(policies.dtype), self._low, self._high)
+        if rollouts is not None:
+            out = rollouts.spread(out)
         if self.judges == "negative":
-            read = partial(read_advantage, reader=reader, rows=rows)
-            negative = read(batch, self.advantage_key, policies.mask, self.loss_mask_key) < 0
-        return of_row, out, negative
+            keys, reader = (self.advantage_key, self.loss_mask_key), type(self).__name__
+            credit = read_advantage(batch, keys[0], policies.mask, keys[1], reader=reader, rows=rows)
+            out = (out if by_token else rows.there(out).unsqueeze(-1)) & (credit < 0)
+        return out
 
 
 def _bounds(estimator: str, low: float | None, high: float | None) -> tuple[float | None, float | None]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.transforms.ids import Ids, add_up
-from headrace.transforms.options import one_of
+from headrace.transforms.options import has_effect, one_of, takes_options
 from headrace.transforms.rows import Rows
 from headrace.transforms.tokens import sum_of_tokens
 
@@ -22,6 +22,7 @@ Normalise = Literal["none", "batch"]
 NOTHING = 1e-8  # a mean weight at or below it: there is nothing to normalise
 
 
+@takes_options
 def importance_weight(
     log_prob: Tensor,
     sampler_log_prob: Tensor,
@@ -118,6 +119,8 @@ class WeightFormula:
         one_of("bound", self.bound, get_args(Bound))
         one_of("normalise", self.normalise, get_args(Normalise))
         check_bounds(self.low, self.high)
+        bounded = self.low is not None or self.high is not None
+        has_effect(importance_weight, "bound", self.bound, bounded or self.bound == "none", "low or high")
 
     def of_rows(self, ratio: Ratios, credit: Tensor | None = None) -> dict[str, Tensor]:
         """(B,) each: what has to be known of the tokens of each row.
@@ -130,11 +133,9 @@ class WeightFormula:
         if self.level == "token":
             ratios = ratio.clamped.exp().to(ratio.dtype)
             weight = torch.where(ratio.mask, self.bounded(ratios), 0.0).double()
-            found["weight"] = sum_of_tokens(weight) if self.normalise == "batch" else weight.sum(-1)
-            found["squares"], found["largest"] = weight.square().sum(-1), largest(weight)
+            found["weight"], found["squares"] = sum_of_tokens(weight), sum_of_tokens(weight.square())
+            found["largest"] = largest(weight)
             found["outside"] = (outside(ratios, self.low, self.high) & ratio.mask).sum(-1)
-        else:
-            found["total"] = sum_of_tokens(ratio.token)
         if credit is not None:
             found["peak"] = largest(torch.where(ratio.mask, credit.double() * weight, 0.0).abs())
         return found
@@ -203,10 +204,9 @@ def check_bounds(low: float | None, high: float | None) -> None:
     """Check bounds of a ratio.
 
     Raises:
-        ValueError: `low` is below 0 or above `high`, `high` is not above 0, or one of them is no number.
+        ValueError: `low` is below 0 or above `high`, or `high` is not above 0.
     """
-    numbers = all(bound is None or isinstance(bound, int | float) for bound in (low, high))
-    if not numbers or not (low is None or low >= 0) or not (high is None or high > 0):
+    if not (low is None or low >= 0) or not (high is None or high > 0):
         raise ValueError(f"bounds of a ratio: low ≥ 0 and high > 0, or None; got {low!r} and {high!r}")
     if low is not None and high is not None and not low <= high:
         raise ValueError(f"low must be ≤ high; got {low!r} and {high!r}")

@@ -10,16 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import Ids
+from headrace.transforms.ids import Ids, add_up
 from headrace.transforms.rows import Rows
-from headrace.transforms.tokens import check_lengths, first_token, in_blocks, read_loss_mask, read_tokens
+from headrace.transforms.tokens import (
+    check_lengths,
+    first_token,
+    in_blocks,
+    read_loss_mask,
+    read_tokens,
+    sum_of_tokens,
+)
 
 LARGEST = 20.0  # a log-ratio beyond it says no more: e^20 is 485 million
 Span = Literal["sample", "rollout"]
@@ -63,13 +70,9 @@ class Ratios:
         Also the first token of which one policy is not known, −1 where all are, and what both say of it
         (:func:`require_known`).
         """
-        found = {
-            "tokens": self.mask.sum(-1),
-            "total": self.token.sum(-1),
-            "k1": -self.clamped.sum(-1),
-            "k3": (self.excess - self.clamped).sum(-1),
-            "chi2": (self.excess * (self.excess + 2)).sum(-1),
-        }
+        d, more = -self.clamped, self.excess
+        sums = sum_of_tokens(torch.stack([self.token, d, more + d, more * (more + 2)]))
+        found = {"tokens": self.mask.sum(-1), **dict(zip(("total", "k1", "k3", "chi2"), sums, strict=True))}
         names = "unknown", "trainer", "sampler"
         return found | dict(zip(names, first_token(self._wrong, *self._pair), strict=True))
 
@@ -109,26 +112,25 @@ class Policies:
         self.dtype = rounded_to(log_prob, sampler_log_prob)
 
     @classmethod
-    def read(
-        cls, batch: TensorDictBase, keys: Sequence[NestedKey], in_loss: Tensor | None, *, reader: str
-    ) -> Policies:
+    def read(cls, batch: TensorDictBase, reader: Any, in_loss: Tensor | None) -> Policies:
         """Read the columns of a batch.
 
         Args:
             batch: TensorDict ``[B]``, dense or ragged.
-            keys: of log π_old, log μ and the loss mask.
+            reader: has `old_log_prob_key`, `sampler_log_prob_key` and `loss_mask_key`.
             in_loss: (B,) bool, rows in the loss; None: all are.
-            reader: who it is, for messages.
 
         Raises:
             MissingKeyError: a column is not there.
             BatchError: they are not of the same tokens; the mask is not bool.
         """
-        old = read_tokens(batch, keys[0], reader=reader, option="old_log_prob_key")
-        sampler = read_tokens(batch, keys[1], reader=reader, option="sampler_log_prob_key")
-        mask = read_loss_mask(batch, keys[2], in_loss, reader=reader)
-        check_lengths(batch, keys, keys[2], reader=reader)
-        return cls(old, sampler, mask, keys)
+        name, options = type(reader).__name__, ("old_log_prob_key", "sampler_log_prob_key")
+        keys, mask_key = [getattr(reader, option) for option in options], reader.loss_mask_key
+        pairs = zip(keys, options, strict=True)
+        old, sampler = (read_tokens(batch, key, reader=name, option=option) for key, option in pairs)
+        mask = read_loss_mask(batch, mask_key, in_loss, reader=name)
+        check_lengths(batch, keys, mask_key, reader=name)
+        return cls(old, sampler, mask, [*keys, mask_key])
 
     def each_row(
         self, function: Callable[..., Mapping[str, Tensor]], *more: Tensor | None
@@ -191,7 +193,8 @@ def distance(found: Mapping[str, Tensor], rollouts: Ids | None) -> dict[str, Ten
         kl_k3  Σ (ρ − 1 + d) / n    another (http://joschu.net/blog/kl-approx.html)
         chi2   Σ ρ² / n − 1         of χ²(π_old ‖ μ)
 
-    Sequences without a token in the loss are in none of them.
+    Sequences without a token in the loss are in none of them. Each number follows from the set of rows: ranks
+    and orders change no bit of it.
 
     Args:
         found: (M,) by name, of :meth:`Ratios.of_rows`.
@@ -202,10 +205,10 @@ def distance(found: Mapping[str, Tensor], rollouts: Ids | None) -> dict[str, Ten
     d = -clamped(over_units(found["total"], rollouts)) * there
     sequences = there.sum().clamp_min(1)
     return {
-        "kl_k1_token": found["k1"].sum() / tokens,
-        "kl_k3_token": found["k3"].sum() / tokens,
-        "chi2_token": found["chi2"].sum() / tokens,
-        "kl_k1_sequence": d.sum() / sequences,
-        "kl_k3_sequence": ((-d).expm1() + d).sum() / sequences,
-        "chi2_sequence": (-2 * d).expm1().sum() / sequences,
+        "kl_k1_token": add_up(found["k1"]) / tokens,
+        "kl_k3_token": add_up(found["k3"]) / tokens,
+        "chi2_token": add_up(found["chi2"]) / tokens,
+        "kl_k1_sequence": add_up(d) / sequences,
+        "kl_k3_sequence": add_up((-d).expm1() + d) / sequences,
+        "chi2_sequence": add_up((-2 * d).expm1()) / sequences,
     }

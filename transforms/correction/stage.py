@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import Ids
+from headrace.transforms.ids import Ids, add_up
 from headrace.transforms.options import one_of, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key
@@ -92,7 +92,7 @@ class RolloutCorrection(
         self.weighed_keys, self.final_keys = (self.advantage_key,), (self.importance_key,)
         self.level, self.bound, self.low, self.high = level, bound, low, high
         self.normalise, self.unit = normalise, unit
-        self.least_ess = None if least_ess is None else within("least_ess", least_ess, 0, 1)
+        self.least_ess = within("least_ess", least_ess, 0, 1)
 
     @property
     def corrects(self) -> tuple[NestedKey, NestedKey]:
@@ -151,9 +151,7 @@ class RolloutCorrection(
     def _read(
         self, batch: TensorDictBase, in_loss: Tensor | None, rows: Rows | None = None
     ) -> tuple[Policies, Tensor]:
-        keys = self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key
-        reader = type(self).__name__
-        policies = Policies.read(batch, keys, in_loss, reader=reader)
+        policies, reader = Policies.read(batch, self, in_loss), type(self).__name__
         mask, like = policies.mask, self.loss_mask_key
         return policies, read_advantage(batch, self.advantage_key, mask, like, reader=reader, rows=rows)
 
@@ -167,7 +165,8 @@ def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids |
         ess            (Σ w)² / (n Σ w²)    the effective sample size, a share; 0 where no weight is
         out_of_bounds  share outside of the bounds; of a sequence the share of its tokens
 
-    Sequences without a token in the loss are in none of them.
+    Sequences without a token in the loss are in none of them. Each number follows from the set of rows: ranks
+    and orders change no bit of it.
 
     Args:
         sums: (M,) by name, of :class:`~headrace.transforms.correction.importance.Importance`.
@@ -188,11 +187,11 @@ def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids |
     }
     found: dict[str, Tensor] = {}
     for by, (weight, squares, largest, outside, number) in parts.items():
-        total, square, number = weight.sum(), squares.sum(), number.clamp_min(1)
+        total, square, number = add_up(weight), add_up(squares), number.clamp_min(1)
         found |= {
             f"weight_mean_{by}": total / number,
             f"weight_max_{by}": largest.max() if len(largest) else total,
             f"ess_{by}": torch.where(square > 0, total.square() / (number * square), 0.0),
-            f"out_of_bounds_{by}": outside.sum() / number,
+            f"out_of_bounds_{by}": add_up(outside) / number,
         }
     return found

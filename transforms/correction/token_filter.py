@@ -37,6 +37,7 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
     ``all``       its advantage becomes 0, (N, T, 1); it stays in the mask    all tokens
     ============ =========================================================== =======================
 
+    In a pipeline of ``masked_log_prob=keep`` the log-probability stays, and the loss mask alone says it.
     ``all`` stands after the advantage, and leaves the token in a loss's entropy and KL terms. Under ``kept``
     a row is as long to later statistics as it was, and one of which no token is left trains nothing
     (``no_loss_tokens``). A row's reward stays in its group's baseline under both: to take it out, reject the
@@ -116,7 +117,7 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
         before = rows[LENGTH] if rows.has(LENGTH) else torch.full((len(rows),), -1)
         shorter = (before < 0) & (found["out"] > 0)
         rows.put(LENGTH, torch.where(shorter, found["tokens"].long(), before), ndim=1, fill=-1)
-        if self.log_prob_key is not None and has_key(batch, self.log_prob_key):
+        if rows.table.finite is None and self.log_prob_key is not None and has_key(batch, self.log_prob_key):
             log_prob = read_tokens(batch, self.log_prob_key, reader=reader, option="log_prob_key")
             write_tokens(batch, self.log_prob_key, log_prob.masked_fill(out, float("nan")), like)
         # Rows out of the loss keep their mask until they are gathered.
@@ -131,13 +132,11 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
             keep = of_tokens(rows.seen_by(self.criterion, rows.stage), batch)
         else:  # somebody else's, which sees what was decided, where there are rows
             keep = self.criterion(rows.write()) if len(batch) else mask
-        if not isinstance(keep, Tensor) or keep.dtype is not torch.bool:
-            found = f"{keep.dtype}" if isinstance(keep, Tensor) else type(keep).__name__
-        elif keep.numel() in (mask.numel(), len(batch)):
-            return keep.reshape(len(batch), -1) if len(batch) else mask
-        else:
-            found = f"{keep.dtype} {tuple(keep.shape)}"
-        raise BatchError(
-            f"a criterion of tokens returns one bool each, {tuple(mask.shape)}, or one a row; "
-            f"{self.criterion!r} returned {found}"
-        )
+        is_bool = isinstance(keep, Tensor) and keep.dtype is torch.bool
+        if not is_bool or keep.numel() not in (mask.numel(), len(batch)):
+            found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
+            raise BatchError(
+                f"a criterion of tokens returns one bool each, {tuple(mask.shape)}, or one a row; "
+                f"{self.criterion!r} returned {found}"
+            )
+        return keep.reshape(len(batch), -1) if len(batch) else mask

@@ -51,8 +51,7 @@ class Meetings:
         store = self._store
         number = store.add(f"headrace/{self.rank}", 1)
         meeting = f"headrace/{number}"
-        # 1. This rank says what it refuses, or comes; the first says what all are about, the last that all
-        #    go on.
+        # 1. This rank says what it refuses, or that it is here; the last of all that they go on.
         if error is not None:
             self._decide(meeting, f"rank {self.rank}: {error}")
         else:

@@ -53,7 +53,7 @@ class RankOptions:
         meaning: Any = next(iter(meanings), "raise")
         check_group(found)
         one_of("shared_ids", meaning, get_args(SharedIds))
-        within("patience", patience, 0, float("inf"))
+        within("patience", patience, 0)
         return cls(found, meaning, patience)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,14 @@ from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import first_row
-from headrace.transforms.tensordicts import bits_of, describe_columns, device_of, of_bits, without_rows
+from headrace.transforms.tensordicts import (
+    bits_of,
+    describe_columns,
+    device_of,
+    flat_rows,
+    of_bits,
+    without_rows,
+)
 
 from .meeting import Meetings, OtherRankError
 from .process_group import SharedIds
@@ -72,42 +78,39 @@ class Ranks:
         """
         own = len(table.live)
         kinds = {key: (column.dtype, tuple(column.shape[1:])) for key, column in table.columns.items()}
-        described = None
-        if own:
-            described = describe_columns(table.batch), device_of(table.batch).type
+        described = (describe_columns(table.batch), device_of(table.batch).type) if own else None
         every = self.gather_objects((own, kinds, table.dtypes, described), about)
         counts = [count for count, *_ in every]
-        known = next((each for each in every if each[0]), None)
-        if known is None:
+        if not any(counts):
             table.size = 0
             return
-        # Columns of few numbers a row on some ranks, and of other or ragged widths on others, are of tokens.
-        there = [({key for key, *_ in of_row[0]}, kinds) for count, kinds, _, of_row in every if count]
-        wide = {
-            key
-            for key in {key for _, kinds in there for key in kinds}
-            if all(key in keys for keys, _ in there)
-            and len({kinds.get(key, (None, None))[1] for _, kinds in there}) > 1
-        }
-        every = [(n, {k: v for k, v in kinds.items() if k not in wide}, *more) for n, kinds, *more in every]
-        known = next(each for each in every if each[0])
-        all_keys = {key for _, theirs, *_ in every for key in theirs}
-        for rank, (count, theirs, _, _) in enumerate(every):
-            if count and theirs != known[1]:
-                lacks = sorted(str(key) for key in all_keys - theirs.keys())
-                odd = sorted(str(key) for key in all_keys & theirs.keys() if theirs[key] != known[1].get(key))
+        # 1. Columns of few numbers a row on some ranks, and of other widths on others, are of tokens.
+        known = {rank: each for rank, each in enumerate(every) if each[0]}  # ranks with rows
+        in_batch = [{key for key, *_ in of_row[0]} for _, _, _, of_row in known.values()]
+        for key in {key for _, theirs, *_ in known.values() for key in theirs}:
+            shapes = {theirs.get(key, (None, None))[1] for _, theirs, *_ in known.values()}
+            if len(shapes) > 1 and all(key in there for there in in_batch):
+                for _, theirs, *_ in known.values():
+                    theirs.pop(key, None)
+        # 2. All others are the same on all of them. A rank without rows gets them from the first.
+        _, kinds, dtypes, of_first = next(iter(known.values()))
+        every_key = {key for _, theirs, *_ in known.values() for key in theirs}
+        for rank, (_, theirs, *_) in known.items():
+            if theirs != kinds:
+                lacks = sorted(str(key) for key in every_key - theirs.keys())
+                odd = sorted(str(key) for key in theirs if theirs[key] != kinds.get(key))
                 found = f"lacks {listing(lacks)}" if lacks else f"has others in {listing(odd)}"
                 raise BatchError(
                     f"ranks must have the same columns, of one dtype and shape; rank {rank} {found}"
                 )
-        kinds = known[1]
         if not own:
             table.columns = {
                 key: torch.zeros(0, *shape, dtype=dtype) for key, (dtype, shape) in kinds.items()
             }
-            table.dtypes = dict(known[2])
+            table.dtypes = dict(dtypes)
             if table.batch is None or not len(table.batch):
-                table.batch = without_rows(known[3][0], torch.device(known[3][1]))
+                table.batch = without_rows(of_first[0], torch.device(of_first[1]))
+        # 3. The rows of each rank behind those of the one before it.
         table.ranks = self
         table.starts = [sum(counts[:rank]) for rank in range(self.size + 1)]
         columns = self._gather({key: table.columns[key] for key in kinds}, counts)
@@ -133,10 +136,8 @@ class Ranks:
     def _gather(self, columns: Mapping[Any, Tensor], counts: list[int]) -> dict[Any, Tensor]:
         device = torch.device("cuda") if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
         own = counts[self.rank]
-        widths = [math.prod(column.shape[1:]) for column in columns.values()]
-        bits = [
-            bits_of(c.detach()).reshape(own, width) for c, width in zip(columns.values(), widths, strict=True)
-        ]
+        bits = [bits_of(flat_rows(column.detach())) for column in columns.values()]
+        widths = [part.shape[1] for part in bits]
         padded = torch.zeros(max(counts), sum(widths), dtype=torch.int64)
         if own and bits:
             padded[:own] = torch.cat(bits, 1)

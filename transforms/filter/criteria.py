@@ -3,8 +3,7 @@
 A criterion implements ``decide(rows) -> keep``. Any other callable, from a batch to (N,) bool, is one too, at
 the cost of one more read. Optional attributes help: `reason`, the word under which rows that go are counted;
 `unit`, what stays or goes as one; `in_keys`, the columns it reads, by which a pipeline refuses an order that
-cannot work;
-`before_baseline`, by which it refuses a place behind the advantage.
+cannot work; `before_baseline`, by which it refuses a place behind the advantage.
 """
 
 from __future__ import annotations
@@ -17,7 +16,15 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames, TakesColumns
-from headrace.transforms.options import at_least, describe_options, nested_key, within
+from headrace.transforms.options import (
+    INF,
+    LowerBound,
+    UpperBound,
+    at_least,
+    describe_options,
+    nested_key,
+    within,
+)
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import REWARD, STATUS_KEYS, Status
 from headrace.transforms.tensordicts import flat_rows
@@ -81,7 +88,7 @@ class RewardsVary(Criterion, columns=("reward", "group")):
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        self.tol = within("tol", tol, 0, float("inf"))
+        self.tol = within("tol", tol, 0)
         self.in_keys = (REWARD, self.reward_key, self.group_key)
 
     def decide(self, rows: Rows) -> Tensor:
@@ -97,8 +104,8 @@ class RewardWithin(Criterion, columns=("reward",)):
     """Rewards in ``[low, high]``; NaN is not. Reason: ``reward_bounds``.
 
     Args:
-        low: least reward that stays.
-        high: greatest reward that stays.
+        low: least reward that stays; −∞: any.
+        high: greatest reward that stays; ∞: any.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
     """
 
@@ -108,8 +115,8 @@ class RewardWithin(Criterion, columns=("reward",)):
     def __init__(
         self,
         *,
-        low: float = float("-inf"),
-        high: float = float("inf"),
+        low: LowerBound = -INF,
+        high: UpperBound = INF,
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
@@ -229,11 +236,6 @@ class Fresh(Criterion, columns=("version",)):
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        if current is None:
-            raise ValueError(
-                "Fresh needs current: the version that trains, or a callable that returns it, such as a "
-                "function of your trainer's count of updates"
-            )
         self.current = current if callable(current) else at_least("current", current, 0)
         self.max_staleness = at_least("max_staleness", max_staleness, 0)
         self.in_keys = (self.version_key,)

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import at_least, one_of
+from headrace.transforms.options import INF, LowerBound, UpperBound, at_least, one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import REWARD
 
@@ -103,7 +103,7 @@ class BestOf(Criterion, columns=("loss_mask", "group", "rollout")):
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        self.k, self.by = at_least("k", k, 1, required=True), one_of("by", by, get_args(By))
+        self.k, self.by = at_least("k", k, 1), one_of("by", by, get_args(By))
         lengths = self.loss_mask_key if by in ("length", "efficiency") else None
         keys = (REWARD, self.group_key, self.rollout_key, lengths)
         self.in_keys = tuple(key for key in keys if key is not None)
@@ -129,8 +129,8 @@ class GroupMeanWithin(Criterion, columns=("group", "rollout")):
     after FanOutCollapse.
 
     Args:
-        low: least mean that stays.
-        high: greatest mean that stays.
+        low: least mean that stays; −∞: any.
+        high: greatest mean that stays; ∞: any.
         names: other names of columns, such as `group_key` (:class:`ColumnNames`).
     """
 
@@ -141,8 +141,8 @@ class GroupMeanWithin(Criterion, columns=("group", "rollout")):
     def __init__(
         self,
         *,
-        low: float = float("-inf"),
-        high: float = float("inf"),
+        low: LowerBound = -INF,
+        high: UpperBound = INF,
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)

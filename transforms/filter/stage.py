@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
+from headrace.transforms.ids import mean_of
 from headrace.transforms.options import one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, unit_keys
@@ -131,8 +132,10 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
             rows.require_set(ids, f"{self._unit}_id", "rows without an id would be judged as one")
             keep = ids.spread(ids.all(keep))
         if self.on_batch is not None:
-            self.on_batch(*rows.shown(keep))
+            batch, stays = rows.shown(keep)
+            if len(batch):  # a rank without rows has nothing to show
+                self.on_batch(batch, stays)
         own = rows.of_rank(keep)
         rows.metric("kept", own.sum())
-        rows.metric("fraction_kept", own.double().mean() if len(own) else 0.0)
+        rows.metric("fraction_kept", mean_of(own))
         rows.leave(~keep, self.reasons[0], self.effects[0])

@@ -19,6 +19,7 @@ from headrace.transforms.tensordicts import columns_by_row, entries_of, shallow_
 from headrace.transforms.tokens import (
     PROMPT,
     RESPONSE,
+    check_lengths,
     check_mask,
     describe_row,
     in_loss_there,
@@ -103,10 +104,8 @@ class DenseRows(
         else:
             require(batch, self.tokens_key, reader=rows.reader, option="tokens_key")
             keys = dict.fromkeys([*self.out_keys, *TOKEN_KEYS])
-            rest, columns = (
-                batch.exclude(*PARTS),
-                {key: batch.get(key) for key in keys if has_key(batch, key)},
-            )
+            rest = batch.exclude(*PARTS)
+            columns = {key: batch.get(key) for key in keys if has_key(batch, key)}
             if len(batch):  # ragged rows, which another rank may have, need not say it
                 require(batch, self.attention_key, reader=rows.reader, option="attention_key")
             else:
@@ -134,7 +133,13 @@ class DenseRows(
             is_whole = self._is_whole(batch, tokens)
             behind = entries_behind(attention)
             if bool(behind.any()):
-                self._require_still(rest.exclude(*columns), tokens.shape[1])
+                width = tokens.shape[1]
+                items = rest.exclude(*columns).items(include_nested=True, leaves_only=True)
+                if width > 1 and (odd := [key for key, each in items if each.shape[1:2] == (width,)]):
+                    raise BatchError(
+                        f"the tokens of these rows are moved to their ends, and {listing(map(repr, odd))} as "
+                        "wide as they would stay: pad on the left, or leave them out (batch.exclude)"
+                    )
                 columns = {key: turn_right(column, behind) for key, column in columns.items()}
                 tokens, attention = columns[self.tokens_key], columns[self.attention_key]
 
@@ -173,7 +178,8 @@ class DenseRows(
         rows.stored_as(rest)
         dense = shallow_copy(rest)
         for key, column in columns.items():
-            dense.set(key, column if self.width is None else fit_width(column, width, self._padding(key)))
+            fill = self.pad_id if key == self.tokens_key else None
+            dense.set(key, column if self.width is None else fit_width(column, width, fill))
         return dense
 
     def _padded(self, batch: LazyStackedTensorDict) -> tuple[TensorDict, dict[NestedKey, Tensor]]:
@@ -198,8 +204,9 @@ class DenseRows(
             elif not isinstance(entries[0], Tensor):
                 rest.set(key, batch.get(key))
             elif key in self.out_keys or key in TOKEN_KEYS or len({row.shape for row in entries}) > 1:
-                require_per_token(key, entries, lengths)
-                columns[key] = padded(entries, key, self._padding(key), "left")
+                check_lengths(batch, [key], self.tokens_key, reader="DenseRows", or_of_rows=False)
+                fill = self.pad_id if key == self.tokens_key else None
+                columns[key] = padded(entries, key, fill, "left")
             else:
                 rest.set(key, torch.stack(entries))
         tokens = columns[self.tokens_key]
@@ -236,44 +243,12 @@ class DenseRows(
         same = joined == whole
         return (same if len(parts) == 2 else same | ~last_entries(lengths_of(batch, RESPONSE), joined)).all(1)
 
-    def _require_still(self, rest: TensorDictBase, width: int) -> None:
-        """Refuse columns that may be per token and would stay where they are while the tokens move."""
-        items = rest.items(include_nested=True, leaves_only=True)
-        if width > 1 and (odd := [key for key, column in items if column.shape[1:2] == (width,)]):
-            raise BatchError(
-                f"the tokens of these rows are moved to their ends, and {listing(map(repr, odd))} as wide as "
-                "they would stay: pad on the left, or leave them out (batch.exclude)"
-            )
-
-    def _padding(self, key: NestedKey) -> float | None:
-        return self.pad_id if key == self.tokens_key else None
-
 
 def lengths_of(batch: TensorDictBase, key: NestedKey) -> list[int]:
     """Entries of a column in each row, padding included."""
     if isinstance(batch, LazyStackedTensorDict):
         return [len(row) for row in entries_of(batch, key) or []]
     return [batch.get(key).shape[1]] * len(batch)
-
-
-def require_per_token(key: NestedKey, entries: Sequence[Tensor], lengths: Sequence[int]) -> None:
-    """Refuse a ragged column that is not per token.
-
-    Raises:
-        BatchError: it is not as long as the tokens, or its rows differ in more than their length.
-    """
-    found = [entry.shape[0] if entry.ndim else 0 for entry in entries]
-    wrong = [
-        f"row {row} has {there} for {length} tokens"
-        for row, (there, length) in enumerate(zip(found, lengths, strict=True))
-        if there != length
-    ]
-    if wrong or len({entry.shape[1:] for entry in entries}) > 1:
-        shapes = listing(wrong) if wrong else f"shapes {[tuple(entry.shape) for entry in entries[:4]]}"
-        raise BatchError(
-            f"a column that differs in length between rows has an entry per token; {key!r}: {shapes}. Were "
-            "tokens cut off after it was written? Leave it out (batch.exclude) if it is not per token"
-        )
 
 
 def last_entries(lengths: Sequence[int], like: Tensor) -> Tensor:
@@ -289,9 +264,9 @@ def last_entries(lengths: Sequence[int], like: Tensor) -> Tensor:
     """
     places = torch.arange(like.shape[1], 0, -1, device=like.device)
     rows = {length: places <= length for length in set(lengths)}
-    return (
-        torch.stack([rows[length] for length in lengths]) if rows else places.new_zeros(0, len(places)).bool()
-    )
+    if not rows:
+        return places.new_zeros(0, len(places)).bool()
+    return torch.stack([rows[length] for length in lengths])
 
 
 def entries_behind(attention: Tensor) -> Tensor:

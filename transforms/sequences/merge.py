@@ -29,7 +29,7 @@ from headrace.transforms.schema import (
     has_key,
 )
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tensordicts import device_of, entries_of
+from headrace.transforms.tensordicts import device_of, entries_of, parts_of
 from headrace.transforms.tokens import describe_row, in_loss_there, read_mask, read_tokens, write_tokens
 
 from .dense import PARTS
@@ -131,7 +131,8 @@ class MergeTurns(
 
     Raises:
         MissingKeyError: a column is not there.
-        BatchError: rows to merge differ in a column by row; the batch is cut already; turns are not distinct.
+        BatchError: rows to merge differ in a column by row; the batch is cut already; turns are not distinct;
+            a token in the loss is no real one.
 
     Example:
         >>> from tensordict import TensorDict
@@ -180,7 +181,7 @@ class MergeTurns(
         require_turns(rows, turn)
         own = Ids(rows.of_rank(ids.labels))
         in_loss = in_loss_there(rows)
-        trains = loss & there if in_loss is None else loss & there & in_loss[:, None]
+        trains = loss if in_loss is None else loss & in_loss[:, None]
         into, broken = merge_turns(
             left_aligned(tokens, there),
             left_aligned(trains.long(), there) == 1,
@@ -190,14 +191,25 @@ class MergeTurns(
         )
 
         # 2. Columns by row are those of the row into which it is merged. One copy tells the table all of it.
-        differs = {
-            key: differs for key in self._alike(batch) if (differs := _differs(batch, key, into)) is not None
-        }
+        may_differ = {self.tokens_key, self.attention_key, self.loss_mask_key, self.advantage_key}
+        may_differ |= {self.turn_key, *MERGED_KEYS, *self.token_keys, *LAST_KEYS, *self.last_keys, *PARTS}
+        may_differ |= {ROW, IN_LOSS, *OF_SEGMENTS, *([("next", "reward")] if has_key(batch, REWARD) else [])}
+        differs = {}
+        for key in batch.keys(include_nested=True, leaves_only=True):
+            if key not in may_differ and (column := _differs(batch, key, into)) is not None:
+                differs[key] = column
         found = rows.measured(
             into=rows.table.live.to(device).index_select(0, into),
             broken=broken,
             tokens=trains.sum(1),
+            padding=(loss & ~there).any(1),
             **{f"differs in {key}": column for key, column in differs.items()},
+        )
+        rows.require(
+            found["padding"] == 0,
+            "a token in the loss is a real one; the loss mask is True where the attention mask is False in "
+            "{found}, and merging would drop those tokens. Correct the mask that is wrong",
+            describe_row(rows),
         )
         for key in differs:
             rows.require(
@@ -255,14 +267,6 @@ class MergeTurns(
             )
         return mask
 
-    def _alike(self, batch: TensorDictBase) -> list[NestedKey]:
-        """The columns by row in which rows that are merged must agree."""
-        may_differ = {self.tokens_key, self.attention_key, self.loss_mask_key, self.advantage_key}
-        may_differ |= {self.turn_key, *MERGED_KEYS, *self.token_keys, *LAST_KEYS, *self.last_keys, *PARTS}
-        may_differ |= {ROW, IN_LOSS, *OF_SEGMENTS}
-        may_differ |= {("next", "reward")} if has_key(batch, REWARD) else set()
-        return [key for key in batch.keys(include_nested=True, leaves_only=True) if key not in may_differ]
-
 
 def _by_token(batch: TensorDictBase, key: NestedKey, like: NestedKey) -> Tensor:
     """(B, T, ...) of a column by token, or of one with an entry a row that stands for all of them."""
@@ -283,15 +287,13 @@ def _by_token(batch: TensorDictBase, key: NestedKey, like: NestedKey) -> Tensor:
 
 def _differs(batch: TensorDictBase, key: NestedKey, into: Tensor) -> Tensor | None:
     """(B,) bool: a column says other things of a row than of the one it is merged into; None of texts."""
-    if isinstance(batch, LazyStackedTensorDict):
-        entries = entries_of(batch, key) or []
-        if not all(isinstance(entry, Tensor) for entry in entries):
-            return None
-        content = same_content(entries)
-        return content != content[into]
-    column = batch.get(key)
-    if not isinstance(column, Tensor):
+    parts = parts_of(batch, key)
+    if not all(isinstance(part, Tensor) for part in parts):
         return None
+    if isinstance(batch, LazyStackedTensorDict):
+        content = same_content(parts)
+        return content != content[into]
+    column = parts[0]
     column = column.detach().flatten(1) if column.ndim > 1 else column.detach()[:, None]
     other = column.index_select(0, into)
     return ((column != other) & ~((column != column) & (other != other))).any(1)

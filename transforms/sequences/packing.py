@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.options import nested_key
 from headrace.transforms.schema import has_key, require
-from headrace.transforms.tensordicts import entries_of
+from headrace.transforms.tensordicts import entries_of, parts_of
 from headrace.transforms.tokens import check_mask
 
 from .prefix_tree import tree_columns
@@ -241,15 +241,14 @@ def _in_rows(values: Tensor, packed: TensorDictBase) -> Tensor:
 
 def _values(batch: TensorDictBase, key: NestedKey) -> Tensor | list[Tensor]:
     """What is under a key, (n, ...), or row by row."""
-    ragged = entries_of(batch, key) if isinstance(batch, LazyStackedTensorDict) else None
-    column = ragged or require(batch, key, reader="pack", option="row_input_keys")
-    if not all(isinstance(row, Tensor) for row in (column if isinstance(column, list) else [column])):
+    parts = parts_of(batch, key) or [require(batch, key, reader="pack", option="row_input_keys")]
+    if not all(isinstance(part, Tensor) for part in parts):
         raise BatchError(
             f"rows share tokens only if their inputs are equal, and {key!r} is no tensor that could be "
             "compared: give rows a column of numbers that differ where the inputs do, and name that in "
             "row_input_keys"
         )
-    return column
+    return parts if isinstance(batch, LazyStackedTensorDict) else parts[0]
 
 
 def _end_to_end(batch: TensorDictBase, key: NestedKey, option: str) -> tuple[Tensor, list[torch.Size]]:

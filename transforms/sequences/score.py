@@ -17,9 +17,9 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.options import at_least, describe_options
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import has_key
+from headrace.transforms.schema import FLOAT, has_key
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tensordicts import entries_of, take_rows, write_entry
+from headrace.transforms.tensordicts import entries_of, leaves_of, take_rows, write_entry
 from headrace.transforms.tokens import ATTENTION, describe_row, in_loss_there, read_mask, read_tokens
 
 from .packing import TOKEN_KEYS
@@ -149,10 +149,8 @@ class ScoreRows(
         self.name_columns(names)
         super().__init__([self.tokens_key, self.attention_key, self.loss_mask_key], [self.log_prob_key])
         self.actor = actor
-        self.max_rows, self.max_tokens = (
-            at_least("max_rows", max_rows, 1),
-            at_least("max_tokens", max_tokens, 1),
-        )
+        self.max_rows = at_least("max_rows", max_rows, 1)
+        self.max_tokens = at_least("max_tokens", max_tokens, 1)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "actor":  # the policy is somebody else's: its weights are no state of this stage
@@ -205,8 +203,12 @@ class ScoreRows(
         sizes = rows.of_rank(lengths).tolist()
         passes = passes_of(sizes, max_rows=self.max_rows, max_tokens=self.max_tokens)
         order = torch.tensor(list(chain(*passes)), dtype=torch.int64, device=tokens.device)
-        seen = self._seen(batch, tokens, attention, trains)
-        log_probs = torch.full(tokens.shape, torch.nan, device=tokens.device)
+        seen = TensorDict(dict(leaves_of(batch)), batch_size=[len(batch)], device=batch.device)
+        for key, column in ((self.tokens_key, tokens), (self.attention_key, attention)):
+            seen.set(key, column)
+        seen.set(ATTENTION, attention)  # where wrappers of TorchRL look
+        seen.set(self.loss_mask_key, trains)
+        log_probs = torch.full(tokens.shape, torch.nan, dtype=FLOAT, device=tokens.device)
         per_token = dict.fromkeys([self.tokens_key, self.attention_key, self.loss_mask_key, *TOKEN_KEYS])
         with evaluating(self.actor):
             for numbers, some in zip(passes, order.split([len(each) for each in passes]), strict=True):
@@ -233,16 +235,3 @@ class ScoreRows(
         for row, own, size in zip(batch.tensordicts, log_probs, sizes, strict=True):
             write_entry(row, self.log_prob_key, own[width - size :])
         return batch
-
-    def _seen(
-        self, batch: TensorDictBase, tokens: Tensor, attention: Tensor, trains: Tensor
-    ) -> TensorDictBase:
-        """What the actor sees: the tensors of dense rows; of ragged ones tokens and masks."""
-        seen = TensorDict({}, batch_size=[len(batch)], device=batch.device)
-        if not isinstance(batch, LazyStackedTensorDict):
-            for key in batch.keys(include_nested=True, leaves_only=True):
-                seen.set(key, batch.get(key))
-        seen.set(self.tokens_key, tokens)
-        seen.set(self.attention_key, attention)
-        seen.set(ATTENTION, attention)  # where wrappers of TorchRL look
-        return seen.set(self.loss_mask_key, trains)

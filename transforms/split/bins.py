@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.options import at_least
+from headrace.transforms.options import at_least, takes_options
 
 Bins = list[list[int]]
 CLOSE = 5e-4  # of the mean; a step does not feel less
@@ -25,6 +25,7 @@ ROUNDS = 256  # no batch that was seen needs a tenth; a bin that one giant fills
 PARTNERS = 8  # light bins that the heaviest tries before it gives up
 
 
+@takes_options
 def balance_evenly(costs: Tensor, bins: int) -> Tensor:
     """Put n items into bins of equal count and about equal cost.
 
@@ -62,6 +63,7 @@ def balance_evenly(costs: Tensor, bins: int) -> Tensor:
     return bin_of[:-1]
 
 
+@takes_options
 def balance_within(
     lengths: Tensor, budget: int, *, multiple_of: int = 1, costs: Tensor | None = None
 ) -> Tensor:

@@ -32,6 +32,7 @@ from headrace.transforms.schema import (
 from headrace.transforms.table import Late, Table
 from headrace.transforms.tensordicts import (
     device_of,
+    fill_out_of_loss,
     of_columns,
     rows_with,
     send_packed,
@@ -58,7 +59,7 @@ class LossColumns(NamedTuple):
     mask: NestedKey
     """(N, T) bool, becomes False."""
     log_prob: NestedKey | None
-    """(N, T) float, becomes NaN."""
+    """(N, T) float, becomes NaN; None: it stays, and the mask alone says it."""
     weight: NestedKey
     """(N,) float, becomes 0."""
 
@@ -90,9 +91,11 @@ class OptimiserSteps:
         in_order: bool = False,
     ):
         self.table, self.passes, self.rank, self.loss_columns = table, list(passes), rank, loss_columns
+        if table.finite is not None:
+            self.loss_columns = loss_columns._replace(log_prob=None)
         self.progress, self.resumed_after = progress, progress.taken
         if any(plan.is_padded for plan, *_ in self.passes):
-            check_padding(table.batch, loss_columns)
+            check_padding(table.batch, self.loss_columns)
         # Where each row of the table is in the batch; None: at its number.
         self.places = None if len(table.live) == table.size else table.places(torch.arange(table.size))
         self.in_order = in_order
@@ -187,7 +190,7 @@ class GatheredRows:
         row = batch.tensordicts[0] if _is_ragged(batch) else batch
         earlier = [key for key in (RANK, PADDING) if has_key(row, key)]  # of a split before this one
         self.batch = batch.exclude(*earlier) if earlier else batch
-        self.late, self.sizes = list(late), list(sizes)
+        self.late, self.sizes, self.finite = list(late), list(sizes), steps.table.finite
         self.device, self.is_ragged = device_of(self.batch), _is_ragged(self.batch)
         self.spans = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         order, padding, places = plan.of_rank(steps.rank)
@@ -237,6 +240,8 @@ class GatheredRows:
         for late, of_late in zip(self.late, self.of_late, strict=True):
             late.change(rows, {name: pieces[number] for name, pieces in of_late.items()})
         self._mask(rows, self.spans[number])
+        if self.finite is not None:
+            fill_out_of_loss(rows, *self.finite)
         return rows
 
     def _is_in_order(self, at: Tensor) -> bool:
@@ -370,10 +375,12 @@ def check_padding(batch: TensorDictBase, columns: LossColumns) -> None:
     Raises:
         BatchError: there is no column to do it by, or the loss mask is not bool.
     """
-    if not any(has_key(batch, key) for key in columns[:2]):
+    mask, log_prob, _ = columns
+    if not any(has_key(batch, key) for key in (mask, log_prob) if key is not None):
+        other = "" if log_prob is None else f" or {log_prob!r} (log_prob_key)"
         raise BatchError(
-            f"padding rows are kept out of the loss by {columns.mask!r} (loss_mask_key) or "
-            f"{columns.log_prob!r} (log_prob_key), and the batch has neither: it has {key_names(batch)}"
+            f"padding rows are kept out of the loss by {mask!r} (loss_mask_key){other}, and the batch has "
+            f"no such column: it has {key_names(batch)}"
         )
     if has_key(batch, columns.mask):
         check_mask(batch, columns.mask)

@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.transforms.distributed import check_one_way
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import at_least, one_of, within
+from headrace.transforms.options import at_least, has_effect, one_of, takes_options, within
 
 from .bins import balance_evenly, balance_within, bins_within
 from .shuffle import Cut, Remainder, check_split, cut_order, stream_seed
@@ -61,7 +61,7 @@ class CutOptions:
         for name, value in {"ranks": self.ranks, **given, "multiple_of": self.multiple_of}.items():
             at_least(name, value, 1)
         one_of("balance", self.balance, get_args(Balance))
-        within("linear", self.linear, 0, float("inf"))
+        within("linear", self.linear, 0)
         at_least("rank", self.rank, 0)
         if self.rank is not None and self.rank >= self.ranks:
             raise ValueError(f"rank must be below ranks; got rank={self.rank} and ranks={self.ranks}")
@@ -97,6 +97,7 @@ class CutOptions:
 # -- one optimiser step ---------------------------------------------------------------------------------
 
 
+@takes_options
 def deal(
     lengths: Tensor,
     *,
@@ -148,12 +149,13 @@ def deal(
         >>> [[rows.tolist() for rows in of_rank] for of_rank in dealt]
         [[[0, 2]], [[1, 3]]]
     """
+    has_effect(deal, "linear", linear, balance == "attention", "balance='attention'")
 
     def cost(tokens: Tensor) -> Tensor:
-        return tokens.double() * (tokens + linear) if balance == "attention" else tokens
+        return tokens.double() * (tokens.double() + linear) if balance == "attention" else tokens
 
     # 1. What is dealt: rows, or trees, numbered as they come, for the tokens that are their own.
-    tokens, costs, number = lengths, cost(lengths), torch.empty(0)
+    tokens, costs, number = lengths, cost(lengths), lengths
     if tree is not None:
         trees = Ids(tree)
         number = Ids(trees.spread(trees.first)).of

@@ -46,6 +46,28 @@ class InterruptedBatch(NamedTuple):
         return cls(**plain | {"after": SplitState.from_plain(plain["after"])})
 
 
+class TrainedBatch(NamedTuple):
+    """A batch of which no more is to be trained, and by what it is known when it comes again."""
+
+    rows: int
+    columns: Mapping[str, Tensor]
+    """(N, ...), its ids and rewards, by name."""
+
+    def is_again(self, other: TrainedBatch) -> bool:
+        """Whether the other has the same rows, in whatever order. A batch without ids is never known."""
+        if self.rows != other.rows or self.columns.keys() != other.columns.keys():
+            return False
+        names = [name for name in sorted(self.columns) if not self.columns[name].is_floating_point()]
+        sorted_columns = []
+        for batch in (self, other):
+            columns = {name: column.cpu() for name, column in batch.columns.items()}
+            order = torch.arange(self.rows)
+            for name in names:  # rows whose ids are all alike stay in their order
+                order = order[columns[name][order].argsort(stable=True)]
+            sorted_columns.append([columns[name][order] for name in sorted(columns)])
+        return bool(names) and not any(map(_difference, *sorted_columns))
+
+
 class SplitState(NamedTuple):
     """What goes into a draw and comes out of it."""
 
@@ -55,16 +77,23 @@ class SplitState(NamedTuple):
     """Rows that wait for the next batch."""
     interrupted: InterruptedBatch | None = None
     """The batch to go on with, given again."""
+    trained: TrainedBatch | None = None
+    """The last batch before it."""
 
     def to_plain(self) -> dict[str, Any]:
         """As dicts, tensors and lists, which ``torch.load`` reads without trusting the file."""
         plain: dict[str, Any] = {"calls": self.calls, "carried": to_plain(self.carried)}
+        if self.trained is not None:
+            columns = {name: column.cpu() for name, column in self.trained.columns.items()}
+            plain |= {"trained": {"rows": self.trained.rows, "columns": columns}}
         return plain if self.interrupted is None else plain | {"batch": self.interrupted.to_plain()}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> SplitState:
         """What :meth:`to_plain` made dicts of."""
         state, batch = cls(plain["calls"], from_plain(plain["carried"])), plain.get("batch")
+        if "trained" in plain:  # not in a state of an earlier version
+            state = state._replace(trained=TrainedBatch(**plain["trained"]))
         if batch is None:
             return state
         return state._replace(interrupted=InterruptedBatch.from_plain(batch, state))
@@ -155,6 +184,13 @@ class Progress:
         """Whether some were taken and an iterator waits to hand out the others."""
         return not self.done and self.open > 0 and 0 < self.taken < self.minibatches
 
+    @property
+    def trained(self) -> TrainedBatch | None:
+        """The last batch of which something was trained: this one, else that before it."""
+        if self.taken or self.done or self.minibatches == 0:
+            return TrainedBatch(self.known_by.rows, self.known_by.columns)
+        return self.before.trained
+
     def state(self, after: SplitState) -> SplitState:
         """What to save now. Reads columns in the middle of the batch.
 
@@ -162,13 +198,14 @@ class Progress:
             after: the state after the batch.
         """
         if self.done or self.taken >= self.minibatches:
-            return after
+            return after._replace(trained=self.trained)
         before = self.before._replace(interrupted=None)
         if self.taken == 0:
             return before
         rows, options, columns = self.known_by
         known = {name: column.cpu() for name, column in columns.items()}
-        return before._replace(interrupted=InterruptedBatch(rows, self.taken, dict(options), known, after))
+        batch = InterruptedBatch(rows, self.taken, dict(options), known, after)
+        return before._replace(interrupted=batch, trained=None)
 
 
 def _differences(batch: InterruptedBatch, known_by: KnownBy) -> Iterator[str]:
@@ -209,10 +246,11 @@ class SplitMemory:
     Attributes:
         state: after the batch accepted last.
         lock: held by who uses it.
+        restored: the state was loaded, and no batch has come since.
     """
 
     def __init__(self) -> None:
-        self.state, self.lock = SplitState(), Lock()
+        self.state, self.lock, self.restored = SplitState(), Lock(), False
         self._progress: Progress | None = None  # of the batch accepted last
         self._earlier: list[Progress] = []  # of batches before it that were in the middle then
 
@@ -220,7 +258,17 @@ class SplitMemory:
         """A batch was accepted."""
         known = [*self._earlier, *([] if self._progress is None else [self._progress])]
         self._earlier = [each for each in known if each.in_the_middle]
-        self.state, self._progress = state, progress
+        if self._progress is not None:
+            progress.before = progress.before._replace(trained=self._progress.trained)
+        self.state, self._progress, self.restored = state, progress, False
+
+    @property
+    def trained_before(self) -> TrainedBatch | None:
+        """The batch that is not trained again, should it come next: the last of a state that was loaded.
+
+        In the process that trained it, whoever gives a batch again means a second pass.
+        """
+        return self.state.trained if self.restored and self.state.interrupted is None else None
 
     def give_up(self) -> None:
         """Let go of the minibatches that are left of an interrupted batch; without one, nothing happens.
@@ -233,11 +281,14 @@ class SplitMemory:
             for progress in (*self._earlier, *([] if self._progress is None else [self._progress])):
                 progress.done = True
             self._earlier = []
-            if self.state.interrupted is not None:
-                self.state = self.state.interrupted.after
+            if (batch := self.state.interrupted) is not None:
+                trained = None if batch.columns is None else TrainedBatch(batch.rows, batch.columns)
+                self.state = batch.after._replace(trained=trained)
 
     def get_extra_state(self) -> dict[str, Any]:
         """What ``state_dict`` saves; in the middle of a batch, the state before it and how far it came.
+
+        Behind its last minibatch, by what it is known: it is not trained again.
 
         Raises:
             BatchError: two batches are in the middle, as when two pipelines share the split.
@@ -253,6 +304,7 @@ class SplitMemory:
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.state, self._progress, self._earlier = SplitState.from_plain(state), None, []
+        self.restored = True
 
 
 class Lock:

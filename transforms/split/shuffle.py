@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, as_ids
-from headrace.transforms.options import at_least, one_of
+from headrace.transforms.options import at_least, one_of, takes_options
 from headrace.transforms.rows import Rows
 
 Remainder = Literal["raise", "drop", "uneven", "pad", "carry"]
@@ -30,6 +30,7 @@ class Cut(NamedTuple):
     """(N − M,) int64, rows in no minibatch."""
 
 
+@takes_options
 def shuffle_split(
     rows: int,
     unit_id: Tensor | Sequence[int] | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from headrace.transforms.distributed import sharing
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import Ids
+from headrace.transforms.options import has_effect
 from headrace.transforms.prefixes import left_aligned, prefix_order
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
@@ -27,9 +29,11 @@ from headrace.transforms.tokens import read_tokens
 
 from .gather import Columns, LossColumns, OptimiserSteps
 from .plan import Balance, CutOptions, Oversized, Part, Plan, draw_plans, measure_plan
-from .resume import KnownBy, Progress, SplitMemory, SplitState, identifying_columns
+from .resume import KnownBy, Progress, SplitMemory, SplitState, TrainedBatch, identifying_columns
 from .shuffle import TOGETHER, Remainder
 from .trees import Forest, Tree
+
+log = logging.getLogger(__name__)
 
 
 class Pass(NamedTuple):
@@ -101,10 +105,12 @@ class ShuffleSplit(
     gathered one at a time, views where the rows are in order. ``state_dict`` holds the number of draws,
     carried rows, and how many minibatches of the batch at hand were taken: a restored run draws the same
     orders and, given that batch again, yields the others, or :meth:`give_up` lets go of them. It refuses
-    another batch, known by its ids and rewards, and another cut; each rank saves its own state.
+    another batch, known by its ids and rewards, and another cut; each rank saves its own state. Behind the
+    last minibatch, the rows of a batch that comes again leave as ``trained_before``, the first time after
+    ``load_state_dict``: given once more, it is trained in a second pass.
 
     Reads the ids of its `unit` and `tree`, and `length_key` to balance or keep a budget. Rows
-    leave as ``remainder`` or ``carried``.
+    leave as ``remainder``, ``carried`` or ``trained_before``.
 
     Args:
         minibatches: K ≥ 1; give this or `minibatch_size`.
@@ -120,7 +126,7 @@ class ShuffleSplit(
         multiple_of: the number of micro-batches per rank is a multiple of it, ≥ 1.
         oversized: a row longer than `max_tokens` goes ``alone``, counted as ``oversized``; or ``raise``.
         balance: ``none``, ``tokens``, or ``attention`` (tokens² + `linear` · tokens) is levelled over them.
-        linear: 6 × the model's hidden size, say.
+        linear: for ``attention``, 6 × the model's hidden size, say.
         tree: the rows of a ``rollout`` or ``group`` that begin alike, to be packed as one; ``none``.
         ranks: that share the batch, each holding the whole of it, ≥ 1.
         rank: which of them this is, to get its part alone; None: all, one after the other.
@@ -177,6 +183,8 @@ class ShuffleSplit(
         SplitMemory.__init__(self)
         ids = self.rollout_key, self.group_key
         reads = [*unit_keys(unit, *ids), *([self.length_key] if self.cut.measures else [])]
+        has_effect(ShuffleSplit, "oversized", oversized, max_tokens is not None, "max_tokens")
+        has_effect(ShuffleSplit, "linear", linear, balance == "attention", "balance='attention'")
         reads += [] if tree == "none" else [*unit_keys(tree, *ids), self.tokens_key]
         BatchTransform.__init__(self, reads, [MINIBATCH, MICROBATCH, *([RANK] if ranks > 1 else [])])
 
@@ -193,8 +201,10 @@ class ShuffleSplit(
     def same_on_all_ranks(self) -> str:
         """Options, and where it stands in its draws."""
         taken = 0 if self.state.interrupted is None else self.state.interrupted.taken
+        known = "a" if self.trained_before else "no"
         return (
-            f"{super().same_on_all_ranks()}\n{self.state.calls} draws before, and {taken} minibatches taken"
+            f"{super().same_on_all_ranks()}\n{self.state.calls} draws before, {taken} minibatches taken, and "
+            f"{known} batch that is not trained again"
         )
 
     def carried_rows(self) -> TensorDictBase | None:
@@ -270,6 +280,49 @@ class ShuffleSplit(
             rows.metric(name, value)
         return Drawn(rows, self, passes, mine, SplitState(before.calls + epochs, kept), progress)
 
+    def take_out_trained(self, rows: Rows) -> bool:
+        """Take all rows out where they are the last batch that was trained before the state was loaded.
+
+        Args:
+            rows: of all ranks, without those that were carried.
+
+        Returns:
+            Whether they are: nothing is drawn then.
+
+        Raises:
+            BatchError: on some ranks they are, and on others they are not.
+        """
+        known, table = self.trained_before, rows.table
+        if known is None:
+            return False
+        me = 0 if table.ranks is None else table.ranks.rank
+        own = table.of_ranks(table.here)[me]
+        came = TrainedBatch(len(own), identifying_columns(table, own, self.reward_key))
+        says = [known.is_again(came)] if known.rows or came.rows else []  # a rank without rows does not say
+        every = [says] if table.ranks is None else table.ranks.gather_objects(says)
+        votes = [vote for each in every for vote in each]
+        if len(set(votes)) > 1:
+            again = [rank for rank, each in enumerate(every) if True in each]
+            raise BatchError(
+                f"the rows of ranks {again} are those that were trained before the state was saved, and "
+                "those of the others are not: give all ranks the rows of one batch, that one or the next"
+            )
+        if not any(votes):
+            return False
+        log.warning(
+            "a batch of %d rows was trained before the state was saved, and is not trained again. For a "
+            "second pass over it give it once more",
+            len(own),
+        )
+        rows.leave(torch.ones(len(rows), dtype=torch.bool), "trained_before")
+        table.notes[self] = "trained_before"
+        return True
+
+    def state_after(self, rows: Rows) -> None:
+        """A batch that was not trained again has come: it may now, for a second pass."""
+        if rows.table.notes.pop(self, None) is not None:
+            self.restored = False
+
     def accept(self, drawn: Drawn) -> None:
         """Remember a draw: nobody has refused the batch."""
         self.remember(drawn.state, drawn.progress)
@@ -281,11 +334,17 @@ class ShuffleSplit(
                 rows = self.read_table(batch, ranks)
                 if rows is None:
                     return batch
-                rows.table.extend(self.state.carried, self.remainder)
-                drawn = self.draw(rows.seen_by(self))
-                steps = drawn.steps([(rows.table.written_columns(), rows.table.late, rows.table.batch)])
-                out = steps.whole()
-            self.accept(drawn)  # behind the end of the batch: no rank has refused it
+                drawn = None
+                if self.take_out_trained(rows.seen_by(self)):
+                    out = rows.write()
+                else:
+                    rows.table.extend(self.state.carried, self.remainder)
+                    drawn = self.draw(rows.seen_by(self))
+                    steps = drawn.steps([(rows.table.written_columns(), rows.table.late, rows.table.batch)])
+                    out = steps.whole()
+            if drawn is not None:  # behind the end of the batch: no rank has refused it
+                self.accept(drawn)
+            self.state_after(rows)
         return out
 
     def _units(

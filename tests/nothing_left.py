@@ -1,0 +1,107 @@
+"""What each process does in the laws of batches of which nothing is left."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from any_rank import TOGETHER, collected, join
+from recipes import NAMES
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from headrace.pipeline import Pipeline, make_report
+from headrace.transforms import BatchTransform, CompletenessGate, SampleFilter
+
+
+class AllLeave(BatchTransform):
+    """Every row leaves."""
+
+    reasons = ("all",)
+
+    def __init__(self, effect: str):
+        super().__init__()
+        self.effects = (effect,)
+
+    def decide(self, rows) -> None:
+        rows.leave(torch.ones(len(rows), dtype=torch.bool), "all", self.effects[0])
+
+
+def keep_none(batch: TensorDictBase) -> TensorDictBase:
+    """A stage of somebody's own, which knows nothing of batches without rows."""
+    assert batch["group_id"].max() >= 0
+    return batch[:0]
+
+
+def choose_none(batch: TensorDictBase) -> torch.Tensor:
+    """A criterion of somebody's own, which knows nothing of batches without rows."""
+    return batch["group_id"] > batch["group_id"].max()
+
+
+def emptied(recipe: str, stages: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """These stages with one that leaves nothing, in each place before the cut; and with a gate that does.
+
+    In each place rows are dropped; who else takes them is another in each place and recipe.
+    """
+    names = list(stages)
+    other = {
+        "excluded": AllLeave("excluded"),
+        "own stage": keep_none,
+        "masked": AllLeave("masked"),
+        "own criterion": SampleFilter(criterion=choose_none, unit="rollout", action="drop"),
+    }
+    for place in range(names.index("split") + 1):
+        turn = list(other)[(place + NAMES.index(recipe)) % len(other)]
+        for what, nothing in {"dropped": AllLeave("dropped"), turn: other[turn]}.items():
+            items = list(stages.items())
+            items.insert(place, ("nothing", nothing))
+            yield f"{what} before {names[place]}", dict(items)
+    if "gate" in stages:
+        yield "gate", {**stages, "gate": CompletenessGate(on_incomplete="drop")}
+
+
+def run_to_nothing(
+    rank: int, world: int, folder: str, pipelines: Sequence[tuple[str, Pipeline]]
+) -> tuple[int, list[str]]:
+    """Each recipe and way to leave nothing: how many, and what is not an empty run.
+
+    Of two ranks one has no rows, in turn, or both have some.
+    """
+    if world > 1:
+        join(rank, world, folder)
+    together = TOGETHER if world > 1 else {}
+    tried, wrong = 0, list[str]()
+    for recipe, base in pipelines:
+        for number, (what, stages) in enumerate(emptied(recipe, dict(base.stages.items()))):
+            batch = collected("uniform", recipe)
+            if what == "gate":
+                batch["expected_rollouts"] += 5
+            if number % 2:
+                batch = lazy_stack(list(batch.unbind(0)))
+            if world > 1 and number % 3 < 2:
+                mine = batch if rank == number % 3 else TensorDict({}, batch_size=[0])
+            else:
+                mine = batch[rank * 8 : len(batch) if rank == world - 1 else (rank + 1) * 8]
+            try:
+                pipeline = Pipeline(copy.deepcopy(stages), **together)
+            except ValueError as err:  # an order that is refused
+                if "takes single rows out" not in str(err) and "would have no effect" not in str(err):
+                    wrong.append(f"{recipe}, {what}: {err}")
+                continue
+            tried += 1
+            run = pipeline.run(mine, epochs=2)
+            stays = what.startswith(("excluded", "masked"))
+            minibatches = sum(map(len, run.minibatches()))
+            found = len(run.batch), minibatches, run.ledger.counts()["trained"], len(run.ledger.reason)
+            expected = (len(mine), 2 * len(mine)) if stays else (0, 0)
+            if found != (*expected, 0, len(mine)):
+                wrong.append(f"{recipe}, {what}, rank {rank}: {found}")
+            make_report(run)
+    if world > 1:
+        torch.save((tried, wrong), Path(folder) / f"{rank}.pt")
+        dist.barrier()  # rank 0 has the store, by which the others hear of the end of the last batch
+        dist.destroy_process_group()
+    return tried, wrong

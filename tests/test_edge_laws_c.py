@@ -1,0 +1,294 @@
+"""Options: no numeric one is NaN, a bool or infinite, and none without effect is accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+
+import pytest
+import torch
+
+import headrace.pipeline
+import headrace.transforms
+from headrace.pipeline import ConfigError, load_pipeline
+from headrace.transforms import (
+    BatchTransform,
+    BatchWhitening,
+    CombineIds,
+    CompletenessGate,
+    DenseRows,
+    DifficultyWeight,
+    FanOutCollapse,
+    GroupAssembler,
+    GroupRelativeAdvantage,
+    LengthPenalty,
+    LossWeight,
+    MergeTurns,
+    OverlongPunishment,
+    RelativeLength,
+    RewardScale,
+    RewardsToGo,
+    RolloutCorrection,
+    RunningBaseline,
+    SampleFilter,
+    ScoreRows,
+    ShuffleSplit,
+    SignFactors,
+    StateAdvantage,
+    TokenAdvantage,
+    TokenFilter,
+    TreeAdvantage,
+    TurnAdvantage,
+    TurnDiscount,
+    deal,
+    importance_weight,
+    relative_length,
+)
+
+# What functions return, and nobody writes down; and load_pipeline, whose words go to the stages.
+RESULTS = {"Run", "StepReport", "load_pipeline"}
+
+
+def takers():
+    """Every public class and function that is called with options, by name."""
+    for package in (headrace.transforms, headrace.pipeline):
+        for name in package.__all__:
+            thing = getattr(package, name)
+            kind = thing if inspect.isclass(thing) else object
+            made = dataclasses.is_dataclass(kind) or hasattr(kind, "_fields") or issubclass(kind, Exception)
+            if callable(thing) and not made and name not in RESULTS:
+                yield name, thing
+
+
+def numeric_options():
+    """Each taker with each of its options whose annotation has a number in it, data left out."""
+    for name, thing in takers():
+        for option, parameter in inspect.signature(thing).parameters.items():
+            words = str(parameter.annotation)
+            data = "Tensor" in words or words.startswith("Iterable")
+            if re.search(r"\b(int|float|Clip|LowerBound|UpperBound)\b", words) and not data:
+                yield pytest.param(thing, option, words, id=f"{name}.{option}")
+
+
+def call(thing, **given):
+    """With what it needs besides; of that no value is looked at before the numbers are."""
+    needed = {}
+    for name, parameter in inspect.signature(thing).parameters.items():
+        named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if named and parameter.default is parameter.empty:
+            words = str(parameter.annotation)
+            needed[name] = 1 if words.startswith(("int", "float")) else None
+    return thing(**needed | given)
+
+
+@pytest.mark.parametrize(("thing", "option", "words"), list(numeric_options()))
+def test_no_numeric_option_is_nan_or_a_bool_or_infinite_where_it_does_not_say_so(thing, option, words):
+    may_be = {"LowerBound": -math.inf, "UpperBound": math.inf}.get(words)
+    wrong = [math.nan, True, False, math.inf, -math.inf, torch.tensor(math.nan), torch.tensor(True)]
+    for value in wrong:
+        if not isinstance(value, torch.Tensor) and value == may_be:
+            continue
+        given = value
+        if "Sequence" in words or words.startswith("Clip"):
+            given = [0.5, value]
+        with pytest.raises(ValueError, match=rf"\b{option} must be .*; got ") as refused:
+            call(thing, **{option: given})
+        assert str(value) in str(refused.value).lower() or str(value) in str(refused.value)
+
+
+def test_every_annotation_with_a_number_in_it_is_understood():
+    """A name that is there for type checkers alone would leave its option unchecked."""
+    seen = [parameter.values[1] for parameter in numeric_options()]
+    assert {"eps", "clip", "weights", "high", "factor", "patience", "group_size", "seed", "k"} <= set(seen)
+    assert len(seen) > 90
+
+
+@pytest.mark.parametrize("value", [math.nan, True, math.inf])
+def test_words_of_a_pipeline_are_refused_by_the_option_that_they_are(value):
+    for words in ({"patience": value}, {"stages": {"advantage": {"eps": value}}}):
+        option = "pipeline.patience" if "patience" in words else "pipeline.stages.advantage.eps"
+        with pytest.raises(ConfigError, match=f"^{option} must be a finite number; got"):
+            load_pipeline("grpo", **words)
+
+
+def test_bounds_that_may_be_open_are_infinite_in_their_own_direction_alone():
+    assert RewardScale(low=-math.inf, high=math.inf).high == math.inf
+    for given in ({"low": math.inf}, {"high": -math.inf}):
+        with pytest.raises(ValueError, match=r"must be a number or -?inf; got -?inf"):
+            RewardScale(**given)
+
+
+def test_a_stage_of_ones_own_is_checked_too():
+    class ClipReward(BatchTransform, columns=("reward",)):
+        def __init__(self, *, high: float, times: int | None = None, **names):
+            self.name_columns(names)
+            super().__init__(in_keys=[self.reward_key])
+            self.high = high
+
+    assert ClipReward(high=1, times=2).high == 1
+    for given, words in (
+        ({"high": math.nan}, "high must be a finite number; got nan"),
+        ({"high": True}, "high must be a finite number; got True"),
+        ({"high": 1.0, "times": 1.5}, "times must be an integer or None; got 1.5"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ClipReward(**given)
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'high'"):
+        ClipReward()
+
+
+def test_what_may_also_be_a_callable_is_a_number_or_that():
+    assert TokenAdvantage(term=lambda batch, trains: trains, factor=lambda: 2.0).factor() == 2.0
+    with pytest.raises(ValueError, match="factor must be a finite number or a callable; got nan"):
+        TokenAdvantage(term=lambda batch, trains: trains, factor=math.nan)
+
+
+# Options that have an effect in some combinations alone: a value, with what it has none, and with what it has
+# one. Each is accepted at its default, whatever else is set.
+ONLY_WITH = {
+    (ShuffleSplit, "oversized"): ("raise", {}, {"max_tokens": 8}),
+    (ShuffleSplit, "linear"): (512.0, {"balance": "tokens"}, {"balance": "attention"}),
+    (RolloutCorrection, "bound"): ("zero", {"high": None}, {"high": None, "low": 0.5}),
+    (GroupRelativeAdvantage, "group_size"): (4, {}, {"without_ids": "chunks"}),
+    (GroupRelativeAdvantage, "groups_per_batch"): (
+        2,
+        {"without_ids": "chunks", "group_size": 4},
+        {"without_ids": "rigid_or_global", "group_size": 4},
+    ),
+    (GroupRelativeAdvantage, "k"): (2, {}, {"baseline": "best_of_k"}),
+    (GroupRelativeAdvantage, "temperature"): (2.0, {}, {"baseline": "log_mean_exp"}),
+    (StateAdvantage, "ddof"): (0, {}, {"scale": "group"}),
+    (StateAdvantage, "eps"): (1e-4, {}, {"scale": "group"}),
+    (StateAdvantage, "eps_mode"): ("clamp", {}, {"scale": "group"}),
+    (LossWeight, "length"): (8, {}, {"unit": "constant"}),
+    (RelativeLength, "success"): (0.5, {"form": "rescale"}, {"form": "bonus"}),
+    (CompletenessGate, "min_rollouts"): (2, {}, {"on_incomplete": "keep"}),
+    (CompletenessGate, "min_fraction"): (0.5, {}, {"on_incomplete": "keep"}),
+    (TurnAdvantage, "turn_rewards"): ("turn", {"turn_index_key": None}, {}),
+    (TurnAdvantage, "outcome"): ("none", {"turn_index_key": None}, {"turn_rewards": "turn"}),
+    (GroupAssembler, "min_rollouts"): (2, {}, {"on_failure": "keep"}),
+    (GroupAssembler, "min_fraction"): (0.5, {}, {"on_timeout": "keep", "timeout": 9}),
+    (GroupAssembler, "refill"): (print, {}, {"on_failure": "refill"}),
+    (GroupAssembler, "max_refills"): (3, {}, {"on_failure": "refill", "refill": print}),
+    (GroupAssembler, "on_stale"): ("mask", {}, {"max_staleness": 1}),
+    (GroupAssembler, "on_newer"): ("wait", {}, {"max_staleness": 1}),
+    (GroupAssembler, "on_full"): ("raise", {}, {"max_pending_groups": 8}),
+    (GroupAssembler, "on_timeout"): ("raise", {}, {"timeout": 9}),
+}
+
+# Options that may have no effect, and are accepted there: a recipe or an interpolation gives them, and the
+# word that takes their effect away must still compose; or it follows from a number, say that of processes.
+ACCEPTED = {
+    GroupRelativeAdvantage: {"ddof", "eps", "eps_mode", "singleton"},
+    RolloutCorrection: {"low", "high"},  # without a bound they count who is out of bounds
+    TurnAdvantage: {"missing"},
+    ShuffleSplit: {"seed", "rank", "remainder", "balance", "tree"},
+    LossWeight: {"gradients", "shared_ids"},
+}
+
+# All others of the stages: they have an effect in every combination.
+ALWAYS = {
+    BatchWhitening: {"per", "ddof", "eps", "eps_mode"},
+    CombineIds: {"keys", "into"},
+    CompletenessGate: {"group_size", "expected_groups", "on_incomplete"},
+    DenseRows: {"pad_id", "width"},
+    DifficultyWeight: {"strength"},
+    FanOutCollapse: {"reward", "columns", "weights", "missing"},
+    GroupAssembler: {
+        *("groups", "group_size", "on_failure", "timeout", "timeout_seconds", "max_staleness", "on_late"),
+        *("on_duplicate", "on_surplus", "max_pending_groups", "max_idle", "max_concurrent_rollouts"),
+    },
+    GroupRelativeAdvantage: {
+        *(
+            "baseline",
+            "scale",
+            "clip",
+            "shift",
+            "dtype",
+            "several",
+            "weights",
+            "missing",
+            "without_ids",
+            "ndim",
+        ),
+    },
+    LengthPenalty: {"coefficient", "free"},
+    LossWeight: {"unit", "fold", "ranks", "process_group", "dtype"},
+    MergeTurns: {"token_keys", "last_keys"},
+    OverlongPunishment: {"max_length", "cache", "weight"},
+    RelativeLength: {"form", "coefficient"},
+    RewardScale: {"scale", "bias", "low", "high"},
+    RewardsToGo: {"discount"},
+    RolloutCorrection: {"level", "normalise", "unit", "least_ess"},
+    RunningBaseline: {"decay", "start", "start_weight"},
+    SampleFilter: {"criterion", "unit", "action", "on_batch"},
+    ScoreRows: {"actor", "max_rows", "max_tokens"},
+    ShuffleSplit: {
+        *("minibatches", "minibatch_size", "unit", "microbatches", "microbatch_size", "max_tokens"),
+        *("multiple_of", "ranks", "process_group", "shuffle"),
+    },
+    SignFactors: {"positive", "negative"},
+    StateAdvantage: {"weight", "baseline", "alone", "scale"},
+    TokenAdvantage: {"term", "factor", "how"},
+    TokenFilter: {"criterion", "denominator"},
+    TreeAdvantage: {"baseline", "alone", "forks", "missing"},
+    TurnAdvantage: {"discount", "baseline", "alone"},
+    TurnDiscount: {"discount"},
+}
+NEEDED = {ShuffleSplit: {"minibatches": 1}}
+
+
+def stages():
+    found = [getattr(headrace.transforms, name) for name in headrace.transforms.__all__]
+    kinds = [each for each in found if inspect.isclass(each) and issubclass(each, BatchTransform)]
+    return [each for each in kinds if each is not BatchTransform] + [GroupAssembler]
+
+
+@pytest.mark.parametrize("stage", stages())
+def test_of_every_option_it_is_said_with_what_it_has_an_effect(stage):
+    options = {name for name in inspect.signature(stage).parameters if not name.endswith("_key")}
+    only = {option for owner, option in ONLY_WITH if owner is stage}
+    always, accepted = ALWAYS.get(stage, set()), ACCEPTED.get(stage, set())
+    assert options == only | always | accepted
+    assert len(options) == len(only) + len(always) + len(accepted)
+
+
+@pytest.mark.parametrize(("stage", "option"), list(ONLY_WITH))
+def test_an_option_without_effect_is_refused_and_its_default_is_not(stage, option):
+    value, without, beside = ONLY_WITH[stage, option]
+    needed = NEEDED.get(stage, {})
+    with pytest.raises(ValueError, match=rf"\b{option}\b"):
+        stage(**needed, **without, **{option: value})
+    assert getattr(stage(**needed, **beside, **{option: value}), option) == value
+    default = inspect.signature(stage).parameters[option].default
+    assert getattr(stage(**needed, **without, **{option: default}), option) == default
+
+
+def test_functions_refuse_what_their_stages_do():
+    one = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="bound must be left out without low or high"):
+        importance_weight(one, one, one == 0, bound="zero", high=None)
+    with pytest.raises(ValueError, match="linear must be left out without balance='attention'"):
+        deal(torch.ones(1, dtype=torch.int64), linear=8.0)
+    with pytest.raises(ValueError, match="success must be left out without form='bonus'"):
+        relative_length(one[0], one[0].long(), one[0].long(), form="rescale", success=1.0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("as/trl", "pipeline.stages.advantage.scale=none"),
+        ("as/open_instruct", "pipeline.stages.advantage.scale=none"),
+        ("mc_grpo", "pipeline.stages.advantage.scale=none"),
+        ("icepop", "pipeline.stages.correction.bound=none"),
+        ("mlperf", "pipeline.stages.correction.bound=truncate"),
+        ("tis", "pipeline.stages.correction.high=null"),
+        ("gigpo", "pipeline.stages.states.scale=group"),
+        ("grpo", "pipeline.stages.split.shuffle=false"),
+        ("length_bonus", "pipeline.stages.relative_length.form=rescale"),
+    ],
+)
+def test_one_word_that_takes_an_effect_away_still_composes(words):
+    assert load_pipeline(*words).stages
