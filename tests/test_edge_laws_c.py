@@ -192,7 +192,7 @@ ACCEPTED = {
 ALWAYS = {
     BatchWhitening: {"per", "ddof", "eps", "eps_mode"},
     CombineIds: {"keys", "into"},
-    CompletenessGate: {"group_size", "expected_groups", "on_incomplete"},
+    CompletenessGate: {"group_size", "expected_groups", "on_incomplete", "empty"},
     DenseRows: {"pad_id", "width"},
     DifficultyWeight: {"strength"},
     FanOutCollapse: {"reward", "columns", "weights", "missing"},

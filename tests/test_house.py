@@ -112,7 +112,7 @@ INNER = {
         "pipeline.tasks.perform",
         "transforms.options",
     },
-    "test_sweep.py": {"pipeline.command.sweep"},
+    "test_sweep.py": {"pipeline.command.sweep", "pipeline.train.job"},
     "composed.py": {"pipeline.run"},
 }
 

@@ -199,7 +199,8 @@ class FanOutCollapse(
             rewards = rewards.masked_fill(missing, float("nan"))
         # Rounded here: rewards that are equal as they are written are equal to every stage.
         rewards = rewards.to(dtype)
-        one = weighted_reward(rewards, self.weights).double()
+        one = rewards[:, 0] if REWARDS not in self.out_keys else weighted_reward(rewards, self.weights)
+        one = one.double()
         every.put(REWARD, every.from_statistics(one), dtype=dtype, ndim=1)
         if REWARDS in self.out_keys:
             every.put(REWARDS, every.from_statistics(rewards.double()), dtype=dtype, ndim=2)

@@ -217,10 +217,11 @@ def take_empty_out(rows: Rows, empty: Empty) -> None:
     if tokens is None:
         return
     nothing = tokens == 0
-    if rows.has("rollout"):  # else each row is one
-        rollouts = rows.ids("rollout", checked=False).everyone
-        nothing = rollouts.all(nothing)[rollouts.of]
-    nothing = nothing & rows.from_arrival(rows.table.here)
+    if bool(nothing.any()):
+        if rows.has("rollout"):  # else each row is one
+            rollouts = rows.ids("rollout", checked=False).everyone
+            nothing = rollouts.spread(rollouts.all(nothing))
+        nothing = nothing & rows.from_arrival(rows.table.here)
     if empty == "raise":
         rows.require(
             ~nothing,
