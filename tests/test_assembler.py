@@ -566,6 +566,15 @@ def test_a_state_of_one_that_reads_rows_in_another_way_is_refused():
         GroupAssembler(segment_key="segment").load_state_dict(GroupAssembler().state_dict())
 
 
+@pytest.mark.parametrize("wrong", [1.5, True, "2", float("nan")])
+def test_numbers_of_groups_and_rollouts_are_integers(wrong):
+    assembler = GroupAssembler(groups=2, max_staleness=1)
+    calls = {"n": assembler.take, "rollouts": assembler.room, "groups": assembler.want}
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"{name} must be an integer"):
+            call(wrong)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -594,12 +603,14 @@ IDS = ("closed_groups", "late_groups", "closed_rollouts")
 
 
 def held_bytes(assembler: GroupAssembler, ids: bool = False) -> int:
-    """Bytes of all tensors that it remembers, each storage once; those of closed ids apart from others."""
-    storages = {}
+    """Bytes of all tensors and numbers that it remembers, each storage once; those of closed ids apart."""
+    storages, numbers = {}, 0
     state = assembler.state_dict()
     closed = [state["state"].pop(name) for name in IDS]
 
     def visit(value) -> None:
+        nonlocal numbers
+        numbers += isinstance(value, int | float)
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
@@ -607,7 +618,7 @@ def held_bytes(assembler: GroupAssembler, ids: bool = False) -> int:
             visit(inner)
 
     visit(closed if ids else state)
-    return sum(storages.values())
+    return sum(storages.values()) + 8 * numbers
 
 
 def test_one_row_that_waits_does_not_hold_those_that_came_with_it():

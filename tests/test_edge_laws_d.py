@@ -280,6 +280,7 @@ def test_a_stale_group_is_dispatched_again_so_often_as_may_be_and_its_old_rows_a
     assembler.version = 1
     assert assembler.take() is None
     assert (asked, assembler.counts["stale"], assembler.pending, assembler.held) == ([(0, 2)], 2, 1, 0)
+    assert "Waiting: group 0 has 0 of 4" in str(assembler.stalled("It waits"))
     with pytest.raises(BatchError, match="found again rollout 1"):
         send(1, version=1)
     state, assembler = assembler.state_dict(), GroupAssembler(**options)

@@ -13,7 +13,14 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames, TakesColumns
 from headrace.transforms.entry import enter_rows, labels_in_errors
-from headrace.transforms.options import at_least, describe_options, has_effect, nested_key, one_of
+from headrace.transforms.options import (
+    at_least,
+    describe_options,
+    has_effect,
+    nested_key,
+    one_of,
+    takes_options,
+)
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import DISPATCHED
 
@@ -205,6 +212,7 @@ class GroupAssembler(
         """Groups that were handed out."""
         return self._stream.emitted
 
+    @takes_options
     def room(self, rollouts: int | None = None) -> int:
         """Groups that may be dispatched now, ≥ 0: the least that these leave.
 
@@ -312,6 +320,7 @@ class GroupAssembler(
 
     # -- groups go out ------------------------------------------------------------------------------
 
+    @takes_options
     def take(self, n: int | None = None) -> TensorDictBase | None:
         """Hand out whole groups: `n` of them, else `groups`, else all there are; None while there are fewer.
 
@@ -334,6 +343,7 @@ class GroupAssembler(
         """
         return self._take(None)
 
+    @takes_options
     def want(self, groups: int) -> bool:
         """Say how many groups whoever makes batches of what is handed out lacks, as :func:`informative` does.
 
