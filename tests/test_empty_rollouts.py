@@ -200,3 +200,16 @@ def test_a_report_says_how_many_are_empty():
     report = make_report(run)
     assert report.numbers["rollouts/empty"] == 0.25
     assert "rollouts-empty" in [each.name for each in report.advisories]
+
+
+def test_without_a_gate_the_pipeline_says_who_counts():
+    """`as/verl` compares all rewards with and without its gate, `grpo` those of rollouts with tokens."""
+    for recipe, counts in (("as/verl", True), ("grpo", False)):
+        pipeline = load_pipeline(f"pipeline={recipe}", "~pipeline.stages.gate")
+        found = [
+            pipeline(rows_of([1.0, reward, 0, 0.5], [2, 0, 2, 2]))["advantage"].flatten().sort().values
+            for reward in (0.0, 1.0)
+        ]
+        assert (not found[0].equal(found[1])) == counts
+    with pytest.raises(BatchError, match="a rollout needs a token in the loss"):
+        load_pipeline("grpo", "~pipeline.stages.gate", empty="raise")(rows_of([1.0, 0], [1, 0]))
