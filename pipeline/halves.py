@@ -47,6 +47,7 @@ def _part_of(pipeline: Any, names: list[str], half: Half) -> Any:
         shared_ids=pipeline.rank_options.shared_ids,
         patience=pipeline.rank_options.patience,
         masked_log_prob=pipeline.masked_log_prob,
+        empty=pipeline.empty,
     )
     part._keys, part._half = pipeline._keys, half  # a report of either half has the keys of both
     return part

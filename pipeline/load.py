@@ -14,7 +14,7 @@ from tensordict import NestedKey
 from headrace.transforms.advantage.baselines import Baseline, Scale
 from headrace.transforms.collapse import Reduction
 from headrace.transforms.distributed import SharedIds
-from headrace.transforms.gate import OnIncomplete
+from headrace.transforms.gate import Empty, OnIncomplete
 from headrace.transforms.weight import Mean
 
 from .composing import ConfigError, compose_config, explain_composition, without_stage
@@ -54,6 +54,7 @@ def load_pipeline(
     shared_ids: SharedIds | EllipsisType | None = ...,
     patience: float | EllipsisType = ...,
     masked_log_prob: MaskedLogProb | EllipsisType = ...,
+    empty: Empty | EllipsisType = ...,
     **unknown: NoReturn,
 ) -> Pipeline:
     """Compose a pipeline from a recipe, changed by keywords and Hydra overrides, as the command would.
@@ -91,6 +92,7 @@ def load_pipeline(
         shared_ids: of the pipeline.
         patience: of the pipeline.
         masked_log_prob: of the pipeline.
+        empty: of the pipeline, and of its gate.
         unknown: refused, with the words that are near.
 
     Raises:

@@ -25,7 +25,7 @@ from headrace.transforms.distributed import (
 )
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.gate import take_empty_out
+from headrace.transforms.gate import Empty, take_empty_out
 from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.rows import Rows, column_keys, few
 from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PROCESSED, RANK, ROW
@@ -92,6 +92,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             number that came, for a loss of your own that multiplies by the loss mask. Under ``keep`` no
             column of tokens that stages know is NaN or infinite out of the mask: what came so becomes 0
             there, and a token whose log-probability came so leaves the mask. A stage alone writes NaN.
+        empty: where no gate says so: a rollout none of whose rows arrives with a token in the loss is out of
+            all statistics (``exclude``), or in them (``count``), or refused (``raise``).
         names: other names of its own columns, such as `loss_mask_key` (:class:`ColumnNames`). A row without
             a token in the mask, and with a finite log-probability, has nothing to train. Groups and rollouts
             are counted by their ids.
@@ -125,6 +127,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         shared_ids: SharedIds | None = None,
         patience: float = 600.0,
         masked_log_prob: MaskedLogProb = "nan",
+        empty: Empty = "exclude",
         **names: Unpack[ColumnNames],
     ):
         BatchTransform.__init__(self)
@@ -142,6 +145,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         self.columns, own = dict(columns or {}), self._columns
         self.name_columns({f"{role}_key": key for role, key in self.columns.items() if role in own} | names)
         self.masked_log_prob = one_of("masked_log_prob", masked_log_prob, get_args(MaskedLogProb))
+        self.empty = one_of("empty", empty, get_args(Empty))
         self.report_keys = dict(report_keys or {})
         if unknown := sorted(set(self.report_keys) - set(KEYS)):
             raise ValueError(f"report_keys must be among {', '.join(KEYS)}; got {', '.join(unknown)}")
@@ -242,7 +246,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             for name, stage in self.stages.items()
         ]
         own = [f"epochs={epochs}", f"shared_ids={self.rank_options.shared_ids!r}"]
-        own.append(f"masked_log_prob={self.masked_log_prob!r}")
+        own += [f"masked_log_prob={self.masked_log_prob!r}", f"empty={self.empty!r}"]
         return "\n".join([*own, *texts])
 
     def _finite(self) -> Tokens | None:
@@ -291,7 +295,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         weights_came = column_of(table.batch, keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
         if self._half != "second" and not any(hasattr(stage, "empty") for stage in stages.values()):
-            take_empty_out(rows.seen_by(self, "pipeline"), "exclude")  # no gate has said what else
+            take_empty_out(rows.seen_by(self, "pipeline"), self.empty)
         for name in list(stages)[:at]:
             self._stage(name, stages[name], rows)
         note_advantage(rows, keys)

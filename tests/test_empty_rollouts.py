@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from any_rank import collected
+from recipes import ADVANTAGES, pipeline_of
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, load_pipeline, make_report
@@ -172,16 +176,21 @@ def test_rows_that_wait_for_the_next_batch_are_counted_there_as_here():
     assert int(out[COUNTED].sum()) == 3 * len(out) // 4
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "rloo", "dapo", "maxrl", "opo", "as/nemo_rl"])
-def test_the_reward_of_an_empty_rollout_moves_no_number_of_a_recipe(recipe):
-    pipeline = load_pipeline(f"pipeline={recipe}", group_size=4)
-    found = []
-    for reward in (0.0, 1.0, NAN):
-        batch = rows_of([1.0, reward, 0, 0.5] * 2, [2, 0, 2, 3] * 2, groups=[0] * 4 + [1] * 4)
-        out = pipeline(batch)
-        found.append(out["advantage"].flatten()[out["rollout_id"].argsort()].tolist())
-    assert found[0] == found[1] == found[2]
-    assert any(found[0])
+def test_the_reward_of_an_empty_rollout_moves_no_number_of_a_recipe():
+    for recipe in ADVANTAGES:
+        if recipe.startswith("as/") and recipe != "as/nemo_rl":
+            continue  # they do as their frameworks do
+        found = []
+        for more in (0.0, 3.0):
+            batch = collected("uniform", recipe)
+            empty = torch.isin(batch["rollout_id"], batch["rollout_id"].unique()[[1, 5]])
+            batch[MASK][empty] = False
+            batch["next", "reward"][empty] += more
+            out = copy.deepcopy(pipeline_of(recipe))(batch)
+            by_row = out["headrace", "row"].argsort()
+            found.append(out["advantage"][by_row][~empty[out["headrace", "row"][by_row]]])
+        assert torch.equal(*found), recipe
+        assert found[0].any(), recipe
 
 
 @pytest.mark.parametrize("recipe", ["trl", "verl", "skyrl", "prime_rl", "slime", "tinker"])
@@ -200,3 +209,16 @@ def test_a_report_says_how_many_are_empty():
     report = make_report(run)
     assert report.numbers["rollouts/empty"] == 0.25
     assert "rollouts-empty" in [each.name for each in report.advisories]
+
+
+def test_without_a_gate_the_pipeline_says_who_counts():
+    """`as/verl` compares all rewards with and without its gate, `grpo` those of rollouts with tokens."""
+    for recipe, counts in (("as/verl", True), ("grpo", False)):
+        pipeline = load_pipeline(f"pipeline={recipe}", "~pipeline.stages.gate")
+        found = [
+            pipeline(rows_of([1.0, reward, 0, 0.5], [2, 0, 2, 2]))["advantage"].flatten().sort().values
+            for reward in (0.0, 1.0)
+        ]
+        assert (not found[0].equal(found[1])) == counts
+    with pytest.raises(BatchError, match="a rollout needs a token in the loss"):
+        load_pipeline("grpo", "~pipeline.stages.gate", empty="raise")(rows_of([1.0, 0], [1, 0]))

@@ -42,6 +42,8 @@ VALUES = {
     "process_group": ("world", "world"),
     "shared_ids": ("different", "different"),
     "patience": (2.5, "2.5"),
+    "masked_log_prob": ("keep", "keep"),
+    "empty": ("count", "count"),
 }
 
 
