@@ -14,6 +14,7 @@ from torchrl.envs.transforms import Compose
 from headrace.pipeline import Pipeline, RepeatSampler
 from headrace.pipeline.reverse import ReverseEnv
 from headrace.transforms import (
+    BatchError,
     CompletenessGate,
     IncompleteGroupsError,
     ProcessedTwiceError,
@@ -179,7 +180,7 @@ def test_chunks_of_trajectories_are_refused_as_unfinished():
 
 
 def test_wrong_data_stop_the_collector_with_the_stages_name():
-    with pytest.raises(IncompleteGroupsError, match=r"stage 'gate', CompletenessGate\(group_size=9"):
+    with pytest.raises(BatchError, match=r"stage 'gate', CompletenessGate\(group_size=9.*expects"):
         list(make_collector(make_env(), postproc=make_pipeline("pipeline.stages.gate.group_size=9")))
 
 

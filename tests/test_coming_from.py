@@ -137,7 +137,7 @@ def test_miles_gets_its_own_numbers_where_rollouts_fan_out(monkeypatch):
 
 def test_what_a_recipe_takes_out_of_the_loss_slime_removes(monkeypatch):
     module = adapter("headrace_slime")
-    monkeypatch.setattr(module, "PIPELINE", load_pipeline("pipeline=grpo"))
+    monkeypatch.setattr(module, "PIPELINE", load_pipeline("grpo", empty="count"))  # as slime does
     samples = samples_of([1.0, 1.0, 1.0, 0.0], [0, 0, 1, 1])
     samples[2].remove_sample = True
     _, advantages = module.post_process_rewards(foreign.slime_args(2, 2), samples)

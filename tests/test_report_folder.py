@@ -155,5 +155,5 @@ def test_the_page_says_when_the_run_began_and_how(make_batch, tmp_path):
 
 
 def test_seconds_below_none_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"every must be seconds ≥ 0, or null for the end alone; got -1"):
+    with pytest.raises(ValueError, match="every must be finite and ≥ 0; got -1"):
         ReportFolder(tmp_path, every=-1)

@@ -115,7 +115,7 @@ def test_slime_removed_samples_have_an_empty_loss_mask_and_lost_ones_may_lack_co
     assert math.isnan(rewards(batch)[2])
     assert batch["next", "policy_version"].tolist() == [3, 3, -1, 3]
     assert batch["masks", "all_attention_mask"].sum(1).tolist() == [4, 4, 0, 4]
-    assert advantages(batch, "pipeline.stages.gate.on_incomplete=drop") == [-1.0, 1.0]
+    assert advantages(batch, "pipeline.stages.gate.on_incomplete=drop", "pipeline.empty=count") == [-1.0, 1.0]
 
 
 def test_slime_rewards_by_name_are_columns_or_one_of_them(tmp_path):
@@ -335,7 +335,7 @@ def test_nemo_rl_rows_are_slices_of_one_and_end_at_their_length(tmp_path):
     assert batch["log_probs", "full"][0, 2:].tolist() == [-1.0, -2.0]
     assert batch["logged_advantage"][[0, 1, 3]].tolist() == [0.5] * 3
     assert batch["logged_advantage"][2].isnan()
-    assert advantages(batch) == [-1.0, 1.0, -1.0, 1.0]
+    assert advantages(batch, "pipeline.empty=count") == [-1.0, 1.0, -1.0, 1.0]
 
 
 def test_open_instruct_groups_are_prompts_and_metadata_are_left_aside(tmp_path):
@@ -372,7 +372,7 @@ def test_tinker_summaries_have_lengths_only(tmp_path):
     assert batch[MASK].int().tolist() == [[0, 1, 1, 1], [1, 1, 1, 1], [0] * 4, [0, 0, 1, 1]]
     assert batch["status"].tolist() == [0, 0, 0, Status.TRUNCATED]
     assert batch["next", "policy_version"].tolist() == [5] * 4
-    assert advantages(batch) == [-1.0, 1.0, -0.5, 0.5]
+    assert advantages(batch, "pipeline.empty=count") == [-1.0, 1.0, -0.5, 0.5]
     path = tmp_path / "iteration_000006" / "train_rollout_summaries.jsonl"
     assert rewards(only(open_source(path, reward_key="final_reward"))[1]) == [0.0] * 4
     with pytest.raises(SourceError, match="'schema_version' must be 1, the one that is known; found 2"):

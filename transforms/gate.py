@@ -212,7 +212,6 @@ def take_empty_out(rows: Rows, empty: Empty) -> None:
     """
     if empty == "count":
         return
-    rows.name_reason("empty", "excluded")
     tokens = rows.arrived_tokens
     if tokens is None:
         return
