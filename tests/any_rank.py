@@ -88,6 +88,7 @@ COLUMNS = (
     "advantage",
     "importance_weight",
     "loss_weight",
+    ("headrace", "token_weight"),
     ("headrace", "reward"),
     "num_tokens",
     "num_rollouts",
@@ -111,6 +112,7 @@ CORRECTION, REJECT = "pipeline.stages.correction", "pipeline.stages.reject.crite
 VARIED = (  # by words that no recipe has
     ("tis", f"{CORRECTION}.normalise=batch"),
     ("tis", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=sequence", f"{CORRECTION}.unit=rollout"),
+    ("mt_grpo", *(f"pipeline.stages.weight.{each}" for each in ("unit=turn", "turn_index_key=turn_index"))),
     ("mis", f"{REJECT}.unit=rollout", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=mean"),
 )
 
