@@ -5,20 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import batch_of
-from composed import configure
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline, load_pipeline, optimise
-from headrace.pipeline.certify import StopOrContinue
-from headrace.pipeline.certify.exact_gradient import (
-    ACTIONS,
-    OUTCOME,
-    all_outcomes,
-    gradients_of,
-    one_group_a_step,
-)
 from headrace.transforms import (
     BatchError,
     LossWeight,
@@ -34,7 +25,6 @@ from headrace.transforms.schema import PADDING, ROW, TOKEN_WEIGHT
 TOKENS, MASK, LOG_PROB = ("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")
 REAL = ("masks", "all_attention_mask")
 INSIDE = {"unit": "turn", "turn_index_key": "turn_index", "dtype": "float64"}
-WORDS = ("unit=turn", "turn_index_key=turn_index")
 NAMES = 5  # of tokens
 
 # -- against a loop ---------------------------------------------------------------------------------------
@@ -214,27 +204,6 @@ def test_a_recipe_takes_it_and_its_ordered_batch_and_copies_have_it():
     weight = step["loss_weight"].unsqueeze(1) * step[TOKEN_WEIGHT]
     assert float(weight.sum()) == pytest.approx(1)
     assert not weight[~step[MASK]].any()
-
-
-def test_a_certificate_is_of_the_weights_of_tokens_too():
-    """Where all actions but the first are in a second turn."""
-    task, words = StopOrContinue(), [f"pipeline.stages.weight.{each}" for each in WORDS]
-    batch, probability = all_outcomes(task, 2, turns_paid_apart=False)
-    batch["turn_index"] = batch["turn_index"].clamp(max=1)
-    pipeline = one_group_a_step(configure("load", "pipeline=grpo", *words).pipeline, task)
-    found = gradients_of(pipeline, batch, task.score(), len(probability), 2).loss
-    trained, score, expected = pipeline.run(batch).batch, task.score(), torch.zeros_like(found)
-    for outcome in range(len(probability)):
-        turns = {}
-        for row in trained[trained[OUTCOME] == outcome].unbind(0):
-            for token in row[MASK].nonzero().flatten().tolist():
-                whose = int(row["rollout_id"]), int(row["turn_index"][token])
-                gradient = float(row["advantage"]) * score[row[ACTIONS][token]]
-                turns.setdefault(whose, []).append(gradient)
-        for gradients in turns.values():
-            expected[outcome] += torch.stack(gradients).mean(0) / len(turns)
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-9)
-    assert max(map(int, trained[MASK].sum(1))) > 2
 
 
 # -- what is refused --------------------------------------------------------------------------------------
