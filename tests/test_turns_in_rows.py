@@ -33,12 +33,8 @@ NAMES = 5  # of tokens
 @st.composite
 def drawn_rows(draw):
     """By row its tokens: (name, turn, in the mask, has a log-probability). The first one is a prompt's."""
-    row = st.lists(
-        st.tuples(
-            st.integers(0, NAMES - 1), st.sampled_from([-1, 0, 1, 2, 700]), st.booleans(), st.booleans()
-        ),
-        max_size=6,
-    )
+    mostly, turn = st.sampled_from([True, True, True, False]), st.sampled_from([0, 0, 0, 1, 700, -1])
+    row = st.lists(st.tuples(st.integers(0, NAMES - 1), turn, mostly, mostly), max_size=8)
     rows = draw(st.lists(row, min_size=2, max_size=9))
     placed = [[(name, turn, mask and turn >= 0, there) for name, turn, mask, there in row] for row in rows]
     return [[(0, -1, False, True), *row] for row in placed]
@@ -186,7 +182,8 @@ def test_a_turn_of_one_token_weighs_what_one_of_three_does():
     assert turns.tolist() == [2, 1]
     weighed = loss_weight(batch[MASK].sum(1), "turn", turns=turns, dtype=torch.float64)
     assert torch.equal(weighed.weight, out["loss_weight"])
-    assert float(weighted_loss(TensorDict({"loss_one": batch[MASK].double()}), out)) == pytest.approx(1)
+    one = TensorDict({"loss_one": (batch["turn_index"] == 2).double()})  # of the turn of one token
+    assert float(weighted_loss(one, out)) == pytest.approx(1 / 3)
 
 
 def test_a_recipe_takes_it_and_its_ordered_batch_and_copies_have_it():
