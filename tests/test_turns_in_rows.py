@@ -12,6 +12,7 @@ from tensordict import TensorDict, lazy_stack
 from headrace.pipeline import Pipeline, load_pipeline, optimise
 from headrace.transforms import (
     BatchError,
+    BatchTransform,
     LossWeight,
     ShuffleSplit,
     loss_weight,
@@ -201,6 +202,31 @@ def test_a_recipe_takes_it_and_its_ordered_batch_and_copies_have_it():
     weight = step["loss_weight"].unsqueeze(1) * step[TOKEN_WEIGHT]
     assert float(weight.sum()) == pytest.approx(1)
     assert not weight[~step[MASK]].any()
+
+
+class NumberTurns(BatchTransform):
+    """A stage of somebody's own: two tokens a turn, where rows are gathered."""
+
+    def __init__(self):
+        super().__init__(out_keys=["turn_index"])
+
+    def decide(self, rows):
+        rows.when_gathered(self.write_turns, ["turn_index"])
+
+    @staticmethod
+    def write_turns(batch, _):
+        batch["turn_index"] = (torch.arange(6) // 2).repeat(len(batch), 1)
+
+
+def test_turns_that_a_stage_writes_where_rows_are_gathered_are_those_of_a_column():
+    batch = batch_of([0.0] * 4, [0] * 4, tokens=6)
+    split = ShuffleSplit(minibatches=2, unit="sample", shuffle=False)
+    cut = {"split": split, "weight": LossWeight(**INSIDE)}
+    written = list(Pipeline({"turns": NumberTurns()} | cut).minibatches(batch))
+    there = list(Pipeline(cut).minibatches(batch.set("turn_index", (torch.arange(6) // 2).repeat(4, 1))))
+    for one, other in zip(written, there, strict=True):
+        for key in ("turn_index", "loss_weight", TOKEN_WEIGHT):
+            assert torch.equal(one[key], other[key])
 
 
 # -- what is refused --------------------------------------------------------------------------------------

@@ -203,12 +203,11 @@ def turn_weight(turn: Tensor, in_loss: Tensor) -> tuple[Tensor, Tensor]:
         >>> weight.tolist(), turns.tolist()  # doctest: +ELLIPSIS
         ([[0.0, 0.66..., 0.66..., 0.66..., 2.0]], [2])
     """
-    ordered, order = turn.masked_fill(~in_loss, torch.iinfo(turn.dtype).max).sort(
-        1
-    )  # by turn, the others last
-    begins = in_loss.gather(1, order)  # a turn
+    last = torch.iinfo(turn.dtype).max
+    ordered, order = turn.masked_fill(~in_loss, last).sort(1)
+    begins = in_loss.gather(1, order)  # where a turn begins among them
     begins[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
-    place = torch.empty_like(order).scatter_(1, order, begins.cumsum(1))  # of the turn in its row, from 1 on
+    place = torch.empty_like(order).scatter_(1, order, begins.cumsum(1))  # of each token's turn, from 1 on
     tokens = torch.zeros(len(turn), turn.shape[1] + 1, dtype=torch.int64, device=turn.device)
     of_turn = tokens.scatter_add_(1, place, in_loss.long()).gather(1, place)
     turns, length = begins.sum(1), in_loss.sum(1)
