@@ -88,6 +88,7 @@ COLUMNS = (
     "advantage",
     "importance_weight",
     "loss_weight",
+    ("headrace", "token_weight"),
     ("headrace", "reward"),
     "num_tokens",
     "num_rollouts",
@@ -108,9 +109,11 @@ def by_row(rows: torch.Tensor, out: TensorDict) -> dict:
 
 
 CORRECTION, REJECT = "pipeline.stages.correction", "pipeline.stages.reject.criterion"
+WEIGHT = "pipeline.stages.weight"
 VARIED = (  # by words that no recipe has
     ("tis", f"{CORRECTION}.normalise=batch"),
     ("tis", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=sequence", f"{CORRECTION}.unit=rollout"),
+    ("mt_grpo", f"{WEIGHT}.unit=turn", f"{WEIGHT}.length=null", f"{WEIGHT}.turn_index_key=turn_index"),
     ("mis", f"{REJECT}.unit=rollout", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=mean"),
 )
 

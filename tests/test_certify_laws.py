@@ -25,6 +25,7 @@ from headrace.pipeline.certify import (
 from headrace.pipeline.certify.exact_gradient import (
     ACTIONS,
     OUTCOME,
+    all_outcomes,
     gradients_of,
     one_group_a_step,
     rows_of_courses,
@@ -75,6 +76,29 @@ def test_leave_one_out_is_unbiased_or_short_by_what_failed(task):
     expected = {"by_chance": 0.8**3, "by_outcome": None}.get(task, 1.0)
     if expected is not None:
         assert found == pytest.approx([expected] * len(found), abs=1e-12)
+
+
+def test_the_weights_of_tokens_are_in_the_gradient_of_the_loss():
+    """Turns inside rows weigh one each, where all actions but the first are in a second turn."""
+    task = TASKS["stop_or_continue"]
+    words = ("pipeline.stages.weight.unit=turn", "pipeline.stages.weight.turn_index_key=turn_index")
+    batch, probability = all_outcomes(task, 2, turns_paid_apart=False)
+    batch["turn_index"] = batch["turn_index"].clamp(max=1)
+    pipeline = one_group_a_step(configure("load", "pipeline=grpo", *words).pipeline, task)
+    found = gradients_of(pipeline, batch, task.score(), len(probability), 2).loss
+    trained, score, expected = pipeline.run(batch).batch, task.score(), torch.zeros_like(found)
+    for outcome in range(len(probability)):
+        turns: dict = {}
+        for row in trained[trained[OUTCOME] == outcome].unbind(0):
+            for token in row["masks", "all_assistant_mask"].nonzero().flatten().tolist():
+                whose = int(row["rollout_id"]), int(row["turn_index"][token])
+                gradient = float(row["advantage"]) * score[row[ACTIONS][token]]
+                turns.setdefault(whose, []).append(gradient)
+        for gradients in turns.values():
+            expected[outcome] += torch.stack(gradients).mean(0) / len(turns)
+    assert max(map(int, trained["masks", "all_assistant_mask"].sum(1))) > 2
+    assert float(expected.abs().max()) > 0.1
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-9)
 
 
 # -- corrections -----------------------------------------------------------------------------------------

@@ -84,6 +84,20 @@ def test_weights_of_tokens_are_there_for_a_minibatch_at_a_time():
     assert memory.peak / bytes_of(batch) <= 0.35
 
 
+def test_weights_by_turn_inside_rows_are_there_for_a_minibatch_at_a_time():
+    batch = batch_of([float(i % 5) for i in range(256)], [i // 8 for i in range(256)], tokens=4096)
+    batch["expected_rollouts"] = torch.full((256,), 8)
+    batch["turn_index"] = (torch.arange(4096) // 100).repeat(256, 1)
+    batch = batch.exclude("prompt_text", "teacher_log_probs", "ref_log_probs", "entropy")
+    words = [f"pipeline.stages.weight.{each}" for each in ("unit=turn", "turn_index_key=turn_index")]
+    pipeline = load_pipeline("pipeline=grpo", "pipeline.stages.split.minibatches=8", *words)
+    with LiveBytes() as memory:
+        for minibatch in pipeline.minibatches(batch):
+            assert minibatch["headrace", "token_weight"].shape == (32, 4096)
+            del minibatch
+    assert memory.peak / bytes_of(batch) <= 0.35
+
+
 class Looks(torch.nn.Module):
     """A stage of somebody else's, which counts the tokens that the mask says are trained."""
 

@@ -87,12 +87,13 @@ def node(cls: type, levels: int) -> str:
     ]
     for option, parameter in list(inspect.signature(cls).parameters.items()):
         shared = option in SHARED and (cls, option) not in OWN
-        value = in_yaml(parameter.default)
+        role, value = option.removesuffix("_key"), in_yaml(parameter.default)
+        usual = role in COLUMNS and parameter.default == COLUMNS[role].default
         if shared:
             value = f"${{{'.' * levels}{option}}}"
-        elif option in {f"{role}_key" for role in getattr(cls, "_columns", {})} and (cls, option) not in OWN:
-            value = f"${{{'.' * levels}columns.{option.removesuffix('_key')}}}"
-        what = described[option] if option in described else COLUMNS[option.removesuffix("_key")].holds
+        elif usual and role in getattr(cls, "_columns", {}) and (cls, option) not in OWN:
+            value = f"${{{'.' * levels}columns.{role}}}"
+        what = described[option] if option in described else COLUMNS[role].holds
         comment = ", ".join(literals(hints[option])) or first_sentence(what)
         line = f"{option}: {value}"
         lines.append(f"{line} # {textwrap.shorten(comment, WIDTH - len(line) - 3, placeholder=' …')}")

@@ -88,7 +88,7 @@ from .split import (
 )
 from .stage import BatchTransform
 from .tensordicts import take_rows
-from .weight import LossWeight, Weighed, loss_weight, weighted_loss
+from .weight import LossWeight, Weighed, loss_weight, turn_weight, weighted_loss
 
 __all__ = [
     "BatchError",
@@ -181,6 +181,7 @@ __all__ = [
     "tree_mask",
     "tree_mask_mod",
     "turn_advantage",
+    "turn_weight",
     "turns_to_go",
     "unpack",
     "unpack_tokens",

@@ -131,6 +131,7 @@ class TakesColumns:
         columns: roles of :data:`COLUMNS`, in place of those of the class above; a list, also of one.
         needed: those of them whose key may not be None in this class, though it may in others.
         optional: those of them whose key may be None in this class, though it may not in others.
+        unset: those of them whose key is None in this class, unless it is given.
 
     Example:
         >>> class Mine(TakesColumns, columns=("group", "reward")):
@@ -152,6 +153,7 @@ class TakesColumns:
         columns: Sequence[str] | None = None,
         needed: Sequence[str] = (),
         optional: Sequence[str] = (),
+        unset: Sequence[str] = (),
         **others: Any,
     ) -> None:
         super().__init_subclass__(**others)
@@ -164,6 +166,7 @@ class TakesColumns:
             cls._columns = {role: COLUMNS[role] for role in columns}
             cls._columns |= {role: COLUMNS[role]._replace(optional=False) for role in needed}
             cls._columns |= {role: COLUMNS[role]._replace(optional=True) for role in optional}
+            cls._columns |= {role: COLUMNS[role]._replace(default=None, optional=True) for role in unset}
         spelt_out = inspect.signature(cls.__init__)
         parameters = [each for each in spelt_out.parameters.values() if each.name != "self"]
         if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD and cls._columns:

@@ -19,6 +19,8 @@ column                                  shape, dtype      meaning
 ``("headrace", "microbatch")``          (N,) int64        which forward and backward of the step, from 0
 ``("headrace", "rank")``                (N,) int64        which data-parallel rank trains it; absent: one
 ``("headrace", "step_weight")``         (N,) float64      what weight × tokens adds up to over the row's step
+``("headrace", "token_weight")``        (N, T) float      by what the row's weight is multiplied at a token in
+                                                          the loss, of mean 1; absent: 1
 ``("headrace", "folded_weight")``       (N,) float        the row's weight, where the advantage has it as a
                                                           factor already
 ``("headrace", "padding")``             (N,) bool         a copy that trains nothing; absent: no row is
@@ -61,6 +63,7 @@ MINIBATCH = ("headrace", "minibatch")
 MICROBATCH = ("headrace", "microbatch")
 RANK = ("headrace", "rank")
 STEP_WEIGHT = ("headrace", "step_weight")
+TOKEN_WEIGHT = ("headrace", "token_weight")
 FOLDED_WEIGHT = ("headrace", "folded_weight")
 PADDING = ("headrace", "padding")
 ROW = ("headrace", "row")

@@ -20,6 +20,8 @@ from .tensordicts import (
     column_of,
     count_in_loss,
     entries_of,
+    flat_rows,
+    loss_mask_of,
     write_entry,
 )
 
@@ -46,6 +48,18 @@ def loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: N
             f"batch has {key_names(batch)}: write the mask, True where a token trains"
         )
     return tokens
+
+
+def tokens_in_loss(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: NestedKey | None) -> Tensor:
+    """(B, T) bool: the tokens that :func:`loss_tokens` counts, ragged rows filled up on the right.
+
+    That has checked the columns before.
+    """
+    columns = [(loss_mask_key, loss_mask_of(batch, loss_mask_key))]
+    if log_prob_key is not None and (log_prob := column_of(batch, log_prob_key)) is not None:
+        columns.append((log_prob_key, log_prob))
+    mask, *rest = (flat_rows(padded(each, key) if isinstance(each, list) else each) for key, each in columns)
+    return mask & rest[0].isfinite() if rest else mask
 
 
 def read_tokens(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -16,8 +17,28 @@ from .errors import BatchError, MissingKeyError
 from .ids import Ids
 from .options import as_dtype, at_least, one_of, takes_options
 from .rows import Rows
-from .schema import FLOAT, FOLDED_WEIGHT, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT, has_key, key_names
+from .schema import (
+    FLOAT,
+    FOLDED_WEIGHT,
+    MICROBATCH,
+    MINIBATCH,
+    RANK,
+    STEP_WEIGHT,
+    TOKEN_WEIGHT,
+    has_key,
+    key_names,
+)
 from .stage import BatchTransform
+from .tensordicts import column_of
+from .tokens import (
+    describe_row,
+    in_blocks,
+    read_tokens,
+    same_width,
+    tokens_in_loss,
+    whole_numbers,
+    write_tokens,
+)
 
 Mean = Literal["token", "sample", "turn", "rollout", "group", "constant"]
 Fold = Literal["none", "sum", "token_mean"]
@@ -49,6 +70,7 @@ def loss_weight(
     rollout_id: Tensor | None = None,
     group_id: Tensor | None = None,
     turn: Tensor | None = None,
+    turns: Tensor | None = None,
     minibatch: Tensor | None = None,
     length: int | None = None,
     dtype: torch.dtype | None = None,
@@ -65,7 +87,8 @@ def loss_weight(
         group     w_i = 1 / (groups · T_u)       each group weighs one
         constant  w_i = 1 / (rollouts · length)  no length bias (Dr. GRPO, arXiv:2503.20783)
 
-    Without fan-out ``rollout`` is ``sample``.
+    Without fan-out ``rollout`` is ``sample``. Of turns inside rows, K_i of them with a token in the loss of
+    row i, w_i = K_i / (turns · t_i), and a token weighs w_i times its :func:`turn_weight`: 1 / (turns · T_u).
 
     Args:
         tokens: (N,) int64, t.
@@ -73,6 +96,7 @@ def loss_weight(
         rollout_id: (N,) int64, for ``turn``, ``rollout`` and ``constant``.
         group_id: (N,) int64, for ``group``.
         turn: (N,) int64, for ``turn``: rows of one rollout and one number are one.
+        turns: (N,) int64, K, for ``turn`` where they are inside rows, in place of `rollout_id` and `turn`.
         minibatch: (N,) int64, which optimiser step a row is in; below 0 it is in none and weighs 0. None:
             all are in one.
         length: tokens, > 0, for ``constant``: the longest response that is sampled, say.
@@ -89,10 +113,12 @@ def loss_weight(
     check_mean(unit, length)
     needed = {"token": [], "sample": [], "group": ["group_id"], "turn": ["rollout_id", "turn"]}
     given = {"rollout_id": rollout_id, "group_id": group_id, "turn": turn}
-    if any(given[name] is None for name in needed.get(unit, ["rollout_id"])):
+    if turns is not None and (unit != "turn" or turn is not None):
+        raise ValueError(f"turns inside rows are for unit='turn', and without turn; got {unit=} and {turn=}")
+    if turns is None and any(given[name] is None for name in needed.get(unit, ["rollout_id"])):
         raise ValueError(f"unit={unit!r} needs {' and '.join(needed.get(unit, ['rollout_id']))}")
-    rollouts, groups, turns = (None if each is None else Ids(each) for each in given.values())
-    weighed = weigh(tokens, unit, rollouts, groups, turns, minibatch, length)
+    rollouts, groups, of_rows = (None if each is None else Ids(each) for each in given.values())
+    weighed = weigh(tokens, unit, rollouts, groups, of_rows, minibatch, length, turns)
     return weighed._replace(weight=weighed.weight.to(dtype or FLOAT))
 
 
@@ -104,6 +130,7 @@ def weigh(
     turns: Ids | None,
     minibatch: Tensor | None,
     length: int | None,
+    inside: Tensor | None = None,
 ) -> Weighed:
     """:func:`loss_weight` of rows whose ids are numbered already; the weight is float64."""
     step = torch.zeros_like(tokens) if minibatch is None else minibatch.clamp_min(-1) + 1  # 0: in none
@@ -142,6 +169,9 @@ def weigh(
         share = total
     elif unit == "sample":
         share = samples * tokens
+    elif unit == "turn" and inside is not None:
+        turns_in = torch.where(in_loss, inside, 0)
+        share = (by_step(turns_in)[step] * tokens).double() / turns_in.clamp_min(1)
     elif unit == "constant":
         share = counted["rollout"][1] * (length or 1)
     else:
@@ -152,6 +182,37 @@ def weigh(
     whole = (total > 0).double() if length is None else total / share.double().clamp_min(1)
     rollouts_in, groups_in = (counted[name][1] if name in counted else None for name in ("rollout", "group"))
     return Weighed(weight, total, samples, rollouts_in, groups_in, whole)
+
+
+def turn_weight(turn: Tensor, in_loss: Tensor) -> tuple[Tensor, Tensor]:
+    """By what a row's weight is multiplied at each of its tokens, so that each turn inside it weighs one.
+
+    With t tokens and K turns in the loss of the row, and T_u those tokens of the token's turn u::
+
+        f = t / (K · T_u),   of mean 1 over the row's tokens in the loss
+
+    Args:
+        turn: (N, T) int64, any number for each turn.
+        in_loss: (N, T) bool.
+
+    Returns:
+        (N, T) float64, 0 out of the loss; and (N,) int64, K.
+
+    Example:
+        >>> weight, turns = turn_weight(torch.tensor([[-1, 0, 0, 0, 1]]), torch.tensor([[0, 1, 1, 1, 1]]) > 0)
+        >>> weight.tolist(), turns.tolist()  # doctest: +ELLIPSIS
+        ([[0.0, 0.66..., 0.66..., 0.66..., 2.0]], [2])
+    """
+    last = torch.iinfo(turn.dtype).max
+    ordered, order = turn.masked_fill(~in_loss, last).sort(1)
+    begins = in_loss.gather(1, order)  # where a turn begins among them
+    begins[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
+    place = torch.empty_like(order).scatter_(1, order, begins.cumsum(1))  # of each token's turn, from 1 on
+    tokens = torch.zeros(len(turn), turn.shape[1] + 1, dtype=torch.int64, device=turn.device)
+    of_turn = tokens.scatter_add_(1, place, in_loss.long()).gather(1, place)
+    turns, length = begins.sum(1), in_loss.sum(1)
+    weight = length.double().unsqueeze(1) / (turns.unsqueeze(1) * of_turn).clamp_min(1)
+    return torch.where(in_loss, weight, 0.0), turns
 
 
 def check_mean(unit: str, length: int | None) -> None:
@@ -169,7 +230,9 @@ def check_mean(unit: str, length: int | None) -> None:
 
 
 class LossWeight(
-    BatchTransform, columns=("loss_mask", "log_prob", "group", "rollout", "turn", "advantage", "weight")
+    BatchTransform,
+    columns=("loss_mask", "log_prob", "group", "rollout", "turn", "turn_index", "advantage", "weight"),
+    unset=("turn_index",),
 ):
     """Write what each token in the loss weighs, so that the gradient does not depend on the cut.
 
@@ -187,10 +250,14 @@ class LossWeight(
 
     Reads `loss_mask_key`, or where it is not there TorchRL's tokens of prompt and response; `log_prob_key` if
     there (a token whose log-probability is not finite is out of GRPOLoss); `rollout_key` and `group_key` if
-    there or where `unit` needs them; `turn_key` for ``turn``.
+    there or where `unit` needs them; for ``turn`` either `turn_key`, where turns are rows, or
+    `turn_index_key`, where they are inside rows and those of two rows are different ones.
     Writes `weight_key` (N,) and ``("headrace", "step_weight")``, or under `fold` `advantage_key` and
     ``("headrace", "folded_weight")`` in their place; and the counts of the row's step,
     (N,) int64: ``num_tokens``, ``num_samples``, and where there are ids ``num_rollouts`` and ``num_groups``.
+    Of turns inside rows it also writes ``("headrace", "token_weight")`` (N, T), where rows are gathered: by
+    what a token's loss is multiplied beside its row's weight (:func:`turn_weight`). :func:`weighted_loss`
+    does, also of packed rows; no `fold` can.
 
     Args:
         unit: ``token``, ``sample``, ``turn``, ``rollout``, ``group``, ``constant``.
@@ -208,7 +275,8 @@ class LossWeight(
 
     Raises:
         MissingKeyError: a column is not there.
-        BatchError: an unset id on a row in the loss; an id on several ranks, under ``raise``.
+        BatchError: an unset id on a row in the loss; an id on several ranks, under ``raise``; a token in the
+            loss without a turn; rows that have weights of tokens already.
 
     Example:
         >>> from tensordict import TensorDict
@@ -236,9 +304,18 @@ class LossWeight(
     ):
         self.name_columns(names)
         check_mean(unit, length)
-        if (unit == "turn") != (self.turn_key is not None):
-            given = f"{unit=} and turn_key={self.turn_key!r}"
-            raise ValueError(f"unit='turn' needs turn_key, and only it does; got {given}")
+        given = [key for key in (self.turn_key, self.turn_index_key) if key is not None]
+        if len(given) != (unit == "turn"):
+            raise ValueError(
+                "unit='turn' needs turn_key, where rows are turns, or turn_index_key, where turns are inside "
+                f"rows, and only it does; got {unit=}, turn_key={self.turn_key!r} and "
+                f"turn_index_key={self.turn_index_key!r}"
+            )
+        if self.turn_index_key is not None and fold != "none":
+            raise ValueError(
+                f"a weight by turn inside rows is one of each token, which {fold=} cannot put into the "
+                "advantage of a row: leave it 'none', and sum the loss by weighted_loss"
+            )
         one_of("fold", fold, get_args(Fold))
         one_of("gradients", gradients, get_args(Gradients))
         one_of("shared_ids", shared_ids, get_args(SharedIds))
@@ -246,13 +323,15 @@ class LossWeight(
         self.unit, self.length, self.fold, self.gradients = unit, length, fold, gradients
         self.ranks, self.process_group, self.shared_ids = ranks, process_group, shared_ids
         self.dtype = as_dtype(dtype)
-        self._needs = {"constant": "rollout", "turn": "rollout"}.get(unit, unit)  # whose ids must be there
+        needs = {"constant": "rollout", "turn": "rollout" if self.turn_index_key is None else ""}
+        self._needs = needs.get(unit, unit)  # whose ids must be there
         ids = {"rollout": self.rollout_key, "group": self.group_key}.get(self._needs)
         written = self.weight_key if fold == "none" else self.advantage_key
         beside = STEP_WEIGHT if fold == "none" else FOLDED_WEIGHT
         super().__init__(
-            [MINIBATCH, ids, self.turn_key, None if fold == "none" else written],
-            [written, beside, "num_tokens", "num_samples", "num_rollouts", "num_groups"],
+            [MINIBATCH, ids, *given, None if fold == "none" else written],
+            [written, beside, "num_tokens", "num_samples", "num_rollouts", "num_groups"]
+            + ([] if self.turn_index_key is None else [TOKEN_WEIGHT]),
         )
         self.weighed_keys = () if fold == "none" else (written,)
 
@@ -268,6 +347,11 @@ class LossWeight(
                 "rows are dealt to several ranks whose gradients are averaged: set ranks on LossWeight, to "
                 "the split's own"
             )
+        if rows.table.is_late(TOKEN_WEIGHT) or column_of(rows.table.batch, TOKEN_WEIGHT) is not None:
+            raise BatchError(
+                f"these rows were weighed by turn already, and have {TOKEN_WEIGHT!r}: take it out "
+                "(batch.exclude), or else it would weigh their tokens again"
+            )
         tokens = rows.loss_tokens
         ids = {
             unit: rows.ids(unit, checked=False).everyone if unit == self._needs or rows.has(unit) else None
@@ -279,7 +363,10 @@ class LossWeight(
                 why = "rows without an id would weigh as one"
                 rows.require_set(each, name, why, who="every row in the loss", needed=tokens > 0)
         minibatch = rows[MINIBATCH] if rows.has(MINIBATCH) else None
-        weighed = weigh(tokens, self.unit, ids["rollout"], ids["group"], turns, minibatch, self.length)
+        inside = None if self.turn_index_key is None else self._turns_inside(rows, tokens)
+        weighed = weigh(
+            tokens, self.unit, ids["rollout"], ids["group"], turns, minibatch, self.length, inside
+        )
         averaged = 1
         if self.gradients == "mean":
             averaged = self.ranks if rows.table.ranks is None else rows.table.ranks.size
@@ -290,6 +377,8 @@ class LossWeight(
         if self.fold == "none":
             rows.put("weight", weight, dtype=dtype, ndim=1)
             rows.put(STEP_WEIGHT, weighed.total * averaged, dtype=torch.float64, ndim=1)
+            if inside is not None:
+                rows.when_gathered(partial(self._weigh_tokens, dtype=dtype), [TOKEN_WEIGHT])
         else:
             factor = weight if self.fold == "sum" else weight * self._tokens_of_microbatch(rows, tokens)
             if rows.has("num_tokens"):
@@ -304,6 +393,44 @@ class LossWeight(
         own = rows.of_rank(tokens)
         rows.metric("tokens", own.sum())
         rows.metric("samples", (own > 0).sum())
+
+    def _turns_inside(self, rows: Rows, tokens: Tensor) -> Tensor:
+        """(M,) int64: turns with a token in the loss of each row.
+
+        Raises:
+            BatchError: a token in the loss has no turn.
+        """
+
+        def count(turn: Tensor, in_loss: Tensor) -> dict[str, Tensor]:
+            return {"turns": turn_weight(turn, in_loss)[1], "unplaced": (in_loss & (turn < 0)).any(1)}
+
+        # What waits for the gathering of rows may go on waiting.
+        batch = rows.tokens() if rows.table.is_late(self.turn_index_key) else rows.table.batch
+        found = rows.measured(**in_blocks(count, *self._read_turns(batch)))
+        rows.require(
+            (found["unplaced"] == 0) | (tokens == 0),
+            "every token in the loss needs a turn, from 0 on; found others in {found}. Write turn_index "
+            "where turns are generated",
+            describe_row(rows),
+        )
+        return found["turns"].long()
+
+    def _weigh_tokens(self, batch: TensorDictBase, numbers: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Write what each token of gathered rows weighs beside its row."""
+
+        def weigh_tokens(turn: Tensor, in_loss: Tensor) -> dict[str, Tensor]:
+            return {"weight": turn_weight(turn, in_loss)[0].to(dtype)}
+
+        made = in_blocks(weigh_tokens, *self._read_turns(batch))
+        write_tokens(batch, TOKEN_WEIGHT, made["weight"], self.turn_index_key)
+
+    def _read_turns(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """(B, T) int64, each token's turn, −1 where it is of none; and (B, T) bool, whether it trains."""
+        key, option = self.turn_index_key, "turn_index_key"
+        turn = read_tokens(batch, key, fill=-1, reader=type(self).__name__, option=option)
+        in_loss = tokens_in_loss(batch, self.loss_mask_key, self.log_prob_key)
+        same_width(turn, in_loss, f"{option} and loss_mask_key")
+        return whole_numbers(turn, key, option), in_loss
 
     @staticmethod
     def _tokens_of_microbatch(rows: Rows, tokens: Tensor) -> Tensor:
@@ -325,7 +452,9 @@ def weighted_loss(
 
     ::
 
-        L = Σ_k Σ_i w_i Σ_t ℓ_kit,   ℓ_k the entries named loss_*, 0 for tokens out of the loss
+        L = Σ_k Σ_i w_i Σ_t f_it ℓ_kit,   ℓ_k the entries named loss_*, 0 for tokens out of the loss
+
+    f are the weights of tokens that rows have where turns inside them weigh one, and else 1.
 
     Sums of L over the micro-batches and ranks of an optimiser step are the step's loss.
 
@@ -339,7 +468,8 @@ def weighted_loss(
 
     Raises:
         MissingKeyError: the batch has no weights.
-        BatchError: a term is no per-token tensor of these rows, since it was averaged already.
+        BatchError: a term is no per-token tensor of these rows, since it was averaged already; weights of
+            tokens are on ragged rows, and nothing says on which side the loss has filled them up.
 
     Example:
         >>> from tensordict import TensorDict
@@ -358,6 +488,14 @@ def weighted_loss(
     weight = batch.get(weight_key)
     if weight.numel() == len(batch):
         weight = weight.reshape(-1)
+    if (of_token := column_of(batch, TOKEN_WEIGHT)) is not None:
+        if not isinstance(of_token, Tensor):
+            raise BatchError(
+                f"a weight by token, {TOKEN_WEIGHT!r}, is of dense rows: of ragged ones nothing says on "
+                "which side the loss has filled them up, and each token would get another's. Put DenseRows "
+                "in front (rows=llm), or optimise(..., transform=pack)"
+            )
+        weight = weight.reshape(len(batch), -1) * of_token
     losses = {
         key: value for key, value in terms.items() if key.startswith("loss_") and isinstance(value, Tensor)
     }

@@ -21,7 +21,7 @@ from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import CompletenessGate, ShuffleSplit
 from headrace.transforms.errors import BatchError
-from headrace.transforms.schema import MINIBATCH
+from headrace.transforms.schema import MINIBATCH, TOKEN_WEIGHT, has_key
 
 from .small_task import Prompt, SmallTask
 
@@ -214,7 +214,7 @@ def gradients_of(
     """Run a pipeline over all outcomes, and add up what it makes of each::
 
         advantage  g = 1/n Σ_rows Σ_t A_t ∇log π_t       n rollouts in the group
-        loss       g =     Σ_rows w Σ_t A_t ∇log π_t     w the row's loss weight
+        loss       g =     Σ_rows w Σ_t A_t ∇log π_t     w the row's loss weight, times the token's if there
 
     An outcome of which nothing is trained has no gradient. All outcomes are groups of one batch where every
     stage keeps `within_groups` and a cut makes a step of each; else each is a batch, of a pipeline that
@@ -253,12 +253,15 @@ def gradients_of(
         credit = trained[keys.get("advantage", "advantage")].reshape(len(trained), -1)  # (N, 1) or (N, T)
         inside = trained[LOSS_MASK] & (trained[ACTIONS] >= 0)
         credit = torch.where(inside, credit.to(score.dtype), 0.0)
-        each = torch.einsum("nt,ntp->np", credit, score[trained[ACTIONS].clamp_min(0)])
+        scores = score[trained[ACTIONS].clamp_min(0)]
+        each = torch.einsum("nt,ntp->np", credit, scores)
         if not bool(each.isfinite().all()):
             raise BatchError("the advantage of every token in the loss must be finite; found NaN or infinity")
         advantage.index_add_(0, trained[OUTCOME], each / group_size)
         if pipeline.weighs:
             weight = trained[keys.get("loss_weight", "loss_weight")].reshape(-1, 1)
+            if has_key(trained, TOKEN_WEIGHT):
+                each = torch.einsum("nt,ntp->np", credit * trained[TOKEN_WEIGHT], scores)
             loss.index_add_(0, trained[OUTCOME], each * weight)
     return Gradients(advantage, loss if pipeline.weighs else None)
 

@@ -142,8 +142,9 @@ def gradient_share(columns: Columns) -> np.ndarray:
 
         size_i = Σₜ |advantage_it| · loss weight_i,   share_i = size_i / Σ size
 
-    Where all tokens of a row have one advantage, that is |advantage| · loss weight · tokens. A row that is
-    not trained has none. Gradients also differ in length and may point against one another, which nobody
+    Where all tokens of a row have one advantage, that is |advantage| · loss weight · tokens, also where
+    tokens have weights of their own, whose mean is 1; where they have both, those are left out. A row that
+    is not trained has none. Gradients also differ in length and may point against one another, which nobody
     knows before the backward pass: a share says where the gradient comes from, not how much of it remains.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.options import nested_key
-from headrace.transforms.schema import has_key, require
+from headrace.transforms.schema import TOKEN_WEIGHT, has_key, require
 from headrace.transforms.tensordicts import entries_of, parts_of
 from headrace.transforms.tokens import check_mask
 
@@ -139,7 +139,8 @@ def pack(
         _explain(sizes, segment, *wrong)
 
     keys, inputs, spread = ([nested_key(key) for key in each] for each in (token_keys, input_keys, row_keys))
-    keys = [key for key in keys if has_key(batch, key)] + ([] if tree else inputs)
+    keys = [key for key in dict.fromkeys([*keys, TOKEN_WEIGHT]) if has_key(batch, key)]
+    keys += [] if tree else inputs
     if taken := [key for key in (*keys, *inputs) if key in (*OWN, *OWN_OF_TREE)]:
         raise BatchError(f"pack writes {taken} itself: give the rows' own column another name")
     if both := [key for key in inputs if tree and key in keys]:
