@@ -115,6 +115,8 @@ VARIED = (  # by words that no recipe has
     ("tis", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=sequence", f"{CORRECTION}.unit=rollout"),
     ("mt_grpo", f"{WEIGHT}.unit=turn", f"{WEIGHT}.length=null", f"{WEIGHT}.turn_index_key=turn_index"),
     ("mis", f"{REJECT}.unit=rollout", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=mean"),
+    ("mlperf", "pipeline.stages.mask.denominator=kept"),  # of these, what a rank without rows has differs
+    ("gtpo", "pipeline.stages.weight.fold=sum"),
 )
 
 

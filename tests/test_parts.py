@@ -188,6 +188,18 @@ def test_those_that_vary_most_stay(drawn, k):
         assert statistics.pvariance(chosen) == pytest.approx(max(map(statistics.pvariance, sets)), abs=1e-12)
 
 
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=7), st.integers(1, 5), st.randoms())
+def test_of_equal_rewards_at_either_end_those_with_the_smaller_ids_stay(rewards, k, random):
+    """As for any other `by`: who is kept of a reward has smaller ids than who is not."""
+    ids = random.sample(range(20), len(rewards))
+    batch = FanOutCollapse()(batch_of(rewards, [0] * len(rewards), ids))
+    keep = BestOf(k=k, by="variance")(batch).tolist()
+    assert sum(keep) == min(k, len(keep))
+    found = list(zip(rewards, ids, keep, strict=True))
+    for reward, label, kept in found:
+        assert not kept or all(stays for equal, less, stays in found if equal == reward and less < label)
+
+
 def test_the_statistics_are_those_of_the_kept():
     batch = batch_of([0.0, 1, 5, 6], [0] * 4)
     stages = {

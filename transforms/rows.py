@@ -823,10 +823,8 @@ class Rows:
             raise self.missing("advantage")
         if not dtype.is_floating_point:
             raise BatchError(f"an advantage is a floating-point number; found {dtype}")
-        column = table.columns.get(key)
-        if key not in table.written and (column is None or column.ndim > 1):
-            column = column_of(table.batch, key)
-        is_of_rows = isinstance(column, Tensor) and column.numel() == len(column)
+        column = table.columns.get(key)  # the same on all ranks: rows of a width, or none, are of one rank
+        is_of_rows = key in table.written or (column is not None and column.ndim == 1)
         if is_of_rows and not self.table.is_late(self.key("advantage")):
             changed = how(self["advantage"], **numbers)
             self.put("advantage", changed, dtype=torch.promote_types(dtype, at_least or dtype))

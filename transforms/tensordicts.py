@@ -614,6 +614,7 @@ def _same(old: Any, new: Any) -> bool:
         and isinstance(new, Tensor)
         and old.shape == new.shape
         and old.data_ptr() == new.data_ptr()
+        and old.numel() > 0  # else nothing has a place in memory
     )
 
 

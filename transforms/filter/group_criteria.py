@@ -53,9 +53,13 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
     if by in ("length", "efficiency") and length is not None:
         value = length.double() if by == "length" else -reward / length.clamp_min(1)
     # 1. The place of each rollout in its group, the best first.
-    order = ids.argsort(stable=True)
-    order = order[value[order].argsort(stable=True)]
-    place = groups.positions(torch.empty_like(order).scatter_(0, order, torch.arange(len(order))))
+    by_id = ids.argsort(stable=True)
+
+    def places(value: Tensor) -> Tensor:
+        order = by_id[value[by_id].argsort(stable=True)]
+        return groups.positions(torch.empty_like(order).scatter_(0, order, torch.arange(len(order))))
+
+    place = places(value)
     if by != "variance":
         return place < k
     # 2. Sums of the first rewards and of their squares, about the largest, so that no difference is lost.
@@ -67,16 +71,17 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
     # 3. The number of largest rewards for which the variance of the k is largest; of equals that only
     #    rounding tells apart, the most.
     most, high = torch.full_like(every, -1.0), torch.full_like(count, k)
-    for largest in range(k, -1, -1):
-        head = count.clamp_max(largest)
-        tail = (count - k + largest).clamp_min(0)
+    for taken in range(k, -1, -1):
+        head = count.clamp_max(taken)
+        tail = (count - k + taken).clamp_min(0)
         total = sums.gather(1, head) + (every - sums.gather(1, tail))
         square = squares.gather(1, head) + (every_square - squares.gather(1, tail))
         spread = square - total.square() / k
         better = spread > most + every_square * 2.0**-40
-        high, most = torch.where(better, largest, high), torch.where(better, spread, most)
+        high, most = torch.where(better, taken, high), torch.where(better, spread, most)
     high, count = groups.spread(high.flatten()), groups.spread(groups.count)
-    return (count <= k) | (place < high) | (place >= count - (k - high))
+    largest = place < high
+    return (count <= k) | largest | (places(reward.masked_fill(largest, float("inf"))) < k - high)
 
 
 class BestOf(Criterion, columns=("loss_mask", "group", "rollout")):
