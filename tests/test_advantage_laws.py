@@ -198,6 +198,17 @@ def test_a_group_of_equal_rewards_has_exactly_none(rewards, options, groups):
         assert (group_relative_advantage(reward, group_id, **options) == 0).all()
 
 
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "median", "log_mean_exp", "batch", "none"])
+@pytest.mark.parametrize("eps_mode", ["add", "clamp"])
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_a_group_that_never_succeeded_has_nothing_over_its_mean(baseline, eps_mode, eps):
+    """MaxRL, arXiv:2602.02710; neither a shift nor the batch's mean is divided by ε alone."""
+    options = {"baseline": baseline, "scale": "mean", "eps_mode": eps_mode, "eps": eps, "shift": 0.25}
+    found = group_relative_advantage([0.0, 0.0, 0.0, 0.0, 1.0], [0, 0, 7, 7, 7], **options).tolist()
+    assert found[:2] == [0.0, 0.0]
+    assert 0 < max(map(abs, found[2:])) < 4
+
+
 @given(
     st.integers(1, 6),
     st.integers(2, 9),

@@ -262,7 +262,7 @@ def advantage_in_groups(g: Grouped, formula: Formula) -> Tensor:
         scale = measure(g, formula.ddof)
         divisor = with_eps(scale, formula.eps, formula.eps_mode)
         nothing = divisor == 0
-        if formula.scale == "group":
+        if formula.scale == "group" or (formula.scale == "mean" and formula.eps_mode != "skip"):
             nothing = nothing | (scale == 0)
         divisor = divisor.masked_fill(nothing, float("inf"))  # by which all is divided to 0
         credit = credit / (g.spread(divisor) if formula.scale in OF_GROUP else divisor)

@@ -84,12 +84,13 @@ def group_relative_advantage(
                   clamp            max(s, ε)
                   skip             s + ε where s > 0, else undivided        (NeMo RL)
         std has the divisor n − ddof, at least 1
-        δ is `shift`, τ `temperature`; equal rewards are 0 under a scale of the group's own all the same
+        δ is `shift`, τ `temperature`; equal rewards are 0 under a spread of the group's own (group,
+    leave_one_out, mad) all the same, and rewards of 0 under their mean, but for skip
 
     With ``best_of_k`` the mean of A_i ∇ log π over the group is 1/k of an unbiased estimate of the gradient
     of what the best of k is expected to get, for any k ≤ n. With k = n it is ``best_other`` clipped at 0.
 
-    Where the baseline or the scale is the group's own, a group whose rewards are all equal has an advantage
+    Where the baseline or the spread is the group's own, a group whose rewards are all equal has an advantage
     of exactly 0, where rounding would leave a rest that a small ε blows up. Statistics are float64, by sums
     that do not depend on the order of their terms, and rounded once: to the last bit an advantage follows
     from the rewards of its group, however rows lie and whatever else is in the batch.
