@@ -227,6 +227,11 @@ def write_column(batch: TensorDictBase, key: NestedKey, values: Any) -> None:
 def write_entry(row: TensorDictBase, key: NestedKey, value: Any) -> None:
     """``row.set`` without its checks, of a row that is the caller's own."""
     *path, last = (key,) if isinstance(key, str) else key
+    write_entries(row, path, {last: value})
+
+
+def write_entries(row: TensorDictBase, path: Sequence[str], values: Mapping[str, Any]) -> None:
+    """:func:`write_entry` of some names below one path."""
     inside: Any = row
     for name in path:
         if type(inside) is TensorDict:
@@ -235,9 +240,10 @@ def write_entry(row: TensorDictBase, key: NestedKey, value: Any) -> None:
                 columns[name] = of_columns({}, inside.batch_size, inside.device)
             inside = columns[name]
     if type(inside) is TensorDict:
-        inside._tensordict[last] = value
+        inside._tensordict.update(values)
     else:
-        row.set(key, value)
+        for name, value in values.items():
+            row.set((*path, name), value)
 
 
 # TensorDict looks at every text whenever one is made, stacked, indexed or listed: 1 to 40 microseconds each.
@@ -556,7 +562,10 @@ def parts_of(batch: TensorDictBase, key: NestedKey) -> list[Any]:
 
 def _entries(rows: Sequence[Any], key: NestedKey) -> list[Any]:
     for name in (key,) if isinstance(key, str) else key:
-        if set(map(type, rows)) == {TensorDict}:  # a tenth of the cost of row.get
+        kinds = set(map(type, rows))
+        if kinds == {type(None)}:
+            break
+        if kinds == {TensorDict}:  # a tenth of the cost of row.get
             rows = [row._tensordict.get(name) for row in rows]
         else:
             rows = [_under(row, name) for row in rows]
@@ -784,7 +793,11 @@ def rows_with(
         ([0.0, 1.0], ['x'])
     """
     made: Any = stack_of_rows(*map(shallow_copy, rows), stack_dim=0)
+    below: dict[tuple[str, ...], dict[str, Sequence[Tensor]]] = {}  # columns by their path
     for key, values in columns.items():
-        for row, value in zip(made.tensordicts, values, strict=True):
-            write_entry(row, key, value)
+        *path, last = (key,) if isinstance(key, str) else key
+        below.setdefault(tuple(path), {})[last] = values
+    for path, group in below.items():
+        for row, *values in zip(made.tensordicts, *group.values(), strict=True):
+            write_entries(row, path, dict(zip(group, values, strict=True)))
     return made
