@@ -33,7 +33,7 @@ from .errors import BatchError, MissingKeyError, listing, who_stamps
 from .ids import Ids, as_ids
 from .options import nested_key
 from .schema import FLOAT, LENGTH, REWARD, SEGMENTS, STATUS_KEYS, key_names
-from .table import Effect, Late, Reduced, Table, TokenCount, Written, sources_of
+from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Written, sources_of
 from .tensordicts import (
     column_of,
     device_of,
@@ -102,7 +102,12 @@ class Rows:
             ranks: that share the batch: one exchange brings the rows of all to each.
             about: what is done with the batch, the same on all ranks.
         """
-        return cls(Table.read(batch, keys=keys, tokens=tokens, ranks=ranks, about=about), DEFAULTS)
+        table = Table(batch, len(batch))
+        table.load([*keys, *OF_THE_TABLE], tokens, most=AHEAD)
+        if ranks is not None:
+            ranks.share(table, about)
+        table.take_over()
+        return cls(table, DEFAULTS)
 
     @classmethod
     def of(cls, **columns: Tensor | Sequence[Any] | None) -> Rows:
@@ -428,7 +433,10 @@ class Rows:
     @property
     def lengths(self) -> Tensor:
         """(M,) int64: tokens in the loss mask as the row arrived, whether it is masked out by now or not."""
-        tokens = self._mask_tokens()
+        return self._as_arrived(self._mask_tokens())
+
+    def _as_arrived(self, tokens: Tensor) -> Tensor:
+        """(M,) counts of tokens; of rows that a stage has silenced, those that they had before."""
         if LENGTH not in self.table.columns:
             return tokens
         before = self[LENGTH]
@@ -441,11 +449,7 @@ class Rows:
         self.table.load(tokens=[count])
         if count not in self.table.columns:
             return None
-        tokens = self._tokens(count.log_prob)
-        if LENGTH not in self.table.columns:
-            return tokens
-        before = self[LENGTH]  # of rows that a stage has silenced
-        return torch.where(before < 0, tokens, before)
+        return self._as_arrived(self._tokens(count.log_prob))
 
     @property
     def masked_tokens(self) -> Tensor:

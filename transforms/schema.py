@@ -146,7 +146,7 @@ def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: s
             f"{reader} needs one number a row in {key!r} ({option}), for {len(batch)} rows; found "
             f"{found}{labels}"
         )
-    return value if value.ndim == 1 else value.reshape(-1)  # the same tensor is known again (`once`)
+    return value if value.ndim == 1 else value.reshape(-1)
 
 
 def read_written(batch: TensorDictBase, key: NestedKey, *, reader: str, writer: str) -> Tensor:

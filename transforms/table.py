@@ -197,26 +197,12 @@ class Table:
 
     # -- from a batch -------------------------------------------------------------------------------------
 
-    @classmethod
-    def read(
-        cls,
-        batch: TensorDictBase,
-        *,
-        keys: Iterable[NestedKey | None] = (),
-        tokens: Iterable[tuple[NestedKey, NestedKey | None]] = (),
-        ranks: Any = None,
-        about: str = "",
-    ) -> Table:
-        """Read a batch (:meth:`Rows.read`)."""
-        table = cls(batch, len(batch))
-        table.load([*keys, COUNTED, IN_LOSS, LENGTH], tokens, most=AHEAD)
-        if ranks is not None:
-            ranks.share(table, about)
-        if IN_LOSS in table.columns:  # stages were alone with this batch before
-            table.in_loss, table.masks_rows = table.columns[IN_LOSS].clone(), True
-        if COUNTED in table.columns:
-            table._count(table.columns[COUNTED])
-        return table
+    def take_over(self) -> None:
+        """Go on with what stages decided that were alone with this batch before, as its columns say."""
+        if IN_LOSS in self.columns:
+            self.in_loss, self.masks_rows = self.columns[IN_LOSS].clone(), True
+        if COUNTED in self.columns:
+            self._count(self.columns[COUNTED])
 
     def load(
         self,
@@ -228,7 +214,7 @@ class Table:
 
         Args:
             keys: of columns of numbers per row.
-            tokens: as :meth:`read` takes them.
+            tokens: as :meth:`Rows.read` takes them.
             most: numbers a row; a column of more, or of ragged rows, is left where it is.
         """
         found = dict[Any, Tensor]()
@@ -296,7 +282,7 @@ class Table:
         self.kept = self.here.clone()
         self.columns = {}
         counts = [key for key in before if isinstance(key, TokenCount)]
-        self.load([*(key for key in before if key not in counts), IN_LOSS, COUNTED, LENGTH], counts)
+        self.load([*(key for key in before if key not in counts), *OF_THE_TABLE], counts)
         rows = self.kept.nonzero().flatten()
         if IN_LOSS in self.columns:
             self.in_loss[rows] &= self.columns[IN_LOSS][rows]
@@ -328,7 +314,7 @@ class Table:
     # -- into a batch -------------------------------------------------------------------------------------
 
     def write(self) -> TensorDictBase:
-        """The rows that are here, with all that was decided: the inverse of :meth:`read`.
+        """The rows that are here, with all that was decided: the inverse of :meth:`Rows.read`.
 
         Values are rounded to the dtype of their column. Rows out of the loss are masked.
         """
