@@ -157,9 +157,9 @@ def test_a_rollout_that_does_not_end_is_said_once_at_four_times_the_usual_age():
     for rollout in range(1, 12):  # each of two puts: ten and one have ended, before the first is too old
         for number in (0, 1):
             row = Sent(rollout, rollout, number, number == 1, 0, 1)
-            if (rollout, number) == (10, 1):
+            if (rollout, number) == (11, 0):
                 with pytest.warns(
-                    StreamWarning, match=r"do not end: rollout 0 of group 0 \(1 rows, 20 puts old"
+                    StreamWarning, match=r"do not end: rollout 0 of group 0 \(1 rows, 21 puts old"
                 ):
                     assembler.put(fleet.batch([row]))
             else:

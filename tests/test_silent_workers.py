@@ -16,7 +16,7 @@ from turns import hang, quick_starts
 from headrace.pipeline import assembled
 from headrace.transforms import GroupAssembler, StalledError, StreamWarning
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:rollouts do not end")]
 
 STEP = 1.6  # seconds of a trainer's step, more than the one for which a worker waits
 WORKERS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
@@ -86,7 +86,6 @@ def test_what_a_collector_that_is_read_alone_throws_away_is_counted_and_not_trai
     assert trained + assembler.held + sum(assembler.counts.values()) == 7 * 12
 
 
-@pytest.mark.filterwarnings("ignore:rollouts do not end")
 @pytest.mark.parametrize("options", [{"worker_patience": 1.5}, {"patience": 1.5}])
 def test_a_worker_that_hangs_while_another_goes_on_is_named_with_what_waits(options):
     source, begun = collector("async", w1=functools.partial(hang, at=6)), time.monotonic()
@@ -100,7 +99,6 @@ def test_a_worker_that_hangs_while_another_goes_on_is_named_with_what_waits(opti
     assert time.monotonic() - begun < 60
 
 
-@pytest.mark.filterwarnings("ignore:rollouts do not end")
 def test_a_slow_worker_may_make_a_pause_ten_times_as_long_as_before():
     source, groups = collector("async", w1=slow), set()
     try:

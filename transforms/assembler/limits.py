@@ -18,6 +18,7 @@ from .open_groups import Group
 from .stream import EVICTED, FAILED, LOST, REASONS, SURPLUS, TIMEOUT, StreamPlan
 
 ENDLESS = 4  # times the greatest age of those that ended: a rollout that is older does not end
+LEAST_AGE = 5  # puts that one takes at least, as far as this goes
 LEAST_ENDED = 10  # rollouts that have ended before any is said not to end
 LEAST_IDLE = 100  # puts without a whole group that are no stall, however small the batch
 REFUSALS = {
@@ -135,7 +136,7 @@ def _choose(group: Group, size: int, on_surplus: Any) -> Collection[int]:
 def warn_of_endless(plan: StreamPlan) -> None:
     """Say once which rollouts have not ended at four times the greatest age at which one has."""
     stream, endless = plan.stream, []
-    oldest = ENDLESS * max(1, stream.longest) if stream.ended >= LEAST_ENDED else math.inf
+    oldest = ENDLESS * max(LEAST_AGE, stream.longest) if stream.ended >= LEAST_ENDED else math.inf
     while stream.open and plan.puts - (born := next(iter(stream.open.values()))) > oldest:
         (partition, number), _ = stream.open.popitem(last=False)
         group = stream.waiting[stream.homes[partition, number]]
