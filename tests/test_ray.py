@@ -397,3 +397,19 @@ def test_the_example_trains_on_what_two_writers_collect():
     rewards = importlib.import_module("ray_grpo").main(batches=3)
     assert len(rewards) == 3  # two writers, three batches of half as many groups as a step has
     assert all(0 < reward < 1 for reward in rewards)
+
+
+@pytest.mark.llm
+def test_torchrls_recipe_on_ray_trains_and_its_marked_lines_are_all_that_headrace_needs():
+    pytest.importorskip("transformers", reason="the extra `llm` is not installed")
+    example = importlib.import_module("torchrl_ray_grpo")
+    lines = Path(example.__file__).read_text().splitlines()
+    names = ("StampIds", "buffer_account", "groups_on_write")
+    assert all(line.endswith("# headrace") for line in lines if any(name in line for name in names))
+    assert sum(line.endswith("# headrace") for line in lines) <= 7
+    steps = list(example.train(steps=3, num_envs=8, batch_size=16))
+    assert all(0 <= reward <= 1 for reward, _, _ in steps)
+    account = steps[-1][2]
+    assert (account.error, account.counts["lost"]) == (None, 0)
+    assert account.emitted >= 2
+    assert account.metrics["groups/trained"] >= 1
