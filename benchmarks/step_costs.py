@@ -23,8 +23,7 @@ from timing import measure, median_ms, ratio
 from torch import Tensor
 
 from headrace.pipeline import load_pipeline, make_report
-from headrace.transforms import GroupAssembler, ShuffleSplit
-from headrace.transforms.split import deal
+from headrace.transforms import GroupAssembler, ShuffleSplit, deal
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))  # behind the benchmarks, which have a batches.py
 from first_fits import plain_first_fit
@@ -74,9 +73,15 @@ def reports(rounds: int, *, quick: bool) -> list[Row]:
 
     def processed(rows: int, tokens: int) -> tuple[TensorDict, object]:
         batch = collected(rows, tokens)
-        full = batch["tokens", "full"].view(-1, GROUP_SIZE, tokens)
-        full[:, :, : tokens // 2] = full[:, :1, : tokens // 2]  # a prompt
-        batch["masks", "all_attention_mask"][:] = True
+        prompt = tokens // 4  # and then a response, padded on the left as a whole
+        full, mask = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
+        length = (mask.sum(1, keepdim=True) - prompt).clamp_min(1)
+        place = torch.arange(tokens) - (tokens - prompt - length)
+        asked = full[::GROUP_SIZE, :prompt].repeat_interleave(GROUP_SIZE, 0)
+        there = (place >= 0) & (place < prompt)
+        full[:] = torch.where(there, asked.gather(1, place.clamp(0, prompt - 1)), full)
+        mask[:] = place >= prompt
+        batch["masks", "all_attention_mask"][:] = place >= 0
         return batch, load_pipeline("pipeline=grpo").run(batch)
 
     rows, tokens = (64, 16) if quick else (8192, 256)
