@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
@@ -300,6 +301,7 @@ class GroupAssembler(
             check_idle(plan, self)
             if piece.place:
                 piece.own()
+                plan.piece = piece
             if len(batch):
                 self._kinds, self._found = kinds, found
             self._carry_out(plan)
@@ -467,10 +469,13 @@ class GroupAssembler(
                 f"it is of one with {state['options']}"
             )
         with self._turn:
-            pieces = [RowPiece.from_plain(rows) for rows in state["chunks"]]
-            by_segment = self.segment_key is not None
-            self._stream = Stream.from_plain(state["state"], pieces, time.monotonic(), by_segment=by_segment)
-            self._kinds, self._found = kinds_of(pieces[0].batch) if pieces else {}, None
+            pieces, found = [RowPiece.from_plain(rows) for rows in state["chunks"]], None
+            if pieces:
+                found = find_columns(pieces[0], self._options)
+            read = (arriving_rows(piece, found or {}, self.group_size)[0] for piece in pieces)
+            rows, by_segment = chain.from_iterable(read), self.segment_key is not None
+            self._stream = Stream.from_plain(state["state"], rows, time.monotonic(), by_segment=by_segment)
+            self._kinds, self._found = kinds_of(pieces[0].batch) if pieces else {}, found
             self.version = state["version"]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,25 +9,26 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .open_groups import NOWHERE, Group, Key, Lane, Origin, Rollout, Row
-from .pieces import RowPiece, let_go
+from .pieces import RowPiece, joined_plain, let_go, numbers_column
 
 REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished", "lost")
 """Why rows leave."""
 LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED, LOST = REASONS
 
-# What a state has of a stream, and of each group and row.
+# What a state has of a stream, and of each group. Of a row it has the row itself, which is read again.
 CLOSED = ("closed_groups", "late_groups", "closed_rollouts")
 TOTALS = ("received", "puts", "idle", "whole", "emitted", "rejected", "lost", "lanes", "passed")
 OF_GROUP = ("partition", "group", "expected", "born_put", "refilled", "refills", "order", "left", "enough")
-NUMBERS = 8  # of a row, which are its own
 
 
 class Intervals:
@@ -74,6 +75,8 @@ class StreamPlan:
     """Seconds on the clock."""
     came: int = 0
     """Rows that come."""
+    piece: RowPiece = NOWHERE
+    """Where those of them are that stay."""
     left: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     """Rows that leave, by reason."""
     groups: dict[Key, Group] = field(default_factory=dict)
@@ -153,6 +156,8 @@ class Stream:
         """Whole groups by partition, in the order in which they became whole."""
         self.homes: dict[Key, Key] = {}
         """The group of each rollout that is there, or has left while rows of it may come."""
+        self.pieces: dict[RowPiece, None] = {}
+        """Where rows are, in the order in which they came."""
         self.gone: dict[Key, Rollout] = {}
         """Rollouts that failed or were surplus, and left before all of their rows had come."""
         self.closed_groups: dict[int, Intervals] = defaultdict(Intervals)
@@ -190,6 +195,8 @@ class Stream:
     def carry_out(self, plan: StreamPlan) -> None:
         """Make a plan true."""
         gone: list[Row] = plan.lost_rows
+        if plan.piece.place:
+            self.pieces[plan.piece] = None
         for key, group in plan.groups.items():
             if key not in self.waiting:
                 self.dispatched += group.dispatched
@@ -217,7 +224,7 @@ class Stream:
         self.held += plan.came - sum(plan.left.values())
         for reason, rows in plan.left.items():
             self.counts[reason] += rows
-        let_go((row.piece, row.arrival) for row in gone)
+        self._let_go(gone)
 
     def close(self, groups: Iterable[Group], reason: str = "") -> int:
         """Let go of groups, whose rows are handed out, or counted under a reason, and return how many."""
@@ -225,7 +232,7 @@ class Stream:
         self.held -= len(gone)
         if reason:
             self.counts[reason] += len(gone)
-        let_go((row.piece, row.arrival) for row in gone)
+        self._let_go(gone)
         return len(gone)
 
     def dispatch_again(self, group: Group, missing: int, plan: StreamPlan) -> None:
@@ -238,7 +245,7 @@ class Stream:
         group.order, group.have, group.enough = -1, 0, True
         group.left = group.lost = group.dispatched
         self._refill(group, missing, plan)
-        let_go((row.piece, row.arrival) for row in gone)
+        self._let_go(gone)
 
     def choose(self, wanted: int | None, most: int | None, newest: int | None) -> list[Group]:
         """Whole groups of one partition, in the order in which they became whole.
@@ -260,6 +267,10 @@ class Stream:
             if len(some) >= (wanted or 1):
                 chosen.append(some)
         return min(chosen, key=lambda groups: groups[-1].order, default=[])
+
+    def _let_go(self, gone: Iterable[Row]) -> None:
+        for piece in let_go((row.piece, row.arrival) for row in gone):
+            del self.pieces[piece]
 
     def _refill(self, group: Group, missing: int, plan: StreamPlan) -> None:
         """Ask for more and wait for it, though more than were dispatched failed; its time begins anew."""
@@ -328,27 +339,23 @@ class Stream:
     def to_plain(self, now: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """What is known, and the rows; clocks as ages, since another process has another clock."""
         groups = [*self.waiting.values(), *self.whole_groups()]
-        rows = sorted((row for group in groups for row in group.rows()), key=lambda row: row.arrival)
-        slots = {group.key: slot for slot, group in enumerate(groups)}
-        state = {name: getattr(self, name) for name in TOTALS} | {
-            "rows": [[slots[row.partition, row.group], row.rollout, *row[:NUMBERS]] for row in rows],
-            "groups": [
-                {name: getattr(group, name) for name in OF_GROUP} | {"born_time": now - group.born_time}
-                for group in groups
-            ],
+        state: dict[str, Any] = {name: copy(getattr(self, name)) for name in TOTALS} | {
+            "groups": {name: numbers_column(map(attrgetter(name), groups)) for name in OF_GROUP},
             "gone": [list(row[:-1]) for rollout in self.gone.values() for row in rollout.rows.values()],
             "gone_lost": [key for key, rollout in self.gone.items() if rollout.lost],
             "counts": tuple(self.counts.values()),
         }
+        ages = [now - group.born_time for group in groups]
+        state["groups"]["born_time"] = torch.tensor(ages, dtype=torch.float64)
         for name in CLOSED:
             state[name] = {partition: ids.to_tensor() for partition, ids in getattr(self, name).items()}
-        return state, [piece.to_plain() for piece in dict.fromkeys(row.piece for row in rows)]
+        return state, joined_plain(self.pieces)
 
     @classmethod
     def from_plain(
-        cls, state: Mapping[str, Any], pieces: Iterable[RowPiece], now: float, *, by_segment: bool
+        cls, state: Mapping[str, Any], rows: Iterable[Row], now: float, *, by_segment: bool
     ) -> Stream:
-        """What :meth:`to_plain` made dicts of."""
+        """What :meth:`to_plain` made dicts of, with the rows that were read again, in order of arrival."""
         stream = cls()
         for name in TOTALS:
             setattr(stream, name, state.get(name, getattr(stream, name)))  # older ones knew no lost rollouts
@@ -356,27 +363,32 @@ class Stream:
             closed = {partition: Intervals(pairs) for partition, pairs in state[name].items()}
             getattr(stream, name).update(closed)
         stream.counts |= dict(zip(REASONS, state["counts"]))  # noqa: B905
-        groups = [Group(**known) for known in state["groups"]]
-        homes = {arrival: piece for piece in pieces for arrival in piece.place}
-        for slot, number, *values in state["rows"]:
-            group, piece = groups[slot], homes.pop(values[1])
-            row = Row._make((*values, *group.key, number, group.expected, piece))
-            stream.homes[group.partition, number] = group.key
-            group.rollouts.setdefault(number, Rollout(row.ends, by_segment)).add(row)
+        known = state["groups"]  # by column; an earlier version saved a dict a group
+        if not isinstance(known, list):
+            lines = zip(*(column.tolist() for column in known.values()), strict=True)
+            known = [dict(zip(known, line, strict=True)) for line in lines]
+        groups = {group.key: group for group in (Group(**each) for each in known)}
+        for row in rows:
+            key = row.partition, row.group
+            rollouts = groups[key].rollouts
+            if row.rollout not in rollouts:
+                rollouts[row.rollout] = Rollout(row.ends, by_segment)
+                stream.homes[row.partition, row.rollout] = key
+            rollouts[row.rollout].add(row)
+            stream.pieces[row.piece] = None
             stream.held += 1
-        let_go((piece, arrival) for arrival, piece in homes.items())  # who saved them held them no longer
         for values in state["gone"]:
             row = Row._make((*values, NOWHERE))
             stream.homes[row.partition, row.rollout] = row.partition, row.group
             stream.gone.setdefault((row.partition, row.rollout), Rollout(row.ends, by_segment)).add(row)
         for key in state.get("gone_lost", ()):
             stream.gone[key].lost = True
-        for group in sorted(groups, key=lambda group: (group.order, group.born_put)):
+        for group in sorted(groups.values(), key=lambda group: (group.order, group.born_put)):
             group.have = sum(rollout.ended for rollout in group.rollouts.values())
             begun = (number for number, rollout in group.rollouts.items() if not rollout.complete)
             stream.open.update(((group.partition, number), stream.puts) for number in begun)
             group.lost = group.left + sum(rollout.failed for rollout in group.rollouts.values())
-            group.born_time = now - group.born_time
+            group.born_time, group.enough = now - group.born_time, bool(group.enough)
             stream.dispatched += group.dispatched
             if group.is_ready:
                 stream.ready.setdefault(group.partition, OrderedDict())[group.key] = group
