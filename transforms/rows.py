@@ -39,6 +39,7 @@ from .tensordicts import (
     device_of,
     flat_rows,
     number_column,
+    parts_of,
     read_packed,
     same_column,
     shallow_copy,
@@ -665,9 +666,7 @@ class Rows:
         batch, loss_mask, log_prob = self.table.batch, self.key("loss_mask"), self.key("log_prob")
         if self.table.finite is not None:
             log_prob = None
-        found = [
-            key for key in (loss_mask, log_prob) if key is not None and column_of(batch, key) is not None
-        ]
+        found = [key for key in (loss_mask, log_prob) if key is not None and parts_of(batch, key)]
         self.table.silenced |= dict.fromkeys(found)
         if not found and bool(rows.any()):
             lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
