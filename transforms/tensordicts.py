@@ -29,7 +29,7 @@ Column = tuple[NestedKey, torch.dtype, tuple[int, ...]]
 
 PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")  # as TorchRL's wrappers write them
 ATTENTION = ("masks", "all_attention_mask")
-FEW = 4096  # entries that cost less than the calls by which they would be counted faster
+FEW = 2**16  # entries that cost less than the calls by which they would be counted faster
 MOST = 255  # bytes of 0 and 1 that can be added up before one of them overflows
 
 
