@@ -34,7 +34,7 @@ NOTE_RUN = f"""The loop over the minibatches of the grpo recipe: {SMALL[0]} rows
 minibatches where nothing else is said, after a run to warm up. Files and functions are those of headrace that
 are entered, comprehensions and lambdas included; calls are those of Python and C functions. An operator call
 is one that reaches a TorchDispatchMode: on a GPU each is a launch. Collectives are calls of the process group
-by one of two ranks."""
+by one of two ranks; all_gather_object makes two."""
 NOTE_READ = """Lines of code without docstrings, comments and empty lines. Traits are the public attributes
 of BatchTransform that say what a stage is for others."""
 
