@@ -17,8 +17,8 @@ from step_costs import step_costs
 from tables import Table
 from token_stages import NOTE, token_stages
 
-AROUND = """The first column is the time of the formula, in ms, where there is one; the second is headrace over it,
-unless the name says another unit."""
+AROUND = """The first column is the time of the formula, in ms, where there is one; the second is headrace
+over it, unless the name says another unit."""
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:

@@ -34,8 +34,8 @@ class AssembleOnWrite(Transform):
     :meth:`Pipeline.halves`, they go on to it. What is sampled passes unchanged. The state is in that of the
     buffer. Where the buffer is an actor of Ray, see :func:`groups_on_write`.
 
-    What refuses rows is raised at whoever writes, and, since that may be a process at which nobody looks, once
-    more when the buffer is sampled.
+    What refuses rows is raised at whoever writes. Since that may be a process at which nobody looks, it is
+    raised once more when the buffer is sampled.
 
     Worker processes would each have an assembler of their own, in which no group is ever whole: what they
     write is read by :func:`drained`, and assembled behind it.
@@ -176,9 +176,9 @@ def groups_on_write(
 ) -> Transform:
     """Whole groups with their advantages on the way into a buffer that is an actor of Ray.
 
-    ``RayReplayBuffer(transform_factory=partial(groups_on_write, "grpo", assembler={"group_size": 16}), …)``, in
-    place of ``partial(MCAdvantage, grpo_size=16)``: in the actor this is an :class:`AssembleOnWrite` with the
-    first half of the recipe. :func:`buffer_account` says what it did.
+    ``RayReplayBuffer(transform_factory=partial(groups_on_write, "grpo", assembler={"group_size": 8}), …)``,
+    in place of ``partial(MCAdvantage, grpo_size=8)``: in the actor this is an :class:`AssembleOnWrite` with
+    the first half of the recipe. :func:`buffer_account` says what it did.
 
     Args:
         recipe: a recipe's name and overrides, as :func:`load_pipeline` takes them.
@@ -200,9 +200,9 @@ def groups_on_write(
         ...     transform_factory=partial(groups_on_write, "grpo", assembler={"group_size": 2}),
         ... )
         >>> ids = torch.tensor([0, 2, 1, 3])
-        >>> rows = {"group_id": ids // 2, "rollout_id": ids, ("next", "done"): torch.ones(4, dtype=torch.bool)}
-        >>> mask = torch.ones(4, 5, dtype=torch.bool)
-        >>> rows |= {("next", "reward"): ids % 2 * 1.0, ("masks", "all_assistant_mask"): mask}
+        >>> rows = {"group_id": ids // 2, "rollout_id": ids, ("next", "reward"): ids % 2 * 1.0}
+        >>> done, mask = torch.ones(4, dtype=torch.bool), torch.ones(4, 5, dtype=torch.bool)
+        >>> rows |= {("next", "done"): done, ("masks", "all_assistant_mask"): mask}
         >>> _ = buffer.extend(TensorDict(rows, batch_size=[4]))
         >>> buffer[:]["advantage"].flatten()
         tensor([-0.7071,  0.7071, -0.7071,  0.7071])

@@ -1,4 +1,4 @@
-"""A source read in a thread, since who waits in it cannot be interrupted; and without loss where it would lose."""
+"""A source is read in a thread, since a wait in it cannot be interrupted, and without loss."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ END = object()
 class Reader:
     """A source, read in a thread.
 
-    A batch is read when it is asked for. A MultiAsyncCollector is read all the time instead: its queue has room
-    for one batch, and a worker that finds it full for a second throws its own batch away and collects another
-    (``_main_async_collector`` of TorchRL 0.14.1). So each batch is taken out of the queue at once and waits
-    here, and its worker is told to go on when the batch is asked for: one batch of each worker waits at most.
+    A batch is read when it is asked for. A MultiAsyncCollector is read all the time instead: its queue has
+    room for one batch, and a worker that finds it full for a second throws its own batch away and collects
+    another (``_main_async_collector`` of TorchRL 0.14.1). So each batch is taken out of the queue at once and
+    waits here, and its worker is told to go on when the batch is asked for: one batch of each worker waits at
+    most.
 
     Args:
         source: what yields batches.
@@ -88,7 +89,7 @@ class Reader:
 
 
 class HeldPipe:
-    """The pipe to a worker of a MultiAsyncCollector, which tells it to go on only when its batch is asked for.
+    """The pipe to a worker of a MultiAsyncCollector, which is told to go on when its batch is asked for.
 
     Args:
         pipe: the collector's.

@@ -32,8 +32,8 @@ class WorkerWatch:
 
     Args:
         patience: seconds for which any worker may be silent; None: no worker is, without `worker_patience`.
-        worker_patience: seconds after which a worker is silent for too long. None: ten times its longest pause
-            so far, its start included, and at least `patience`.
+        worker_patience: seconds after which a worker is silent for too long. None: ten times its longest
+            pause so far, its start included, and at least `patience`.
         workers: how many there are, if that is known: one that sends nothing at all is silent, too.
     """
 
@@ -76,9 +76,9 @@ class WorkerWatch:
             others = [each for each in self._heard.values() if len(each.times) == TIMES]
             if silent >= self._limit(heard) and any(each.times[0] > since for each in others):
                 raise assembler.stalled(
-                    f"worker {worker} has been silent for {silent:.1f} s while others sent rows; its last was "
-                    f"{heard.last}. Has it died, or does its environment hang? Its error, if there is one, is "
-                    "on stderr. If it is slow, set a longer worker_patience",
+                    f"worker {worker} has been silent for {silent:.1f} s while others sent rows; its last "
+                    f"was {heard.last}. Has it died, or does its environment hang? Its error, if there is one, "
+                    "is on stderr. If it is slow, set a longer worker_patience",
                     worker=(worker, self._numbered),
                 )
 

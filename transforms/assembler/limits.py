@@ -145,8 +145,8 @@ def warn_of_endless(plan: StreamPlan) -> None:
     if endless:
         warnings.warn(
             f"rollouts do not end: {listing(endless)}; the {stream.ended} that ended took {stream.longest} "
-            "puts at most. Their groups wait for them, and their rows are kept. Does the environment hang, or "
-            "never set done? Set timeout or timeout_seconds, and on_timeout, to go on without them",
+            "puts at most. Their groups wait for them, and their rows are kept. Does the environment hang, "
+            "or never set done? Set timeout or timeout_seconds, and on_timeout, to go on without them",
             StreamWarning,
             stacklevel=3,
         )
@@ -179,7 +179,7 @@ def check_idle(plan: StreamPlan, options: Any) -> None:
 
 
 def stalled(why: str, plan: StreamPlan, worker: tuple[int, int] | None = None) -> StalledError:
-    """The error that says which groups wait longest, of one worker of several, and what became of all rows."""
+    """The error that says which groups wait longest, all or a worker's, and what became of all rows."""
     stream, waiting = plan.stream, list(plan.waiting())
     if worker is not None:
         waiting = [group for group in waiting if group.group % worker[1] == worker[0]]
@@ -193,7 +193,8 @@ def stalled(why: str, plan: StreamPlan, worker: tuple[int, int] | None = None) -
         "max_pending_groups to go on without those that do not"
     )
     return StalledError(
-        f"{why.rstrip('.')}. Waiting: {listing(words) or 'no group'}. Rows: {counts}.{advice if words else ''}"
+        f"{why.rstrip('.')}. Waiting: {listing(words) or 'no group'}. Rows: {counts}."
+        f"{advice if words else ''}"
     )
 
 

@@ -1,8 +1,8 @@
 """Rollouts that were lost between a worker and the assembler, by the origin that is stamped on their rows.
 
-``("headrace", "origin")`` says the number of a row in its rollout, its worker, how many workers there are, its
-environment in the worker, and how many of these there are. An environment runs one rollout after the other,
-and its rows arrive in their order. So three things show that rows are missing:
+``("headrace", "origin")`` says the number of a row in its rollout, its worker, how many workers there are,
+its environment in the worker, and how many of these there are. An environment runs one rollout after the
+other, and its rows arrive in their order. So three things show that rows are missing:
 
 1. a row has a higher number than the rows of its rollout that have come: those between are lost;
 2. a row of an environment's next rollout comes, and the last one has not ended: its end is lost;
@@ -14,10 +14,12 @@ and its rows arrive in their order. So three things show that rows are missing:
 from __future__ import annotations
 
 import warnings
+
 from headrace.transforms.errors import StreamWarning, listing
 
-from .open_groups import Group, Lane, Origin, Row
+from .open_groups import Group, Origin, Row
 from .stream import StreamPlan
+
 
 def follow(plan: StreamPlan, row: Row, origin: Origin) -> bool:
     """Note at which rollout an environment is, and lose the one before if it has not ended (rule 2).

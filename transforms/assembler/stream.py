@@ -186,7 +186,7 @@ class Stream:
         self.lanes: dict[Lane, int] = {}
         """The newest rollout of each environment of which a row has come."""
         self.passed: dict[Key, int] = {}
-        """By partition and worker, how many rollouts, in the order of dispatch, are behind all environments."""
+        """By partition and worker, how many rollouts all environments have left behind, as dispatched."""
 
     def whole_groups(self) -> list[Group]:
         """Those that are ready."""
