@@ -77,8 +77,8 @@ class WorkerWatch:
             if silent >= self._limit(heard) and any(each.times[0] > since for each in others):
                 raise assembler.stalled(
                     f"worker {worker} has been silent for {silent:.1f} s while others sent rows; its last "
-                    f"was {heard.last}. Has it died, or does its environment hang? Its error, if there is one, "
-                    "is on stderr. If it is slow, set a longer worker_patience",
+                    f"was {heard.last}. Has it died, or does its environment hang? Its error, if there is "
+                    "one, is on stderr. If it is slow, set a longer worker_patience",
                     worker=(worker, self._numbered),
                 )
 
