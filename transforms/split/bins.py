@@ -166,7 +166,7 @@ def _heaviest(home: Tensor, costs: Tensor) -> float:
 
 
 def _is_level(home: Tensor, costs: Tensor, bins: int) -> bool:
-    """Whether the heaviest bin is close to the mean, or of many items no more above it than a swap changes."""
+    """Whether the heaviest bin is close to the mean, or of many items as close as a swap can bring it."""
     mean, heaviest = float(costs.double().sum()) / bins, _heaviest(home, costs)
     if heaviest <= mean * (1 + CLOSE) or len(costs) <= FEW:
         return heaviest <= mean * (1 + CLOSE)
