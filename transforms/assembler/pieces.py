@@ -51,15 +51,15 @@ class RowPiece:
         self.place = {arrival: row for row, arrival in enumerate(arrivals)}
         """Where in the batch each row is, by its arrival."""
 
-    def numbers(self, key: NestedKey, name: str) -> list[Tensor]:
-        """A column of one number a row, whole or, of a lazy stack, by row.
+    def numbers(self, key: NestedKey, name: str, width: int = 1) -> list[Tensor]:
+        """A column of so many numbers a row, whole or, of a lazy stack, by row.
 
         Raises:
             MissingKeyError: it is not there.
             BatchError: it holds more than one number a row.
         """
         entries = parts_of(self.batch, key)
-        size = 1 if isinstance(self.batch, LazyStackedTensorDict) else len(self.batch)
+        size = width * (1 if isinstance(self.batch, LazyStackedTensorDict) else len(self.batch))
         if entries and all(isinstance(entry, Tensor) and entry.numel() == size for entry in entries):
             return entries
         return [read_column(self.batch, key, reader=READER, option=f"{name}_key")]  # which refuses it
