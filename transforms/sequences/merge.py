@@ -14,7 +14,7 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError, who_stamps
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key
-from headrace.transforms.prefixes import END, left_aligned, same_content
+from headrace.transforms.prefixes import END, left_aligned, words_of
 from headrace.transforms.required import require_turns
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import (
@@ -291,8 +291,8 @@ def _differs(batch: TensorDictBase, key: NestedKey, into: Tensor) -> Tensor | No
     if not all(isinstance(part, Tensor) for part in parts):
         return None
     if isinstance(batch, LazyStackedTensorDict):
-        content = same_content(parts)
-        return content != content[into]
+        column = words_of(parts)
+        return (column != column.index_select(0, into)).any(1)
     column = parts[0]
     column = column.detach().flatten(1) if column.ndim > 1 else column.detach()[:, None]
     other = column.index_select(0, into)
