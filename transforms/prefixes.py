@@ -157,10 +157,9 @@ def left_aligned(labels: Tensor, present: Tensor) -> Tensor:
         >>> left_aligned(torch.tensor([[0, 7, 8]]), present)[0, :2].tolist()
         [7, 8]
     """
-    width = labels.shape[1]
-    place = torch.where(present, present.long().cumsum(1) - 1, width)
-    room = labels.new_full((len(labels), width + 1), END)
-    return room.scatter_(1, place, labels.masked_fill(~present, END))[:, :width]
+    place = present.cumsum(1).mul_(present)  # 0 where there is none, which falls off
+    room = labels.new_full((len(labels), labels.shape[1] + 1), END)
+    return room.scatter_(1, place, labels)[:, 1:]
 
 
 def as_words(values: Tensor) -> Tensor:

@@ -29,8 +29,14 @@ from headrace.transforms.schema import (
     has_key,
 )
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tensordicts import device_of, entries_of, parts_of
-from headrace.transforms.tokens import describe_row, in_loss_there, read_mask, read_tokens, write_tokens
+from headrace.transforms.tensordicts import count_true, device_of, entries_of, parts_of, send_packed
+from headrace.transforms.tokens import (
+    describe_row,
+    in_loss_there,
+    read_mask,
+    read_tokens,
+    write_tokens,
+)
 
 from .dense import PARTS
 from .packing import TOKEN_KEYS
@@ -84,12 +90,12 @@ def merge_turns(
     row = torch.arange(len(first), device=first.device)
     order = Ids(first).positions(turn).sort(stable=True).indices
     order = order[first[order].sort(stable=True).indices]  # rollout by rollout, turn by turn
-    before = order.roll(1)
-    follows = first[order] == first[before]
+    before = torch.empty_like(order).index_copy_(0, order, order.roll(1))
+    other = tokens.index_select(0, before)
+    same = (((tokens == other) & ~trains) | (other == END)).all(1)
+    follows = first[order] == first[order.roll(1)]
     follows[:1] = False
-    inside = tokens[before] != END
-    same = (tokens[order] == tokens[before]) & ~trains[order]
-    extends = goes_on = follows & (same | ~inside).all(1)
+    extends = goes_on = follows & same[order]
     if silent is not None:
         segment = (~goes_on).long().cumsum(0) - 1
         last = torch.where(silent[order], -1, row)
@@ -182,9 +188,12 @@ class MergeTurns(
         own = Ids(rows.of_rank(ids.labels))
         in_loss = in_loss_there(rows)
         trains = loss if in_loss is None else loss & in_loss[:, None]
+        width, count = tokens.shape[1], there.cumsum(1)
+        learns, column = trains.max(1) if width else (trains.any(1), count.sum(1))  # the first of the largest
+        first = torch.where(learns, count.gather(1, column[:, None])[:, 0] - 1, width) if width else column
         into, broken = merge_turns(
             left_aligned(tokens, there),
-            left_aligned(trains.long(), there) == 1,
+            torch.arange(width, device=device) >= first[:, None],  # of those behind nobody asks
             own.spread(own.first).to(device),
             None if turn is None else rows.there(turn),
             None if in_loss is None else ~in_loss,
@@ -201,7 +210,7 @@ class MergeTurns(
         found = rows.measured(
             into=rows.table.live.to(device).index_select(0, into),
             broken=broken,
-            tokens=trains.sum(1),
+            tokens=count_true(trains),
             padding=(loss & ~there).any(1),
             **{f"differs in {key}": column for key, column in differs.items()},
         )
@@ -220,27 +229,7 @@ class MergeTurns(
                 describe_row(rows),
             )
 
-        # 3. What is said of a token goes to where the row has it that it becomes a part of.
-        row, width = torch.arange(len(batch), device=device), tokens.shape[1]
-        place = (there.long().cumsum(1) - 1).clamp_min(0)
-        at = left_aligned(torch.arange(width, device=device).expand_as(there), there)[into].gather(1, place)
-        goes = trains & (into != row)[:, None]
-        to = torch.where(goes, into[:, None] * width + at, len(batch) * width).flatten()
-
-        def moved(values: Tensor) -> Tensor:
-            flat = values.flatten(0, 1)
-            room = torch.cat([flat, flat.new_empty(1, *flat.shape[1:])])  # an entry for all that stays
-            return room.index_copy_(0, to, flat)[:-1].view(values.shape)
-
-        same = (self.tokens_key, self.attention_key, self.loss_mask_key)
-        by_token = [key for key in (*MERGED_KEYS, *self.token_keys, self.advantage_key) if key not in same]
-        of_table = [key for key in (*rows.table.written_columns(), *OF_SEGMENTS) if key not in by_token]
-        batch = batch.exclude(*PARTS, *of_table)  # where they stay
-        for key in [key for key in dict.fromkeys(by_token) if has_key(batch, key)]:
-            write_tokens(batch, key, moved(_by_token(batch, key, self.tokens_key)), self.tokens_key)
-        write_tokens(batch, self.loss_mask_key, moved(trains), self.tokens_key)
-
-        # 4. What the table says of a segment as a whole.
+        # 3. What the table says of a segment as a whole.
         segments = Ids(found["into"].long())
         rows.table.load(OF_SEGMENTS)
         for key in (IS_FIRST_SEGMENT, INIT):
@@ -251,11 +240,38 @@ class MergeTurns(
             whole = segments.sum(torch.where(before < 0, found["tokens"].long(), before))
             known = segments.any(before >= 0)
             rows.put(LENGTH, segments.spread(torch.where(known, whole, -1)), ndim=1)
-        stays = rows.of_rank(segments.labels) == rows.table.live
+        home = rows.table.places(rows.of_rank(segments.labels))
+        stays = home == torch.arange(len(home))
         rows.metric("merged", (~stays).sum())
         rows.metric("broken", rows.of_rank(found["broken"]).sum())
         rows.merge(segments.labels, self.reasons[0])
-        return batch
+
+        # 4. What is said of a token goes to where the row has it that it becomes a part of.
+        goes = torch.where(stays, 0, rows.of_rank(found["tokens"]).long())
+        kept = stays.nonzero().flatten()
+        home = torch.searchsorted(kept, home)  # among those that stay
+        number, home, kept = send_packed([goes, home, kept], device)
+        source = torch.nonzero_static(trains & (number > 0)[:, None], size=int(goes.sum()))
+        part, column = source.unbind(1)
+        source = part * width + column
+        at = left_aligned(
+            torch.arange(width, device=device).expand(len(kept), -1), there.index_select(0, kept)
+        )
+        part = home.index_select(0, part)
+        to = part * width + at[part, count.take(source) - 1]
+
+        def moved(values: Tensor) -> Tensor:
+            made = values.index_select(0, kept)
+            made.flatten(0, 1).index_copy_(0, to, values.flatten(0, 1).index_select(0, source))
+            return made
+
+        same = (self.tokens_key, self.attention_key, self.loss_mask_key)
+        by_token = [key for key in (*MERGED_KEYS, *self.token_keys, self.advantage_key) if key not in same]
+        made = rows.tokens().exclude(*PARTS)
+        for key in [key for key in dict.fromkeys(by_token) if has_key(batch, key)]:
+            write_tokens(made, key, moved(_by_token(batch, key, self.tokens_key)), self.tokens_key)
+        write_tokens(made, self.loss_mask_key, moved(trains), self.tokens_key)
+        return made
 
     def _mask(self, batch: TensorDictBase, option: str, tokens: Tensor) -> Tensor:
         """(B, T) bool, of an option that names a mask."""
