@@ -149,17 +149,25 @@ def repeated(values: Tensor, counts: Tensor) -> Tensor:
     return torch.from_numpy(values.numpy().repeat(counts.numpy()))
 
 
-def left_aligned(labels: Tensor, present: Tensor) -> Tensor:
+def left_aligned(labels: Tensor, present: Tensor, count: Tensor | None = None) -> Tensor:
     """(N, T) int64: those of each row that are present, from the left on, with `END` behind them.
+
+    Args:
+        labels: (N, T) int64.
+        present: (N, T) bool.
+        count: ``present.cumsum(1)``, where that is known.
 
     Example:
         >>> present = torch.tensor([[False, True, True]])
         >>> left_aligned(torch.tensor([[0, 7, 8]]), present)[0, :2].tolist()
         [7, 8]
     """
-    place = present.cumsum(1).mul_(present)  # 0 where there is none, which falls off
-    room = labels.new_full((len(labels), labels.shape[1] + 1), END)
-    return room.scatter_(1, place, labels)[:, 1:]
+    (rows, width), size = labels.shape, labels.numel()
+    count = present.cumsum(1) if count is None else count
+    place = count + (torch.arange(rows, device=labels.device) * width - 1)[:, None]
+    place = place.masked_fill_(~present, size)  # behind the last row, where it falls off
+    room = labels.new_full((size + 1,), END)
+    return room.scatter_(0, place.view(-1), labels.reshape(-1))[:-1].view(rows, width)
 
 
 def as_words(values: Tensor) -> Tensor:

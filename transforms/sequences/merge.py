@@ -66,20 +66,22 @@ def merge_turns(
     first: Tensor,
     turn: Tensor | None = None,
     silent: Tensor | None = None,
+    there: Tensor | None = None,
 ) -> Merged:
     """Find the rows of a rollout that are the beginning of the next one's prompt.
 
     A row goes on from the row before it in its rollout if all tokens of that are its own first ones, and
     none of them trains in it. Else, as where a conversation was tokenised anew, or compacted, a new segment
-    begins. No device read.
+    begins. Rows are compared as bytes on the host, to which they are copied from another device.
 
     Args:
-        tokens: (N, T) int64, from the left on, with ``END`` behind (``left_aligned``).
-        trains: (N, T) bool, likewise, the tokens in the loss.
+        tokens: (N, T) int64.
+        trains: (N, T) bool, the tokens in the loss.
         first: (N,) int64, the first row of each row's rollout.
         turn: (N,) int64, orders the rows of a rollout; None: they are in order.
         silent: (N,) bool, rows out of the loss. A row is not merged into one that says of itself that it
             does not train, so those at the end of a segment stay as they are. None: there are none.
+        there: (N,) bool, which tokens are no padding; None: those that are not ``END``.
 
     Example:
         >>> tokens = torch.tensor([[5, 6, END, END], [5, 6, 7, 8], [5, 9, 9, END]])
@@ -87,15 +89,20 @@ def merge_turns(
         >>> merge_turns(tokens, trains, torch.tensor([0, 0, 0])).into.tolist()
         [1, 1, 2]
     """
-    row = torch.arange(len(first), device=first.device)
+    device, first = first.device, first.cpu()
+    there = tokens != END if there is None else there
+    turn, silent = (None if each is None else each.cpu() for each in (turn, silent))
+    row = torch.arange(len(first))
     order = Ids(first).positions(turn).sort(stable=True).indices
     order = order[first[order].sort(stable=True).indices]  # rollout by rollout, turn by turn
-    before = torch.empty_like(order).index_copy_(0, order, order.roll(1))
-    other = tokens.index_select(0, before)
-    same = (((tokens == other) & ~trains) | (other == END)).all(1)
     follows = first[order] == first[order.roll(1)]
     follows[:1] = False
-    extends = goes_on = follows & same[order]
+    rows, same = _contents(tokens.cpu(), there.cpu(), trains.cpu()), []
+    for own, other in zip(order.tolist(), order.roll(1).tolist(), strict=True):
+        (content, prompt), before = rows[own], rows[other][0]
+        same.append(len(before) <= prompt and content.startswith(before))
+    goes_on = follows & torch.tensor(same, dtype=torch.bool)
+    extends = goes_on
     if silent is not None:
         segment = (~goes_on).long().cumsum(0) - 1
         last = torch.where(silent[order], -1, row)
@@ -105,7 +112,34 @@ def merge_turns(
     ends[:-1] = ~extends[1:]
     at = torch.where(ends, row, len(row)).flip(0).cummin(0).values.flip(0)  # where its segment ends
     into = torch.empty_like(row).index_copy_(0, order, order[at])
-    return Merged(into, torch.empty_like(ends).index_copy_(0, order, follows & ~goes_on))
+    broken = torch.empty_like(ends).index_copy_(0, order, follows & ~goes_on)
+    return Merged(into.to(device), broken.to(device))
+
+
+def _contents(tokens: Tensor, there: Tensor, trains: Tensor) -> list[tuple[bytes, int]]:
+    """Of each row its tokens as bytes, and how many of these are in front of the first that trains."""
+    size = 8 * tokens.shape[1]
+    begin, end = _edges(there)
+    learns = torch.where(count_true(trains) > 0, _edges(trains)[0], tokens.shape[1])
+    found, whole, closed = [], tokens.numpy().tobytes(), count_true(there) == end - begin
+    columns = zip(begin.tolist(), end.tolist(), learns.tolist(), closed.tolist(), strict=True)
+    for row, (start, stop, first, is_closed) in enumerate(columns):
+        if is_closed:
+            content = whole[row * size + 8 * start : row * size + 8 * stop]
+            found.append((content, 8 * (first - start)))
+        else:  # with holes between tokens
+            own = there[row]
+            found.append((tokens[row][own].numpy().tobytes(), 8 * int(own[:first].sum())))
+    return found
+
+
+def _edges(there: Tensor) -> tuple[Tensor, Tensor]:
+    """(N,) int64 each, of (N, T) bool on the CPU: the first column that is True, and that behind the last."""
+    if there.shape[1] == 0 or len(there) == 0:
+        return torch.zeros(2, len(there), dtype=torch.int64).unbind(0)
+    real = there.numpy()  # NumPy finds a bool in a tenth of the time
+    begin, behind = (torch.from_numpy(each.argmax(1)) for each in (real, real[:, ::-1]))
+    return begin, torch.where(count_true(there) > 0, there.shape[1] - behind, 0)
 
 
 class MergeTurns(
@@ -188,16 +222,15 @@ class MergeTurns(
         own = Ids(rows.of_rank(ids.labels))
         in_loss = in_loss_there(rows)
         trains = loss if in_loss is None else loss & in_loss[:, None]
-        width, count = tokens.shape[1], there.cumsum(1)
-        learns, column = trains.max(1) if width else (trains.any(1), count.sum(1))  # the first of the largest
-        first = torch.where(learns, count.gather(1, column[:, None])[:, 0] - 1, width) if width else column
         into, broken = merge_turns(
-            left_aligned(tokens, there),
-            torch.arange(width, device=device) >= first[:, None],  # of those behind nobody asks
-            own.spread(own.first).to(device),
-            None if turn is None else rows.there(turn),
+            tokens,
+            trains,
+            own.spread(own.first),
+            None if turn is None else rows.of_rank(turn),
             None if in_loss is None else ~in_loss,
+            there,
         )
+        into, broken = into.to(device), broken.to(device)
 
         # 2. Columns by row are those of the row into which it is merged. One copy tells the table all of it.
         may_differ = {self.tokens_key, self.attention_key, self.loss_mask_key, self.advantage_key}
@@ -211,7 +244,7 @@ class MergeTurns(
             into=rows.table.live.to(device).index_select(0, into),
             broken=broken,
             tokens=count_true(trains),
-            padding=(loss & ~there).any(1),
+            padding=count_true(loss & ~there) > 0,
             **{f"differs in {key}": column for key, column in differs.items()},
         )
         rows.require(
@@ -247,22 +280,24 @@ class MergeTurns(
         rows.merge(segments.labels, self.reasons[0])
 
         # 4. What is said of a token goes to where the row has it that it becomes a part of.
-        goes = torch.where(stays, 0, rows.of_rank(found["tokens"]).long())
-        kept = stays.nonzero().flatten()
-        home = torch.searchsorted(kept, home)  # among those that stay
-        number, home, kept = send_packed([goes, home, kept], device)
-        source = torch.nonzero_static(trains & (number > 0)[:, None], size=int(goes.sum()))
-        part, column = source.unbind(1)
-        source = part * width + column
-        at = left_aligned(
-            torch.arange(width, device=device).expand(len(kept), -1), there.index_select(0, kept)
-        )
-        part = home.index_select(0, part)
-        to = part * width + at[part, count.take(source) - 1]
+        width, kept, real = tokens.shape[1], stays.nonzero().flatten(), there.cpu()
+        leaves = (~stays).nonzero().flatten()
+        goes = trains.cpu().index_select(0, leaves).view(-1)
+        at = torch.from_numpy(goes.numpy().nonzero()[0])
+        source, column = leaves[at // max(width, 1)], at % max(width, 1)
+        target = home[source]
+        begin, end = _edges(real)
+        if torch.equal(end - begin, count_true(real)):  # tokens lie together in all rows
+            to = column - begin[source] + begin[target]
+        else:
+            places = torch.arange(width).expand(real.shape)
+            to = left_aligned(places, real)[target, real.cumsum(1)[source, column] - 1]
+        to += torch.searchsorted(kept, target) * width
+        kept, source, column, to = send_packed([kept, source, column, to], device)
 
         def moved(values: Tensor) -> Tensor:
             made = values.index_select(0, kept)
-            made.flatten(0, 1).index_copy_(0, to, values.flatten(0, 1).index_select(0, source))
+            made.flatten(0, 1).index_copy_(0, to, values[source, column])
             return made
 
         same = (self.tokens_key, self.attention_key, self.loss_mask_key)
