@@ -243,7 +243,7 @@ class DenseRows(
                 columns[key] = lay.rows(entries, key, found, width, fill)
             else:
                 rest.set(key, torch.stack(entries))
-        columns.setdefault(self.attention_key, lay.mask(sizes, width))
+        columns.setdefault(self.attention_key, lay.places(sizes, width)[0])
         if response is None:
             return rest, columns, None
         joined = [part for row in zip(*parts.values(), strict=True) for part in row]
@@ -252,8 +252,8 @@ class DenseRows(
         else:
             both = sizes_of(response)
         whole = lay.rows(joined, RESPONSE, both, max(both), self.pad_id)
-        known = None if PROMPT in parts else lay.mask(both, max(both))
-        return rest, columns, Parts(whole, known, lay.mask(sizes_of(response), width))
+        known = None if PROMPT in parts else lay.places(both, max(both))[0]
+        return rest, columns, Parts(whole, known, lay.places(sizes_of(response), width)[0])
 
     def _of_response(
         self, entries: list[Tensor] | None, key: NestedKey, responses: list[int], sizes: list[int]
@@ -291,16 +291,23 @@ class Layout:
     """
 
     def __init__(self, device: torch.device, *known: list[int]):
-        self.device, self._lengths = device, dict[tuple[int, ...], Tensor]()
+        self.device, self._known = device, dict[tuple[int, ...], tuple[Tensor, Tensor]]()
         lengths = send_packed([torch.tensor(sizes) for sizes in known], device)
         self._lengths = {tuple(sizes): each for sizes, each in zip(known, lengths, strict=True)}
 
-    def mask(self, sizes: list[int], width: int) -> Tensor:
-        """(N, T) bool: the last entries of each row, as many as it has."""
-        lengths = self._lengths.get(tuple(sizes))
-        if lengths is None:
-            lengths = torch.tensor(sizes, device=self.device)
-        return torch.arange(width, 0, -1, device=self.device) <= lengths[:, None]
+    def places(self, sizes: list[int], width: int) -> tuple[Tensor, Tensor]:
+        """(N, T) bool, the last entries of each row, as many as it has; and (L,) int64, which these are."""
+        key = (width, *sizes)
+        if key not in self._known:
+            lengths = self._lengths.get(key[1:])
+            if lengths is None:
+                lengths = torch.tensor(sizes, device=self.device)
+            number = torch.arange(max(width, len(sizes), total := sum(sizes)), device=self.device)
+            mask = number[:width] >= width - lengths[:, None]
+            before = (number[: len(sizes)] + 1) * width - lengths.cumsum(0)
+            at = number[:total] + torch.repeat_interleave(before, lengths, output_size=total)
+            self._known[key] = mask, at
+        return self._known[key]
 
     def rows(
         self, entries: list[Tensor], key: NestedKey, sizes: list[int], width: int, fill: float | None = None
@@ -308,9 +315,10 @@ class Layout:
         """(N, T, ...) of N rows, or of all their entries as one; None: filled as :func:`.tokens.padded`."""
         if len({entry.dtype for entry in entries}) > 1 or len({entry.shape[1:] for entry in entries}) > 1:
             padded(entries, key)  # says what is wrong
-        flat, mask = torch.cat(entries), self.mask(sizes, width)
-        made = flat.new_full((*mask.shape, *flat.shape[1:]), no_token(flat) if fill is None else fill)
-        return made.masked_scatter_(mask.view(*mask.shape, *[1] * (flat.ndim - 1)), flat)
+        flat, (_, at) = torch.cat(entries), self.places(sizes, width)
+        fill = no_token(flat) if fill is None else fill
+        made = flat.new_full((len(sizes) * width, *flat.shape[1:]), fill)
+        return made.index_copy_(0, at, flat).view(len(sizes), width, *flat.shape[1:])
 
 
 def sizes_of(rows: Sequence[Tensor]) -> list[int]:
@@ -334,7 +342,10 @@ def entries_behind(attention: Tensor) -> Tensor:
         >>> entries_behind(torch.tensor([[False, True, False, False], [True, False, True, True]])).tolist()
         [2, 0]
     """
-    return (attention.flip(1).long().cumsum(1) == 0).sum(1)
+    if attention.shape[1] == 0:
+        return attention.sum(1)
+    is_there, behind = attention.flip(1).max(1)  # the first of the largest
+    return torch.where(is_there, behind, attention.shape[1])
 
 
 def turn_right(column: Tensor, by: Tensor) -> Tensor:
@@ -365,6 +376,8 @@ def fit_width(column: Tensor, width: int, value: float | None = None) -> Tensor:
         >>> fit_width(torch.tensor([[0, 7]]), 3).tolist(), fit_width(torch.tensor([[0, 7]]), 1).tolist()
         ([[0, 0, 7]], [[7]])
     """
+    if column.shape[1] == width:
+        return column
     fill = no_token(column) if value is None else value
     beside = (0, 0) * (column.ndim - 2)  # dimensions behind the tokens
     return nn.functional.pad(column, (*beside, width - column.shape[1], 0), value=fill)
