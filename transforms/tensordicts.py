@@ -634,7 +634,10 @@ def _same(old: Any, new: Any) -> bool:
 def _under(batch: Any, key: NestedKey) -> Any:
     """What is under a key of a dense batch or a row; None where nothing is."""
     for name in (key,) if isinstance(key, str) else key:
-        if type(batch) is not TensorDict and not _is_nested(batch):
+        if type(batch) is TensorDict:
+            batch = batch._tensordict.get(name)
+            continue
+        if not _is_nested(batch):
             return None
         if isinstance(batch, LazyStackedTensorDict):
             batch = column_of(batch, name)

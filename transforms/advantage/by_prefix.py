@@ -156,7 +156,7 @@ def credit_of_branches(
     def value(first: int, last: int) -> float:
         """V of the rows from one place to another."""
         if (first, last) not in known:
-            known[first, last] = mean_of(deviation[first:last])
+            known[first, last] = exact_mean(deviation[first:last])
         return known[first, last]
 
     worth = []
@@ -167,7 +167,7 @@ def credit_of_branches(
             worth.append(value(first, last) - value(from_first, from_last))
         else:
             others = deviation[from_first:first] + deviation[last:from_last]
-            worth.append(value(first, last) - mean_of(others))
+            worth.append(value(first, last) - exact_mean(others))
     # 3. Each token has that of its branch.
     rows = torch.tensor(tree, dtype=torch.int64).view(-1, len(Branch._fields))
     row, branch = ways(rows, order)
@@ -178,7 +178,7 @@ def credit_of_branches(
     return BranchCredit(row, tokens, worths.index_select(0, branch), behind)
 
 
-def mean_of(values: Sequence[float]) -> float:
+def exact_mean(values: Sequence[float]) -> float:
     """The mean by the exact sum, rounded once, whatever order they have; NaN where that is no number."""
     try:
         return math.fsum(values) / len(values)
