@@ -67,7 +67,7 @@ def prefix_order(labels: Tensor, within: Tensor | None = None, lengths: Tensor |
     return PrefixOrder(order, shared)
 
 
-class Branch(NamedTuple):
+class PrefixBranch(NamedTuple):
     """Tokens that the same rows have, and that follow one another."""
 
     first: int
@@ -83,7 +83,7 @@ class Branch(NamedTuple):
     from_last: int
 
 
-def branches(shared: list[int], lengths: list[int]) -> list[Branch]:
+def branches(shared: list[int], lengths: list[int]) -> list[PrefixBranch]:
     """The tree that rows make by what they share, in depth-first order: a branch, then those behind it.
 
     A row that ends where others go on, or as they do, has an empty branch of its own.
@@ -101,7 +101,7 @@ def branches(shared: list[int], lengths: list[int]) -> list[Branch]:
         1 2 2 3 0 2
         2 3 1 2 0 3
     """
-    found: list[Branch] = []
+    found: list[PrefixBranch] = []
     forks: list[tuple[int, list[tuple[int, int, int]]]] = []  # on the way to a row: depth, branches so far
     for place, (length, common) in enumerate(zip(lengths, [*shared[1:], -1], strict=True)):
         branch = place, place + 1, length
@@ -109,11 +109,11 @@ def branches(shared: list[int], lengths: list[int]) -> list[Branch]:
             depth, parted = forks.pop()
             parted.append(branch)
             whole = parted[0][0], place + 1
-            found += [Branch(first, last, depth, end, *whole) for first, last, end in parted]
+            found += [PrefixBranch(first, last, depth, end, *whole) for first, last, end in parted]
             branch = *whole, depth
         if common < 0:
             first, last, end = branch
-            found.append(Branch(first, last, 0, end, first, first))
+            found.append(PrefixBranch(first, last, 0, end, first, first))
         elif forks and forks[-1][0] == common:
             forks[-1][1].append(branch)
         else:

@@ -16,7 +16,15 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import one_of
 from headrace.transforms.places import places_on_arrival
-from headrace.transforms.prefixes import END, Branch, branches, left_aligned, prefix_order, repeated, ways
+from headrace.transforms.prefixes import (
+    END,
+    PrefixBranch,
+    branches,
+    left_aligned,
+    prefix_order,
+    repeated,
+    ways,
+)
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
 from headrace.transforms.rows import Rows
@@ -169,7 +177,7 @@ def credit_of_branches(
             others = deviation[from_first:first] + deviation[last:from_last]
             worth.append(value(first, last) - exact_mean(others))
     # 3. Each token has that of its branch.
-    rows = torch.tensor(tree, dtype=torch.int64).view(-1, len(Branch._fields))
+    rows = torch.tensor(tree, dtype=torch.int64).view(-1, len(PrefixBranch._fields))
     row, branch = ways(rows, order)
     worths = torch.tensor(worth, dtype=torch.float64)
     leaf = rows[:, 1] - rows[:, 0] == 1
