@@ -81,7 +81,7 @@ def merge_turns(
         turn: (N,) int64, orders the rows of a rollout; None: they are in order.
         silent: (N,) bool, rows out of the loss. A row is not merged into one that says of itself that it
             does not train, so those at the end of a segment stay as they are. None: there are none.
-        there: (N,) bool, which tokens are no padding; None: those that are not ``END``.
+        there: (N, T) bool, which tokens are no padding; None: those that are not ``END``.
 
     Example:
         >>> tokens = torch.tensor([[5, 6, END, END], [5, 6, 7, 8], [5, 9, 9, END]])
@@ -97,7 +97,7 @@ def merge_turns(
     order = order[first[order].sort(stable=True).indices]  # rollout by rollout, turn by turn
     follows = first[order] == first[order.roll(1)]
     follows[:1] = False
-    rows, same = _contents(tokens.cpu(), there.cpu(), trains.cpu()), []
+    rows, same = _contents(tokens.long().cpu(), there.cpu(), trains.cpu()), []
     for own, other in zip(order.tolist(), order.roll(1).tolist(), strict=True):
         (content, prompt), before = rows[own], rows[other][0]
         same.append(len(before) <= prompt and content.startswith(before))
@@ -227,7 +227,7 @@ class MergeTurns(
             trains,
             own.spread(own.first),
             None if turn is None else rows.of_rank(turn),
-            None if in_loss is None else ~in_loss,
+            None if in_loss is None else ~rows.of_rank(rows.in_loss),
             there,
         )
         into, broken = into.to(device), broken.to(device)
