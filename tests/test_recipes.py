@@ -95,6 +95,10 @@ def test_one_recipe_stands_for_each_chain_of_stages_and_each_baseline_and_scale(
     assert all(set(alike) & set(ADVANTAGES) for alike in measures.values()), measures
 
 
+def test_the_page_of_recipes_is_up_to_date():
+    assert is_up_to_date("make_recipes.py"), "run `make generate`"
+
+
 def test_the_nodes_of_stages_and_criteria_are_those_of_the_signatures():
     assert is_up_to_date("make_stages.py"), "run `make generate`"
 

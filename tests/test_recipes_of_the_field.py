@@ -9,7 +9,6 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from command import is_up_to_date
 from policies import with_old
 from recipes import CONF, NAMES, of, pipeline_of
 from torchrl.objectives.llm import MCAdvantage
@@ -389,8 +388,3 @@ def test_no_recipe_gives_nan(make_batch, recipes):
             out = pipeline_of(name)(batch)
             assert len(out) > 0
             assert torch.isfinite(out["advantage"]).all()
-
-
-@pytest.mark.slow
-def test_the_page_of_recipes_is_up_to_date():
-    assert is_up_to_date("make_recipes.py"), "run `make generate`"

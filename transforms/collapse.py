@@ -208,8 +208,7 @@ class FanOutCollapse(
         every.put(IS_FIRST_SEGMENT, every.from_statistics(first), dtype=torch.bool, ndim=1)
         own = rows.of_rank(one)[rows.of_rank(first)]
         rows.metric("rollouts", len(own))
-        known = own[~own.isnan()]
-        rows.metric("reward_mean", mean_of(known))
+        rows.metric("reward_mean", mean_of(own if missing is None else own[~own.isnan()]))
 
     def _rewards(self, rows: Rows) -> Tensor:
         """(M, K) float64."""

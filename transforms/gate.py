@@ -91,13 +91,14 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
                 f"{sorted(set(sizes[groups.of == groups.of[row]].tolist()))[:3]}"
             ),
         )
-        rows.require(
-            sizes == (sizes if group_size is None else group_size),
-            f"group_size and the column {rows.key('expected')!r} (expected_key) both say how many rollouts a "
-            f"group was dispatched with: group_size={group_size}, but {{found}}. Leave group_size out, or "
-            "correct the column",
-            lambda row: f"group {rows.name('group', row)} expects {int(sizes[row])}",
-        )
+        if group_size is not None:
+            rows.require(
+                sizes == group_size,
+                f"group_size and the column {rows.key('expected')!r} (expected_key) both say how many "
+                f"rollouts a group was dispatched with: group_size={group_size}, but {{found}}. Leave "
+                "group_size out, or correct the column",
+                lambda row: f"group {rows.name('group', row)} expects {int(sizes[row])}",
+            )
     if bool((have > expected).any()):
         rows.require(
             groups.spread(have <= expected),
@@ -372,10 +373,11 @@ class CompletenessGate(
         presence = count_present(rows, self.group_size, ends, status)
         rollouts, groups = rows.rollouts.everyone, rows.groups.everyone
         short = presence.have < presence.expected
-        lacking = groups.first[short] if bool(short.any()) else short.nonzero().flatten()
+        lacking, lacks = short.nonzero().flatten(), groups.spread(short)
         missing = self._missing(rows)
         if self.on_incomplete == "raise" and (missing or len(lacking)):
-            found = [describe_group(rows, int(row), status, presence) for row in lacking.sort().values]
+            firsts = groups.first[lacking].sort().values.tolist()
+            found = [describe_group(rows, row, status, presence) for row in firsts]
             self._refuse(found, missing)
         if self.on_incomplete == "keep":
             short = (presence.have < (self.min_rollouts or 1)) | (
@@ -386,10 +388,9 @@ class CompletenessGate(
             rows.put(FINISHED, present, dtype=torch.bool, ndim=1)
         rows.leave(groups.spread(short) & present, "incomplete")
         rows.leave(lost, "failed")
-        rows.leave(~present & ~lost, "unfinished")
+        rows.leave(~(present | lost), "unfinished")
         take_empty_out(rows, self.empty)
         rows.metric("missing_groups", len(missing))
-        lacks = groups.spread(presence.have < presence.expected)
         rows.metric("incomplete_rows", rows.of_rank(lacks).sum())
 
     def _ends(self, rows: Rows) -> Ends | None:

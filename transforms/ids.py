@@ -139,9 +139,10 @@ class Ids:
         if len(labels) == 0:
             return
         runs, self.of = labels.unique_consecutive(return_inverse=True)
-        self.ascending = bool((runs[1:] > runs[:-1]).all())
+        seen = runs.cpu().numpy()
+        self.ascending = bool((seen[1:] > seen[:-1]).all())
         if self.ascending:
-            self.n, self.lowest = len(runs), int(runs[0])
+            self.n, self.lowest = len(seen), int(seen[0])
             return
         self.lowest, high = (int(end) for end in labels.aminmax())
         if high - self.lowest < 8 * len(labels):  # a table over the span costs less than a sort
@@ -273,10 +274,10 @@ def add_up(values: Tensor) -> Tensor:
     return torch.tensor(np.add.accumulate(ordered)[-1] if len(ordered) else 0.0, dtype=torch.float64)
 
 
-def mean_of(values: Tensor) -> Tensor:
-    """() float64, the mean of (M,) `values`, by :func:`add_up`; 0 of none."""
-    total = add_up(values) if values.is_floating_point() else values.sum().double()
-    return total / max(len(values), 1)
+def mean_of(values: Tensor) -> float:
+    """The mean of (M,) `values`, by :func:`add_up`; 0 of none."""
+    total = add_up(values) if values.is_floating_point() else values.sum()
+    return float(total) / max(len(values), 1)
 
 
 def first_row(ids: Tensor) -> Tensor:

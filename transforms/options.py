@@ -237,10 +237,14 @@ def as_dtype(dtype: Any) -> torch.dtype | None:
 
 def describe_options(thing: Any, *, leave_out: Sequence[str] = ()) -> str:
     """The options of a transform or criterion that are not at their defaults, as they were given."""
-    parameters = inspect.signature(type(thing)).parameters.values()
-    given = [(p.name, getattr(thing, p.name), p.default) for p in parameters if hasattr(thing, p.name)]
+    given = [(name, getattr(thing, name, default), default) for name, default in _defaults(thing.__class__)]
     shown = [(name, value) for name, value, default in given if _differ(value, default)]
     return ", ".join(f"{name}={value!r}" for name, value in shown if name not in leave_out)
+
+
+@cache
+def _defaults(kind: type) -> list[tuple[str, Any]]:
+    return [(each.name, each.default) for each in inspect.signature(kind).parameters.values()]
 
 
 def _differ(value: Any, default: Any) -> bool:

@@ -39,6 +39,7 @@ from .tensordicts import (
     device_of,
     flat_rows,
     number_column,
+    parts_of,
     read_packed,
     same_column,
     shallow_copy,
@@ -621,13 +622,13 @@ class Rows:
             table.masks_rows = True
         if effect == "excluded":
             table.says_who_counts = True
-        if not bool(rows.any()):
-            return
         number = rows.nonzero().flatten()
+        if len(number) == 0:
+            return
         number = number if self.index is None else self.index[number]
         first = number[table.reason[number] == 0]
-        table.reason[first] = code
-        table.in_loss[number] = False
+        table.reason.index_fill_(0, first, code)
+        table.in_loss.index_fill_(0, number, False)
         if effect == "excluded":
             if table.counted is None:
                 table.counted = torch.ones(table.size, dtype=torch.bool)
@@ -665,9 +666,7 @@ class Rows:
         batch, loss_mask, log_prob = self.table.batch, self.key("loss_mask"), self.key("log_prob")
         if self.table.finite is not None:
             log_prob = None
-        found = [
-            key for key in (loss_mask, log_prob) if key is not None and column_of(batch, key) is not None
-        ]
+        found = [key for key in (loss_mask, log_prob) if key is not None and parts_of(batch, key)]
         self.table.silenced |= dict.fromkeys(found)
         if not found and bool(rows.any()):
             lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
@@ -698,7 +697,7 @@ class Rows:
     def record(self, rows: Tensor, reason: str, effect: Effect) -> None:
         """Keep a reason for (M,) bool `rows` that have none yet, and change nothing else about them."""
         reasons = self.table.reason
-        reasons[rows & (reasons == 0)] = self.name_reason(reason, effect)
+        reasons.masked_fill_(rows & (reasons == 0), self.name_reason(reason, effect))
 
     def metric(self, name: str, value: Tensor | float) -> None:
         """Say a number of this batch, as ``<stage>/<name>``."""

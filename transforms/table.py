@@ -174,8 +174,7 @@ class Table:
         """(n,) int64: where rows of this rank are in its batch, by their numbers in the table."""
         if len(self.live) == self.size:
             return numbers
-        at = torch.full((self.size,), -1)
-        at[self.live] = torch.arange(len(self.live))
+        at = torch.full((self.size,), -1).index_copy_(0, self.live, torch.arange(len(self.live)))
         return at.index_select(0, numbers)
 
     def of_ranks(self, chosen: Tensor) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ Column = tuple[NestedKey, torch.dtype, tuple[int, ...]]
 
 PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")  # as TorchRL's wrappers write them
 ATTENTION = ("masks", "all_attention_mask")
-FEW = 4096  # entries that cost less than the calls by which they would be counted faster
+FEW = 2**16  # entries that cost less than the calls by which they would be counted faster
 MOST = 255  # bytes of 0 and 1 that can be added up before one of them overflows
 
 
@@ -46,9 +47,10 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
         (False, True)
     """
     if type(batch) is TensorDict and 0 not in batch.batch_size:  # stacks of no strings know no shape
-        columns = {}
-        for key, value in batch._tensordict.items():
-            columns[key] = value if type(value) is Tensor or not _is_nested(value) else shallow_copy(value)
+        columns = batch._tensordict.copy()
+        for key, value in columns.items():
+            if type(value) is not Tensor and _is_nested(value):
+                columns[key] = shallow_copy(value)
         return _like(batch, columns)
     if _is_stack_of_rows(batch):
         return stack_of_rows(*map(shallow_copy, batch.tensordicts))
@@ -227,22 +229,22 @@ def write_column(batch: TensorDictBase, key: NestedKey, values: Any) -> None:
 def write_entry(row: TensorDictBase, key: NestedKey, value: Any) -> None:
     """``row.set`` without its checks, of a row that is the caller's own."""
     *path, last = (key,) if isinstance(key, str) else key
-    write_entries(row, path, {last: value})
+    write_entries(row, path, [(last, value)])
 
 
-def write_entries(row: TensorDictBase, path: Sequence[str], values: Mapping[str, Any]) -> None:
+def write_entries(row: TensorDictBase, path: Sequence[str], values: Iterable[tuple[str, Any]]) -> None:
     """:func:`write_entry` of some names below one path."""
     inside: Any = row
     for name in path:
         if type(inside) is TensorDict:
             columns = inside._tensordict
             if name not in columns:
-                columns[name] = of_columns({}, inside.batch_size, inside.device)
+                columns[name] = _like(inside, {})
             inside = columns[name]
     if type(inside) is TensorDict:
         inside._tensordict.update(values)
     else:
-        for name, value in values.items():
+        for name, value in values:
             row.set((*path, name), value)
 
 
@@ -540,13 +542,15 @@ def entries_of(batch: LazyStackedTensorDict, key: NestedKey) -> list[Any] | None
         BatchError: some rows have the column, and some have not.
     """
     rows = _entries(batch.tensordicts, key)
-    have = [str(number) for number, value in enumerate(rows) if value is not None]
-    if have and len(have) < len(rows):
+    if (kinds := set(map(type, rows))) <= {type(None)}:
+        return None
+    if type(None) in kinds:
+        have = [str(number) for number, value in enumerate(rows) if value is not None]
         raise BatchError(
             f"a column is on every row or on none; {key!r} is on {len(have)} of {len(rows)} rows: "
             f"{listing(have)}"
         )
-    return rows if have else None
+    return rows
 
 
 def parts_of(batch: TensorDictBase, key: NestedKey) -> list[Any]:
@@ -711,9 +715,13 @@ def count_in_loss(
         sizes = [[row.numel() for row in column] for column in given]
         if sizes[0] != sizes[-1]:
             raise _differ(mask_key, log_prob_key, *sizes)
-        rows = [[row.flatten() for row in column] for column in given]
-        mask, *rest = (nn.utils.rnn.pad_sequence(column, batch_first=True) for column in rows)
-        log_prob = rest[0] if rest else None
+        flat, *rest = (
+            torch.cat([row if row.ndim == 1 else row.flatten() for row in column]) for column in given
+        )
+        tokens = _count_between(flat, sizes[0])
+        if not rest or (rest[0].device.type == "cpu" and bool(rest[0].sum().isfinite())):  # as below
+            return tokens, tokens
+        return tokens, _count_between(flat & rest[0].isfinite(), sizes[0])
     tokens = count_true(mask)
     if log_prob is None:
         return tokens, tokens
@@ -727,6 +735,13 @@ def count_in_loss(
     if len(odd) == 0:
         return tokens, tokens
     return tokens, tokens.index_copy(0, odd, count_true(masks[odd] & torch.isfinite(values[odd])))
+
+
+def _count_between(flags: Tensor, sizes: Sequence[int]) -> Tensor:
+    """(N,) int64: the True entries of (ΣT,) bool by row, of so many each."""
+    ends = torch.tensor([0, *accumulate(sizes)], device=flags.device)
+    upto = nn.functional.pad(flags.cumsum(0, dtype=torch.int32), (1, 0))  # what is over 2³¹ cancels out
+    return upto.index_select(0, ends).diff().long()
 
 
 def _differ(mask_key: NestedKey, log_prob_key: Any, mask: Any, log_prob: Any) -> BatchError:
@@ -806,5 +821,5 @@ def rows_with(
         below.setdefault(tuple(path), {})[last] = values
     for path, group in below.items():
         for row, *values in zip(made.tensordicts, *group.values(), strict=True):
-            write_entries(row, path, dict(zip(group, values, strict=True)))
+            write_entries(row, path, zip(group, values, strict=True))
     return made

@@ -27,7 +27,8 @@ class Meetings:
     All ranks come to a meeting before each exchange. Whoever comes about something else, or with something
     to refuse, ends it for all; and so does who has waited for longer than `patience`. Who comes late finds
     the decision and raises as well, so that all stay in step. A meeting is a handful of messages to the store
-    whatever the number of ranks.
+    whatever the number of ranks; what it leaves there is deleted at the next, but for one number of each that
+    was refused.
 
     Args:
         group: of which this process is a rank.
@@ -52,21 +53,21 @@ class Meetings:
         number = store.add(f"headrace/{self.rank}", 1)
         meeting = f"headrace/{number}"
         # 1. This rank says what it refuses, or that it is here; the last of all that they go on.
+        decision = ""
         if error is not None:
-            self._decide(meeting, f"rank {self.rank}: {error}")
+            decision = self._decide(meeting, f"rank {self.rank}: {error}")
         else:
             first = store.compare_set(f"{meeting}/about", "", f"rank {self.rank}\n{about}").decode()
             who, _, theirs = first.partition("\n")
             if theirs != about:
-                self._decide(meeting, describe_difference(who, theirs, f"rank {self.rank}", about))
+                decision = self._decide(meeting, describe_difference(who, theirs, f"rank {self.rank}", about))
             elif store.add(f"{meeting}/here", 1) == self.size:
-                self._decide(meeting, GO)
-        # 2. All wait for the decision.
-        self._wait(meeting, number, about.split("\n")[0])
-        decision = store.get(f"{meeting}/decision").decode()
+                decision = self._decide(meeting, GO)
+        # 2. The others wait for the decision.
+        decision = decision or self._wait(meeting, number, about.split("\n")[0])
         if decision == GO:
             if self.rank == 0:  # all are here, so all have left the meeting before
-                for key in ("about", "here", "left", "decision"):
+                for key in ("about", "here", "decision"):
                     store.delete_key(f"headrace/{number - 1}/{key}")
             return
         # 3. Rank 0, whose process may hold the store and end now, goes last of those that came.
@@ -78,11 +79,12 @@ class Meetings:
             time.sleep(0.01)
         raise OtherRankError(decision) from error
 
-    def _decide(self, meeting: str, decision: str) -> None:
-        """The first decision stands."""
-        self._store.compare_set(f"{meeting}/decision", "", decision[:LONGEST])
+    def _decide(self, meeting: str, decision: str) -> str:
+        """What was decided: the first decision stands."""
+        return self._store.compare_set(f"{meeting}/decision", "", decision[:LONGEST]).decode()
 
-    def _wait(self, meeting: str, number: int, about: str) -> None:
+    def _wait(self, meeting: str, number: int, about: str) -> str:
+        """What was decided, by then."""
         start, said = time.monotonic(), False
         while not self._store.check([f"{meeting}/decision"]):
             waited = time.monotonic() - start
@@ -91,13 +93,14 @@ class Meetings:
                 words = "rank %d has waited %.0f s for %s to come to %s; patience is %g s"
                 log.warning(words, self.rank, waited, absent, about, self.patience)
             if waited > self.patience:
-                self._decide(
+                return self._decide(
                     meeting,
                     f"{listing(self._absent(number))} did not come to {about} within {self.patience:g} s "
                     "(patience): is it hung, or has it fewer batches? All ranks give this batch up",
                 )
-            else:  # a tenth of what was waited already, so that the store is asked often only at first
-                time.sleep(min(max(waited / 10, 1e-4), 0.1))
+            # A tenth of what was waited already, so that the store is asked often only at first.
+            time.sleep(min(max(waited / 10, 1e-4), 0.1))
+        return self._store.get(f"{meeting}/decision").decode()
 
     def _absent(self, number: int) -> list[str]:
         """The ranks that have not come to a meeting."""

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.ids import first_row
+from headrace.transforms.ids import Ids
 from headrace.transforms.tensordicts import (
     bits_of,
     describe_columns,
@@ -65,9 +66,10 @@ class Ranks:
         return found
 
     def share(self, table: Any, about: str = "") -> None:
-        """Let the table of each rank have the rows of all: one meeting, and three collectives.
+        """Let the table of each rank have the rows of all: one meeting, and two collectives.
 
-        A rank without rows gets columns from one that has some, and a batch of no rows with its columns.
+        Where columns differ, one more meeting and two collectives say how. A rank without rows gets columns
+        from one that has some, and a batch of no rows with its columns.
 
         Args:
             table: a :class:`~headrace.transforms.table.Table` of this rank's rows, changed in place.
@@ -78,24 +80,52 @@ class Ranks:
         """
         own = len(table.live)
         kinds = {key: (column.dtype, tuple(column.shape[1:])) for key, column in table.columns.items()}
-        described = (describe_columns(table.batch), device_of(table.batch).type) if own else None
-        every = self.gather_objects((own, kinds, table.dtypes, described), about)
-        counts = [count for count, *_ in every]
+        self.meet(about)
+        # 1. How many rows each rank has. Who has the same columns as the others need not tell which.
+        told = self._all_gather(torch.tensor([own, _hashed(repr(kinds))]))
+        counts, hashes = told.T.tolist()
         if not any(counts):
             table.size = 0
             return
+        if 0 in counts or len(set(hashes)) > 1:
+            kinds = self._agree_on_columns(table, kinds, counts)
+        # 2. The rows of each rank behind those of the one before it.
+        table.ranks = self
+        table.starts = [sum(counts[:rank]) for rank in range(self.size + 1)]
+        columns = self._gather({key: table.columns[key] for key in kinds}, counts)
+        rank = torch.arange(self.size).repeat_interleave(torch.tensor(counts))
+        for key, name in self.id_keys.items():
+            if key in columns:
+                columns[key] = tell_apart(columns[key], rank, self.shared_ids, name)
+        table.columns = columns
+        table.begin(sum(counts), slice(table.starts[self.rank], table.starts[self.rank + 1]))
+
+    def _agree_on_columns(self, table: Any, kinds: dict[Any, Any], counts: list[int]) -> dict[Any, Any]:
+        """The dtype and shape in a row of each column that is exchanged, by key.
+
+        Args:
+            table: as :meth:`share` has it; without rows it gets columns of none.
+            kinds: of the columns of this rank.
+            counts: rows by rank.
+
+        Raises:
+            BatchError: on all ranks alike, where ranks have other columns.
+        """
+        own = counts[self.rank]
+        described = (describe_columns(table.batch), device_of(table.batch).type) if own else None
+        every = self.gather_objects((kinds, table.dtypes, described))
+        known = {rank: each for rank, each in enumerate(every) if counts[rank]}  # ranks with rows
         # 1. Columns of few numbers a row on some ranks, and of other widths on others, are of tokens.
-        known = {rank: each for rank, each in enumerate(every) if each[0]}  # ranks with rows
-        in_batch = [{key for key, *_ in of_row[0]} for _, _, _, of_row in known.values()]
-        for key in {key for _, theirs, *_ in known.values() for key in theirs}:
-            shapes = {theirs.get(key, (None, None))[1] for _, theirs, *_ in known.values()}
+        in_batch = [{key for key, *_ in of_row[0]} for _, _, of_row in known.values()]
+        for key in {key for theirs, *_ in known.values() for key in theirs}:
+            shapes = {theirs.get(key, (None, None))[1] for theirs, *_ in known.values()}
             if len(shapes) > 1 and all(key in there for there in in_batch):
-                for _, theirs, *_ in known.values():
+                for theirs, *_ in known.values():
                     theirs.pop(key, None)
         # 2. All others are the same on all of them. A rank without rows gets them from the first.
-        _, kinds, dtypes, of_first = next(iter(known.values()))
-        every_key = {key for _, theirs, *_ in known.values() for key in theirs}
-        for rank, (_, theirs, *_) in known.items():
+        kinds, dtypes, of_first = next(iter(known.values()))
+        every_key = {key for theirs, *_ in known.values() for key in theirs}
+        for rank, (theirs, *_) in known.items():
             if theirs != kinds:
                 lacks = sorted(str(key) for key in every_key - theirs.keys())
                 odd = sorted(str(key) for key in theirs if theirs[key] != kinds.get(key))
@@ -110,16 +140,7 @@ class Ranks:
             table.dtypes = dict(dtypes)
             if table.batch is None or not len(table.batch):
                 table.batch = without_rows(of_first[0], torch.device(of_first[1]))
-        # 3. The rows of each rank behind those of the one before it.
-        table.ranks = self
-        table.starts = [sum(counts[:rank]) for rank in range(self.size + 1)]
-        columns = self._gather({key: table.columns[key] for key in kinds}, counts)
-        rank = torch.arange(self.size).repeat_interleave(torch.tensor(counts))
-        for key, name in self.id_keys.items():
-            if key in columns:
-                columns[key] = tell_apart(columns[key], rank, self.shared_ids, name)
-        table.columns = columns
-        table.begin(sum(counts), slice(table.starts[self.rank], table.starts[self.rank + 1]))
+        return kinds
 
     def gather_rows(self, values: Tensor, counts: list[int]) -> Tensor:
         """(B, ...) of the rows in this rank's batch → (ΣB, ...) of those in the batches of all.
@@ -134,23 +155,26 @@ class Ranks:
         return self._gather({"values": values}, counts)["values"]
 
     def _gather(self, columns: Mapping[Any, Tensor], counts: list[int]) -> dict[Any, Tensor]:
-        device = torch.device("cuda") if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
         own = counts[self.rank]
         bits = [bits_of(flat_rows(column.detach())) for column in columns.values()]
         widths = [part.shape[1] for part in bits]
         padded = torch.zeros(max(counts), sum(widths), dtype=torch.int64)
         if own and bits:
             padded[:own] = torch.cat(bits, 1)
-        padded = padded.to(device)
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self.group)
-        together = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).cpu()
-        split = together.split(widths, 1)
-        pairs = zip(split, columns.items(), strict=True)
+        parts = self._all_gather(padded)
+        together = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        pairs = zip(together.split(widths, 1), columns.items(), strict=True)
         return {
             key: of_bits(part, column.dtype).reshape(len(part), *column.shape[1:])
             for part, (key, column) in pairs
         }
+
+    def _all_gather(self, values: Tensor) -> Tensor:
+        """(R, ...) values of the ranks, of one shape on all; through the device where the group needs it."""
+        values = values.cuda() if dist.get_backend(self.group) == "nccl" else values
+        every = values.new_empty(self.size, *values.shape)
+        dist.all_gather(list(every.unbind()), values, group=self.group)
+        return every.cpu()
 
     def note(self, start: int) -> str:
         """What row numbers mean in messages."""
@@ -158,6 +182,10 @@ class Ranks:
         if self.shared_ids == "different":
             note += " (Short ids are written behind the number of their rank.)"
         return note
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 _LOCKS: dict[int, Any] = {}
@@ -212,10 +240,12 @@ def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -
     """
     if shared == "same" or len(ids) == 0:
         return ids
-    first = first_row(ids)
+    numbered = Ids(ids)
     if shared == "raise":
-        twice = (rank.index_select(0, first) != rank) & (ids >= 0)
-        if found := ids[twice].unique().tolist():
+        if numbered.n == len(ids):
+            return ids
+        torn = numbered.min(rank) < numbered.max(rank)
+        if bool(torn.any()) and (found := [n for n in ids[numbered.first[torn]].tolist() if n >= 0]):
             raise BatchError(
                 f"{name} {listing(map(str, found))} on more than one rank: say shared_ids='same' if it is "
                 "the same unit there, 'different' if each rank numbers its own"
@@ -223,5 +253,6 @@ def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -
         return ids
     digits = 10 ** len(str(max(int(ids.amax()), 0)))
     fits = digits * (int(rank.amax()) + 1) < 2**62
+    first = numbered.spread(numbered.first)
     apart = rank * digits + ids if fits else first * (rank.amax() + 1) + rank
     return torch.where(ids < 0, ids, apart)

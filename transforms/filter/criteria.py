@@ -94,7 +94,8 @@ class RewardsVary(Criterion, columns=("reward", "group")):
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool."""
         reward, groups = rows.reward, rows.groups
-        low, high = (reward.masked_fill(reward.isnan(), end) for end in (float("inf"), float("-inf")))
+        missing = reward.isnan()
+        low, high = (reward.masked_fill(missing, end) for end in (float("inf"), float("-inf")))
         spread = groups.max(high) - groups.min(low)  # −∞: nobody has a reward
         vary = groups.spread(spread > self.tol)
         return vary if rows.counted is None else vary | ~rows.counted  # who has left judges nobody

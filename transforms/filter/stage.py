@@ -12,7 +12,6 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import mean_of
 from headrace.transforms.options import one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, unit_keys
@@ -136,6 +135,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
             if len(batch):  # a rank without rows has nothing to show
                 self.on_batch(batch, stays)
         own = rows.of_rank(keep)
-        rows.metric("kept", own.sum())
-        rows.metric("fraction_kept", mean_of(own))
+        kept = int(own.sum())
+        rows.metric("kept", kept)
+        rows.metric("fraction_kept", kept / max(len(own), 1))
         rows.leave(~keep, self.reasons[0], self.effects[0])

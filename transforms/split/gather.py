@@ -31,6 +31,7 @@ from headrace.transforms.schema import (
 )
 from headrace.transforms.table import Late, Table
 from headrace.transforms.tensordicts import (
+    column_of,
     device_of,
     fill_out_of_loss,
     of_columns,
@@ -341,7 +342,7 @@ class GatheredRows:
                 continue
             if self.is_ragged:
                 for row in (rows.tensordicts[number] for number in at.tolist()):
-                    entry = row.get(key)
+                    entry = column_of(row, key)
                     masked = torch.full_like(entry, _masking(entry) if value is None else value)
                     write_entry(row, key, masked)
                 continue

@@ -377,7 +377,7 @@ class ShuffleSplit(
                     "draws its own minibatches: they would be in several optimiser steps. Keep the rows of a "
                     f"{self.unit} on one rank, or set split.minibatches=1"
                 )
-        return labels, [Ids(labels[part]) for part in parts]
+        return labels, [Ids(labels.index_select(0, part)) for part in parts]
 
     def _refuse_again(self, every: Rows) -> None:
         """Refuse ids of carried rows that the batch has as well.
