@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .collect.group_unit import GroupUnit
     from .collect.informing import informative
     from .collect.on_ray import RayAssembler
-    from .collect.on_write import AssembleOnWrite
+    from .collect.on_write import AssembleOnWrite, BufferAccount, buffer_account, groups_on_write
     from .collect.queues import RolloutQueue, StepQueue
     from .collect.stamping import StampIds, stamp_ids
     from .collect.torchrl_configs import register_configs
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AssembleOnWrite",
+    "BufferAccount",
     "ConfigError",
     "Credit",
     "DrainWriter",
@@ -50,8 +51,10 @@ __all__ = [
     "TokenGRPOLoss",
     "advantages_of",
     "assembled",
+    "buffer_account",
     "build_pipeline",
     "drained",
+    "groups_on_write",
     "informative",
     "load_pipeline",
     "log_report",

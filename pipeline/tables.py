@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Literal
 
-from rich.box import SIMPLE
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.padding import Padding
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, OverflowMethod, RenderResult
+from rich.segment import Segment
 from rich.text import Text
 
 from .wording import printable
@@ -52,6 +50,19 @@ class FittedColumn:
         longest = max(map(cell_len, cell.plain.split()), default=0)
         return min(widest, SHORTEST_CUT if self.gives == "cut" else min(longest, LONGEST_WORD)), widest
 
+    def lines(self, cell: Text, width: int, indent: int, console: Console) -> list[str]:
+        """A cell in lines of so many letters, behind an indentation."""
+        room, lines = max(width - indent, 0), [cell.plain.rstrip() if self.right else cell.plain]
+        if "\n" in cell.plain or cell_len(cell.plain) > room:
+            overflow: OverflowMethod = "fold" if self.gives == "wrap" else "ellipsis"
+            wrapped = cell.wrap(console, max(room, 1), overflow=overflow)
+            lines = [line.plain.rstrip() if self.right else line.plain for line in wrapped] or [""]
+        blanks = [" " * (room - cell_len(line)) for line in lines]
+        filled = (
+            blank + line if self.right else line + blank for line, blank in zip(lines, blanks, strict=True)
+        )
+        return [" " * indent + line for line in filled]
+
 
 @dataclass
 class FittedTable:
@@ -81,7 +92,8 @@ class FittedTable:
 
     def add(self, *cells: str, style: str = "", indent: int = 0) -> None:
         """Add a row, the first cell `indent` letters from the left. Nothing in a cell is obeyed."""
-        texts = [Text(printable(cell)) for cell in cells]
+        one_line = (column.gives == "cut" for column in self.columns)
+        texts = [Text(printable(cell), no_wrap=cut) for cell, cut in zip(cells, one_line, strict=True)]
         self.rows.append((texts, style, indent))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -90,22 +102,22 @@ class FittedTable:
         widths = widths_within([bounds[k] for k in shown], options.max_width - GAP * (len(shown) - 1))
         if self.title:
             yield Text(self.title, "italic")
-        table = Table(box=SIMPLE, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-        for k, width in zip(shown, widths, strict=True):
-            column = self.columns[k]
-            one_line = column.gives != "wrap"
-            table.add_column(
-                Text(column.name),
-                justify="right" if column.right else "left",
-                width=width,
-                overflow="ellipsis" if one_line else "fold",
-            )
-        for texts, style, indent in self.rows:
-            row = [texts[k].copy() for k in shown]
-            for k, text in zip(shown, row, strict=True):
-                text.no_wrap = self.columns[k].gives == "cut"
-            table.add_row(Padding(row[0], (0, 0, 0, indent)), *row[1:], style=style)
-        yield table
+        head = [Text(column.name) for column in self.columns], "bold", 0
+        for number, (texts, style, indent) in enumerate([head, *self.rows]):
+            lines = [
+                self.columns[k].lines(texts[k], width, indent * (place == 0), console)
+                for place, (k, width) in enumerate(zip(shown, widths, strict=True))
+            ]
+            height = max(map(len, lines), default=0)
+            for own, width in zip(lines, widths, strict=True):
+                blank = [" " * width] * (height - len(own))
+                own[:] = blank + own if number == 0 else own + blank  # heads stand on their line
+            for line in zip(*lines, strict=True):
+                yield Segment((" " * GAP).join(line), console.get_style(style))
+                yield Segment.line()
+            if number == 0:
+                yield Segment("─" * (sum(widths) + GAP * (len(widths) - 1)))
+                yield Segment.line()
         if self.caption:
             yield Text(self.caption, "dim italic")
 
@@ -170,8 +182,8 @@ def widths_within(bounds: Sequence[tuple[int, int]], width: int) -> list[int]:
     widths = [least for least, _ in bounds]
     rest = width - sum(widths)
     if rest < 0:  # there is no room for all words
-        widest = max(range(len(widths)), key=widths.__getitem__)
-        widths[widest] = max(1, widths[widest] + rest)
+        while sum(widths) > max(width, len(widths)):
+            widths[widths.index(max(widths))] -= 1
         return widths
     wanting = sorted(range(len(bounds)), key=lambda k: bounds[k][1] - bounds[k][0])
     for place, k in enumerate(wanting):

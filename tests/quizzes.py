@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -16,11 +17,19 @@ from headrace.pipeline import StampIds
 class QuizEnv(EnvBase):
     """Rows that are reset get prompt 0 `repeats` times, then prompt 1, and so on.
 
-    The rollout with dispatch number n has 1 + n mod 3 steps, each with a reward of 1.
+    The rollout with dispatch number n has 1 + n mod 3 steps, each with a reward of 1. `trouble` is called
+    with the number of steps before each.
     """
 
-    def __init__(self, slots: int | None, repeats: int, first_prompt: int = 0):
+    def __init__(
+        self,
+        slots: int | None,
+        repeats: int,
+        first_prompt: int = 0,
+        trouble: Callable[[int], None] | None = None,
+    ):
         super().__init__(batch_size=torch.Size([] if slots is None else [slots]))
+        self.trouble, self.steps = trouble, 0
         self.repeats, self.first_prompt, self.handed_out = repeats, first_prompt, 0
         shape = (*self.batch_size, 1)
         ints = {name: Unbounded(shape, dtype=torch.int64) for name in ("query", "left", "number")}
@@ -45,6 +54,9 @@ class QuizEnv(EnvBase):
         return TensorDict(out, batch_size=self.batch_size)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if self.trouble is not None:
+            self.trouble(self.steps)
+        self.steps += 1
         left = tensordict["left"] - 1
         out = tensordict.select("query", "number").update({"left": left, "done": left == 0})
         return out.set("reward", torch.ones(left.shape))
@@ -53,9 +65,17 @@ class QuizEnv(EnvBase):
         pass
 
 
-def make_quiz(worker: int = 0, workers: int = 1, *, slots: int | None = 3, repeats: int = 2) -> EnvBase:
-    """A quiz with ids; workers have prompts of their own."""
-    env = TransformedEnv(QuizEnv(slots, repeats, first_prompt=1000 * worker), InitTracker())
+def make_quiz(
+    worker: int = 0,
+    workers: int = 1,
+    *,
+    slots: int | None = 3,
+    repeats: int = 2,
+    troubles: Mapping[int, Callable[[int], None]] | None = None,
+) -> EnvBase:
+    """A quiz with ids; workers have prompts of their own, and some of them trouble."""
+    quiz = QuizEnv(slots, repeats, first_prompt=1000 * worker, trouble=(troubles or {}).get(worker))
+    env = TransformedEnv(quiz, InitTracker())
     return env.append_transform(StampIds(repeats=repeats, worker=worker, workers=workers))
 
 

@@ -45,7 +45,7 @@ def steps_of(key, values, **more):
     [
         ("advantage-all-zero", "frac_reward_zero_std", 0.5),
         ("rollouts-truncated", "rollouts/truncated", 0.25),
-        ("rollouts-lost", "rollouts/lost", 0.1),
+        ("rollouts-failed", "rollouts/failed", 0.1),
         ("rollouts-empty", "rollouts/empty", 0.1),
         ("groups-incomplete", "groups/incomplete", 0.1),
         ("gradient-spikes", "groups/largest_gradient_share", 0.5),
@@ -196,7 +196,7 @@ def test_the_numbers_behind_the_rules_by_hand(make_batch):
     batch["masks", "all_assistant_mask"] = torch.tensor([[True, False, True, False]] * 5)
     numbers = make_report(Pipeline({}).run(batch)).numbers
     assert numbers["rollouts/truncated"] == 0.25
-    assert numbers["rollouts/lost"] == 0.25
+    assert numbers["rollouts/failed"] == 0.25
     assert numbers["response_length/mean"] == 2.5
     assert numbers["response_length/max"] == 4
 
@@ -209,7 +209,7 @@ def test_permuted_rows_have_the_same_numbers(make_batch):
         pipeline = Pipeline(stages(split=None, weight=LossWeight()))
         pipeline(batch[order])
         found.append(make_report(pipeline).numbers)
-    keys = ("rollouts/truncated", "rollouts/lost", "response_length/mean", "groups/informative")
+    keys = ("rollouts/truncated", "rollouts/failed", "response_length/mean", "groups/informative")
     for key in (*keys, "groups/incomplete", "groups/largest_gradient_share"):
         assert found[0][key] == pytest.approx(found[1][key], rel=1e-12), key
 

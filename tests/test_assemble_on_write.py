@@ -6,9 +6,12 @@ import copy
 import io
 import os
 import pickle
+import time
+from functools import partial
 
 import pytest
 import torch
+from fleets import Fleet, Sent
 from processes import process_context
 from rollouts import make_env, make_policy
 from torchrl.collectors import Collector, MultiAsyncCollector
@@ -22,8 +25,8 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
 from turns import OneAction, TurnsEnv, makers, of_one_process, quick_starts
 
-from headrace.pipeline import AssembleOnWrite, assembled, load_pipeline
-from headrace.transforms import GroupAssembler, MissingKeyError
+from headrace.pipeline import AssembleOnWrite, assembled, buffer_account, groups_on_write, load_pipeline
+from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, StalledError
 
 pytestmark = pytest.mark.slow
 
@@ -149,3 +152,70 @@ def test_workers_are_not_given_assemblers_of_their_own():
             replay_buffer=buffer,
             auto_register_policy_transforms=False,
         )
+
+
+# -- a buffer with a factory, as one in an actor of Ray has -----------------------------------------------
+
+
+def with_factory(**options) -> ReplayBuffer:
+    factory = partial(groups_on_write, *RECIPE, **options)
+    return ReplayBuffer(storage=LazyTensorStorage(2000), transform_factory=factory, batch_size=4)
+
+
+def test_a_factory_writes_what_the_transform_writes_and_the_account_is_that_of_its_last_run():
+    (rows,) = of_one_process(60)
+    made = with_factory()
+    first, _ = load_pipeline(*RECIPE).halves()
+    appended = make_buffer(Compose(AssembleOnWrite(GroupAssembler()), first))
+    for buffer in (made, appended):
+        for piece in rows.reshape(-1).split(7):
+            buffer.extend(piece.clone())
+    assert torch.equal(made[:]["advantage"], appended[:]["advantage"])
+    account, again = buffer_account(made), buffer_account(appended)
+    for name in ("counts", "held", "ready", "emitted"):
+        assert getattr(account, name) == getattr(again, name)
+    assert account.ledger.counts() == again.ledger.counts()
+    assert account.metrics["groups/trained"] >= 1
+    assert account.held + len(made) == 60
+
+
+def test_what_was_refused_at_a_writer_is_raised_once_where_the_buffer_is_sampled():
+    (rows,) = of_one_process(60)
+    buffer = with_factory()
+    buffer.extend(rows.reshape(-1).clone())
+    with pytest.raises(BatchError, match="ends once"):
+        buffer.extend(rows.reshape(-1)[:3].clone())
+    assert "ends once" in buffer_account(buffer).error
+    with pytest.raises(BatchError, match=r"refused on their way into the buffer: .*ends once"):
+        buffer.sample()
+    assert len(buffer.sample()) == 4
+
+
+def test_a_worker_that_is_silent_is_raised_where_the_buffer_is_sampled():
+    fleet, buffer = Fleet(2, 1, 1, 99), with_factory(worker_patience=0.2)
+    for rollout in range(40):
+        worker = rollout % 2 if rollout < 4 else 0
+        group = rollout if rollout < 4 else 2 * rollout
+        rows = fleet.batch([Sent(group, group, 0, True, worker, 0)])
+        mask = torch.ones(1, 2, dtype=torch.bool)
+        rows.update({("next", "reward"): torch.ones(1), ("masks", "all_assistant_mask"): mask})
+        buffer.extend(rows)
+        time.sleep(0.01)
+    with pytest.raises(StalledError, match=r"worker 1 .*its last was row 0 of rollout 3 of group 3"):
+        buffer.sample()
+
+
+def test_the_state_of_a_buffer_with_a_factory_goes_on():
+    (rows,) = of_one_process(60)
+    buffer, whole = with_factory(), with_factory()
+    whole.extend(rows.reshape(-1).clone())
+    buffer.extend(rows.reshape(-1)[:31].clone())
+    again = with_factory()
+    again.load_state_dict(buffer.state_dict())
+    again.extend(rows.reshape(-1)[31:].clone())
+    assert torch.equal(again[:]["rollout_id"].sort(0).values, whole[:]["rollout_id"].sort(0).values)
+
+
+def test_a_buffer_without_an_assembler_has_no_account():
+    with pytest.raises(ValueError, match="for a buffer with an AssembleOnWrite"):
+        buffer_account(ReplayBuffer(storage=LazyTensorStorage(9)))

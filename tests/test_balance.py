@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from first_fits import plain_first_fit
 from hypothesis import given
 from hypothesis import strategies as st
 from karmarkar_karp import imbalance, largest_differencing, lengths_of
@@ -14,6 +15,7 @@ from headrace.transforms import BatchError
 from headrace.transforms.split.bins import (
     balance_evenly,
     balance_within,
+    bins_within,
     even_out,
     first_fit,
 )
@@ -36,19 +38,6 @@ def loads(costs, found, bins):
     for cost, number in zip(costs, found.tolist(), strict=True):
         total[number] += cost
     return total
-
-
-def plain_first_fit_decreasing(lengths, budget):
-    """The number of bins, one look at a time."""
-    bins: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        for number, used in enumerate(bins):
-            if used + length <= budget:
-                bins[number] += length
-                break
-        else:
-            bins.append(length if length <= budget else budget + 1)
-    return len(bins)
 
 
 @given(COSTS, st.integers(1, 20))
@@ -82,8 +71,7 @@ def test_within_keeps_every_promise(lengths, budget, multiple, data):
         column(lengths), budget, multiple_of=multiple, costs=None if costs is None else column(costs)
     )
     assert found.shape == (size,)
-    needed = plain_first_fit_decreasing(lengths, budget)
-    bins = math.ceil(needed / multiple) * multiple
+    bins = bins_within(column(lengths), budget, multiple_of=multiple)
     counts = torch.bincount(found, minlength=bins).tolist()
     assert len(counts) == bins
     if size < bins:
@@ -92,6 +80,28 @@ def test_within_keeps_every_promise(lengths, budget, multiple, data):
         assert min(counts, default=1) >= 1
     for number, used in enumerate(loads(lengths, found, bins)):
         assert used <= budget or counts[number] == 1
+
+
+@given(
+    st.integers(1, 400).flatmap(
+        lambda longest: (
+            st.lists(st.integers(longest // 2, longest), max_size=80) | st.lists(st.integers(0, longest))
+        )
+    ),
+    st.integers(1, 2000),
+    st.integers(1, 5),
+)
+def test_first_fit_never_needs_fewer_bins(lengths, budget, multiple):
+    for order in (lengths, sorted(lengths, reverse=True)):
+        needed = math.ceil(len(plain_first_fit(order, budget)) / multiple) * multiple
+        assert bins_within(column(lengths), budget, multiple_of=multiple) <= needed
+
+
+def test_draws_that_took_more_bins_than_first_fit_no_longer_do():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        lengths = torch.randint(50, 91, (20,), generator=generator)
+        assert bins_within(lengths, 300) <= len(plain_first_fit(lengths.tolist(), 300))
 
 
 @given(LENGTHS, st.integers(1, 40))

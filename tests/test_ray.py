@@ -20,13 +20,21 @@ from assembly import Line, batch_of_lines
 from batches import batch_of
 from composed import composed
 from faults import CELLS, ELSEWHERE, LONGEST, SILENCE, Carried, Cell, check
+from fleets import Fleet, Sent
 from rollouts import make_policy
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, RayReplayBuffer, SamplerWithoutReplacement
+from torchrl.data import LazyStackStorage, LazyTensorStorage, RayReplayBuffer, SamplerWithoutReplacement
 
 import headrace.pipeline
 import headrace.transforms
-from headrace.pipeline import RayAssembler, RepeatSampler, assembled, informative
+from headrace.pipeline import (
+    RayAssembler,
+    RepeatSampler,
+    assembled,
+    buffer_account,
+    groups_on_write,
+    informative,
+)
 from headrace.pipeline.reverse import ReverseEnv
 from headrace.transforms import BatchError, CompletenessGate, GroupAssembler, MissingKeyError, StalledError
 
@@ -62,6 +70,13 @@ def send(assembler: RayAssembler, pieces: Sequence[TensorDict], came: Path | Non
     if then == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     while then == "hangs":
+        time.sleep(0.1)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def send_slowly(assembler: RayAssembler, pieces: Sequence[TensorDict]):
+    for piece in pieces:
+        assembler.put(piece)
         time.sleep(0.1)
 
 
@@ -320,9 +335,9 @@ def test_what_a_collector_in_step_stacks_is_taken_in():
     assert len(assembler.take()) == len(LINES)
 
 
-def ray_buffer(**options: Any) -> RayReplayBuffer:
+def ray_buffer(storage: type = LazyTensorStorage, **options: Any) -> RayReplayBuffer:
     return RayReplayBuffer(
-        storage=partial(LazyTensorStorage, 64),
+        storage=partial(storage, 64),
         sampler=SamplerWithoutReplacement,
         batch_size=6,
         remote_config={"num_cpus": 0},
@@ -347,7 +362,54 @@ def test_a_ray_buffer_holds_what_the_first_half_made_and_the_second_weighs_what_
     buffer.close()
 
 
+def test_what_a_writer_was_refused_and_what_the_actor_did_reach_the_trainer():
+    factory = partial(groups_on_write, "grpo", assembler={"group_size": 4, "done_key": None})
+    buffer = ray_buffer(LazyStackStorage, transform_factory=factory)
+    buffer.extend(collected()[:14])
+    account = buffer_account(buffer)
+    assert (account.held, account.emitted, account.counts["lost"]) == (2, 3, 0)
+    assert account.metrics["groups/trained"] == 3
+    assert account.ledger.counts()["trained"] == 12
+    with pytest.raises(Exception, match=r"ends once.*found again rollout 0"):
+        buffer.extend(collected()[:1])  # of another writer that numbers alike
+    with pytest.raises(Exception, match=r"refused on their way into the buffer.*found again rollout 0"):
+        buffer.sample()
+    again = ray_buffer(LazyStackStorage, transform_factory=factory)
+    again.load_state_dict(buffer.state_dict())
+    again.extend(collected()[14:])
+    assert (len(again), buffer_account(again).held) == (16, 0)
+    for each in (buffer, again):
+        each.close()
+
+
+def test_a_writer_that_hangs_while_another_goes_on_is_named():
+    fleet, assembler = Fleet(2, 1, 1, 999), fresh()
+    rows = [fleet.batch([Sent(2 * n, 2 * n, 0, True, 0, 0)]) for n in range(200)]
+    hung = [fleet.batch([Sent(2 * n + 1, 2 * n + 1, 0, True, 1, 0)]) for n in range(3)]
+    writers = [send.remote(assembler, hung, None, "hangs"), send_slowly.remote(assembler, rows)]
+    with pytest.raises(StalledError, match=r"worker 1 .*its last was row 0 of rollout 5 of group 5"):
+        list(assembler.batches(writers, worker_patience=2))
+    for writer in writers:
+        ray.cancel(writer, force=True)
+
+
 def test_the_example_trains_on_what_two_writers_collect():
     rewards = importlib.import_module("ray_grpo").main(batches=3)
     assert len(rewards) == 3  # two writers, three batches of half as many groups as a step has
     assert all(0 < reward < 1 for reward in rewards)
+
+
+@pytest.mark.llm
+def test_torchrls_recipe_on_ray_trains_and_its_marked_lines_are_all_that_headrace_needs():
+    pytest.importorskip("transformers", reason="the extra `llm` is not installed")
+    example = importlib.import_module("torchrl_ray_grpo")
+    lines = Path(example.__file__).read_text().splitlines()
+    names = ("StampIds", "buffer_account", "groups_on_write")
+    assert all(line.endswith("# headrace") for line in lines if any(name in line for name in names))
+    assert sum(line.endswith("# headrace") for line in lines) <= 7
+    steps = list(example.train(steps=3, num_envs=8, batch_size=16))
+    assert all(0 <= reward <= 1 for reward, _, _ in steps)
+    account = steps[-1][2]
+    assert (account.error, account.counts["lost"]) == (None, 0)
+    assert account.emitted >= 2
+    assert account.metrics["groups/trained"] >= 1

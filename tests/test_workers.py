@@ -245,6 +245,7 @@ def go_on(assembler: GroupAssembler, before: list[TensorDictBase]) -> None:
     assert sum(map(len, after)) + sum(again.counts.values()) == held + FRAMES
 
 
+@pytest.mark.filterwarnings("ignore:rollouts do not end")
 @every_kind
 def test_a_worker_that_is_killed_is_an_error_that_says_what_waits_and_new_ones_go_on(kind):
     assembler, begun = GroupAssembler(), time.monotonic()
@@ -257,6 +258,7 @@ def test_a_worker_that_is_killed_is_an_error_that_says_what_waits_and_new_ones_g
     go_on(assembler, batches)
 
 
+@pytest.mark.filterwarnings("ignore:rollouts do not end")
 @every_kind
 def test_a_worker_that_hangs_is_an_error_that_says_what_waits_and_new_ones_go_on(kind):
     assembler, begun = GroupAssembler(max_idle=20), time.monotonic()

@@ -38,7 +38,7 @@ from .advantage import (
 from .assembler import GroupAssembler, StalledError
 from .collapse import Collapsed, FanOutCollapse, collapse_fan_out
 from .correction import Diverged, RolloutCorrection, TokenFilter, divergence, importance_weight
-from .errors import BatchError, IncompleteGroupsError, MissingKeyError, ProcessedTwiceError
+from .errors import BatchError, IncompleteGroupsError, MissingKeyError, ProcessedTwiceError, StreamWarning
 from .filter import (
     BestOf,
     Criterion,
@@ -140,6 +140,7 @@ __all__ = [
     "StalledError",
     "StateAdvantage",
     "Status",
+    "StreamWarning",
     "TokenAdvantage",
     "TokenFilter",
     "TokenTerm",

@@ -17,6 +17,10 @@ class IncompleteGroupsError(BatchError):
     """Groups lack rollouts that were dispatched."""
 
 
+class StreamWarning(UserWarning):
+    """Rollouts were lost on their way to an assembler, or do not end."""
+
+
 class ProcessedTwiceError(BatchError):
     """A pipeline has been over this batch already."""
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from .errors import BatchError, listing, who_stamps
 
+SHORT = torch.iinfo(torch.int16)
+
 
 def number_labels(labels: Sequence[str]) -> Tensor:
     """Numbers for labels such as UUIDs: equal ones for equal labels, in every batch, process and run.
@@ -244,6 +246,22 @@ class Ids:
         size = torch.bincount(self.of, minlength=self.n)
         place = torch.arange(len(order), device=order.device) - (size.cumsum(0) - size)[self.of[order]]
         return torch.empty_like(place).scatter_(0, order, place)
+
+
+def stable_order(values: Tensor) -> Tensor:
+    """(M,) int64, ``values.argsort(stable=True)`` of (M,) integers or floats on the CPU.
+
+    NumPy sorts integers that 16 bits can hold in a tenth of the time that torch takes.
+
+    Example:
+        >>> stable_order(torch.tensor([5, 3, 5, 1])).tolist()
+        [3, 1, 0, 2]
+    """
+    if len(values) and not values.is_floating_point():
+        low, high = values.aminmax()
+        if low >= SHORT.min and high <= SHORT.max:
+            values = values.short()
+    return torch.from_numpy(np.argsort(values.numpy(), kind="stable"))
 
 
 def add_up(values: Tensor) -> Tensor:

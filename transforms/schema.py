@@ -27,6 +27,8 @@ column                                  shape, dtype      meaning
 ``("headrace", "row")``                 (N,) int64        row number as the pipeline got it
 ``("headrace", "processed")``           (N,) bool         a pipeline has been over this row
 ``("headrace", "dispatched")``          (N,) int64        rollouts that were asked for in the row's group
+``("headrace", "origin")``              (N, 5) int32      the row's number in its rollout; its worker, and how
+                                                          many there are; its environment there, and how many
 ====================================== ================= ===============================================
 
 Example:
@@ -69,6 +71,7 @@ PADDING = ("headrace", "padding")
 ROW = ("headrace", "row")
 PROCESSED = ("headrace", "processed")
 DISPATCHED = ("headrace", "dispatched")
+ORIGIN = ("headrace", "origin")
 
 STATUS_KEYS = (("next", "status"), "status")  # where a status is, in the order of looking
 DONE = ("next", "done")  # True where a rollout ends, as TorchRL's collectors write it

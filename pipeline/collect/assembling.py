@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from queue import Empty, SimpleQueue
-from threading import Thread
+from queue import Empty
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -16,7 +16,11 @@ from torchrl.collectors import MultiAsyncCollector
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 from headrace.transforms.options import above_zero, one_of, takes_options
 
+from .reading import END, Reader
+from .workers import WorkerWatch
+
 POLL = 0.05  # seconds between two looks at what is waited for
+LOOK = 0.5  # seconds between two looks at workers that are silent
 
 Leftovers = Literal["yield", "drop", "raise"]
 Source = Iterable["TensorDictBase | None"]
@@ -27,6 +31,7 @@ def assembled(
     assembler: GroupAssembler,
     *,
     patience: float | None = None,
+    worker_patience: float | None = None,
     leftovers: Leftovers = "yield",
 ) -> Assembled:
     """Iterate over batches of whole groups, made of what a source yields.
@@ -40,14 +45,18 @@ def assembled(
         assembler: which makes groups of them.
         patience: seconds for which the source may be silent, or yield None. It is then read in a thread, one
             batch at a time and only when it is asked for. None: without end, and a None that the source
-            yields is a put of no rows, of which `max_idle` is too many.
+            yields is a put of no rows, of which `max_idle` is too many. A MultiAsyncCollector is always read
+            in a thread, so that it loses no batch (:class:`Reader`).
+        worker_patience: seconds for which one worker may be silent while another one sends rows again and
+            again; :class:`StampIds` says which worker a row is of. None: ten times its longest pause so far,
+            and at least `patience`, where that is given.
         leftovers: where the source ends, and whole groups are there that are fewer than a batch: ``yield``
             them, ``drop`` them or ``raise``. Rows of groups that are not whole are counted as ``unfinished``,
             and those that are dropped with them.
 
     Raises:
-        StalledError: when iterated: the source ended and nothing has come out; it was silent for too long; as
-            :meth:`GroupAssembler.put`.
+        StalledError: when iterated: the source ended and nothing has come out; it or one of its workers was
+            silent for too long; as :meth:`GroupAssembler.put`.
         BatchError: when iterated: as :meth:`GroupAssembler.put`; groups are left over, under ``raise``.
         ValueError: an option with a wrong value.
 
@@ -62,16 +71,18 @@ def assembled(
         1
     """
     one_of("leftovers", leftovers, get_args(Leftovers))
-    return Assembled(source, assembler, check_patience(patience), leftovers)
+    check_patience(patience, worker_patience)
+    return Assembled(source, assembler, patience, leftovers, worker_patience)
 
 
 @takes_options
-def check_patience(patience: float | None) -> float | None:
+def check_patience(patience: float | None, worker_patience: float | None = None) -> float | None:
     """Seconds for which to wait, or None.
 
     Raises:
-        ValueError: they are not finite and > 0.
+        ValueError: one of them is not finite and > 0.
     """
+    above_zero("worker_patience", worker_patience)
     return above_zero("patience", patience)
 
 
@@ -161,70 +172,81 @@ class Assembled(OverSource):
     """What :func:`assembled` returns."""
 
     def __init__(
-        self, source: Source, assembler: GroupAssembler, patience: float | None, leftovers: Leftovers
+        self,
+        source: Source,
+        assembler: GroupAssembler,
+        patience: float | None,
+        leftovers: Leftovers,
+        worker_patience: float | None,
     ):
         super().__init__(source)
         self.assembler = assembler
         self.patience, self.leftovers = patience, leftovers
-        self._late: SimpleQueue[Callable[[], Any]] | None = None  # what was asked for, and not there in time
+        self._watch = WorkerWatch(patience, worker_patience, getattr(source, "num_workers", 0))
+        self._reader: Reader | None = None
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        rows = iter(self.source) if self.patience is None else self._patiently(self.patience)
+        pieces = self._pieces()
+        self._watch.begin()
         while True:
             # What is whole goes out before more is read: so a restored state begins where it was.
             while (batch := self.assembler.take()) is not None:
                 yield batch
-            piece = self._next(rows)
-            if piece is _END:
+            piece = self._next(pieces)
+            if piece is END:
                 break
             if piece is None and self.patience is not None:
                 continue
             # None is a put too: a source that yields it for ever is noticed.
             self.assembler.put(TensorDict({}, batch_size=[0]) if piece is None else piece)
+            if piece is not None:
+                self._watch.saw(piece, self.assembler)
         yield from rest_of(self.assembler, self.leftovers)
 
-    def _next(self, rows: Iterator[TensorDictBase | None]) -> Any:
+    def _next(self, pieces: Iterator[TensorDictBase | None]) -> Any:
         try:
-            return next(rows, _END)
+            return next(pieces, END)
         except StalledError:
             raise
         except Exception as err:  # of the source, with what waits for it
             if hasattr(err, "add_note"):  # Python 3.11
-                err.add_note(str(self.assembler.stalled("The source has failed")))
+                words = f"The source has failed.{where_errors_are(self.source)}"
+                err.add_note(str(self.assembler.stalled(words)))
             raise
 
-    def _patiently(self, patience: float) -> Iterator[TensorDictBase | None]:
-        """Read the source in a thread, since who waits in it can not be interrupted.
+    def _pieces(self) -> Iterator[TensorDictBase | None]:
+        """What the source yields.
 
         Raises:
-            StalledError: it was silent for `patience` seconds.
+            StalledError: it was silent for `patience` seconds, or one of its workers for too long.
         """
-        wanted: SimpleQueue[bool] = SimpleQueue()
-        found: SimpleQueue[Callable[[], Any]] = SimpleQueue()
-        reader = Thread(target=_read_when_wanted, args=(self.source, wanted, found), daemon=True)
-        left = patience
-        try:
-            while left > 0:
-                asked = time.monotonic()
-                if self._late is None:
-                    if not reader.ident:
-                        reader.start()
-                    wanted.put(True)
-                    self._late = found
-                try:
-                    answer = self._late.get(timeout=left)
-                except Empty:
-                    break
-                self._late = None
-                batch = answer()
-                if batch is _END:
-                    return
-                # Only the wait counts, not what is done with a batch in between.
-                left = patience if batch is not None else left - (time.monotonic() - asked)
-                yield batch
-        finally:
-            wanted.put(False)
-        raise self.assembler.stalled(f"The source has been silent for {patience:g} s")
+        if self.patience is None and not isinstance(self.source, MultiAsyncCollector):
+            for piece in self.source:
+                yield piece
+                self._watch.check(self.assembler)
+            return
+        if self._reader is None or self._reader.is_over:
+            self._reader = Reader(self.source)
+            weakref.finalize(self, self._reader.close)
+        reader, left = self._reader, self.patience
+        while left is None or left > 0:
+            if not reader.has_more:  # what has come was put
+                self._watch.check(self.assembler)
+            asked = time.monotonic()
+            try:
+                piece = reader.get(LOOK if left is None else min(LOOK, left))
+            except Empty:
+                piece = _NOTHING
+            # Only the wait counts, not what is done with a batch in between.
+            waited = time.monotonic() - asked
+            if piece is END:
+                return
+            silent = piece is None or piece is _NOTHING
+            left = self.patience if not silent or left is None else left - waited
+            if piece is not _NOTHING:
+                yield piece
+        words = f"The source has been silent for {self.patience:g} s.{where_errors_are(self.source)}"
+        raise self.assembler.stalled(words)
 
     def own_state(self) -> dict[str, Any]:
         """The assembler's."""
@@ -235,22 +257,12 @@ class Assembled(OverSource):
         self.assembler.load_state_dict(state["assembler"])
 
 
-_END = object()
+_NOTHING = object()  # came in time
 
 
-def _read_when_wanted(source: Source, wanted: SimpleQueue, found: SimpleQueue) -> None:
-    """Hand over one batch for each that is wanted, as a function that returns it or raises."""
-
-    def refuse(error: BaseException) -> Any:
-        raise error
-
-    try:
-        rows = iter(source)
-        while wanted.get():
-            batch = next(rows, _END)
-            found.put(lambda batch=batch: batch)
-    except BaseException as err:  # of the source: raised where it is read
-        found.put(lambda err=err: refuse(err))
+def where_errors_are(source: Any) -> str:
+    """Where to look for what the worker processes of a collector raised, which TorchRL hands on to nobody."""
+    return " What its workers raised is on stderr, above" if hasattr(source, "procs") else ""
 
 
 # -- dispatch no more than can be trained in time: better than to drop what is slow, which is what is long --

@@ -18,7 +18,14 @@ from headrace.transforms import (
     SampleFilter,
     StalledError,
 )
-from headrace.transforms.assembler.pieces import RowPiece, check_kinds, gather, kinds_of, let_go
+from headrace.transforms.assembler.pieces import (
+    RowPiece,
+    check_kinds,
+    gather,
+    joined_plain,
+    kinds_of,
+    let_go,
+)
 from headrace.transforms.assembler.stream import Intervals
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.errors import listing
@@ -209,9 +216,9 @@ class Informative(OverSource):
         """The groups that wait, and the counts."""
         rows = sorted((arrival, group) for group, rows in self._waiting.items() for _, arrival in rows)
         arrivals, groups = zip(*rows, strict=True) if rows else ((), ())
-        pieces = dict.fromkeys(piece for rows in self._waiting.values() for piece, _ in rows)
+        pieces = {piece for rows in self._waiting.values() for piece, _ in rows}
         return {
-            "rows": [piece.to_plain() for piece in pieces],
+            "rows": joined_plain(sorted(pieces, key=lambda piece: min(piece.place))),
             "group": torch.tensor(groups, dtype=torch.int64),
             "arrival": torch.tensor(arrivals, dtype=torch.int64),
             "closed": {0: self._closed.to_tensor()},

@@ -14,6 +14,7 @@ from headrace.transforms import GroupAssembler, StalledError
 from headrace.transforms.options import at_least, one_of, takes_options
 
 from .assembling import Leftovers, check_patience, rest_of
+from .workers import WorkerWatch
 
 LISTENING = 0.2  # seconds for which the actor waits for a whole group before the trainer looks at writers
 
@@ -106,6 +107,7 @@ class RayAssembler:
         writers: Sequence[Any] = (),
         *,
         patience: float | None = None,
+        worker_patience: float | None = None,
         leftovers: Leftovers = "yield",
         on_lost: Literal["raise", "go_on"] = "raise",
     ) -> Iterator[TensorDictBase]:
@@ -115,6 +117,8 @@ class RayAssembler:
             writers: of each task that puts rows what ``.remote()`` returned, by which it is known to have
                 ended or died. None given: only the loop itself, or `patience`, ends the iteration.
             patience: seconds for which this waits though nobody puts. None: without end.
+            worker_patience: as of :func:`assembled`: seconds for which one worker may be silent while another
+                one puts rows again and again.
             leftovers: as of :func:`assembled`, when all writers have ended.
             on_lost: where a writer died or raised: ``raise``, or ``go_on`` with the others; groups that it
                 had begun do not become whole. Where all are lost, that is raised.
@@ -127,12 +131,13 @@ class RayAssembler:
         """
         one_of("leftovers", leftovers, get_args(Leftovers))
         go_on = one_of("on_lost", on_lost, ("raise", "go_on")) == "go_on"
-        stream = self._listen(Writers(writers, go_on), check_patience(patience), leftovers)
-        return RayBatches(self, stream)
+        check_patience(patience, worker_patience)
+        return RayBatches(self, self._listen(Writers(writers, go_on), patience, worker_patience, leftovers))
 
     def _listen(
-        self, writers: Writers, patience: float | None, leftovers: Leftovers
+        self, writers: Writers, patience: float | None, worker_patience: float | None, leftovers: Leftovers
     ) -> Iterator[TensorDictBase]:
+        self._ask("watch", patience, worker_patience)
         puts, heard = 0, time.monotonic()
         while True:
             writers.look()  # before the assembler is asked: what they put is there then
@@ -172,9 +177,9 @@ class RayAssembler:
         """As :meth:`GroupAssembler.reject`."""
         self._ask("call", "reject", groups)
 
-    def stalled(self, why: str) -> StalledError:
+    def stalled(self, why: str, worker: tuple[int, int] | None = None) -> StalledError:
         """As :meth:`GroupAssembler.stalled`."""
-        return self._ask("call", "stalled", why)
+        return self._ask("call", "stalled", why, worker)
 
     # -- what is there ------------------------------------------------------------------------------
 
@@ -268,6 +273,12 @@ class AssemblerActor:
         self.most, self.puts = max_ready, 0
         self.changed = asyncio.Condition()
         self.stall: StalledError | None = None
+        self.workers = WorkerWatch(None, None)
+
+    async def watch(self, patience: float | None, worker_patience: float | None) -> None:
+        """Watch the workers from now on."""
+        self.workers = WorkerWatch(patience, worker_patience)
+        self.workers.begin()
 
     async def put(self, batch: TensorDictBase, patience: float | None) -> None:
         """Put rows once there is room."""
@@ -279,9 +290,14 @@ class AssemblerActor:
             try:
                 self.stall = None
                 self.assembler.put(batch)
+                self.workers.saw(batch, self.assembler)
             except StalledError as err:  # is of the stream, and not of this batch: the trainer is to know
                 self.stall = err
                 raise
+            try:
+                self.workers.check(self.assembler)
+            except StalledError as err:  # is of another worker
+                self.stall = err
 
     async def take(self, n: int | None, patience: float) -> tuple[TensorDictBase | None, int]:
         """A batch, if one is there in time, and how many puts there were."""

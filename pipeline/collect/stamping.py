@@ -13,7 +13,7 @@ from torchrl.envs.transforms import Compose, Transform
 
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.options import describe_options, nested_key, takes_options
-from headrace.transforms.schema import require
+from headrace.transforms.schema import ORIGIN, require
 
 PROMPTS: tuple[NestedKey, ...] = (
     "query",
@@ -80,7 +80,10 @@ class StampIds(Transform):
     a rollout; G that were dispatched one after the other are a group, over whatever resets they are spread,
     and must have one prompt. The rows of a rollout keep its ids up to its end.
 
-    Writes `group_key`, `rollout_key` and `expected_key`, each (*B, 1) int64, at the root and under ``next``.
+    Writes `group_key`, `rollout_key` and `expected_key`, each (*B, 1) int64, at the root and under ``next``;
+    and ``("headrace", "origin")`` (*B, 5) int32: the number of the row in its rollout, from 0, the worker,
+    how many workers there are, the row's environment in the worker, and how many of these there are. By it
+    :class:`GroupAssembler` knows which rollouts were lost on their way.
 
     Workers number their own groups w, w + W, w + 2 W, …, so give each of W its number:
     ``MultiSyncCollector([partial(make_env, worker=w, workers=2) for w in range(2)], …)``. Two that number
@@ -131,7 +134,7 @@ class StampIds(Transform):
                 f"repeats={repeats}, worker={worker}, workers={workers}"
             )
         keys = [nested_key(key) for key in (group_key, rollout_key, expected_key)]
-        super().__init__(out_keys=keys)
+        super().__init__(out_keys=[*keys, ORIGIN])
         self.repeats, self.worker, self.workers = repeats, worker, workers
         self.prompt_key = nested_key(prompt_key)
         self.group_key, self.rollout_key, self.expected_key = keys
@@ -143,6 +146,7 @@ class StampIds(Transform):
         self._prompt: Any = None  # of the last of them
         self._places = torch.empty(0, dtype=torch.int64)  # in the order of dispatch, by row; −1: none yet
         self._stepped = torch.empty(0, dtype=torch.bool)  # whether the row's rollout has taken a step
+        self._steps = torch.empty(0, dtype=torch.int32)  # that the row's rollout has taken
         self._waiting: frozenset[int] = frozenset()  # groups of which no rollout has, nor was lost
         self._begun: tuple[range, ...] = ()  # groups that draws() has yet to say
 
@@ -161,7 +165,7 @@ class StampIds(Transform):
 
     def _columns(self, places: Tensor) -> dict[NestedKey, Tensor]:
         ids = _ids(places, self.repeats, self.worker, self.workers)
-        return dict(zip(self.out_keys, ids.values(), strict=True))
+        return dict(zip((self.group_key, self.rollout_key, self.expected_key), ids.values(), strict=True))
 
     # -- what an environment calls ------------------------------------------------------------------
 
@@ -181,6 +185,9 @@ class StampIds(Transform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         for key in self.out_keys:
             ids = require(tensordict, key, reader=type(self).__name__, option="stamped when it was reset")
+            if key == ORIGIN:
+                ids = ids + torch.tensor([1, 0, 0, 0, 0], dtype=ids.dtype, device=ids.device)
+                self._steps = ids[..., 0].flatten().cpu()
             next_tensordict.set(key, ids)
         self._begin()
         return next_tensordict
@@ -190,8 +197,9 @@ class StampIds(Transform):
         for key in self.out_keys:
             if key in observation_spec.keys(True, True):
                 raise ValueError(f"{key!r} is stamped once; the environment has it without {self!r}")
+            width, dtype = (5, torch.int32) if key == ORIGIN else (1, torch.int64)
             observation_spec[key] = Unbounded(
-                (*observation_spec.shape, 1), dtype=torch.int64, device=observation_spec.device
+                (*observation_spec.shape, width), dtype=dtype, device=observation_spec.device
             )
         return observation_spec
 
@@ -219,11 +227,14 @@ class StampIds(Transform):
         lost = self._places[~self._stepped] if not same else places[fresh][~stepped[fresh]]
         heads = new[new % self.repeats == 0]
         self._waiting = (self._waiting | self._groups(heads)) - self._groups(lost)
-        places[fresh], stepped[fresh] = new, False
-        self._places, self._stepped = places, stepped
+        steps = self._steps.clone() if same else torch.zeros(count, dtype=torch.int32)
+        places[fresh], stepped[fresh], steps[fresh] = new, False, 0
+        self._places, self._stepped, self._steps = places, stepped, steps
         self._dispatched += len(fresh)
-        for key, ids in self._columns(places).items():
-            rows.set(key, ids.reshape(*rows.shape, 1).to(rows.device or "cpu"))
+        origin = torch.tensor([0, self.worker, self.workers, 0, count], dtype=torch.int32).repeat(count, 1)
+        origin[:, 0], origin[:, 3] = steps, torch.arange(count)
+        for key, ids in (*self._columns(places).items(), (ORIGIN, origin)):
+            rows.set(key, ids.reshape(*rows.shape, -1).to(rows.device or "cpu"))
         return rows
 
     def _groups(self, places: Tensor) -> frozenset[int]:

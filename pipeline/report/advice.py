@@ -89,7 +89,7 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     ``nothing-trains``        no row was trained at this step, or at one before
     a bound                   the mean of the number over the last five steps is above its bound:
                               `advantage-all-zero` ½ of ``frac_reward_zero_std``, `rollouts-truncated` ¼,
-                              `rollouts-lost`, `rollouts-empty` and `groups-incomplete` a tenth,
+                              `rollouts-failed`, `rollouts-empty` and `groups-incomplete` a tenth,
                               `gradient-spikes` ½ of the gradient in one of four groups or more,
                               `stale` 2 versions in the mean
     `off-policy`              a stage's number is below what it was told to warn of: ``<stage>/ess_token``

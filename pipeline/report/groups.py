@@ -23,7 +23,7 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     Returns:
         (R,) `group`, `rollout`, `row` (its first), `segments`, `reward` (of its first row with one; NaN
         where it left before its rows had one reward together), `advantage` (likewise), `trained` (whether a
-        row of it is), `lost` (failed or aborted), `truncated` (whether a row of it is), `tokens` (in the
+        row of it is), `failed` (or aborted), `truncated` (whether a row of it is), `tokens` (in the
         loss, of all its rows, as collected; 0 unknown), `reason` (the code of its first row, 0 if any is
         trained), `staleness` (versions behind the newest, -1 unknown).
 
@@ -59,7 +59,7 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
         "advantage": known("advantage"),
         "counted": ids.any(counted),
         "trained": trained,
-        "lost": ids.any((status == Status.ABORTED) | (status == Status.FAILED)),
+        "failed": ids.any((status == Status.ABORTED) | (status == Status.FAILED)),
         "truncated": ids.any(status == Status.TRUNCATED),
         "tokens": ids.sum(of.get("tokens", torch.zeros_like(rows)).clamp_min(0)),
         "reason": of["reason"][ids.first].masked_fill(trained, 0),
@@ -95,7 +95,7 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
 
     reward, in_statistics = at_heads(each["reward"]), at_heads(has_reward(each))
     scored = Ids(ids.labels, in_statistics)
-    counted, number = ids.sum(at_heads(~each["lost"])), scored.count
+    counted, number = ids.sum(at_heads(~each["failed"])), scored.count
     mean = scored.sum(reward) / number
     squares = scored.sum((reward - ids.spread(mean)) ** 2)
     expected = torch.full_like(ids.first, -1)
@@ -149,7 +149,7 @@ def compared_ids(columns: Columns) -> np.ndarray:
 
 def has_reward(rollouts: Columns) -> np.ndarray:
     """(R,) bool: rollouts in the statistics that have a reward and neither failed nor were aborted."""
-    return ~rollouts["lost"] & rollouts["counted"] & np.isfinite(rollouts["reward"])
+    return ~rollouts["failed"] & rollouts["counted"] & np.isfinite(rollouts["reward"])
 
 
 def compared_values(columns: Columns, rollouts: Columns, *, each_reward: bool = True) -> np.ndarray:

@@ -38,7 +38,7 @@ def numbers_of(
     ``advantages/fraction_zero``            share of trained rollouts with an advantage of exactly 0
     ``staleness/mean``, ``staleness/max``   versions behind the newest, over rollouts
     ``fan_out/mean``, ``fan_out/max``       rows per rollout
-    ``rollouts/truncated``, ``lost``        share of rollouts that were cut off; that failed or were aborted
+    ``rollouts/truncated``, ``failed``      share of rollouts that were cut off; that failed or were aborted
     ``rollouts/empty``                      share of rollouts without a token in the loss, as collected
     ``response_length/mean``, ``max``       tokens in the loss per rollout, of all its rows, as collected
     ``tokens/mean``, ``tokens/max``         tokens in the loss per row, as collected
@@ -84,8 +84,8 @@ def numbers_of(
         if (share := gradient_share(columns)).any():
             _, group = np.unique(columns["group_id"], return_inverse=True)
             numbers["groups/largest_gradient_share"] = float(np.bincount(group.reshape(-1), share).max())
-    if "status" in columns and len(rollouts["lost"]):
-        numbers |= {f"rollouts/{name}": float(rollouts[name].mean()) for name in ("truncated", "lost")}
+    if "status" in columns and len(rollouts["failed"]):
+        numbers |= {f"rollouts/{name}": float(rollouts[name].mean()) for name in ("truncated", "failed")}
     if "tokens" in columns:
         numbers |= _statistics("response_length", rollouts["tokens"], ("mean", "max"))
         if len(rollouts["tokens"]):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,14 +10,14 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.prefixes import left_aligned, prefix_order
 from headrace.transforms.schema import MINIBATCH, has_key
-from headrace.transforms.split.trees import Forest
+from headrace.transforms.tensordicts import count_true
 from headrace.transforms.tokens import ATTENTION, read_tokens
 
 TOKENS: NestedKey = ("tokens", "full")
 LINEAR = 24576.0  # 6 × a hidden size of 4096
-CELLS = 2**24  # rows × the longest, padding included, that are compared at once
+BLOCK = 64  # tokens of a row that are compared before it is asked which rows go on
+CELLS = 2**16  # tokens that are compared at once, so that they stay in the cache
 
 
 class SharedTokens(NamedTuple):
@@ -99,7 +98,7 @@ def count_shared_tokens(
             nothing to count.
         ids: (N,) integers, ``group_id`` and ``rollout_id`` or one of them; a rollout is of one group.
         chosen: (N,) bool, rows that go through the model; None: all.
-        cells: rows × the longest that are compared at once, about; groups stay whole.
+        cells: tokens that are compared at once, about.
 
     Example:
         >>> from tensordict import TensorDict
@@ -124,38 +123,98 @@ def count_shared_tokens(
         mask = torch.arange(tokens.shape[1]) < sizes[:, None]
     else:
         mask = read_tokens(batch, ATTENTION, reader="a report", option="which are no padding").cpu().bool()
-    homes = {unit: torch.from_numpy(np.asarray(ids[f"{unit}_id"])).long() for unit in units}
-    rows = torch.arange(len(batch)) if chosen is None else torch.from_numpy(np.flatnonzero(chosen))
-    total = NOTHING
-    for some in _chunks(homes[units[-1]], rows, cells // max(tokens.shape[1], 1)):
-        own = {unit: home[some] for unit, home in homes.items()}
-        total = total + _count(tokens[some], mask[some], own)
-    return total
-
-
-def _chunks(home: Tensor, rows: Tensor, most: int) -> Iterator[Tensor]:
-    """Rows by home, whole homes together, about so many rows at a time."""
-    rows = rows[home[rows].sort(stable=True).indices]
-    ends = (home[rows][1:] != home[rows][:-1]).nonzero().flatten() + 1
-    begin = 0
-    for end, after in pairwise([*ends.tolist(), len(rows)]):
-        if after - begin > most:
-            yield rows[begin:end]
-            begin = end
-    yield rows[begin:]
-
-
-def _count(tokens: Tensor, mask: Tensor, homes: Mapping[str, Tensor]) -> SharedTokens:
-    lengths, outer = mask.sum(1), list(homes)[-1]
-    labels = left_aligned(tokens.long(), mask)[:, : int(lengths.amax()) if len(lengths) else 0]
-    forest = Forest(*prefix_order(labels, homes[outer]), lengths)
-    every = torch.arange(len(lengths))
-    shared = {unit: forest.shared(every, home) for unit, home in homes.items()}
-    shared = {"rows": torch.zeros_like(lengths)} | shared
+    rows = np.arange(len(batch)) if chosen is None else np.flatnonzero(chosen)
+    flat, starts, lengths = _in_one_line(tokens.long(), mask)
+    starts, lengths = starts[rows], lengths[rows]
+    shared = {"rows": np.zeros_like(lengths)}
+    for unit in units:
+        shared[unit] = _shared_within(np.asarray(ids[f"{unit}_id"])[rows], flat, starts, lengths, cells)
     return SharedTokens(
         {unit: float((lengths - own).sum()) for unit, own in shared.items()},
         {unit: float((lengths**2 - own**2).sum()) for unit, own in shared.items()},
     )
+
+
+def _in_one_line(tokens: Tensor, mask: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All tokens, and by row where its own begin and how many these are; padding may be between rows."""
+    lengths, first = count_true(mask).numpy(), mask.numpy().argmax(1)
+    runs = int(count_true(mask[:, 1:] & ~mask[:, :-1]).sum()) + int(mask[:, :1].sum())
+    if runs == np.count_nonzero(lengths):  # one in each row: they are read where they are
+        return tokens.reshape(-1).numpy(), np.arange(len(tokens)) * tokens.shape[1] + first, lengths
+    return tokens[mask].numpy(), np.cumsum(lengths) - lengths, lengths
+
+
+def _shared_within(
+    home: np.ndarray, flat: np.ndarray, starts: np.ndarray, lengths: np.ndarray, cells: int
+) -> np.ndarray:
+    """(n,) how many of its first tokens a row finds where rows of one home become a tree, one by one.
+
+    The longest row of a home leads, and each other one follows it to where they part. Those that part from it
+    at one place by one token are a class of their own behind that, with a leader of their own.
+
+    Args:
+        home: (n,) integers.
+        flat: tokens of all rows.
+        starts: (n,) where those of each begin.
+        lengths: (n,) and how many there are.
+        cells: tokens that are compared at once.
+    """
+    shared, rows = np.zeros_like(lengths), np.lexsort((-lengths, home))
+    known, begins = np.zeros_like(lengths), _begins(home[rows])  # what a class has in common, and its first
+    while True:
+        several = ~begins | np.append(~begins[1:], False)
+        rows, known, begins = rows[several], known[several], begins[several]
+        if len(rows) == 0:
+            return shared
+        leader = np.maximum.accumulate(np.where(begins, np.arange(len(rows)), 0))[~begins]
+        leads, rows, known = rows[leader], rows[~begins], known[~begins]
+        most = np.minimum(lengths[rows], lengths[leads])
+        shared[rows] = same = _alike(flat, starts[rows], starts[leads], known, most, cells)
+        goes_on = same < lengths[rows]
+        rows, same, leader = rows[goes_on], same[goes_on], leader[goes_on]
+        token, where = flat[starts[rows] + same], leader * (int(lengths.max()) + 1) + same
+        order = np.lexsort((token, where))
+        rows, known, begins = rows[order], same[order] + 1, _begins(where[order]) | _begins(token[order])
+
+
+def _begins(values: np.ndarray) -> np.ndarray:
+    """(n,) bool: which differ from the one before."""
+    return np.append(np.ones(min(len(values), 1), dtype=bool), values[1:] != values[:-1])
+
+
+def _alike(
+    flat: np.ndarray, a: np.ndarray, b: np.ndarray, known: np.ndarray, most: np.ndarray, cells: int
+) -> np.ndarray:
+    """(n,) how many tokens from a and from b on are the same, at most so many.
+
+    Args:
+        flat: tokens.
+        a: (n,) places.
+        b: (n,) places.
+        known: (n,) so many are.
+        most: (n,) counts.
+        cells: tokens that are compared at once.
+    """
+
+    def step(some: np.ndarray) -> np.ndarray:
+        ours, theirs = (_block(flat, starts[some] + found[some]) for starts in (a, b))
+        parted = ours != theirs
+        return np.where(parted.any(1), parted.argmax(1), BLOCK)
+
+    found, left = known.copy(), np.flatnonzero(known < most)
+    while len(left):
+        parts = np.array_split(left, min(len(left), -(-len(left) * BLOCK // cells)))
+        steps = np.concatenate([step(some) for some in parts])
+        found[left] += steps
+        left = left[(steps == BLOCK) & (found[left] < most[left])]
+    return np.minimum(found, most)
+
+
+def _block(flat: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """(n, BLOCK) the tokens from (n,) places on; behind the last of all, that one again."""
+    if places.max() <= len(flat) - BLOCK:
+        return np.lib.stride_tricks.sliding_window_view(flat, BLOCK)[places]
+    return flat.take(places[:, None] + np.arange(BLOCK), mode="clip")
 
 
 def tree_words(numbers: Mapping[str, float]) -> str:

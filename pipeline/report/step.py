@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
@@ -227,6 +227,7 @@ def make_report(
         }
         counts = count_shared_tokens(batch, ids, ~run.ledger.left.numpy()[: len(batch)])
         metrics |= counts.numbers(linear=linear_of(run.stages.values()), parameters=parameters)
+    by_token: dict[int, TokenValues] = {}
     gates = [stage.group_size for stage in run.stages.values() if FINISHED in getattr(stage, "out_keys", ())]
     report = StepReport(
         step=step,
@@ -239,15 +240,19 @@ def make_report(
         solved=solved,
         each_reward=not comparing or getattr(comparing[0], "several", "sum") != "sum",
         metrics=metrics,
+        by_token=by_token,
     )
-    if there is None:
-        return report
-    tokens = columns.get("tokens", np.zeros(len(report), np.int64))
-    chosen = rows_to_read(report)
-    chosen = chosen[np.cumsum(tokens[chosen]) <= TOKENS_READ]
-    keys = {name: run.keys.found[name][0] for name in BY_TOKEN}
-    by_token = values_by_token(there, keys, chosen.tolist(), run.keys.loss_mask, decode)
-    return replace(report, by_token=by_token)
+
+    def rows_read() -> Iterator[int]:
+        """Asked for where a recipe writes numbers by token: groups take as long as all above."""
+        rows = rows_to_read(report)
+        tokens = columns.get("tokens", np.zeros(len(report), np.int64))
+        yield from rows[np.cumsum(tokens[rows]) <= TOKENS_READ].tolist()
+
+    if there is not None:
+        keys = {name: run.keys.found[name][0] for name in BY_TOKEN}
+        by_token |= values_by_token(there, keys, rows_read(), run.keys.loss_mask, decode)
+    return report
 
 
 def _texts(

@@ -12,12 +12,13 @@ from tensordict import NestedKey
 
 from headrace.transforms.errors import NUMBER_WORKERS, BatchError, listing, who_stamps
 from headrace.transforms.ids import as_ids
-from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, STATUS_KEYS, Status, has_key
+from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, ORIGIN, STATUS_KEYS, Status, has_key
 from headrace.transforms.tensordicts import read_packed
 
-from .open_groups import Key, Rollout, Row
+from .lost import follow, lose, lose_unseen
+from .open_groups import Key, Origin, Rollout, Row
 from .pieces import READER, RowPiece
-from .stream import DUPLICATE, LATE, StreamPlan
+from .stream import DUPLICATE, LATE, LOST, StreamPlan
 
 GROUP_NAMES = ("partition", "group", "expected")
 NAMES = (*GROUP_NAMES, "rollout", "segment", "done", "status", "version", "reward")
@@ -81,9 +82,10 @@ def find_columns(
         keys["status"] = keys["status"] or there(*STATUS_KEYS)
         if keys["done"] is not None:
             keys |= {"begins": there(INIT), "ends": there(EXPECTED_SEGMENTS)}
+            keys["origin"] = there(ORIGIN) if keys["segment"] is None else None  # those come in any order
     found = {name: key for name, key in keys.items() if key is not None}
     for name, key in found.items():
-        dtype = piece.numbers(key, name)[0].dtype
+        dtype = piece.numbers(key, name, _width(name))[0].dtype
         if name in ("done", "begins"):
             if dtype is not torch.bool:
                 raise BatchError(f"{READER} needs a bool a row in {key!r} ({name}_key); found {dtype}")
@@ -92,8 +94,10 @@ def find_columns(
     return found
 
 
-def arriving_rows(piece: RowPiece, found: Mapping[str, NestedKey], group_size: int | None) -> Iterator[Row]:
-    """What rows say of themselves. One device read.
+def arriving_rows(
+    piece: RowPiece, found: Mapping[str, NestedKey], group_size: int | None
+) -> tuple[Iterator[Row], dict[int, Origin]]:
+    """What rows say of themselves, and where they come from, by their arrival. One device read.
 
     Args:
         piece: N ≥ 1 of them.
@@ -103,7 +107,10 @@ def arriving_rows(piece: RowPiece, found: Mapping[str, NestedKey], group_size: i
     Raises:
         BatchError: an id is not set; a status is unknown.
     """
-    columns = [torch.cat([e.reshape(-1) for e in piece.numbers(key, name)]) for name, key in found.items()]
+    columns = [
+        torch.cat([e.reshape(-1) for e in piece.numbers(key, name, _width(name))])
+        for name, key in found.items()
+    ]
     said: dict[str, Any] = {
         name: column.tolist() for name, column in zip(found, read_packed(columns), strict=True)
     }
@@ -114,7 +121,14 @@ def arriving_rows(piece: RowPiece, found: Mapping[str, NestedKey], group_size: i
             raise BatchError(RULES[name].format(found=listing(odd)))
     said |= {"arrival": piece.place, "piece": repeat(piece)}
     unsaid = UNSAID | {"expected": group_size}
-    return map(Row._make, zip(*(said.get(name) or repeat(unsaid[name]) for name in Row._fields)))  # noqa: B905
+    rows = zip(*(said.get(name) or repeat(unsaid[name]) for name in Row._fields))  # noqa: B905
+    numbers = iter(said.get("origin", ()))
+    return map(Row._make, rows), dict(zip(piece.place, map(Origin._make, zip(*[numbers] * _width("origin")))))  # noqa: B905
+
+
+def _width(name: str) -> int:
+    """How many numbers a row has of what it says."""
+    return len(Origin._fields) if name == "origin" else 1
 
 
 def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
@@ -133,7 +147,6 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
     """
     stream, by_segment, least = plan.stream, options.segment_key is not None, options.group_size or 1
     raises = {DUPLICATE: options.on_duplicate, LATE: options.on_late}
-    homes: dict[Key, Key] = {}
     sizes: dict[Key, int] = {}
     broken: dict[str, list[str]] = defaultdict(list)
     admitted = []
@@ -144,18 +157,22 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
         rollout = gone or (None if group is None else group.rollouts.get(row.rollout))
         over = rollout is None and row.rollout in stream.closed_rollouts[row.partition]
         rollout = rollout or Rollout(row.ends, by_segment)
-        home = homes.setdefault(own, stream.homes.get(own, key))
+        home = plan.homes.setdefault(own, stream.homes.get(own, key))
         expected = sizes.setdefault(key, row.expected if group is None else group.expected)
+        origin = plan.origins.get(row.arrival)
+        behind = origin is not None and follow(plan, row, origin)
         if row.version > options.version and options.on_newer == "raise":
             rule, words = "newer", f"{row.version} in group {row.group}"
         elif not least <= row.expected == expected:
             rule, words = "expected", f"group {row.group}: {sorted({row.expected, expected})}"
+        elif behind and over and group is not None and not group.is_ready:
+            reason = LOST
         elif home != key or (over and group is not None and not (group.is_ready or group.refills)):
             rule, words = "home", f"rollout {row.rollout} in groups {sorted({home[1], row.group})}"
             words += " and in one that is closed" if home == key else ""
         elif rollout.ends != row.ends:
             rule, words = "ends", f"rollout {row.rollout} ({[rollout.ends, row.ends]})"
-        elif over or rollout.has(row):
+        elif over or rollout.has(row) or (origin is not None and origin.number < len(rollout.rows)):
             reason = DUPLICATE
         elif beyond := rollout.beyond(row):
             rule, words = "last", f"segment {beyond[0]} of rollout {row.rollout}, which ends with {beyond[1]}"
@@ -166,6 +183,8 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
             reason = plan.leave(row, rollout, enough=enough)
         elif group.is_ready or gone is not None:
             reason = plan.leave(row, rollout, enough=gone is not None or group.enough)
+        elif behind:
+            reason = LOST
         if reason:
             plan.left[reason] += 1
             if raises.get(reason) == "raise":
@@ -174,9 +193,12 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
         elif group is not None and not rule:
             group.add(row, by_segment=by_segment)
             admitted.append(row.arrival)
+            if origin is not None and origin.number >= len(group.rollouts[row.rollout].rows):
+                lose(plan, group, row.rollout, over=False)
         if rule:
             broken[rule].append(words)
     _refuse(broken, least, options.version)
+    lose_unseen(plan)
     return admitted
 
 

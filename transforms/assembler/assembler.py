@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,7 +26,17 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import DISPATCHED
 
 from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
-from .limits import Selector, StalledError, check_idle, check_limits, may_refill, settle, stalled
+from .limits import (
+    Selector,
+    StalledError,
+    check_idle,
+    check_limits,
+    may_refill,
+    settle,
+    stalled,
+    warn_of_endless,
+)
+from .lost import warn_of_lost
 from .open_groups import Group
 from .pieces import RowPiece, check_kinds, gather, kinds_of
 from .stream import STALE, UNFINISHED, Stream, StreamPlan
@@ -283,20 +294,29 @@ class GroupAssembler(
                     if stream.held:
                         check_kinds(self._kinds, kinds)
                     found = find_columns(piece, self._options)
-                admitted = admit(plan, arriving_rows(piece, found, self.group_size), self)
+                rows, plan.origins = arriving_rows(piece, found, self.group_size)
+                admitted = admit(plan, rows, self)
                 piece.place = {arrival: piece.place[arrival] for arrival in admitted}
             settle(plan, self)
             check_idle(plan, self)
             if piece.place:
                 piece.own()
+                plan.piece = piece
             if len(batch):
                 self._kinds, self._found = kinds, found
             self._carry_out(plan)
+            warn_of_lost(plan)
+            warn_of_endless(plan)
 
-    def stalled(self, why: str) -> StalledError:
-        """The error that says which groups wait longest, and what became of all rows."""
+    def stalled(self, why: str, worker: tuple[int, int] | None = None) -> StalledError:
+        """The error that says which groups wait longest, and what became of all rows.
+
+        Args:
+            why: with what it begins.
+            worker: w and W, of those which :class:`headrace.pipeline.StampIds` numbers: its groups alone.
+        """
         with self._turn:
-            return stalled(why, self._plan())
+            return stalled(why, self._plan(), worker)
 
     def _plan(self) -> StreamPlan:
         """Of no rows."""
@@ -423,7 +443,7 @@ class GroupAssembler(
                 plan = self._plan()
                 piece = RowPiece(draws, range(len(draws)))
                 found = find_columns(piece, self._options, groups_only=True)
-                announce(plan, arriving_rows(piece, found, self.group_size), self)
+                announce(plan, arriving_rows(piece, found, self.group_size)[0], self)
                 settle(plan, self)
                 self._carry_out(plan)
 
@@ -449,10 +469,13 @@ class GroupAssembler(
                 f"it is of one with {state['options']}"
             )
         with self._turn:
-            pieces = [RowPiece.from_plain(rows) for rows in state["chunks"]]
-            by_segment = self.segment_key is not None
-            self._stream = Stream.from_plain(state["state"], pieces, time.monotonic(), by_segment=by_segment)
-            self._kinds, self._found = kinds_of(pieces[0].batch) if pieces else {}, None
+            pieces, found = [RowPiece.from_plain(rows) for rows in state["chunks"]], None
+            if pieces:
+                found = find_columns(pieces[0], self._options)
+            read = (arriving_rows(piece, found or {}, self.group_size)[0] for piece in pieces)
+            rows, by_segment = chain.from_iterable(read), self.segment_key is not None
+            self._stream = Stream.from_plain(state["state"], rows, time.monotonic(), by_segment=by_segment)
+            self._kinds, self._found = kinds_of(pieces[0].batch) if pieces else {}, found
             self.version = state["version"]
 
     def __getstate__(self) -> dict[str, Any]:

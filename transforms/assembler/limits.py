@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Any
@@ -9,16 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.transforms.errors import BatchError, IncompleteGroupsError, listing
+from headrace.transforms.errors import BatchError, IncompleteGroupsError, StreamWarning, listing
 from headrace.transforms.options import above_zero
 
 from .open_groups import Group
-from .stream import EVICTED, FAILED, REASONS, SURPLUS, TIMEOUT, StreamPlan
+from .stream import EVICTED, FAILED, LOST, REASONS, SURPLUS, TIMEOUT, StreamPlan
 
+ENDLESS = 4  # times the greatest age of those that ended: a rollout that is older does not end
+LEAST_AGE = 5  # puts that one takes at least, as far as this goes
+LEAST_ENDED = 10  # rollouts that have ended before any is said not to end
 LEAST_IDLE = 100  # puts without a whole group that are no stall, however small the batch
 REFUSALS = {
     FAILED: "{count} group{s} cannot become whole, since rollouts failed: {found}. Set on_failure='drop', "
     "'keep' with min_rollouts, or 'refill'",
+    LOST: "{count} group{s} cannot become whole, since rollouts were lost on their way: {found}. Set "
+    "on_failure='drop', 'keep' with min_rollouts, or 'refill'",
     TIMEOUT: "{count} group{s} did not become whole in time: {found}. Raise timeout, or set "
     "on_timeout='drop', 'keep' with min_rollouts, or 'refill'",
     EVICTED: "{most} groups may wait (max_pending_groups); {count} more group{s}: {found}. Announce no more "
@@ -70,7 +77,7 @@ def settle(plan: StreamPlan, options: Any) -> None:
             for number, rollout in group.rollouts.items():
                 if number not in group.stays:
                     reason = group.reason
-                    if group.fate == "ready" and (rollout.failed or reason == FAILED):
+                    if group.fate == "ready" and (rollout.failed or reason in (FAILED, LOST)):
                         reason = FAILED if rollout.failed else SURPLUS
                     plan.left[reason] += len(rollout.rows)
 
@@ -84,7 +91,10 @@ def _judge(group: Group, plan: StreamPlan, options: Any) -> None:
             group.fate, group.reason = "ready", SURPLUS
             group.stays = _choose(group, size, options.on_surplus)
     elif over or old:
-        action, group.reason = (options.on_failure, FAILED) if over else (options.on_timeout, TIMEOUT)
+        failed = any(rollout.failed for rollout in group.rollouts.values())
+        action, group.reason = options.on_timeout, TIMEOUT
+        if over:
+            action, group.reason = options.on_failure, FAILED if failed else LOST
         has_least = options.min_rollouts is not None or options.min_fraction is not None
         share = have / group.expected
         enough = have >= (options.min_rollouts or 1) and share >= (options.min_fraction or 0)
@@ -123,6 +133,25 @@ def _choose(group: Group, size: int, on_surplus: Any) -> Collection[int]:
     return [numbers[place] for place in chosen]
 
 
+def warn_of_endless(plan: StreamPlan) -> None:
+    """Say once which rollouts have not ended at four times the greatest age at which one has."""
+    stream, endless = plan.stream, []
+    oldest = ENDLESS * max(LEAST_AGE, stream.longest) if stream.ended >= LEAST_ENDED else math.inf
+    while stream.open and plan.puts - (born := next(iter(stream.open.values()))) > oldest:
+        (partition, number), _ = stream.open.popitem(last=False)
+        group = stream.waiting[stream.homes[partition, number]]
+        rows = len(group.rollouts[number].rows)
+        endless.append(f"rollout {number} of group {group.group} ({rows} rows, {plan.puts - born} puts old)")
+    if endless:
+        warnings.warn(
+            f"rollouts do not end: {listing(endless)}; the {stream.ended} that ended took {stream.longest} "
+            "puts at most. Their groups wait for them, and their rows are kept. Does the environment hang, or "
+            "never set done? Set timeout or timeout_seconds, and on_timeout, to go on without them",
+            StreamWarning,
+            stacklevel=3,
+        )
+
+
 def check_idle(plan: StreamPlan, options: Any) -> None:
     """Count a put in which no group becomes whole, or one waits for a policy version that nobody counts.
 
@@ -149,9 +178,11 @@ def check_idle(plan: StreamPlan, options: Any) -> None:
         raise stalled(f"{why} {options.version}: set assembler.version where the policy is updated", plan)
 
 
-def stalled(why: str, plan: StreamPlan) -> StalledError:
-    """The error that says which groups wait longest, and what became of all rows."""
+def stalled(why: str, plan: StreamPlan, worker: tuple[int, int] | None = None) -> StalledError:
+    """The error that says which groups wait longest, of one worker of several, and what became of all rows."""
     stream, waiting = plan.stream, list(plan.waiting())
+    if worker is not None:
+        waiting = [group for group in waiting if group.group % worker[1] == worker[0]]
     words = [group.describe(plan.puts) for group in waiting[:8]]
     words += [""] * (len(waiting) - len(words))  # which are counted, and not said
     rows = {"came": stream.received + plan.came, "held": stream.held + plan.came - sum(plan.left.values())}
@@ -162,7 +193,7 @@ def stalled(why: str, plan: StreamPlan) -> StalledError:
         "max_pending_groups to go on without those that do not"
     )
     return StalledError(
-        f"{why}. Waiting: {listing(words) or 'no group'}. Rows: {counts}.{advice if words else ''}"
+        f"{why.rstrip('.')}. Waiting: {listing(words) or 'no group'}. Rows: {counts}.{advice if words else ''}"
     )
 
 

@@ -17,6 +17,19 @@ Key = tuple[int, int]
 """Of a group or a rollout: its partition and its id."""
 NOWHERE = RowPiece(TensorDict({}, batch_size=[0]), ())
 """Where rows are that have left."""
+Lane = tuple[int, int, int]
+"""An environment: partition, worker, and its number in the worker."""
+
+
+class Origin(NamedTuple):
+    """Where a row comes from."""
+
+    number: int
+    """Of the row in its rollout, from 0."""
+    worker: int
+    workers: int
+    environment: int
+    environments: int
 
 
 class Row(NamedTuple):
@@ -62,10 +75,13 @@ class Rollout:
     """All of its rows have come."""
     failed: bool = False
     """A row of it failed or was aborted."""
+    lost: bool = False
+    """A row of it was lost on its way, and it has left."""
 
     def copy(self) -> Rollout:
         """The same, for more rows."""
-        return Rollout(self.ends, self.by_segment, dict(self.rows), self.dones, self.complete, self.failed)
+        known = self.dones, self.complete, self.failed, self.lost
+        return Rollout(self.ends, self.by_segment, dict(self.rows), *known)
 
     def without_rows(self) -> Rollout:
         """What is known of it, without the rows themselves."""
@@ -141,7 +157,7 @@ class Group:
     order: int = -1
     """Groups that became whole before it did; −1 where it waits."""
     left: int = 0
-    """Rollouts that left because they were too old when it was to be handed out."""
+    """Rollouts that left: because they were lost, or too old when it was to be handed out."""
     enough: bool = True
     """Rollouts that come once it is whole are surplus; False: it is kept since it was too old, and they are
     late."""
@@ -217,7 +233,8 @@ class Group:
             else "unfinished"
             for rollout in self.rollouts.values()
         )
-        how = ", ".join(f"{number} {name}" for name, number in sorted(Counter(names).items())) or "no rows"
+        counts = [*sorted(Counter(names).items()), *([("lost or too old", self.left)] if self.left else [])]
+        how = ", ".join(f"{number} {name}" for name, number in counts) or "no rows"
         where = f" of partition {self.partition}" if self.partition else ""
         has = f"{self.have} of {self.dispatched}"
         return f"group {self.group}{where} has {has} ({how}), {puts - self.born_put} puts old"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,6 +23,7 @@ from headrace.transforms.schema import read_column
 from headrace.transforms.tensordicts import (
     device_of,
     from_plain,
+    of_columns,
     parts_of,
     shallow_copy,
     stack_of_rows,
@@ -49,22 +51,22 @@ class RowPiece:
         self.place = {arrival: row for row, arrival in enumerate(arrivals)}
         """Where in the batch each row is, by its arrival."""
 
-    def numbers(self, key: NestedKey, name: str) -> list[Tensor]:
-        """A column of one number a row, whole or, of a lazy stack, by row.
+    def numbers(self, key: NestedKey, name: str, width: int = 1) -> list[Tensor]:
+        """A column of so many numbers a row, whole or, of a lazy stack, by row.
 
         Raises:
             MissingKeyError: it is not there.
             BatchError: it holds more than one number a row.
         """
         entries = parts_of(self.batch, key)
-        size = 1 if isinstance(self.batch, LazyStackedTensorDict) else len(self.batch)
+        size = width * (1 if isinstance(self.batch, LazyStackedTensorDict) else len(self.batch))
         if entries and all(isinstance(entry, Tensor) and entry.numel() == size for entry in entries):
             return entries
         return [read_column(self.batch, key, reader=READER, option=f"{name}_key")]  # which refuses it
 
     def own(self) -> None:
         """Copy the rows into memory of their own: collectors write into theirs again."""
-        self.batch = self._rows(self.place).clone()
+        self.batch = self.rows().clone()
         self.place = {arrival: row for row, arrival in enumerate(self.place)}
 
     def take(self, arrivals: Iterable[int]) -> TensorDictBase:
@@ -72,19 +74,47 @@ class RowPiece:
         rows = self._rows(arrivals)
         return shallow_copy(rows) if rows is self.batch or isinstance(rows, LazyStackedTensorDict) else rows
 
+    def rows(self) -> TensorDictBase:
+        """All rows, those that were let go of left out; they may be the batch itself."""
+        return self.batch if len(self.place) == len(self.batch) else self._rows(self.place)
+
     def _rows(self, arrivals: Iterable[int]) -> TensorDictBase:
         rows = [self.place[arrival] for arrival in arrivals]
         return self.batch if rows == list(range(len(self.batch))) else _chosen(self.batch, rows)
 
-    def to_plain(self) -> dict[str, Any]:
-        """The rows as dicts, tensors and lists, in memory of their own."""
-        return {"arrival": torch.tensor(list(self.place)), "rows": to_plain(self._rows(self.place).clone())}
-
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RowPiece:
-        """What :meth:`to_plain` made dicts of."""
+        """What :func:`joined_plain` made a dict of."""
         rows: Any = from_plain(plain["rows"])
         return cls(rows, plain["arrival"].tolist())
+
+
+def joined_plain(pieces: Collection[RowPiece]) -> list[dict[str, Any]]:
+    """The rows of pieces as one dict of tensors and lists, in memory of its own; none of no pieces.
+
+    They are joined, since it takes longer to save and load thousands of tensors than what is in them.
+    """
+    if not pieces:
+        return []
+    parts = [piece.rows() for piece in pieces]
+    rows = _joined(parts)
+    if len(parts) == 1 or isinstance(rows, LazyStackedTensorDict):
+        rows = rows.clone()
+    arrivals = chain.from_iterable(piece.place for piece in pieces)
+    return [{"arrival": numbers_column(arrivals), "rows": to_plain(rows)}]
+
+
+def numbers_column(values: Iterable[int]) -> Tensor:
+    """(n,) integers of as few bits as hold them."""
+    numbers = array("q", values)
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64)
+    column = torch.frombuffer(numbers, dtype=torch.int64)
+    low, high = column.aminmax()
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        if low >= torch.iinfo(dtype).min and high <= torch.iinfo(dtype).max:
+            return column.to(dtype)
+    return column
 
 
 Places = Iterable[tuple[RowPiece, int]]
@@ -104,12 +134,7 @@ def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDi
         places.setdefault(piece, []).append(len(arrivals))
         arrivals.append(arrival)
     parts: list[Any] = [piece.take(arrivals[place] for place in some) for piece, some in places.items()]
-    if len(parts) == 1:
-        batch = parts[0]
-    elif isinstance(parts[0], LazyStackedTensorDict):
-        batch = stack_of_rows(*chain.from_iterable(part.tensordicts for part in parts))
-    else:
-        batch = torch.cat(parts, 0)
+    batch = _joined(parts)
     order = list(chain.from_iterable(places.values()))
     if order != list(range(len(order))):  # pieces take turns
         batch = _chosen(batch, sorted(range(len(order)), key=order.__getitem__))
@@ -118,8 +143,8 @@ def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDi
     return batch
 
 
-def let_go(rows: Places) -> None:
-    """Hold rows no longer.
+def let_go(rows: Places) -> list[RowPiece]:
+    """Hold rows no longer, and return the pieces of which none is left.
 
     What is left of a piece is copied when it is less than half, so that the memory is at most twice that of
     what waits, and a row is copied a few times.
@@ -131,6 +156,7 @@ def let_go(rows: Places) -> None:
     for piece in pieces:
         if 0 < 2 * len(piece.place) < len(piece.batch):
             piece.own()
+    return [piece for piece in pieces if not piece.place]
 
 
 def kinds_of(batch: TensorDictBase, above: tuple[str, ...] = ()) -> Kinds:
@@ -182,6 +208,25 @@ def check_kinds(held: Kinds, came: Kinds) -> None:
                 f"{what} have columns of one dtype and width; {name!r} is {held[path]}, and came as "
                 f"{came[path]}: pad to one width, or keep ragged rows in a lazy stack"
             )
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Rows of one kind, one after the other; of one part, those themselves.
+
+    Of dense rows TensorDict would look at each column of each part again.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if type(first) is Tensor:
+        return torch.cat(parts)
+    if isinstance(first, LazyStackedTensorDict):
+        return stack_of_rows(*chain.from_iterable(part.tensordicts for part in parts))
+    if not all(type(value) is Tensor or type(value) is TensorDict for value in first.values()):
+        return torch.cat(list(parts), 0)
+    every = [dict(part.items()) for part in parts]
+    columns = {name: _joined([columns[name] for columns in every]) for name in every[0]}
+    return of_columns(columns, [sum(map(len, parts)), *first.batch_size[1:]], first.device)
 
 
 def _chosen(batch: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:

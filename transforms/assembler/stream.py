@@ -9,25 +9,26 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .open_groups import NOWHERE, Group, Key, Rollout, Row
-from .pieces import RowPiece, let_go
+from .open_groups import NOWHERE, Group, Key, Lane, Origin, Rollout, Row
+from .pieces import RowPiece, joined_plain, let_go, numbers_column
 
-REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished")
+REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished", "lost")
 """Why rows leave."""
-LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED = REASONS
+LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED, LOST = REASONS
 
-# What a state has of a stream, and of each group and row.
+# What a state has of a stream, and of each group. Of a row it has the row itself, which is read again.
 CLOSED = ("closed_groups", "late_groups", "closed_rollouts")
-TOTALS = ("received", "puts", "idle", "whole", "emitted", "rejected")
+TOTALS = ("received", "puts", "idle", "whole", "emitted", "rejected", "lost", "lanes", "passed")
 OF_GROUP = ("partition", "group", "expected", "born_put", "refilled", "refills", "order", "left", "enough")
-NUMBERS = 8  # of a row, which are its own
 
 
 class Intervals:
@@ -74,6 +75,8 @@ class StreamPlan:
     """Seconds on the clock."""
     came: int = 0
     """Rows that come."""
+    piece: RowPiece = NOWHERE
+    """Where those of them are that stay."""
     left: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     """Rows that leave, by reason."""
     groups: dict[Key, Group] = field(default_factory=dict)
@@ -82,6 +85,23 @@ class StreamPlan:
     """How many are new."""
     gone: dict[Key, Rollout] = field(default_factory=dict)
     """Rollouts that have left, of which rows come."""
+    homes: dict[Key, Key] = field(default_factory=dict)
+    """The group of each rollout of which rows come."""
+    origins: dict[int, Origin] = field(default_factory=dict)
+    """Of the rows that come, by their arrival, where it is stamped on them."""
+    lanes: dict[Lane, int] = field(default_factory=dict)
+    moved: dict[Key, tuple[Row, Origin]] = field(default_factory=dict)
+    """By partition and worker, a row of those of which an environment has gone on to another rollout."""
+    passed: dict[Key, int] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    """Rollouts that are lost, in words."""
+    lost_rows: list[Row] = field(default_factory=list)
+
+    def leave_as_lost(self, rows: Iterable[Row]) -> None:
+        """Plan that rows of a group that waits leave."""
+        before = len(self.lost_rows)
+        self.lost_rows += rows
+        self.left[LOST] += len(self.lost_rows) - before
 
     def find(self, key: Key, expected: int) -> Group | None:
         """A group to change; None: it is closed. One that is new begins, or is announced."""
@@ -110,14 +130,14 @@ class StreamPlan:
         Returns:
             The reason.
         """
-        before = rollout.failed
+        before = rollout.failed or rollout.lost
         if before or enough:  # else it is late, and nothing more is known of it
             rollout = self.gone[row.partition, row.rollout] = rollout.copy()
             rollout.add(row._replace(piece=NOWHERE))
         if rollout.failed and not before:  # they were surplus
             self.left[SURPLUS] -= len(rollout.rows) - 1
             self.left[FAILED] += len(rollout.rows) - 1
-        return FAILED if rollout.failed else SURPLUS if enough else LATE
+        return LOST if rollout.lost else FAILED if rollout.failed else SURPLUS if enough else LATE
 
     def waiting(self) -> Iterator[Group]:
         """Groups that would still wait, the oldest first."""
@@ -136,6 +156,8 @@ class Stream:
         """Whole groups by partition, in the order in which they became whole."""
         self.homes: dict[Key, Key] = {}
         """The group of each rollout that is there, or has left while rows of it may come."""
+        self.pieces: dict[RowPiece, None] = {}
+        """Where rows are, in the order in which they came."""
         self.gone: dict[Key, Rollout] = {}
         """Rollouts that failed or were surplus, and left before all of their rows had come."""
         self.closed_groups: dict[int, Intervals] = defaultdict(Intervals)
@@ -155,6 +177,16 @@ class Stream:
         """Groups that became whole, or were kept; and those that were handed out."""
         self.rejected = 0
         """Groups that were handed out, and are not trained."""
+        self.open: OrderedDict[Key, int] = OrderedDict()
+        """Rollouts that have begun and not ended, oldest first, and the puts until their first row."""
+        self.ended = self.longest = 0
+        """Rollouts that ended, and how many puts one took at most from its first row to its last."""
+        self.lost = 0
+        """Rollouts that were lost on their way."""
+        self.lanes: dict[Lane, int] = {}
+        """The newest rollout of each environment of which a row has come."""
+        self.passed: dict[Key, int] = {}
+        """By partition and worker, how many rollouts, in the order of dispatch, are behind all environments."""
 
     def whole_groups(self) -> list[Group]:
         """Those that are ready."""
@@ -162,14 +194,17 @@ class Stream:
 
     def carry_out(self, plan: StreamPlan) -> None:
         """Make a plan true."""
-        gone: list[Row] = []
+        gone: list[Row] = plan.lost_rows
+        if plan.piece.place:
+            self.pieces[plan.piece] = None
         for key, group in plan.groups.items():
             if key not in self.waiting:
                 self.dispatched += group.dispatched
             self.waiting[key] = group
             self.homes.update(((group.partition, number), key) for number in group.came)
+            self._age(group, plan.puts)
             if group.fate == "closed":
-                gone += self._close(group, awaited=group.reason != FAILED)
+                gone += self._close(group, awaited=group.reason not in (FAILED, LOST))
             elif group.fate == "refilled":
                 self._refill(group, group.missing, plan)
         ready = [group for group in plan.groups.values() if group.fate == "ready"]
@@ -181,12 +216,15 @@ class Stream:
             gone += self._leave(group, [number for number in group.rollouts if number not in group.stays])
         for (partition, number), rollout in plan.gone.items():
             self._remember(partition, number, rollout)
+        self.lost += len(plan.lost)
+        self.lanes |= plan.lanes
+        self.passed |= plan.passed
         self.idle = 0 if ready else self.idle + plan.puts - self.puts
         self.received, self.puts = self.received + plan.came, plan.puts
         self.held += plan.came - sum(plan.left.values())
         for reason, rows in plan.left.items():
             self.counts[reason] += rows
-        let_go((row.piece, row.arrival) for row in gone)
+        self._let_go(gone)
 
     def close(self, groups: Iterable[Group], reason: str = "") -> int:
         """Let go of groups, whose rows are handed out, or counted under a reason, and return how many."""
@@ -194,7 +232,7 @@ class Stream:
         self.held -= len(gone)
         if reason:
             self.counts[reason] += len(gone)
-        let_go((row.piece, row.arrival) for row in gone)
+        self._let_go(gone)
         return len(gone)
 
     def dispatch_again(self, group: Group, missing: int, plan: StreamPlan) -> None:
@@ -207,7 +245,7 @@ class Stream:
         group.order, group.have, group.enough = -1, 0, True
         group.left = group.lost = group.dispatched
         self._refill(group, missing, plan)
-        let_go((row.piece, row.arrival) for row in gone)
+        self._let_go(gone)
 
     def choose(self, wanted: int | None, most: int | None, newest: int | None) -> list[Group]:
         """Whole groups of one partition, in the order in which they became whole.
@@ -229,6 +267,10 @@ class Stream:
             if len(some) >= (wanted or 1):
                 chosen.append(some)
         return min(chosen, key=lambda groups: groups[-1].order, default=[])
+
+    def _let_go(self, gone: Iterable[Row]) -> None:
+        for piece in let_go((row.piece, row.arrival) for row in gone):
+            del self.pieces[piece]
 
     def _refill(self, group: Group, missing: int, plan: StreamPlan) -> None:
         """Ask for more and wait for it, though more than were dispatched failed; its time begins anew."""
@@ -257,6 +299,17 @@ class Stream:
         if not self.ready[group.partition]:
             del self.ready[group.partition]
 
+    def _age(self, group: Group, puts: int) -> None:
+        """Note which of the rollouts of which rows come have begun, and which have ended."""
+        for number in group.came:
+            rollout, key = group.rollouts.get(number), (group.partition, number)
+            if rollout is None or rollout.complete or rollout.failed:
+                born = self.open.pop(key, puts)
+                if rollout is not None and rollout.ended:
+                    self.ended, self.longest = self.ended + 1, max(self.longest, puts - born)
+            else:
+                self.open.setdefault(key, puts)
+
     def _leave(self, group: Group, rollouts: Iterable[int]) -> list[Row]:
         rows: list[Row] = []
         for number in rollouts:
@@ -265,12 +318,14 @@ class Stream:
             if rollout.complete or rollout.failed or (group.is_ready and group.enough):
                 self._remember(group.partition, number, rollout)
             else:
+                self.open.pop((group.partition, number), None)
                 del self.homes[group.partition, number]  # what still comes of it is late
         return rows
 
     def _remember(self, partition: int, number: int, rollout: Rollout) -> None:
         """Know a rollout that has left again: by its id if all of it has come, else by its rows."""
         key = partition, number
+        self.open.pop(key, None)
         if rollout.complete:
             self.gone.pop(key, None)
             self.homes.pop(key, None)
@@ -284,50 +339,56 @@ class Stream:
     def to_plain(self, now: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """What is known, and the rows; clocks as ages, since another process has another clock."""
         groups = [*self.waiting.values(), *self.whole_groups()]
-        rows = sorted((row for group in groups for row in group.rows()), key=lambda row: row.arrival)
-        slots = {group.key: slot for slot, group in enumerate(groups)}
-        state = {name: getattr(self, name) for name in TOTALS} | {
-            "rows": [[slots[row.partition, row.group], row.rollout, *row[:NUMBERS]] for row in rows],
-            "groups": [
-                {name: getattr(group, name) for name in OF_GROUP} | {"born_time": now - group.born_time}
-                for group in groups
-            ],
+        state: dict[str, Any] = {name: copy(getattr(self, name)) for name in TOTALS} | {
+            "groups": {name: numbers_column(map(attrgetter(name), groups)) for name in OF_GROUP},
             "gone": [list(row[:-1]) for rollout in self.gone.values() for row in rollout.rows.values()],
+            "gone_lost": [key for key, rollout in self.gone.items() if rollout.lost],
             "counts": tuple(self.counts.values()),
         }
+        ages = [now - group.born_time for group in groups]
+        state["groups"]["born_time"] = torch.tensor(ages, dtype=torch.float64)
         for name in CLOSED:
             state[name] = {partition: ids.to_tensor() for partition, ids in getattr(self, name).items()}
-        return state, [piece.to_plain() for piece in dict.fromkeys(row.piece for row in rows)]
+        return state, joined_plain(self.pieces)
 
     @classmethod
     def from_plain(
-        cls, state: Mapping[str, Any], pieces: Iterable[RowPiece], now: float, *, by_segment: bool
+        cls, state: Mapping[str, Any], rows: Iterable[Row], now: float, *, by_segment: bool
     ) -> Stream:
-        """What :meth:`to_plain` made dicts of."""
+        """What :meth:`to_plain` made dicts of, with the rows that were read again, in order of arrival."""
         stream = cls()
         for name in TOTALS:
-            setattr(stream, name, state[name])
+            setattr(stream, name, state.get(name, getattr(stream, name)))  # older ones knew no lost rollouts
         for name in CLOSED:
             closed = {partition: Intervals(pairs) for partition, pairs in state[name].items()}
             getattr(stream, name).update(closed)
-        stream.counts = dict(zip(REASONS, state["counts"], strict=True))
-        groups = [Group(**known) for known in state["groups"]]
-        homes = {arrival: piece for piece in pieces for arrival in piece.place}
-        for slot, number, *values in state["rows"]:
-            group, piece = groups[slot], homes.pop(values[1])
-            row = Row._make((*values, *group.key, number, group.expected, piece))
-            stream.homes[group.partition, number] = group.key
-            group.rollouts.setdefault(number, Rollout(row.ends, by_segment)).add(row)
+        stream.counts |= dict(zip(REASONS, state["counts"]))  # noqa: B905
+        known = state["groups"]  # by column; an earlier version saved a dict a group
+        if not isinstance(known, list):
+            lines = zip(*(column.tolist() for column in known.values()), strict=True)
+            known = [dict(zip(known, line, strict=True)) for line in lines]
+        groups = {group.key: group for group in (Group(**each) for each in known)}
+        for row in rows:
+            key = row.partition, row.group
+            rollouts = groups[key].rollouts
+            if row.rollout not in rollouts:
+                rollouts[row.rollout] = Rollout(row.ends, by_segment)
+                stream.homes[row.partition, row.rollout] = key
+            rollouts[row.rollout].add(row)
+            stream.pieces[row.piece] = None
             stream.held += 1
-        let_go((piece, arrival) for arrival, piece in homes.items())  # who saved them held them no longer
         for values in state["gone"]:
             row = Row._make((*values, NOWHERE))
             stream.homes[row.partition, row.rollout] = row.partition, row.group
             stream.gone.setdefault((row.partition, row.rollout), Rollout(row.ends, by_segment)).add(row)
-        for group in sorted(groups, key=lambda group: (group.order, group.born_put)):
+        for key in state.get("gone_lost", ()):
+            stream.gone[key].lost = True
+        for group in sorted(groups.values(), key=lambda group: (group.order, group.born_put)):
             group.have = sum(rollout.ended for rollout in group.rollouts.values())
+            begun = (number for number, rollout in group.rollouts.items() if not rollout.complete)
+            stream.open.update(((group.partition, number), stream.puts) for number in begun)
             group.lost = group.left + sum(rollout.failed for rollout in group.rollouts.values())
-            group.born_time = now - group.born_time
+            group.born_time, group.enough = now - group.born_time, bool(group.enough)
             stream.dispatched += group.dispatched
             if group.is_ready:
                 stream.ready.setdefault(group.partition, OrderedDict())[group.key] = group

@@ -1,13 +1,15 @@
 """Items to bins so that the bins cost the same: by equal counts, or under a budget.
 
 The time of a step is that of its heaviest bin, so that is what becomes light. An item here is a row, a
-rollout or a sequence; its cost is what it takes to train it, in any unit: tokens, or tokens squared. Under a
-budget, which bin an item fits depends on all items before it: nothing there gains from tensors, and bins are
-lists of item numbers in plain Python.
+rollout or a sequence; its cost is what it takes to train it, in any unit: tokens, or tokens squared. Many
+items are dealt and swapped as tensors. Where that does not keep a budget in as few bins as there could be,
+items are packed one by one: which bin one fits depends on all before it, nothing there gains from tensors,
+and bins are lists of item numbers in plain Python.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace, nsmallest
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
+from headrace.transforms.ids import stable_order
 from headrace.transforms.options import at_least, takes_options
 
 Bins = list[list[int]]
@@ -23,6 +26,7 @@ CLOSE = 5e-4  # of the mean; a step does not feel less
 COMPARED = 64  # items of a bin that are compared in a round: 64² differences are as good as all
 ROUNDS = 256  # no batch that was seen needs a tenth; a bin that one giant fills could use thousands
 PARTNERS = 8  # light bins that the heaviest tries before it gives up
+EXACT = 2**53  # below which sums of integers are exact as floats
 
 
 @takes_options
@@ -51,16 +55,7 @@ def balance_evenly(costs: Tensor, bins: int) -> Tensor:
     """
     at_least("bins", bins, 1)
     _check(costs, "costs", (torch.int64, torch.float64))
-    per_bin = -(-len(costs) // bins)
-    cost = torch.cat([costs.to(torch.float64), torch.zeros(1, dtype=torch.float64)])
-    dealt = torch.full((per_bin, bins), len(costs))  # a seat that stays empty has the item after the last
-    dealt.view(-1)[: len(costs)] = cost[:-1].argsort(descending=True, stable=True)
-    dealt[1::2] = dealt[1::2].flip(1)
-    seats = dealt.t().contiguous()
-    swap_until_close(seats, cost)
-    bin_of = torch.empty_like(cost, dtype=torch.int64)
-    bin_of[seats.view(-1)] = torch.arange(bins).repeat_interleave(per_bin)
-    return bin_of[:-1]
+    return _deal_and_swap(costs, bins, stable_order(-costs))
 
 
 @takes_options
@@ -69,11 +64,11 @@ def balance_within(
 ) -> Tensor:
     """Put n items into few bins whose lengths sum to at most `budget`, and of about equal cost.
 
-    As many bins as first-fit-decreasing fills, rounded up to a multiple: at most 11/9 of the fewest possible
-    and 6/9 of a bin (doi:10.1007/978-3-540-74450-4_1), before rounding. Over that number each item goes to
-    the bin of least cost that has room, by descending cost, or else by descending length; where even that
-    breaks the budget, bins stay as they were packed. Then the heaviest bin moves or swaps items with a light
-    one for as long as that helps and the budget holds. The same input gives the same bins.
+    As many bins as :func:`bins_within` says, rounded up to a multiple. If costs can be levelled over them by
+    dealing and swapping, that is all. Else each item goes to the bin of least cost that has room, by
+    descending cost, or else by descending length; where even that breaks the budget, bins stay as they were
+    packed. Then the heaviest bin moves or swaps items with a light one for as long as that helps and the
+    budget holds. The same input gives the same bins.
 
     Args:
         lengths: (n,) int64 ≥ 0 on the CPU, tokens.
@@ -91,7 +86,7 @@ def balance_within(
 
     Example:
         >>> balance_within(torch.tensor([6, 5, 4, 3, 2]), 10).tolist()
-        [0, 1, 0, 1, 1]
+        [1, 0, 1, 0, 0]
     """
     at_least("budget", budget, 1)
     at_least("multiple_of", multiple_of, 1)
@@ -100,58 +95,129 @@ def balance_within(
     _check(costs, "costs", (torch.int64, torch.float64))
     if len(costs) != len(lengths):
         raise BatchError(f"every item needs a cost; got {len(costs)} for {len(lengths)} lengths")
-    length, cost = lengths.tolist(), costs.tolist()
-    longest_first, alone, packed = _pack(lengths, budget)
-    rest = longest_first[alone:]
-    bins = -(-(alone + len(packed)) // multiple_of) * multiple_of
-    if len(length) <= bins:
-        return torch.arange(len(length))
-    costliest_first = sorted(rest, key=cost.__getitem__, reverse=True)
-    for order in (costliest_first, rest):
-        spread = lightest_first(order, length, cost, bins - alone, budget)
-        if spread is not None:
-            packed = spread
-            break
-    else:
-        one_more_for_empty(packed, cost, bins - alone)
-    even_out(packed, length, cost, budget, CLOSE)
-    bin_of = torch.empty(len(length), dtype=torch.int64)
-    for number, items in enumerate([[item] for item in longest_first[:alone]] + packed):
-        bin_of[items] = number
+    over = lengths > budget
+    alone, rest = int(over.sum()), (~over).nonzero().flatten()
+    tokens, prices = lengths[rest], costs[rest]
+    bins, home = _few_bins(tokens, budget, alone, multiple_of)
+    if len(rest) <= bins:
+        return torch.arange(len(lengths))
+    close = _close_to_mean(prices, bins)
+    if costs is not lengths and _heaviest(home, prices) > close:
+        level = _deal_within(prices, bins)
+        home = level if _heaviest(level, tokens) <= budget else home
+    if _heaviest(home, prices) > close:
+        home = _level_one_by_one(home, tokens, prices, bins, budget)
+    bin_of = torch.empty_like(lengths)
+    bin_of[over], bin_of[rest] = torch.arange(alone), home + alone
     return bin_of
 
 
-def bins_within(lengths: Tensor, budget: int) -> int:
-    """How many bins :func:`balance_within` needs, before it rounds up.
+def bins_within(lengths: Tensor, budget: int, *, multiple_of: int = 1) -> int:
+    """How many bins :func:`balance_within` needs.
+
+    Never more than first fit fills, in the order given or by descending length; so at most 11/9 of the fewest
+    possible and 6/9 of a bin (doi:10.1007/978-3-540-74450-4_1), before rounding.
 
     Args:
         lengths: (n,) int64 ≥ 0 on the CPU, tokens.
         budget: most tokens a bin may have, ≥ 1.
+        multiple_of: what their number is a multiple of, ≥ 1.
 
     Example:
         >>> bins_within(torch.tensor([6, 5, 4, 3, 2, 11]), 10)
         3
     """
-    _, alone, packed = _pack(lengths, budget)
-    return alone + len(packed)
+    over = lengths > budget
+    alone = int(over.sum())
+    return alone + _few_bins(lengths[~over], budget, alone, multiple_of)[0]
 
 
-def _pack(lengths: Tensor, budget: int) -> tuple[list[int], int, Bins]:
-    """Items longest first, how many of them are over the budget and alone, and the bins of the others."""
-    longest_first = lengths.argsort(descending=True, stable=True).tolist()
-    alone = int((lengths > budget).sum())
-    return longest_first, alone, first_fit(longest_first[alone:], lengths.tolist(), budget)
+def _few_bins(length: Tensor, budget: int, alone: int, multiple_of: int) -> tuple[int, Tensor]:
+    """How many bins items need that are within the budget, and the bin of each, (m,) int64; none is empty.
+
+    Together with those that are `alone` the bins are a multiple. Where dealing and swapping does not do with
+    the least number there could be, first fit says how many.
+    """
+
+    def rounded(bins: int) -> int:
+        return -(-(alone + bins) // multiple_of) * multiple_of - alone
+
+    total, least = float(length.double().sum()), 0
+    if total < EXACT:
+        half = int((length > budget // 2).sum())  # no two of them go together
+        least = rounded(max(math.ceil(total / budget), half, min(1, len(length))))
+        if len(length) <= least:
+            return least, torch.arange(len(length))
+        home = _deal_within(length, least, budget)
+        if _heaviest(home, length) <= budget:
+            return least, home
+    items = length.tolist()
+    packed = first_fit(stable_order(-length).tolist(), items, budget)
+    if rounded(len(packed)) > least:
+        packed = min(packed, first_fit(range(len(items)), items, budget), key=len)
+    bins = rounded(len(packed))
+    if len(items) <= bins:
+        return bins, torch.arange(len(items))
+    one_more_for_empty(packed, items, bins)
+    return bins, _numbered(packed, len(items))
 
 
-def swap_until_close(seats: Tensor, cost: Tensor) -> None:
-    """Swap items between rows, in place, until max/mean − 1 ≤ 5e-4 or the heaviest gains nothing.
+def _heaviest(home: Tensor, costs: Tensor) -> float:
+    """What the heaviest bin costs."""
+    return float(torch.bincount(home, costs.double()).amax())
 
-    In a round each row above the mean, the heaviest first, meets one from the other end. Of all their
+
+def _close_to_mean(costs: Tensor, bins: int) -> float:
+    """What the heaviest bin may cost to be level with the others: no less than one swap can change."""
+    mean = float(costs.double().sum()) / bins
+    if not costs.is_floating_point():
+        return max(mean * (1 + CLOSE), math.ceil(mean))
+    differences = costs.unique().diff()
+    least = float(differences.amin()) if len(differences) else 0.0
+    return max(mean * (1 + CLOSE), math.nextafter(mean + least, mean))
+
+
+def _deal_within(costs: Tensor, bins: int, most: float = math.inf) -> Tensor:
+    """(n,) the bin of each item, of equal counts: level, and below `most` if that is found.
+
+    Bins of items that were dealt by cost are alike: level from the first, with few differences to choose
+    from. Those of items as they come have more of these.
+    """
+    goal = min(_close_to_mean(costs, bins), most)
+    by_cost = _deal_and_swap(costs, bins, stable_order(-costs), goal, PARTNERS)
+    if _heaviest(by_cost, costs) <= goal:
+        return by_cost
+    as_they_come = _deal_and_swap(costs, bins, torch.arange(len(costs)), goal, PARTNERS)
+    return min(by_cost, as_they_come, key=lambda home: _heaviest(home, costs))
+
+
+def _deal_and_swap(
+    costs: Tensor, bins: int, order: Tensor, goal: float | None = None, partners: int = 1
+) -> Tensor:
+    """(n,) the bin of each item, of equal counts: dealt in snake order, and swapped."""
+    per_bin = -(-len(costs) // bins)
+    cost = torch.cat([costs.to(torch.float64), torch.zeros(1, dtype=torch.float64)])
+    dealt = torch.full((per_bin, bins), len(costs))  # a seat that stays empty has the item after the last
+    dealt.view(-1)[: len(costs)] = order
+    dealt[1::2] = dealt[1::2].flip(1)
+    seats = dealt.t().contiguous()
+    swap_until_close(seats, cost, goal, partners)
+    bin_of = torch.empty_like(cost, dtype=torch.int64)
+    bin_of[seats.view(-1)] = torch.arange(bins).repeat_interleave(per_bin)
+    return bin_of[:-1]
+
+
+def swap_until_close(seats: Tensor, cost: Tensor, goal: float | None = None, partners: int = 1) -> None:
+    """Swap items between rows, in place, until none is above the goal or the heaviest gains nothing.
+
+    In a round each row above the goal, the heaviest first, meets one from the other end. Of all their
     differences x − y it makes the swap that is nearest to half of what their costs differ by.
 
     Args:
         seats: (B, C) int64, contiguous, item numbers; n stands for an empty seat, which stays where it is.
         cost: (n + 1,) float64 ≥ 0, the last one 0.
+        goal: what a row may cost; None: as much as makes max/mean − 1 = 5e-4.
+        partners: light rows that the heaviest tries before it gives up, ≥ 1.
 
     Example:
         >>> seats = torch.tensor([[0, 1], [2, 3]])
@@ -162,16 +228,17 @@ def swap_until_close(seats: Tensor, cost: Tensor) -> None:
     bins, per_bin = seats.shape
     value = cost[seats]
     load = value.sum(1)
-    goal = float(load.mean()) * (1 + CLOSE)
+    goal = float(load.mean()) * (1 + CLOSE) if goal is None else goal
     value.masked_fill_(seats == len(cost) - 1, -torch.inf)  # no difference to it is of use: it stays
-    step = max(1, per_bin // COMPARED)
+    step, tried = max(1, per_bin // COMPARED), 0
     for number in range(ROUNDS):
         loads, ranked = load.sort(stable=True)
         pairs = min(bins // 2, bins - int(torch.searchsorted(loads, goal, right=True)))
         if pairs == 0 or per_bin < 2:
             return
-        light, heavy = ranked[:pairs], ranked[bins - pairs :].flip(0)
-        half = (loads[bins - pairs :].flip(0) - loads[:pairs]) / 2
+        pairs = min(pairs, bins - pairs - tried)
+        light, heavy = ranked[tried : tried + pairs], ranked[bins - pairs :].flip(0)
+        half = (loads[bins - pairs :].flip(0) - loads[tried : tried + pairs]) / 2
         offset = number % step
         a = value[:, offset::step].index_select(0, heavy)
         b, place = value[:, offset::step].index_select(0, light).sort(1)
@@ -182,10 +249,14 @@ def swap_until_close(seats: Tensor, cost: Tensor) -> None:
         y = nearest.gather(1, x)
         helped = (miss.squeeze(1) < half).nonzero().squeeze(1)
         if len(helped) == 0 or helped[0] != 0:
-            if step == 1:
+            if step > 1:
+                step = 1  # the heaviest bin found nothing among some, so all are looked at
+                continue
+            tried += 1
+            if tried >= min(partners, bins // 2):
                 return
-            step = 1  # the heaviest bin found nothing among some, so all are looked at
-            continue
+        else:
+            tried = 0
         x_seat = heavy * per_bin + x.squeeze(1) * step + offset
         y_seat = light * per_bin + place.gather(1, y).squeeze(1) * step + offset
         here, there = x_seat[helped], y_seat[helped]
@@ -278,6 +349,38 @@ def lightest_first(
         bins[number].append(item)
         room[number] -= needs
     return bins
+
+
+def _level_one_by_one(home: Tensor, length: Tensor, cost: Tensor, bins: int, budget: int) -> Tensor:
+    """(m,) the bin of each item, of all `bins`: level in cost as far as that is found item by item.
+
+    Args:
+        home: bins that keep the budget, where no others are found.
+        length: (m,) int64, at most the budget.
+        cost: (m,).
+        bins: fewer than items.
+        budget: most tokens of a bin.
+    """
+    lengths, costs = length.tolist(), cost.tolist()
+    longest_first = stable_order(-length).tolist()
+    for order in (sorted(longest_first, key=costs.__getitem__, reverse=True), longest_first):
+        packed = lightest_first(order, lengths, costs, bins, budget)
+        if packed is not None:
+            break
+    else:
+        packed = [[] for _ in range(bins)]
+        for item, number in enumerate(home.tolist()):
+            packed[number].append(item)
+    even_out(packed, lengths, costs, budget, CLOSE)
+    return _numbered(packed, len(costs))
+
+
+def _numbered(bins: Bins, items: int) -> Tensor:
+    """(m,) int64, the bin of each item."""
+    home = torch.empty(items, dtype=torch.int64)
+    for number, some in enumerate(bins):
+        home[some] = number
+    return home
 
 
 def one_more_for_empty(bins: Bins, cost: Sequence[float], count: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.transforms.distributed import check_one_way
 from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import Ids
+from headrace.transforms.ids import Ids, stable_order
 from headrace.transforms.options import at_least, has_effect, one_of, takes_options, within
 
 from .bins import balance_evenly, balance_within, bins_within
@@ -118,8 +118,8 @@ def deal(
 
     - by count and by size their row counts differ by at most one; ``none`` cuts the order as it is, else
       rows go where the heaviest micro-batch is as light as :func:`balance_evenly` makes it;
-    - by `max_tokens` the lengths in each add up to at most that, a longer row being alone; B is as small as
-      first-fit-decreasing finds it, and costs are levelled within the budget (:func:`balance_within`).
+    - by `max_tokens` the lengths in each add up to at most that, a longer row being alone; B is at most
+      what first fit fills, and costs are levelled within the budget (:func:`balance_within`).
 
     The rows of a `tree` are dealt as one, for what their tokens cost without those that are `shared`, which
     are computed once: with s_i of these, under ``attention`` t_i² − s_i² + linear · (t_i − s_i). What is said
@@ -150,6 +150,35 @@ def deal(
         [[[0, 2]], [[1, 3]]]
     """
     has_effect(deal, "linear", linear, balance == "attention", "balance='attention'")
+    order, sizes = _deal(
+        lengths, ranks, microbatches, microbatch_size, max_tokens, balance, linear, multiple_of, tree, shared
+    )
+    parts = iter(order.split([size for of_rank in sizes for size in of_rank]))
+    return [[next(parts) for _ in of_rank] for of_rank in sizes]
+
+
+class Dealt(NamedTuple):
+    """The rows of a minibatch by rank and micro-batch."""
+
+    order: Tensor
+    """(n,) int64, those of the first, in their order, then those of the next."""
+    sizes: list[list[int]]
+    """Rows by rank and micro-batch."""
+
+
+def _deal(
+    lengths: Tensor,
+    ranks: int,
+    microbatches: int | None,
+    microbatch_size: int | None,
+    max_tokens: int | None,
+    balance: Balance,
+    linear: float,
+    multiple_of: int,
+    tree: Tensor | None,
+    shared: Tensor | None,
+) -> Dealt:
+    """:func:`deal`, of arguments that are known to be good."""
 
     def cost(tokens: Tensor) -> Tensor:
         return tokens.double() * (tokens.double() + linear) if balance == "attention" else tokens
@@ -176,30 +205,35 @@ def deal(
     count += -count % together
     if home is None and balance != "none":
         home = balance_evenly(costs, count)
-    # 3. Which rank trains which.
+    # 3. Which rank trains which: a place for each item, by rank and micro-batch.
     if home is None:
-        parts, each = torch.arange(len(tokens)).tensor_split(count), count // ranks
-        dealt = [list(parts[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+        small, larger = divmod(len(tokens), count)
+        place = torch.arange(count).repeat_interleave(small + (torch.arange(count) < larger))
     else:
-        order = home.sort(stable=True).indices
-        dealt = _level(order.split(torch.bincount(home, minlength=count).tolist()), costs.double(), ranks)
-    if tree is None:
-        return dealt
-    return [[torch.isin(number, some).nonzero().flatten() for some in of_rank] for of_rank in dealt]
+        load = torch.bincount(home, costs.double(), count)
+        place = torch.empty(count, dtype=torch.int64).scatter_(0, _level(load, ranks), torch.arange(count))
+        place = place.index_select(0, home)
+    # 4. Rows go where their item does.
+    if tree is not None:
+        place = place.index_select(0, number)
+    in_order = home is None and tree is None
+    order = torch.arange(len(place)) if in_order else stable_order(place)
+    return Dealt(order, torch.bincount(place, minlength=count).view(ranks, -1).tolist())
 
 
-def _level(parts: Sequence[Tensor], costs: Tensor, ranks: int) -> list[list[Tensor]]:
-    """Heaviest first, a round of one a rank at a time, each round to the ranks that have least."""
-    load = [float(costs[part].sum()) for part in parts]
-    by_load = sorted(range(len(parts)), key=lambda b: -load[b])
-    dealt: list[list[Tensor]] = [[] for _ in range(ranks)]
+def _level(load: Tensor, ranks: int) -> Tensor:
+    """(B,) int64, micro-batches by rank: heaviest first, one a rank to those that have least."""
+    by_load = load.sort(descending=True, stable=True)
+    if ranks == 1:
+        return by_load.indices
     total = [0.0] * ranks
-    for start in range(0, len(parts), ranks):
-        lightest_first = sorted(range(ranks), key=lambda rank: total[rank])
-        for rank, b in zip(lightest_first, by_load[start : start + ranks], strict=True):
-            dealt[rank].append(parts[b])
-            total[rank] += load[b]
-    return dealt
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    for loads, numbers in zip(*(column.view(-1, ranks).tolist() for column in by_load), strict=True):
+        lightest_first = sorted(range(ranks), key=total.__getitem__)
+        for rank, number, more in zip(lightest_first, numbers, loads, strict=True):
+            dealt[rank].append(number)
+            total[rank] += more
+    return torch.tensor(dealt).view(-1)
 
 
 # -- one pass over a batch ------------------------------------------------------------------------------
@@ -256,17 +290,13 @@ class Plan:
         return bool(self.padding.any())
 
 
-Dealt = list[list[list[Tensor]]]
-"""By minibatch, rank and micro-batch, the numbers of its rows."""
-
-
 def deal_minibatches(
     order: Cut,
     lengths: Tensor,
     cut: CutOptions,
     forest: Forest | None,
     multiples: Sequence[int] | None = None,
-) -> Dealt:
+) -> list[Dealt]:
     """Deal the rows of each minibatch to ranks and micro-batches (:func:`deal`).
 
     Args:
@@ -276,7 +306,7 @@ def deal_minibatches(
         forest: of the rows, where those of a tree stay together; None: each goes by itself.
         multiples: by minibatch, what the number of micro-batches is to be a multiple of; None: as `cut` says.
     """
-    dealt: Dealt = []
+    dealt: list[Dealt] = []
     for number, rows in enumerate(order.order.split(order.sizes) if order.sizes else ()):
         multiple_of = cut.multiple_of if multiples is None else multiples[number]
         tree = shared = None
@@ -288,25 +318,25 @@ def deal_minibatches(
             microbatches = max(min(microbatches, items // cut.ranks), 1)
         in_one = cut.max_tokens is None and cut.microbatch_size is None and (microbatches or 1) == 1
         if in_one and cut.ranks == multiple_of == 1:
-            dealt.append([[rows]])
+            dealt.append(Dealt(rows, [[len(rows)]]))
             continue
-        positions = deal(
+        positions, sizes = _deal(
             lengths.index_select(0, rows),
-            ranks=cut.ranks,
-            microbatches=microbatches,
-            microbatch_size=cut.microbatch_size,
-            max_tokens=cut.max_tokens,
-            balance=cut.balance,
-            linear=cut.linear,
-            multiple_of=multiple_of,
-            tree=tree,
-            shared=shared,
+            cut.ranks,
+            microbatches,
+            cut.microbatch_size,
+            cut.max_tokens,
+            cut.balance,
+            cut.linear,
+            multiple_of,
+            tree,
+            shared,
         )
-        dealt.append([[rows.index_select(0, some) for some in of_rank] for of_rank in positions])
+        dealt.append(Dealt(rows.index_select(0, positions), sizes))
     return dealt
 
 
-def make_plan(order: Cut, dealt: Dealt, cut: CutOptions) -> Plan:
+def make_plan(order: Cut, dealt: Sequence[Dealt], cut: CutOptions) -> Plan:
     """Put the dealt rows in order, and fill up what is short, under ``pad``.
 
     Without a budget all micro-batches are filled up to as many rows as the largest has; under one, those that
@@ -317,26 +347,28 @@ def make_plan(order: Cut, dealt: Dealt, cut: CutOptions) -> Plan:
     """
     pad, full = cut.remainder == "pad" and len(order.order) > 0, 1
     if pad and cut.max_tokens is None:
-        full = max(len(rows) for ranks in dealt for passes in ranks for rows in passes)
+        full = max(size for each in dealt for of_rank in each.sizes for size in of_rank)
     pieces: list[Tensor] = []
     padding, sizes, start = [], [], 0
-    for number, (held, ranks) in enumerate(zip(order.sizes, dealt, strict=True)):
-        microbatches = [rows for passes in ranks for rows in passes]
-        if not pad and held and not all(map(len, microbatches)):
-            raise BatchError(
-                f"minibatch {number} has {held} rows for {len(ranks)} ranks × {len(ranks[0])} "
-                "micro-batches, and none may be empty: set remainder='pad', or make minibatches larger"
-            )
-        for rows in microbatches:
+    for number, (held, (rows, by_rank)) in enumerate(zip(order.sizes, dealt, strict=True)):
+        in_each = [size for of_rank in by_rank for size in of_rank]
+        if not pad:
+            if held and not all(in_each):
+                raise BatchError(
+                    f"minibatch {number} has {held} rows for {len(by_rank)} ranks × {len(by_rank[0])} "
+                    "micro-batches, and none may be empty: set remainder='pad', or make minibatches larger"
+                )
             pieces.append(rows)
-            short = max(full - len(rows), 0) if pad else 0
-            if short:  # a row of this minibatch, or where none is for it, of any
-                some = start if held else 0
-                pieces.append(order.order[some : some + 1].expand(short))
-            padding += [(False, len(rows)), (True, short)]
+            sizes.append(by_rank)
+            continue
+        # What fills up is a row of this minibatch, or where none is for it, of any.
+        some = start if held else 0
+        for part in rows.split(in_each):
+            short = max(full - len(part), 0)
+            pieces += [part, order.order[some : some + 1].expand(short)]
+            padding += [(False, len(part)), (True, short)]
         start += held
-        least = full if pad else 0
-        sizes.append([[max(len(rows), least) for rows in passes] for passes in ranks])
+        sizes.append([[max(size, full) for size in of_rank] for of_rank in by_rank])
     row_numbers = torch.cat(pieces) if pieces else order.order
     if not any(short for is_padding, short in padding if is_padding):
         return Plan(row_numbers, torch.zeros(len(row_numbers), dtype=torch.bool), sizes, order.left)
@@ -432,7 +464,7 @@ def draw_plans(
             for epoch, most in enumerate(counts):
                 sizes = own[epoch].sizes
                 own[epoch] = own[epoch]._replace(sizes=sizes + [0] * (len(most) - len(sizes)))
-                if [len(ranks[0]) for ranks in its[epoch]] != most:
+                if [len(each.sizes[0]) for each in its[epoch]] != most:
                     its[epoch] = deal_minibatches(own[epoch], lengths, cut, forest, most)
     plans = []
     for rank, (own, its) in enumerate(zip(orders, dealt, strict=True)):
@@ -470,13 +502,13 @@ def _draw_orders(
     return orders
 
 
-def _agree_on_counts(dealt: Sequence[Sequence[Dealt]], cut: CutOptions) -> list[list[int]]:
+def _agree_on_counts(dealt: Sequence[Sequence[Sequence[Dealt]]], cut: CutOptions) -> list[list[int]]:
     """By pass and optimiser step, the largest number of micro-batches that a part has.
 
     Raises:
         BatchError: parts have rows for other numbers of steps.
     """
-    counts = [[[len(ranks[0]) for ranks in each] for each in own] for own in dealt]
+    counts = [[[len(each.sizes[0]) for each in plan] for plan in own] for own in dealt]
     steps = [len(own[0]) for own in counts]
     if cut.minibatches is None and len(set(steps) - {0}) > 1:
         raise BatchError(
@@ -516,8 +548,9 @@ def fit_budget(
 
     def needed(rows: Tensor) -> int:
         """Micro-batches per rank that these rows need."""
-        bins = bins_within(lengths.index_select(0, rows), cut.max_tokens or 1)
-        return -(-bins // (cut.ranks * cut.multiple_of)) * cut.multiple_of
+        multiple_of = cut.ranks * cut.multiple_of
+        own = lengths.index_select(0, rows)
+        return bins_within(own, cut.max_tokens or 1, multiple_of=multiple_of) // cut.ranks
 
     def shorten(rows: Tensor, limit: int) -> Tensor:
         """The first units of (n,) rows, those that keep the budget in `limit` micro-batches per rank."""

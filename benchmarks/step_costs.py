@@ -1,0 +1,186 @@
+"""What a step costs around its tokens: the cut under a budget, its report, and a checkpoint of waiting rows.
+
+Each is beside what it is held against, written out. `benchmarks/tokens.py` prints these rows.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from batches import GROUP_SIZE, collected
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table as ConsoleTable
+from tables import Cell, Row
+from tensordict import TensorDict
+from timing import measure, median_ms, ratio
+from torch import Tensor
+
+from headrace.pipeline import load_pipeline, make_report
+from headrace.transforms import GroupAssembler, ShuffleSplit, deal
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))  # behind the benchmarks, which have a batches.py
+from first_fits import plain_first_fit
+
+MINIBATCHES, PIECE = 8, 64
+
+
+def split_under_a_budget(rounds: int, *, quick: bool) -> list[Row]:
+    """The whole stage with a budget of tokens, over the same without one."""
+    rows, tokens, budget = (400, 16, 128) if quick else (100_000, 64, 1024)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(tokens // 4, tokens + 1, (rows, 1), generator=generator)
+    columns = {
+        "rollout_id": torch.arange(rows),
+        ("tokens", "full"): torch.zeros(rows, tokens, dtype=torch.int64),
+        ("masks", "all_attention_mask"): torch.arange(tokens) < lengths,
+    }
+    batch = TensorDict(columns, batch_size=[rows])
+    found = []
+    for balance in ("none", "attention"):
+        plain = ShuffleSplit(minibatches=MINIBATCHES)
+        held = ShuffleSplit(minibatches=MINIBATCHES, max_tokens=budget, balance=balance)
+        times = measure({"plain": partial(plain, batch), "held": partial(held, batch)}, rounds)
+        name = f"split with max_tokens, balance={balance}, {rows:,} rows to {MINIBATCHES} minibatches, "
+        cells = [Cell(median_ms(times, "plain"), ".1f"), Cell(ratio(times, "held", "plain"), ".1f", 3.0)]
+        found.append(Row(f"{name}over the split without", cells))
+    return found
+
+
+def more_bins_than_first_fit(*, quick: bool) -> list[Row]:
+    """How often a budget takes more micro-batches than a plain loop that takes rows in the order given."""
+    generator, more, draws = torch.Generator().manual_seed(0), 0, 10 if quick else 300
+    for _ in range(draws):
+        lengths = torch.randint(50, 91, (20,), generator=generator)
+        more += len(deal(lengths, max_tokens=300)[0]) > len(plain_first_fit(lengths.tolist(), 300))
+    name = f"of {draws} draws of 20 rows of 50 to 90 tokens, those with more bins of 300 than first fit"
+    return [Row(name, [Cell(None), Cell(more, "d", 0)])]
+
+
+def gather(batch: TensorDict, order: Tensor) -> list[Tensor]:
+    """The columns of a batch in another order."""
+    return [column.index_select(0, order) for column in batch.values(include_nested=True, leaves_only=True)]
+
+
+def reports(rounds: int, *, quick: bool) -> list[Row]:
+    """Reports of a step: with the tokens that rows share, over a gather; and of a small step alone."""
+
+    def processed(rows: int, tokens: int) -> tuple[TensorDict, object]:
+        batch = collected(rows, tokens)
+        prompt = tokens // 4  # and then a response, padded on the left as a whole
+        full, mask = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
+        length = (mask.sum(1, keepdim=True) - prompt).clamp_min(1)
+        place = torch.arange(tokens) - (tokens - prompt - length)
+        asked = full[::GROUP_SIZE, :prompt].repeat_interleave(GROUP_SIZE, 0)
+        there = (place >= 0) & (place < prompt)
+        full[:] = torch.where(there, asked.gather(1, place.clamp(0, prompt - 1)), full)
+        mask[:] = place >= prompt
+        batch["masks", "all_attention_mask"][:] = place >= 0
+        return batch, load_pipeline("pipeline=grpo").run(batch)
+
+    rows, tokens = (64, 16) if quick else (8192, 256)
+    batch, run = processed(rows, tokens)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+    calls = {"gather": lambda: gather(batch, order), "report": lambda: make_report(run, batch=batch)}
+    times = measure(calls, rounds)
+    cells = [Cell(median_ms(times, "gather"), ".1f"), Cell(ratio(times, "report", "gather"), ".1f", 3.5)]
+    found = [Row(f"report(batch=), {rows:,} × {tokens}, in gathers of the batch", cells)]
+
+    rows = 64 if quick else 512
+    batch, run = processed(rows, 16)
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+
+    def one_table() -> None:
+        """Rich alone: one table of as many columns and lines as that of the groups."""
+        table = ConsoleTable(box=SIMPLE)
+        for name in ("group", "rollouts", "rows", "rewards", "advantages", "left"):
+            table.add_column(name)
+        for number in range(12):
+            table.add_row(str(number), "8", "8", " ".join(["0.123"] * 8), "-1.23 … +1.23", "")
+        console.print(table)
+
+    calls = {
+        "table": one_table,
+        "make": lambda: make_report(run),
+        "print": lambda: run.report(console=console),
+    }
+    times = measure(calls, 10 * rounds)
+    return [
+        *found,
+        Row(f"make_report, {rows} rows, ms", [Cell(None), Cell(median_ms(times, "make"), ".2f", 1.0)]),
+        Row(
+            f"report, {rows} rows, ms; beside it one table of Rich's",
+            [Cell(median_ms(times, "table"), ".1f"), Cell(median_ms(times, "print"), ".1f", 9.0)],
+        ),
+    ]
+
+
+def waiting(rows: int) -> tuple[TensorDict, GroupAssembler]:
+    """Finished rollouts of one row, of which none has gone out, and what held them in small pieces."""
+    generator, number = torch.Generator().manual_seed(0), torch.arange(rows).unsqueeze(-1)
+    columns = {
+        "group_id": number // GROUP_SIZE,
+        "rollout_id": number,
+        "expected_rollouts": torch.full_like(number, GROUP_SIZE),
+        ("next", "reward"): torch.rand(rows, 1, generator=generator),
+        ("next", "done"): torch.ones(rows, 1, dtype=torch.bool),
+        ("tokens", "full"): torch.randint(0, 99, (rows, 16), generator=generator),
+    }
+    batch, assembler = TensorDict(columns, batch_size=[rows]), GroupAssembler(groups=rows)
+    for piece in batch.split(PIECE):
+        assembler.put(piece)
+    return batch, assembler
+
+
+def checkpoints(rounds: int, *, quick: bool) -> list[Row]:
+    """The state of an assembler, written and read; beside it a plain dict of the same tensors."""
+    rows = 640 if quick else 100_000
+    batch, assembler = waiting(rows)
+    tensors = {str(key): leaf for key, leaf in batch.items(include_nested=True, leaves_only=True)}
+    state = assembler.state_dict()
+    files = {"plain": io.BytesIO(), "ours": io.BytesIO()}
+    torch.save(tensors, files["plain"])
+    torch.save(state, files["ours"])
+    read = {name: file.getvalue() for name, file in files.items()}
+    loaded = torch.load(io.BytesIO(read["ours"]), weights_only=True)
+    again = GroupAssembler(groups=rows)
+
+    calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "state": (
+            lambda: {key: leaf.clone() for key, leaf in tensors.items()},
+            assembler.state_dict,
+        ),
+        "save": (lambda: torch.save(tensors, io.BytesIO()), lambda: torch.save(state, io.BytesIO())),
+        "load": (
+            lambda: torch.load(io.BytesIO(read["plain"]), weights_only=True),
+            lambda: torch.load(io.BytesIO(read["ours"]), weights_only=True),
+        ),
+        "load_state_dict": (lambda: None, lambda: again.load_state_dict(loaded)),
+    }
+    names = {"state": "state_dict", "save": "torch.save", "load": "torch.load"}
+    targets = {"state": 20.0, "save": 60.0, "load": 80.0}
+    what = f"checkpoint of {rows:,} waiting rows that came in pieces of {PIECE}"
+    found = []
+    for name, (plain, ours) in calls.items():
+        times = measure({"plain": plain, "ours": ours}, rounds, time.process_time)
+        formula = None if name == "load_state_dict" else median_ms(times, "plain")
+        cells = [Cell(formula, ".1f"), Cell(median_ms(times, "ours"), ".0f", targets.get(name))]
+        found.append(Row(f"{what}: {names.get(name, name)}, ms", cells))
+    size = Cell(len(read["ours"]) / 1e6, ".1f", 17.0)
+    return [*found, Row(f"{what}: file, MB", [Cell(None), size])]
+
+
+def step_costs(rounds: int, quick: bool) -> list[Row]:
+    """Every measure: the formula in ms, if there is one, and headrace over it or as the name says."""
+    return [
+        *split_under_a_budget(rounds, quick=quick),
+        *more_bins_than_first_fit(quick=quick),
+        *reports(rounds, quick=quick),
+        *checkpoints(rounds, quick=quick),
+    ]

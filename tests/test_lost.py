@@ -1,0 +1,167 @@
+"""Rollouts that lost rows on their way are counted as soon as a later row shows it, and never trained."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import pytest
+import torch
+from fleets import Fleet, Sent
+from tensordict import TensorDict
+
+from headrace.transforms import BatchError, GroupAssembler, IncompleteGroupsError, StreamWarning
+
+
+def in_pieces(rows: list[Sent], rng: random.Random) -> list[list[Sent]]:
+    pieces, rows = [], list(rows)
+    while rows:
+        size = rng.randint(1, 5)
+        pieces.append(rows[:size])
+        rows = rows[size:]
+    return pieces
+
+
+def resumed(assembler: GroupAssembler) -> GroupAssembler:
+    file = io.BytesIO()
+    torch.save(assembler.state_dict(), file)
+    file.seek(0)
+    again = GroupAssembler(max_idle=10**6)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    return again
+
+
+@pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
+@pytest.mark.parametrize("seeds", range(4))
+def test_what_is_handed_out_and_let_go_is_what_a_loop_over_all_rows_says(seeds):
+    for seed in range(50 * seeds, 50 * seeds + 50):
+        rng = random.Random(seed)
+        fleet = Fleet(rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 4), rng.randint(1, 6))
+        streams = [list(fleet.rows(worker, rng)) for worker in range(fleet.workers)]
+        came = [[p for p in in_pieces(rows, rng) if rng.random() > 0.2] for rows in streams]
+        order = [worker for worker, pieces in enumerate(came) for _ in pieces]
+        rng.shuffle(order)
+        pieces = [came[worker].pop(0) for worker in order]
+        assembler, out, stops = GroupAssembler(max_idle=10**6), [], rng.random() < 0.3
+        for piece in pieces:
+            assembler.put(fleet.batch(piece))
+            assembler = resumed(assembler) if stops and rng.random() < 0.3 else assembler
+            out += [] if (batch := assembler.take()) is None else batch["group_id"].tolist()
+
+        every = [row for rows in streams for row in rows]
+        sent = {row for piece in pieces for row in piece}
+        lost = {row.rollout for row in every if row not in sent}
+        whole = {row.group for row in every} - {rollout // fleet.group_size for rollout in lost}
+        assert set(out) == whole, seed
+        assert len(out) + assembler.held + sum(assembler.counts.values()) == len(sent), seed
+        assert {reason for reason, rows in assembler.counts.items() if rows} <= {"lost"}, seed
+        # What a later row has shown to be over waits no longer; nor does a group of which all is over.
+        newest = {(row.worker, row.environment): -1 for row in every}
+        for row in sent:
+            lane = row.worker, row.environment
+            newest[lane] = max(newest[lane], row.rollout)
+        shown, places = set(), {row.rollout: (row.worker, row.environment) for row in every}
+        for rollout in lost:
+            numbers = sorted(row.number for row in sent if row.rollout == rollout)
+            worker = places[rollout][0]
+            behind_all = all(last > rollout for lane, last in newest.items() if lane[0] == worker)
+            gap = numbers != list(range(len(numbers)))
+            if gap or (numbers and newest[places[rollout]] > rollout) or behind_all:
+                shown.add(rollout)
+        over = {row.rollout for row in every} - lost | shown
+        left = sum(
+            row.rollout not in shown
+            and any(
+                n not in over for n in range(row.group * fleet.group_size, (row.group + 1) * fleet.group_size)
+            )
+            for row in sent
+        )
+        assert assembler.held == left, seed
+
+
+ONE = Fleet(1, 1, 2, 9)
+
+
+def rows_of(*rollouts: tuple[int, list[int], int]) -> TensorDict:
+    """Rows by (rollout, their numbers, length)."""
+    rows = [Sent(r // 2, r, n, n == length - 1, 0, 0) for r, numbers, length in rollouts for n in numbers]
+    return ONE.batch(rows)
+
+
+def test_a_rollout_without_its_middle_is_lost_though_its_last_row_is_done():
+    assembler = GroupAssembler()
+    with pytest.warns(StreamWarning, match=r"1 rollouts lost.*rollout 0 of group 0.*MultiAsyncCollector"):
+        assembler.put(rows_of((0, [0, 1, 6, 7, 8], 9), (1, [0], 1)))
+    assert assembler.take() is None
+    assert (assembler.counts["lost"], assembler.held) == (6, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, None),
+        ({"on_failure": "keep", "min_rollouts": 1}, [1]),
+        ({"on_failure": "raise"}, IncompleteGroupsError),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
+def test_a_group_with_a_lost_rollout_is_settled_as_one_with_a_failed_rollout(options, says):
+    assembler, rows = GroupAssembler(**options), rows_of((0, [1], 2), (1, [0], 1))
+    if says is IncompleteGroupsError:
+        with pytest.raises(says, match="rollouts were lost on their way: group 0 has 1 of 2"):
+            assembler.put(rows)
+        return
+    assembler.put(rows)
+    batch = assembler.take()
+    assert (None if batch is None else batch["rollout_id"].tolist()) == says
+
+
+@pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
+def test_more_is_asked_for_in_place_of_what_was_lost():
+    asked = []
+    assembler = GroupAssembler(
+        on_failure="refill", refill=lambda group, rollouts: asked.append((group, rollouts))
+    )
+    assembler.put(rows_of((0, [1], 2), (1, [0], 1)))
+    assert asked == [(0, 1)]
+
+
+@pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
+def test_what_comes_of_a_lost_rollout_is_lost_with_it():
+    assembler = GroupAssembler()
+    assembler.put(rows_of((0, [0, 2], 4)))
+    assembler.put(rows_of((0, [3], 4)))
+    assert assembler.counts["lost"] == 3
+
+
+def test_a_row_that_comes_twice_is_a_duplicate():
+    assembler = GroupAssembler()
+    assembler.put(rows_of((0, [0, 1], 3)))
+    with pytest.raises(BatchError, match="found again rollout 0 of group 0"):
+        assembler.put(rows_of((0, [1], 3)))
+
+
+def test_ids_that_are_not_numbered_by_worker_show_gaps_alone():
+    rows = rows_of((7, [0], 2), (3, [0, 1], 2))
+    rows["group_id"] += 50
+    assembler = GroupAssembler()
+    assembler.put(rows)
+    assert (assembler.counts["lost"], assembler.held) == (0, 3)
+
+
+def test_a_rollout_that_does_not_end_is_said_once_at_four_times_the_usual_age():
+    fleet = Fleet(1, 2, 1, 99)
+    assembler = GroupAssembler()
+    endless = iter(range(99))
+    assembler.put(fleet.batch([Sent(0, 0, next(endless), False, 0, 0)]))
+    for rollout in range(1, 12):  # each of two puts: ten and one have ended, before the first is too old
+        for number in (0, 1):
+            row = Sent(rollout, rollout, number, number == 1, 0, 1)
+            if (rollout, number) == (11, 0):
+                with pytest.warns(
+                    StreamWarning, match=r"do not end: rollout 0 of group 0 \(1 rows, 21 puts old"
+                ):
+                    assembler.put(fleet.batch([row]))
+            else:
+                assembler.put(fleet.batch([row]))
+    assert (assembler.ready, assembler.pending) == (11, 1)

@@ -1,0 +1,148 @@
+"""What TorchRL's workers need not lose is not lost, what they lose is counted, and a silent one is named."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+
+import pytest
+import torch
+from quizzes import quiz_makers
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from turns import hang, quick_starts
+
+from headrace.pipeline import assembled
+from headrace.transforms import GroupAssembler, StalledError, StreamWarning
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:rollouts do not end")]
+
+STEP = 1.6  # seconds of a trainer's step, more than the one for which a worker waits
+WORKERS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def workers_start_quickly():
+    with quick_starts():
+        yield
+
+
+def collector(kind: str, **troubles):
+    makers = quiz_makers(2, troubles={int(name[1:]): trouble for name, trouble in troubles.items()})
+    return WORKERS[kind](makers, frames_per_batch=12, total_frames=-1)
+
+
+def close(source) -> None:
+    for process in source.procs:
+        with contextlib.suppress(ValueError):  # it is closed
+            process.kill()  # TorchRL would wait for one that hangs
+    source.shutdown(raise_on_error=False)
+
+
+def check_rollouts(batch) -> None:
+    """All rows of each rollout are there: rollout n of a worker has 1 + n mod 3."""
+    numbers = {}
+    for rollout, number, dispatched in zip(
+        *(batch[key].flatten().tolist() for key in ("rollout_id", "number")),
+        batch["headrace", "origin"][:, 0].tolist(),
+        strict=True,
+    ):
+        numbers.setdefault((rollout, number), []).append(dispatched)
+    for (_, number), rows in numbers.items():
+        assert sorted(rows) == list(range(1 + number % 3))
+
+
+def test_a_slow_trainer_loses_no_row_of_asynchronous_workers():
+    source, assembler = collector("async"), GroupAssembler()
+    try:
+        for batch in itertools.islice(assembled(source, assembler), 6):
+            check_rollouts(batch)
+            time.sleep(STEP)
+    finally:
+        close(source)
+    assert not any(assembler.counts.values())
+
+
+def train_alone(source, assembler) -> int:
+    trained = 0
+    for rows in itertools.islice(source, 7):
+        assembler.put(rows)
+        if (batch := assembler.take()) is not None:
+            check_rollouts(batch)
+            trained += len(batch)
+        time.sleep(STEP)
+    return trained
+
+
+def test_what_a_collector_that_is_read_alone_throws_away_is_counted_and_not_trained():
+    source, assembler = collector("async"), GroupAssembler()
+    try:
+        with pytest.warns(StreamWarning, match="rollouts lost between their worker and here"):
+            trained = train_alone(source, assembler)
+    finally:
+        close(source)
+    assert assembler.counts["lost"] > 0
+    assert trained + assembler.held + sum(assembler.counts.values()) == 7 * 12
+
+
+@pytest.mark.parametrize("options", [{"worker_patience": 1.5}, {"patience": 1.5}])
+def test_a_worker_that_hangs_while_another_goes_on_is_named_with_what_waits(options):
+    source, begun = collector("async", w1=functools.partial(hang, at=6)), time.monotonic()
+    try:
+        with pytest.raises(
+            StalledError, match=r"worker 1 .*silent for.*its last was row \d of rollout \d+.*Wait"
+        ):
+            list(assembled(source, GroupAssembler(max_idle=10**6), **options))
+    finally:
+        close(source)
+    assert time.monotonic() - begun < 60
+
+
+def test_a_slow_worker_may_make_a_pause_ten_times_as_long_as_before():
+    source, groups = collector("async", w1=slow), set()
+    try:
+        for batch in assembled(source, GroupAssembler(max_idle=10**6), patience=2):
+            groups |= {group for group in batch["group_id"].flatten().tolist() if group % 2}
+            if len(groups) > 6:  # of the slow one, after its long pause
+                break
+    finally:
+        close(source)
+
+
+def slow(steps: int) -> None:
+    time.sleep(0.2 if steps != 16 else 3.0)
+
+
+def fail(steps: int) -> None:
+    if steps == 6:
+        raise ArithmeticError("the reward model is gone")
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_what_a_worker_raised_is_said_or_where_to_look(kind):
+    source = collector(kind, w1=fail)
+    try:
+        with pytest.raises((RuntimeError, StalledError), match=r"worker 1|worker processes") as caught:
+            list(assembled(source, GroupAssembler(max_idle=10**6), patience=10))
+    finally:
+        close(source)
+    words = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "What its workers raised is on stderr" in words
+    assert "Waiting: group" in words
+
+
+def test_a_second_loop_goes_on_where_the_first_stopped():
+    source, assembler, batches = collector("async"), GroupAssembler(), []
+    stream = assembled(source, assembler)
+    try:
+        for _ in range(2):
+            for batch in stream:
+                batches.append(batch)
+                if len(batches) % 3 == 0:
+                    break
+            time.sleep(STEP)
+    finally:
+        close(source)
+    check_rollouts(torch.cat(batches))
+    assert not any(assembler.counts.values())
