@@ -14,7 +14,7 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError, who_stamps
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key
-from headrace.transforms.prefixes import END, left_aligned, words_of
+from headrace.transforms.prefixes import END, left_aligned, repeated, words_of
 from headrace.transforms.required import require_turns
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import (
@@ -52,18 +52,22 @@ OF_SEGMENTS = (IS_FIRST_SEGMENT, INIT, LENGTH)
 
 
 class Merged(NamedTuple):
-    """Where rows go that are merged. All (N,)."""
+    """Where rows go that are merged, and those of their tokens that train."""
 
     into: Tensor
-    """int64: the row that a row becomes a part of, the last of its segment; itself where it stays."""
+    """(N,) int64: the row that a row becomes a part of, the last of its segment; itself where it stays."""
     broken: Tensor
-    """bool: there is a row before it in its rollout, which it does not go on from."""
+    """(N,) bool: there is a row before it in its rollout, which it does not go on from."""
+    source: Tensor
+    """(K,) int64: tokens that train in rows that do not stay, row · T + column."""
+    to: Tensor
+    """(K,) int64: where they go, as many rows · T + columns of those that stay."""
 
 
 def merge_turns(
     tokens: Tensor,
     trains: Tensor,
-    first: Tensor,
+    rollout: Tensor,
     turn: Tensor | None = None,
     silent: Tensor | None = None,
     there: Tensor | None = None,
@@ -77,7 +81,7 @@ def merge_turns(
     Args:
         tokens: (N, T) int64.
         trains: (N, T) bool, the tokens in the loss.
-        first: (N,) int64, the first row of each row's rollout.
+        rollout: (N,) int64, equal in the rows of a rollout.
         turn: (N,) int64, orders the rows of a rollout; None: they are in order.
         silent: (N,) bool, rows out of the loss. A row is not merged into one that says of itself that it
             does not train, so those at the end of a segment stay as they are. None: there are none.
@@ -86,22 +90,43 @@ def merge_turns(
     Example:
         >>> tokens = torch.tensor([[5, 6, END, END], [5, 6, 7, 8], [5, 9, 9, END]])
         >>> trains = torch.tensor([[0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]).bool()
-        >>> merge_turns(tokens, trains, torch.tensor([0, 0, 0])).into.tolist()
-        [1, 1, 2]
+        >>> merged = merge_turns(tokens, trains, torch.tensor([0, 0, 0]))
+        >>> merged.into.tolist(), merged.source.tolist(), merged.to.tolist()
+        ([1, 1, 2], [1], [1])
     """
-    device, first = first.device, first.cpu()
-    there = tokens != END if there is None else there
-    turn, silent = (None if each is None else each.cpu() for each in (turn, silent))
-    row = torch.arange(len(first))
-    order = Ids(first).positions(turn).sort(stable=True).indices
-    order = order[first[order].sort(stable=True).indices]  # rollout by rollout, turn by turn
-    follows = first[order] == first[order.roll(1)]
+    device, width = tokens.device, tokens.shape[1]
+    rollout, turn, silent = (None if each is None else each.cpu() for each in (rollout, turn, silent))
+    there = (tokens != END if there is None else there).cpu()
+    tokens, trains = tokens.long().cpu(), trains.cpu()
+
+    # 1. The rows of a rollout, turn by turn.
+    row = torch.arange(len(tokens))
+    order = row if turn is None else turn.sort(stable=True).indices
+    order = order[rollout[order].sort(stable=True).indices]
+    previous = order.roll(1)
+    follows = rollout[order] == rollout[previous]
     follows[:1] = False
-    rows, same = _contents(tokens.long().cpu(), there.cpu(), trains.cpu()), []
-    for own, other in zip(order.tolist(), order.roll(1).tolist(), strict=True):
-        (content, prompt), before = rows[own], rows[other][0]
-        same.append(len(before) <= prompt and content.startswith(before))
-    goes_on = follows & torch.tensor(same, dtype=torch.bool)
+
+    # 2. Where the tokens of a row lie together: from `begin` on, and from 0 where some have holes.
+    begin, count = _first(there), count_true(there)
+    stretches = count_true(there[:, 1:] > there[:, :-1]) + count_true(there[:, :1])
+    together = torch.equal(stretches, (count > 0).long())
+    if not together:
+        tokens, trains = left_aligned(tokens, there), left_aligned(trains.long(), there) == 1
+        begin = torch.zeros_like(begin)
+
+    # 3. Which rows go on: all tokens of the row before are the first ones, and none of them trains.
+    learns = count_true(trains)
+    prompt = torch.where(learns > 0, _first(trains) - begin, count)
+    goes_on = follows & (count[previous] <= prompt[order])
+    at = goes_on.nonzero().flatten()
+    starts, content = 8 * (row * width + begin), tokens.numpy().tobytes()
+    view, before = memoryview(content), previous[at]
+    known = [each.tolist() for each in (starts[order[at]], starts[before], (starts + 8 * count)[before])]
+    same = [content.startswith(view[start:stop], own) for own, start, stop in zip(*known, strict=True)]
+    goes_on[at] = torch.tensor(same, dtype=torch.bool)
+
+    # 4. The last row of each segment.
     extends = goes_on
     if silent is not None:
         segment = (~goes_on).long().cumsum(0) - 1
@@ -110,36 +135,28 @@ def merge_turns(
         extends = goes_on & (row <= last.index_select(0, segment))
     ends = torch.ones_like(extends)
     ends[:-1] = ~extends[1:]
-    at = torch.where(ends, row, len(row)).flip(0).cummin(0).values.flip(0)  # where its segment ends
+    at = torch.where(ends, row, len(row)).flip(0).cummin(0).values.flip(0)
     into = torch.empty_like(row).index_copy_(0, order, order[at])
     broken = torch.empty_like(ends).index_copy_(0, order, follows & ~goes_on)
-    return Merged(into.to(device), broken.to(device))
+
+    # 5. A token goes to where that row has it.
+    kept, leaves = (into == row).nonzero().flatten(), (into != row).nonzero().flatten()
+    home, counts = into[leaves], learns[leaves]
+    at = torch.from_numpy(trains.index_select(0, leaves).view(-1).numpy().nonzero()[0])
+    source = at + repeated(width * (leaves - row[: len(leaves)]), counts)
+    moves = width * (torch.searchsorted(kept, home) - leaves) + begin[home] - begin[leaves]
+    to = source + repeated(moves, counts)
+    if not together:
+        for mask, places in ((there, source), (there[kept], to)):
+            places.copy_(left_aligned(torch.arange(mask.numel()).view_as(mask), mask).view(-1)[places])
+    return Merged(*send_packed([into, broken, source, to], device))
 
 
-def _contents(tokens: Tensor, there: Tensor, trains: Tensor) -> list[tuple[bytes, int]]:
-    """Of each row its tokens as bytes, and how many of these are in front of the first that trains."""
-    size = 8 * tokens.shape[1]
-    begin, end = _edges(there)
-    learns = torch.where(count_true(trains) > 0, _edges(trains)[0], tokens.shape[1])
-    found, whole, closed = [], tokens.numpy().tobytes(), count_true(there) == end - begin
-    columns = zip(begin.tolist(), end.tolist(), learns.tolist(), closed.tolist(), strict=True)
-    for row, (start, stop, first, is_closed) in enumerate(columns):
-        if is_closed:
-            content = whole[row * size + 8 * start : row * size + 8 * stop]
-            found.append((content, 8 * (first - start)))
-        else:  # with holes between tokens
-            own = there[row]
-            found.append((tokens[row][own].numpy().tobytes(), 8 * int(own[:first].sum())))
-    return found
-
-
-def _edges(there: Tensor) -> tuple[Tensor, Tensor]:
-    """(N,) int64 each, of (N, T) bool on the CPU: the first column that is True, and that behind the last."""
-    if there.shape[1] == 0 or len(there) == 0:
-        return torch.zeros(2, len(there), dtype=torch.int64).unbind(0)
-    real = there.numpy()  # NumPy finds a bool in a tenth of the time
-    begin, behind = (torch.from_numpy(each.argmax(1)) for each in (real, real[:, ::-1]))
-    return begin, torch.where(count_true(there) > 0, there.shape[1] - behind, 0)
+def _first(flags: Tensor) -> Tensor:
+    """(N,) int64, of (N, T) bool on the CPU: the first column that is True, if one is."""
+    if flags.shape[1] == 0:
+        return torch.zeros(len(flags), dtype=torch.int64)
+    return torch.from_numpy(flags.numpy().argmax(1))  # a tenth of the time that torch takes
 
 
 class MergeTurns(
@@ -210,27 +227,25 @@ class MergeTurns(
         there, loss = (self._mask(batch, option, tokens) for option in ("attention_key", "loss_mask_key"))
 
         # 1. Which rows go on from the one before them in their rollout.
-        ids = rows.ids("rollout", checked=False).everyone
+        rollout = rows.integers("rollout", "rollout_id")
         rows.require(
-            ids.labels >= 0,
+            rollout >= 0,
             "every row needs a rollout_id ≥ 0; found {found}: rows without an id would be merged"
             + who_stamps("rollout_id"),
-            lambda row: f"{int(ids.labels[row])} at row {rows.at(row)}",
+            lambda row: f"{int(rollout[row])} at row {rows.at(row)}",
         )
         turn = None if self.turn_key is None else rows.integers("turn", "turn")
         require_turns(rows, turn)
-        own = Ids(rows.of_rank(ids.labels))
         in_loss = in_loss_there(rows)
         trains = loss if in_loss is None else loss & in_loss[:, None]
-        into, broken = merge_turns(
+        into, broken, source, to = merge_turns(
             tokens,
             trains,
-            own.spread(own.first),
+            rows.of_rank(rollout),
             None if turn is None else rows.of_rank(turn),
             None if in_loss is None else ~rows.of_rank(rows.in_loss),
             there,
         )
-        into, broken = into.to(device), broken.to(device)
 
         # 2. Columns by row are those of the row into which it is merged. One copy tells the table all of it.
         may_differ = {self.tokens_key, self.attention_key, self.loss_mask_key, self.advantage_key}
@@ -240,11 +255,14 @@ class MergeTurns(
         for key in batch.keys(include_nested=True, leaves_only=True):
             if key not in may_differ and (column := _differs(batch, key, into)) is not None:
                 differs[key] = column
+        rows.table.load(OF_SEGMENTS)
+        of_segments = {key for key in OF_SEGMENTS if rows.has(key)}
+        tokens_of_rows = {"tokens": count_true(trains)} if LENGTH in of_segments else {}
         found = rows.measured(
             into=rows.table.live.to(device).index_select(0, into),
             broken=broken,
-            tokens=count_true(trains),
-            padding=count_true(loss & ~there) > 0,
+            padding=count_true(loss > there) > 0,
+            **tokens_of_rows,
             **{f"differs in {key}": column for key, column in differs.items()},
         )
         rows.require(
@@ -263,41 +281,27 @@ class MergeTurns(
             )
 
         # 3. What the table says of a segment as a whole.
-        segments = Ids(found["into"].long())
-        rows.table.load(OF_SEGMENTS)
-        for key in (IS_FIRST_SEGMENT, INIT):
-            if rows.has(key):
+        home = found["into"].long()
+        if of_segments:
+            segments = Ids(home)
+            for key in of_segments - {LENGTH}:
                 rows.put(key, segments.spread(segments.any(rows.number(key) != 0)), dtype=torch.bool)
-        if rows.has(LENGTH):
+        if LENGTH in of_segments:
             before = rows[LENGTH]
             whole = segments.sum(torch.where(before < 0, found["tokens"].long(), before))
             known = segments.any(before >= 0)
             rows.put(LENGTH, segments.spread(torch.where(known, whole, -1)), ndim=1)
-        home = rows.table.places(rows.of_rank(segments.labels))
-        stays = home == torch.arange(len(home))
+        stays = rows.of_rank(home) == rows.table.live
         rows.metric("merged", (~stays).sum())
         rows.metric("broken", rows.of_rank(found["broken"]).sum())
-        rows.merge(segments.labels, self.reasons[0])
+        rows.merge(home, self.reasons[0])
 
         # 4. What is said of a token goes to where the row has it that it becomes a part of.
-        width, kept, real = tokens.shape[1], stays.nonzero().flatten(), there.cpu()
-        leaves = (~stays).nonzero().flatten()
-        goes = trains.cpu().index_select(0, leaves).view(-1)
-        at = torch.from_numpy(goes.numpy().nonzero()[0])
-        source, column = leaves[at // max(width, 1)], at % max(width, 1)
-        target = home[source]
-        begin, end = _edges(real)
-        if torch.equal(end - begin, count_true(real)):  # tokens lie together in all rows
-            to = column - begin[source] + begin[target]
-        else:
-            places = torch.arange(width).expand(real.shape)
-            to = left_aligned(places, real)[target, real.cumsum(1)[source, column] - 1]
-        to += torch.searchsorted(kept, target) * width
-        kept, source, column, to = send_packed([kept, source, column, to], device)
+        kept = stays.nonzero().flatten().to(device)
 
         def moved(values: Tensor) -> Tensor:
             made = values.index_select(0, kept)
-            made.flatten(0, 1).index_copy_(0, to, values[source, column])
+            made.flatten(0, 1).index_copy_(0, to, values.flatten(0, 1).index_select(0, source))
             return made
 
         same = (self.tokens_key, self.attention_key, self.loss_mask_key)
