@@ -109,8 +109,9 @@ def merge_turns(
 
     # 2. Where the tokens of a row lie together: from `begin` on, and from 0 where some have holes.
     begin, count = _first(there), count_true(there)
-    stretches = count_true(there[:, 1:] > there[:, :-1]) + count_true(there[:, :1])
-    together = torch.equal(stretches, (count > 0).long())
+    real = there.numpy()
+    begins = len((real[:, 1:] > real[:, :-1]).ravel().nonzero()[0]) + int(there[:, :1].sum())
+    together = begins == int((count > 0).sum())
     if not together:
         tokens, trains = left_aligned(tokens, there), left_aligned(trains.long(), there) == 1
         begin = torch.zeros_like(begin)
