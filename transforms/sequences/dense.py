@@ -19,6 +19,7 @@ from headrace.transforms.schema import has_key, key_names, require
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import (
     columns_by_row,
+    count_true,
     device_of,
     entries_of,
     send_packed,
@@ -134,19 +135,20 @@ class DenseRows(
                     f"trains, or {RESPONSE!r}, which does; the batch has {key_names(batch)}"
                 )
             response = parts.response & attention
-            has_response = response.any(1)
+            has_response = count_true(response) > 0
             in_loss = in_loss_there(rows)
             columns[self.loss_mask_key] = response if in_loss is None else response & in_loss[:, None]
 
         # 3. A response that a wrapper has padded on the right is moved to the end of its row.
         if parts is not None:
-            width = max(parts.joined.shape[1], tokens.shape[1])
-            joined, whole = (fit_width(each, width, self.pad_id) for each in (parts.joined, tokens))
-            same = joined == whole
-            is_whole = (same if parts.known is None else same | ~fit_width(parts.known, width, 0)).all(1)
-            behind = entries_behind(attention)
-            if bool(behind.any()):
-                width = tokens.shape[1]
+            if parts.joined is not tokens:
+                width = max(parts.joined.shape[1], tokens.shape[1])
+                joined, whole = (fit_width(each, width, self.pad_id) for each in (parts.joined, tokens))
+                other = joined != whole
+                other = other if parts.known is None else other & fit_width(parts.known, width, 0)
+                is_whole = count_true(other) == 0
+            if not bool(attention[:, -1:].all()):
+                behind, width = entries_behind(attention), tokens.shape[1]
                 items = rest.exclude(*columns).items(include_nested=True, leaves_only=True)
                 if width > 1 and (odd := [key for key, each in items if each.shape[1:2] == (width,)]):
                     raise BatchError(
@@ -161,11 +163,11 @@ class DenseRows(
         found = rows.measured(
             has_response=has_response,
             is_whole=is_whole,
-            has_tokens=attention.any(1),
-            together=~(attention[:, :-1] & ~attention[:, 1:]).any(1),
-            no_padding=~(attention & (tokens == self.pad_id)).any(1),
-            real_in_loss=~(columns[self.loss_mask_key] & ~attention).any(1),
-            fits=~attention[:, : max(attention.shape[1] - width, 0)].any(1),
+            has_tokens=count_true(attention) > 0,
+            together=count_true(attention[:, :-1] > attention[:, 1:]) == 0,
+            no_padding=count_true(attention & (tokens == self.pad_id)) == 0,
+            real_in_loss=count_true(columns[self.loss_mask_key] > attention) == 0,
+            fits=count_true(attention[:, : max(attention.shape[1] - width, 0)]) == 0,
         )
         found["has_response"] = (found["has_response"] == 1).any().expand(len(rows))
         messages = {
@@ -229,7 +231,7 @@ class DenseRows(
             own = self._of_response(by_row.get(key) or entries_of(batch, key), key, sizes_of(response), sizes)
             if own is not None:
                 by_row.pop(self.log_prob_key, None)
-                columns[self.log_prob_key] = lay.rows(own, key, sizes_of(response), width)
+                columns[self.log_prob_key] = lay.rows(own, sizes_of(response), width)
         rest = TensorDict({}, batch_size=[len(batch)], device=batch.device)
         for key, entries in by_row.items():
             if type(entries[0]) is NonTensorData:
@@ -240,10 +242,10 @@ class DenseRows(
                 if (found := sizes_of(entries)) != sizes:
                     check_lengths(batch, [key], self.tokens_key, reader="DenseRows", or_of_rows=False)
                 fill = self.pad_id if key == self.tokens_key else None
-                columns[key] = lay.rows(entries, key, found, width, fill)
+                columns[key] = lay.rows(end_to_end(entries, key), found, width, fill)
             else:
                 rest.set(key, torch.stack(entries))
-        columns.setdefault(self.attention_key, lay.places(sizes, width)[0])
+        columns.setdefault(self.attention_key, lay.places(sizes, width))
         if response is None:
             return rest, columns, None
         joined = [part for row in zip(*parts.values(), strict=True) for part in row]
@@ -251,13 +253,16 @@ class DenseRows(
             both = [own + other for own, other in zip(*map(sizes_of, parts.values()), strict=True)]
         else:
             both = sizes_of(response)
-        whole = lay.rows(joined, RESPONSE, both, max(both), self.pad_id)
-        known = None if PROMPT in parts else lay.places(both, max(both))[0]
-        return rest, columns, Parts(whole, known, lay.places(sizes_of(response), width)[0])
+        flat, whole = end_to_end(joined, RESPONSE), columns[self.tokens_key]
+        same = both == sizes and flat.device.type == "cpu" and flat.equal(torch.cat(by_row[self.tokens_key]))
+        if not same:
+            whole = lay.rows(flat, both, max(both), self.pad_id)
+        known = None if PROMPT in parts else lay.places(both, max(both))
+        return rest, columns, Parts(whole, known, lay.places(sizes_of(response), width))
 
     def _of_response(
         self, entries: list[Tensor] | None, key: NestedKey, responses: list[int], sizes: list[int]
-    ) -> list[Tensor] | None:
+    ) -> Tensor | None:
         """Log-probabilities that are as long as the responses, which engines alone have written."""
         if entries is None or sizes_of(entries) != responses or responses == sizes:
             return None
@@ -266,14 +271,14 @@ class DenseRows(
             begins = torch.tensor([0, *accumulate(responses[:-1])])
             if 0 not in responses and not log_probs[begins].any():
                 return None  # as TransformersWrapper's generate writes for first tokens (TorchRL 0.14.1)
-        return [log_probs]
+        return log_probs
 
 
 class Parts(NamedTuple):
     """Prompts and responses, end to end, padded on the left as the tokens are."""
 
     joined: Tensor
-    """(N, P)."""
+    """(N, P); the tokens themselves where they are known to be the same."""
     known: Tensor | None
     """(N, P) bool, where they say what the tokens are; None: everywhere."""
     response: Tensor
@@ -291,34 +296,32 @@ class Layout:
     """
 
     def __init__(self, device: torch.device, *known: list[int]):
-        self.device, self._known = device, dict[tuple[int, ...], tuple[Tensor, Tensor]]()
+        self.device, self._known = device, dict[tuple[int, ...], Tensor]()
         lengths = send_packed([torch.tensor(sizes) for sizes in known], device)
         self._lengths = {tuple(sizes): each for sizes, each in zip(known, lengths, strict=True)}
 
-    def places(self, sizes: list[int], width: int) -> tuple[Tensor, Tensor]:
-        """(N, T) bool, the last entries of each row, as many as it has; and (L,) int64, which these are."""
+    def places(self, sizes: list[int], width: int) -> Tensor:
+        """(N, T) bool, the last entries of each row, as many as it has."""
         key = (width, *sizes)
         if key not in self._known:
             lengths = self._lengths.get(key[1:])
             if lengths is None:
                 lengths = torch.tensor(sizes, device=self.device)
-            number = torch.arange(max(width, len(sizes), total := sum(sizes)), device=self.device)
-            mask = number[:width] >= width - lengths[:, None]
-            before = (number[: len(sizes)] + 1) * width - lengths.cumsum(0)
-            at = number[:total] + torch.repeat_interleave(before, lengths, output_size=total)
-            self._known[key] = mask, at
+            self._known[key] = torch.arange(width, device=self.device) >= width - lengths[:, None]
         return self._known[key]
 
-    def rows(
-        self, entries: list[Tensor], key: NestedKey, sizes: list[int], width: int, fill: float | None = None
-    ) -> Tensor:
-        """(N, T, ...) of N rows, or of all their entries as one; None: filled as :func:`.tokens.padded`."""
-        if len({entry.dtype for entry in entries}) > 1 or len({entry.shape[1:] for entry in entries}) > 1:
-            padded(entries, key)  # says what is wrong
-        flat, (_, at) = torch.cat(entries), self.places(sizes, width)
-        fill = no_token(flat) if fill is None else fill
-        made = flat.new_full((len(sizes) * width, *flat.shape[1:]), fill)
-        return made.index_copy_(0, at, flat).view(len(sizes), width, *flat.shape[1:])
+    def rows(self, flat: Tensor, sizes: list[int], width: int, fill: float | None = None) -> Tensor:
+        """(N, T, ...) of all entries, :func:`end_to_end`; None: filled as :func:`.tokens.padded`."""
+        there = self.places(sizes, width)
+        made = flat.new_full((*there.shape, *flat.shape[1:]), no_token(flat) if fill is None else fill)
+        return made.masked_scatter_(there.view(*there.shape, *[1] * (flat.ndim - 1)), flat)
+
+
+def end_to_end(rows: Sequence[Tensor], key: NestedKey) -> Tensor:
+    """(L, ...) of ragged rows, which must be of one kind."""
+    if len({(row.dtype, row.shape[1:]) for row in rows}) > 1:
+        padded(rows, key)  # says what is wrong
+    return torch.cat(rows)
 
 
 def sizes_of(rows: Sequence[Tensor]) -> list[int]:
