@@ -265,6 +265,16 @@ def as_texts(values: Sequence[str]) -> NonTensorStack:
     return stack_of_texts(*(_text_of(nothing, {"data": value, "_is_non_tensor": True}) for value in values))
 
 
+def as_data(value: Any, size: Sequence[int], device: torch.device | None) -> NonTensorData:
+    """What is no tensor, as an entry of a TensorDict.
+
+    Example:
+        >>> as_data((2, 3), [1], None).data
+        (2, 3)
+    """
+    return _text_of(of_columns({}, size, device), {"data": value, "_is_non_tensor": True})
+
+
 def listed(column: Any) -> list[Any]:
     """What is no tensor, as a list of N.
 
