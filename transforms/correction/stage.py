@@ -191,8 +191,8 @@ def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids |
         ess            (Σ w)² / (n Σ w²)    the effective sample size, a share; 0 where no weight is
         out_of_bounds  share outside of the bounds; of a sequence the share of its tokens
 
-    Sequences without a token in the loss are in none of them. Each number follows from the set of rows: ranks
-    and orders change no bit of it.
+    Sequences without a token in the loss are in none of them. Each number follows from the set of rows, whose
+    order changes no bit of it; padding changes what a sum over tokens is rounded to.
 
     Args:
         sums: (M,) by name, of :meth:`.importance.WeightFormula.sums`.
