@@ -156,18 +156,22 @@ class RolloutCorrection(
         """Write the weights of gathered rows, and multiply their advantage by them."""
         policies, credit = self._read(batch, numbers["in_loss"])
 
-        def weighed(ratio: Ratios, credit: Tensor, of_row: Tensor | None) -> dict[str, Tensor]:
+        product = torch.empty(policies.mask.shape, dtype=credit.dtype, device=credit.device)
+
+        def weighed(
+            ratio: Ratios, product: Tensor, credit: Tensor, of_row: Tensor | None
+        ) -> dict[str, Tensor]:
             weight = self.formula.weight(ratio, of_row, mean)
-            product = weight * credit.to(torch.promote_types(credit.dtype, torch.float32))
+            torch.mul(weight, credit.to(torch.promote_types(credit.dtype, torch.float32)), out=product)
             if not finite:  # anything times the weight 0 of a token out of the mask is not 0
                 zero_outside(product, ratio.mask)
-            return {"weight": weight, "credit": product.to(credit.dtype)}
+            return {"weight": weight}
 
         of_rows_here = credit.device.type == "cpu" and credit.shape[1] == 1
         finite = of_rows_here and bool(credit.isfinite().all())
-        made = policies.each_row(weighed, credit, numbers.get("of_row"))
-        write_tokens(batch, self.importance_key, made["weight"], self.loss_mask_key)
-        write_tokens(batch, self.advantage_key, made["credit"].unsqueeze(-1), self.loss_mask_key)
+        weight = policies.each_row(weighed, product, credit, numbers.get("of_row"))["weight"]
+        write_tokens(batch, self.importance_key, weight, self.loss_mask_key)
+        write_tokens(batch, self.advantage_key, product.unsqueeze(-1), self.loss_mask_key)
 
     def _read(
         self, batch: TensorDictBase, in_loss: Tensor | None, rows: Rows | None = None
