@@ -10,8 +10,9 @@ import weakref
 import pytest
 import torch
 from policies import MASK, OLD, SAMPLER, two_policies
+from tensordict import TensorDict
 
-from headrace.pipeline import Pipeline
+from headrace.pipeline import Pipeline, optimise, total_loss
 from headrace.transforms import (
     Diverged,
     LogRatio,
@@ -70,6 +71,42 @@ def test_the_next_batch_lets_go_of_columns_that_nobody_has_read():
     one(two_policies(8, 6, 1))
     gc.collect()
     assert column() is None
+
+
+def test_a_loop_that_never_reads_metrics_holds_the_columns_of_one_batch():
+    columns, alive = [], []
+
+    def count(batch):
+        gc.collect()
+        alive.append(sum(column() is not None for column in columns))
+        return batch
+
+    one = Pipeline({"count": count} | dict(pipeline().stages.items()))
+    for seed in range(4):
+        batch = two_policies(8, 6, seed)
+        columns.append(weakref.ref(batch[OLD].untyped_storage()))
+        for rows in one.minibatches(batch):
+            count(rows)
+            del rows
+        del batch
+    assert alive == [1] * 12  # in front of the stages, and with each of two minibatches
+
+
+class LinearLoss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, rows):
+        return TensorDict({"loss_objective": (self.scale * rows["advantage"]).mean()}, [])
+
+
+def test_numbers_that_are_read_after_the_optimisers_steps_are_those_before(expected):
+    run, loss = pipeline().run(two_policies(8, 6)), LinearLoss()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=1.0)
+    assert optimise(run.minibatches(), loss, optimizer, reduce=total_loss) == 2
+    assert float(loss.scale.detach()) != 1.0
+    assert numbers(run) == expected
 
 
 @pytest.mark.parametrize("key", [OLD, SAMPLER, MASK])

@@ -360,7 +360,7 @@ def in_blocks(
     return made
 
 
-def sum_of_tokens(values: Tensor, *, shown: bool = False) -> Tensor:
+def sum_of_tokens(values: Tensor) -> Tensor:
     """(..., T) → (...) float64: the sum over tokens, with the same bits in any order and with any padding.
 
     Each number is divided by a power of two above the largest of its row, and rounded to a multiple of 2⁻⁵⁰;
@@ -370,8 +370,6 @@ def sum_of_tokens(values: Tensor, *, shown: bool = False) -> Tensor:
 
     Args:
         values: finite; where one is not, the sum is NaN.
-        shown: nothing is decided by it: the first multiples do, which takes half the time. Float64 values are
-            overwritten.
 
     Example:
         >>> values = torch.tensor([[0.1, 0.2, 0.3, -0.6]], dtype=torch.float64)
@@ -383,18 +381,13 @@ def sum_of_tokens(values: Tensor, *, shown: bool = False) -> Tensor:
         return values.sum(-1)
     largest = torch.maximum(values.amax(-1), -values.amin(-1)).clamp_min_(2.0**-900).unsqueeze(-1)
     scale = largest.frexp().mantissa / largest  # a power of two, exactly
-    rest = values.mul_(scale) if shown else values * scale
-    if shown and values.shape[-1] <= AT_MOST:
-        return _steps(rest.add_(COARSE), COARSE).double().mul_(STEP).div_(scale.squeeze(-1))
     coarse, fine = [], []
-    for part in rest.split(AT_MOST, -1):
+    for part in (values * scale).split(AT_MOST, -1):
         near = part + COARSE
         coarse.append(_steps(near, COARSE))
-        if not shown:
-            fine.append(_steps(part.sub_(near.sub_(COARSE)).add_(FINE), FINE))
+        fine.append(_steps(part.sub_(near.sub_(COARSE)).add_(FINE), FINE))
     high, low = _joined(coarse)
-    if not shown:
-        low = low + sum(_joined(fine)) * STEP
+    low = low + sum(_joined(fine)) * STEP
     return (high + low) * STEP / scale.squeeze(-1)
 
 
@@ -414,6 +407,16 @@ def _joined(steps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     low = torch.stack([each & 0xFFFFFFFF for each in steps]).sum(0)
     high = torch.stack([each >> 32 for each in steps]).sum(0) + (low >> 32)
     return high.double() * 2.0**32, (low & 0xFFFFFFFF).double()
+
+
+def plain_sum(values: Tensor) -> Tensor:
+    """(B, T) → (B,): the sum over tokens as torch adds them, for numbers by which nothing is decided.
+
+    It takes a thirtieth of the time of :func:`sum_of_tokens`. Padding changes how it is rounded; other rows
+    and their order do not.
+    """
+    # Of a long row by itself each thread would add up a part, which rounds otherwise than among other rows.
+    return (values.expand(2, -1) if len(values) == 1 else values).sum(-1)[: len(values)]
 
 
 def zero_outside(values: Tensor, mask: Tensor) -> Tensor:

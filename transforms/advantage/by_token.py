@@ -25,9 +25,9 @@ from headrace.transforms.tokens import (
     first_token,
     in_blocks,
     padded,
+    plain_sum,
     read_advantage,
     read_loss_mask,
-    sum_of_tokens,
     write_tokens,
     zero_outside,
 )
@@ -250,8 +250,8 @@ def how_much_changes(
     return {
         "tokens": count_true(trains),
         "changed": count_true(change != 0),
-        "abs_mean": sum_of_tokens(change, shown=True),
-        "term_mean": sum_of_tokens(zero_outside(term.to(torch.float64, copy=True), trains), shown=True),
+        "abs_mean": plain_sum(change),
+        "term_mean": plain_sum(zero_outside(term.to(torch.float64, copy=True), trains)),
     }
 
 

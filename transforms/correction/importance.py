@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.transforms.ids import Ids, add_up
 from headrace.transforms.options import has_effect, one_of, takes_options
 from headrace.transforms.rows import Rows
-from headrace.transforms.tokens import sum_of_tokens, zero_outside
+from headrace.transforms.tokens import plain_sum, sum_of_tokens, zero_outside
 
 from .ratios import LARGEST, Policies, Ratios, clamped, over_units
 
@@ -143,7 +143,9 @@ class WeightFormula:
         ratios = ratio.clamped.exp().to(ratio.dtype)  # `excess + 1` would lose a small one
         out = outside(ratios, self.low, self.high) & ratio.mask
         weight = zero_outside(self.bounded(ratios), ratio.mask)
-        return {**ratio.of_rows(weight), "largest": largest(weight), "outside": out.sum(-1)}
+        found = {"largest": largest(weight), "outside": out.sum(-1)}
+        weight = weight.double()
+        return found | ratio.of_rows() | {"weight": plain_sum(weight), "squares": plain_sum(weight.square())}
 
     def weigh_rows(self, found: Mapping[str, Tensor], rollouts: Ids | None, dtype: torch.dtype) -> Importance:
         """What follows from all rows.

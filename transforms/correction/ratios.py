@@ -25,9 +25,9 @@ from headrace.transforms.tokens import (
     finite_inside,
     first_token,
     in_blocks,
+    plain_sum,
     read_mask,
     read_tokens,
-    sum_of_tokens,
     unless_all,
     zero_outside,
 )
@@ -79,22 +79,15 @@ class Ratios:
         """(B, T) float64: ρ − 1, of the clamped log-ratio."""
         return self.clamped.expm1()
 
-    def of_rows(self, weight: Tensor | None = None) -> dict[str, Tensor]:
-        """(B,) each: sums over the tokens of a row, by which :func:`distance` measures; nothing is decided.
-
-        Args:
-            weight: (B, T), 0 out of the mask, for the sums ``weight`` and ``squares``, of its squares.
-        """
-        values = self.token.new_empty(4 if weight is None else 6, *self.mask.shape)
-        torch.neg(self.clamped, out=values[1])
-        torch.sub(self.excess, self.clamped, out=values[2])
-        torch.add(self.excess, 2, out=values[3]).mul_(self.excess)
-        values[0] = self.token
-        if weight is not None:
-            values[4] = weight
-            torch.mul(values[4], values[4], out=values[5])
-        names = "total", "k1", "k3", "chi2", "weight", "squares"
-        return dict(zip(names, sum_of_tokens(values, shown=True), strict=False))
+    def of_rows(self) -> dict[str, Tensor]:
+        """(B,) each: sums over the tokens of a row, by which :func:`distance` measures and nobody decides."""
+        excess = self.excess
+        return {
+            "total": plain_sum(self.token),
+            "k1": 0.0 - plain_sum(self.clamped),  # 0, and not −0, of equal policies
+            "k3": plain_sum(excess - self.clamped),
+            "chi2": plain_sum(excess.square()) + 2 * plain_sum(excess),
+        }
 
     def unknown(self) -> dict[str, Tensor]:
         """(B,) each: the first token that one policy does not know, −1 if none is, and what both say."""
@@ -239,8 +232,8 @@ def distance(found: Mapping[str, Tensor], rollouts: Ids | None) -> dict[str, Ten
         kl_k3  Σ (ρ − 1 + d) / n    another (http://joschu.net/blog/kl-approx.html)
         chi2   Σ ρ² / n − 1         of χ²(π_old ‖ μ)
 
-    Sequences without a token in the loss are in none of them. Each number follows from the set of rows: ranks
-    and orders change no bit of it.
+    Sequences without a token in the loss are in none of them. Each number follows from the set of rows, whose
+    order changes no bit of it; padding changes what a sum over tokens is rounded to.
 
     Args:
         found: (M,) by name, of :meth:`Ratios.of_rows`.
@@ -248,7 +241,7 @@ def distance(found: Mapping[str, Tensor], rollouts: Ids | None) -> dict[str, Ten
     """
     tokens = found["tokens"].sum().clamp_min(1)
     there = over_units(found["tokens"], rollouts) > 0
-    d = -clamped(over_units(found["total"], rollouts)) * there
+    d = clamped(0.0 - over_units(found["total"], rollouts)) * there
     sequences = there.sum().clamp_min(1)
     return {
         "kl_k1_token": add_up(found["k1"]) / tokens,

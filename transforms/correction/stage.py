@@ -156,18 +156,22 @@ class RolloutCorrection(
         """Write the weights of gathered rows, and multiply their advantage by them."""
         policies, credit = self._read(batch, numbers["in_loss"])
 
-        def weighed(ratio: Ratios, credit: Tensor, of_row: Tensor | None) -> dict[str, Tensor]:
+        product = torch.empty(policies.mask.shape, dtype=credit.dtype, device=credit.device)
+
+        def weighed(
+            ratio: Ratios, product: Tensor, credit: Tensor, of_row: Tensor | None
+        ) -> dict[str, Tensor]:
             weight = self.formula.weight(ratio, of_row, mean)
-            product = weight * credit.to(torch.promote_types(credit.dtype, torch.float32))
+            torch.mul(weight, credit.to(torch.promote_types(credit.dtype, torch.float32)), out=product)
             if not finite:  # anything times the weight 0 of a token out of the mask is not 0
                 zero_outside(product, ratio.mask)
-            return {"weight": weight, "credit": product.to(credit.dtype)}
+            return {"weight": weight}
 
         of_rows_here = credit.device.type == "cpu" and credit.shape[1] == 1
         finite = of_rows_here and bool(credit.isfinite().all())
-        made = policies.each_row(weighed, credit, numbers.get("of_row"))
-        write_tokens(batch, self.importance_key, made["weight"], self.loss_mask_key)
-        write_tokens(batch, self.advantage_key, made["credit"].unsqueeze(-1), self.loss_mask_key)
+        weight = policies.each_row(weighed, product, credit, numbers.get("of_row"))["weight"]
+        write_tokens(batch, self.importance_key, weight, self.loss_mask_key)
+        write_tokens(batch, self.advantage_key, product.unsqueeze(-1), self.loss_mask_key)
 
     def _read(
         self, batch: TensorDictBase, in_loss: Tensor | None, rows: Rows | None = None
@@ -191,8 +195,8 @@ def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids |
         ess            (Σ w)² / (n Σ w²)    the effective sample size, a share; 0 where no weight is
         out_of_bounds  share outside of the bounds; of a sequence the share of its tokens
 
-    Sequences without a token in the loss are in none of them. Each number follows from the set of rows: ranks
-    and orders change no bit of it.
+    Sequences without a token in the loss are in none of them. Each number follows from the set of rows, whose
+    order changes no bit of it; padding changes what a sum over tokens is rounded to.
 
     Args:
         sums: (M,) by name, of :meth:`.importance.WeightFormula.sums`.
