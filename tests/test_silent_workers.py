@@ -132,6 +132,22 @@ def test_what_a_worker_raised_is_said_or_where_to_look(kind):
     assert "Waiting: group" in words
 
 
+def test_a_dead_worker_is_named_though_torchrl_raises_something_else_meanwhile():
+    class Ended:
+        def __init__(self, code):
+            self.exitcode = code
+
+    class Source:
+        procs = (Ended(-15), Ended(3))
+
+        def __iter__(self):
+            raise ValueError("Cannot close a process while it is still running")
+            yield
+
+    with pytest.raises(RuntimeError, match=r"worker 1 \(exit code 3\)"):
+        list(assembled(Source(), GroupAssembler()))
+
+
 def test_a_second_loop_goes_on_where_the_first_stopped():
     source, assembler, batches = collector("async"), GroupAssembler(), []
     stream = assembled(source, assembler)
