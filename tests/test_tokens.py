@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from headrace.pipeline import Pipeline, optimise, total_loss
 from headrace.transforms import LossWeight, MissingKeyError
 from headrace.transforms.rows import Rows
 from headrace.transforms.tensordicts import FEW, count_true
-from headrace.transforms.tokens import sum_of_tokens
+from headrace.transforms.tokens import AT_MOST, finite_inside, nan_inside, sum_of_tokens, zero_outside
 
 
 def loss_tokens(batch: TensorDict, mask, log_prob) -> torch.Tensor:
@@ -42,15 +43,53 @@ def count_of_any_width(width, rows, seed, odd):
     assert count_true(wide.t()).tolist() == [rows] * (8 * 300 + width)
 
 
-@given(st.lists(st.integers(-(2**40), 2**40), max_size=70), st.integers(0, 5), st.randoms())
-def test_a_sum_over_tokens_is_the_float_nearest_to_the_true_one_in_any_order_and_padding(steps, more, random):
-    """Of differences of log-probabilities, which are multiples of a power of two."""
+@given(
+    st.lists(st.integers(-(2**40), 2**40), max_size=70),
+    st.integers(0, 5),
+    st.sampled_from([2, AT_MOST]),
+    st.randoms(),
+)
+def test_a_sum_over_tokens_is_the_float_nearest_to_the_true_one_in_any_order_and_padding(
+    steps, more, most, random
+):
+    """Of differences of log-probabilities, which are multiples of a power of two; rows of any width."""
     values = [step * 2.0**-30 for step in steps]
     true = float(sum(map(Fraction, values)))
-    assert float(sum_of_tokens(torch.tensor([values], dtype=torch.float64))) == true
     padded = values + [0.0] * more
     random.shuffle(padded)
-    assert float(sum_of_tokens(torch.tensor(padded, dtype=torch.float64))) == true
+    with patch("headrace.transforms.tokens.AT_MOST", most):
+        for each in ([values], padded):
+            assert float(sum_of_tokens(torch.tensor(each, dtype=torch.float64))) == true
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=70), st.integers(0, 5), st.randoms())
+def test_a_sum_that_is_shown_alone_has_the_same_bits_in_any_order_and_padding_and_width(values, more, random):
+    padded = values + [0.0] * more
+    random.shuffle(padded)
+    one, other = (torch.tensor(each, dtype=torch.float64) for each in (values, padded))
+    first = float(sum_of_tokens(one.clone(), shown=True))
+    assert abs(first - math.fsum(values)) <= 1e-13 * math.fsum(map(abs, values)) + 1e-280
+    assert float(sum_of_tokens(other.clone(), shown=True)) == first
+    with patch("headrace.transforms.tokens.AT_MOST", 2):
+        assert float(sum_of_tokens(other, shown=True)) == first
+
+
+@given(
+    st.lists(st.floats(width=16), min_size=1, max_size=9),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    st.data(),
+)
+def test_what_stands_out_of_a_mask_is_not_read(values, dtype, data):
+    inside = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
+    column, mask = torch.tensor([values], dtype=dtype), torch.tensor([inside])
+    odd = (mask.view(torch.uint8) * 255).view(torch.bool)  # a True may be any byte but 0
+    for each in (mask, odd):
+        assert torch.equal(
+            zero_outside(column.clone(), each).nan_to_num(7.0), torch.where(mask, column, 0.0).nan_to_num(7.0)
+        )
+        assert torch.equal(nan_inside(column, each).isnan(), mask | column.isnan())
+    if finite_inside(column, mask):
+        assert bool((column.isfinite() | ~mask).all())
 
 
 def test_the_next_batch_may_lie_in_the_memory_of_the_last_whoever_wrote_it():

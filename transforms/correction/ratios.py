@@ -19,13 +19,17 @@ from torch import Tensor
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, add_up
 from headrace.transforms.rows import Rows
+from headrace.transforms.tensordicts import count_true
 from headrace.transforms.tokens import (
     check_lengths,
+    finite_inside,
     first_token,
     in_blocks,
-    read_loss_mask,
+    read_mask,
     read_tokens,
     sum_of_tokens,
+    unless_all,
+    zero_outside,
 )
 
 LARGEST = 20.0  # a log-ratio beyond it says no more: e^20 is 485 million
@@ -38,10 +42,9 @@ class Ratios:
     Args:
         log_prob: (B, T) float, log π_old.
         sampler_log_prob: (B, T) float, log μ.
-        mask: (B, T) bool, tokens in the loss. What is not finite there counts as 0.
+        mask: (B, T) bool, tokens in the loss.
 
     Attributes:
-        token: (B, T) float64: log π_old − log μ, 0 out of the mask.
         mask: (B, T) bool.
         dtype: what results are rounded to: that of the log-probabilities, at least float32.
     """
@@ -49,10 +52,22 @@ class Ratios:
     def __init__(self, log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor):
         self.dtype, self.mask = rounded_to(log_prob, sampler_log_prob), mask
         self._pair = log_prob, sampler_log_prob
-        ratio = log_prob.detach().double() - sampler_log_prob.detach().double()
-        finite = ratio.isfinite()
-        self._wrong = mask & ~finite
-        self.token = ratio.masked_fill_(~(mask & finite), 0.0)
+
+    def log(self) -> Tensor:
+        """(B, T) float64: log π_old − log μ, anything out of the mask; the caller's own."""
+        trainer, sampler = self._pair
+        return trainer.to(torch.float64, copy=True).sub_(sampler.double())
+
+    @cached_property
+    def token(self) -> Tensor:
+        """(B, T) float64: log π_old − log μ, 0 out of the mask."""
+        return zero_outside(self.log(), self.mask)
+
+    @cached_property
+    def rounded(self) -> Tensor:
+        """(B, T): the same, clamped and rounded; the difference of rounded numbers is that of exact ones."""
+        trainer, sampler = self._pair
+        return clamped(zero_outside(trainer.to(self.dtype) - sampler.to(self.dtype), self.mask))
 
     @cached_property
     def clamped(self) -> Tensor:
@@ -64,17 +79,29 @@ class Ratios:
         """(B, T) float64: ρ − 1, of the clamped log-ratio."""
         return self.clamped.expm1()
 
-    def of_rows(self) -> dict[str, Tensor]:
-        """(B,) each: how many tokens a row has, and sums over them by which :func:`distance` measures.
+    def of_rows(self, weight: Tensor | None = None) -> dict[str, Tensor]:
+        """(B,) each: sums over the tokens of a row, by which :func:`distance` measures; nothing is decided.
 
-        Also the first token of which one policy is not known, −1 where all are, and what both say of it
-        (:func:`require_known`).
+        Args:
+            weight: (B, T), 0 out of the mask, for the sums ``weight`` and ``squares``, of its squares.
         """
-        d, more = -self.clamped, self.excess
-        sums = sum_of_tokens(torch.stack([self.token, d, more + d, more * (more + 2)]))
-        found = {"tokens": self.mask.sum(-1), **dict(zip(("total", "k1", "k3", "chi2"), sums, strict=True))}
+        values = self.token.new_empty(4 if weight is None else 6, *self.mask.shape)
+        torch.neg(self.clamped, out=values[1])
+        torch.sub(self.excess, self.clamped, out=values[2])
+        torch.add(self.excess, 2, out=values[3]).mul_(self.excess)
+        values[0] = self.token
+        if weight is not None:
+            values[4] = weight
+            torch.mul(values[4], values[4], out=values[5])
+        names = "total", "k1", "k3", "chi2", "weight", "squares"
+        return dict(zip(names, sum_of_tokens(values, shown=True), strict=False))
+
+    def unknown(self) -> dict[str, Tensor]:
+        """(B,) each: the first token that one policy does not know, −1 if none is, and what both say."""
+        trainer, sampler = self._pair
+        wrong = self.mask & ~(trainer.isfinite() & sampler.isfinite())
         names = "unknown", "trainer", "sampler"
-        return found | dict(zip(names, first_token(self._wrong, *self._pair), strict=True))
+        return dict(zip(names, first_token(wrong, trainer, sampler), strict=True))
 
 
 class Policies:
@@ -85,6 +112,7 @@ class Policies:
         sampler_log_prob: (B, T) float, log μ.
         mask: (B, T) bool.
         names: what the columns are called in messages.
+        in_loss: (B,) bool, rows in the loss; None: all are.
 
     Raises:
         BatchError: shapes differ, or are not (B, T); the mask is not bool.
@@ -96,6 +124,7 @@ class Policies:
         sampler_log_prob: Tensor,
         mask: Tensor,
         names: Sequence[NestedKey] = ("log_prob", "sampler_log_prob", "mask"),
+        in_loss: Tensor | None = None,
     ):
         columns = log_prob, sampler_log_prob, mask
         if len({column.shape for column in columns}) > 1 or mask.ndim != 2:
@@ -109,7 +138,7 @@ class Policies:
                 f"a loss mask is bool, True trains; found {mask.dtype}: convert it by `mask != 0`"
             )
         self.log_prob, self.sampler_log_prob, self.mask = log_prob.detach(), sampler_log_prob.detach(), mask
-        self.dtype = rounded_to(log_prob, sampler_log_prob)
+        self.in_loss, self.dtype = in_loss, rounded_to(log_prob, sampler_log_prob)
 
     @classmethod
     def read(cls, batch: TensorDictBase, reader: Any, in_loss: Tensor | None) -> Policies:
@@ -128,45 +157,62 @@ class Policies:
         keys, mask_key = [getattr(reader, option) for option in options], reader.loss_mask_key
         pairs = zip(keys, options, strict=True)
         old, sampler = (read_tokens(batch, key, reader=name, option=option) for key, option in pairs)
-        mask = read_loss_mask(batch, mask_key, in_loss, reader=name)
+        mask = read_mask(batch, mask_key, reader=name, option="loss_mask_key")
         check_lengths(batch, keys, mask_key, reader=name)
-        return cls(old, sampler, mask, [*keys, mask_key])
+        return cls(old, sampler, mask, [*keys, mask_key], unless_all(in_loss))
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What is read whenever something is asked."""
+        return self.log_prob, self.sampler_log_prob, self.mask
 
     def each_row(
         self, function: Callable[..., Mapping[str, Tensor]], *more: Tensor | None
     ) -> dict[str, Tensor]:
         """What a function of the :class:`Ratios` of some rows, and of their `more`, says of all rows."""
 
-        def of_some(log_prob: Tensor, sampler: Tensor, mask: Tensor, *more: Tensor) -> Mapping[str, Tensor]:
+        def of_some(
+            log_prob: Tensor, sampler: Tensor, mask: Tensor, in_loss: Tensor | None, *more: Tensor
+        ) -> Mapping[str, Tensor]:
+            mask = mask if in_loss is None else mask & in_loss.unsqueeze(-1)
             return function(Ratios(log_prob, sampler, mask), *more)
 
-        return in_blocks(of_some, self.log_prob, self.sampler_log_prob, self.mask, *more)
+        return in_blocks(of_some, *self.columns, self.in_loss, *more)
 
+    def counted(self) -> dict[str, Tensor]:
+        """(B,) each: how many ``tokens`` a row has in the loss, and whether all of them are ``known``."""
+        tokens = count_true(self.mask)
+        tokens = tokens if self.in_loss is None else tokens * self.in_loss
+        known = finite_inside(self.log_prob, self.mask) & finite_inside(self.sampler_log_prob, self.mask)
+        return {"tokens": tokens, "known": known | (tokens == 0)}
 
-def require_known(rows: Rows, found: Mapping[str, Tensor]) -> None:
-    """Every token in the loss has finite log-probabilities.
+    def require_known(self, rows: Rows, found: Mapping[str, Tensor]) -> None:
+        """Every token in the loss has finite log-probabilities.
 
-    Args:
-        rows: M of them.
-        found: (M,) by name, of :meth:`Ratios.of_rows`.
+        Args:
+            rows: M of them.
+            found: (M,) by name, of :meth:`counted`.
 
-    Raises:
-        BatchError: one has not, with its row.
-    """
+        Raises:
+            BatchError: one has not, with its row.
+        """
+        if bool(found["known"].all()):
+            return
+        said = rows.measured(**self.each_row(Ratios.unknown))
 
-    def describe(row: int) -> str:
-        ids = [f"{role} {rows.name(role, row)}" for role in ("group", "rollout") if rows.has(role)]
-        known = f" ({', '.join(ids)})" if ids else ""
-        said = f"{float(found['trainer'][row]):g} (trainer) and {float(found['sampler'][row]):g} (sampler)"
-        return f"{said} at row {rows.at(row)}{known}, token {int(found['unknown'][row])}"
+        def describe(row: int) -> str:
+            ids = [f"{role} {rows.name(role, row)}" for role in ("group", "rollout") if rows.has(role)]
+            known = f" ({', '.join(ids)})" if ids else ""
+            both = f"{float(said['trainer'][row]):g} (trainer) and {float(said['sampler'][row]):g} (sampler)"
+            return f"{both} at row {rows.at(row)}{known}, token {int(said['unknown'][row])}"
 
-    rows.require(
-        found["unknown"] < 0,
-        "tokens in the loss have a finite log-probability under both policies; found {found}. Record both "
-        "for every token that trains, or take those rows out before: "
-        "SampleFilter(criterion=Finite(key=...))",
-        describe,
-    )
+        rows.require(
+            said["unknown"] < 0,
+            "tokens in the loss have a finite log-probability under both policies; found {found}. Record "
+            "both for every token that trains, or take those rows out before: "
+            "SampleFilter(criterion=Finite(key=...))",
+            describe,
+        )
 
 
 def rounded_to(log_prob: Tensor, sampler_log_prob: Tensor) -> torch.dtype:

@@ -14,7 +14,7 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError, who_stamps
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key
-from headrace.transforms.prefixes import END, left_aligned, same_content
+from headrace.transforms.prefixes import END, left_aligned, words_of
 from headrace.transforms.required import require_turns
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import (
@@ -29,8 +29,14 @@ from headrace.transforms.schema import (
     has_key,
 )
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tensordicts import device_of, entries_of, parts_of
-from headrace.transforms.tokens import describe_row, in_loss_there, read_mask, read_tokens, write_tokens
+from headrace.transforms.tensordicts import count_true, device_of, entries_of, parts_of, send_packed
+from headrace.transforms.tokens import (
+    describe_row,
+    in_loss_there,
+    read_mask,
+    read_tokens,
+    write_tokens,
+)
 
 from .dense import PARTS
 from .packing import TOKEN_KEYS
@@ -60,20 +66,22 @@ def merge_turns(
     first: Tensor,
     turn: Tensor | None = None,
     silent: Tensor | None = None,
+    there: Tensor | None = None,
 ) -> Merged:
     """Find the rows of a rollout that are the beginning of the next one's prompt.
 
     A row goes on from the row before it in its rollout if all tokens of that are its own first ones, and
     none of them trains in it. Else, as where a conversation was tokenised anew, or compacted, a new segment
-    begins. No device read.
+    begins. Rows are compared as bytes on the host, to which they are copied from another device.
 
     Args:
-        tokens: (N, T) int64, from the left on, with ``END`` behind (``left_aligned``).
-        trains: (N, T) bool, likewise, the tokens in the loss.
+        tokens: (N, T) int64.
+        trains: (N, T) bool, the tokens in the loss.
         first: (N,) int64, the first row of each row's rollout.
         turn: (N,) int64, orders the rows of a rollout; None: they are in order.
         silent: (N,) bool, rows out of the loss. A row is not merged into one that says of itself that it
             does not train, so those at the end of a segment stay as they are. None: there are none.
+        there: (N, T) bool, which tokens are no padding; None: those that are not ``END``.
 
     Example:
         >>> tokens = torch.tensor([[5, 6, END, END], [5, 6, 7, 8], [5, 9, 9, END]])
@@ -81,15 +89,20 @@ def merge_turns(
         >>> merge_turns(tokens, trains, torch.tensor([0, 0, 0])).into.tolist()
         [1, 1, 2]
     """
-    row = torch.arange(len(first), device=first.device)
+    device, first = first.device, first.cpu()
+    there = tokens != END if there is None else there
+    turn, silent = (None if each is None else each.cpu() for each in (turn, silent))
+    row = torch.arange(len(first))
     order = Ids(first).positions(turn).sort(stable=True).indices
     order = order[first[order].sort(stable=True).indices]  # rollout by rollout, turn by turn
-    before = order.roll(1)
-    follows = first[order] == first[before]
+    follows = first[order] == first[order.roll(1)]
     follows[:1] = False
-    inside = tokens[before] != END
-    same = (tokens[order] == tokens[before]) & ~trains[order]
-    extends = goes_on = follows & (same | ~inside).all(1)
+    rows, same = _contents(tokens.long().cpu(), there.cpu(), trains.cpu()), []
+    for own, other in zip(order.tolist(), order.roll(1).tolist(), strict=True):
+        (content, prompt), before = rows[own], rows[other][0]
+        same.append(len(before) <= prompt and content.startswith(before))
+    goes_on = follows & torch.tensor(same, dtype=torch.bool)
+    extends = goes_on
     if silent is not None:
         segment = (~goes_on).long().cumsum(0) - 1
         last = torch.where(silent[order], -1, row)
@@ -99,7 +112,34 @@ def merge_turns(
     ends[:-1] = ~extends[1:]
     at = torch.where(ends, row, len(row)).flip(0).cummin(0).values.flip(0)  # where its segment ends
     into = torch.empty_like(row).index_copy_(0, order, order[at])
-    return Merged(into, torch.empty_like(ends).index_copy_(0, order, follows & ~goes_on))
+    broken = torch.empty_like(ends).index_copy_(0, order, follows & ~goes_on)
+    return Merged(into.to(device), broken.to(device))
+
+
+def _contents(tokens: Tensor, there: Tensor, trains: Tensor) -> list[tuple[bytes, int]]:
+    """Of each row its tokens as bytes, and how many of these are in front of the first that trains."""
+    size = 8 * tokens.shape[1]
+    begin, end = _edges(there)
+    learns = torch.where(count_true(trains) > 0, _edges(trains)[0], tokens.shape[1])
+    found, whole, closed = [], tokens.numpy().tobytes(), count_true(there) == end - begin
+    columns = zip(begin.tolist(), end.tolist(), learns.tolist(), closed.tolist(), strict=True)
+    for row, (start, stop, first, is_closed) in enumerate(columns):
+        if is_closed:
+            content = whole[row * size + 8 * start : row * size + 8 * stop]
+            found.append((content, 8 * (first - start)))
+        else:  # with holes between tokens
+            own = there[row]
+            found.append((tokens[row][own].numpy().tobytes(), 8 * int(own[:first].sum())))
+    return found
+
+
+def _edges(there: Tensor) -> tuple[Tensor, Tensor]:
+    """(N,) int64 each, of (N, T) bool on the CPU: the first column that is True, and that behind the last."""
+    if there.shape[1] == 0 or len(there) == 0:
+        return torch.zeros(2, len(there), dtype=torch.int64).unbind(0)
+    real = there.numpy()  # NumPy finds a bool in a tenth of the time
+    begin, behind = (torch.from_numpy(each.argmax(1)) for each in (real, real[:, ::-1]))
+    return begin, torch.where(count_true(there) > 0, there.shape[1] - behind, 0)
 
 
 class MergeTurns(
@@ -183,12 +223,14 @@ class MergeTurns(
         in_loss = in_loss_there(rows)
         trains = loss if in_loss is None else loss & in_loss[:, None]
         into, broken = merge_turns(
-            left_aligned(tokens, there),
-            left_aligned(trains.long(), there) == 1,
-            own.spread(own.first).to(device),
-            None if turn is None else rows.there(turn),
-            None if in_loss is None else ~in_loss,
+            tokens,
+            trains,
+            own.spread(own.first),
+            None if turn is None else rows.of_rank(turn),
+            None if in_loss is None else ~rows.of_rank(rows.in_loss),
+            there,
         )
+        into, broken = into.to(device), broken.to(device)
 
         # 2. Columns by row are those of the row into which it is merged. One copy tells the table all of it.
         may_differ = {self.tokens_key, self.attention_key, self.loss_mask_key, self.advantage_key}
@@ -201,8 +243,8 @@ class MergeTurns(
         found = rows.measured(
             into=rows.table.live.to(device).index_select(0, into),
             broken=broken,
-            tokens=trains.sum(1),
-            padding=(loss & ~there).any(1),
+            tokens=count_true(trains),
+            padding=count_true(loss & ~there) > 0,
             **{f"differs in {key}": column for key, column in differs.items()},
         )
         rows.require(
@@ -220,27 +262,7 @@ class MergeTurns(
                 describe_row(rows),
             )
 
-        # 3. What is said of a token goes to where the row has it that it becomes a part of.
-        row, width = torch.arange(len(batch), device=device), tokens.shape[1]
-        place = (there.long().cumsum(1) - 1).clamp_min(0)
-        at = left_aligned(torch.arange(width, device=device).expand_as(there), there)[into].gather(1, place)
-        goes = trains & (into != row)[:, None]
-        to = torch.where(goes, into[:, None] * width + at, len(batch) * width).flatten()
-
-        def moved(values: Tensor) -> Tensor:
-            flat = values.flatten(0, 1)
-            room = torch.cat([flat, flat.new_empty(1, *flat.shape[1:])])  # an entry for all that stays
-            return room.index_copy_(0, to, flat)[:-1].view(values.shape)
-
-        same = (self.tokens_key, self.attention_key, self.loss_mask_key)
-        by_token = [key for key in (*MERGED_KEYS, *self.token_keys, self.advantage_key) if key not in same]
-        of_table = [key for key in (*rows.table.written_columns(), *OF_SEGMENTS) if key not in by_token]
-        batch = batch.exclude(*PARTS, *of_table)  # where they stay
-        for key in [key for key in dict.fromkeys(by_token) if has_key(batch, key)]:
-            write_tokens(batch, key, moved(_by_token(batch, key, self.tokens_key)), self.tokens_key)
-        write_tokens(batch, self.loss_mask_key, moved(trains), self.tokens_key)
-
-        # 4. What the table says of a segment as a whole.
+        # 3. What the table says of a segment as a whole.
         segments = Ids(found["into"].long())
         rows.table.load(OF_SEGMENTS)
         for key in (IS_FIRST_SEGMENT, INIT):
@@ -251,11 +273,40 @@ class MergeTurns(
             whole = segments.sum(torch.where(before < 0, found["tokens"].long(), before))
             known = segments.any(before >= 0)
             rows.put(LENGTH, segments.spread(torch.where(known, whole, -1)), ndim=1)
-        stays = rows.of_rank(segments.labels) == rows.table.live
+        home = rows.table.places(rows.of_rank(segments.labels))
+        stays = home == torch.arange(len(home))
         rows.metric("merged", (~stays).sum())
         rows.metric("broken", rows.of_rank(found["broken"]).sum())
         rows.merge(segments.labels, self.reasons[0])
-        return batch
+
+        # 4. What is said of a token goes to where the row has it that it becomes a part of.
+        width, kept, real = tokens.shape[1], stays.nonzero().flatten(), there.cpu()
+        leaves = (~stays).nonzero().flatten()
+        goes = trains.cpu().index_select(0, leaves).view(-1)
+        at = torch.from_numpy(goes.numpy().nonzero()[0])
+        source, column = leaves[at // max(width, 1)], at % max(width, 1)
+        target = home[source]
+        begin, end = _edges(real)
+        if torch.equal(end - begin, count_true(real)):  # tokens lie together in all rows
+            to = column - begin[source] + begin[target]
+        else:
+            places = torch.arange(width).expand(real.shape)
+            to = left_aligned(places, real)[target, real.cumsum(1)[source, column] - 1]
+        to += torch.searchsorted(kept, target) * width
+        kept, source, column, to = send_packed([kept, source, column, to], device)
+
+        def moved(values: Tensor) -> Tensor:
+            made = values.index_select(0, kept)
+            made.flatten(0, 1).index_copy_(0, to, values[source, column])
+            return made
+
+        same = (self.tokens_key, self.attention_key, self.loss_mask_key)
+        by_token = [key for key in (*MERGED_KEYS, *self.token_keys, self.advantage_key) if key not in same]
+        made = rows.tokens().exclude(*PARTS)
+        for key in [key for key in dict.fromkeys(by_token) if has_key(batch, key)]:
+            write_tokens(made, key, moved(_by_token(batch, key, self.tokens_key)), self.tokens_key)
+        write_tokens(made, self.loss_mask_key, moved(trains), self.tokens_key)
+        return made
 
     def _mask(self, batch: TensorDictBase, option: str, tokens: Tensor) -> Tensor:
         """(B, T) bool, of an option that names a mask."""
@@ -291,8 +342,8 @@ def _differs(batch: TensorDictBase, key: NestedKey, into: Tensor) -> Tensor | No
     if not all(isinstance(part, Tensor) for part in parts):
         return None
     if isinstance(batch, LazyStackedTensorDict):
-        content = same_content(parts)
-        return content != content[into]
+        column = words_of(parts)
+        return (column != column.index_select(0, into)).any(1)
     column = parts[0]
     column = column.detach().flatten(1) if column.ndim > 1 else column.detach()[:, None]
     other = column.index_select(0, into)
