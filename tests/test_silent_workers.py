@@ -99,6 +99,20 @@ def test_a_worker_that_hangs_while_another_goes_on_is_named_with_what_waits(opti
     assert time.monotonic() - begun < 60
 
 
+def train_slowly(stream) -> None:
+    for _ in itertools.islice(stream, 12):
+        time.sleep(STEP)
+
+
+def test_a_worker_that_hangs_is_named_though_more_comes_than_is_trained():
+    source = collector("async", w1=functools.partial(hang, at=12))
+    try:
+        with pytest.raises(StalledError, match=r"worker 1 .*silent for"):
+            train_slowly(assembled(source, GroupAssembler(), worker_patience=2.0))
+    finally:
+        close(source)
+
+
 def test_a_slow_worker_may_make_a_pause_ten_times_as_long_as_before():
     source, groups = collector("async", w1=slow), set()
     try:

@@ -238,8 +238,8 @@ class Assembled(OverSource):
             weakref.finalize(self, self._reader.close)
         reader, left = self._reader, self.patience
         while left is None or left > 0:
-            if not reader.has_more:  # what has come was put
-                self._watch.check(self.assembler)
+            # Also while batches wait: one of each worker does at most, so others come thrice only behind it.
+            self._watch.check(self.assembler)
             asked = time.monotonic()
             try:
                 piece = reader.get(LOOK if left is None else min(LOOK, left))

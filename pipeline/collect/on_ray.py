@@ -276,6 +276,7 @@ class AssemblerActor:
         self.most, self.puts = max_ready, 0
         self.changed = asyncio.Condition()
         self.stall: StalledError | None = None
+        self.silent: StalledError | None = None  # a worker is, whatever the others send
         self.said: list[Warning] = []  # which nobody sees here
         self.workers = WorkerWatch(None, None)
 
@@ -301,10 +302,11 @@ class AssemblerActor:
             except StalledError as err:  # is of the stream, and not of this batch: the trainer is to know
                 self.stall = err
                 raise
+            self.silent = None
             try:
                 self.workers.check(self.assembler)
             except StalledError as err:  # is of another worker
-                self.stall = err
+                self.silent = err
 
     async def take(self, n: int | None, patience: float) -> tuple[TensorDictBase | None, int]:
         """A batch, if one is there in time, and how many puts there were."""
@@ -320,6 +322,9 @@ class AssemblerActor:
         return said
 
     def _take_into(self, taken: list[TensorDictBase], n: int | None) -> bool:
+        if self.silent is not None:  # at once: others may send more than is taken
+            silent, self.silent = self.silent, None
+            raise silent
         if (batch := self.assembler.take(n)) is not None:
             taken.append(batch)
             self.most = self.max_ready
