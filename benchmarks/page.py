@@ -11,7 +11,7 @@ from tables import Table
 HEAD = """# Benchmarks
 
 Written by `make bench` from the files in `benchmarks/results/`; `python benchmarks/NAME.py` measures one
-again, wherever you are. What more processes cost is in [scaling.md](scaling.md).
+again, wherever you are. What more processes cost is in [scale.md](scale.md).
 """
 HOW = """
 Times are CPU time of one thread, unless a table says otherwise. Candidates take turns in random

@@ -13,12 +13,14 @@ from torchrl.envs import EnvBase, InitTracker, TransformedEnv
 
 from headrace.pipeline import StampIds
 
+Trouble = Callable[[int], Callable[[TensorDict], TensorDict] | None]
+
 
 class QuizEnv(EnvBase):
     """Rows that are reset get prompt 0 `repeats` times, then prompt 1, and so on.
 
     The rollout with dispatch number n has 1 + n mod 3 steps, each with a reward of 1. `trouble` is called
-    with the number of steps before each.
+    with the number of steps before each; a callable that it returns changes the rows of the step.
     """
 
     def __init__(
@@ -26,7 +28,7 @@ class QuizEnv(EnvBase):
         slots: int | None,
         repeats: int,
         first_prompt: int = 0,
-        trouble: Callable[[int], None] | None = None,
+        trouble: Trouble | None = None,
     ):
         super().__init__(batch_size=torch.Size([] if slots is None else [slots]))
         self.trouble, self.steps = trouble, 0
@@ -54,12 +56,12 @@ class QuizEnv(EnvBase):
         return TensorDict(out, batch_size=self.batch_size)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if self.trouble is not None:
-            self.trouble(self.steps)
+        change = None if self.trouble is None else self.trouble(self.steps)
         self.steps += 1
         left = tensordict["left"] - 1
         out = tensordict.select("query", "number").update({"left": left, "done": left == 0})
-        return out.set("reward", torch.ones(left.shape))
+        out.set("reward", torch.ones(left.shape))
+        return out if change is None else change(out)
 
     def _set_seed(self, seed: int | None) -> None:
         pass
@@ -71,7 +73,7 @@ def make_quiz(
     *,
     slots: int | None = 3,
     repeats: int = 2,
-    troubles: Mapping[int, Callable[[int], None]] | None = None,
+    troubles: Mapping[int, Trouble] | None = None,
 ) -> EnvBase:
     """A quiz with ids; workers have prompts of their own, and some of them trouble."""
     quiz = QuizEnv(slots, repeats, first_prompt=1000 * worker, trouble=(troubles or {}).get(worker))

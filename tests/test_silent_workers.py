@@ -99,6 +99,20 @@ def test_a_worker_that_hangs_while_another_goes_on_is_named_with_what_waits(opti
     assert time.monotonic() - begun < 60
 
 
+def train_slowly(stream) -> None:
+    for _ in itertools.islice(stream, 12):
+        time.sleep(STEP)
+
+
+def test_a_worker_that_hangs_is_named_though_more_comes_than_is_trained():
+    source = collector("async", w1=functools.partial(hang, at=12))
+    try:
+        with pytest.raises(StalledError, match=r"worker 1 .*silent for"):
+            train_slowly(assembled(source, GroupAssembler(), worker_patience=2.0))
+    finally:
+        close(source)
+
+
 def test_a_slow_worker_may_make_a_pause_ten_times_as_long_as_before():
     source, groups = collector("async", w1=slow), set()
     try:
@@ -130,6 +144,22 @@ def test_what_a_worker_raised_is_said_or_where_to_look(kind):
     words = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert "What its workers raised is on stderr" in words
     assert "Waiting: group" in words
+
+
+def test_a_dead_worker_is_named_though_torchrl_raises_something_else_meanwhile():
+    class Ended:
+        def __init__(self, code):
+            self.exitcode = code
+
+    class Source:
+        procs = (Ended(-15), Ended(3))
+
+        def __iter__(self):
+            raise ValueError("Cannot close a process while it is still running")
+            yield
+
+    with pytest.raises(RuntimeError, match=r"worker 1 \(exit code 3\)"):
+        list(assembled(Source(), GroupAssembler()))
 
 
 def test_a_second_loop_goes_on_where_the_first_stopped():

@@ -6,7 +6,9 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from queue import Empty
+from signal import SIGTERM
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -14,6 +16,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.collectors import MultiAsyncCollector
 
 from headrace.transforms import BatchError, GroupAssembler, StalledError
+from headrace.transforms.errors import listing
 from headrace.transforms.options import above_zero, one_of, takes_options
 
 from .reading import END, Reader
@@ -208,11 +211,16 @@ class Assembled(OverSource):
             return next(pieces, END)
         except StalledError:
             raise
-        except Exception as err:  # of the source, with what waits for it
+        except Exception as error:  # of the source, with what waits for it
+            err, ended = error, ended_workers(self.source)
+            if ended and isinstance(error, ValueError):  # TorchRL closes the others too soon, and says that
+                err = RuntimeError(f"At least one process failed: {listing(ended)}")
             if hasattr(err, "add_note"):  # Python 3.11
                 words = f"The source has failed.{where_errors_are(self.source)}"
                 err.add_note(str(self.assembler.stalled(words)))
-            raise
+            if err is error:
+                raise
+            raise err from error
 
     def _pieces(self) -> Iterator[TensorDictBase | None]:
         """What the source yields.
@@ -230,8 +238,8 @@ class Assembled(OverSource):
             weakref.finalize(self, self._reader.close)
         reader, left = self._reader, self.patience
         while left is None or left > 0:
-            if not reader.has_more:  # what has come was put
-                self._watch.check(self.assembler)
+            # Also while batches wait: one of each worker does at most, so others come thrice only behind it.
+            self._watch.check(self.assembler)
             asked = time.monotonic()
             try:
                 piece = reader.get(LOOK if left is None else min(LOOK, left))
@@ -263,6 +271,16 @@ _NOTHING = object()  # came in time
 def where_errors_are(source: Any) -> str:
     """Where to look for what the worker processes of a collector raised, which TorchRL hands on to nobody."""
     return " What its workers raised is on stderr, above" if hasattr(source, "procs") else ""
+
+
+def ended_workers(source: Any) -> list[str]:
+    """The worker processes of a collector that have ended with an error, in words."""
+    ended = []
+    for number, process in enumerate(getattr(source, "procs", ())):
+        with suppress(ValueError):  # it is closed, which was the collector
+            if process.exitcode not in (None, 0, -SIGTERM):  # nor was it ended by the collector
+                ended.append(f"worker {number} (exit code {process.exitcode})")
+    return ended
 
 
 # -- dispatch no more than can be trained in time: better than to drop what is slow, which is what is long --

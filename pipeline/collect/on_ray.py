@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from tensordict import TensorDict, TensorDictBase
 
 from headrace.pipeline.installed import import_extra
-from headrace.transforms import GroupAssembler, StalledError
+from headrace.transforms import GroupAssembler, StalledError, StreamWarning
 from headrace.transforms.options import at_least, one_of, takes_options
 
 from .assembling import Leftovers, check_patience, rest_of
@@ -142,6 +143,8 @@ class RayAssembler:
         while True:
             writers.look()  # before the assembler is asked: what they put is there then
             batch, now = self._ask("take", None, 0.0 if writers.are_over else LISTENING)
+            for warning in self._ask("warned"):
+                warnings.warn(warning, stacklevel=2)
             if batch is not None or now > puts:
                 puts, heard = now, time.monotonic()
             if batch is not None:  # what is whole goes out before anything is raised
@@ -149,7 +152,7 @@ class RayAssembler:
                 heard = time.monotonic()
             elif writers.lost is not None:
                 lost = f"{writers.failed} of {len(writers.tasks)} writers lost"
-                why = f"{lost} ({type(writers.lost).__name__}: {writers.lost})"
+                why = f"{lost} ({type(writers.lost).__name__}: {writers.lost}). To go on without, set on_lost"
                 raise self.stalled(why) from writers.lost
             elif writers.are_over:
                 break
@@ -273,6 +276,8 @@ class AssemblerActor:
         self.most, self.puts = max_ready, 0
         self.changed = asyncio.Condition()
         self.stall: StalledError | None = None
+        self.silent: StalledError | None = None  # a worker is, whatever the others send
+        self.said: list[Warning] = []  # which nobody sees here
         self.workers = WorkerWatch(None, None)
 
     async def watch(self, patience: float | None, worker_patience: float | None) -> None:
@@ -289,15 +294,19 @@ class AssemblerActor:
             self.changed.notify_all()
             try:
                 self.stall = None
-                self.assembler.put(batch)
+                with warnings.catch_warnings(record=True) as said:  # nothing else runs here meanwhile
+                    warnings.simplefilter("always", StreamWarning)
+                    self.assembler.put(batch)
+                self.said += [each.message for each in said if isinstance(each.message, Warning)]
                 self.workers.saw(batch, self.assembler)
             except StalledError as err:  # is of the stream, and not of this batch: the trainer is to know
                 self.stall = err
                 raise
+            self.silent = None
             try:
                 self.workers.check(self.assembler)
             except StalledError as err:  # is of another worker
-                self.stall = err
+                self.silent = err
 
     async def take(self, n: int | None, patience: float) -> tuple[TensorDictBase | None, int]:
         """A batch, if one is there in time, and how many puts there were."""
@@ -307,7 +316,15 @@ class AssemblerActor:
             self.changed.notify_all()
             return (taken[0] if taken else None), self.puts
 
+    async def warned(self) -> list[Warning]:
+        """What the assembler has warned of since this was last asked."""
+        said, self.said = self.said, []
+        return said
+
     def _take_into(self, taken: list[TensorDictBase], n: int | None) -> bool:
+        if self.silent is not None:  # at once: others may send more than is taken
+            silent, self.silent = self.silent, None
+            raise silent
         if (batch := self.assembler.take(n)) is not None:
             taken.append(batch)
             self.most = self.max_ready

@@ -41,11 +41,6 @@ class Reader:
         if isinstance(source, MultiAsyncCollector):
             source.pipes = [HeldPipe(pipe, self) for pipe in source.pipes]
 
-    @property
-    def has_more(self) -> bool:
-        """Whether a batch is there."""
-        return not self._found.empty()
-
     def get(self, timeout: float | None) -> Any:
         """The next batch, or `END`; what the source raises is raised here.
 

@@ -1,0 +1,338 @@
+"""What goes wrong in an environment behind each source of rollouts, and what is reported of it, and when.
+
+Each cell runs in processes of its own: a source of two workers, of which one has the trouble, `assembled`,
+and a pipeline over each batch. `CELLS` says what must be found; docs/streams.md has it as a table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from processes import process_context
+from quizzes import collect, make_quiz
+from tensordict import TensorDict
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.envs import SerialEnv
+
+from headrace.pipeline import RayAssembler, assembled, load_pipeline
+from headrace.transforms import GroupAssembler, StreamWarning
+
+AT = 12  # steps of an environment before its trouble begins
+FRAMES = 12
+PATIENCE = 5.0  # seconds
+BOUND = 45.0  # seconds that a cell may take, where processes start slowly
+AFTER = PATIENCE + 2  # seconds in which an error may follow a warning
+AT_ONCE = 4  # cells
+
+
+class Found(NamedTuple):
+    """What is reported first, or that nothing is."""
+
+    kind: str
+    """The class of the error or warning; ``ends`` where the process that trains did."""
+    words: str
+    after: float = 0.0
+    """Seconds since the trouble began."""
+    stderr: str = ""
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------
+
+
+class At:
+    """Something happens at step `AT`, and when it did is written down.
+
+    Args:
+        what: returns what changes the rows of the step, or nothing.
+        begun: a file.
+        again: it happens at each step from then on.
+    """
+
+    def __init__(self, what: Callable[[], Any], begun: Path, again: bool = False):
+        self.what, self.begun, self.again = what, begun, again
+
+    def __call__(self, steps: int) -> Any:
+        if steps == AT:
+            self.begun.write_text(str(time.monotonic()))
+        return self.what() if steps == AT or (self.again and steps > AT) else None
+
+
+def fail() -> None:
+    raise ArithmeticError("the reward model is gone")
+
+
+def hang() -> None:
+    time.sleep(10**6)
+
+
+def never_end() -> Callable[[TensorDict], TensorDict]:
+    def change(rows: TensorDict) -> TensorDict:
+        rows["done"][0] = False
+        return rows
+
+    return change
+
+
+def give_nan() -> Callable[[TensorDict], TensorDict]:
+    return lambda rows: rows.set("reward", torch.full_like(rows["reward"], torch.nan))
+
+
+def give_two() -> Callable[[TensorDict], TensorDict]:
+    return lambda rows: rows.set("reward", rows["reward"].repeat(1, 2))
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+TROUBLES: dict[str, tuple[Callable[[], Any] | None, bool]] = {
+    "raises": (fail, False),
+    "hangs": (hang, False),
+    "never ends": (never_end, True),
+    "gives NaN as reward": (give_nan, False),
+    "is killed (SIGKILL)": (be_killed, False),
+    "ends (os._exit)": (leave, False),
+    "numbers like another": (None, False),
+    "gives a reward of another shape": (give_two, False),
+}
+
+
+def maker(worker: int, trouble: str, begun: Path) -> Callable[[], Any]:
+    """What makes the environment of a worker of two; the second has the trouble."""
+    what, again = TROUBLES[trouble]
+    if what is None:
+        return make_quiz
+    troubles = {1: At(what, begun, again)}
+    return functools.partial(make_quiz, worker, 2, troubles=troubles)
+
+
+# -- what must be reported ---------------------------------------------------------------------------------
+
+
+class Cell(NamedTuple):
+    """What must be reported: ``…`` is for anything in between."""
+
+    kind: str
+    words: str
+
+    def is_in(self, found: Found) -> bool:
+        """Whether it was."""
+        words = ".*".join(re.escape(part.strip()) for part in self.words.split("…"))
+        return self.kind == found.kind and re.search(words, found.words, re.DOTALL) is not None
+
+
+PLACES = ("Collector", "MultiSyncCollector", "MultiAsyncCollector", "Ray")
+
+
+def _worker(code: int) -> Cell:
+    words = f"worker 1 (exit code {code}) … What its workers raised is on stderr … Waiting: group"
+    return Cell("RuntimeError", words)
+
+
+def _writer(words: str) -> Cell:
+    return Cell(
+        "StalledError", f"1 of 2 writers lost ({words}…). To go on without, set on_lost … Waiting: group"
+    )
+
+
+_source_silent = Cell("StalledError", f"The source has been silent for {PATIENCE:g} s … Waiting: group")
+_worker_silent = Cell(
+    "StalledError", "worker 1 has been silent … while others sent rows; its last was row … Waiting: group"
+)
+_no_end = Cell("StreamWarning", "rollouts do not end: rollout … Set timeout or timeout_seconds")
+_nan = Cell("BatchError", "every reward must be finite; found nan at row … Score those rollouts")
+_again = Cell("BatchError", "found again rollout … Do two workers number alike")
+CELLS: dict[str, tuple[Cell, ...]] = {
+    "raises": (
+        Cell("ArithmeticError", "the reward model is gone … Waiting: group"),
+        _worker(1),
+        _worker(1),
+        _writer("ArithmeticError: the reward model is gone"),
+    ),
+    "hangs": (_source_silent, _source_silent, _worker_silent, _worker_silent),
+    "never ends": (_no_end,) * 4,
+    "gives NaN as reward": (_nan,) * 4,
+    "is killed (SIGKILL)": (
+        Cell("ends", "exit code -9"),
+        _worker(-9),
+        _worker(-9),
+        _writer("WorkerCrashedError"),
+    ),
+    "ends (os._exit)": (Cell("ends", "exit code 3"), _worker(3), _worker(3), _writer("WorkerCrashedError")),
+    "numbers like another": (
+        _again,
+        _again,
+        _again,
+        _writer("BatchError: … found again rollout … Do two workers number alike"),
+    ),
+    "gives a reward of another shape": (
+        Cell("RuntimeError", "doesn't match the broadcast shape … Waiting: group"),
+        _worker(1),
+        _worker(1),
+        _writer("RuntimeError: shape"),
+    ),
+}
+"""By trouble, the cells in the order of `PLACES`."""
+
+
+# -- sources ----------------------------------------------------------------------------------------------
+
+
+def of_collector(trouble: str, begun: Path) -> Iterable[Any]:
+    """Both environments in this process."""
+    makers = [maker(worker, trouble, begun) for worker in (0, 1)]
+    return collect(SerialEnv(2, makers), 2 * FRAMES, 10**6)
+
+
+def of_workers(kind: type, trouble: str, begun: Path) -> Iterable[Any]:
+    makers = [maker(worker, trouble, begun) for worker in (0, 1)]
+    return kind(makers, frames_per_batch=FRAMES * (2 if kind is MultiSyncCollector else 1), total_frames=-1)
+
+
+SOURCES: dict[str, Callable[[str, Path], Iterable[Any]]] = {
+    "Collector": of_collector,
+    "MultiSyncCollector": functools.partial(of_workers, MultiSyncCollector),
+    "MultiAsyncCollector": functools.partial(of_workers, MultiAsyncCollector),
+}
+
+
+# -- what is reported -------------------------------------------------------------------------------------
+
+
+def report(stream: Iterator[Any], begun: Path) -> Found:
+    """Train on what comes until something is reported."""
+    pipeline = load_pipeline(
+        "pipeline=grpo",
+        "pipeline.stages.collapse.reward=sum",
+        "pipeline.stages.split.minibatches=1",
+        "~pipeline.stages.filter",
+        "~pipeline.stages.weight",
+    )
+    warned, end = None, time.monotonic() + BOUND
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            for batch in stream:
+                pipeline(batch)
+                mine = [each for each in said if issubclass(each.category, StreamWarning)]
+                if mine and warned is None:
+                    warned = Found("StreamWarning", str(mine[0].message), since(begun))
+                if warned is not None and since(begun) > warned.after + AFTER:
+                    return warned
+                if time.monotonic() > end:
+                    return Found("nothing", f"silent for {BOUND:g} s")
+            return Found("nothing", "the stream has ended")
+        except Exception as err:
+            words = " ".join([str(err), *getattr(err, "__notes__", ())])
+            return Found(type(err).__name__, words, since(begun))
+
+
+def since(begun: Path) -> float:
+    return time.monotonic() - float(begun.read_text() or "nan") if begun.exists() else float("nan")
+
+
+def in_a_process(told: Any, place: str, trouble: str, folder: Path) -> None:
+    """A cell, in a process that leads a group of them and ends when it is killed."""
+    os.setsid()
+    os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY), 2)
+    torch.set_num_threads(1)
+    torch.multiprocessing.set_start_method("fork", force=True)
+    source = SOURCES[place](trouble, folder / "begun")
+    if TROUBLES[trouble][0] is None:
+        (folder / "begun").write_text(str(time.monotonic()))
+    stream = assembled(source, GroupAssembler(), patience=PATIENCE, worker_patience=PATIENCE)
+    told.send(report(iter(stream), folder / "begun"))
+    told.close()
+    hang()
+
+
+def look_at(place: str, trouble: str) -> Found:
+    """What is reported of a trouble, in bounded time."""
+    context = process_context()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=in_a_process, args=(theirs, place, trouble, folder))
+        process.start()
+        theirs.close()
+        try:
+            found = Found("nothing", f"silent for {BOUND:g} s")
+            if mine.poll(BOUND):
+                found = mine.recv()
+        except EOFError:
+            process.join()
+            found = Found("ends", f"exit code {process.exitcode}", since(folder / "begun"))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        return found._replace(stderr=(folder / "stderr").read_text(errors="replace"))
+
+
+def write(assembler: Any, worker: int, trouble: str, folder: Path) -> None:
+    """Put rows into an assembler in an actor of Ray, from when both writers are there until they may stop."""
+    rows = collect(maker(worker, trouble, folder / "begun")(), FRAMES, 10**6)
+    (folder / f"ready {worker}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    if TROUBLES[trouble][0] is None:
+        (folder / "begun").write_text(str(time.monotonic()))
+    for some in rows:
+        if (folder / "stop").exists():
+            return
+        assembler.put(some)
+
+
+@functools.cache
+def on_ray() -> RayAssembler:
+    """An assembler in an actor, which begins anew for each cell: a process takes seconds to come up."""
+    return RayAssembler()
+
+
+def look_at_ray(trouble: str) -> Found:
+    """What is reported of a trouble of a writer, in bounded time; Ray is there."""
+    import ray
+
+    assembler = on_ray()
+    ray.get(assembler._actor.__ray_call__.remote(lambda actor: actor.__init__(None, {})))
+    task = ray.remote(num_cpus=0, max_retries=0)(write)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        writers = [task.remote(assembler, worker, trouble, folder) for worker in (0, 1)]
+        try:
+            while len(list(folder.glob("ready*"))) < len(writers):
+                ended, _ = ray.wait(writers, timeout=0.05)
+                ray.get(ended)  # raises: nobody ends before
+            (folder / "go").touch()
+            stream = assembler.batches(writers, patience=PATIENCE, worker_patience=PATIENCE)
+            return report(stream, folder / "begun")
+        finally:
+            (folder / "stop").touch()
+            if trouble == "hangs":
+                ray.cancel(writers[1], force=True)
+            ray.wait(writers, num_returns=len(writers), timeout=BOUND)  # their processes serve the next
+
+
+def look_at_all(place: str) -> dict[str, Found]:
+    """What is reported of each trouble, some of them side by side."""
+    if place == "Ray":  # whose threads are one process's: warnings are of all of them
+        return {trouble: look_at_ray(trouble) for trouble in TROUBLES}
+    look = functools.partial(look_at, place)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return dict(zip(TROUBLES, pool.map(look, TROUBLES), strict=True))

@@ -1,0 +1,53 @@
+"""Write the table of faults in docs/streams.md: what is reported of each, and after how many seconds.
+
+python tools/make_faults.py  # takes two minutes, with the extra `ray`
+
+The cells are those of tests/troubles.py, which tests/test_fault_table.py tries.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "streams.md"
+BEGIN, END = "<!-- faults: written by tools/make_faults.py -->\n", "<!-- end of faults -->\n"
+
+
+def seconds(after: float) -> str:
+    """Rounded."""
+    return "under 1 s" if after < 1 else f"{after:.0f} s"
+
+
+def table() -> str:
+    """Try every cell, and write down what was found.
+
+    Raises:
+        ValueError: something else than the cell says was found.
+    """
+    import ray
+    from troubles import CELLS, PLACES, look_at_all
+
+    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    every = [look_at_all(place) for place in PLACES]
+    ray.shutdown()
+    lines = ["| an environment … | " + " | ".join(PLACES) + " |", "|---" * (1 + len(PLACES)) + "|"]
+    for trouble, cells in CELLS.items():
+        words = []
+        for cell, place, found in zip(cells, PLACES, every, strict=True):
+            if not cell.is_in(found[trouble]):
+                raise ValueError(f"{trouble} behind {place}: {found[trouble]} in place of {cell}")
+            words.append(f"`{cell.kind}`: {cell.words}, {seconds(found[trouble].after)}")
+        lines.append(f"| {trouble} | " + " | ".join(words) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    folders = [str(ROOT / name) for name in ("src", "tests", "examples")]
+    sys.path[:0] = folders
+    # Ray's processes and others look there, too.
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")
