@@ -1,0 +1,280 @@
+"""What an assembler took in survives its process: another goes on from its journal as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from assembly import Line, batch_of_lines
+from fleets import Fleet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict.utils import is_non_tensor
+
+from headrace.transforms import BatchError, GroupAssembler, StreamWarning
+
+pytestmark = pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
+
+OPTIONS = {
+    "plain": {},
+    "partitions": {"partition_key": "partition", "groups": 2},
+    "keep": {"on_failure": "keep", "min_rollouts": 1, "timeout": 4, "on_timeout": "keep"},
+    "refill": {"on_failure": "refill", "refill": lambda group, missing: None, "timeout": 5},
+    "few": {"max_pending_groups": 3, "group_size": 2},
+    "stale": {"max_staleness": 1, "on_newer": "wait"},
+    "masked": {"max_staleness": 1, "on_stale": "mask", "on_newer": "wait"},
+    "again": {"max_staleness": 0, "on_stale": "refill", "refill": print, "on_newer": "wait"},
+    "chosen": {"group_size": 2, "on_surplus": lambda rewards, k: rewards.argsort()[:k]},
+    "seconds": {"timeout_seconds": 3.0, "on_timeout": "keep", "min_rollouts": 1},
+}
+
+
+def faulty_stream(rng: random.Random, partitions: int) -> list[list[Line]]:
+    """Pieces of rows, some of which are missing, failed or come twice, those of a rollout in their order."""
+    rollouts = []
+    for group in range(rng.randint(3, 8)):
+        partition, expected = rng.randrange(partitions), rng.randint(1, 3)
+        for member in range(expected):
+            number, length, version = 3 * group + member, rng.randint(1, 3), rng.randint(0, 2)
+            lines = [
+                Line(group, number, each, each == length - 1, 0, partition, version, expected)
+                for each in range(length)
+            ]
+            fault = rng.choice(["", "", "", "", "torn", "failed", "twice"])
+            if fault == "torn":
+                lines.pop()
+            elif fault == "failed":
+                lines[-1] = lines[-1]._replace(status=3)
+            elif fault == "twice":
+                lines.append(lines[-1])
+            rollouts.append(lines)
+    rows = []
+    while rollouts := [rest for rest in rollouts if rest]:
+        rows.append(rng.choice(rollouts[:5]).pop(0))
+    pieces = []
+    while rows:
+        size = rng.randint(0, 5)
+        pieces, rows = [*pieces, rows[:size]], rows[size:]
+    return pieces
+
+
+class Clock:
+    """Seconds of which the test says when they go by."""
+
+    def __init__(self, monkeypatch):
+        self.seconds = 100.0
+        monkeypatch.setattr("time.monotonic", lambda: self.seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def make(name: str, **more) -> GroupAssembler:
+    return GroupAssembler(on_duplicate="drop", max_idle=10**6, **OPTIONS[name], **more)
+
+
+def numbers(batch: TensorDictBase | None) -> list[int]:
+    return [] if batch is None else batch["number"].tolist()
+
+
+def known(assembler: GroupAssembler) -> dict:
+    """All that it knows, rows by the order of their arrival."""
+    state = assembler.state_dict()
+    plain = {name: value for name, value in state["state"].items() if name != "groups"}
+    plain |= {name: {p: ids.tolist() for p, ids in plain[name].items() if len(ids)} for name in CLOSED}
+    groups = {name: column.tolist() for name, column in state["state"]["groups"].items()}
+    ages = [round(age, 6) for age in groups.pop("born_time")]
+    plain["groups"] = sorted(zip(ages, *groups.values(), strict=True), key=str)
+    rows = sorted(
+        (arrival, number)
+        for chunk in state["chunks"]
+        for arrival, number in zip(
+            chunk["arrival"].tolist(), chunk["rows"]["columns"]["number"].tolist(), strict=True
+        )
+    )
+    return plain | {"rows": rows, "gone": sorted(plain["gone"])}
+
+
+CLOSED = ("closed_groups", "late_groups", "closed_rollouts")
+
+
+def opened(path: Path, name: str) -> GroupAssembler:
+    """An assembler that goes on from a copy of a file, whose name is longer."""
+    copied = Path(f"{path}-")
+    shutil.copy(path, copied)
+    return make(name, journal=copied)
+
+
+def act(assembler: GroupAssembler, event: tuple) -> list[int]:
+    """Do something with an assembler, and return the numbers of the rows that come out."""
+    kind, *said = event
+    if kind == "put":
+        assembler.put(batch_of_lines(*said))
+    elif kind == "announce":
+        groups, expected = torch.tensor([said[0]]), torch.tensor([said[1]])
+        draws = TensorDict({"group_id": groups, "expected_rollouts": expected}, batch_size=[1])
+        if assembler.partition_key is not None:
+            draws["partition"] = torch.zeros(1, dtype=torch.int64)
+        assembler.announce(draws)
+    elif kind == "take":
+        return numbers(assembler.take(*said))
+    elif kind == "version":
+        assembler.version += 1
+    elif kind == "commit" and assembler.journal is not None:
+        assembler.commit()
+    elif kind == "give_up":
+        assembler.give_up()
+    return []
+
+
+def events_of(rng: random.Random, name: str) -> list[tuple]:
+    """Pieces that are put, and what else is done in between."""
+    events, row = [("announce", 50, 2)], 0
+    for piece in faulty_stream(rng, 2 if name == "partitions" else 1):
+        piece = [line._replace(expected=max(line.expected, 2)) for line in piece]
+        events.append(("put", piece, row))
+        row += len(piece)
+        others = [("take",), ("take", 1), ("commit",), ("version",), ("wait",)]
+        events += rng.choices(others, (4, 2, 2, 1, 1), k=rng.randint(0, 3))
+    return events + ([("give_up",)] if rng.random() < 0.3 else [])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@settings(max_examples=12)
+@given(seed=st.integers(0, 10**9))
+def test_after_a_crash_anywhere_it_is_as_if_what_was_not_committed_had_not_been_taken(
+    name, seed, tmp_path_factory
+):
+    """Against one without a journal that did the same, but did not take what is to come out again."""
+    rng, path = random.Random(seed), tmp_path_factory.mktemp("journal") / "rows"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        clock = Clock(monkeypatch)
+        events = events_of(rng, name)
+        crash = rng.randint(1, len(events))
+        first = make(name, journal=path)
+        outs, committed = [], 0
+        for place, event in enumerate(events[:crash]):
+            clock.seconds += event[0] == "wait"
+            outs.append(act(first, event))
+            if event[0] == "commit":
+                committed = place
+        again = opened(path, name)
+        clock.seconds += 50  # nobody's: the clock stands still while no assembler has the file
+        again = opened(path, name)
+        taken = sorted(number for out in outs[committed:] for number in out)
+        assert again.counts == first.counts
+        assert again.held == first.held + len(taken)
+        assert again.ready >= first.ready
+        versions = [event[0] for event in events[:committed]].count("version")
+        assert again.version == versions
+        if name in ("stale", "again", "masked"):  # by the version of the commit they are not too old
+            again.version = first.version = versions
+        came = []
+        while numbers_out := numbers(again.take_rest()):
+            came += numbers_out
+        before = {number for out in outs[:committed] for number in out}
+        assert set(taken) <= set(came)
+        assert not before & set(came)
+        rest = []
+        while numbers_out := numbers(first.take_rest()):
+            rest += numbers_out
+        assert sorted(came) == sorted(taken + rest)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "stale" not in str(OPTIONS[name])])
+@settings(max_examples=12)
+@given(seed=st.integers(0, 10**9))
+def test_what_is_known_after_crashes_is_what_one_knows_that_never_crashed(name, seed, tmp_path_factory):
+    rng, path = random.Random(seed), tmp_path_factory.mktemp("journal") / "rows"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        clock = Clock(monkeypatch)
+        assembler, other = make(name, journal=path), make(name)
+        uncommitted: list[int] = []
+        for event in events_of(rng, name):
+            clock.seconds += event[0] == "wait"
+            if event[0] in ("put", "announce", "wait", "version"):
+                act(assembler, event)
+                act(other, event)
+            elif event[0] == "take" and rng.random() < 0.5:  # is trained, saved and committed
+                out = act(assembler, event)
+                assert out == act(other, event)
+                act(assembler, ("commit",))
+            elif event[0] == "take":  # and the process dies
+                if assembler.take(*event[1:]) is None:
+                    other.take(10**6)  # looks at the clock too
+                else:
+                    other.take(10**6)
+                assembler = opened(path, name)
+                path = Path(assembler.journal)
+            version, assembler.version = assembler.version, other.version
+            assert known(assembler) == known(other)
+            assert version <= other.version
+        assert not uncommitted
+
+
+def bytes_of_events(path: Path) -> tuple[list[int], list[dict]]:
+    """How long a journal is after each event, and what is known then."""
+    assembler, sizes, states = make("plain", journal=path), [], []
+    for place, piece in enumerate(faulty_stream(random.Random(3), 1)[:8]):
+        sizes.append(path.stat().st_size)
+        states.append(known(assembler))
+        assembler.put(batch_of_lines([each._replace(expected=3) for each in piece], 10 * place))
+    sizes.append(path.stat().st_size)
+    states.append(known(assembler))
+    return sizes, states
+
+
+def test_a_file_that_is_cut_at_any_byte_has_all_events_that_are_whole(tmp_path):
+    path = tmp_path / "rows"
+    sizes, states = bytes_of_events(path)
+    content, cut = path.read_bytes(), tmp_path / "cut"
+    for length in [*range(sizes[0], sizes[-1], 37), *range(sizes[-2], sizes[-1] + 1, 5), *sizes]:
+        cut.write_bytes(content[:length])
+        whole = max(place for place, size in enumerate(sizes) if size <= length)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assembler = make("plain", journal=cut)
+        assert known(assembler) == states[whole]
+        words = [str(each.message) for each in said]
+        lost = length - sizes[whole]
+        assert [f"ends with {lost} bytes that are no whole event" in each for each in words] == [True][:lost]
+        assert known(opened(cut, "plain")) == states[whole]  # and from what it wrote behind it
+    for length in (0, 5, sizes[0] - 1):
+        cut.write_bytes(content[:length])
+        if length == 5:
+            with pytest.raises(ValueError, match="is no journal of this version of headrace"):
+                make("plain", journal=cut)
+        else:
+            assert known(make("plain", journal=cut)) == states[0]
+
+
+def test_a_byte_that_is_another_at_the_end_is_cut_off_and_before_the_end_an_error_that_says_where(tmp_path):
+    path = tmp_path / "rows"
+    sizes, states = bytes_of_events(path)
+    content, wrong = path.read_bytes(), tmp_path / "wrong"
+    rng, refused = random.Random(0), 0
+    for _ in range(300):
+        at, bit = rng.randrange(sizes[0], len(content)), 1 << rng.randrange(8)
+        flipped = bytearray(content)
+        flipped[at] ^= bit
+        wrong.write_bytes(flipped)
+        event = max(place for place, size in enumerate(sizes) if size <= at)
+        try:
+            found = known(make("plain", journal=wrong))
+        except ValueError as err:  # before the end
+            assert f"is damaged at byte {sizes[event]} (" in str(err)
+            assert f"goes on at byte {sizes[event + 1]}:" in str(err)
+            assert event < len(sizes) - 2
+            refused += 1
+        else:  # the last one is cut off, or nobody reads that byte
+            assert found in ((states[-2], states[-1]) if event == len(sizes) - 2 else (states[-1],))
+    assert refused > 150
