@@ -118,7 +118,7 @@ def act(assembler: GroupAssembler, event: tuple) -> list[int]:
     """Do something with an assembler, and return the numbers of the rows that come out."""
     kind, *said = event
     if kind == "put":
-        assembler.put(batch_of_lines(*said))
+        assembler.put(batch_of_lines(*said[:2]))
     elif kind == "announce":
         groups, expected = torch.tensor([said[0]]), torch.tensor([said[1]])
         draws = TensorDict({"group_id": groups, "expected_rollouts": expected}, batch_size=[1])
@@ -137,19 +137,29 @@ def act(assembler: GroupAssembler, event: tuple) -> list[int]:
 
 
 def events_of(rng: random.Random, name: str) -> list[tuple]:
-    """Pieces that are put, and what else is done in between."""
+    """Pieces that are put, some of them a second later, and what else is done in between."""
     events, row = [("announce", 50, 2)], 0
     for piece in faulty_stream(rng, 2 if name == "partitions" else 1):
         piece = [line._replace(expected=max(line.expected, 2)) for line in piece]
-        events.append(("put", piece, row))
+        events.append(("put", piece, row, rng.random() < 0.3))
         row += len(piece)
-        others = [("take",), ("take", 1), ("commit",), ("version",), ("wait",)]
-        events += rng.choices(others, (4, 2, 2, 1, 1), k=rng.randint(0, 3))
+        others = [("take",), ("take", 1), ("commit",), ("version",)]
+        events += rng.choices(others, (4, 2, 2, 1), k=rng.randint(0, 3))
     return events + ([("give_up",)] if rng.random() < 0.3 else [])
 
 
+def all_that_is_left(assembler: GroupAssembler) -> list[int]:
+    """The rows of all whole groups, each by the policy version of its newest row."""
+    found = []
+    for version in range(assembler.version, assembler.version + 4):
+        assembler.version = version
+        while batch := numbers(assembler.take_rest()):
+            found += batch
+    return found
+
+
 @pytest.mark.parametrize("name", OPTIONS)
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 10**9))
 def test_after_a_crash_anywhere_it_is_as_if_what_was_not_committed_had_not_been_taken(
     name, seed, tmp_path_factory
@@ -163,13 +173,14 @@ def test_after_a_crash_anywhere_it_is_as_if_what_was_not_committed_had_not_been_
         first = make(name, journal=path)
         outs, committed = [], 0
         for place, event in enumerate(events[:crash]):
-            clock.seconds += event[0] == "wait"
+            clock.seconds += event[0] == "put" and event[3]
             outs.append(act(first, event))
             if event[0] == "commit":
                 committed = place
         again = opened(path, name)
         clock.seconds += 50  # nobody's: the clock stands still while no assembler has the file
-        again = opened(path, name)
+        again = opened(Path(again.journal), name)
+        clock.seconds, again_at = clock.seconds - 50, clock.seconds
         taken = sorted(number for out in outs[committed:] for number in out)
         assert again.counts == first.counts
         assert again.held == first.held + len(taken)
@@ -178,30 +189,26 @@ def test_after_a_crash_anywhere_it_is_as_if_what_was_not_committed_had_not_been_
         assert again.version == versions
         if name in ("stale", "again", "masked"):  # by the version of the commit they are not too old
             again.version = first.version = versions
-        came = []
-        while numbers_out := numbers(again.take_rest()):
-            came += numbers_out
+        rest = all_that_is_left(first)
+        clock.seconds = again_at
+        came = all_that_is_left(again)
         before = {number for out in outs[:committed] for number in out}
         assert set(taken) <= set(came)
         assert not before & set(came)
-        rest = []
-        while numbers_out := numbers(first.take_rest()):
-            rest += numbers_out
         assert sorted(came) == sorted(taken + rest)
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "stale" not in str(OPTIONS[name])])
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 10**9))
 def test_what_is_known_after_crashes_is_what_one_knows_that_never_crashed(name, seed, tmp_path_factory):
     rng, path = random.Random(seed), tmp_path_factory.mktemp("journal") / "rows"
     with pytest.MonkeyPatch.context() as monkeypatch:
         clock = Clock(monkeypatch)
         assembler, other = make(name, journal=path), make(name)
-        uncommitted: list[int] = []
         for event in events_of(rng, name):
-            clock.seconds += event[0] == "wait"
-            if event[0] in ("put", "announce", "wait", "version"):
+            clock.seconds += event[0] == "put" and event[3]
+            if event[0] in ("put", "announce", "version", "give_up"):
                 act(assembler, event)
                 act(other, event)
             elif event[0] == "take" and rng.random() < 0.5:  # is trained, saved and committed
@@ -209,16 +216,13 @@ def test_what_is_known_after_crashes_is_what_one_knows_that_never_crashed(name, 
                 assert out == act(other, event)
                 act(assembler, ("commit",))
             elif event[0] == "take":  # and the process dies
-                if assembler.take(*event[1:]) is None:
-                    other.take(10**6)  # looks at the clock too
-                else:
-                    other.take(10**6)
+                act(assembler, event)
+                other.take(10**6)  # looks at the clock, too
                 assembler = opened(path, name)
                 path = Path(assembler.journal)
             version, assembler.version = assembler.version, other.version
             assert known(assembler) == known(other)
             assert version <= other.version
-        assert not uncommitted
 
 
 def bytes_of_events(path: Path) -> tuple[list[int], list[dict]]:
@@ -233,11 +237,11 @@ def bytes_of_events(path: Path) -> tuple[list[int], list[dict]]:
     return sizes, states
 
 
-def test_a_file_that_is_cut_at_any_byte_has_all_events_that_are_whole(tmp_path):
+def test_a_file_that_is_cut_at_any_byte_has_all_events_that_are_whole(tmp_path, clock):
     path = tmp_path / "rows"
     sizes, states = bytes_of_events(path)
     content, cut = path.read_bytes(), tmp_path / "cut"
-    for length in [*range(sizes[0], sizes[-1], 37), *range(sizes[-2], sizes[-1] + 1, 5), *sizes]:
+    for length in [*range(sizes[0], sizes[-1], 511), *range(sizes[-2], sizes[-1] + 1, 57), *sizes]:
         cut.write_bytes(content[:length])
         whole = max(place for place, size in enumerate(sizes) if size <= length)
         with warnings.catch_warnings(record=True) as said:
@@ -257,12 +261,14 @@ def test_a_file_that_is_cut_at_any_byte_has_all_events_that_are_whole(tmp_path):
             assert known(make("plain", journal=cut)) == states[0]
 
 
-def test_a_byte_that_is_another_at_the_end_is_cut_off_and_before_the_end_an_error_that_says_where(tmp_path):
+def test_a_byte_that_is_another_at_the_end_is_cut_off_and_before_the_end_an_error_that_says_where(
+    tmp_path, clock
+):
     path = tmp_path / "rows"
     sizes, states = bytes_of_events(path)
     content, wrong = path.read_bytes(), tmp_path / "wrong"
     rng, refused = random.Random(0), 0
-    for _ in range(300):
+    for _ in range(120):
         at, bit = rng.randrange(sizes[0], len(content)), 1 << rng.randrange(8)
         flipped = bytearray(content)
         flipped[at] ^= bit
@@ -277,4 +283,4 @@ def test_a_byte_that_is_another_at_the_end_is_cut_off_and_before_the_end_an_erro
             refused += 1
         else:  # the last one is cut off, or nobody reads that byte
             assert found in ((states[-2], states[-1]) if event == len(sizes) - 2 else (states[-1],))
-    assert refused > 150
+    assert refused > 60

@@ -17,6 +17,7 @@ import io
 import json
 import math
 import os
+import re
 import time
 import warnings
 import weakref
@@ -47,11 +48,12 @@ SCHEMA = pyarrow.schema(
         ("event", pyarrow.string()),
         ("said", pyarrow.string()),
         ("tensors", pyarrow.large_binary()),
+        ("size", pyarrow.uint64()),  # of the message in bytes, which its own head says, too
         ("crc32", pyarrow.uint32()),
     ],
     metadata={"headrace": "journal 1"},
 )
-MARK = b"\xff\xff\xff\xff"  # with which Arrow begins a message, at a multiple of eight
+MARK = re.compile(rb"(?=\xff\xff\xff\xff)")  # Arrow begins a message with these
 DAMAGED = (pyarrow.lib.ArrowException, OSError, ValueError, EOFError)  # what Arrow raises of wrong bytes
 FEW = 16  # events for which no file is written anew
 
@@ -319,9 +321,13 @@ def _record(event: str, said: dict[str, Any]) -> pyarrow.Buffer:
     tensors: list[Any] = []
     text = json.dumps(_to_json(said, tensors, ()), separators=(",", ":"))
     content = b"".join(tensors)
-    row = [[event], [text], [content], [_checksum(event, text, content)]]
-    arrays = [pyarrow.array(value, field.type) for value, field in zip(row, SCHEMA, strict=True)]
-    return pyarrow.record_batch(arrays, schema=SCHEMA).serialize()
+    size = ipc.get_record_batch_size(_batch(event, text, content, 0, 0))
+    return _batch(event, text, content, size, _checksum(event, text, content, size)).serialize()
+
+
+def _batch(*row: Any) -> pyarrow.RecordBatch:
+    arrays = [pyarrow.array([value], field.type) for value, field in zip(row, SCHEMA, strict=True)]
+    return pyarrow.record_batch(arrays, schema=SCHEMA)
 
 
 def _read(content: pyarrow.Buffer, at: int) -> tuple[str, dict[str, Any], int]:
@@ -332,26 +338,24 @@ def _read(content: pyarrow.Buffer, at: int) -> tuple[str, dict[str, Any], int]:
     batch.validate(full=True)
     if batch.num_rows != 1 or any(column.null_count for column in batch.columns):
         raise ValueError("its record batch is not one row")
-    event, text, tensors, checksum = (column[0] for column in batch.columns)
-    event, text, tensors = event.as_py(), text.as_py(), tensors.as_buffer()
-    if _checksum(event, text, tensors) != checksum.as_py():
+    event, text, tensors, size, checksum = (column[0] for column in batch.columns)
+    event, text, tensors, size = event.as_py(), text.as_py(), tensors.as_buffer(), size.as_py()
+    if _checksum(event, text, tensors, size) != checksum.as_py() or size != reader.tell():
         raise ValueError("its checksum is another one")
-    return event, _from_json(json.loads(text), io.BytesIO(tensors).read), at + reader.tell()
+    return event, _from_json(json.loads(text), io.BytesIO(tensors).read), at + size
 
 
 def _next_whole(content: pyarrow.Buffer, at: int) -> int | None:
     """Where the first whole event behind a damaged one is; None if there is none."""
-    view = memoryview(content)
-    for place in range(at + 8, content.size - 8, 8):
-        if view[place : place + 4] == MARK:
-            with suppress(*DAMAGED):
-                _read(content, place)
-                return place
+    for found in MARK.finditer(content, at + 8):
+        with suppress(*DAMAGED):
+            _read(content, found.start())
+            return found.start()
     return None
 
 
-def _checksum(event: str, text: str, tensors: Any) -> int:
-    return zlib.crc32(tensors, zlib.crc32(f"{event} {text}".encode()))
+def _checksum(event: str, text: str, tensors: Any, size: int) -> int:
+    return zlib.crc32(tensors, zlib.crc32(f"{size} {event} {text}".encode()))
 
 
 def _to_json(value: Any, tensors: list[Any], path: tuple[Any, ...]) -> Any:
