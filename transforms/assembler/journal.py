@@ -318,9 +318,13 @@ def options_that_decide(assembler: GroupAssembler) -> dict[str, Any]:
 
 
 def _record(event: str, said: dict[str, Any]) -> pyarrow.Buffer:
-    tensors: list[Any] = []
-    text = json.dumps(_to_json(said, tensors, ()), separators=(",", ":"))
-    content = b"".join(tensors)
+    tensors: Tensors = {}
+    tree = _to_json(said, tensors, ())
+    # Joined by dtype, since there may be many small ones.
+    joined = {dtype: torch.cat(some).resolve_conj().resolve_neg() for dtype, some in tensors.items()}
+    sizes = {_name(dtype): len(every) for dtype, every in joined.items()}
+    text = f"[{json.dumps(sizes)},{tree}]"
+    content = b"".join(every.view(torch.uint8).numpy() for every in joined.values())
     size = ipc.get_record_batch_size(_batch(event, text, content, 0, 0))
     return _batch(event, text, content, size, _checksum(event, text, content, size)).serialize()
 
@@ -342,7 +346,14 @@ def _read(content: pyarrow.Buffer, at: int) -> tuple[str, dict[str, Any], int]:
     event, text, tensors, size = event.as_py(), text.as_py(), tensors.as_buffer(), size.as_py()
     if _checksum(event, text, tensors, size) != checksum.as_py() or size != reader.tell():
         raise ValueError("its checksum is another one")
-    return event, _from_json(json.loads(text), io.BytesIO(tensors).read), at + size
+    sizes, tree = json.loads(text)
+    dtypes, bytes_left = {name: getattr(torch, name) for name in sizes}, io.BytesIO(tensors)
+    joined = {
+        name: torch.frombuffer(bytearray(bytes_left.read(count * dtypes[name].itemsize)), dtype=dtypes[name])
+        for name, count in sizes.items()
+        if count
+    }
+    return event, _from_json(tree, {name: [every, 0] for name, every in joined.items()}), at + size
 
 
 def _next_whole(content: pyarrow.Buffer, at: int) -> int | None:
@@ -358,22 +369,32 @@ def _checksum(event: str, text: str, tensors: Any, size: int) -> int:
     return zlib.crc32(tensors, zlib.crc32(f"{size} {event} {text}".encode()))
 
 
-def _to_json(value: Any, tensors: list[Any], path: tuple[Any, ...]) -> Any:
-    """A tree as JSON, the bytes of its tensors apart."""
+Tensors = dict[torch.dtype, list[Tensor]]
+"""Flat ones on the CPU, in the order in which they come in a tree."""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _to_json(value: Any, tensors: Tensors, path: tuple[Any, ...]) -> str:
+    """A tree as JSON, its tensors apart. It is text from the start: of many small lists and dicts, Python
+    would look through all again and again for those that nobody needs."""
     if value is None or type(value) in (bool, int, float, str):
-        return value
+        return json.dumps(value)
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
-        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        tensors.append(plain.reshape(-1).view(torch.uint8).numpy())
-        device = [] if value.device.type == "cpu" else [str(value.device)]
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), *device]}
-    if type(value) is list:
-        return [_to_json(each, tensors, (*path, place)) for place, each in enumerate(value)]
-    if type(value) is tuple:
-        return {"tuple": [_to_json(each, tensors, (*path, place)) for place, each in enumerate(value)]}
+        tensors.setdefault(value.dtype, []).append(value.detach().reshape(-1).cpu())
+        device = "" if value.device.type == "cpu" else f',"{value.device}"'
+        return f'{{"tensor":["{_name(value.dtype)}",{list(value.shape)}{device}]}}'
+    if type(value) in (list, tuple):
+        each = ",".join([_to_json(each, tensors, (*path, place)) for place, each in enumerate(value)])
+        return f"[{each}]" if type(value) is list else f'{{"tuple":[{each}]}}'
     if type(value) is dict:
-        pairs = ((_to_json(name, tensors, path), name, each) for name, each in value.items())
-        return {"dict": [[key, _to_json(each, tensors, (*path, name))] for key, name, each in pairs]}
+        pairs = [
+            f"[{_to_json(name, tensors, path)},{_to_json(each, tensors, (*path, name))}]"
+            for name, each in value.items()
+        ]
+        return f'{{"dict":[{",".join(pairs)}]}}'
     column = [str(name) for above, name in pairwise(path) if above == "columns"]
     raise BatchError(
         f"a journal holds tensors, text, numbers, None, and lists, tuples and dicts of them; found a "
@@ -382,19 +403,26 @@ def _to_json(value: Any, tensors: list[Any], path: tuple[Any, ...]) -> Any:
     )
 
 
-def _from_json(value: Any, read: Callable[[int], bytes]) -> Any:
-    """What :func:`_to_json` was given."""
+def _from_json(value: Any, tensors: dict[str, list[Any]]) -> Any:
+    """What :func:`_to_json` was given.
+
+    Args:
+        value: what it made of it.
+        tensors: those of a dtype as one, and how much of it has been read.
+    """
     if isinstance(value, list):
-        return [_from_json(each, read) for each in value]
+        return [_from_json(each, tensors) for each in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tuple":
-        return tuple(_from_json(each, read) for each in content)
+        return tuple(_from_json(each, tensors) for each in content)
     if kind == "dict":
-        return {_from_json(key, read): _from_json(each, read) for key, each in content}
+        return {_from_json(key, tensors): _from_json(each, tensors) for key, each in content}
     name, shape, *device = content
-    dtype = getattr(torch, name)
-    content = bytearray(read(math.prod(shape) * dtype.itemsize))
-    tensor = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-    return tensor.reshape(shape).to(device[0]) if device else tensor.reshape(shape)
+    if not (count := math.prod(shape)):
+        return torch.empty(shape, dtype=getattr(torch, name), device=device[0] if device else None)
+    every, start = tensors[name]
+    tensors[name][1] += count
+    tensor = every[start : start + count].view(shape)
+    return tensor.to(device[0]) if device else tensor
