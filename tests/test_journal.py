@@ -1,4 +1,4 @@
-"""What an assembler took in survives its process: another goes on from its journal as if nothing had happened."""
+"""What an assembler took in survives its process: another goes on from its journal as if it had not died."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import is_non_tensor
 
-from headrace.transforms import BatchError, GroupAssembler, StreamWarning
+from headrace.transforms import BatchError, GroupAssembler
 
 pytestmark = pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
 
@@ -275,12 +275,209 @@ def test_a_byte_that_is_another_at_the_end_is_cut_off_and_before_the_end_an_erro
         wrong.write_bytes(flipped)
         event = max(place for place, size in enumerate(sizes) if size <= at)
         try:
-            found = known(make("plain", journal=wrong))
-        except ValueError as err:  # before the end
-            assert f"is damaged at byte {sizes[event]} (" in str(err)
-            assert f"goes on at byte {sizes[event + 1]}:" in str(err)
+            found, said = known(make("plain", journal=wrong)), ""
+        except ValueError as err:
+            found, said = None, str(err)
+        if found is None:  # before the end
+            assert f"is damaged at byte {sizes[event]} (" in said
+            assert f"goes on at byte {sizes[event + 1]}:" in said
             assert event < len(sizes) - 2
             refused += 1
         else:  # the last one is cut off, or nobody reads that byte
             assert found in ((states[-2], states[-1]) if event == len(sizes) - 2 else (states[-1],))
     assert refused > 60
+
+
+# -- what is refused --------------------------------------------------------------------------------------
+
+
+def rows_with(name: str, column) -> TensorDict:
+    rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, False)])
+    rows[name] = column
+    return rows
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_columns_of_any_dtype_and_data_come_out_as_they_came(lazy, tmp_path):
+    rows = rows_with("half", torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16))
+    rows["complex"] = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    rows["none"] = torch.empty(2, 0)
+    rows["float"] = torch.tensor([float("nan"), float("inf")])
+    rows["inner", "data"] = ["a \N{SNOWMAN}", "\ud800 half of a pair"]
+    rows.set_non_tensor("meta", {"a": [1, (2.5, None)], 3: True})
+    if lazy:
+        rows = lazy_stack([row.clone() for row in rows.unbind(0)])
+        rows.tensordicts[1]["tokens", "full"] = torch.arange(7)
+    path = tmp_path / "rows"
+    make("plain", journal=path).put(rows)
+    plain, again = make("plain"), make("plain", journal=path)
+    plain.put(rows)
+    for assembler in (plain, again):
+        assembler.put(batch_like(rows, plain))
+    batch, expected = again.take(), plain.take()
+    assert set(batch.keys(True, True)) == set(expected.keys(True, True))
+    for one, other in zip(batch.unbind(0), expected.unbind(0), strict=True):
+        for key in other.keys(True, True):
+            if is_non_tensor(other.get(key)):
+                assert repr(one[key]) == repr(other[key])
+            else:
+                assert one[key].dtype == other[key].dtype
+                assert torch.equal(one[key].nan_to_num(), other[key].nan_to_num())
+
+
+def batch_like(rows: TensorDictBase, assembler: GroupAssembler) -> TensorDictBase:
+    """The row that ends the second rollout, with the columns of those before."""
+    last = rows[1:].clone()
+    last["next", "done"] = torch.ones_like(last["next", "done"])
+    return last
+
+
+@pytest.mark.parametrize("value", [{1, 2}, b"bytes", object(), [1, {"a": print}]])
+def test_data_that_a_journal_cannot_hold_is_refused_with_its_column_and_nothing_has_changed(value, tmp_path):
+    assembler = make("plain", journal=tmp_path / "rows")
+    before, size = known(assembler) if assembler.held else None, (tmp_path / "rows").stat().st_size
+    rows = batch_of_lines([Line(0, 0, 0, True)])
+    rows.set_non_tensor("odd", value)
+    with pytest.raises(
+        BatchError, match=r"a journal holds .*found a \w+ in column odd: leave the column out"
+    ):
+        assembler.put(rows)
+    assert before is None
+    assert (assembler.held, (tmp_path / "rows").stat().st_size) == (0, size)
+
+
+def test_a_put_that_is_refused_is_not_in_the_journal(tmp_path):
+    assembler = GroupAssembler(journal=tmp_path / "rows", segment_key="segment")
+    assembler.put(batch_of_lines([Line(0, 0, 0, True)]))
+    size = (tmp_path / "rows").stat().st_size
+    with pytest.raises(BatchError, match="found again"):
+        assembler.put(batch_of_lines([Line(0, 0, 0, True)]))
+    assert (tmp_path / "rows").stat().st_size == size
+    assert opened_with(tmp_path / "rows", segment_key="segment").held == 1
+
+
+def opened_with(path: Path, **options) -> GroupAssembler:
+    return GroupAssembler(journal=path, **options)
+
+
+def test_a_journal_of_another_assembler_and_a_file_that_is_none_are_refused(tmp_path):
+    path = tmp_path / "rows"
+    GroupAssembler(journal=path, group_size=2)
+    with pytest.raises(
+        ValueError, match=r"the same options: group_size is 2 there and 3 here.*load its state_d"
+    ):
+        GroupAssembler(journal=path, group_size=3)
+    path.write_text("something else")
+    with pytest.raises(ValueError, match="is no journal of this version of headrace"):
+        GroupAssembler(journal=path)
+    with pytest.raises(FileNotFoundError):
+        GroupAssembler(journal=tmp_path / "nowhere" / "rows")
+    with pytest.raises(ValueError, match=r"commit\(\) needs a journal"):
+        GroupAssembler().commit()
+
+
+def test_who_opened_it_last_goes_on_and_the_others_are_refused(tmp_path):
+    """As where a process hangs, is taken for dead, and wakes up."""
+    first = make("plain", journal=tmp_path / "rows")
+    second = make("plain", journal=tmp_path / "rows")
+    rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])
+    for act_of_first in (lambda: first.put(rows), first.commit, first.give_up):
+        with pytest.raises(RuntimeError, match="another assembler goes on from the journal"):
+            act_of_first()
+    assert first.held == 0
+    second.put(rows)
+    second.commit()
+    assert len(second.take()) == 2
+
+
+def test_an_assembler_with_a_journal_is_not_copied(tmp_path):
+    assembler = make("plain", journal=tmp_path / "rows")
+    for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"one alone writes to its file: make it where it runs"):
+            copied(assembler)
+
+
+def test_a_state_begins_a_journal_and_is_refused_by_one_that_has_begun(tmp_path):
+    other, path = make("plain"), tmp_path / "rows"
+    other.put(batch_of_lines([Line(0, 0, 0, True)]))
+    assembler = make("plain", journal=path)
+    assembler.load_state_dict(other.state_dict())
+    assembler.put(batch_of_lines([Line(0, 1, 0, True)], 1))
+    again = make("plain", journal=path)
+    assert numbers(again.take()) == [0, 1]
+    with pytest.raises(ValueError, match=r"goes on from its journal .*load none"):
+        again.load_state_dict(other.state_dict())
+
+
+def test_rollouts_are_not_asked_for_again(tmp_path):
+    asked = []
+    options = {"on_failure": "refill", "refill": lambda *missing: asked.append(missing), "max_refills": 9}
+    assembler = opened_with(tmp_path / "rows", **options)
+    assembler.put(batch_of_lines([Line(0, 0, 0, True, 3), Line(0, 1, 0, True)]))
+    again = opened_with(tmp_path / "rows", **options)
+    assert asked == [(0, 1)]
+    again.put(batch_of_lines([Line(0, 2, 0, True)], 2))
+    assert numbers(again.take()) == [1, 2]
+
+
+def test_a_selector_that_would_select_others_is_an_error(tmp_path):
+    turns = []
+
+    def other_each_time(rewards, k):
+        turns.append(k)
+        return torch.arange(k) + len(turns) % 2
+
+    options = {"group_size": 2, "on_surplus": other_each_time}
+    assembler = opened_with(tmp_path / "rows", **options)
+    assembler.put(batch_of_lines([Line(0, number, 0, True, expected=3) for number in range(3)]))
+    with pytest.raises(
+        ValueError, match=r"cannot be followed: 'put' at byte .*does on_surplus select others"
+    ):
+        opened_with(tmp_path / "rows", **options)
+
+
+def test_rejected_groups_that_come_out_again_take_no_room_twice(tmp_path):
+    options = {"groups": 1, "max_staleness": 3}
+    assembler = opened_with(tmp_path / "rows", **options)
+    room = assembler.room()
+    rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])
+    assembler.put(rows)
+    assembler.take()
+    assembler.reject(1)
+    again = opened_with(tmp_path / "rows", **options)
+    assert again.room() == room - 1
+    again.take()
+    again.reject(1)
+    assert again.room() == room
+
+
+def test_a_file_is_at_most_about_twice_what_is_held(tmp_path):
+    path, assembler = tmp_path / "rows", make("plain", journal=tmp_path / "rows")
+    for group in range(300):
+        lines = [Line(group, 2 * group, 0, True), Line(group, 2 * group + 1, 0, True)]
+        assembler.put(batch_of_lines(lines, 2 * group))
+        assembler.take()
+        assembler.commit()
+    assert path.stat().st_size < 50_000
+    assembler.put(batch_of_lines([Line(300, 600, 0, True)], 600))
+    assert known(opened(path, "plain"))["received"] == 601
+
+
+def test_rows_of_workers_whose_rollouts_were_lost_are_counted_alike_after_a_crash(tmp_path, clock):
+    rng = random.Random(1)
+    fleet, path = Fleet(2, 2, 2, 6), tmp_path / "rows"
+    streams = [list(fleet.rows(worker, rng)) for worker in range(2)]
+    assembler, other = opened_with(path), GroupAssembler()
+    for start in range(0, max(map(len, streams)), 3):
+        for rows in streams:
+            some = [row for row in rows[start : start + 3] if rng.random() > 0.1]
+            if some:
+                assembler.put(fleet.batch(some))
+                other.put(fleet.batch(some))
+                if rng.random() < 0.5:
+                    assembler.take()
+                    assembler = opened_with(path)
+    assert assembler.counts == other.counts
+    assert assembler.counts["lost"] > 0
+    assert (assembler.held, assembler.ready, assembler.pending) == (other.held, other.ready, other.pending)
+    assert torch.equal(assembler.take()["rollout_id"], other.take()["rollout_id"])

@@ -96,11 +96,12 @@ class Journal:
             ValueError: in a replay: something else happens.
         """
         if self.replaying is not None:
-            if any(said[name] != self.replaying[name] for name in ("groups", "stays") if name in said):
-                raise ValueError(
-                    f"something else happens than at the first time, {said} in place of {self.replaying}: "
-                    "does on_surplus select others for the same rewards?"
-                )
+            for name in ("groups", "stays"):
+                if name in said and said[name] != self.replaying[name]:
+                    raise ValueError(
+                        f"the {name} are others than at the first time, {said[name]} in place of "
+                        f"{self.replaying[name]}: does on_surplus select others for the same rewards?"
+                    )
             return
         record = _record(event, {"version": version, "clock": now, **said})
         self._check_alone()
@@ -398,7 +399,7 @@ def _to_json(value: Any, tensors: Tensors, path: tuple[Any, ...]) -> str:
     column = [str(name) for above, name in pairwise(path) if above == "columns"]
     raise BatchError(
         f"a journal holds tensors, text, numbers, None, and lists, tuples and dicts of them; found a "
-        f"{type(value).__name__} in column {'.'.join(column) or path!r}: leave the column out, or write it "
+        f"{type(value).__name__} in column {'.'.join(column) or path}: leave the column out, or write it "
         "as one of these"
     )
 
