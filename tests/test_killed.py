@@ -107,9 +107,8 @@ def check(log: list[list[str]]) -> None:
         again -= groups
         commits = word == "commits" or (commits and word != "committed")
         if word == "committed":
-            # What is older goes out first.
-            assert not again
             committed, out = committed | out, set()
+    assert not again
     pieces = max(int(said[0]) for word, *said in log if word == "put") + 1
     whole = {group for group in range(pieces) if group % 7 and is_whole(group, pieces)}
     assert committed | doubtful == whole

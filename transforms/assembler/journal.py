@@ -311,9 +311,11 @@ class _OtherOptionsError(ValueError):
     """A journal is of an assembler that decides otherwise."""
 
 
-def options_that_decide(assembler: GroupAssembler) -> dict[str, Any]:
+def options_that_decide(assembler: Any) -> dict[str, Any]:
     """What must be the same for the same events to have the same outcome; of a callable, that it is one."""
-    names = inspect.signature(type(assembler)).parameters
+    from .assembler import GroupAssembler  # here: it imports this
+
+    names = inspect.signature(GroupAssembler).parameters  # of a subclass, too
     options = {name: getattr(assembler, name) for name in names if name != "journal"}
     return {name: "a callable" if callable(value) else value for name, value in options.items()}
 
