@@ -1,4 +1,4 @@
-"""Slow trainer steps over asynchronous workers for a long time: what has begun is trained, counted or held."""
+"""Slow trainer steps over asynchronous workers for a long time: what begins is trained, counted or held."""
 
 from __future__ import annotations
 
