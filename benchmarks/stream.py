@@ -30,8 +30,8 @@ MCAdvantage also computes an advantage, which costs little; it knows no failed, 
 rollouts, and no state."""
 
 
-JOURNAL_NOTE = """Rows per second of CPU time that go through `GroupAssembler`, without `journal=PATH` and with
-it, of the same streams. Each batch of 128 groups that is taken is committed."""
+JOURNAL_NOTE = """Rows per second of CPU time that go through `GroupAssembler`, without and with a `journal`,
+of the same streams. Each batch of 128 groups that is taken is committed."""
 
 
 def dense_rows(count: int) -> TensorDict:
