@@ -21,6 +21,7 @@ from headrace.transforms.options import (
     has_effect,
     nested_key,
     one_of,
+    options_of,
     takes_options,
 )
 from headrace.transforms.rows import Rows
@@ -210,7 +211,7 @@ class GroupAssembler(
         if journal is not None:
             from .journal import Journal, options_that_decide  # here: it imports pyarrow
 
-            self._journal = Journal(journal, options_that_decide(self))
+            self._journal = Journal(journal, options_that_decide(self, options_of(GroupAssembler)))
             self._journal.replay(self)
 
     # -- what is there ------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ last commit.
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import math
@@ -22,11 +21,11 @@ import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow
 import torch
@@ -39,9 +38,6 @@ from headrace.transforms.tensordicts import from_plain
 
 from .open_groups import Group
 from .pieces import RowPiece, gather
-
-if TYPE_CHECKING:
-    from .assembler import GroupAssembler
 
 SCHEMA = pyarrow.schema(
     [
@@ -137,7 +133,7 @@ class Journal:
         self.write("reject", version, now, rejected=groups)
         self._rejected += groups if self.replaying is not None else 0
 
-    def commit(self, assembler: GroupAssembler) -> None:
+    def commit(self, assembler: Any) -> None:
         """Take back nothing of what was handed out until now, also if the machine dies."""
         if self._entries > FEW + 2 * assembler.held:
             self.begin_anew(assembler)
@@ -145,7 +141,7 @@ class Journal:
             self.write("commit", assembler.version, self.now())
             os.fsync(self._descriptor)
 
-    def begin_anew(self, assembler: GroupAssembler) -> None:
+    def begin_anew(self, assembler: Any) -> None:
         """Put a file of what is held and known in place of this one."""
         # By the clock's own zero: ages that are subtracted again would be others in their last bits.
         state = assembler._state(0.0)
@@ -188,7 +184,7 @@ class Journal:
 
     # -- and read -----------------------------------------------------------------------------------
 
-    def replay(self, assembler: GroupAssembler) -> None:
+    def replay(self, assembler: Any) -> None:
         """Do all of it again with an assembler that has done nothing, and write on from there.
 
         Raises:
@@ -221,7 +217,7 @@ class Journal:
         self._since, assembler.version = time.monotonic(), version
         self.write("open", version, self._seconds, options=self._options)
 
-    def _do(self, event: str, said: dict[str, Any], assembler: GroupAssembler) -> None:
+    def _do(self, event: str, said: dict[str, Any], assembler: Any) -> None:
         """Carry out an event again."""
         self._entries += 1
         if "options" in said:
@@ -250,7 +246,7 @@ class Journal:
         if event in ("commit", "state"):
             self._taken, self._rejected = [], 0
 
-    def _take_back(self, assembler: GroupAssembler) -> None:
+    def _take_back(self, assembler: Any) -> None:
         """Hold again what was handed out since the last commit."""
         assembler._stream.take_back(self._taken, min(self._rejected, len(self._taken)))
         self._taken, self._rejected = [], 0
@@ -311,11 +307,8 @@ class _OtherOptionsError(ValueError):
     """A journal is of an assembler that decides otherwise."""
 
 
-def options_that_decide(assembler: Any) -> dict[str, Any]:
+def options_that_decide(assembler: Any, names: Iterable[str]) -> dict[str, Any]:
     """What must be the same for the same events to have the same outcome; of a callable, that it is one."""
-    from .assembler import GroupAssembler  # here: it imports this
-
-    names = inspect.signature(GroupAssembler).parameters  # of a subclass, too
     options = {name: getattr(assembler, name) for name in names if name != "journal"}
     return {name: "a callable" if callable(value) else value for name, value in options.items()}
 
