@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test check lint types bench generate docs dist clean
+.PHONY: demo test check long lint types bench generate docs dist clean
 
 demo: $(STAMP)
 	$(BIN)/headrace $(ARGS)
@@ -17,6 +17,10 @@ test: lint types
 # `slow` is not even imported.
 check: lint types
 	$(BIN)/python -m pytest -n auto -m "not slow" $(ARGS)
+
+# A process that is killed at 50 points of its stream, and a soak of SOAK seconds with slow trainer steps.
+long: $(STAMP)
+	SOAK=$(or $(SOAK),900) $(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

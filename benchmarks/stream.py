@@ -1,4 +1,4 @@
-"""Groups out of a stream, against TorchRL's MCAdvantage.
+"""Groups out of a stream, against TorchRL's MCAdvantage; and what a journal costs.
 
     python benchmarks/stream.py [--rounds 1] [--rows 100000]
 
@@ -10,6 +10,7 @@ advantage, which costs little; it knows no failed, late, repeated or missing rol
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -27,6 +28,10 @@ NOTE = f"""How many times as long MCAdvantage takes as `GroupAssembler`, of rows
 {PIECE:,}, each within {NEAR:,} rows of its place: dense batches, and lazy stacks of ragged rows.
 MCAdvantage also computes an advantage, which costs little; it knows no failed, late, repeated or missing
 rollouts, and no state."""
+
+
+JOURNAL_NOTE = """Rows per second of CPU time that go through `GroupAssembler`, without and with a `journal`,
+of the same streams. Each batch of 128 groups that is taken is committed."""
 
 
 def dense_rows(count: int) -> TensorDict:
@@ -53,13 +58,15 @@ def ragged(rows: TensorDict) -> TensorDictBase:
     return lazy_stack(singles)
 
 
-def assemble(pieces: Sequence[TensorDictBase]) -> int:
+def assemble(pieces: Sequence[TensorDictBase], journal: str | None = None) -> int:
     """Rows that come out, 128 groups at a time."""
-    assembler, out = GroupAssembler(groups=128), 0
+    assembler, out = GroupAssembler(groups=128, journal=journal), 0
     for piece in pieces:
         assembler.put(piece)
         while (batch := assembler.take()) is not None:
             out += len(batch)
+            if journal is not None:
+                assembler.commit()
     rest = assembler.take_rest()
     return out if rest is None else out + len(rest)
 
@@ -87,8 +94,23 @@ def compare(rows: TensorDictBase, rounds: int, target: float | None) -> list[Cel
     return [Cell(median_ms(times, "MCAdvantage"), ",.0f"), Cell(median_ms(times, "assembler"), ",.0f"), cell]
 
 
+def assemble_durably(pieces: Sequence[TensorDictBase]) -> int:
+    """The same, with a journal."""
+    with tempfile.TemporaryDirectory() as folder:
+        return assemble(pieces, f"{folder}/rows.journal")
+
+
+def cost(rows: TensorDictBase, rounds: int) -> list[Cell]:
+    """A line of the table of journals."""
+    pieces = rows.split(PIECE)
+    functions = {"without": lambda: assemble(pieces), "with": lambda: assemble_durably(pieces)}
+    times = measure(functions, rounds)
+    speeds = [Cell(1e3 * len(rows) / median_ms(times, name), ",.0f") for name in functions]
+    return [*speeds, Cell(ratio(times, "with", "without"))]
+
+
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """The one table."""
+    """Both of them."""
     kinds = {
         "dense": (dense_rows(options.rows), TARGET),
         "ragged": (ragged(dense_rows(options.rows // 10)), None),
@@ -99,6 +121,11 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     ]
     head = ["rows", "MCAdvantage, ms", "assembler, ms", "ratio"]
     yield Table(f"Groups of {GROUP_SIZE} out of a stream", NOTE, head, rows)
+    costs = [
+        Row(f"{len(each):,} {kind}", cost(each, options.rounds + 2)) for kind, (each, _) in kinds.items()
+    ]
+    head = ["rows", "rows a second", "with a journal", "time, with / without"]
+    yield Table("What a journal costs", JOURNAL_NOTE, head, costs)
 
 
 if __name__ == "__main__":

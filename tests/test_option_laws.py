@@ -199,6 +199,7 @@ ALWAYS = {
     GroupAssembler: {
         *("groups", "group_size", "on_failure", "timeout", "timeout_seconds", "max_staleness", "on_late"),
         *("on_duplicate", "on_surplus", "max_pending_groups", "max_idle", "max_concurrent_rollouts"),
+        "journal",
         "in_order",
     },
     GroupRelativeAdvantage: {

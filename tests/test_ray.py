@@ -413,3 +413,18 @@ def test_torchrls_recipe_on_ray_trains_and_its_marked_lines_are_all_that_headrac
     assert (account.error, account.counts["lost"]) == (None, 0)
     assert account.emitted >= 2
     assert account.metrics["groups/trained"] >= 1
+
+
+def test_a_new_actor_goes_on_from_the_journal_of_one_that_was_killed(tmp_path):
+    options = {"journal": str(tmp_path / "rows"), "groups": 2}
+    first = RayAssembler(**options)
+    first.put(batch_of_lines(LINES))
+    taken = first.take()["rollout_id"].tolist()
+    first.commit()
+    lost = first.take()["rollout_id"].tolist()
+    first.shutdown()
+    again = RayAssembler(**options)
+    assert again.take()["rollout_id"].tolist() == lost
+    assert not set(taken) & set(again.take()["rollout_id"].tolist())
+    again.commit()
+    again.shutdown()

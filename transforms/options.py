@@ -242,6 +242,11 @@ def describe_options(thing: Any, *, leave_out: Sequence[str] = ()) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in shown if name not in leave_out)
 
 
+def options_of(kind: type) -> list[str]:
+    """The names of its options, those of its columns among them."""
+    return [name for name, _ in _defaults(kind)]
+
+
 @cache
 def _defaults(kind: type) -> list[tuple[str, Any]]:
     return [(each.name, each.default) for each in inspect.signature(kind).parameters.values()]

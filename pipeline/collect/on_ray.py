@@ -44,7 +44,8 @@ class RayAssembler:
     are refused.
 
     What the actor holds is gone when it dies: nothing restarts it, and whoever asks it gets Ray's error. Go
-    on with a new one from the last :meth:`state_dict`, which has every put that had returned.
+    on with a new one from the last :meth:`state_dict`, which has every put that had returned; or give it a
+    `journal`, a path on the node of the actor or one that all nodes see, from which a new one goes on.
 
     Args:
         max_ready: whole groups at which writers wait. None: twice `groups`, or any number where that is None.
@@ -60,7 +61,8 @@ class RayAssembler:
         self, *, max_ready: int | None = None, actor: Mapping[str, Any] | None = None, **options: Any
     ):
         ray = import_extra("ray", "ray", type(self).__name__)
-        own_options = GroupAssembler(**options)  # a wrong one is refused here, and not in the actor
+        # A wrong one is refused here, and not in the actor, which alone opens the journal.
+        own_options = GroupAssembler(**{**options, "journal": None})
         self.group_key, groups = own_options.group_key, own_options.groups
         self.max_ready = at_least("max_ready", max_ready, 1) or (None if groups is None else 2 * groups)
         # Writers that wait must not keep the trainer out: Ray's own limit is 1,000 calls.
@@ -179,6 +181,10 @@ class RayAssembler:
     def reject(self, groups: int) -> None:
         """As :meth:`GroupAssembler.reject`."""
         self._ask("call", "reject", groups)
+
+    def commit(self) -> None:
+        """As :meth:`GroupAssembler.commit`."""
+        self._ask("call", "commit")
 
     def stalled(self, why: str, worker: tuple[int, int] | None = None) -> StalledError:
         """As :meth:`GroupAssembler.stalled`."""

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -20,10 +21,12 @@ from headrace.transforms.options import (
     has_effect,
     nested_key,
     one_of,
+    options_of,
     takes_options,
 )
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import DISPATCHED
+from headrace.transforms.tensordicts import to_plain
 
 from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
 from .limits import (
@@ -40,6 +43,9 @@ from .lost import warn_of_lost
 from .open_groups import Group
 from .pieces import RowPiece, check_kinds, gather, kinds_of
 from .stream import STALE, UNFINISHED, Stream, StreamPlan
+
+if TYPE_CHECKING:
+    from .journal import Journal
 
 Remedy = Literal["drop", "raise", "keep", "refill"]
 OnRepeat = Literal["drop", "raise"]
@@ -119,12 +125,16 @@ class GroupAssembler(
             for rows that are put in another order, as it is not where segments have numbers.
         max_idle: puts in a row in which no group became whole, after which something is wrong. None: eight
             times the rollouts of a batch, and at least 100.
+        journal: a file in which everything that happens is written first, and from which an assembler with
+            the same options goes on: after a crash as if there had been none, save that groups which were
+            handed out since the last :meth:`commit` come out again. None: what is held dies with the process.
         partition_key: (N,) or (N, 1) int ≥ 0; ids are unique in their partition, and a batch is of one. None:
             there is one.
         names: other names of columns, such as `group_key` (:class:`ColumnNames`).
 
     Raises:
-        ValueError: an option with a wrong value, or that needs another.
+        ValueError: an option with a wrong value, or that needs another; a file that is no journal, is of
+            other options, or is damaged before its end, with the place.
 
     Example:
         >>> from tensordict import TensorDict
@@ -164,6 +174,7 @@ class GroupAssembler(
         on_full: OnRepeat = "drop",
         in_order: bool = True,
         max_idle: int | None = None,
+        journal: str | Path | None = None,
         partition_key: NestedKey | None = None,
         **names: Unpack[ColumnNames],
     ):
@@ -200,6 +211,13 @@ class GroupAssembler(
         self._kinds: dict[tuple[str, ...], Any] = {}  # of the columns of the last rows that came
         self._found: dict[str, NestedKey] | None = None  # and where these say what they are
         self._turn = threading.RLock()
+        self._journal: Journal | None = None
+        self.journal = journal
+        if journal is not None:
+            from .journal import Journal, options_that_decide  # here: it imports pyarrow
+
+            self._journal = Journal(journal, options_that_decide(self, options_of(GroupAssembler)))
+            self._journal.replay(self)
 
     # -- what is there ------------------------------------------------------------------------------
 
@@ -293,7 +311,7 @@ class GroupAssembler(
                 batch, found = enter_rows(batch, keys, reader=type(self).__name__), None
                 kinds = kinds_of(batch)
             piece = RowPiece(batch, range(stream.received, stream.received + len(batch)))
-            plan = StreamPlan(stream, stream.puts + 1, time.monotonic(), came=len(batch))
+            plan = StreamPlan(stream, stream.puts + 1, self._now(), came=len(batch))
             if len(batch):
                 if found is None:
                     if stream.held:
@@ -304,6 +322,9 @@ class GroupAssembler(
                 piece.place = {arrival: piece.place[arrival] for arrival in admitted}
             settle(plan, self)
             check_idle(plan, self)
+            if self._journal is not None:
+                plain = to_plain(batch) if len(batch) else None
+                self._journal.put(plain, len(batch), self.version, plan.now, self._chosen(plan))
             if piece.place:
                 piece.own()
                 plan.piece = piece
@@ -325,7 +346,20 @@ class GroupAssembler(
 
     def _plan(self) -> StreamPlan:
         """Of no rows."""
-        return StreamPlan(self._stream, self._stream.puts, time.monotonic())
+        return StreamPlan(self._stream, self._stream.puts, self._now())
+
+    def _now(self) -> float:
+        return time.monotonic() if self._journal is None else self._journal.now()
+
+    def _note(self, event: str, now: float | None = None, **said: Any) -> None:
+        """Write down what is about to happen."""
+        if self._journal is not None:
+            self._journal.write(event, self.version, self._now() if now is None else now, **said)
+
+    def _chosen(self, plan: StreamPlan) -> list[Any]:
+        """What a selector has chosen, of each group: so that it is known whether it would again."""
+        ready = [group for group in plan.groups.values() if group.fate == "ready"]
+        return [[*group.key, sorted(group.stays)] for group in ready] if callable(self.on_surplus) else []
 
     def _carry_out(self, plan: StreamPlan) -> None:
         self._stream.carry_out(plan)
@@ -334,6 +368,8 @@ class GroupAssembler(
 
     def _ask_for(self, missing: list[tuple[Group, int]]) -> None:
         """Ask for rollouts of groups that wait for them: of all of these, whatever one of them raises."""
+        if self._journal is not None and self._journal.replaying is not None:
+            return  # they were asked for when it happened
         errors: list[Exception] = []
         for group, rollouts in missing:
             try:
@@ -385,47 +421,96 @@ class GroupAssembler(
     def reject(self, groups: int) -> None:
         """Say that so many groups that were handed out are not trained: they take no :meth:`room`."""
         with self._turn:
+            if self._journal is not None:
+                self._journal.reject(groups, self.version, self._now())
             self._stream.rejected += groups
+
+    def commit(self) -> None:
+        """Say that the weights are saved which were trained on all that was handed out: with a `journal`, it
+        does not come out again, whatever happens to the process or, from here on, to the machine.
+
+        Call it after the optimiser step whose weights were saved. Rows that were put survive the process as
+        soon as :meth:`put` has returned, and the machine after the next commit. What has left is taken out
+        of the file where it is more than half.
+
+        Raises:
+            ValueError: there is no journal.
+            RuntimeError: another assembler goes on from the journal.
+
+        Example:
+            >>> import tempfile
+            >>> from tensordict import TensorDict
+            >>> ids = {"group_id": [4, 9], "rollout_id": [0, 2], ("next", "done"): [True, True]}
+            >>> path = tempfile.mkdtemp() + "/rows.journal"
+            >>> assembler = GroupAssembler(groups=1, group_size=1, journal=path)
+            >>> assembler.put(TensorDict(ids, batch_size=[2]))
+            >>> assembler.take()["group_id"].tolist()
+            [4]
+            >>> assembler.commit()
+            >>> assembler.take()["group_id"].tolist()
+            [9]
+            >>> again = GroupAssembler(groups=1, group_size=1, journal=path)  # as after a crash
+            >>> again.take()["group_id"].tolist()
+            [9]
+        """
+        with self._turn:
+            if self._journal is None:
+                raise ValueError("commit() needs a journal: GroupAssembler(journal=PATH)")
+            self._journal.commit(self)
 
     def _take(self, wanted: int | None, most: int | None = None) -> TensorDictBase | None:
         with self._turn:
-            stream, oldest = self._stream, self.version - (self.max_staleness or 0)
-            if self.timeout_seconds is not None:
-                plan = self._plan()
-                settle(plan, self)
-                self._carry_out(plan)
-            if self.max_staleness is not None and self.on_stale != "mask":
-                stale = [g for g in stream.whole_groups() if min(row.version for row in g.rows()) < oldest]
-                anew = []
-                for group in stale:
-                    if self.on_stale == "refill" and may_refill(group, self):
-                        anew.append((group, self.group_size or group.expected))
-                        stream.dispatch_again(*anew[-1], self._plan())
-                    else:
-                        stream.close([group], STALE)
-                self._ask_for(anew)
-            newest = self.version if self.on_newer == "wait" else None
-            if not (groups := stream.choose(wanted, most, newest)):
-                return None
-            self._wanted = None
-            rows = [(group, row) for group in groups for row in group.rows()]
-            have = [len(group.rollouts) for group, _ in rows]
-            dispatched = [group.dispatched for group, _ in rows]
-            places = [(row.piece, row.arrival) for _, row in rows]
-            batch = gather(places, {self.expected_key: have, DISPATCHED: dispatched})
-            if self.max_staleness is not None and self.on_stale == "mask":
-                stale = torch.tensor([row.version < oldest for _, row in rows])
-                seen = Rows.read(batch).seen_by(self)
-                seen.leave(stale, STALE, "masked")
-                batch = seen.write()
-            stream.close(groups)
-            stream.emitted += len(groups)
-            return batch
+            self._expire()
+            return self._hand_out(wanted, most)
+
+    def _expire(self) -> None:
+        """Let go of groups that are too old by now, by their seconds or by the policy version."""
+        stream, plan = self._stream, self._plan()
+        if self.timeout_seconds is not None:
+            settle(plan, self)
+            if any(group.fate != "waits" for group in plan.groups.values()):
+                self._note("expire", plan.now, stays=self._chosen(plan))
+            self._carry_out(plan)
+        if self.max_staleness is not None and self.on_stale != "mask":
+            oldest, anew = self.version - self.max_staleness, []
+            stale = [g for g in stream.whole_groups() if min(row.version for row in g.rows()) < oldest]
+            if stale:
+                self._note("expire", plan.now)
+            for group in stale:
+                if self.on_stale == "refill" and may_refill(group, self):
+                    anew.append((group, self.group_size or group.expected))
+                    stream.dispatch_again(*anew[-1], plan)
+                else:
+                    stream.close([group], STALE)
+            self._ask_for(anew)
+
+    def _hand_out(self, wanted: int | None, most: int | None) -> TensorDictBase | None:
+        stream, oldest = self._stream, self.version - (self.max_staleness or 0)
+        newest = self.version if self.on_newer == "wait" else None
+        if not (groups := stream.choose(wanted, most, newest)):
+            return None
+        if self._journal is not None:
+            self._journal.take(groups, self.version, self._now(), wanted=wanted, most=most)
+        self._wanted = None
+        rows = [(group, row) for group in groups for row in group.rows()]
+        have = [len(group.rollouts) for group, _ in rows]
+        dispatched = [group.dispatched for group, _ in rows]
+        places = [(row.piece, row.arrival) for _, row in rows]
+        batch = gather(places, {self.expected_key: have, DISPATCHED: dispatched})
+        if self.max_staleness is not None and self.on_stale == "mask":
+            stale = torch.tensor([row.version < oldest for _, row in rows])
+            seen = Rows.read(batch).seen_by(self)
+            seen.leave(stale, STALE, "masked")
+            batch = seen.write()
+        stream.close(groups)
+        stream.emitted += len(groups)
+        return batch
 
     def give_up(self) -> int:
         """Let go of all that is held, counted as ``unfinished``, and return how many rows that were."""
         with self._turn:
             stream = self._stream
+            self._note("give_up")
             return stream.close([*stream.waiting.values(), *stream.whole_groups()], UNFINISHED)
 
     # -- what was dispatched ------------------------------------------------------------------------
@@ -450,6 +535,7 @@ class GroupAssembler(
                 found = find_columns(piece, self._options, groups_only=True)
                 announce(plan, arriving_rows(piece, found, self.group_size)[0], self)
                 settle(plan, self)
+                self._note("announce", plan.now, draws=to_plain(draws), stays=self._chosen(plan))
                 self._carry_out(plan)
 
     # -- state --------------------------------------------------------------------------------------
@@ -459,14 +545,18 @@ class GroupAssembler(
         ``weights_only=True``.
         """
         with self._turn:
-            state, chunks = self._stream.to_plain(time.monotonic())
-            return {"options": dict(self._options), "version": self.version, "state": state, "chunks": chunks}
+            return self._state(self._now())
+
+    def _state(self, now: float) -> dict[str, Any]:
+        state, chunks = self._stream.to_plain(now)
+        return {"options": dict(self._options), "version": self.version, "state": state, "chunks": chunks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
 
         Raises:
-            ValueError: it is of an assembler that reads rows in another way.
+            ValueError: it is of an assembler that reads rows in another way; this one has a journal with
+                events in it, from which it goes on.
         """
         if state["options"] | {"in_order": self.in_order} != self._options | {"in_order": self.in_order}:
             raise ValueError(
@@ -474,16 +564,32 @@ class GroupAssembler(
                 f"it is of one with {state['options']}"
             )
         with self._turn:
-            pieces, found = [RowPiece.from_plain(rows) for rows in state["chunks"]], None
-            if pieces:
-                found = find_columns(pieces[0], self._options)
-            read = (arriving_rows(piece, found or {}, self.group_size)[0] for piece in pieces)
-            rows, by_segment = chain.from_iterable(read), self.segment_key is not None
-            self._stream = Stream.from_plain(state["state"], rows, time.monotonic(), by_segment=by_segment)
-            self._kinds, self._found = kinds_of(pieces[0].batch) if pieces else {}, found
-            self.version = state["version"]
+            known = self._stream.puts or self._stream.waiting or self._stream.emitted
+            if self._journal is not None and known:
+                raise ValueError(
+                    f"this assembler goes on from its journal {self.journal}, which has all that happened "
+                    "since that state: load none; or give a path where no file is, and load the state there"
+                )
+            self._go_on(state, self._now())
+            if self._journal is not None:
+                self._journal.begin_anew(self)
+
+    def _go_on(self, state: Mapping[str, Any], now: float) -> None:
+        pieces, found = [RowPiece.from_plain(rows) for rows in state["chunks"]], None
+        if pieces:
+            found = find_columns(pieces[0], self._options)
+        read = (arriving_rows(piece, found or {}, self.group_size)[0] for piece in pieces)
+        rows, by_segment = chain.from_iterable(read), self.segment_key is not None
+        self._stream = Stream.from_plain(state["state"], rows, now, by_segment=by_segment)
+        self._kinds, self._found = kinds_of(pieces[0].batch) if pieces else {}, found
+        self.version = state["version"]
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._journal is not None:
+            raise TypeError(
+                f"an assembler with a journal ({self.journal}) is not copied or pickled, since one alone "
+                "writes to its file: make it where it runs, or use RayAssembler(journal=…), or state_dict()"
+            )
         return {name: value for name, value in self.__dict__.items() if name != "_turn"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -208,6 +208,15 @@ class Group:
         asked = self.refilled, self.refills, self.order, self.left, self.enough
         return Group(*known, *asked, dict(self.rollouts), self.have, self.lost)
 
+    def moved_to(self, piece: RowPiece) -> Group:
+        """The same, with its rows in another piece."""
+        twin = self.copy()
+        for number, rollout in self.rollouts.items():
+            twin.rollouts[number] = rollout.copy()
+            moved = {name: row._replace(piece=piece) for name, row in rollout.rows.items()}
+            twin.rollouts[number].rows = moved
+        return twin
+
     def rows(self) -> list[Row]:
         """Its rows, in the order in which they go out, whatever that of their arrival."""
         rollouts = (self.rollouts[number] for number in sorted(self.rollouts))

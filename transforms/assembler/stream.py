@@ -59,6 +59,13 @@ class Intervals:
             ends, begins = at > 0 and edges[at - 1] == number, edges[at : at + 1] == [number + 1]
             edges[at - ends : at + begins] = [number] * (not ends) + [number + 1] * (not begins)
 
+    def remove(self, number: int) -> None:
+        """One less."""
+        edges, at = self._edges, bisect_right(self._edges, number)
+        if at % 2 == 1:
+            first, last = edges[at - 1] == number, edges[at] == number + 1
+            edges[at - first : at + last] = [number] * (not first) + [number + 1] * (not last)
+
     def to_tensor(self) -> Tensor:
         """(K, 2) int64, the first and the last ids, in order."""
         return torch.tensor(self._edges, dtype=torch.int64).view(-1, 2) - torch.tensor([0, 1])
@@ -237,6 +244,25 @@ class Stream:
             self.counts[reason] += len(gone)
         self._let_go(gone)
         return len(gone)
+
+    def take_back(self, groups: Iterable[Group], rejected: int) -> None:
+        """Hold whole groups again that were handed out, of which so many were rejected."""
+        for group in groups:
+            partition = group.partition
+            self.closed_groups[partition].remove(group.group)
+            self.late_groups[partition].remove(group.group)
+            for number in group.rollouts:
+                self.closed_rollouts[partition].remove(number)
+                self.homes[partition, number] = group.key
+            for row in group.rows():
+                self.pieces[row.piece] = None
+                self.held += 1
+            others = [*self.ready.get(partition, {}).values(), group]
+            ordered = sorted(others, key=attrgetter("order"))
+            self.ready[partition] = OrderedDict((each.key, each) for each in ordered)
+            self.dispatched += group.dispatched
+            self.emitted -= 1
+        self.rejected -= rejected
 
     def dispatch_again(self, group: Group, missing: int, plan: StreamPlan) -> None:
         """Let go of the rows of a whole group, counted as stale, and wait for as many rollouts anew."""

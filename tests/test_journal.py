@@ -1,0 +1,483 @@
+"""What an assembler took in survives its process: another goes on from its journal as if it had not died."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from assembly import Line, batch_of_lines
+from fleets import Fleet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict.utils import is_non_tensor
+
+from headrace.transforms import BatchError, GroupAssembler
+
+pytestmark = pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
+
+OPTIONS = {
+    "plain": {},
+    "partitions": {"partition_key": "partition", "groups": 2},
+    "keep": {"on_failure": "keep", "min_rollouts": 1, "timeout": 4, "on_timeout": "keep"},
+    "refill": {"on_failure": "refill", "refill": lambda group, missing: None, "timeout": 5},
+    "few": {"max_pending_groups": 3, "group_size": 2},
+    "stale": {"max_staleness": 1, "on_newer": "wait"},
+    "masked": {"max_staleness": 1, "on_stale": "mask", "on_newer": "wait"},
+    "again": {"max_staleness": 0, "on_stale": "refill", "refill": print, "on_newer": "wait"},
+    "chosen": {"group_size": 2, "on_surplus": lambda rewards, k: rewards.argsort()[:k]},
+    "seconds": {"timeout_seconds": 3.0, "on_timeout": "keep", "min_rollouts": 1},
+}
+
+
+def faulty_stream(rng: random.Random, partitions: int) -> list[list[Line]]:
+    """Pieces of rows, some of which are missing, failed or come twice, those of a rollout in their order."""
+    rollouts = []
+    for group in range(rng.randint(3, 8)):
+        partition, expected = rng.randrange(partitions), rng.randint(1, 3)
+        for member in range(expected):
+            number, length, version = 3 * group + member, rng.randint(1, 3), rng.randint(0, 2)
+            lines = [
+                Line(group, number, each, each == length - 1, 0, partition, version, expected)
+                for each in range(length)
+            ]
+            fault = rng.choice(["", "", "", "", "torn", "failed", "twice"])
+            if fault == "torn":
+                lines.pop()
+            elif fault == "failed":
+                lines[-1] = lines[-1]._replace(status=3)
+            elif fault == "twice":
+                lines.append(lines[-1])
+            rollouts.append(lines)
+    rows = []
+    while rollouts := [rest for rest in rollouts if rest]:
+        rows.append(rng.choice(rollouts[:5]).pop(0))
+    pieces = []
+    while rows:
+        size = rng.randint(0, 5)
+        pieces, rows = [*pieces, rows[:size]], rows[size:]
+    return pieces
+
+
+class Clock:
+    """Seconds of which the test says when they go by."""
+
+    def __init__(self, monkeypatch):
+        self.seconds = 100.0
+        monkeypatch.setattr("time.monotonic", lambda: self.seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def make(name: str, **more) -> GroupAssembler:
+    return GroupAssembler(on_duplicate="drop", max_idle=10**6, **OPTIONS[name], **more)
+
+
+def numbers(batch: TensorDictBase | None) -> list[int]:
+    return [] if batch is None else batch["number"].tolist()
+
+
+def known(assembler: GroupAssembler) -> dict:
+    """All that it knows, rows by the order of their arrival."""
+    state = assembler.state_dict()
+    plain = {name: value for name, value in state["state"].items() if name != "groups"}
+    plain |= {name: {p: ids.tolist() for p, ids in plain[name].items() if len(ids)} for name in CLOSED}
+    groups = {name: column.tolist() for name, column in state["state"]["groups"].items()}
+    ages = [round(age, 6) for age in groups.pop("born_time")]
+    plain["groups"] = sorted(zip(ages, *groups.values(), strict=True), key=str)
+    rows = sorted(
+        (arrival, number)
+        for chunk in state["chunks"]
+        for arrival, number in zip(
+            chunk["arrival"].tolist(), chunk["rows"]["columns"]["number"].tolist(), strict=True
+        )
+    )
+    return plain | {"rows": rows, "gone": sorted(plain["gone"])}
+
+
+CLOSED = ("closed_groups", "late_groups", "closed_rollouts")
+
+
+def opened(path: Path, name: str) -> GroupAssembler:
+    """An assembler that goes on from a copy of a file, whose name is longer."""
+    copied = Path(f"{path}-")
+    shutil.copy(path, copied)
+    return make(name, journal=copied)
+
+
+def act(assembler: GroupAssembler, event: tuple) -> list[int]:
+    """Do something with an assembler, and return the numbers of the rows that come out."""
+    kind, *said = event
+    if kind == "put":
+        assembler.put(batch_of_lines(*said[:2]))
+    elif kind == "announce":
+        groups, expected = torch.tensor([said[0]]), torch.tensor([said[1]])
+        draws = TensorDict({"group_id": groups, "expected_rollouts": expected}, batch_size=[1])
+        if assembler.partition_key is not None:
+            draws["partition"] = torch.zeros(1, dtype=torch.int64)
+        assembler.announce(draws)
+    elif kind == "take":
+        return numbers(assembler.take(*said))
+    elif kind == "version":
+        assembler.version += 1
+    elif kind == "commit" and assembler.journal is not None:
+        assembler.commit()
+    elif kind == "give_up":
+        assembler.give_up()
+    return []
+
+
+def events_of(rng: random.Random, name: str) -> list[tuple]:
+    """Pieces that are put, some of them a second later, and what else is done in between."""
+    events, row = [("announce", 50, 2)], 0
+    for piece in faulty_stream(rng, 2 if name == "partitions" else 1):
+        piece = [line._replace(expected=max(line.expected, 2)) for line in piece]
+        events.append(("put", piece, row, rng.random() < 0.3))
+        row += len(piece)
+        others = [("take",), ("take", 1), ("commit",), ("version",)]
+        events += rng.choices(others, (4, 2, 2, 1), k=rng.randint(0, 3))
+    return events + ([("give_up",)] if rng.random() < 0.3 else [])
+
+
+def all_that_is_left(assembler: GroupAssembler) -> list[int]:
+    """The rows of all whole groups, each by the policy version of its newest row."""
+    found = []
+    for version in range(assembler.version, assembler.version + 4):
+        assembler.version = version
+        while batch := numbers(assembler.take_rest()):
+            found += batch
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@settings(max_examples=5)
+@given(seed=st.integers(0, 10**9))
+def test_after_a_crash_anywhere_it_is_as_if_what_was_not_committed_had_not_been_taken(
+    name, seed, tmp_path_factory
+):
+    """Against one without a journal that did the same, but did not take what is to come out again."""
+    rng, path = random.Random(seed), tmp_path_factory.mktemp("journal") / "rows"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        clock = Clock(monkeypatch)
+        events = events_of(rng, name)
+        crash = rng.randint(1, len(events))
+        first = make(name, journal=path)
+        outs, committed = [], 0
+        for place, event in enumerate(events[:crash]):
+            clock.seconds += event[0] == "put" and event[3]
+            outs.append(act(first, event))
+            if event[0] == "commit":
+                committed = place
+        again = opened(path, name)
+        clock.seconds += 50  # nobody's: the clock stands still while no assembler has the file
+        again = opened(Path(again.journal), name)
+        clock.seconds, again_at = clock.seconds - 50, clock.seconds
+        taken = sorted(number for out in outs[committed:] for number in out)
+        assert again.counts == first.counts
+        assert again.held == first.held + len(taken)
+        assert again.ready >= first.ready
+        versions = [event[0] for event in events[:committed]].count("version")
+        assert again.version == versions
+        if name in ("stale", "again", "masked"):  # by the version of the commit they are not too old
+            again.version = first.version = versions
+        rest = all_that_is_left(first)
+        clock.seconds = again_at
+        came = all_that_is_left(again)
+        before = {number for out in outs[:committed] for number in out}
+        assert set(taken) <= set(came)
+        assert not before & set(came)
+        assert sorted(came) == sorted(taken + rest)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "stale" not in str(OPTIONS[name])])
+@settings(max_examples=5)
+@given(seed=st.integers(0, 10**9))
+def test_what_is_known_after_crashes_is_what_one_knows_that_never_crashed(name, seed, tmp_path_factory):
+    rng, path = random.Random(seed), tmp_path_factory.mktemp("journal") / "rows"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        clock = Clock(monkeypatch)
+        assembler, other = make(name, journal=path), make(name)
+        for event in events_of(rng, name):
+            clock.seconds += event[0] == "put" and event[3]
+            if event[0] in ("put", "announce", "version", "give_up"):
+                act(assembler, event)
+                act(other, event)
+            elif event[0] == "take" and rng.random() < 0.5:  # is trained, saved and committed
+                out = act(assembler, event)
+                assert out == act(other, event)
+                act(assembler, ("commit",))
+            elif event[0] == "take":  # and the process dies
+                act(assembler, event)
+                other.take(10**6)  # looks at the clock, too
+                assembler = opened(path, name)
+                path = Path(assembler.journal)
+            version, assembler.version = assembler.version, other.version
+            assert known(assembler) == known(other)
+            assert version <= other.version
+
+
+def bytes_of_events(path: Path) -> tuple[list[int], list[dict]]:
+    """How long a journal is after each event, and what is known then."""
+    assembler, sizes, states = make("plain", journal=path), [], []
+    for place, piece in enumerate(faulty_stream(random.Random(3), 1)[:8]):
+        sizes.append(path.stat().st_size)
+        states.append(known(assembler))
+        assembler.put(batch_of_lines([each._replace(expected=3) for each in piece], 10 * place))
+    sizes.append(path.stat().st_size)
+    states.append(known(assembler))
+    return sizes, states
+
+
+def test_a_file_that_is_cut_at_any_byte_has_all_events_that_are_whole(tmp_path, clock):
+    path = tmp_path / "rows"
+    sizes, states = bytes_of_events(path)
+    content, cut = path.read_bytes(), tmp_path / "cut"
+    for length in [*range(sizes[0], sizes[-1], 511), *range(sizes[-2], sizes[-1] + 1, 57), *sizes]:
+        cut.write_bytes(content[:length])
+        whole = max(place for place, size in enumerate(sizes) if size <= length)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assembler = make("plain", journal=cut)
+        assert known(assembler) == states[whole]
+        words = [str(each.message) for each in said]
+        lost = length - sizes[whole]
+        assert [f"ends with {lost} bytes that are no whole event" in each for each in words] == [True][:lost]
+        assert known(opened(cut, "plain")) == states[whole]  # and from what it wrote behind it
+    for length in (0, 5, sizes[0] - 1):
+        cut.write_bytes(content[:length])
+        if length == 5:
+            with pytest.raises(ValueError, match="is no journal of this version of headrace"):
+                make("plain", journal=cut)
+        else:
+            assert known(make("plain", journal=cut)) == states[0]
+
+
+def test_a_byte_that_is_another_at_the_end_is_cut_off_and_before_the_end_an_error_that_says_where(
+    tmp_path, clock
+):
+    path = tmp_path / "rows"
+    sizes, states = bytes_of_events(path)
+    content, wrong = path.read_bytes(), tmp_path / "wrong"
+    rng, refused = random.Random(0), 0
+    for _ in range(120):
+        at, bit = rng.randrange(sizes[0], len(content)), 1 << rng.randrange(8)
+        flipped = bytearray(content)
+        flipped[at] ^= bit
+        wrong.write_bytes(flipped)
+        event = max(place for place, size in enumerate(sizes) if size <= at)
+        try:
+            found, said = known(make("plain", journal=wrong)), ""
+        except ValueError as err:
+            found, said = None, str(err)
+        if found is None:  # before the end
+            assert f"is damaged at byte {sizes[event]} (" in said
+            assert f"goes on at byte {sizes[event + 1]}:" in said
+            assert event < len(sizes) - 2
+            refused += 1
+        else:  # the last one is cut off, or nobody reads that byte
+            assert found in ((states[-2], states[-1]) if event == len(sizes) - 2 else (states[-1],))
+    assert refused > 60
+
+
+# -- what is refused --------------------------------------------------------------------------------------
+
+
+def rows_with(name: str, column) -> TensorDict:
+    rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, False)])
+    rows[name] = column
+    return rows
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_columns_of_any_dtype_and_data_come_out_as_they_came(lazy, tmp_path):
+    rows = rows_with("half", torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16))
+    rows["complex"] = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    rows["none"] = torch.empty(2, 0)
+    rows["float"] = torch.tensor([float("nan"), float("inf")])
+    rows["inner", "data"] = ["a \N{SNOWMAN}", "\ud800 half of a pair"]
+    rows.set_non_tensor("meta", {"a": [1, (2.5, None)], 3: True})
+    if lazy:
+        rows = lazy_stack([row.clone() for row in rows.unbind(0)])
+        rows.tensordicts[1]["tokens", "full"] = torch.arange(7)
+    path = tmp_path / "rows"
+    make("plain", journal=path).put(rows)
+    plain, again = make("plain"), make("plain", journal=path)
+    plain.put(rows)
+    for assembler in (plain, again):
+        assembler.put(batch_like(rows, plain))
+    batch, expected = again.take(), plain.take()
+    assert set(batch.keys(True, True)) == set(expected.keys(True, True))
+    for one, other in zip(batch.unbind(0), expected.unbind(0), strict=True):
+        for key in other.keys(True, True):
+            if is_non_tensor(other.get(key)):
+                assert repr(one[key]) == repr(other[key])
+            else:
+                assert one[key].dtype == other[key].dtype
+                assert torch.equal(one[key].nan_to_num(), other[key].nan_to_num())
+
+
+def batch_like(rows: TensorDictBase, assembler: GroupAssembler) -> TensorDictBase:
+    """The row that ends the second rollout, with the columns of those before."""
+    last = rows[1:].clone()
+    last["next", "done"] = torch.ones_like(last["next", "done"])
+    return last
+
+
+@pytest.mark.parametrize("value", [{1, 2}, b"bytes", object(), [1, {"a": print}]])
+def test_data_that_a_journal_cannot_hold_is_refused_with_its_column_and_nothing_has_changed(value, tmp_path):
+    assembler = make("plain", journal=tmp_path / "rows")
+    before, size = known(assembler) if assembler.held else None, (tmp_path / "rows").stat().st_size
+    rows = batch_of_lines([Line(0, 0, 0, True)])
+    rows.set_non_tensor("odd", value)
+    with pytest.raises(
+        BatchError, match=r"a journal holds .*found a \w+ in column odd: leave the column out"
+    ):
+        assembler.put(rows)
+    assert before is None
+    assert (assembler.held, (tmp_path / "rows").stat().st_size) == (0, size)
+
+
+def test_a_put_that_is_refused_is_not_in_the_journal(tmp_path):
+    assembler = GroupAssembler(journal=tmp_path / "rows", segment_key="segment")
+    assembler.put(batch_of_lines([Line(0, 0, 0, True)]))
+    size = (tmp_path / "rows").stat().st_size
+    with pytest.raises(BatchError, match="found again"):
+        assembler.put(batch_of_lines([Line(0, 0, 0, True)]))
+    assert (tmp_path / "rows").stat().st_size == size
+    assert opened_with(tmp_path / "rows", segment_key="segment").held == 1
+
+
+def opened_with(path: Path, **options) -> GroupAssembler:
+    return GroupAssembler(journal=path, **options)
+
+
+def test_a_journal_of_another_assembler_and_a_file_that_is_none_are_refused(tmp_path):
+    path = tmp_path / "rows"
+    GroupAssembler(journal=path, group_size=2)
+    with pytest.raises(
+        ValueError, match=r"the same options: group_size is 2 there and 3 here.*load its state_d"
+    ):
+        GroupAssembler(journal=path, group_size=3)
+    path.write_text("something else")
+    with pytest.raises(ValueError, match="is no journal of this version of headrace"):
+        GroupAssembler(journal=path)
+    with pytest.raises(FileNotFoundError):
+        GroupAssembler(journal=tmp_path / "nowhere" / "rows")
+    with pytest.raises(ValueError, match=r"commit\(\) needs a journal"):
+        GroupAssembler().commit()
+
+
+def test_who_opened_it_last_goes_on_and_the_others_are_refused(tmp_path):
+    """As where a process hangs, is taken for dead, and wakes up."""
+    first = make("plain", journal=tmp_path / "rows")
+    second = make("plain", journal=tmp_path / "rows")
+    rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])
+    for act_of_first in (lambda: first.put(rows), first.commit, first.give_up):
+        with pytest.raises(RuntimeError, match="another assembler goes on from the journal"):
+            act_of_first()
+    assert first.held == 0
+    second.put(rows)
+    second.commit()
+    assert len(second.take()) == 2
+
+
+def test_an_assembler_with_a_journal_is_not_copied(tmp_path):
+    assembler = make("plain", journal=tmp_path / "rows")
+    for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"one alone writes to its file: make it where it runs"):
+            copied(assembler)
+
+
+def test_a_state_begins_a_journal_and_is_refused_by_one_that_has_begun(tmp_path):
+    other, path = make("plain"), tmp_path / "rows"
+    other.put(batch_of_lines([Line(0, 0, 0, True)]))
+    assembler = make("plain", journal=path)
+    assembler.load_state_dict(other.state_dict())
+    assembler.put(batch_of_lines([Line(0, 1, 0, True)], 1))
+    again = make("plain", journal=path)
+    assert numbers(again.take()) == [0, 1]
+    with pytest.raises(ValueError, match=r"goes on from its journal .*load none"):
+        again.load_state_dict(other.state_dict())
+
+
+def test_rollouts_are_not_asked_for_again(tmp_path):
+    asked = []
+    options = {"on_failure": "refill", "refill": lambda *missing: asked.append(missing), "max_refills": 9}
+    assembler = opened_with(tmp_path / "rows", **options)
+    assembler.put(batch_of_lines([Line(0, 0, 0, True, 3), Line(0, 1, 0, True)]))
+    again = opened_with(tmp_path / "rows", **options)
+    assert asked == [(0, 1)]
+    again.put(batch_of_lines([Line(0, 2, 0, True)], 2))
+    assert numbers(again.take()) == [1, 2]
+
+
+def test_a_selector_that_would_select_others_is_an_error(tmp_path):
+    turns = []
+
+    def other_each_time(rewards, k):
+        turns.append(k)
+        return torch.arange(k) + len(turns) % 2
+
+    options = {"group_size": 2, "on_surplus": other_each_time}
+    assembler = opened_with(tmp_path / "rows", **options)
+    assembler.put(batch_of_lines([Line(0, number, 0, True, expected=3) for number in range(3)]))
+    with pytest.raises(
+        ValueError, match=r"cannot be followed: 'put' at byte .*does on_surplus select others"
+    ):
+        opened_with(tmp_path / "rows", **options)
+
+
+def test_rejected_groups_that_come_out_again_take_no_room_twice(tmp_path):
+    options = {"groups": 1, "max_staleness": 3}
+    assembler = opened_with(tmp_path / "rows", **options)
+    room = assembler.room()
+    rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])
+    assembler.put(rows)
+    assembler.take()
+    assembler.reject(1)
+    again = opened_with(tmp_path / "rows", **options)
+    assert again.room() == room - 1
+    again.take()
+    again.reject(1)
+    assert again.room() == room
+
+
+def test_a_file_is_at_most_about_twice_what_is_held(tmp_path):
+    path, assembler = tmp_path / "rows", make("plain", journal=tmp_path / "rows")
+    for group in range(300):
+        lines = [Line(group, 2 * group, 0, True), Line(group, 2 * group + 1, 0, True)]
+        assembler.put(batch_of_lines(lines, 2 * group))
+        assembler.take()
+        assembler.commit()
+    assert path.stat().st_size < 50_000
+    assembler.put(batch_of_lines([Line(300, 600, 0, True)], 600))
+    assert known(opened(path, "plain"))["received"] == 601
+
+
+def test_rows_of_workers_whose_rollouts_were_lost_are_counted_alike_after_a_crash(tmp_path, clock):
+    rng = random.Random(1)
+    fleet, path = Fleet(2, 2, 2, 6), tmp_path / "rows"
+    streams = [list(fleet.rows(worker, rng)) for worker in range(2)]
+    assembler, other = opened_with(path), GroupAssembler()
+    for start in range(0, max(map(len, streams)), 3):
+        for rows in streams:
+            some = [row for row in rows[start : start + 3] if rng.random() > 0.1]
+            if some:
+                assembler.put(fleet.batch(some))
+                other.put(fleet.batch(some))
+                if rng.random() < 0.5:
+                    assembler.take()
+                    assembler = opened_with(path)
+    assert assembler.counts == other.counts
+    assert assembler.counts["lost"] > 0
+    assert (assembler.held, assembler.ready, assembler.pending) == (other.held, other.ready, other.pending)
+    assert torch.equal(assembler.take()["rollout_id"], other.take()["rollout_id"])
