@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -38,7 +38,7 @@ from .limits import (
 )
 from .lost import warn_of_lost
 from .open_groups import Group
-from .pieces import RowPiece, check_kinds, gather, kinds_of
+from .pieces import Kinds, Places, RowPiece, check_kinds, gather, kinds_of
 from .stream import STALE, UNFINISHED, Stream, StreamPlan
 
 Remedy = Literal["drop", "raise", "keep", "refill"]
@@ -281,13 +281,25 @@ class GroupAssembler(
         """
         keys = [self.group_key, self.rollout_key]
         with self._turn, labels_in_errors(batch, keys):
-            stream, found, kinds = self._stream, self._found, None
+            kinds = None
             if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
                 kinds = kinds_of(batch)
             if kinds != self._kinds:  # rows like those before were looked at with these
-                batch, found = enter_rows(batch, keys, reader=type(self).__name__), None
+                batch = enter_rows(batch, keys, reader=type(self).__name__)
                 kinds = kinds_of(batch)
-            piece = RowPiece(batch, range(stream.received, stream.received + len(batch)))
+            self._put(batch, kinds)
+
+    def _put(self, batch: TensorDictBase, kinds: Kinds, holds: Sequence[Any] = ()) -> None:
+        """Take in rows that were entered.
+
+        Args:
+            batch: TensorDict ``[N]`` with the columns that are read; the others may be elsewhere.
+            kinds: of all columns.
+            holds: what must live as long as each row does.
+        """
+        with self._turn:
+            stream, found = self._stream, self._found if kinds == self._kinds else None
+            piece = RowPiece(batch, range(stream.received, stream.received + len(batch)), holds)
             plan = StreamPlan(stream, stream.puts + 1, time.monotonic(), came=len(batch))
             if len(batch):
                 if found is None:
@@ -407,15 +419,29 @@ class GroupAssembler(
             have = [len(group.rollouts) for group, _ in rows]
             dispatched = [group.dispatched for group, _ in rows]
             places = [(row.piece, row.arrival) for _, row in rows]
-            batch = gather(places, {self.expected_key: have, DISPATCHED: dispatched})
-            if self.max_staleness is not None and self.on_stale == "mask":
-                stale = torch.tensor([row.version < oldest for _, row in rows])
-                seen = Rows.read(batch).seen_by(self)
-                seen.leave(stale, STALE, "masked")
-                batch = seen.write()
+            masks = self.max_staleness is not None and self.on_stale == "mask"
+            masked = [row.version < oldest for _, row in rows] if masks else None
+            batch = self._joined(places, {self.expected_key: have, DISPATCHED: dispatched}, masked)
             stream.close(groups)
             stream.emitted += len(groups)
             return batch
+
+    def _joined(
+        self, places: Places, numbers: Mapping[NestedKey, Sequence[int]], stale: Sequence[bool] | None
+    ) -> Any:
+        """The batch that is handed out.
+
+        Args:
+            places: its rows, M of them.
+            numbers: further columns, M each.
+            stale: which rows are masked. None: none is.
+        """
+        batch = gather(places, numbers)
+        if stale is None:
+            return batch
+        seen = Rows.read(batch).seen_by(self)
+        seen.leave(torch.tensor(stale), STALE, "masked")
+        return seen.write()
 
     def give_up(self) -> int:
         """Let go of all that is held, counted as ``unfinished``, and return how many rows that were."""
@@ -463,19 +489,22 @@ class GroupAssembler(
         Raises:
             ValueError: it is of an assembler that reads rows in another way.
         """
+        pieces = [RowPiece.from_plain(rows) for rows in state["chunks"]]
+        self._load(state, pieces, kinds_of(pieces[0].batch) if pieces else {})
+
+    def _load(self, state: Mapping[str, Any], pieces: Sequence[RowPiece], kinds: Kinds) -> None:
+        """Go on from a state with these rows, whose columns are of these kinds."""
         if state["options"] != self._options:
             raise ValueError(
                 f"the state must be of an assembler that reads rows as this one does ({self._options}); "
                 f"it is of one with {state['options']}"
             )
         with self._turn:
-            pieces, found = [RowPiece.from_plain(rows) for rows in state["chunks"]], None
-            if pieces:
-                found = find_columns(pieces[0], self._options)
+            found = find_columns(pieces[0], self._options) if pieces else None
             read = (arriving_rows(piece, found or {}, self.group_size)[0] for piece in pieces)
             rows, by_segment = chain.from_iterable(read), self.segment_key is not None
             self._stream = Stream.from_plain(state["state"], rows, time.monotonic(), by_segment=by_segment)
-            self._kinds, self._found = kinds_of(pieces[0].batch) if pieces else {}, found
+            self._kinds, self._found = kinds, found
             self.version = state["version"]
 
     def __getstate__(self) -> dict[str, Any]:
