@@ -293,7 +293,7 @@ def ragged(rows: TensorDict, tokens: int = 8) -> TensorDictBase:
 def same(found: TensorDictBase, expected: TensorDictBase) -> None:
     assert type(found) is type(expected)
     for row, other in zip(found.unbind(0), expected.unbind(0), strict=True):
-        assert row.keys(True, True) == other.keys(True, True)
+        assert set(row.keys(True, True)) == set(other.keys(True, True))
         for key, value in other.items(True, True):
             if isinstance(value, torch.Tensor):
                 assert row.get(key).dtype is value.dtype
@@ -350,7 +350,7 @@ def test_less_than_200_bytes_a_row_go_through_the_assembler(tokens, monkeypatch)
         return found
 
     monkeypatch.setattr(RayAssembler, "_ask", asked)
-    fleet = Fleet(2, 4, 1, 999)
+    fleet = Fleet(1, 1, 4, 999)
     rows = fleet.batch([Sent(n // 4, n, s, s == 1, 0, 0) for n in range(512) for s in (0, 1)])
     rows["tokens", "full"] = torch.zeros(len(rows), tokens, dtype=torch.int64)
     for piece in rows.split(128):

@@ -252,7 +252,7 @@ class RayAssembler:
             stored = ray.get(groups.parts)
         except ray.exceptions.ObjectLostError:
             stored = [self._part(ray, part) for part in groups.parts]
-            lost = torch.tensor([part is None for part in stored])[groups.part]
+            lost = torch.tensor([part is None for part in stored])[groups.part.long()]
             odd = groups.group[lost].unique()
             gone = torch.isin(groups.group, odd)
             self._ask("lose", int(gone.sum()), len(odd))
