@@ -108,7 +108,10 @@ def rates(options: argparse.Namespace, tokens: int, ragged: bool) -> list[Cell]:
                 while rows < count * len(writers):
                     rows += len(queue.get())
             else:
-                rows = sum(map(len, assembler.batches(tasks, patience=300)))
+                for batch in assembler.batches(patience=300):
+                    rows += len(batch)
+                    if rows == count * len(writers):
+                        break
             seconds = time.perf_counter() - start
             ray.get(tasks)
             if rows != count * len(writers):

@@ -1,4 +1,4 @@
-"""A sampler of TransferQueue's own that hands out whole groups, which it finds by the ids in the tags of rows."""
+"""A sampler for TransferQueue that hands out whole groups, which it finds by the ids in the tags of rows."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ from headrace.transforms.tensordicts import (
 )
 
 ROW = ("headrace", "stored_row")  # where in its part a row is stored
-MOST_OBJECTS = 16  # in which rows that come together are stored
+MOST_PARTS = 16  # in which rows that come together are stored
+LEAST_BYTES = 2**18  # of a part: that of a few small rows costs as much
 
 
 class PackedColumn(NamedTuple):
@@ -222,26 +223,27 @@ def _numbers(kind: str, letters: bytes) -> Tensor:
 
 
 def cut_by_group(rows: TensorDictBase, group: Tensor) -> tuple[list[TensorDictBase], Tensor]:
-    """Rows in parts that leave together: one a group, or several groups where there are many.
+    """Rows in parts that leave together: one a group, or several groups where there are many, or small ones.
 
     Args:
         rows: TensorDict ``[N]``, N ≥ 1.
         group: (N,) int64, their groups.
 
     Returns:
-        - At most `MOST_OBJECTS` parts.
+        - At most `MOST_PARTS` parts, of about `LEAST_BYTES` or more.
         - (2, N) int64: in which part each row is, and where in it.
 
     Example:
-        >>> rows = TensorDict({"x": torch.arange(3)}, batch_size=[3])
+        >>> rows = TensorDict({"x": torch.arange(3 * LEAST_BYTES).view(3, -1)}, batch_size=[3])
         >>> parts, places = cut_by_group(rows, torch.tensor([5, 9, 5]))
-        >>> [part["x"].tolist() for part in parts], places.tolist()
-        ([[0, 2], [1]], [[0, 1, 0], [0, 0, 1]])
+        >>> [len(part) for part in parts], places.tolist()
+        ([2, 1], [[0, 1, 0], [0, 0, 1]])
     """
     names, own = group.unique(return_inverse=True)
-    if len(names) == 1:
+    count = min(len(names), MOST_PARTS, rows.bytes() // LEAST_BYTES)
+    if count <= 1:
         return [rows], torch.stack([torch.zeros_like(own), torch.arange(len(own))])
-    part = own * min(len(names), MOST_OBJECTS) // len(names)
+    part = own * count // len(names)
     places, parts = torch.stack([part, part]), []
     for number in range(int(part.max()) + 1):
         some = (part == number).nonzero().flatten()
