@@ -73,14 +73,16 @@ class Counting(RayAssembler):
 
     sent = 0
 
-    def _ask(self, method: str, *args: Any, actor: Any = None) -> Any:
+    def _ask(self, method: str, *args: Any) -> Any:
+        found = super()._ask(method, *args)
+        self.sent += bytes_of((args, found))
+        return found
+
+    def _keep(self, method: str, packed: Any, *args: Any) -> Any:
         import ray
 
-        if method == "keep":
-            self.sent += bytes_of(([ray.put(part) for part in args[2]], *args[3:]))
-        found = super()._ask(method, *args, actor=actor)
-        self.sent += 0 if method == "keep" else bytes_of((args, found))
-        return found
+        self.sent += bytes_of(([ray.put(part) for part in packed], args))
+        return super()._keep(method, packed, *args)
 
 
 def bytes_of(thing: Any) -> int:

@@ -266,11 +266,10 @@ def test_groups_that_are_not_informative_take_no_room_in_an_actor():
 def test_a_view_is_sent_without_the_batch_that_it_looks_into(monkeypatch):
     sent, assembler = [], fresh()
     assembler.put(None)
-    monkeypatch.setattr(
-        RayAssembler,
-        "_ask",
-        lambda self, *args, actor=None: sent.append(ray.cloudpickle.dumps(args)) or "sent",
-    )
+    for method in ("_ask", "_keep"):
+        monkeypatch.setattr(
+            RayAssembler, method, lambda self, *args: sent.append(ray.cloudpickle.dumps(args)) or "sent"
+        )
     batch = batch_of_lines([Line(g, g, 0, True) for g in range(20_000)]).exclude("text")
     assembler.put(batch[5:6])
     assembler.announce(batch[5:6])
@@ -340,16 +339,18 @@ def sent_bytes(thing: Any) -> int:
 
 @pytest.mark.parametrize("tokens", [64, 4096])
 def test_less_than_200_bytes_a_row_go_through_the_assembler(tokens, monkeypatch):
-    assembler, sent, ask = fresh(), [], RayAssembler._ask
+    assembler, sent, ask, keep = fresh(), [], RayAssembler._ask, RayAssembler._keep
 
-    def asked(self, method, *args, actor=None):
-        if method == "keep":
-            sent.append(sent_bytes(([ray.put(part) for part in args[2]], *args[3:])))
-        found = ask(self, method, *args, actor=actor)
-        sent.append(sent_bytes(found) if actor is None else 0)
+    def asked(self, *args):
+        sent.append(sent_bytes((args, found := ask(self, *args))))
         return found
 
+    def kept(self, method, packed, *args):
+        sent.append(sent_bytes(([ray.put(part) for part in packed], args)))
+        return keep(self, method, packed, *args)
+
     monkeypatch.setattr(RayAssembler, "_ask", asked)
+    monkeypatch.setattr(RayAssembler, "_keep", kept)
     fleet = Fleet(1, 1, 4, 999)
     rows = fleet.batch([Sent(n // 4, n, s, s == 1, 0, 0) for n in range(512) for s in (0, 1)])
     rows["tokens", "full"] = torch.zeros(len(rows), tokens, dtype=torch.int64)

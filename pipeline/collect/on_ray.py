@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
+from uuid import uuid4
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -100,11 +101,23 @@ class RayAssembler:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_store": None, "_like": None}
 
-    def _ask(self, method: str, *args: Any, actor: Any = None) -> Any:
-        """What an actor returns; what it raises is raised here as it is, after Ray's account of where."""
+    def _ask(self, method: str, *args: Any) -> Any:
+        """What the actor returns; what it raises is raised here as it is, after Ray's account of where."""
+        return self._get(getattr(self._actor, method).remote(*args))
+
+    def _keep(self, method: str, packed: Sequence[Any], *args: Any) -> Any:
+        """The same, of a method that also gets references to rows, which are stored on this node."""
+        ray = import_extra("ray", "ray", type(self).__name__)
+        if self._store is None:
+            self._store = self._ask("store", ray.get_runtime_context().get_node_id())
+        ticket = uuid4().bytes
+        answer = getattr(self._actor, method).remote(ticket, *args)
+        return self._get([self._store.keep.remote(self._actor, ticket, packed), answer])[1]
+
+    def _get(self, found: Any) -> Any:
         ray = import_extra("ray", "ray", type(self).__name__)
         try:
-            return ray.get(getattr(actor or self._actor, method).remote(*args))
+            return ray.get(found)
         except ray.exceptions.RayTaskError as err:
             raise err.cause from err
 
@@ -129,7 +142,7 @@ class RayAssembler:
             if self._like is None or kinds != self._like.kinds:
                 batch = enter_rows(batch, keys, reader=GroupAssembler.__name__)
             if not len(batch):
-                self._ask("put", [], None, None, patience)
+                self._ask("put", None, None, None, patience)
             elif not self._send("put", batch, patience):  # the actor does not know such rows yet
                 self._send("put", batch, patience, says=True)
 
@@ -142,19 +155,16 @@ class RayAssembler:
             args: further ones of the method.
             says: say also what they have in common, though it was said before.
         """
-        ray = import_extra("ray", "ray", type(self).__name__)
         rows = rows if device_of(rows).type == "cpu" else rows.cpu()
         kinds = kinds_of(rows)
         if self._like is None or self._like.kinds != kinds:
             self._like, says = self._find(rows, kinds), True
         like = self._like
         parts, places = cut_by_group(rows, number_column(rows, self._local.group_key).long().reshape(-1))
-        if self._store is None:
-            self._store = self._ask("store", ray.get_runtime_context().get_node_id())
         packed = [pack_rows(part) for part in parts]
         table = table_of(rows, like.keys, places)
         said = like if says else like.digest
-        return self._ask("keep", self._actor, method, packed, table, said, *args, actor=self._store)
+        return self._keep(method, packed, table, said, *args)
 
     def _find(self, rows: TensorDictBase, kinds: Kinds) -> RowsLike:
         """What the actor reads of rows like these."""
@@ -328,7 +338,7 @@ class RayAssembler:
         rest = {name: value for name, value in state.items() if name != "chunks"}
         places = [(piece, arrival) for piece in pieces for arrival in piece.place]
         if not places or state["options"] != self._local._options:  # which the actor refuses
-            self._ask("load", [], None, None, rest, [])
+            self._ask("load", None, None, None, rest, [])
         else:
             arrivals = [arrival for _, arrival in places]
             self._send("load", gather(places, {}), rest, arrivals, says=True)
@@ -455,22 +465,17 @@ def store_on(node: str) -> Any:
     """The actor that stores rows on a node for all assemblers of this process."""
     ray = import_extra("ray", "ray", "RayAssembler")
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    options = {"num_cpus": 0, "max_concurrency": 1_000_000, "max_restarts": -1}
-    return ray.remote(**options, scheduling_strategy=where)(RowStore).remote()
+    return ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=where)(RowStore).remote()
 
 
 class RowStore:
     """What runs in an actor a node: the rows that were put there belong to it, whoever of others dies."""
 
-    async def keep(self, assembler: Any, method: str, packed: Sequence[Any], *args: Any) -> Any:
-        """Store rows, give the assembler's actor references to them, and return what it does."""
+    def keep(self, assembler: Any, ticket: bytes, packed: Sequence[Any]) -> None:
+        """Store rows, and give the assembler's actor references to them."""
         ray = import_extra("ray", "ray", "RayAssembler")
-        parts = [ray.put(part) for part in packed]
-        try:
-            # The owner itself gives them away: had the writer done, they would be freed where it dies.
-            return await getattr(assembler, method).remote(parts, *args)
-        except ray.exceptions.RayTaskError as err:
-            raise err.cause from err
+        # The owner itself gives them away: had the writer done, they would be freed where it dies.
+        assembler.keep.remote(ticket, [ray.put(part) for part in packed])
 
 
 class AssemblerActor:
@@ -484,6 +489,7 @@ class AssemblerActor:
     def __init__(self, max_ready: int | None, options: Mapping[str, Any]):
         self.assembler, self.max_ready = TableAssembler(**options), max_ready
         self.known: OrderedDict[bytes, RowsLike] = OrderedDict()
+        self.stored: dict[bytes, asyncio.Future[list[Any]]] = {}
         self.most, self.puts = max_ready, 0
         self.changed = asyncio.Condition()
         self.stall: StalledError | None = None
@@ -497,6 +503,18 @@ class AssemblerActor:
     async def store(self, node: str) -> Any:
         """The actor that stores rows on a node."""
         return store_on(node)
+
+    async def keep(self, ticket: bytes, parts: list[Any]) -> None:
+        """Take references from who stores the rows, for whoever asks for them."""
+        self.stored.setdefault(ticket, asyncio.get_running_loop().create_future()).set_result(parts)
+
+    async def _parts_of(self, ticket: bytes | None) -> list[Any]:
+        """The references of a ticket, when they are here."""
+        if ticket is None:
+            return []
+        parts = await self.stored.setdefault(ticket, asyncio.get_running_loop().create_future())
+        del self.stored[ticket]
+        return parts
 
     async def check(self, kinds: Kinds) -> None:
         """Refuse rows of such kinds if they do not fit those that wait."""
@@ -512,12 +530,16 @@ class AssemblerActor:
         return said if isinstance(said, RowsLike) else self.known.get(said or b"")
 
     async def put(
-        self, parts: list[Any], table: RowTable | None, said: RowsLike | bytes | None, patience: float | None
+        self,
+        ticket: bytes | None,
+        table: RowTable | None,
+        said: RowsLike | bytes | None,
+        patience: float | None,
     ) -> bool:
         """Put rows once there is room.
 
         Args:
-            parts: references to them.
+            ticket: of references to them. None: there are none.
             table: what is read of them. None: there are none.
             said: what they have in common, or its digest.
             patience: seconds for which to wait for room.
@@ -525,6 +547,7 @@ class AssemblerActor:
         Returns:
             False: nobody has said what they have in common, and they are not taken in.
         """
+        parts = await self._parts_of(ticket)
         rows, holds, like = TensorDict({}, batch_size=[0]), [], self.like(said)
         if table is not None:
             if like is None:
@@ -602,14 +625,14 @@ class AssemblerActor:
 
     async def load(
         self,
-        parts: list[Any],
+        ticket: bytes | None,
         table: RowTable | None,
         like: RowsLike | None,
         state: Mapping[str, Any],
         arrivals: Sequence[int],
     ) -> bool:
         """Go on from a state, whose rows are stored again."""
-        pieces = []
+        parts, pieces = await self._parts_of(ticket), []
         if table is not None and like is not None:
             holds = [parts[part] for part in table.part.tolist()]
             pieces = [RowPiece(rows_of(table, like.keys), arrivals, holds)]
