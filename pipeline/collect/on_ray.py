@@ -259,9 +259,9 @@ class RayAssembler:
             return None
         ray = import_extra("ray", "ray", type(self).__name__)
         try:
-            stored = ray.get(groups.parts)
+            stored = ray.get(groups.references)
         except ray.exceptions.ObjectLostError:
-            stored = [self._part(ray, part) for part in groups.parts]
+            stored = [self._part(ray, part) for part in groups.references]
             lost = torch.tensor([part is None for part in stored])[groups.part.long()]
             odd = groups.group[lost].unique()
             gone = torch.isin(groups.group, odd)
@@ -328,7 +328,7 @@ class RayAssembler:
         state, groups = self._ask("state")
         if groups is not None:
             ray = import_extra("ray", "ray", type(self).__name__)
-            rows = groups.join(ray.get(groups.parts), self._local)
+            rows = groups.join(ray.get(groups.references), self._local)
             state["chunks"] = joined_plain([RowPiece(rows, state["chunks"][0]["arrival"].tolist())])
         return state
 
@@ -409,8 +409,8 @@ class RowsLike(NamedTuple):
 class StoredGroups(NamedTuple):
     """Whole groups whose M rows are stored elsewhere."""
 
-    parts: list[Any]
-    """References to rows that :func:`pack_rows` packed."""
+    references: list[Any]
+    """To rows that :func:`pack_rows` packed."""
     part: Tensor
     """(M,) in which part each row is."""
     row: Tensor
@@ -426,7 +426,9 @@ class StoredGroups(NamedTuple):
         """Some of the rows, by (M,) bool."""
         numbers = {key: column[rows] for key, column in self.numbers.items()}
         stale = None if self.stale is None else self.stale[rows]
-        return StoredGroups(self.parts, self.part[rows], self.row[rows], self.group[rows], numbers, stale)
+        return StoredGroups(
+            self.references, self.part[rows], self.row[rows], self.group[rows], numbers, stale
+        )
 
     def join(self, parts: Sequence[Any], options: GroupAssembler) -> TensorDictBase:
         """The batch of the rows.

@@ -171,15 +171,15 @@ class RowTable(NamedTuple):
     size: int
     columns: list[tuple[str, bytes]]
     """NumPy's letter of a dtype, and the numbers, of each key that both sides know."""
-    parts: tuple[str, bytes]
+    part_letters: tuple[str, bytes]
     """The same: in which part each row is stored."""
-    rows: tuple[str, bytes]
+    row_letters: tuple[str, bytes]
     """And where in it."""
 
     @property
     def part(self) -> Tensor:
         """(N,) int."""
-        return _numbers(*self.parts)
+        return _numbers(*self.part_letters)
 
 
 def table_of(rows: TensorDictBase, keys: Sequence[NestedKey], places: Tensor) -> RowTable:
@@ -203,7 +203,7 @@ def table_of(rows: TensorDictBase, keys: Sequence[NestedKey], places: Tensor) ->
 def rows_of(table: RowTable, keys: Sequence[NestedKey]) -> TensorDict:
     """The columns of :func:`table_of`, and where each row is in its part."""
     rows = TensorDict({}, batch_size=[table.size])
-    for key, letters in zip((*keys, ROW), (*table.columns, table.rows), strict=True):
+    for key, letters in zip((*keys, ROW), (*table.columns, table.row_letters), strict=True):
         column = _numbers(*letters)
         write_column(rows, key, column if len(column) == table.size else column.view(table.size, -1))
     return rows
