@@ -28,8 +28,7 @@ WIDTH = 512
 NOTE = f"""Tokens of the rows, nodes of their tree, and how many times fewer these are. Then forward and
 backward of 4 layers of width {WIDTH}, packing included: wall time on one core, and how many times as long
 packed rows take as the tree."""
-FINDING = """The time of packing, a token of the rows. As a tree it includes two sorts a token, one when it is
-compared with those of other rows at its place, and one for all rounds behind that."""
+FINDING = """The time of packing, a token of the rows. As a tree it includes sorting the rows as bytes."""
 Rows = list[list[int]]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .coefficients import TokenTable, XRay, token_weights, xray, xray_batch
     from .collect.assembling import assembled, paced
     from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
@@ -50,6 +51,8 @@ __all__ = [
     "StepQueue",
     "StepReport",
     "TokenGRPOLoss",
+    "TokenTable",
+    "XRay",
     "advantages_of",
     "assembled",
     "buffer_account",
@@ -67,9 +70,12 @@ __all__ = [
     "page_data",
     "register_configs",
     "stamp_ids",
+    "token_weights",
     "total_loss",
     "write_dump",
     "write_page",
+    "xray",
+    "xray_batch",
 ]
 
 

@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 class Run:
     """The result of one batch. Later batches do not change it.
 
-    Rows are gathered when they are asked for, out of the memory of the batch that came in: leave that as it
-    is until then. Ledger, metrics and report are views of the table.
+    Rows are gathered when they are asked for, and metrics of tokens computed when they are read, out of the
+    memory of the batch that came in: leave that as it is until then. Ledger, metrics and report are views of
+    the table.
 
     Attributes:
         rows: the table; None where the batch had no rows.
@@ -85,7 +86,7 @@ class Run:
         return (shallow_copy(self.ungathered) for _ in range(self._epochs if len(self.ungathered) else 0))
 
     def without_batch(self) -> Run:
-        """The same account, which holds no column of the batch."""
+        """The same account, which holds no column of the batch but those of metrics that nobody has read."""
         if self.rows is None:
             return Run(self.stages, self.keys, None)
         table: Any = copy(self.rows.table)
@@ -134,11 +135,15 @@ class Run:
         """What came in, what is trained, what left where and why, and what stages measured.
 
         ``rows/in``, ``rows/trained``, ``rollouts/…``, ``groups/…``, ``out/<stage>/<reason>``,
-        ``<stage>/<name>``, and ``time/<stage>`` in seconds.
+        ``<stage>/<name>``, and ``time/<stage>`` in seconds. What takes another pass over the tokens, as the
+        numbers of a correction do, is computed when this is read first.
+
+        Raises:
+            RuntimeError: columns of tokens that are still to be read were changed in place.
         """
         if self.rows is None or self.ledger is None:
             return {}
-        return self.ledger.numbers() | self.rows.table.metrics
+        return self.ledger.numbers() | self.rows.table.read_metrics()
 
     @property
     def trained_at(self) -> dict[str, Tensor]:
@@ -190,7 +195,10 @@ class LastRun:
 
     @property
     def last_run(self) -> Run | None:
-        """What is known of the last batch; None before the first, and after one that a stage refused."""
+        """What is known of the last batch; None before the first, and after one that a stage refused.
+
+        It holds no rows, but for the columns of tokens whose metrics nobody has read, until the next batch.
+        """
         return self._last.run
 
     @property

@@ -8,6 +8,7 @@ from fake_device import waits_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms import (
@@ -292,6 +293,24 @@ def test_a_column_as_wide_as_tokens_that_move_is_refused():
         BatchError, match="moved to their ends, and 'token_reward' as wide as they would stay"
     ):
         DenseRows(pad_id=PAD)(batch)
+
+
+def test_no_operator_is_called_for_each_ragged_row():
+    class Operators(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            self.calls += 1
+            return operator(*args, **(kwargs or {}))
+
+    found = set()
+    for number in (16, 128):
+        lengths = [([5] * (1 + row % 3), [6] * (1 + row % 5)) for row in range(number)]
+        rows = ragged(lengths, {LOG_PROB: [torch.zeros(len(a) + len(b)) for a, b in lengths]})
+        with Operators() as operators:
+            DenseRows(pad_id=PAD)(rows)
+        found.add(operators.calls)
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("make", [ragged, as_written_padded])

@@ -165,3 +165,34 @@ def test_a_rollout_that_does_not_end_is_said_once_at_four_times_the_usual_age():
             else:
                 assembler.put(fleet.batch([row]))
     assert (assembler.ready, assembler.pending) == (11, 1)
+
+
+def rollouts_of(fleet: Fleet, rng: random.Random) -> list[list[Sent]]:
+    """The rows of each rollout, in the order in which they begin."""
+    found: dict[int, list[Sent]] = {}
+    for row in fleet.rows(0, rng):
+        found.setdefault(row.rollout, []).append(row)
+    return list(found.values())
+
+
+def test_rollouts_of_one_put_may_be_in_any_order():
+    rng = random.Random(0)
+    fleet = Fleet(1, 3, 2, 9)
+    rollouts = rollouts_of(fleet, rng)
+    rng.shuffle(rollouts)
+    assembler = GroupAssembler()
+    assembler.put(fleet.batch([row for rows in rollouts for row in rows]))
+    assert (assembler.ready, assembler.held) == (9, sum(map(len, rollouts)))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
+def test_rollouts_that_are_put_in_another_order_are_not_lost_where_that_is_said(in_order):
+    rng = random.Random(0)
+    fleet = Fleet(1, 3, 2, 9)
+    rollouts = rollouts_of(fleet, rng)
+    rng.shuffle(rollouts)
+    assembler = GroupAssembler(in_order=in_order)
+    for rows in rollouts:
+        assembler.put(fleet.batch(rows))
+    assert (assembler.counts["lost"] == 0, assembler.ready == 9) == (not in_order, not in_order)

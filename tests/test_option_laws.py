@@ -79,7 +79,7 @@ def call(thing, **given):
         named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if named and parameter.default is parameter.empty:
             words = str(parameter.annotation)
-            needed[name] = 1 if words.startswith(("int", "float")) else None
+            needed[name] = 1 if words.startswith(("int", "float")) else [] if "Sequence" in words else None
     return thing(**needed | given)
 
 
@@ -199,6 +199,7 @@ ALWAYS = {
     GroupAssembler: {
         *("groups", "group_size", "on_failure", "timeout", "timeout_seconds", "max_staleness", "on_late"),
         *("on_duplicate", "on_surplus", "max_pending_groups", "max_idle", "max_concurrent_rollouts"),
+        "in_order",
     },
     GroupRelativeAdvantage: {
         *(

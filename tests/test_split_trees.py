@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise, takewhile
 
 import pytest
 import torch
@@ -74,6 +74,24 @@ def test_the_rows_of_a_tree_are_in_one_micro_batch(rows, cut):
     for a, b in combinations(range(len(rows)), 2):
         if rows[a][0] == rows[b][0]:
             assert home[a] == home[b]
+
+
+NUMBERS = st.sampled_from([-(2**63) + 1, -256, -1, 0, 1, 255, 256, 2**40, 2**63 - 1])
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.lists(NUMBERS, max_size=4)), max_size=8))
+def test_rows_are_sorted_as_lists_are_and_share_what_a_loop_counts(rows):
+    """Whatever numbers: each byte of them counts, and so does the sign. Nothing is hashed."""
+    labels = torch.full((len(rows), 5), END)
+    for number, (_, row) in enumerate(rows):
+        labels[number, : len(row)] = torch.tensor(row, dtype=torch.int64)
+    found = prefix_order(labels, torch.tensor([home for home, _ in rows], dtype=torch.int64))
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    assert found.order.tolist() == order
+    for (above, row), common in zip(pairwise(order), found.shared[1:].tolist(), strict=True):
+        (home, one), (other_home, other) = rows[above], rows[row]
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+        assert common == (len(list(same)) if home == other_home else 0)
 
 
 def forest_of(rows) -> Forest:

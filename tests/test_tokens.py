@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from unittest.mock import patch
 
@@ -15,7 +16,14 @@ from headrace.pipeline import Pipeline, optimise, total_loss
 from headrace.transforms import LossWeight, MissingKeyError
 from headrace.transforms.rows import Rows
 from headrace.transforms.tensordicts import FEW, count_true
-from headrace.transforms.tokens import sum_of_tokens
+from headrace.transforms.tokens import (
+    AT_MOST,
+    finite_inside,
+    nan_inside,
+    plain_sum,
+    sum_of_tokens,
+    zero_outside,
+)
 
 
 def loss_tokens(batch: TensorDict, mask, log_prob) -> torch.Tensor:
@@ -42,15 +50,60 @@ def count_of_any_width(width, rows, seed, odd):
     assert count_true(wide.t()).tolist() == [rows] * (8 * 300 + width)
 
 
-@given(st.lists(st.integers(-(2**40), 2**40), max_size=70), st.integers(0, 5), st.randoms())
-def test_a_sum_over_tokens_is_the_float_nearest_to_the_true_one_in_any_order_and_padding(steps, more, random):
-    """Of differences of log-probabilities, which are multiples of a power of two."""
+@given(
+    st.lists(st.integers(-(2**40), 2**40), max_size=70),
+    st.integers(0, 5),
+    st.sampled_from([2, AT_MOST]),
+    st.randoms(),
+)
+def test_a_sum_over_tokens_is_the_float_nearest_to_the_true_one_in_any_order_and_padding(
+    steps, more, most, random
+):
+    """Of differences of log-probabilities, which are multiples of a power of two; rows of any width."""
     values = [step * 2.0**-30 for step in steps]
     true = float(sum(map(Fraction, values)))
-    assert float(sum_of_tokens(torch.tensor([values], dtype=torch.float64))) == true
     padded = values + [0.0] * more
     random.shuffle(padded)
-    assert float(sum_of_tokens(torch.tensor(padded, dtype=torch.float64))) == true
+    with patch("headrace.transforms.tokens.AT_MOST", most):
+        for each in ([values], padded):
+            assert float(sum_of_tokens(torch.tensor(each, dtype=torch.float64))) == true
+
+
+@given(
+    st.integers(1, 9),
+    st.sampled_from([0, 1, 7, 300, 2**15 + 7]),
+    st.integers(0, 9),
+    st.sampled_from([1, 2]),
+)
+def test_a_plain_sum_is_right_within_rounding_and_follows_from_its_row_alone(rows, width, seed, threads):
+    values = torch.randn(rows, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found, alone = plain_sum(values), torch.cat([plain_sum(row) for row in values.split(1)])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, alone)
+    for row, total in zip(values.tolist(), found.tolist(), strict=True):
+        assert abs(total - math.fsum(row)) <= 1e-14 * math.fsum(map(abs, row))
+
+
+@given(
+    st.lists(st.floats(width=16), min_size=1, max_size=9),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    st.data(),
+)
+def test_what_stands_out_of_a_mask_is_not_read(values, dtype, data):
+    inside = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
+    column, mask = torch.tensor([values], dtype=dtype), torch.tensor([inside])
+    odd = (mask.view(torch.uint8) * 255).view(torch.bool)  # a True may be any byte but 0
+    for each in (mask, odd):
+        assert torch.equal(
+            zero_outside(column.clone(), each).nan_to_num(7.0), torch.where(mask, column, 0.0).nan_to_num(7.0)
+        )
+        assert torch.equal(nan_inside(column, each).isnan(), mask | column.isnan())
+    if finite_inside(column, mask):
+        assert bool((column.isfinite() | ~mask).all())
 
 
 def test_the_next_batch_may_lie_in_the_memory_of_the_last_whoever_wrote_it():

@@ -33,7 +33,7 @@ from .errors import BatchError, MissingKeyError, listing, who_stamps
 from .ids import Ids, as_ids
 from .options import nested_key
 from .schema import FLOAT, LENGTH, REWARD, SEGMENTS, STATUS_KEYS, key_names
-from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Written, sources_of
+from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Unread, Written, sources_of
 from .tensordicts import (
     column_of,
     device_of,
@@ -703,6 +703,32 @@ class Rows:
         """Say a number of this batch, as ``<stage>/<name>``."""
         self.table.metrics[f"{self.stage}/{name}" if self.stage else name] = float(value)
 
+    def measured_when_read(
+        self,
+        of_tokens: Callable[[], Mapping[str, Tensor]],
+        of_rows: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | float]],
+        *columns: Tensor,
+    ) -> None:
+        """Say numbers of this batch that cost a pass over its tokens, which is made when somebody reads them.
+
+        Until then, or the next batch of the pipeline, the columns stay in memory, and must stay as they are.
+        At once where they may not: of ranks, that share what they find; of ragged rows, whose columns were
+        filled up; in memory that other processes write.
+
+        Args:
+            of_tokens: what tokens are reduced to, as :meth:`measured` takes it.
+            of_rows: the numbers by name, of (M,) or (M, K) float64 by name.
+            columns: what `of_tokens` reads.
+        """
+        table, prefix = self.table, f"{self.stage}/" if self.stage else ""
+        at_once = table.ranks is not None or isinstance(table.batch, LazyStackedTensorDict)
+        if at_once or len(self) != len(table.live) or not all(map(may_wait, columns)):
+            for name, value in of_rows(self.measured(**of_tokens())).items():
+                self.metric(name, value)
+            return
+        versions = [column._version for column in columns]
+        table.unread.append(Unread(of_tokens, of_rows, columns, versions, prefix, self.reader))
+
     def measure(self, name: Any, values: Tensor) -> Tensor:
         """Make a column of what tokens were reduced to on the device: one more copy, and one more exchange.
 
@@ -892,6 +918,12 @@ def column_keys(stage: Any) -> dict[str, NestedKey | None]:
 
 
 _OPTIONS: dict[tuple[type, tuple[str, ...]], list[tuple[str, str]]] = {}  # by a class and what it keeps
+
+
+def may_wait(column: Tensor) -> bool:
+    """Whether a column may be read later, since nobody changes it unseen."""
+    shared = column.device.type == "cpu" and column.is_shared()
+    return not (shared or column.is_inference())
 
 
 def few(values: Tensor | Sequence[Any], most: int = 8) -> str:

@@ -6,8 +6,10 @@ code gets a batch of it and is read back, and how rows that wait from an earlier
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -71,6 +73,43 @@ class Late(NamedTuple):
     """The columns that it writes."""
 
 
+@dataclass(frozen=True, eq=False)
+class Unread:
+    """Metrics that cost a pass over the tokens, which is made when somebody reads them.
+
+    A copy, or one that is saved, has the numbers, and not the columns.
+    """
+
+    of_tokens: Callable[[], Mapping[str, Tensor]]
+    """(N,) or (N, K) by name: what the tokens of each row are reduced to, on their device."""
+    of_rows: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | float]]
+    """The metrics by name, of the same in float64 on the CPU."""
+    columns: Sequence[Tensor]
+    """What is read then."""
+    versions: Sequence[int]
+    """Theirs, when the stage saw them."""
+    prefix: str
+    """Of the names of the metrics."""
+    reader: str
+
+    def __call__(self) -> dict[str, float]:
+        """Compute them.
+
+        Raises:
+            RuntimeError: the columns have changed since.
+        """
+        if list(self.versions) != [column._version for column in self.columns]:
+            raise RuntimeError(
+                f"columns of tokens were changed in place before the metrics of {self.reader} were read, "
+                "which are computed of them only then: read them before (run.metrics), or change a copy"
+            )
+        found = {name: values.detach().double().cpu() for name, values in self.of_tokens().items()}
+        return {self.prefix + name: float(value) for name, value in self.of_rows(found).items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (dict, self())
+
+
 class TokenCount(NamedTuple):
     """The key of a column that counts tokens of each row: in a mask, and with a finite log-probability."""
 
@@ -111,7 +150,8 @@ class Table:
         into: (N,) int64, the row whose tokens a row's became; itself for most. None: no rows were merged.
         counted: (N,) bool: in the statistics. None: all are.
         says_who_counts: a stage may take rows out of the statistics, so that the batch says who is in them.
-        metrics: what stages measured, ``<stage>/<name>``.
+        metrics: what stages measured, ``<stage>/<name>``; with those that wait, :meth:`read_metrics`.
+        unread: what computes metrics when they are read.
         notes: what a stage keeps from `decide` to `state_after`, by the stage.
         ranks: that share the batch; None: this process has the whole of it.
         starts: the first row of each rank, and the end.
@@ -129,6 +169,7 @@ class Table:
         self.late: list[Late] = []
         self.names, self.effects = [TRAINED], [TRAINED]
         self.metrics: dict[str, float] = {}
+        self.unread: list[Callable[[], dict[str, float]]] = []  # Unread, or what a copy of it became
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
         self.silenced: dict[NestedKey, None] = {}
@@ -189,6 +230,13 @@ class Table:
             torch.cat([chosen[at[rank] : at[rank + 1]].nonzero().flatten() + at[rank] for at in parts])
             for rank in range(len(self.starts) - 1)
         ]
+
+    def read_metrics(self) -> dict[str, float]:
+        """What stages measured; what waited for that is computed, and lets go of its columns."""
+        for measure in list(self.unread):
+            self.metrics |= measure()
+        self.unread.clear()
+        return self.metrics
 
     def with_merged(self, counts: Tensor) -> Tensor:
         """(N,) counts of rows, those of merged rows added to what they were merged into."""

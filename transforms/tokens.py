@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from .tensordicts import (
 )
 
 Side = Literal["left", "right"]
-AT_ONCE = 2**15  # tokens: 256 KiB of float64 a column, which stay in the processor's cache
+AT_ONCE = 2**17  # tokens: 1 MiB of float64 a column, which stays in the processor's cache
 
 
 def loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: NestedKey | None) -> Tensor:
@@ -229,9 +230,15 @@ def describe_row(rows: Rows) -> Callable[[int], str]:
 
 
 def in_loss_there(rows: Rows) -> Tensor | None:
-    """(B,) bool, on the device of the batch: rows in the loss; None: all are, and nothing is copied."""
+    """(B,) bool, on the device of the batch: rows in the loss now; None: all are, and nothing is copied."""
     in_loss = rows.in_loss
-    return None if bool(in_loss.all()) else rows.there(in_loss)
+    return None if bool(in_loss.all()) else rows.there(in_loss).clone()
+
+
+def unless_all(in_loss: Tensor | None) -> Tensor | None:
+    """(B,) bool: rows in the loss; None where all are, as far as that is known without a device read."""
+    everyone = in_loss is None or (in_loss.device.type == "cpu" and bool(in_loss.all()))
+    return None if everyone else in_loss
 
 
 def read_loss_mask(batch: TensorDictBase, key: NestedKey, in_loss: Tensor | None, *, reader: str) -> Tensor:
@@ -247,7 +254,7 @@ def read_loss_mask(batch: TensorDictBase, key: NestedKey, in_loss: Tensor | None
         MissingKeyError: the mask is not there.
         BatchError: it is not bool.
     """
-    mask = read_mask(batch, key, reader=reader, option="loss_mask_key")
+    mask, in_loss = read_mask(batch, key, reader=reader, option="loss_mask_key"), unless_all(in_loss)
     return mask if in_loss is None else mask & in_loss.unsqueeze(-1)
 
 
@@ -306,8 +313,25 @@ def first_token(chosen: Tensor, *columns: Tensor) -> list[Tensor]:
     return [torch.where(chosen.any(1), first.squeeze(1), -1), *said]
 
 
+def finite_inside(values: Tensor, mask: Tensor) -> Tensor:
+    """(B,) bool: True where all (B, T) numbers of a row in the mask are finite; False where one may not be.
+
+    A sum is finite only where all of it is: a tenth of the cost of looking at every number.
+    """
+    known = values.sum(-1).isfinite()
+    if values.device.type == "cpu":
+        odd = (~known).nonzero().flatten()  # out of the mask, maybe
+        if len(odd):
+            known[odd] = zero_outside(values[odd], mask[odd]).sum(-1).isfinite()
+        return known
+    return zero_outside(values.clone(), mask).sum(-1).isfinite()
+
+
 def in_blocks(
-    function: Callable[..., Mapping[str, Tensor]], tokens: Tensor, *more: Tensor | None
+    function: Callable[..., Mapping[str, Tensor]],
+    tokens: Tensor,
+    *more: Tensor | None,
+    at_once: int = AT_ONCE,
 ) -> dict[str, Tensor]:
     """Run a function over some rows at a time, and join what it returns; on a device, over all at once.
 
@@ -315,20 +339,21 @@ def in_blocks(
         function: of these columns → tensors by name, with as many rows, each of which follows from itself.
         tokens: (B, T).
         more: (B, ...) each; None is handed on.
+        at_once: so many tokens; fewer where the function needs much memory for each.
 
     Example:
         >>> table = torch.arange(6.0).view(3, 2)
         >>> in_blocks(lambda some: {"sum": some.sum(-1)}, table)["sum"].tolist()
         [1.0, 5.0, 9.0]
     """
-    columns = tokens, *more
-    rows, some = len(tokens), max(AT_ONCE // max(tokens.shape[-1], 1), 1)
+    given = tokens, *more
+    rows, some = len(tokens), max(at_once // max(tokens.shape[-1], 1), 1)
     if tokens.device.type != "cpu" or rows <= some:
-        return dict(function(*columns))
+        return dict(function(*given))
     made: dict[str, Tensor] = {}
     for start in range(0, rows, some):
         here = slice(start, start + some)
-        part = function(*(None if column is None else column[here] for column in columns))
+        part = function(*(None if column is None else column[here] for column in given))
         made = made or {name: value.new_empty(rows, *value.shape[1:]) for name, value in part.items()}
         for name, value in part.items():
             made[name][here] = value
@@ -338,33 +363,90 @@ def in_blocks(
 def sum_of_tokens(values: Tensor) -> Tensor:
     """(..., T) → (...) float64: the sum over tokens, with the same bits in any order and with any padding.
 
-    Neighbours are added, then their sums, and so on. What each addition rounds off (error-free
-    transformation; Knuth, The Art of Computer Programming, 4.2.2) is added up beside, so that twice as many
-    digits are kept as a float64 has. Of log-probabilities nothing is lost: the sum is the exact one, rounded
-    once.
+    Each number is divided by a power of two above the largest of its row, and rounded to a multiple of 2⁻⁵⁰;
+    what that leaves, to one of 2⁻¹⁰⁰. Multiples are added up as integers, which loses nothing. So twice as
+    many digits are kept as a float64 has. Of log-probabilities nothing is lost: the sum is the exact one,
+    rounded once.
 
     Args:
-        values: finite.
+        values: finite; where one is not, the sum is NaN.
 
     Example:
         >>> values = torch.tensor([[0.1, 0.2, 0.3, -0.6]], dtype=torch.float64)
         >>> bool(sum_of_tokens(values) == sum_of_tokens(values.flip(1))), bool(values.sum() == 0)
         (True, False)
     """
-    high, low = values.double(), None
-    if high.shape[-1] == 0:
-        return high.sum(-1)
-    while (width := high.shape[-1]) > 1:
-        if width % 2:
-            high = nn.functional.pad(high, (0, 1))
-            low = None if low is None else nn.functional.pad(low, (0, 1))
-        a, b = high.chunk(2, -1)
-        high = a + b
-        of_b = high - a
-        lost = b - of_b
-        lost += of_b.sub_(high).add_(a)
-        if low is not None:
-            lost += low[..., : lost.shape[-1]]
-            lost += low[..., lost.shape[-1] :]
-        low = lost
-    return (high if low is None else high + low).squeeze(-1)
+    values = values.double()
+    if values.shape[-1] == 0:
+        return values.sum(-1)
+    largest = torch.maximum(values.amax(-1), -values.amin(-1)).clamp_min_(2.0**-900).unsqueeze(-1)
+    scale = largest.frexp().mantissa / largest  # a power of two, exactly
+    coarse, fine = [], []
+    for part in (values * scale).split(AT_MOST, -1):
+        near = part + COARSE
+        coarse.append(_steps(near, COARSE))
+        fine.append(_steps(part.sub_(near.sub_(COARSE)).add_(FINE), FINE))
+    high, low = _joined(coarse)
+    low = low + sum(_joined(fine)) * STEP
+    return (high + low) * STEP / scale.squeeze(-1)
+
+
+STEP = 2.0**-50
+COARSE, FINE = 6.0, 6.0 * STEP  # around which a float64 has steps of 2⁻⁵⁰ and of 2⁻¹⁰⁰
+AT_MOST = 2**12  # so many tokens have less than 2⁶³ steps
+
+
+def _steps(values: Tensor, around: float) -> Tensor:
+    """(...) int64: by how many steps (..., T) `values` are above a number near to them, added up."""
+    at = struct.unpack("q", struct.pack("d", around))[0] * values.shape[-1]
+    return values.view(torch.int64).sum(-1) - ((at + 2**63) % 2**64 - 2**63)  # which wraps around, and back
+
+
+def _joined(steps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """(...) float64 each: the multiple of 2³² in the sum of (...) integers, and the rest, both exactly."""
+    low = torch.stack([each & 0xFFFFFFFF for each in steps]).sum(0)
+    high = torch.stack([each >> 32 for each in steps]).sum(0) + (low >> 32)
+    return high.double() * 2.0**32, (low & 0xFFFFFFFF).double()
+
+
+def plain_sum(values: Tensor) -> Tensor:
+    """(B, T) → (B,): the sum over tokens as torch adds them, for numbers by which nothing is decided.
+
+    It takes a thirtieth of the time of :func:`sum_of_tokens`. Padding changes how it is rounded; other rows
+    and their order do not.
+    """
+    # Of a long row by itself each thread would add up a part, which rounds otherwise than among other rows.
+    return (values.expand(2, -1) if len(values) == 1 else values).sum(-1)[: len(values)]
+
+
+def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
+    """Let (B, T) float `values` be 0 where the mask is False, whatever stands there; in place.
+
+    By bits: `torch.where` takes ten times as long where True and False take turns.
+
+    Example:
+        >>> zero_outside(torch.tensor([1.0, float("nan")]), torch.tensor([True, False])).tolist()
+        [1.0, 0.0]
+    """
+    values.view(_INTEGERS[values.element_size()]).bitwise_and_(bits_of_mask(mask, values.element_size()))
+    return values
+
+
+def nan_inside(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) float `values` with NaN where the mask is True.
+
+    Example:
+        >>> nan_inside(torch.tensor([1.0, 2.0]), torch.tensor([True, False])).tolist()
+        [nan, 2.0]
+    """
+    bits = bits_of_mask(mask, values.element_size())  # all of them: NaN
+    return bits.bitwise_or_(values.view(bits.dtype)).view(values.dtype)
+
+
+def bits_of_mask(mask: Tensor, size: int) -> Tensor:
+    """Integers of so many bytes: of a True all bits, else none."""
+    one = mask.view(torch.uint8).clamp_max(1).view(torch.int8)  # a True may be any byte but 0
+    return one.neg_().to(_INTEGERS[size])
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -43,6 +43,7 @@ from .tokens import (
 Mean = Literal["token", "sample", "turn", "rollout", "group", "constant"]
 Fold = Literal["none", "sum", "token_mean"]
 Gradients = Literal["sum", "mean"]
+SORTED = 2**15  # tokens whose turns are sorted at once, which takes 100 bytes of each
 
 
 class Weighed(NamedTuple):
@@ -406,7 +407,7 @@ class LossWeight(
 
         # What waits for the gathering of rows may go on waiting.
         batch = rows.tokens() if rows.table.is_late(self.turn_index_key) else rows.table.batch
-        found = rows.measured(**in_blocks(count, *self._read_turns(batch)))
+        found = rows.measured(**in_blocks(count, *self._read_turns(batch), at_once=SORTED))
         rows.require(
             (found["unplaced"] == 0) | (tokens == 0),
             "every token in the loss needs a turn, from 0 on; found others in {found}. Write turn_index "
@@ -421,7 +422,7 @@ class LossWeight(
         def weigh_tokens(turn: Tensor, in_loss: Tensor) -> dict[str, Tensor]:
             return {"weight": turn_weight(turn, in_loss)[0].to(dtype)}
 
-        made = in_blocks(weigh_tokens, *self._read_turns(batch))
+        made = in_blocks(weigh_tokens, *self._read_turns(batch), at_once=SORTED)
         write_tokens(batch, TOKEN_WEIGHT, made["weight"], self.turn_index_key)
 
     def _read_turns(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:

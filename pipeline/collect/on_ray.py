@@ -337,7 +337,8 @@ class RayAssembler:
         pieces = [RowPiece.from_plain(chunk) for chunk in state["chunks"]]
         rest = {name: value for name, value in state.items() if name != "chunks"}
         places = [(piece, arrival) for piece in pieces for arrival in piece.place]
-        if not places or state["options"] != self._local._options:  # which the actor refuses
+        self._local._check_options(state)
+        if not places:
             self._ask("load", None, None, None, rest, [])
         else:
             arrivals = [arrival for _, arrival in places]

@@ -10,13 +10,14 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
+from headrace.transforms.ids import stable_order
 from headrace.transforms.schema import MINIBATCH, has_key
 from headrace.transforms.tensordicts import count_true
 from headrace.transforms.tokens import ATTENTION, read_tokens
 
 TOKENS: NestedKey = ("tokens", "full")
 LINEAR = 24576.0  # 6 × a hidden size of 4096
-BLOCK = 64  # tokens of a row that are compared before it is asked which rows go on
+BLOCK = 128  # tokens of a row that are compared before it is asked which rows go on
 CELLS = 2**16  # tokens that are compared at once, so that they stay in the cache
 
 
@@ -159,7 +160,7 @@ def _shared_within(
         lengths: (n,) and how many there are.
         cells: tokens that are compared at once.
     """
-    shared, rows = np.zeros_like(lengths), np.lexsort((-lengths, home))
+    shared, rows = np.zeros_like(lengths), _order(-lengths, home)
     known, begins = np.zeros_like(lengths), _begins(home[rows])  # what a class has in common, and its first
     while True:
         several = ~begins | np.append(~begins[1:], False)
@@ -172,9 +173,18 @@ def _shared_within(
         shared[rows] = same = _alike(flat, starts[rows], starts[leads], known, most, cells)
         goes_on = same < lengths[rows]
         rows, same, leader = rows[goes_on], same[goes_on], leader[goes_on]
-        token, where = flat[starts[rows] + same], leader * (int(lengths.max()) + 1) + same
-        order = np.lexsort((token, where))
-        rows, known, begins = rows[order], same[order] + 1, _begins(where[order]) | _begins(token[order])
+        token = flat[starts[rows] + same]
+        order = _order(token, same, leader)
+        rows, known = rows[order], same[order] + 1
+        begins = _begins(leader[order]) | _begins(same[order]) | _begins(token[order])
+
+
+def _order(*keys: np.ndarray) -> np.ndarray:
+    """(n,) the order of integers by the last key, among equal ones by the key before, and so on."""
+    order = np.arange(len(keys[0]))
+    for key in keys:
+        order = order[stable_order(torch.from_numpy(key[order])).numpy()]
+    return order
 
 
 def _begins(values: np.ndarray) -> np.ndarray:

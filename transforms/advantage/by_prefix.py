@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -14,20 +16,27 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import one_of
 from headrace.transforms.places import places_on_arrival
-from headrace.transforms.prefixes import END, left_aligned
+from headrace.transforms.prefixes import (
+    END,
+    PrefixBranch,
+    branches,
+    left_aligned,
+    prefix_order,
+    repeated,
+    ways,
+)
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD, SEGMENTS, has_key
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tensordicts import number_column
+from headrace.transforms.tensordicts import count_true, number_column, read_packed
 from headrace.transforms.tokens import (
     describe_row,
     in_loss_there,
     read_loss_mask,
     read_tokens,
     same_width,
-    sum_of_tokens,
     tokens_of_all_ranks,
     whole_numbers,
     write_tokens,
@@ -96,19 +105,36 @@ def tree_advantage(
     groups = rows.groups
     require_rewards(rows, rows["reward"], siblings_agree=False)
     labels = left_aligned(tokens.long(), present)
-    credit = credit_of_branches(rows["reward"], labels, groups, baseline, alone).at_token
-    if credit.numel():
-        require_fit(rows, rows.measured(largest=credit.abs().amax(1))["largest"], dtype)
-    return at_places(credit, present).to(dtype)
+    credit = credit_of_branches(rows["reward"], labels, groups, baseline, alone)
+    require_fit(rows, credit.largest(len(rows)), dtype)
+    return credit.at_tokens(present, dtype)
 
 
 class BranchCredit(NamedTuple):
-    """What the branches of a tree are worth, float64."""
+    """What the branches of a tree are worth, along each row. On the CPU."""
 
-    at_token: Tensor
-    """(N, T), for the tokens of each row, which stand to the left."""
+    row: Tensor
+    """(S,) int64, from the first row on; of each the branches that it goes along."""
+    tokens: Tensor
+    """(S,) int64, how many of the row's tokens are of the branch."""
+    worth: Tensor
+    """(S,) float64."""
     behind: Tensor
-    """(N,), for what the row's rollout alone goes on with behind them."""
+    """(N,) float64, for what a row alone goes on with behind its tokens."""
+
+    def largest(self, rows: int) -> Tensor:
+        """(N,) float64: the largest |A| of each row, NaN where one is."""
+        return self.worth.new_zeros(rows).scatter_reduce_(0, self.row, self.worth.abs(), "amax")
+
+    def at_tokens(self, present: Tensor, dtype: torch.dtype) -> Tensor:
+        """(B, T) of a dtype: that of each token of B rows, where it is; 0 elsewhere.
+
+        Args:
+            present: (B, T) bool, as many in each row as it has `tokens`.
+            dtype: rounded to once.
+        """
+        values = repeated(self.worth.to(dtype).double(), self.tokens).to(present.device, dtype)
+        return values.new_zeros(present.shape).masked_scatter_(present, values)
 
 
 def credit_of_branches(
@@ -123,43 +149,49 @@ def credit_of_branches(
         baseline: as the function has it.
         alone: as the function has it.
     """
-    if len(reward) == 0:
-        return BranchCredit(labels.double(), labels.new_zeros(0, dtype=torch.float64))
-    device, width = labels.device, labels.shape[1]
-    # 1. Of each row the members of its group, (N, G), and their deviations: none where rewards are equal.
-    g, row = Grouped(reward, groups), torch.arange(len(reward))
-    member = torch.full((groups.n, int(g.number.max())), -1)
-    member[groups.of, groups.positions()] = row
-    member = groups.spread(member).to(device)
-    lone = g.unsorted(g.spread(g.sum(g.reward) / g.count)) if alone == "return" else torch.zeros_like(reward)
-    lone, row = lone.to(device), row.to(device)
-    there, other = member >= 0, (member >= 0) & (member != row[:, None])
-    member = member.clamp_min(0)
-    deviation = g.unsorted(g.deviation).to(device)[member]
-    # 2. How many of its first tokens each row shares with the others: where they fork from it.
-    fork = torch.stack([_shared(labels, column) for column in member.unbind(1)], 1)
-    fork = fork.masked_fill(there & ~other, width + 1)  # of itself it shares all
+    # 1. The tree of each group: its rows by what they begin with, and where they part.
+    labels, g = labels.cpu(), Grouped(reward, groups)
+    order, shared = prefix_order(labels, groups.of)
+    home, length = groups.of.index_select(0, order), count_true(labels != END)
+    shared[1:].masked_fill_(home[1:] != home[:-1], -1)
+    tree = branches(shared.tolist(), length.index_select(0, order).tolist())
+    # 2. The worth of each branch: V(node) − V(parent), of deviations, exactly 0 where rewards are equal.
+    deviation = g.unsorted(g.deviation).index_select(0, order).tolist()
+    lone = g.spread(g.sum(g.reward) / g.count) if alone == "return" else torch.zeros_like(reward)
+    lone = g.unsorted(lone).index_select(0, order).tolist()
+    known: dict[tuple[int, int], float] = {}
 
-    def mean(chosen: Tensor) -> Tensor:
-        """(N,): over the members that are chosen; 0 where none is."""
-        return sum_of_tokens(torch.where(chosen, deviation, 0.0)) / chosen.sum(1).clamp_min(1)
+    def value(first: int, last: int) -> float:
+        """V of the rows from one place to another."""
+        if (first, last) not in known:
+            known[first, last] = exact_mean(deviation[first:last])
+        return known[first, last]
 
-    def worth(depth: Tensor, *, by_itself: bool = False) -> Tensor:
-        """(N,): V(node) − V(parent) of the branch that a row takes at a fork before token `depth`, (N, 1)."""
-        parent = there & (fork >= depth)
-        node = there & ~other if by_itself else parent & (fork > depth)
-        return mean(node) - mean(parent & ~node if baseline == "leave_one_out" else parent)
+    worth = []
+    for first, last, _, _, from_first, from_last in tree:
+        if from_first == from_last:
+            worth.append(lone[first])
+        elif baseline == "mean":
+            worth.append(value(first, last) - value(from_first, from_last))
+        else:
+            others = deviation[from_first:first] + deviation[last:from_last]
+            worth.append(value(first, last) - exact_mean(others))
+    # 3. Each token has that of its branch.
+    rows = torch.tensor(tree, dtype=torch.int64).view(-1, len(PrefixBranch._fields))
+    row, branch = ways(rows, order)
+    worths = torch.tensor(worth, dtype=torch.float64)
+    leaf = rows[:, 1] - rows[:, 0] == 1
+    behind = torch.zeros_like(reward).index_copy_(0, order.index_select(0, rows[leaf, 0]), worths[leaf])
+    tokens = (rows[:, 3] - rows[:, 2]).index_select(0, branch)
+    return BranchCredit(row, tokens, worths.index_select(0, branch), behind)
 
-    # 3. The worth of each branch on a row's way, and of what the row alone goes on with behind its tokens.
-    branches = torch.stack([worth(fork[:, place, None]) for place in range(member.shape[1])], 1)
-    last = fork.masked_fill(~other, -1).amax(1, keepdim=True)
-    last = torch.minimum(last, (labels != END).sum(1, keepdim=True))  # who ends alike parts from all there
-    behind = torch.where(last[:, 0] < 0, lone, worth(last, by_itself=True))
-    # 4. Each token has that of the last fork at it or before.
-    forks, order = fork.masked_fill(~other, width + 1).sort(1)
-    steps = torch.cat([lone[:, None], branches.gather(1, order)], 1)
-    place = torch.arange(width, device=device).expand(labels.shape).contiguous()
-    return BranchCredit(steps.gather(1, torch.searchsorted(forks, place, right=True)), behind)
+
+def exact_mean(values: Sequence[float]) -> float:
+    """The mean by the exact sum, rounded once, whatever order they have; NaN where that is no number."""
+    try:
+        return math.fsum(values) / len(values)
+    except (OverflowError, ValueError):  # too large, or of infinite ones
+        return math.nan
 
 
 def _shared(labels: Tensor, rows: Tensor) -> Tensor:
@@ -169,12 +201,6 @@ def _shared(labels: Tensor, rows: Tensor) -> Tensor:
     differs = labels != labels.index_select(0, rows)
     at = differs.view(torch.uint8).argmax(1)  # the first of the largest
     return torch.where(differs.any(1), at, labels.shape[1])
-
-
-def at_places(values: Tensor, present: Tensor) -> Tensor:
-    """(N, T): what :func:`left_aligned` moved, where it was; 0 elsewhere."""
-    place = (present.long().cumsum(1) - 1).clamp_min(0)
-    return values.gather(1, place).masked_fill(~present, 0.0)
 
 
 def origin_of(labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,36 +309,39 @@ class TreeAdvantage(
             "of the statistics, and others in, of {found}. Take whole rollouts out: unit='rollout'",
             lambda row: f"rollout {some.name('rollout', row)}",
         )
-        # 2. Their tokens, or which rollout each was first generated for.
+        # 2. The tokens of all rows, or which rollout each was first generated for. One copy from the device.
+        outside = present.new_zeros(len(present))
+        if labels.shape[1] and has_key(batch, self.loss_mask_key):
+            mask = read_loss_mask(batch, self.loss_mask_key, in_loss_there(rows), reader=rows.reader)
+            same_width(labels, mask, "tokens_key and loss_mask_key")
+            outside = (mask & ~present).any(1)
         (tokens,) = tokens_of_all_ranks(rows, labels, fill=END)
-        number, head = chosen.nonzero().flatten().to(tokens.device), rollouts.spread(heads)
+        number, head = chosen.nonzero().flatten(), rollouts.spread(heads)
         if self.forks == "parent":  # also through parents that are out of the statistics
             tokens = origin_of(tokens, self._sources(rows, batch, chosen, place == 0).to(tokens.device))
-        tokens = tokens if some is rows else tokens.index_select(0, number)
+        tokens, outside = read_packed([tokens, outside])
+        rows.require(
+            rows.measured(outside=outside)["outside"] == 0,
+            "a token in the loss is a real one, with a place in the tree; the loss mask is True where the "
+            "attention mask is False in {found}. Correct the mask that is wrong",
+            describe_row(rows),
+        )
         # 3. The advantage of each token, and behind the tokens of a rollout's first row, of all its others.
-        beside = some.groups.n + torch.arange(len(some))  # rows that are in no tree
-        groups = Ids(torch.where(begins, some.groups.of, beside))
-        credit = credit_of_branches(reward[chosen], tokens, groups, self.baseline, self.alone)
-        behind = credit.behind.index_select(0, head.to(tokens.device))
-        of_token = torch.where(begins.to(tokens.device)[:, None], credit.at_token, behind[:, None])
-        if some is not rows:
-            of_token = of_token.new_zeros(len(rows), of_token.shape[1]).index_copy_(0, number, of_token)
-        own = rows.of_rank(of_token)[:, : labels.shape[1]]
-        if labels.shape[1]:
-            outside = torch.zeros_like(present[:, 0])
-            if has_key(batch, self.loss_mask_key):
-                mask = read_loss_mask(batch, self.loss_mask_key, in_loss_there(rows), reader=rows.reader)
-                same_width(labels, mask, "tokens_key and loss_mask_key")
-                outside = (mask & ~present).any(1)
-            found = rows.measured(largest=own.abs().amax(1), outside=outside)
-            rows.require(
-                found["outside"] == 0,
-                "a token in the loss is a real one, with a place in the tree; the loss mask is True where "
-                "the attention mask is False in {found}. Correct the mask that is wrong",
-                describe_row(rows),
-            )
-            require_fit(rows, found["largest"], dtype)
-        at_token = at_places(own, present).to(dtype).unsqueeze(-1)
+        home = some.groups.n + torch.arange(len(rows))  # rows that are in no tree
+        home[number[begins]] = some.groups.of[begins]
+        counted = torch.where(chosen, reward, 0.0)
+        credit = credit_of_branches(counted, tokens, Ids(home), self.baseline, self.alone)
+        behind = torch.zeros_like(counted)
+        behind[number] = credit.behind.index_select(0, number.index_select(0, head))
+        in_tree = torch.zeros_like(chosen)
+        in_tree[number[begins]] = True
+        worth = torch.where(in_tree[credit.row], credit.worth, behind[credit.row])
+        credit = credit._replace(worth=worth)
+        require_fit(rows, credit.largest(len(rows)), dtype)
+        # 4. Those of this rank.
+        own = torch.zeros_like(chosen).index_fill_(0, rows.of_rank(torch.arange(len(rows))), True)[credit.row]
+        credit = BranchCredit(credit.row[own], credit.tokens[own], credit.worth[own], credit.behind)
+        at_token = credit.at_tokens(present, dtype).unsqueeze(-1)
         write_tokens(batch, self.advantage_key, at_token, self.tokens_key)
         return batch
 
@@ -325,7 +354,7 @@ class TreeAdvantage(
         if self.attention_key is not None:
             mask = read_tokens(batch, self.attention_key, fill=0, reader=name, option="attention_key")
             same_width(tokens, mask, "tokens_key and attention_key")
-            present = mask != 0
+            present = present & (mask != 0)
         return left_aligned(tokens, present), present
 
     def _sources(self, rows: Rows, batch: TensorDictBase, chosen: Tensor, begins: Tensor) -> Tensor:

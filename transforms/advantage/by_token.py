@@ -18,16 +18,18 @@ from headrace.transforms.options import nested_key, one_of, takes_options
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import REWARD, has_key
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tensordicts import column_of, device_of, flat_rows, shallow_copy
+from headrace.transforms.tensordicts import column_of, count_true, device_of, flat_rows, shallow_copy
 from headrace.transforms.tokens import (
     check_lengths,
+    finite_inside,
     first_token,
     in_blocks,
     padded,
+    plain_sum,
     read_advantage,
     read_loss_mask,
-    sum_of_tokens,
     write_tokens,
+    zero_outside,
 )
 
 from .token_terms import TokenTerm
@@ -67,10 +69,19 @@ def token_advantage(
         [[1.0, 2.0]]
     """
     one_of("how", how, get_args(How))
+    return changed(advantage.detach(), term.detach(), trains, factor, how)
+
+
+def changed(advantage: Tensor, term: Tensor, trains: Tensor | None, factor: float, how: How) -> Tensor:
+    """:func:`token_advantage`; where `trains` is None of all tokens."""
     precise = torch.promote_types(torch.promote_types(advantage.dtype, term.dtype), torch.float32)
-    credit, term = advantage.detach().to(precise), term.detach().to(precise)
-    changed = credit + factor * term if how == "add" else credit * (1 + factor * (term - 1))
-    return torch.where(trains, changed, credit).to(advantage.dtype)
+    credit, term = advantage.to(precise), term.to(precise)
+    change = term if how == "add" else term - 1
+    if trains is not None:
+        change = zero_outside(change.clone(), trains)
+    if how == "add":
+        return torch.add(credit, change, alpha=factor).to(advantage.dtype)
+    return (change * factor).add_(1).mul_(credit).to(advantage.dtype)
 
 
 class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
@@ -152,43 +163,45 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         late = getattr(self.term, "elementwise", False)
         read = {repr(each): flat_rows(seen.get(each)) for each in self._term_keys}
         read = {n: c for n, c in read.items() if c.is_floating_point() and c.shape[1] in (1, term.shape[1])}
-        names = [*read, "the term", "the advantage"]
 
-        def changed(term: Tensor, before: Tensor, trains: Tensor, *read: Tensor) -> dict[str, Tensor]:
-            after = token_advantage(before, term, trains, factor=factor, how=self.how)
-            change = torch.where(trains, after.double() - before.double(), 0.0).abs()
-            made = {
-                "tokens": trains.sum(-1),
-                "changed": (change != 0).sum(-1),
-                "abs_mean": sum_of_tokens(change),
-                "term_mean": sum_of_tokens(torch.where(trains, term.double(), 0.0)),
-            }
-            for name, column in zip(names, [*read, term, after], strict=True):
-                place, value = first_token(trains & ~column.isfinite(), column)
-                made |= {f"place of {name}": place, f"value of {name}": value}
-            return made if late else made | {"after": after}
+        def change(term: Tensor, before: Tensor, trains: Tensor) -> dict[str, Tensor]:
+            after = changed(before, term, None if late else trains, factor, self.how)
+            known = finite_inside(after, trains)  # which the term is, too
+            return {"known": known} if late else {"known": known, "after": after}
 
-        made = in_blocks(changed, term, before, trains, *read.values())
+        made = in_blocks(change, term, before, trains)
         after = made.pop("after", None)
+        for column in read.values():
+            made["known"] &= finite_inside(column.expand(trains.shape), trains)
         refused: Mapping[str, Tensor] = getattr(self.term, "refused", lambda *_: {})(seen, trains)
         found = rows.measured(**made, **refused)
-        for name in names:
-            place, value = found[f"place of {name}"], found[f"value of {name}"]
-            rows.require(
-                place < 0,
-                f"{name} must be finite for every token in the loss; found {{found}}",
-                lambda row, place=place, value=value: (  # type: ignore[misc]
-                    f"{float(value[row])} at row {rows.at(row)}, token {int(place[row])}"
-                ),
-            )
+        if not bool(found["known"].all()):
+            every = token_advantage(before, term, trains, factor=factor, how=self.how)
+            require_finite(rows, read | {"the term": term, "the advantage": every}, trains)
         for message in refused:
             rows.require(found[message] == 0, message)
-        tokens = rows.of_rank(found["tokens"]).sum().clamp_min(1)
-        for name in ("changed", "abs_mean", "term_mean"):
-            rows.metric(name, add_up(rows.of_rank(found[name])) / tokens)
+
+        def measure(term: Tensor) -> dict[str, Tensor]:
+            of_some = partial(how_much_changes, factor=factor, how=self.how)
+            return in_blocks(of_some, term, before, trains)
+
+        own = rows.of_rank(torch.arange(len(rows)))
+
+        def average(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            tokens = found["tokens"][own].sum().clamp_min(1)
+            names = "changed", "abs_mean", "term_mean"
+            return {name: add_up(found[name][own]) / tokens for name in names}
+
         if after is None:
+            part = seen.select(*self._term_keys)
+            columns = [part.get(each) for each in self._term_keys]
+            rows.measured_when_read(
+                lambda: measure(self.term(part, trains)), average, before, trains, *columns
+            )
             rows.when_gathered(partial(self._change, factor=factor), [key], known=known)
         else:
+            for name, value in average(rows.measured(**measure(term))).items():
+                rows.metric(name, value)
             write_tokens(batch, key, after.unsqueeze(-1), self.loss_mask_key)
         return batch
 
@@ -226,3 +239,40 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         """The term's, too."""
         own = getattr(self.term, "group_key", None)
         return [*super()._id_keys(), *([] if own is None else [own])]
+
+
+def how_much_changes(
+    term: Tensor, before: Tensor, trains: Tensor, *, factor: float, how: How
+) -> dict[str, Tensor]:
+    """(B,) each: how many tokens are in the loss, how many of them change, by how much, and their terms."""
+    after = token_advantage(before, term, trains, factor=factor, how=how)
+    change = zero_outside(after.double() - before.double(), trains).abs_()
+    return {
+        "tokens": count_true(trains),
+        "changed": count_true(change != 0),
+        "abs_mean": plain_sum(change),
+        "term_mean": plain_sum(zero_outside(term.to(torch.float64, copy=True), trains)),
+    }
+
+
+def require_finite(rows: Rows, columns: Mapping[str, Tensor], trains: Tensor) -> None:
+    """Refuse numbers of tokens in the loss that are not finite.
+
+    Args:
+        rows: of which the tokens are.
+        columns: (B, T) or (B, 1) each, by their names.
+        trains: (B, T) bool.
+
+    Raises:
+        BatchError: naming the first column, its rows, and the first token of each.
+    """
+    for name, column in columns.items():
+        pair = first_token(trains & ~column.isfinite(), column)
+        found = rows.measured(place=pair[0], value=pair[1])
+        rows.require(
+            found["place"] < 0,
+            f"{name} must be finite for every token in the loss; found {{found}}",
+            lambda row, found=found: (  # type: ignore[misc]
+                f"{float(found['value'][row])} at row {rows.at(row)}, token {int(found['place'][row])}"
+            ),
+        )

@@ -20,7 +20,15 @@ from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, FLOAT, REWARD, SEGMENTS, has_key
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tokens import describe_row, read_tokens, same_width, whole_numbers, write_tokens
+from headrace.transforms.tensordicts import count_true
+from headrace.transforms.tokens import (
+    describe_row,
+    in_blocks,
+    read_tokens,
+    same_width,
+    whole_numbers,
+    write_tokens,
+)
 
 from .baselines import Formula, Grouped, advantage_in_groups
 from .group_relative import require_fit
@@ -261,24 +269,34 @@ class TurnAdvantage(
         sizes = rows.measured(turns=size)["turns"]
         turns = int(sizes.max()) if len(sizes) else 0
         # 2. Of each row and turn whether the row has it, and its reward; and what is out of place.
-        beyond = torch.where((turn < 0) | (turn >= turns), turns, turn)
-        has_turn = torch.zeros(len(turn), turns + 1, dtype=torch.bool, device=turn.device)
-        has_turn = has_turn.scatter_(1, beyond, True)[:, :turns]
-        unplaced = turn >= turns
+        mask = None
         if has_key(batch, self.loss_mask_key):
             mask = read_tokens(batch, self.loss_mask_key, reader=reader, option="loss_mask_key")
             same_width(turn, mask, "turn_index_key and loss_mask_key")
-            unplaced = unplaced | ((mask != 0) & (turn < 0))
-        reward, misplaced = torch.zeros_like(has_turn, dtype=torch.float64), torch.zeros_like(has_turn[:, :1])
-        if process is not None and self.turn_rewards == "turn":
-            reward[:, : process.shape[1]] = process.double()
-            misplaced = (reward != 0) & ~has_turn
+        of_token = process if self.turn_rewards == "token" else None
+        if of_token is not None:
+            same_width(turn, of_token, "turn_index_key and turn_reward_key")
+
+        def of_some(turn: Tensor, mask: Tensor | None, of_token: Tensor | None) -> dict[str, Tensor]:
+            place = turn.clamp(-1, turns).add_(1)  # 0 of none, and behind the last of one that is beyond it
+            there = torch.zeros(len(turn), turns + 2, dtype=torch.bool, device=turn.device)
+            there.scatter_(1, place, True)
+            made = {"has_turn": there[:, 1:-1], "unplaced": there[:, -1]}
+            if mask is not None:
+                inside = mask if mask.dtype is torch.bool else mask != 0
+                made["unplaced"] = made["unplaced"] | (count_true(inside & (turn < 0)) > 0)
+            if of_token is not None:
+                made["misplaced"] = count_true((of_token != 0) & (turn < 0)) > 0
+            return made
+
+        made = in_blocks(of_some, turn, mask, of_token)
+        reward = torch.zeros_like(made["has_turn"], dtype=torch.float64)
+        if of_token is not None:
+            reward = _sum_by_turn(of_token, turn, turns)
         elif process is not None:
-            same_width(turn, process, "turn_index_key and turn_reward_key")
-            reward, misplaced = _sum_by_turn(process, turn, turns), (process != 0) & (turn < 0)
-        found = rows.measured(
-            has_turn=has_turn, reward=reward, unplaced=unplaced.any(1), misplaced=misplaced.any(1)
-        )
+            reward[:, : process.shape[1]] = process.double()
+            made["misplaced"] = ((reward != 0) & ~made["has_turn"]).any(1)
+        found = rows.measured(reward=reward, **{"misplaced": torch.zeros_like(made["unplaced"])} | made)
         # 3. The advantage of rows in the statistics, and 0 for the others.
         outcome, chosen = None, torch.ones(len(rows), dtype=torch.bool)
         chosen = chosen if rows.counted is None else rows.counted
@@ -328,7 +346,12 @@ class TurnAdvantage(
         """Write the advantage of gathered rows: that of each token's turn, 0 without a turn."""
         turn, credit = self._turns_in(batch), numbers["credit"].to(dtype)
         credit = torch.cat([credit.new_zeros(len(credit), 1), credit], 1)
-        of_token = credit.gather(1, turn.clamp(-1, credit.shape[1] - 2) + 1)
+        last = credit.shape[1] - 2
+
+        def of_some(turn: Tensor, credit: Tensor) -> dict[str, Tensor]:
+            return {"of_token": credit.gather(1, turn.clamp(-1, last).add_(1))}
+
+        of_token = in_blocks(of_some, turn, credit)["of_token"]
         write_tokens(batch, self.advantage_key, of_token.unsqueeze(-1), self.turn_index_key)
 
     def _turns_in(self, batch: TensorDictBase) -> Tensor:

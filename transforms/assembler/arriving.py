@@ -15,14 +15,14 @@ from headrace.transforms.ids import as_ids
 from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, ORIGIN, STATUS_KEYS, Status, has_key
 from headrace.transforms.tensordicts import read_packed
 
-from .lost import follow, lose, lose_unseen
+from .lost import follow, lose, lose_behind
 from .open_groups import Key, Origin, Rollout, Row
 from .pieces import READER, RowPiece
 from .stream import DUPLICATE, LATE, LOST, StreamPlan
 
 GROUP_NAMES = ("partition", "group", "expected")
 NAMES = (*GROUP_NAMES, "rollout", "segment", "done", "status", "version", "reward")
-OPTIONS = (*(f"{name}_key" for name in NAMES), "group_size")
+OPTIONS = (*(f"{name}_key" for name in NAMES), "group_size", "in_order")
 """The options by which rows are read: a state goes on under the same ones alone."""
 UNSAID: dict[str, float] = dict.fromkeys(
     ("partition", "rollout", "segment", "status", "version", "reward"), 0
@@ -82,7 +82,7 @@ def find_columns(
         keys["status"] = keys["status"] or there(*STATUS_KEYS)
         if keys["done"] is not None:
             keys |= {"begins": there(INIT), "ends": there(EXPECTED_SEGMENTS)}
-            keys["origin"] = there(ORIGIN) if keys["segment"] is None else None  # those come in any order
+            keys["origin"] = there(ORIGIN) if options["in_order"] else None
     found = {name: key for name, key in keys.items() if key is not None}
     for name, key in found.items():
         dtype = piece.numbers(key, name, _width(name))[0].dtype
@@ -198,7 +198,7 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
         if rule:
             broken[rule].append(words)
     _refuse(broken, least, options.version)
-    lose_unseen(plan)
+    lose_behind(plan)
     return admitted
 
 

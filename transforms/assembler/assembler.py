@@ -114,6 +114,9 @@ class GroupAssembler(
             as indices or as a mask, asked once all that were dispatched are over, or the group too old.
         max_pending_groups: groups that may wait. None: any number.
         on_full: where more wait: the oldest leave (``drop``), or ``raise``.
+        in_order: what an environment sends later is put later, so that what was lost on its way is known by
+            the origin that :class:`headrace.pipeline.StampIds` stamps. False: the origin is not looked at,
+            for rows that are put in another order, as it is not where segments have numbers.
         max_idle: puts in a row in which no group became whole, after which something is wrong. None: eight
             times the rollouts of a batch, and at least 100.
         partition_key: (N,) or (N, 1) int ≥ 0; ids are unique in their partition, and a batch is of one. None:
@@ -159,6 +162,7 @@ class GroupAssembler(
         on_surplus: Literal["drop"] | Selector = "drop",
         max_pending_groups: int | None = None,
         on_full: OnRepeat = "drop",
+        in_order: bool = True,
         max_idle: int | None = None,
         partition_key: NestedKey | None = None,
         **names: Unpack[ColumnNames],
@@ -176,7 +180,7 @@ class GroupAssembler(
         self.max_staleness = at_least("max_staleness", max_staleness, 0)
         self.max_pending_groups = at_least("max_pending_groups", max_pending_groups, 1)
         self.on_full = one_of("on_full", on_full, get_args(OnRepeat))
-        self.max_idle = at_least("max_idle", max_idle, 1)
+        self.in_order, self.max_idle = in_order, at_least("max_idle", max_idle, 1)
         self.on_stale = one_of("on_stale", on_stale, ("drop", "mask", "refill"))
         self.on_newer = one_of("on_newer", on_newer, ("raise", "wait"))
         self.max_concurrent_rollouts = at_least("max_concurrent_rollouts", max_concurrent_rollouts, 1)
@@ -186,6 +190,7 @@ class GroupAssembler(
         for name, value in (("on_stale", on_stale), ("on_newer", on_newer)):
             has_effect(GroupAssembler, name, value, max_staleness is not None, "max_staleness")
         self._options = {name: getattr(self, name) for name in OPTIONS}
+        self._options["in_order"] = in_order and self.segment_key is None
         self._options["version_key"] = self.version_key if max_staleness is not None else None
         self._options["reward_key"] = self.reward_key if callable(on_surplus) else None
         self.version = 0
@@ -492,13 +497,16 @@ class GroupAssembler(
         pieces = [RowPiece.from_plain(rows) for rows in state["chunks"]]
         self._load(state, pieces, kinds_of(pieces[0].batch) if pieces else {})
 
-    def _load(self, state: Mapping[str, Any], pieces: Sequence[RowPiece], kinds: Kinds) -> None:
-        """Go on from a state with these rows, whose columns are of these kinds."""
-        if state["options"] != self._options:
+    def _check_options(self, state: Mapping[str, Any]) -> None:
+        if state["options"] | {"in_order": self.in_order} != self._options | {"in_order": self.in_order}:
             raise ValueError(
                 f"the state must be of an assembler that reads rows as this one does ({self._options}); "
                 f"it is of one with {state['options']}"
             )
+
+    def _load(self, state: Mapping[str, Any], pieces: Sequence[RowPiece], kinds: Kinds) -> None:
+        """Go on from a state with these rows, whose columns are of these kinds."""
+        self._check_options(state)
         with self._turn:
             found = find_columns(pieces[0], self._options) if pieces else None
             read = (arriving_rows(piece, found or {}, self.group_size)[0] for piece in pieces)

@@ -2,7 +2,7 @@
 
 ``("headrace", "origin")`` says the number of a row in its rollout, its worker, how many workers there are,
 its environment in the worker, and how many of these there are. An environment runs one rollout after the
-other, and its rows arrive in their order. So three things show that rows are missing:
+other, and what it sends later is put later. So three things show that rows are missing:
 
 1. a row has a higher number than the rows of its rollout that have come: those between are lost;
 2. a row of an environment's next rollout comes, and the last one has not ended: its end is lost;
@@ -22,26 +22,29 @@ from .stream import StreamPlan
 
 
 def follow(plan: StreamPlan, row: Row, origin: Origin) -> bool:
-    """Note at which rollout an environment is, and lose the one before if it has not ended (rule 2).
+    """Note of which rollouts rows come from an environment.
 
     Returns:
-        Whether the row's own rollout was left behind by a later one.
+        Whether a row of a later one came in a put before.
     """
     if not _numbers_follow(row, origin):
         return False
     lane = row.partition, origin.worker, origin.environment
-    before = plan.lanes.get(lane, plan.stream.lanes.get(lane, -1))
-    if row.rollout > before:
+    before = plan.stream.lanes.get(lane, -1)
+    plan.rollouts.setdefault(lane, {before})
+    plan.rollouts[lane].add(row.rollout)
+    if row.rollout > plan.lanes.get(lane, before):
         plan.lanes[lane] = row.rollout
         plan.moved[row.partition, origin.worker] = row, origin
-        if before >= 0:
-            _end(plan, row.partition, before)
     return row.rollout < before
 
 
-def lose_unseen(plan: StreamPlan) -> None:
-    """Count rollouts of which no row has come and none can come any more (rule 3)."""
+def lose_behind(plan: StreamPlan) -> None:
+    """Lose what has not ended before an environment went on (rule 2), and what never came (rule 3)."""
     stream = plan.stream
+    for lane, now in plan.lanes.items():
+        for rollout in plan.rollouts[lane] - {now, -1}:
+            _end(plan, lane[0], rollout)
     for (partition, worker), (row, origin) in plan.moved.items():
         lanes = ((partition, worker, number) for number in range(origin.environments))
         rollouts = [plan.lanes.get(lane, stream.lanes.get(lane)) for lane in lanes]
@@ -94,7 +97,8 @@ def warn_of_lost(plan: StreamPlan) -> None:
             f"{now} rollouts lost between their worker and here, the last: {listing(plan.lost)}. They are "
             "counted as 'lost' and not trained. A MultiAsyncCollector throws rows away where nobody takes "
             "them within a second: read it by assembled(collector, …), which does, or let its workers write "
-            "into a buffer that is drained()",
+            "into a buffer that is drained(). If you put rows in another order than that in which they were "
+            "collected, set in_order=False",
             StreamWarning,
             stacklevel=3,
         )

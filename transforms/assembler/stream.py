@@ -89,7 +89,10 @@ class StreamPlan:
     """The group of each rollout of which rows come."""
     origins: dict[int, Origin] = field(default_factory=dict)
     """Of the rows that come, by their arrival, where it is stamped on them."""
+    rollouts: dict[Lane, set[int]] = field(default_factory=dict)
+    """By environment, those of which rows come, and the newest before."""
     lanes: dict[Lane, int] = field(default_factory=dict)
+    """The newest rollout of each environment that has gone on to another one."""
     moved: dict[Key, tuple[Row, Origin]] = field(default_factory=dict)
     """By partition and worker, a row of those of which an environment has gone on to another rollout."""
     passed: dict[Key, int] = field(default_factory=dict)

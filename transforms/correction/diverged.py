@@ -13,10 +13,11 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames, TakesColumns
 from headrace.transforms.options import describe_options, one_of
 from headrace.transforms.rows import Rows
+from headrace.transforms.tensordicts import count_true
 from headrace.transforms.tokens import in_loss_there, read_advantage, sum_of_tokens
 
 from .importance import check_bounds, outside
-from .ratios import Policies, Ratios, Span, distance, over_units, require_known
+from .ratios import Policies, Ratios, Span, distance, over_units
 
 Estimator = Literal["k1", "k2", "k3"]
 Over = Literal["token", "sum", "mean", "max"]
@@ -69,19 +70,18 @@ def divergence(
     check_divergence(estimator, level)
     policies = Policies(log_prob, sampler_log_prob, mask)
 
+    rows = Rows.of(row=torch.arange(len(mask)))
+    policies.require_known(rows, rows.measured(**policies.counted()))
+
     def of_some(ratio: Ratios) -> dict[str, Tensor]:
         found = of_tokens(ratio, estimator)
         if level != "token":
             found = over_tokens(found, ratio.mask, level)
             tokens = ratio.mask.sum(-1)
             found = torch.where(tokens > 0, found / tokens.clamp_min(1) if level == "mean" else found, 0.0)
-        return {"found": found.to(ratio.dtype), **ratio.of_rows()}
+        return {"found": found.to(ratio.dtype)}
 
-    made = policies.each_row(of_some)
-    found = made.pop("found")
-    rows = Rows.of(row=torch.arange(len(mask)))
-    require_known(rows, rows.measured(**made))
-    return found
+    return policies.each_row(of_some)["found"]
 
 
 def check_divergence(estimator: str, level: str) -> None:
@@ -234,19 +234,22 @@ class Diverged(
         policies = Policies.read(batch, self, in_loss_there(rows))
 
         def of_some(ratio: Ratios) -> dict[str, Tensor]:
-            values, found = of_tokens(ratio, self.estimator), ratio.of_rows()
             if by_token or self.level == "every":
+                values = -ratio.rounded if self.estimator == "k1" else of_tokens(ratio, self.estimator)
                 out = ratio.mask & outside(values.to(ratio.dtype), self._low, self._high)
-                return found | ({"out": out} if by_token else {"part": out.sum(-1)})
-            return found | {"part": over_tokens(values, ratio.mask, self.level)}
+                return {"out": out} if by_token else {"part": count_true(out)}
+            return {"part": over_tokens(of_tokens(ratio, self.estimator), ratio.mask, self.level)}
 
-        made = policies.each_row(of_some)
+        counted, made = policies.counted(), policies.each_row(of_some)
         out = made.pop("out", torch.empty(0))
-        found = rows.measured(**made)
-        require_known(rows, found)
+        found = rows.measured(**counted, **made)
+        policies.require_known(rows, found)
         rollouts = rows.rollouts.everyone if self.unit == "rollout" else None
-        for name, value in distance(found, rollouts).items():
-            rows.metric(name, value)
+        rows.measured_when_read(
+            lambda: counted | policies.each_row(Ratios.of_rows),
+            lambda found: distance(found, rollouts),
+            *policies.columns,
+        )
         if self.level == "every":
             out = over_units(found["part"], rollouts) > 0
         elif not by_token:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -12,9 +13,9 @@ from torch import Tensor
 from headrace.transforms.ids import Ids, add_up
 from headrace.transforms.options import has_effect, one_of, takes_options
 from headrace.transforms.rows import Rows
-from headrace.transforms.tokens import sum_of_tokens
+from headrace.transforms.tokens import plain_sum, sum_of_tokens, zero_outside
 
-from .ratios import Policies, Ratios, clamped, over_units, require_known
+from .ratios import LARGEST, Policies, Ratios, clamped, over_units
 
 Level = Literal["token", "sequence", "mean"]
 Bound = Literal["truncate", "zero", "none"]
@@ -79,8 +80,8 @@ def importance_weight(
     formula = WeightFormula(level, bound, low, high, normalise)
     policies = Policies(log_prob, sampler_log_prob, mask)
     rows = Rows.of(row=torch.arange(len(mask)))
-    found = rows.measured(**policies.each_row(formula.of_rows))
-    require_known(rows, found)
+    found = rows.measured(**policies.counted(), **policies.each_row(formula.of_rows))
+    policies.require_known(rows, found)
     weighed = formula.weigh_rows(found, None, policies.dtype)
     of_row = None if weighed.of_row is None else weighed.of_row.to(mask.device)
     return policies.each_row(
@@ -93,11 +94,10 @@ class Importance(NamedTuple):
 
     of_row: Tensor | None
     """(M,) the one weight of each row's tokens, before it is normalised; None where each has its own."""
+    out: Tensor | None
+    """(M,) bool: the ratio behind it is out of bounds."""
     mean: float
     """By which all weights are divided."""
-    sums: dict[str, Tensor]
-    """(M,) float64: over the tokens of each row the sum of weights and of their squares, the largest weight,
-    and how many ratios are out of bounds (``weight``, ``squares``, ``largest``, ``outside``)."""
 
 
 @dataclass(frozen=True)
@@ -122,58 +122,70 @@ class WeightFormula:
         bounded = self.low is not None or self.high is not None
         has_effect(importance_weight, "bound", self.bound, bounded or self.bound == "none", "low or high")
 
-    def of_rows(self, ratio: Ratios, credit: Tensor | None = None) -> dict[str, Tensor]:
-        """(B,) each: what has to be known of the tokens of each row.
+    @property
+    def most(self) -> float:
+        """No weight of a token is larger, before it is normalised."""
+        high = math.exp(LARGEST) if self.high is None or self.bound == "none" else self.high
+        return 1.01 * max(high, self.low or 0.0)  # and what rounding adds
 
-        Args:
-            ratio: of tokens.
-            credit: (B, 1) or (B, T), the advantage to be weighed: its size at most, per weight, is ``peak``.
-        """
-        found, weight = ratio.of_rows(), ratio.mask.double()
-        if self.level == "token":
-            ratios = ratio.clamped.exp().to(ratio.dtype)
-            weight = torch.where(ratio.mask, self.bounded(ratios), 0.0).double()
-            found["weight"], found["squares"] = sum_of_tokens(weight), sum_of_tokens(weight.square())
-            found["largest"] = largest(weight)
-            found["outside"] = (outside(ratios, self.low, self.high) & ratio.mask).sum(-1)
-        if credit is not None:
-            found["peak"] = largest(torch.where(ratio.mask, credit.double() * weight, 0.0).abs())
-        return found
+    def of_rows(self, ratio: Ratios) -> dict[str, Tensor]:
+        """(B,) each: what weights follow from, of the tokens of each row."""
+        if self.level != "token":
+            return {"total": sum_of_tokens(ratio.token)}
+        if self.normalise == "none":
+            return {}
+        return {"weight": sum_of_tokens(self.weight(ratio, None, 1.0))}
+
+    def measured(self, ratio: Ratios) -> dict[str, Tensor]:
+        """(B,) each: what is measured of the tokens of each row."""
+        if self.level != "token":
+            return ratio.of_rows()
+        ratios = ratio.clamped.exp().to(ratio.dtype)  # `excess + 1` would lose a small one
+        out = outside(ratios, self.low, self.high) & ratio.mask
+        weight = zero_outside(self.bounded(ratios), ratio.mask)
+        found = {"largest": largest(weight), "outside": out.sum(-1)}
+        weight = weight.double()
+        return found | ratio.of_rows() | {"weight": plain_sum(weight), "squares": plain_sum(weight.square())}
 
     def weigh_rows(self, found: Mapping[str, Tensor], rollouts: Ids | None, dtype: torch.dtype) -> Importance:
         """What follows from all rows.
 
         Args:
-            found: (M,) float64 by name, of :meth:`of_rows`.
+            found: (M,) float64 by name, of :meth:`of_rows` and :meth:`Policies.counted`.
             rollouts: which rows are one sequence; None: each row is.
             dtype: to which weights are rounded.
         """
-        tokens, of_row = found["tokens"], None
-        if self.level == "token":
-            sums = {name: found[name] for name in ("weight", "squares", "largest", "outside")}
-            weights, count = sums["weight"], tokens.sum()
-        else:
+        tokens, of_row, out, mean = found["tokens"], None, None, 1.0
+        if self.level != "token":
             log, length = over_units(found["total"], rollouts), over_units(tokens, rollouts)
             log = log / length.clamp_min(1) if self.level == "mean" else log
             ratio = clamped(log).exp().to(dtype)  # of each sequence
-            weight, out = self.bounded(ratio).double(), outside(ratio, self.low, self.high)
-            weights, count = weight * (length > 0), (length > 0).sum()
-            if rollouts is not None:
-                weight, out = rollouts.spread(weight), rollouts.spread(out)
-            of_row = weight
-            sums = {
-                "weight": tokens * weight,
-                "squares": tokens * weight.square(),
-                "largest": weight * (tokens > 0),
-                "outside": tokens * out,
-            }
-        mean = 1.0
-        if self.normalise == "batch" and len(weights):
+            of_row, out = self.bounded(ratio).double(), outside(ratio, self.low, self.high)
+        if self.normalise == "batch" and len(tokens):
+            weights = found["weight"] if of_row is None else of_row * (length > 0)
+            count = tokens.sum() if of_row is None else (length > 0).sum()
             found_mean = float(add_up(weights) / count.clamp_min(1))
             mean = found_mean if found_mean > NOTHING else 1.0
+        if rollouts is not None and of_row is not None and out is not None:
+            of_row, out = rollouts.spread(of_row), rollouts.spread(out)
+        return Importance(of_row, out, mean)
+
+    @staticmethod
+    def sums(found: Mapping[str, Tensor], weighed: Importance) -> dict[str, Tensor]:
+        """(M,) float64: over the tokens of each row the sum of weights and of their squares, the largest, and
+        how many ratios are out of bounds (``weight``, ``squares``, ``largest``, ``outside``).
+
+        Args:
+            found: (M,) by name, of :meth:`measured` and :meth:`Policies.counted`.
+            weighed: by :meth:`weigh_rows`.
+        """
+        sums, tokens, weight = dict(found), found["tokens"], weighed.of_row
+        if weight is not None and weighed.out is not None:
+            sums["weight"], sums["squares"] = tokens * weight, tokens * weight.square()
+            sums["largest"], sums["outside"] = weight * (tokens > 0), tokens * weighed.out
         for name, power in (("weight", 1), ("squares", 2), ("largest", 1)):
-            sums[name] = sums[name] / mean**power
-        return Importance(of_row, mean, sums)
+            sums[name] = sums[name] / weighed.mean**power
+        return sums
 
     def weight(self, ratio: Ratios, of_row: Tensor | None, mean: float) -> Tensor:
         """(B, T) weights, 0 out of the mask.
@@ -184,12 +196,12 @@ class WeightFormula:
             mean: by which weights are divided.
         """
         if of_row is None:
-            weight = self.bounded(ratio.clamped.exp().to(ratio.dtype))  # `excess + 1` would lose a small one
+            weight = self.bounded(ratio.log().clamp_(-LARGEST, LARGEST).exp_().to(ratio.dtype))
         else:
-            weight = of_row.to(ratio.dtype).unsqueeze(-1)
+            weight = of_row.to(ratio.dtype).unsqueeze(-1).repeat(1, ratio.mask.shape[1])
         if mean != 1:
             weight = (weight.double() / mean).to(ratio.dtype)
-        return torch.where(ratio.mask, weight, 0.0)
+        return zero_outside(weight, ratio.mask)
 
     def bounded(self, ratio: Tensor) -> Tensor:
         """Ratios with what `bound` makes of those outside."""
@@ -197,7 +209,7 @@ class WeightFormula:
             return ratio
         if self.bound == "truncate":
             return ratio.clamp(self.low, self.high)
-        return ratio.masked_fill(outside(ratio, self.low, self.high), 0)
+        return zero_outside(ratio.clone(), ~outside(ratio, self.low, self.high))
 
 
 def check_bounds(low: float | None, high: float | None) -> None:
@@ -214,8 +226,9 @@ def check_bounds(low: float | None, high: float | None) -> None:
 
 def outside(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
     """Bool: below `low` or above `high`, in the ratio's own precision."""
-    below = torch.zeros_like(ratio, dtype=torch.bool) if low is None else ratio < low
-    return below if high is None else below | (ratio > high)
+    if low is None and high is None:
+        return torch.zeros_like(ratio, dtype=torch.bool)
+    return ratio != ratio.clamp(low, high)
 
 
 def largest(values: Tensor) -> Tensor:

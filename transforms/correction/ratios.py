@@ -19,13 +19,17 @@ from torch import Tensor
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, add_up
 from headrace.transforms.rows import Rows
+from headrace.transforms.tensordicts import count_true
 from headrace.transforms.tokens import (
     check_lengths,
+    finite_inside,
     first_token,
     in_blocks,
-    read_loss_mask,
+    plain_sum,
+    read_mask,
     read_tokens,
-    sum_of_tokens,
+    unless_all,
+    zero_outside,
 )
 
 LARGEST = 20.0  # a log-ratio beyond it says no more: e^20 is 485 million
@@ -38,10 +42,9 @@ class Ratios:
     Args:
         log_prob: (B, T) float, log π_old.
         sampler_log_prob: (B, T) float, log μ.
-        mask: (B, T) bool, tokens in the loss. What is not finite there counts as 0.
+        mask: (B, T) bool, tokens in the loss.
 
     Attributes:
-        token: (B, T) float64: log π_old − log μ, 0 out of the mask.
         mask: (B, T) bool.
         dtype: what results are rounded to: that of the log-probabilities, at least float32.
     """
@@ -49,10 +52,22 @@ class Ratios:
     def __init__(self, log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor):
         self.dtype, self.mask = rounded_to(log_prob, sampler_log_prob), mask
         self._pair = log_prob, sampler_log_prob
-        ratio = log_prob.detach().double() - sampler_log_prob.detach().double()
-        finite = ratio.isfinite()
-        self._wrong = mask & ~finite
-        self.token = ratio.masked_fill_(~(mask & finite), 0.0)
+
+    def log(self) -> Tensor:
+        """(B, T) float64: log π_old − log μ, anything out of the mask; the caller's own."""
+        trainer, sampler = self._pair
+        return trainer.to(torch.float64, copy=True).sub_(sampler.double())
+
+    @cached_property
+    def token(self) -> Tensor:
+        """(B, T) float64: log π_old − log μ, 0 out of the mask."""
+        return zero_outside(self.log(), self.mask)
+
+    @cached_property
+    def rounded(self) -> Tensor:
+        """(B, T): the same, clamped and rounded; the difference of rounded numbers is that of exact ones."""
+        trainer, sampler = self._pair
+        return clamped(zero_outside(trainer.to(self.dtype) - sampler.to(self.dtype), self.mask))
 
     @cached_property
     def clamped(self) -> Tensor:
@@ -65,16 +80,21 @@ class Ratios:
         return self.clamped.expm1()
 
     def of_rows(self) -> dict[str, Tensor]:
-        """(B,) each: how many tokens a row has, and sums over them by which :func:`distance` measures.
+        """(B,) each: sums over the tokens of a row, by which :func:`distance` measures and nobody decides."""
+        excess = self.excess
+        return {
+            "total": plain_sum(self.token),
+            "k1": 0.0 - plain_sum(self.clamped),  # 0, and not −0, of equal policies
+            "k3": plain_sum(excess - self.clamped),
+            "chi2": plain_sum(excess.square()) + 2 * plain_sum(excess),
+        }
 
-        Also the first token of which one policy is not known, −1 where all are, and what both say of it
-        (:func:`require_known`).
-        """
-        d, more = -self.clamped, self.excess
-        sums = sum_of_tokens(torch.stack([self.token, d, more + d, more * (more + 2)]))
-        found = {"tokens": self.mask.sum(-1), **dict(zip(("total", "k1", "k3", "chi2"), sums, strict=True))}
+    def unknown(self) -> dict[str, Tensor]:
+        """(B,) each: the first token that one policy does not know, −1 if none is, and what both say."""
+        trainer, sampler = self._pair
+        wrong = self.mask & ~(trainer.isfinite() & sampler.isfinite())
         names = "unknown", "trainer", "sampler"
-        return found | dict(zip(names, first_token(self._wrong, *self._pair), strict=True))
+        return dict(zip(names, first_token(wrong, trainer, sampler), strict=True))
 
 
 class Policies:
@@ -85,6 +105,7 @@ class Policies:
         sampler_log_prob: (B, T) float, log μ.
         mask: (B, T) bool.
         names: what the columns are called in messages.
+        in_loss: (B,) bool, rows in the loss; None: all are.
 
     Raises:
         BatchError: shapes differ, or are not (B, T); the mask is not bool.
@@ -96,6 +117,7 @@ class Policies:
         sampler_log_prob: Tensor,
         mask: Tensor,
         names: Sequence[NestedKey] = ("log_prob", "sampler_log_prob", "mask"),
+        in_loss: Tensor | None = None,
     ):
         columns = log_prob, sampler_log_prob, mask
         if len({column.shape for column in columns}) > 1 or mask.ndim != 2:
@@ -109,7 +131,7 @@ class Policies:
                 f"a loss mask is bool, True trains; found {mask.dtype}: convert it by `mask != 0`"
             )
         self.log_prob, self.sampler_log_prob, self.mask = log_prob.detach(), sampler_log_prob.detach(), mask
-        self.dtype = rounded_to(log_prob, sampler_log_prob)
+        self.in_loss, self.dtype = in_loss, rounded_to(log_prob, sampler_log_prob)
 
     @classmethod
     def read(cls, batch: TensorDictBase, reader: Any, in_loss: Tensor | None) -> Policies:
@@ -128,45 +150,62 @@ class Policies:
         keys, mask_key = [getattr(reader, option) for option in options], reader.loss_mask_key
         pairs = zip(keys, options, strict=True)
         old, sampler = (read_tokens(batch, key, reader=name, option=option) for key, option in pairs)
-        mask = read_loss_mask(batch, mask_key, in_loss, reader=name)
+        mask = read_mask(batch, mask_key, reader=name, option="loss_mask_key")
         check_lengths(batch, keys, mask_key, reader=name)
-        return cls(old, sampler, mask, [*keys, mask_key])
+        return cls(old, sampler, mask, [*keys, mask_key], unless_all(in_loss))
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What is read whenever something is asked."""
+        return self.log_prob, self.sampler_log_prob, self.mask
 
     def each_row(
         self, function: Callable[..., Mapping[str, Tensor]], *more: Tensor | None
     ) -> dict[str, Tensor]:
         """What a function of the :class:`Ratios` of some rows, and of their `more`, says of all rows."""
 
-        def of_some(log_prob: Tensor, sampler: Tensor, mask: Tensor, *more: Tensor) -> Mapping[str, Tensor]:
+        def of_some(
+            log_prob: Tensor, sampler: Tensor, mask: Tensor, in_loss: Tensor | None, *more: Tensor
+        ) -> Mapping[str, Tensor]:
+            mask = mask if in_loss is None else mask & in_loss.unsqueeze(-1)
             return function(Ratios(log_prob, sampler, mask), *more)
 
-        return in_blocks(of_some, self.log_prob, self.sampler_log_prob, self.mask, *more)
+        return in_blocks(of_some, *self.columns, self.in_loss, *more)
 
+    def counted(self) -> dict[str, Tensor]:
+        """(B,) each: how many ``tokens`` a row has in the loss, and whether all of them are ``known``."""
+        tokens = count_true(self.mask)
+        tokens = tokens if self.in_loss is None else tokens * self.in_loss
+        known = finite_inside(self.log_prob, self.mask) & finite_inside(self.sampler_log_prob, self.mask)
+        return {"tokens": tokens, "known": known | (tokens == 0)}
 
-def require_known(rows: Rows, found: Mapping[str, Tensor]) -> None:
-    """Every token in the loss has finite log-probabilities.
+    def require_known(self, rows: Rows, found: Mapping[str, Tensor]) -> None:
+        """Every token in the loss has finite log-probabilities.
 
-    Args:
-        rows: M of them.
-        found: (M,) by name, of :meth:`Ratios.of_rows`.
+        Args:
+            rows: M of them.
+            found: (M,) by name, of :meth:`counted`.
 
-    Raises:
-        BatchError: one has not, with its row.
-    """
+        Raises:
+            BatchError: one has not, with its row.
+        """
+        if bool(found["known"].all()):
+            return
+        said = rows.measured(**self.each_row(Ratios.unknown))
 
-    def describe(row: int) -> str:
-        ids = [f"{role} {rows.name(role, row)}" for role in ("group", "rollout") if rows.has(role)]
-        known = f" ({', '.join(ids)})" if ids else ""
-        said = f"{float(found['trainer'][row]):g} (trainer) and {float(found['sampler'][row]):g} (sampler)"
-        return f"{said} at row {rows.at(row)}{known}, token {int(found['unknown'][row])}"
+        def describe(row: int) -> str:
+            ids = [f"{role} {rows.name(role, row)}" for role in ("group", "rollout") if rows.has(role)]
+            known = f" ({', '.join(ids)})" if ids else ""
+            both = f"{float(said['trainer'][row]):g} (trainer) and {float(said['sampler'][row]):g} (sampler)"
+            return f"{both} at row {rows.at(row)}{known}, token {int(said['unknown'][row])}"
 
-    rows.require(
-        found["unknown"] < 0,
-        "tokens in the loss have a finite log-probability under both policies; found {found}. Record both "
-        "for every token that trains, or take those rows out before: "
-        "SampleFilter(criterion=Finite(key=...))",
-        describe,
-    )
+        rows.require(
+            said["unknown"] < 0,
+            "tokens in the loss have a finite log-probability under both policies; found {found}. Record "
+            "both for every token that trains, or take those rows out before: "
+            "SampleFilter(criterion=Finite(key=...))",
+            describe,
+        )
 
 
 def rounded_to(log_prob: Tensor, sampler_log_prob: Tensor) -> torch.dtype:
@@ -193,8 +232,8 @@ def distance(found: Mapping[str, Tensor], rollouts: Ids | None) -> dict[str, Ten
         kl_k3  Σ (ρ − 1 + d) / n    another (http://joschu.net/blog/kl-approx.html)
         chi2   Σ ρ² / n − 1         of χ²(π_old ‖ μ)
 
-    Sequences without a token in the loss are in none of them. Each number follows from the set of rows: ranks
-    and orders change no bit of it.
+    Sequences without a token in the loss are in none of them. Each number follows from the set of rows, whose
+    order changes no bit of it; padding changes what a sum over tokens is rounded to.
 
     Args:
         found: (M,) by name, of :meth:`Ratios.of_rows`.
@@ -202,7 +241,7 @@ def distance(found: Mapping[str, Tensor], rollouts: Ids | None) -> dict[str, Ten
     """
     tokens = found["tokens"].sum().clamp_min(1)
     there = over_units(found["tokens"], rollouts) > 0
-    d = -clamped(over_units(found["total"], rollouts)) * there
+    d = clamped(0.0 - over_units(found["total"], rollouts)) * there
     sequences = there.sum().clamp_min(1)
     return {
         "kl_k1_token": add_up(found["k1"]) / tokens,

@@ -18,10 +18,10 @@ from headrace.transforms.options import one_of, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tokens import in_loss_there, read_advantage, write_tokens
+from headrace.transforms.tokens import in_loss_there, read_advantage, write_tokens, zero_outside
 
-from .importance import Bound, Level, Normalise, WeightFormula
-from .ratios import Policies, Ratios, Span, distance, over_units, require_known
+from .importance import Bound, Level, Normalise, WeightFormula, largest
+from .ratios import Policies, Ratios, Span, distance, over_units
 
 
 class RolloutCorrection(
@@ -112,21 +112,29 @@ class RolloutCorrection(
                 "weigh them twice. Take one RolloutCorrection, or the column, out"
             )
         policies, credit = self._read(batch, in_loss_there(rows), rows)
-        rollouts = rows.rollouts if self.unit == "rollout" else None
-        found = rows.measured(**policies.each_row(self.formula.of_rows, credit))
-        require_known(rows, found)
-        weighed = self.formula.weigh_rows(found, rollouts, policies.dtype)
-        peak = found["peak"] / weighed.mean
-        if weighed.of_row is not None:
-            peak = peak * weighed.of_row
-        rows.require(
-            peak <= torch.finfo(credit.dtype).max,
-            f"an advantage must be finite in {credit.dtype}; found others in {{found}}",
+        rollouts, formula = rows.rollouts if self.unit == "rollout" else None, self.formula
+        counted = policies.counted()
+        # How large the advantage of a row's tokens is at most.
+        if credit.shape[1] == 1:
+            peak = torch.where(counted["tokens"] > 0, credit.squeeze(1), 0.0).abs()
+        else:
+            peak = policies.each_row(lambda ratio, own: {"peak": peak_of(own, ratio.mask)}, credit)["peak"]
+        found = rows.measured(peak=peak, **counted, **policies.each_row(formula.of_rows))
+        policies.require_known(rows, found)
+        weighed = formula.weigh_rows(found, rollouts, policies.dtype)
+        largest = formula.most if weighed.of_row is None else weighed.of_row
+        fits = found["peak"] * largest / weighed.mean <= torch.finfo(credit.dtype).max
+        if weighed.of_row is None and not bool(fits.all()):  # of the tokens with the largest weights, maybe
+            fits = self._fits(rows, policies, credit, weighed.mean)
+        rows.require(fits, f"an advantage must be finite in {credit.dtype}; found others in {{found}}")
+        rows.measured_when_read(
+            lambda: counted | policies.each_row(formula.measured),
+            lambda found: (
+                weights_measured(formula.sums(found, weighed), found["tokens"], rollouts)
+                | distance(found, rollouts)
+            ),
+            *policies.columns,
         )
-        for name, value in weights_measured(weighed.sums, found["tokens"], rollouts).items():
-            rows.metric(name, value)
-        for name, value in distance(found, rollouts).items():
-            rows.metric(name, value)
         if self.least_ess is not None:
             rows.metric("least_ess", self.least_ess)
         numbers = {"in_loss": rows.in_loss} | ({} if weighed.of_row is None else {"of_row": weighed.of_row})
@@ -134,19 +142,36 @@ class RolloutCorrection(
         rows.when_gathered(partial(self._weigh, mean=weighed.mean), writes, **numbers)
         return batch
 
+    def _fits(self, rows: Rows, policies: Policies, credit: Tensor, mean: float) -> Tensor:
+        """(M,) bool: the products of weights and advantages of a row's tokens are within what it holds."""
+
+        def of_some(ratio: Ratios, credit: Tensor) -> dict[str, Tensor]:
+            weight = self.formula.weight(ratio, None, 1.0)
+            return {"peak": peak_of(credit.double() * weight.double() / mean, ratio.mask)}
+
+        found = rows.measured(**policies.each_row(of_some, credit))
+        return found["peak"] <= torch.finfo(credit.dtype).max
+
     def _weigh(self, batch: TensorDictBase, numbers: dict[str, Tensor], mean: float) -> None:
         """Write the weights of gathered rows, and multiply their advantage by them."""
         policies, credit = self._read(batch, numbers["in_loss"])
 
-        def weighed(ratio: Ratios, credit: Tensor, of_row: Tensor | None) -> dict[str, Tensor]:
-            weight = self.formula.weight(ratio, of_row, mean)
-            precise = credit.to(torch.promote_types(credit.dtype, torch.float32))
-            product = torch.where(ratio.mask, precise * weight, 0.0)
-            return {"weight": weight, "credit": product.to(credit.dtype)}
+        product = torch.empty(policies.mask.shape, dtype=credit.dtype, device=credit.device)
 
-        made = policies.each_row(weighed, credit, numbers.get("of_row"))
-        write_tokens(batch, self.importance_key, made["weight"], self.loss_mask_key)
-        write_tokens(batch, self.advantage_key, made["credit"].unsqueeze(-1), self.loss_mask_key)
+        def weighed(
+            ratio: Ratios, product: Tensor, credit: Tensor, of_row: Tensor | None
+        ) -> dict[str, Tensor]:
+            weight = self.formula.weight(ratio, of_row, mean)
+            torch.mul(weight, credit.to(torch.promote_types(credit.dtype, torch.float32)), out=product)
+            if not finite:  # anything times the weight 0 of a token out of the mask is not 0
+                zero_outside(product, ratio.mask)
+            return {"weight": weight}
+
+        of_rows_here = credit.device.type == "cpu" and credit.shape[1] == 1
+        finite = of_rows_here and bool(credit.isfinite().all())
+        weight = policies.each_row(weighed, product, credit, numbers.get("of_row"))["weight"]
+        write_tokens(batch, self.importance_key, weight, self.loss_mask_key)
+        write_tokens(batch, self.advantage_key, product.unsqueeze(-1), self.loss_mask_key)
 
     def _read(
         self, batch: TensorDictBase, in_loss: Tensor | None, rows: Rows | None = None
@@ -154,6 +179,11 @@ class RolloutCorrection(
         policies, reader = Policies.read(batch, self, in_loss), type(self).__name__
         mask, like = policies.mask, self.loss_mask_key
         return policies, read_advantage(batch, self.advantage_key, mask, like, reader=reader, rows=rows)
+
+
+def peak_of(credit: Tensor, mask: Tensor) -> Tensor:
+    """(B,) how large (B, T) numbers of tokens are at most in the mask; NaN where one is."""
+    return largest(zero_outside(credit.clone(), mask).abs())
 
 
 def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids | None) -> dict[str, Tensor]:
@@ -165,11 +195,11 @@ def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids |
         ess            (Σ w)² / (n Σ w²)    the effective sample size, a share; 0 where no weight is
         out_of_bounds  share outside of the bounds; of a sequence the share of its tokens
 
-    Sequences without a token in the loss are in none of them. Each number follows from the set of rows: ranks
-    and orders change no bit of it.
+    Sequences without a token in the loss are in none of them. Each number follows from the set of rows, whose
+    order changes no bit of it; padding changes what a sum over tokens is rounded to.
 
     Args:
-        sums: (M,) by name, of :class:`~headrace.transforms.correction.importance.Importance`.
+        sums: (M,) by name, of :meth:`.importance.WeightFormula.sums`.
         tokens: (M,) of each row in the loss.
         rollouts: which rows are one sequence; None: each row is.
     """
@@ -186,11 +216,11 @@ def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids |
         ),
     }
     found: dict[str, Tensor] = {}
-    for by, (weight, squares, largest, outside, number) in parts.items():
+    for by, (weight, squares, most, outside, number) in parts.items():
         total, square, number = add_up(weight), add_up(squares), number.clamp_min(1)
         found |= {
             f"weight_mean_{by}": total / number,
-            f"weight_max_{by}": largest.max() if len(largest) else total,
+            f"weight_max_{by}": most.max() if len(most) else total,
             f"ess_{by}": torch.where(square > 0, total.square() / (number * square), 0.0),
             f"out_of_bounds_{by}": add_up(outside) / number,
         }

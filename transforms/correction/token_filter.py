@@ -16,8 +16,10 @@ from headrace.transforms.options import one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import LENGTH, has_key
 from headrace.transforms.stage import BatchTransform
+from headrace.transforms.tensordicts import count_true
 from headrace.transforms.tokens import (
     in_loss_there,
+    nan_inside,
     read_advantage,
     read_loss_mask,
     read_tokens,
@@ -98,7 +100,7 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
         reader, like = type(self).__name__, self.loss_mask_key
         mask = read_loss_mask(batch, like, in_loss_there(rows), reader=reader)
         out = mask & ~self._judge(rows, batch, mask)
-        numbers = {"tokens": mask.sum(-1), "out": out.sum(-1)}
+        numbers = {"tokens": count_true(mask), "out": count_true(out)}
         if self.denominator == "all":
             credit = read_advantage(batch, self.advantage_key, mask, like, reader=reader, rows=rows)
             changed = torch.where(out, 0.0, credit)
@@ -119,7 +121,7 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
         rows.put(LENGTH, torch.where(shorter, found["tokens"].long(), before), ndim=1, fill=-1)
         if rows.table.finite is None and self.log_prob_key is not None and has_key(batch, self.log_prob_key):
             log_prob = read_tokens(batch, self.log_prob_key, reader=reader, option="log_prob_key")
-            write_tokens(batch, self.log_prob_key, log_prob.masked_fill(out, float("nan")), like)
+            write_tokens(batch, self.log_prob_key, nan_inside(log_prob, out), like)
         # Rows out of the loss keep their mask until they are gathered.
         whole = read_tokens(batch, like, reader=reader, option="loss_mask_key")
         write_tokens(batch, like, whole & ~out, like)

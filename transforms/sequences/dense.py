@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, NonTensorData, TensorDict, TensorDictBase
@@ -15,7 +17,15 @@ from headrace.transforms.options import at_least
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key, key_names, require
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tensordicts import columns_by_row, entries_of, shallow_copy, stack_of_texts
+from headrace.transforms.tensordicts import (
+    columns_by_row,
+    count_true,
+    device_of,
+    entries_of,
+    send_packed,
+    shallow_copy,
+    stack_of_texts,
+)
 from headrace.transforms.tokens import (
     PROMPT,
     RESPONSE,
@@ -100,7 +110,7 @@ class DenseRows(
         """Pad what is per token, and stack everything else beside it."""
         # 1. What is per token is padded to one width, and all else is stacked.
         if isinstance(batch, LazyStackedTensorDict):
-            rest, columns = self._padded(batch)
+            rest, columns, parts = self._padded(batch)
         else:
             require(batch, self.tokens_key, reader=rows.reader, option="tokens_key")
             keys = dict.fromkeys([*self.out_keys, *TOKEN_KEYS])
@@ -110,6 +120,7 @@ class DenseRows(
                 require(batch, self.attention_key, reader=rows.reader, option="attention_key")
             else:
                 columns.setdefault(self.attention_key, torch.ones_like(columns[self.tokens_key]).bool())
+            parts = self._parts(batch, columns[self.tokens_key])
         for key in (self.attention_key, self.loss_mask_key):
             if key in columns and columns[key].dtype is not torch.bool:
                 check_mask(batch, key)
@@ -118,22 +129,26 @@ class DenseRows(
         # 2. Of a row's tokens its response trains, unless it says otherwise.
         has_response = is_whole = torch.ones(len(batch), dtype=torch.bool, device=tokens.device)
         if self.loss_mask_key not in columns:
-            if not has_key(batch, RESPONSE):
+            if parts is None:
                 raise MissingKeyError(
                     f"{rows.reader} needs the key {self.loss_mask_key!r} (loss_mask_key), True where a token "
                     f"trains, or {RESPONSE!r}, which does; the batch has {key_names(batch)}"
                 )
-            response = last_entries(lengths_of(batch, RESPONSE), tokens) & attention
-            has_response = response.any(1)
+            response = parts.response & attention
+            has_response = count_true(response) > 0
             in_loss = in_loss_there(rows)
             columns[self.loss_mask_key] = response if in_loss is None else response & in_loss[:, None]
 
         # 3. A response that a wrapper has padded on the right is moved to the end of its row.
-        if has_key(batch, RESPONSE):
-            is_whole = self._is_whole(batch, tokens)
-            behind = entries_behind(attention)
-            if bool(behind.any()):
-                width = tokens.shape[1]
+        if parts is not None:
+            if parts.joined is not tokens:
+                width = max(parts.joined.shape[1], tokens.shape[1])
+                joined, whole = (fit_width(each, width, self.pad_id) for each in (parts.joined, tokens))
+                other = joined != whole
+                other = other if parts.known is None else other & fit_width(parts.known, width, 0)
+                is_whole = count_true(other) == 0
+            if not bool(attention[:, -1:].all()):
+                behind, width = entries_behind(attention), tokens.shape[1]
                 items = rest.exclude(*columns).items(include_nested=True, leaves_only=True)
                 if width > 1 and (odd := [key for key, each in items if each.shape[1:2] == (width,)]):
                     raise BatchError(
@@ -148,11 +163,11 @@ class DenseRows(
         found = rows.measured(
             has_response=has_response,
             is_whole=is_whole,
-            has_tokens=attention.any(1),
-            together=~(attention[:, :-1] & ~attention[:, 1:]).any(1),
-            no_padding=~(attention & (tokens == self.pad_id)).any(1),
-            real_in_loss=~(columns[self.loss_mask_key] & ~attention).any(1),
-            fits=~attention[:, : max(attention.shape[1] - width, 0)].any(1),
+            has_tokens=count_true(attention) > 0,
+            together=count_true(attention[:, :-1] > attention[:, 1:]) == 0,
+            no_padding=count_true(attention & (tokens == self.pad_id)) == 0,
+            real_in_loss=count_true(columns[self.loss_mask_key] > attention) == 0,
+            fits=count_true(attention[:, : max(attention.shape[1] - width, 0)]) == 0,
         )
         found["has_response"] = (found["has_response"] == 1).any().expand(len(rows))
         messages = {
@@ -182,91 +197,142 @@ class DenseRows(
             dense.set(key, column if self.width is None else fit_width(column, width, fill))
         return dense
 
-    def _padded(self, batch: LazyStackedTensorDict) -> tuple[TensorDict, dict[NestedKey, Tensor]]:
-        """What is not per token, stacked; and what is, (N, T, ...), padded on the left.
+    def _parts(self, batch: TensorDictBase, tokens: Tensor) -> Parts | None:
+        """Of dense rows."""
+        columns = [batch.get(key) for key in (PROMPT, RESPONSE) if has_key(batch, key)]
+        if not has_key(batch, RESPONSE):
+            return None
+        joined, known = torch.cat(columns, 1), None
+        if len(columns) == 1:
+            known = torch.ones_like(joined, dtype=torch.bool)
+        place = torch.arange(tokens.shape[1], 0, -1, device=tokens.device)
+        response = (place <= columns[-1].shape[1]).expand(len(tokens), -1)
+        return Parts(joined, known, response)
+
+    def _padded(
+        self, batch: LazyStackedTensorDict
+    ) -> tuple[TensorDict, dict[NestedKey, Tensor], Parts | None]:
+        """What is not per token, stacked; what is, (N, T, ...), padded on the left; and the parts.
 
         Raises:
             MissingKeyError: there are no tokens.
             BatchError: a column is on some rows only; a ragged one is not per token.
         """
-        by_row = columns_by_row(batch, PARTS)
+        by_row = columns_by_row(batch, [key for key in PARTS if key not in (PROMPT, RESPONSE)])
         if self.tokens_key not in by_row:
             require(batch, self.tokens_key, reader=type(self).__name__, option="tokens_key")
-        lengths = [len(row) for row in by_row[self.tokens_key]]
-        own = self._of_response(batch, lengths)
-        if own is not None:
-            by_row.pop(self.log_prob_key, None)
-        rest = TensorDict({}, batch_size=[len(batch)], device=batch.device)
+        parts = {key: by_row.pop(key) for key in (PROMPT, RESPONSE) if key in by_row}
+        sizes, response = sizes_of(by_row[self.tokens_key]), parts.get(RESPONSE)
+        lay = Layout(device_of(batch), *([sizes] if response is None else [sizes, sizes_of(response)]))
+        width = max(sizes)
         columns: dict[NestedKey, Tensor] = {}
+        if response is not None:
+            key = self.log_prob_key if self.log_prob_key in by_row else OF_RESPONSE
+            own = self._of_response(by_row.get(key) or entries_of(batch, key), key, sizes_of(response), sizes)
+            if own is not None:
+                by_row.pop(self.log_prob_key, None)
+                columns[self.log_prob_key] = lay.rows(own, sizes_of(response), width)
+        rest = TensorDict({}, batch_size=[len(batch)], device=batch.device)
         for key, entries in by_row.items():
             if type(entries[0]) is NonTensorData:
                 rest.set(key, stack_of_texts(*entries))
             elif not isinstance(entries[0], Tensor):
                 rest.set(key, batch.get(key))
-            elif key in self.out_keys or key in TOKEN_KEYS or len({row.shape for row in entries}) > 1:
-                check_lengths(batch, [key], self.tokens_key, reader="DenseRows", or_of_rows=False)
+            elif key in self.out_keys or key in TOKEN_KEYS or not of_one_shape(entries):
+                if (found := sizes_of(entries)) != sizes:
+                    check_lengths(batch, [key], self.tokens_key, reader="DenseRows", or_of_rows=False)
                 fill = self.pad_id if key == self.tokens_key else None
-                columns[key] = padded(entries, key, fill, "left")
+                columns[key] = lay.rows(end_to_end(entries, key), found, width, fill)
             else:
                 rest.set(key, torch.stack(entries))
-        tokens = columns[self.tokens_key]
-        if own is not None:
-            columns[self.log_prob_key] = fit_width(own, tokens.shape[1])
-        if self.attention_key not in columns:
-            columns[self.attention_key] = last_entries(lengths, tokens)
-        return rest, columns
-
-    def _of_response(self, batch: LazyStackedTensorDict, lengths: list[int]) -> Tensor | None:
-        """(N, R): log-probabilities that are as long as the responses, which engines alone have written."""
-        key = self.log_prob_key if has_key(batch, self.log_prob_key) else OF_RESPONSE
-        entries, responses = entries_of(batch, key), entries_of(batch, RESPONSE)
-        if entries is None or responses is None:
-            return None
-        found = [len(row) for row in entries]
-        if found != [len(row) for row in responses] or found == lengths:
-            return None
-        log_probs = [row.float() for row in entries]
-        if key == OF_RESPONSE and all(len(row) and not row[0] for row in log_probs):
-            return None  # as TransformersWrapper's generate writes for first tokens (TorchRL 0.14.1)
-        return padded(log_probs, key, None, "left")
-
-    def _is_whole(self, batch: TensorDictBase, tokens: Tensor) -> Tensor:
-        """(N,) bool: prompt and response, end to end, are the tokens; or the response is the end of them."""
-        parts = [key for key in (PROMPT, RESPONSE) if has_key(batch, key)]
-        if isinstance(batch, LazyStackedTensorDict):
-            by_row = zip(*(entries_of(batch, key) or [] for key in parts), strict=True)
-            joined = padded([torch.cat(row) for row in by_row], RESPONSE, self.pad_id, "left")
+        columns.setdefault(self.attention_key, lay.places(sizes, width))
+        if response is None:
+            return rest, columns, None
+        joined = [part for row in zip(*parts.values(), strict=True) for part in row]
+        if PROMPT in parts:
+            both = [own + other for own, other in zip(*map(sizes_of, parts.values()), strict=True)]
         else:
-            joined = torch.cat([batch.get(key) for key in parts], 1)
-        width = max(joined.shape[1], tokens.shape[1])
-        joined, whole = (fit_width(each, width, self.pad_id) for each in (joined, tokens))
-        same = joined == whole
-        return (same if len(parts) == 2 else same | ~last_entries(lengths_of(batch, RESPONSE), joined)).all(1)
+            both = sizes_of(response)
+        flat, whole = end_to_end(joined, RESPONSE), columns[self.tokens_key]
+        same = both == sizes and flat.device.type == "cpu" and flat.equal(torch.cat(by_row[self.tokens_key]))
+        if not same:
+            whole = lay.rows(flat, both, max(both), self.pad_id)
+        known = None if PROMPT in parts else lay.places(both, max(both))
+        return rest, columns, Parts(whole, known, lay.places(sizes_of(response), width))
+
+    def _of_response(
+        self, entries: list[Tensor] | None, key: NestedKey, responses: list[int], sizes: list[int]
+    ) -> Tensor | None:
+        """Log-probabilities that are as long as the responses, which engines alone have written."""
+        if entries is None or sizes_of(entries) != responses or responses == sizes:
+            return None
+        log_probs = torch.cat(entries).float()
+        if key == OF_RESPONSE:
+            begins = torch.tensor([0, *accumulate(responses[:-1])])
+            if 0 not in responses and not log_probs[begins].any():
+                return None  # as TransformersWrapper's generate writes for first tokens (TorchRL 0.14.1)
+        return log_probs
 
 
-def lengths_of(batch: TensorDictBase, key: NestedKey) -> list[int]:
-    """Entries of a column in each row, padding included."""
-    if isinstance(batch, LazyStackedTensorDict):
-        return [len(row) for row in entries_of(batch, key) or []]
-    return [batch.get(key).shape[1]] * len(batch)
+class Parts(NamedTuple):
+    """Prompts and responses, end to end, padded on the left as the tokens are."""
+
+    joined: Tensor
+    """(N, P); the tokens themselves where they are known to be the same."""
+    known: Tensor | None
+    """(N, P) bool, where they say what the tokens are; None: everywhere."""
+    response: Tensor
+    """(N, T) bool, as many of the last entries as the response has."""
 
 
-def last_entries(lengths: Sequence[int], like: Tensor) -> Tensor:
-    """(N, T) bool: the last entries of each row, as many as `lengths` says, which are not copied to a device.
+class Layout:
+    """Where ragged rows have their entries in dense ones, which are padded on the left.
+
+    Rows are joined and laid out together: no operator is called for each.
 
     Args:
-        lengths: N numbers.
-        like: (N, T, ...), whose rows they are.
-
-    Example:
-        >>> last_entries([1, 2], torch.zeros(2, 3)).int().tolist()
-        [[0, 0, 1], [0, 1, 1]]
+        device: of the rows.
+        known: entries of each row, once more for each kind of column; they are sent to the device together.
     """
-    places = torch.arange(like.shape[1], 0, -1, device=like.device)
-    rows = {length: places <= length for length in set(lengths)}
-    if not rows:
-        return places.new_zeros(0, len(places)).bool()
-    return torch.stack([rows[length] for length in lengths])
+
+    def __init__(self, device: torch.device, *known: list[int]):
+        self.device, self._known = device, dict[tuple[int, ...], Tensor]()
+        lengths = send_packed([torch.tensor(sizes) for sizes in known], device)
+        self._lengths = {tuple(sizes): each for sizes, each in zip(known, lengths, strict=True)}
+
+    def places(self, sizes: list[int], width: int) -> Tensor:
+        """(N, T) bool, the last entries of each row, as many as it has."""
+        key = (width, *sizes)
+        if key not in self._known:
+            lengths = self._lengths.get(key[1:])
+            if lengths is None:
+                lengths = torch.tensor(sizes, device=self.device)
+            self._known[key] = torch.arange(width, device=self.device) >= width - lengths[:, None]
+        return self._known[key]
+
+    def rows(self, flat: Tensor, sizes: list[int], width: int, fill: float | None = None) -> Tensor:
+        """(N, T, ...) of all entries, :func:`end_to_end`; None: filled as :func:`.tokens.padded`."""
+        there = self.places(sizes, width)
+        made = flat.new_full((*there.shape, *flat.shape[1:]), no_token(flat) if fill is None else fill)
+        return made.masked_scatter_(there.view(*there.shape, *[1] * (flat.ndim - 1)), flat)
+
+
+def end_to_end(rows: Sequence[Tensor], key: NestedKey) -> Tensor:
+    """(L, ...) of ragged rows, which must be of one kind."""
+    if len({(row.dtype, row.shape[1:]) for row in rows}) > 1:
+        padded(rows, key)  # says what is wrong
+    return torch.cat(rows)
+
+
+def sizes_of(rows: Sequence[Tensor]) -> list[int]:
+    """Entries of each row; of a number alone none."""
+    return [shape[0] if shape else 0 for shape in [row.shape for row in rows]]
+
+
+def of_one_shape(rows: Sequence[Tensor]) -> bool:
+    """Whether rows can be stacked."""
+    shape = rows[0].shape
+    return all(row.shape == shape for row in rows)
 
 
 def entries_behind(attention: Tensor) -> Tensor:
@@ -279,7 +345,10 @@ def entries_behind(attention: Tensor) -> Tensor:
         >>> entries_behind(torch.tensor([[False, True, False, False], [True, False, True, True]])).tolist()
         [2, 0]
     """
-    return (attention.flip(1).long().cumsum(1) == 0).sum(1)
+    if attention.shape[1] == 0:
+        return attention.sum(1)
+    is_there, behind = attention.flip(1).max(1)  # the first of the largest
+    return torch.where(is_there, behind, attention.shape[1])
 
 
 def turn_right(column: Tensor, by: Tensor) -> Tensor:
@@ -310,6 +379,8 @@ def fit_width(column: Tensor, width: int, value: float | None = None) -> Tensor:
         >>> fit_width(torch.tensor([[0, 7]]), 3).tolist(), fit_width(torch.tensor([[0, 7]]), 1).tolist()
         ([[0, 0, 7]], [[7]])
     """
+    if column.shape[1] == width:
+        return column
     fill = no_token(column) if value is None else value
     beside = (0, 0) * (column.ndim - 2)  # dimensions behind the tokens
     return nn.functional.pad(column, (*beside, width - column.shape[1], 0), value=fill)

@@ -14,7 +14,7 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError, who_stamps
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key
-from headrace.transforms.prefixes import END, left_aligned, same_content
+from headrace.transforms.prefixes import END, left_aligned, repeated, words_of
 from headrace.transforms.required import require_turns
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import (
@@ -29,8 +29,14 @@ from headrace.transforms.schema import (
     has_key,
 )
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tensordicts import device_of, entries_of, parts_of
-from headrace.transforms.tokens import describe_row, in_loss_there, read_mask, read_tokens, write_tokens
+from headrace.transforms.tensordicts import count_true, device_of, entries_of, parts_of, send_packed
+from headrace.transforms.tokens import (
+    describe_row,
+    in_loss_there,
+    read_mask,
+    read_tokens,
+    write_tokens,
+)
 
 from .dense import PARTS
 from .packing import TOKEN_KEYS
@@ -46,50 +52,83 @@ OF_SEGMENTS = (IS_FIRST_SEGMENT, INIT, LENGTH)
 
 
 class Merged(NamedTuple):
-    """Where rows go that are merged. All (N,)."""
+    """Where rows go that are merged, and those of their tokens that train."""
 
     into: Tensor
-    """int64: the row that a row becomes a part of, the last of its segment; itself where it stays."""
+    """(N,) int64: the row that a row becomes a part of, the last of its segment; itself where it stays."""
     broken: Tensor
-    """bool: there is a row before it in its rollout, which it does not go on from."""
+    """(N,) bool: there is a row before it in its rollout, which it does not go on from."""
+    source: Tensor
+    """(K,) int64: tokens that train in rows that do not stay, row · T + column."""
+    to: Tensor
+    """(K,) int64: where they go, as many rows · T + columns of those that stay."""
 
 
 def merge_turns(
     tokens: Tensor,
     trains: Tensor,
-    first: Tensor,
+    rollout: Tensor,
     turn: Tensor | None = None,
     silent: Tensor | None = None,
+    there: Tensor | None = None,
 ) -> Merged:
     """Find the rows of a rollout that are the beginning of the next one's prompt.
 
     A row goes on from the row before it in its rollout if all tokens of that are its own first ones, and
     none of them trains in it. Else, as where a conversation was tokenised anew, or compacted, a new segment
-    begins. No device read.
+    begins. Rows are compared as bytes on the host, to which they are copied from another device.
 
     Args:
-        tokens: (N, T) int64, from the left on, with ``END`` behind (``left_aligned``).
-        trains: (N, T) bool, likewise, the tokens in the loss.
-        first: (N,) int64, the first row of each row's rollout.
+        tokens: (N, T) int64.
+        trains: (N, T) bool, the tokens in the loss.
+        rollout: (N,) int64, equal in the rows of a rollout.
         turn: (N,) int64, orders the rows of a rollout; None: they are in order.
         silent: (N,) bool, rows out of the loss. A row is not merged into one that says of itself that it
             does not train, so those at the end of a segment stay as they are. None: there are none.
+        there: (N, T) bool, which tokens are no padding; None: those that are not ``END``.
 
     Example:
         >>> tokens = torch.tensor([[5, 6, END, END], [5, 6, 7, 8], [5, 9, 9, END]])
         >>> trains = torch.tensor([[0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]).bool()
-        >>> merge_turns(tokens, trains, torch.tensor([0, 0, 0])).into.tolist()
-        [1, 1, 2]
+        >>> merged = merge_turns(tokens, trains, torch.tensor([0, 0, 0]))
+        >>> merged.into.tolist(), merged.source.tolist(), merged.to.tolist()
+        ([1, 1, 2], [1], [1])
     """
-    row = torch.arange(len(first), device=first.device)
-    order = Ids(first).positions(turn).sort(stable=True).indices
-    order = order[first[order].sort(stable=True).indices]  # rollout by rollout, turn by turn
-    before = order.roll(1)
-    follows = first[order] == first[before]
+    device, width = tokens.device, tokens.shape[1]
+    rollout, turn, silent = (None if each is None else each.cpu() for each in (rollout, turn, silent))
+    there = (tokens != END if there is None else there).cpu()
+    tokens, trains = tokens.long().cpu(), trains.cpu()
+
+    # 1. The rows of a rollout, turn by turn.
+    row = torch.arange(len(tokens))
+    order = row if turn is None else turn.sort(stable=True).indices
+    order = order[rollout[order].sort(stable=True).indices]
+    previous = order.roll(1)
+    follows = rollout[order] == rollout[previous]
     follows[:1] = False
-    inside = tokens[before] != END
-    same = (tokens[order] == tokens[before]) & ~trains[order]
-    extends = goes_on = follows & (same | ~inside).all(1)
+
+    # 2. Where the tokens of a row lie together: from `begin` on, and from 0 where some have holes.
+    begin, count = _first(there), count_true(there)
+    real = there.numpy()
+    begins = len((real[:, 1:] > real[:, :-1]).ravel().nonzero()[0]) + int(there[:, :1].sum())
+    together = begins == int((count > 0).sum())
+    if not together:
+        tokens, trains = left_aligned(tokens, there), left_aligned(trains.long(), there) == 1
+        begin = torch.zeros_like(begin)
+
+    # 3. Which rows go on: all tokens of the row before are the first ones, and none of them trains.
+    learns = count_true(trains)
+    prompt = torch.where(learns > 0, _first(trains) - begin, count)
+    goes_on = follows & (count[previous] <= prompt[order])
+    at = goes_on.nonzero().flatten()
+    starts, content = 8 * (row * width + begin), tokens.numpy().tobytes()
+    view, before = memoryview(content), previous[at]
+    known = [each.tolist() for each in (starts[order[at]], starts[before], (starts + 8 * count)[before])]
+    same = [content.startswith(view[start:stop], own) for own, start, stop in zip(*known, strict=True)]
+    goes_on[at] = torch.tensor(same, dtype=torch.bool)
+
+    # 4. The last row of each segment.
+    extends = goes_on
     if silent is not None:
         segment = (~goes_on).long().cumsum(0) - 1
         last = torch.where(silent[order], -1, row)
@@ -97,9 +136,28 @@ def merge_turns(
         extends = goes_on & (row <= last.index_select(0, segment))
     ends = torch.ones_like(extends)
     ends[:-1] = ~extends[1:]
-    at = torch.where(ends, row, len(row)).flip(0).cummin(0).values.flip(0)  # where its segment ends
+    at = torch.where(ends, row, len(row)).flip(0).cummin(0).values.flip(0)
     into = torch.empty_like(row).index_copy_(0, order, order[at])
-    return Merged(into, torch.empty_like(ends).index_copy_(0, order, follows & ~goes_on))
+    broken = torch.empty_like(ends).index_copy_(0, order, follows & ~goes_on)
+
+    # 5. A token goes to where that row has it.
+    kept, leaves = (into == row).nonzero().flatten(), (into != row).nonzero().flatten()
+    home, counts = into[leaves], learns[leaves]
+    at = torch.from_numpy(trains.index_select(0, leaves).view(-1).numpy().nonzero()[0])
+    source = at + repeated(width * (leaves - row[: len(leaves)]), counts)
+    moves = width * (torch.searchsorted(kept, home) - leaves) + begin[home] - begin[leaves]
+    to = source + repeated(moves, counts)
+    if not together:
+        for mask, places in ((there, source), (there[kept], to)):
+            places.copy_(left_aligned(torch.arange(mask.numel()).view_as(mask), mask).view(-1)[places])
+    return Merged(*send_packed([into, broken, source, to], device))
+
+
+def _first(flags: Tensor) -> Tensor:
+    """(N,) int64, of (N, T) bool on the CPU: the first column that is True, if one is."""
+    if flags.shape[1] == 0:
+        return torch.zeros(len(flags), dtype=torch.int64)
+    return torch.from_numpy(flags.numpy().argmax(1))  # a tenth of the time that torch takes
 
 
 class MergeTurns(
@@ -170,24 +228,24 @@ class MergeTurns(
         there, loss = (self._mask(batch, option, tokens) for option in ("attention_key", "loss_mask_key"))
 
         # 1. Which rows go on from the one before them in their rollout.
-        ids = rows.ids("rollout", checked=False).everyone
+        rollout = rows.integers("rollout", "rollout_id")
         rows.require(
-            ids.labels >= 0,
+            rollout >= 0,
             "every row needs a rollout_id ≥ 0; found {found}: rows without an id would be merged"
             + who_stamps("rollout_id"),
-            lambda row: f"{int(ids.labels[row])} at row {rows.at(row)}",
+            lambda row: f"{int(rollout[row])} at row {rows.at(row)}",
         )
         turn = None if self.turn_key is None else rows.integers("turn", "turn")
         require_turns(rows, turn)
-        own = Ids(rows.of_rank(ids.labels))
         in_loss = in_loss_there(rows)
         trains = loss if in_loss is None else loss & in_loss[:, None]
-        into, broken = merge_turns(
-            left_aligned(tokens, there),
-            left_aligned(trains.long(), there) == 1,
-            own.spread(own.first).to(device),
-            None if turn is None else rows.there(turn),
-            None if in_loss is None else ~in_loss,
+        into, broken, source, to = merge_turns(
+            tokens,
+            trains,
+            rows.of_rank(rollout),
+            None if turn is None else rows.of_rank(turn),
+            None if in_loss is None else ~rows.of_rank(rows.in_loss),
+            there,
         )
 
         # 2. Columns by row are those of the row into which it is merged. One copy tells the table all of it.
@@ -198,11 +256,14 @@ class MergeTurns(
         for key in batch.keys(include_nested=True, leaves_only=True):
             if key not in may_differ and (column := _differs(batch, key, into)) is not None:
                 differs[key] = column
+        rows.table.load(OF_SEGMENTS)
+        of_segments = {key for key in OF_SEGMENTS if rows.has(key)}
+        tokens_of_rows = {"tokens": count_true(trains)} if LENGTH in of_segments else {}
         found = rows.measured(
             into=rows.table.live.to(device).index_select(0, into),
             broken=broken,
-            tokens=trains.sum(1),
-            padding=(loss & ~there).any(1),
+            padding=count_true(loss > there) > 0,
+            **tokens_of_rows,
             **{f"differs in {key}": column for key, column in differs.items()},
         )
         rows.require(
@@ -220,42 +281,37 @@ class MergeTurns(
                 describe_row(rows),
             )
 
-        # 3. What is said of a token goes to where the row has it that it becomes a part of.
-        row, width = torch.arange(len(batch), device=device), tokens.shape[1]
-        place = (there.long().cumsum(1) - 1).clamp_min(0)
-        at = left_aligned(torch.arange(width, device=device).expand_as(there), there)[into].gather(1, place)
-        goes = trains & (into != row)[:, None]
-        to = torch.where(goes, into[:, None] * width + at, len(batch) * width).flatten()
-
-        def moved(values: Tensor) -> Tensor:
-            flat = values.flatten(0, 1)
-            room = torch.cat([flat, flat.new_empty(1, *flat.shape[1:])])  # an entry for all that stays
-            return room.index_copy_(0, to, flat)[:-1].view(values.shape)
-
-        same = (self.tokens_key, self.attention_key, self.loss_mask_key)
-        by_token = [key for key in (*MERGED_KEYS, *self.token_keys, self.advantage_key) if key not in same]
-        of_table = [key for key in (*rows.table.written_columns(), *OF_SEGMENTS) if key not in by_token]
-        batch = batch.exclude(*PARTS, *of_table)  # where they stay
-        for key in [key for key in dict.fromkeys(by_token) if has_key(batch, key)]:
-            write_tokens(batch, key, moved(_by_token(batch, key, self.tokens_key)), self.tokens_key)
-        write_tokens(batch, self.loss_mask_key, moved(trains), self.tokens_key)
-
-        # 4. What the table says of a segment as a whole.
-        segments = Ids(found["into"].long())
-        rows.table.load(OF_SEGMENTS)
-        for key in (IS_FIRST_SEGMENT, INIT):
-            if rows.has(key):
+        # 3. What the table says of a segment as a whole.
+        home = found["into"].long()
+        if of_segments:
+            segments = Ids(home)
+            for key in of_segments - {LENGTH}:
                 rows.put(key, segments.spread(segments.any(rows.number(key) != 0)), dtype=torch.bool)
-        if rows.has(LENGTH):
+        if LENGTH in of_segments:
             before = rows[LENGTH]
             whole = segments.sum(torch.where(before < 0, found["tokens"].long(), before))
             known = segments.any(before >= 0)
             rows.put(LENGTH, segments.spread(torch.where(known, whole, -1)), ndim=1)
-        stays = rows.of_rank(segments.labels) == rows.table.live
+        stays = rows.of_rank(home) == rows.table.live
         rows.metric("merged", (~stays).sum())
         rows.metric("broken", rows.of_rank(found["broken"]).sum())
-        rows.merge(segments.labels, self.reasons[0])
-        return batch
+        rows.merge(home, self.reasons[0])
+
+        # 4. What is said of a token goes to where the row has it that it becomes a part of.
+        kept = stays.nonzero().flatten().to(device)
+
+        def moved(values: Tensor) -> Tensor:
+            made = values.index_select(0, kept)
+            made.flatten(0, 1).index_copy_(0, to, values.flatten(0, 1).index_select(0, source))
+            return made
+
+        same = (self.tokens_key, self.attention_key, self.loss_mask_key)
+        by_token = [key for key in (*MERGED_KEYS, *self.token_keys, self.advantage_key) if key not in same]
+        made = rows.tokens().exclude(*PARTS)
+        for key in [key for key in dict.fromkeys(by_token) if has_key(batch, key)]:
+            write_tokens(made, key, moved(_by_token(batch, key, self.tokens_key)), self.tokens_key)
+        write_tokens(made, self.loss_mask_key, moved(trains), self.tokens_key)
+        return made
 
     def _mask(self, batch: TensorDictBase, option: str, tokens: Tensor) -> Tensor:
         """(B, T) bool, of an option that names a mask."""
@@ -291,8 +347,8 @@ def _differs(batch: TensorDictBase, key: NestedKey, into: Tensor) -> Tensor | No
     if not all(isinstance(part, Tensor) for part in parts):
         return None
     if isinstance(batch, LazyStackedTensorDict):
-        content = same_content(parts)
-        return content != content[into]
+        column = words_of(parts)
+        return (column != column.index_select(0, into)).any(1)
     column = parts[0]
     column = column.detach().flatten(1) if column.ndim > 1 else column.detach()[:, None]
     other = column.index_select(0, into)

@@ -10,8 +10,9 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError
-from headrace.transforms.prefixes import END, as_words, prefix_order, rank_rows, same_content
+from headrace.transforms.prefixes import END, as_words, branches, prefix_order, repeated, ways, words_of
 from headrace.transforms.schema import require
+from headrace.transforms.tensordicts import count_true, send_packed
 
 READ = "written by pack(..., tree=True)"
 
@@ -20,9 +21,9 @@ class PrefixTree(NamedTuple):
     """The nodes of rows, depth first: a node, then all that come behind it, then its next sibling."""
 
     node: Tensor
-    """(N, T) int64, the node of each token; anything where there is none."""
-    row: Tensor
-    """(M,) int64, a row that each node is on."""
+    """(L,) int64, the node of each token, row by row."""
+    source: Tensor
+    """(M,) int64, a token that is each node, by its number among all."""
     depth: Tensor
     """(M,) int64, tokens before it in its rows."""
     parent: Tensor
@@ -33,40 +34,45 @@ class PrefixTree(NamedTuple):
     """(M,) int64, which tree it is in, from 0."""
 
 
-def prefix_tree(labels: Tensor) -> PrefixTree:
+def prefix_tree(order: Tensor, shared: Tensor, lengths: Tensor) -> PrefixTree:
     """Find the tokens that rows share: equal ones at equal places, with all before them equal, too.
 
-    Rows are sorted (:func:`~headrace.transforms.prefixes.prefix_order`). Of each row those tokens are new
-    that it does not share with the row before it; numbered in this order they are a depth-first order of the
-    tree. What is sorted is 2 entries a token. One device read, the number of nodes.
+    Tokens of the same rows that follow one another are a branch
+    (:func:`~headrace.transforms.prefixes.branches`), and their nodes have numbers that do, too.
 
     Args:
-        labels: (N, T) int64 from the left on, with ``END`` behind; equal where tokens can be shared.
+        order: (N,) int64, the row at each place, by :func:`~headrace.transforms.prefixes.prefix_order`.
+        shared: (N,) int64, by place, the tokens that a row shares with the one before.
+        lengths: (N,) int64, tokens of each row, at least one.
 
     Example:
-        >>> tree = prefix_tree(torch.tensor([[5, 1, 1], [5, 2, END], [5, 1, 3]]))
+        >>> labels = torch.tensor([[5, 1, 1], [5, 2, END], [5, 1, 3]])
+        >>> tree = prefix_tree(*prefix_order(labels), torch.tensor([3, 2, 3]))
         >>> tree.node.tolist(), tree.depth.tolist(), tree.parent.tolist(), tree.end.tolist()
-        ([[0, 1, 2], [0, 4, 3], [0, 1, 3]], [0, 1, 2, 2, 1], [-1, 0, 1, 1, 0], [5, 4, 3, 4, 5])
+        ([0, 1, 2, 0, 4, 0, 1, 3], [0, 1, 2, 2, 1], [-1, 0, 1, 1, 0], [5, 4, 3, 4, 5])
     """
-    (order, shared), width = prefix_order(labels), labels.shape[1]
-    place = torch.arange(width, device=labels.device)
-    length = (labels != END).sum(1)
-    new = (place >= shared[:, None]) & (place < length.index_select(0, order)[:, None])
-    count = new.sum(1).cumsum(0)
-    at = new.flatten().nonzero().flatten()
-    depth, parent = at % width, torch.full_like(at, -1)
-    numbers = torch.arange(len(at), device=at.device)
-    node = labels.new_full((labels.numel(),), -1).index_copy_(0, at, numbers).view(labels.shape)
-    node = node.cummax(0).values  # what is not new is the node of the row above it
-    parent = torch.where(depth == 0, -1, node.flatten().index_select(0, (at - 1).clamp_min(0)))
-    by_row = torch.empty_like(node).index_copy_(0, order, node)
-    behind = torch.empty_like(count).index_copy_(0, order, count)[:, None].expand_as(by_row)
-    present = place < length[:, None]
-    inside = torch.where(present, by_row, len(at))
-    end = torch.zeros(len(at) + 1, dtype=torch.int64, device=at.device)
-    end.scatter_reduce_(0, inside.flatten(), behind.flatten(), "amax")
-    row = order.index_select(0, at // max(width, 1))
-    return PrefixTree(by_row, row, depth, parent, end[:-1], (depth == 0).cumsum(0) - 1)
+    apart = shared.masked_fill(shared == 0, -1)  # rows that share nothing are of two trees
+    tree = branches(apart.tolist(), lengths.index_select(0, order).tolist())
+    found = torch.tensor(tree, dtype=torch.int64)
+    first, last, begin, end = found.t().contiguous()[:4]
+    size, starts = end - begin, lengths.cumsum(0) - lengths
+    before = torch.cat([size.new_zeros(1), size.cumsum(0)])  # nodes in front of each branch
+    behind = before[torch.searchsorted(first, last)]
+    # Numbers that follow one another, from one that each branch begins with.
+    nodes = torch.arange(int(before[-1]))
+    branch = ways(found, order)[1]
+    counts = size.index_select(0, branch)
+    node = torch.arange(int(counts.sum()))
+    node += repeated((before[:-1].index_select(0, branch) - counts.cumsum(0) + counts), counts)
+    depth = nodes + repeated(begin - before[:-1], size)
+    at = starts.index_select(0, order.index_select(0, first)) + begin  # a branch's first token, in some row
+    parent, has_own = nodes - 1, size > 0
+    is_root = begin == 0
+    parent[before[:-1][has_own]] = torch.where(is_root, -1, node[(at - 1).clamp_min(0)])[has_own]
+    source = nodes + repeated(at - before[:-1], size)
+    return PrefixTree(
+        node, source, depth, parent, repeated(behind, size), repeated(is_root.cumsum(0) - 1, size)
+    )
 
 
 def tree_columns(
@@ -75,7 +81,7 @@ def tree_columns(
     row_inputs: Mapping[NestedKey, Tensor | Sequence[Tensor]],
     shape: tuple[int, int],
 ) -> dict[NestedKey, Tensor]:
-    """The columns of the M nodes, and the node of each of the L tokens. One device read, M.
+    """The columns of the M nodes, and the node of each of the L tokens. One device read: the tokens.
 
     Args:
         rows: (1, L) int64 each, of rows end to end: ``input_ids``, and of each token its row,
@@ -85,24 +91,32 @@ def tree_columns(
         shape: n rows, and at least as many tokens as the longest has.
     """
     tokens, segment, position = (rows[key][0] for key in ("input_ids", "segment_ids", "position_ids"))
-    others = [as_words(column[0]).reshape(len(tokens), -1) for column in inputs.values()]
-    for content in map(same_content, row_inputs.values()):
-        # On the first token of a row, behind which all others are.
-        others.append(torch.where(position == 0, content.index_select(0, segment), 0)[:, None])
-    labels = rank_rows(torch.cat([tokens[:, None].long(), *others], 1)) if others else tokens.long()
-    at = segment * shape[1] + position
-    grid = labels.new_full((shape[0] * shape[1],), END).index_copy_(0, at, labels)
-    tree = prefix_tree(grid.view(shape))
-    number = torch.zeros_like(grid).index_copy_(0, at, torch.arange(len(at), device=at.device))
-    source = number.index_select(0, tree.row * shape[1] + tree.depth)  # the token of some row
+    # A row in words: those of its first token and its inputs, those of the row's inputs, and so on.
+    words = [
+        tokens[:, None].long(),
+        *(as_words(each[0]).reshape(len(tokens), -1) for each in inputs.values()),
+    ]
+    of_token = torch.cat(words, 1) if inputs else words[0]
+    each, (count, width) = of_token.shape[1], shape
+    grid = of_token.new_full((count * width, each), END)
+    grid.index_copy_(0, segment * width + position, of_token)
+    of_row = [words_of(content) for content in row_inputs.values()]
+    more = sum(content.shape[1] for content in of_row)
+    grid = grid.view(count, width * each)
+    grid = torch.cat([grid[:, :each], *of_row, grid[:, each:]], 1).cpu() if of_row else grid.cpu()
+    lengths = 1 + count_true(grid[:, each + more :: each] != END)
+    order, shared = prefix_order(grid, lengths=lengths * each + more)
+    shared = torch.where(shared < each + more, 0, (shared - more) // each)
+    tree = prefix_tree(order, shared, lengths)
+    node, source, depth, parent, end, number = send_packed(tree, tokens.device)
     columns = {
         "input_ids": tokens.index_select(0, source),
-        "position_ids": tree.depth,
-        "segment_ids": tree.tree,
-        "tree_start": torch.arange(len(source), device=at.device),
-        "tree_end": tree.end,
-        "tree_parent": tree.parent,
-        "packed_node": tree.node.flatten().index_select(0, at),
+        "position_ids": depth,
+        "segment_ids": number,
+        "tree_start": torch.arange(len(source), device=tokens.device),
+        "tree_end": end,
+        "tree_parent": parent,
+        "packed_node": node,
     } | {key: column[0].index_select(0, source) for key, column in inputs.items()}
     return {key: column.unsqueeze(0) for key, column in columns.items()}
 

@@ -26,6 +26,7 @@ CLOSE = 5e-4  # of the mean; a step does not feel less
 COMPARED = 64  # items of a bin that are compared in a round: 64² differences are as good as all
 ROUNDS = 256  # no batch that was seen needs a tenth; a bin that one giant fills could use thousands
 PARTNERS = 8  # light bins that the heaviest tries before it gives up
+FEW = 256  # items that are packed one by one in less time than it takes to deal and swap them
 EXACT = 2**53  # below which sums of integers are exact as floats
 
 
@@ -64,8 +65,8 @@ def balance_within(
 ) -> Tensor:
     """Put n items into few bins whose lengths sum to at most `budget`, and of about equal cost.
 
-    As many bins as :func:`bins_within` says, rounded up to a multiple. If costs can be levelled over them by
-    dealing and swapping, that is all. Else each item goes to the bin of least cost that has room, by
+    As many bins as :func:`bins_within` says, rounded up to a multiple. If their costs are as level as their
+    lengths, that is all. Else each item goes to the bin of least cost that has room, by
     descending cost, or else by descending length; where even that breaks the budget, bins stay as they were
     packed. Then the heaviest bin moves or swaps items with a light one for as long as that helps and the
     budget holds. The same input gives the same bins.
@@ -86,7 +87,7 @@ def balance_within(
 
     Example:
         >>> balance_within(torch.tensor([6, 5, 4, 3, 2]), 10).tolist()
-        [1, 0, 1, 0, 0]
+        [0, 1, 0, 1, 1]
     """
     at_least("budget", budget, 1)
     at_least("multiple_of", multiple_of, 1)
@@ -101,11 +102,7 @@ def balance_within(
     bins, home = _few_bins(tokens, budget, alone, multiple_of)
     if len(rest) <= bins:
         return torch.arange(len(lengths))
-    close = _close_to_mean(prices, bins)
-    if costs is not lengths and _heaviest(home, prices) > close:
-        level = _deal_within(prices, bins)
-        home = level if _heaviest(level, tokens) <= budget else home
-    if _heaviest(home, prices) > close:
+    if not _is_level(home, prices, bins):
         home = _level_one_by_one(home, tokens, prices, bins, budget)
     bin_of = torch.empty_like(lengths)
     bin_of[over], bin_of[rest] = torch.arange(alone), home + alone
@@ -135,8 +132,8 @@ def bins_within(lengths: Tensor, budget: int, *, multiple_of: int = 1) -> int:
 def _few_bins(length: Tensor, budget: int, alone: int, multiple_of: int) -> tuple[int, Tensor]:
     """How many bins items need that are within the budget, and the bin of each, (m,) int64; none is empty.
 
-    Together with those that are `alone` the bins are a multiple. Where dealing and swapping does not do with
-    the least number there could be, first fit says how many.
+    Together with those that are `alone` the bins are a multiple. Where items are few, or where dealing and
+    swapping does not do with the least number there could be, first fit says how many.
     """
 
     def rounded(bins: int) -> int:
@@ -148,9 +145,10 @@ def _few_bins(length: Tensor, budget: int, alone: int, multiple_of: int) -> tupl
         least = rounded(max(math.ceil(total / budget), half, min(1, len(length))))
         if len(length) <= least:
             return least, torch.arange(len(length))
-        home = _deal_within(length, least, budget)
-        if _heaviest(home, length) <= budget:
-            return least, home
+        if len(length) > FEW:
+            home = _deal_within(length, least, budget)
+            if _heaviest(home, length) <= budget:
+                return least, home
     items = length.tolist()
     packed = first_fit(stable_order(-length).tolist(), items, budget)
     if rounded(len(packed)) > least:
@@ -167,23 +165,23 @@ def _heaviest(home: Tensor, costs: Tensor) -> float:
     return float(torch.bincount(home, costs.double()).amax())
 
 
-def _close_to_mean(costs: Tensor, bins: int) -> float:
-    """What the heaviest bin may cost to be level with the others: no less than one swap can change."""
-    mean = float(costs.double().sum()) / bins
-    if not costs.is_floating_point():
-        return max(mean * (1 + CLOSE), math.ceil(mean))
+def _is_level(home: Tensor, costs: Tensor, bins: int) -> bool:
+    """Whether the heaviest bin is close to the mean, or of many items as close as a swap can bring it."""
+    mean, heaviest = float(costs.double().sum()) / bins, _heaviest(home, costs)
+    if heaviest <= mean * (1 + CLOSE) or len(costs) <= FEW:
+        return heaviest <= mean * (1 + CLOSE)
     differences = costs.unique().diff()
-    least = float(differences.amin()) if len(differences) else 0.0
-    return max(mean * (1 + CLOSE), math.nextafter(mean + least, mean))
+    return len(differences) > 0 and heaviest < mean + float(differences.amin())
 
 
-def _deal_within(costs: Tensor, bins: int, most: float = math.inf) -> Tensor:
-    """(n,) the bin of each item, of equal counts: level, and below `most` if that is found.
+def _deal_within(costs: Tensor, bins: int, most: float) -> Tensor:
+    """(n,) the bin of each item of (n,) int64 costs, of equal counts: level, and below `most` if it is found.
 
     Bins of items that were dealt by cost are alike: level from the first, with few differences to choose
     from. Those of items as they come have more of these.
     """
-    goal = min(_close_to_mean(costs, bins), most)
+    mean = float(costs.double().sum()) / bins
+    goal = min(max(mean * (1 + CLOSE), math.ceil(mean)), most)
     by_cost = _deal_and_swap(costs, bins, stable_order(-costs), goal, PARTNERS)
     if _heaviest(by_cost, costs) <= goal:
         return by_cost

@@ -424,10 +424,9 @@ class ShuffleSplit(
         mask = read_tokens(batch, self.length_key, reader=reader, option="length_key").bool()
         key = every.key(self.tree)
         ids = torch.arange(len(lengths)) if key is None else every.integers(self.tree, f"{self.tree}_id")
-        within = ids[every.table.live].to(tokens.device)
-        order, shared = prefix_order(left_aligned(tokens, mask), within)
-        rank = torch.arange(len(order), device=order.device)
-        by_row = torch.empty(len(order), 2, dtype=torch.int64, device=order.device)
+        order, shared = prefix_order(left_aligned(tokens, mask), ids[every.table.live])
+        rank = torch.arange(len(order))
+        by_row = torch.empty(len(order), 2, dtype=torch.int64)
         by_row[order] = torch.stack([rank, shared], 1)
         place, shared = every.measure(Reduced("prefixes", self.tokens_key), by_row).unbind(1)  # of all ranks
         order = torch.cat([part[place[part].argsort()] for part in parts])

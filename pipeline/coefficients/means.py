@@ -1,0 +1,140 @@
+"""Which mean a training step takes over its tokens, by the weight that each of them has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WHOLE = "the whole step"
+SUM = "sum over the tokens, over a constant,"
+SAME = 1e-6
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The tokens of a step, and where each of its rows is.
+
+    Attributes:
+        inside: (N, T) bool, in the loss mask.
+        rollout: (N,) int.
+        group: (N,) int.
+        micro: (N,) int, the micro-batch of each row, over all ranks.
+        rank: (N,) int.
+    """
+
+    inside: Tensor
+    rollout: Tensor
+    group: Tensor
+    micro: Tensor
+    rank: Tensor
+
+
+@dataclass(frozen=True)
+class TokenMean:
+    """A mean with a name, and the weight that it gives to each token.
+
+    Attributes:
+        name: over what.
+        scope: of which its denominators are: the whole step, each micro-batch or each rank.
+        weight: (N, T) float64, 0 out of the mask.
+    """
+
+    name: str
+    scope: str
+    weight: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.scope}"
+
+
+def known_means(tokens: StepTokens) -> Iterator[TokenMean]:
+    """The means that trainers take, each over the whole step first, and then over parts of it."""
+    inside = tokens.inside.double()
+    of_row = inside.sum(1)
+    scopes = {WHOLE: torch.zeros_like(tokens.micro), "each rank": tokens.rank}
+    if len(tokens.micro.unique()) > len(tokens.rank.unique()):
+        scopes["each micro-batch"] = tokens.micro
+    if len(tokens.rank.unique()) == 1:
+        del scopes["each rank"]
+    for scope, part in scopes.items():
+        part = part.unique(return_inverse=True)[1]
+        parts = int(part.max()) + 1
+        rows = _sum_by(part, torch.ones_like(of_row))
+        yield TokenMean("mean over the tokens", scope, inside / (parts * _sum_by(part, of_row))[:, None])
+        names = {"rows": torch.arange(len(part)), "rollouts": tokens.rollout, "groups": tokens.group}
+        for name, ids in names.items():
+            unit = torch.stack([part, ids], 1).unique(dim=0, return_inverse=True)[1]
+            length = _sum_by(unit, of_row)
+            first = torch.zeros_like(of_row).index_put_((unit,), torch.ones_like(of_row))
+            units = _sum_by(part[_first_of(unit)], first[: int(unit.max()) + 1], len(part))
+            yield TokenMean(
+                f"mean over {name} of the mean over their tokens",
+                scope,
+                inside / (parts * units[part] * length)[:, None],
+            )
+        positions = parts * rows * inside.shape[1]
+        yield TokenMean("mean over all positions, padding included,", scope, inside / positions[:, None])
+        yield TokenMean(SUM, scope, inside / (parts * rows)[:, None])
+
+
+def _sum_by(ids: Tensor, values: Tensor, size: int | None = None) -> Tensor:
+    """Of each id the sum of its values, for each row, or where a size is given for each id."""
+    sums = torch.zeros(int(ids.max()) + 1 if size is None else size, dtype=values.dtype)
+    sums.index_add_(0, ids, values)
+    return sums[ids] if size is None else sums
+
+
+def _first_of(ids: Tensor) -> Tensor:
+    """Of each id the first row that has it."""
+    first = torch.full((int(ids.max()) + 1,), len(ids))
+    return first.scatter_reduce_(0, ids, torch.arange(len(ids)), "amin")
+
+
+def nearest_mean(weight: Tensor, tokens: StepTokens) -> tuple[TokenMean, float, float]:
+    """The known mean whose weights are nearest to those measured, up to a factor for all.
+
+    Args:
+        weight: (N, T), NaN where it is not known.
+        tokens: of the step.
+
+    Returns:
+        The mean, the factor, and by how much one token's weight differs from it at most, as a share.
+    """
+    known, found = tokens.inside & weight.isfinite(), []
+    for mean in known_means(tokens):
+        ratio = weight[known] / mean.weight[known]
+        factor = float(ratio.median()) if len(ratio) else 0.0
+        apart = float((ratio / factor - 1).abs().max()) if factor else math.inf
+        # A sum over the tokens of a step is their mean only where it is over their number.
+        scaled = mean.name == SUM or abs(factor - 1) < SAME
+        found.append((mean, factor, apart, scaled))
+    # Of equal ones one that needs no factor, and then the first, which is over the whole step.
+    return min(found, key=lambda each: (round(each[2], 9), not each[3]))[:3]
+
+
+def odd_part(weight: Tensor, tokens: StepTokens) -> tuple[int, float] | None:
+    """The one micro-batch that counts more or less than the others, and how often; None if there is none.
+
+    Args:
+        weight: (N, T), NaN where it is not known.
+        tokens: of the step.
+    """
+    known = tokens.inside & weight.isfinite()
+    for mean in known_means(tokens):
+        factors = []
+        for part in tokens.micro.unique().tolist():
+            here = known & (tokens.micro == part)[:, None]
+            ratio = weight[here] / mean.weight[here]
+            if not len(ratio) or float(ratio.max() - ratio.min()) > SAME * float(ratio.abs().max()):
+                break
+            factors.append((float(ratio.median()), part))
+        else:
+            usual = float(torch.tensor([factor for factor, _ in factors]).median())
+            odd = [(part, factor / usual) for factor, part in factors if abs(factor / usual - 1) > SAME]
+            if len(odd) == 1 and len(factors) > 2:
+                return odd[0]
+    return None

@@ -1,0 +1,372 @@
+"""A training step, measured: the weight that it gives to each token, by how its batch is cut."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from io import StringIO
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from headrace.pipeline.pipeline import Pipeline
+from headrace.transforms import group_relative_advantage
+from headrace.transforms.options import at_least, one_of, takes_options
+from headrace.transforms.schema import ROW
+
+from .means import StepTokens, TokenMean, nearest_mean, odd_part
+from .token_table import TokenTable, token_weights, tokens_of
+from .unique_pairs import Pad, xray_batch
+
+Step = Callable[[nn.Module, TensorDictBase, int], object]
+Gradients = Literal["mean", "sum", "reduced"]
+LENGTHS = (3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 10, 4)
+REWARDS = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.3, 0.9, 0.0, 0.5)
+CLOSE = 1e-6
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of a step.
+
+    Attributes:
+        cut: micro-batches of each rank.
+        pad: the side of the padding; None: rows are ragged.
+        ranks: processes.
+        shift: of the old log-probabilities.
+        coefficient: (N, T) float64, by :func:`token_weights`.
+        advantage: (N, T) float64, that of each token.
+        expected: (N, T) float64, the coefficient that the pipeline says; None: nobody said.
+        tokens: where the tokens are.
+    """
+
+    cut: int
+    pad: Pad | None
+    ranks: int
+    shift: float
+    coefficient: Tensor
+    advantage: Tensor
+    expected: Tensor | None
+    tokens: StepTokens
+
+    @property
+    def weight(self) -> Tensor:
+        """(N, T) the coefficient over the advantage; NaN where that is 0, and out of the mask."""
+        known = self.tokens.inside & (self.advantage != 0)
+        return torch.where(known, self.coefficient / torch.where(known, self.advantage, 1.0), torch.nan)
+
+    @property
+    def where(self) -> str:
+        """How the step was cut, in words."""
+        parts = [f"{self.cut} micro-batch{'es' * (self.cut > 1)}"]
+        parts += [f"{self.ranks} ranks"] * (self.ranks > 1) + [f"padding on the {self.pad}"] * (
+            self.pad == "left"
+        )
+        return ", ".join(parts + ["ragged rows"] * (self.pad is None))
+
+
+@dataclass(frozen=True)
+class XRay:
+    """What a step was found to do.
+
+    Attributes:
+        runs: of the step, each with another cut, padding, number of ranks or shift.
+        mean: what the first of them takes, where no pipeline says.
+        factor: by which its weights are larger than those of that mean.
+        apart: by how much one of them differs from it at most, as a share.
+    """
+
+    runs: Sequence[Measured]
+    mean: TokenMean
+    factor: float
+    apart: float
+
+    @property
+    def spread(self) -> Mapping[str, tuple[float, float]]:
+        """Of each run the least and greatest weight of a token over what the pipeline says, or where there
+        is none over its weight in the first run.
+        """
+        first, found = self.runs[0], {}
+        for run in self.runs:
+            if run.shift != first.shift:
+                continue
+            if run.expected is not None:
+                known = run.tokens.inside & (run.expected != 0)
+                ratio = run.coefficient[known] / run.expected[known]
+            else:
+                ratio = _in_order(run) / _in_order(first)
+            found[run.where] = float(ratio.min()), float(ratio.max())
+        return found
+
+    @property
+    def verdict(self) -> str:
+        """What the step does, in a sentence."""
+        first, odd = self.runs[0], []
+        said = "that the pipeline says" if first.expected is not None else f"that they get with {first.where}"
+        for where, (low, high) in self.spread.items():
+            if max(abs(low - 1), abs(high - 1)) > CLOSE:
+                odd.append(f"with {where}, tokens get {_range(low, high)} times the weight {said}")
+        causes = [cause for run in self.runs if (cause := _cause(run))]
+        odd += dict.fromkeys(causes)
+        what = "the weights of the pipeline" if first.expected is not None and not odd else self._name()
+        return (
+            f"{what}: {'; '.join(odd)}"
+            if odd
+            else f"{what}, in {len(self.spread)} of {len(self.spread)} runs"
+        )
+
+    def _name(self) -> str:
+        """The mean of the run with the most parts whose mean is known: it says of what it is."""
+        runs = sorted((run for run in self.runs if not run.shift), key=lambda run: -run.cut * run.ranks)
+        found = [nearest_mean(run.weight, run.tokens) for run in runs or self.runs]
+        exact = [str(mean) for mean, _, apart in found if apart <= CLOSE]
+        if exact:
+            return exact[0]
+        mean, _, apart = found[-1]
+        return f"no mean that is known (the nearest, the {mean}, is {apart:.2g} off)"
+
+    def assert_uniform(self, tolerance: float = CLOSE) -> None:
+        """Raise where tokens get another weight in one of the runs.
+
+        Raises:
+            AssertionError: with the verdict.
+        """
+        if any(max(abs(low - 1), abs(high - 1)) > tolerance for low, high in self.spread.values()):
+            raise AssertionError(self.verdict)
+        if self.runs[0].expected is None and self.apart > tolerance:
+            raise AssertionError(self.verdict)
+
+    def curve(self) -> dict[float, tuple[float, float]]:
+        """By the ratio π / π_old, the coefficients of tokens with positive and with negative advantages, over
+        those at the ratio 1.
+        """
+        base = next((run for run in self.runs if run.shift == 0.0), self.runs[0])
+        found: dict[float, tuple[float, float]] = {}
+        for run in self.runs:
+            if (run.cut, run.pad, run.ranks) != (base.cut, base.pad, base.ranks):
+                continue
+            share = run.coefficient / torch.where(base.coefficient == 0, torch.nan, base.coefficient)
+            up, down = (share[(run.advantage * sign > 0) & share.isfinite()] for sign in (1, -1))
+            found[math.exp(-run.shift)] = float(up.mean()), float(down.mean())
+        return dict(sorted(found.items()))
+
+    @property
+    def table(self) -> Table:
+        """The runs, for the terminal."""
+        table = Table("cut", "least weight", "greatest weight", title=self.verdict)
+        for where, (low, high) in self.spread.items():
+            table.add_row(where, f"{low:.6g}", f"{high:.6g}")
+        return table
+
+    def _repr_html_(self) -> str:
+        console = Console(record=True, width=100, file=StringIO())
+        console.print(self.table)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+    def __repr__(self) -> str:
+        return f"XRay({self.verdict!r})"
+
+
+@takes_options
+def xray(
+    step: Step,
+    pipeline: Pipeline | None = None,
+    *,
+    cuts: Sequence[int] = (1, 2, 4),
+    ranks: Sequence[int] = (1,),
+    pad: Sequence[Pad | None] = ("right",),
+    shifts: Sequence[float] = (0.0,),
+    lengths: Sequence[int] = LENGTHS,
+    rewards: Sequence[float] | Tensor = REWARDS,
+    group_size: int = 4,
+    gradients: Gradients = "mean",
+    holes: bool = False,
+) -> XRay:
+    """Measure the weight that a training step gives to each token.
+
+    The step gets a :class:`TokenTable`, a batch of :func:`xray_batch` with the advantages of GRPO under
+    ``advantage`` (N, 1, 1), and how many micro-batches to make of it, of as many rows each, in their order.
+    It calls ``backward()``, and does not step an optimiser.
+
+    Args:
+        step: the loss and the backward pass of a trainer, ``step(model, batch, cut)``.
+        pipeline: which says how much each row weighs and what its advantage is. None: the step's weights are
+            compared with those of its first run, and with the means that trainers take.
+        cuts: micro-batches of a rank.
+        ranks: processes, by gloo; each gets the groups of its own, and the same step.
+        pad: sides of the padding; None: ragged rows.
+        shifts: of the old log-probabilities, for :meth:`XRay.curve`.
+        lengths: as of :func:`xray_batch`.
+        rewards: as of :func:`xray_batch`.
+        group_size: as of :func:`xray_batch`.
+        gradients: what becomes of those of several ranks: their ``mean``, as under DDP, or their ``sum``; or
+            the step has ``reduced`` them itself.
+        holes: as of :func:`xray_batch`.
+
+    Raises:
+        ValueError: an option with a wrong value; as :func:`token_weights`.
+        BatchError: as :func:`token_weights` and the pipeline.
+
+    Example:
+        >>> def step(model, batch, cut):
+        ...     for part in batch.chunk(cut):
+        ...         log_probs = model.get_dist(part).log_prob(part["tokens", "full"])
+        ...         terms = log_probs * part["advantage"].squeeze(-1) * part["masks", "all_assistant_mask"]
+        ...         (-terms.sum() / part["masks", "all_assistant_mask"].sum() / cut).backward()
+        >>> xray(step, cuts=(1, 2)).verdict[:75]
+        'mean over the tokens of each micro-batch: with 2 micro-batches, tokens get '
+    """
+    one_of("gradients", gradients, get_args(Gradients))
+    runs = [
+        _measure(
+            step,
+            pipeline,
+            at_least("cuts", cut, 1),
+            side,
+            at_least("ranks", count, 1),
+            shift,
+            gradients,
+            {"lengths": lengths, "rewards": rewards, "group_size": group_size, "holes": holes},
+        )
+        for side in pad
+        for count in ranks
+        for shift in shifts
+        for cut in cuts
+    ]
+    return XRay(runs, *nearest_mean(runs[0].weight, runs[0].tokens))
+
+
+def _measure(
+    step: Step,
+    pipeline: Pipeline | None,
+    cut: int,
+    pad: Pad | None,
+    ranks: int,
+    shift: float,
+    gradients: Gradients,
+    options: dict[str, Any],
+) -> Measured:
+    batch = xray_batch(**options, pad=pad, old_log_prob_shift=shift)
+    _, _, inside = tokens_of(batch)
+    group = batch["group_id"].flatten()
+    of_rank = group * ranks // (int(group.max()) + 1)
+    micro = torch.empty_like(group)
+    for rank in range(ranks):
+        own = (of_rank == rank).nonzero().flatten()
+        parts = own.chunk(cut)
+        for number, part in enumerate(parts):
+            micro[part] = rank * cut + number
+    reward, rollout = batch["next", "reward"].sum(-1), batch["rollout_id"].flatten()
+    advantage = group_relative_advantage(reward, group, rollout).double()
+    expected = None
+    if pipeline is not None:
+        out = pipeline(batch)
+        row = out[ROW].flatten()
+        advantage = torch.zeros(len(batch), dtype=torch.float64).index_copy(
+            0, row, out["advantage"].double().flatten()
+        )
+        weight = torch.zeros_like(advantage).index_copy(0, row, out["loss_weight"].double().flatten())
+        expected = (weight * advantage)[:, None] * inside
+    batch["advantage"] = advantage[:, None, None]
+    model = TokenTable.of(batch)
+    if ranks == 1:
+        step(model, batch, cut)
+    else:
+        model.table.grad = _over_ranks(step, model, batch, cut, of_rank, gradients)
+    if shift and model.table.grad is not None and not bool(model.table.grad.any()):
+        coefficient = torch.zeros(inside.shape, dtype=torch.float64)  # all of it is clipped
+    else:
+        coefficient = token_weights(model, batch)
+    return Measured(
+        cut,
+        pad,
+        ranks,
+        shift,
+        coefficient,
+        advantage[:, None] * inside,
+        expected,
+        StepTokens(inside, batch["rollout_id"].flatten(), group, micro, of_rank),
+    )
+
+
+def _over_ranks(
+    step: Step, model: TokenTable, batch: TensorDictBase, cut: int, of_rank: Tensor, gradients: Gradients
+) -> Tensor:
+    """The gradient of a step that several processes take, each over the rows of its own groups."""
+    count = int(of_rank.max()) + 1
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.get_context("fork")
+        found = [f"{folder}/{rank}.pt" for rank in range(count)]
+        workers = [
+            context.Process(
+                target=_on_rank, args=(rank, count, folder, step, model, batch[of_rank == rank], cut)
+            )
+            for rank in range(count)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if any(worker.exitcode for worker in workers):
+            raise ValueError("the step failed on a rank; what it raised is on stderr, above")
+        every = torch.stack([torch.load(file, weights_only=True) for file in found])
+    return every.sum(0) if gradients == "sum" else every.mean(0)
+
+
+def _on_rank(
+    rank: int, count: int, folder: str, step: Step, model: TokenTable, batch: TensorDictBase, cut: int
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=count, timeout=timedelta(seconds=60)
+    )
+    step(model, batch, cut)
+    gradient = model.table.grad
+    torch.save(torch.zeros_like(model.table) if gradient is None else gradient, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+# -- in words ---------------------------------------------------------------------------------------------
+
+
+def _in_order(run: Measured) -> Tensor:
+    """The weights of the tokens in the mask, row by row, wherever the padding is."""
+    return run.weight[run.tokens.inside]
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low:.3g}" if abs(high - low) < CLOSE else f"{low:.3g} to {high:.3g}"
+
+
+def _cause(run: Measured) -> str:
+    """What is wrong with a run, where its weights show it."""
+    if run.shift:
+        return ""
+    weight, micro = run.weight, run.tokens.micro
+    known = run.tokens.inside & weight.isfinite()
+    parts = {number: weight[known & (micro == number)[:, None]] for number in micro.unique().tolist()}
+    missing = [number for number, of_part in parts.items() if not bool(of_part.any())]
+    if missing:
+        names = ", ".join(str(number) for number in missing)
+        return f"with {run.where}, micro-batch {names} (from 0) has no gradient"
+    if nearest_mean(weight, run.tokens)[2] <= CLOSE:
+        return ""
+    if (odd := odd_part(weight, run.tokens)) is not None:
+        return f"with {run.where}, micro-batch {odd[0]} (from 0) counts {odd[1]:.3g} times"
+    for shift, words in ((1, "before"), (-1, "after")):
+        other_advantage = run.advantage.amax(1) + run.advantage.amin(1)
+        neighbour = other_advantage.roll(shift)
+        ratio = torch.where(
+            known & (neighbour != 0)[:, None], run.coefficient / neighbour[:, None], torch.nan
+        )
+        if bool(ratio.isfinite().any()) and nearest_mean(ratio, run.tokens)[2] <= CLOSE:
+            return f"with {run.where}, each row has the advantage of the row {words} it"
+    return ""

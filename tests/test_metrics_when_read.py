@@ -1,0 +1,155 @@
+"""Metrics that need another pass over the tokens are computed when they are read, of columns as they were."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from policies import MASK, OLD, SAMPLER, two_policies
+from tensordict import TensorDict
+
+from headrace.pipeline import Pipeline, optimise, total_loss
+from headrace.transforms import (
+    Diverged,
+    LogRatio,
+    RolloutCorrection,
+    SampleFilter,
+    ShuffleSplit,
+    TokenAdvantage,
+    TokenFilter,
+)
+
+KEYS = {"numerator_key": OLD, "denominator_key": SAMPLER}
+
+
+def pipeline() -> Pipeline:
+    stages = {
+        "rows": SampleFilter(criterion=Diverged(high=1e9)),
+        "term": TokenAdvantage(term=LogRatio(**KEYS), factor=0.5),
+        "tokens": TokenFilter(criterion=Diverged(estimator="k1", level="token", high=1e9)),
+        "weigh": RolloutCorrection(),
+        "split": ShuffleSplit(unit="sample", minibatches=2),
+    }
+    return Pipeline(stages)
+
+
+def numbers(run) -> dict[str, float]:
+    return {name: value for name, value in run.metrics.items() if not name.startswith("time/")}
+
+
+@pytest.fixture
+def expected() -> dict[str, float]:
+    found = numbers(pipeline().run(two_policies(8, 6)))
+    assert {"rows/chi2_token", "term/abs_mean", "tokens/kl_k1_sequence", "weigh/ess_token"} < found.keys()
+    return found
+
+
+def test_the_last_run_holds_columns_until_its_metrics_are_read(expected):
+    batch, one = two_policies(8, 6), pipeline()
+    columns = [weakref.ref(batch[key].untyped_storage()) for key in (OLD, SAMPLER, MASK)]
+    others = weakref.ref(batch["rollout_id"].untyped_storage())
+    one(batch)
+    del batch
+    gc.collect()
+    assert all(column() is not None for column in columns)
+    assert others() is None
+    assert numbers(one) == expected
+    gc.collect()
+    assert not any(column() for column in columns)
+    assert numbers(one) == expected
+
+
+def test_the_next_batch_lets_go_of_columns_that_nobody_has_read():
+    batch, one = two_policies(8, 6), pipeline()
+    column = weakref.ref(batch[OLD].untyped_storage())
+    one(batch)
+    del batch
+    one(two_policies(8, 6, 1))
+    gc.collect()
+    assert column() is None
+
+
+def test_a_loop_that_never_reads_metrics_holds_the_columns_of_one_batch():
+    columns, alive = [], []
+
+    def count(batch):
+        gc.collect()
+        alive.append(sum(column() is not None for column in columns))
+        return batch
+
+    one = Pipeline({"count": count} | dict(pipeline().stages.items()))
+    for seed in range(4):
+        batch = two_policies(8, 6, seed)
+        columns.append(weakref.ref(batch[OLD].untyped_storage()))
+        for rows in one.minibatches(batch):
+            count(rows)
+            del rows
+        del batch
+    assert alive == [1] * 12  # in front of the stages, and with each of two minibatches
+
+
+class LinearLoss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, rows):
+        return TensorDict({"loss_objective": (self.scale * rows["advantage"]).mean()}, [])
+
+
+def test_numbers_that_are_read_after_the_optimisers_steps_are_those_before(expected):
+    run, loss = pipeline().run(two_policies(8, 6)), LinearLoss()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=1.0)
+    assert optimise(run.minibatches(), loss, optimizer, reduce=total_loss) == 2
+    assert float(loss.scale.detach()) != 1.0
+    assert numbers(run) == expected
+
+
+@pytest.mark.parametrize("key", [OLD, SAMPLER, MASK])
+def test_columns_that_were_changed_in_place_are_not_measured(key):
+    batch = two_policies(8, 6)
+    run = pipeline().run(batch)
+    batch[key].zero_()
+    with pytest.raises(RuntimeError, match=r"changed in place before the metrics of .* were read"):
+        _ = run.metrics
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))], ids=["copied", "saved"]
+)
+def test_a_run_that_is_copied_or_saved_has_the_numbers(copied, expected):
+    batch, one = two_policies(8, 6), pipeline()
+    twins = [copied(one.run(batch)), copied(one.last_run)]
+    batch[OLD].zero_()
+    assert [numbers(twin) for twin in twins] == [expected, expected]
+
+
+def test_memory_that_others_write_is_measured_at_once(expected):
+    batch = two_policies(8, 6).share_memory_()
+    run = pipeline().run(batch)
+    batch[OLD].zero_()
+    assert numbers(run) == expected
+
+
+def test_no_grad_and_inference_have_the_same_numbers(expected):
+    with torch.inference_mode():
+        run = pipeline().run(two_policies(8, 6))
+    assert numbers(run) == expected
+
+
+def test_rows_that_leave_the_loss_afterwards_change_no_number():
+    """Some had left before: who is in the loss is known then, and not asked again."""
+    batch = two_policies(8, 6, spread=3.0)
+    batch["headrace", "in_loss"] = torch.arange(8) != 5
+    before = Pipeline({"weigh": RolloutCorrection()}).run(batch).metrics
+    stages = {"weigh": RolloutCorrection(), "rows": SampleFilter(criterion=Diverged(high=0.1))}
+    run = Pipeline(stages).run(batch)
+    assert run.metrics["rows/kept"] < 7
+    names = [name for name in before if name.startswith("weigh/")]
+    assert [run.metrics[name] for name in names] == [before[name] for name in names]
+    shared = [name for name in names if name.startswith(("weigh/kl", "weigh/chi2"))]
+    assert [run.metrics[f"rows/{name[6:]}"] for name in shared] == [before[name] for name in shared]

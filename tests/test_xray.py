@@ -1,0 +1,274 @@
+"""What a training step does with each token is measured from its gradient alone, and named."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.objectives.llm import CISPOLoss, GRPOLoss
+
+from headrace.pipeline import TokenTable, load_pipeline, optimise, token_weights, xray, xray_batch
+from headrace.transforms import BatchError
+
+FULL, LOSS = ("tokens", "full"), ("masks", "all_assistant_mask")
+
+
+def terms(model: torch.nn.Module, part: TensorDictBase) -> torch.Tensor:
+    """(n, T) advantage × log-probability of the tokens in the loss."""
+    log_probs = model.get_dist(part).log_prob(part[FULL])
+    return torch.where(part[LOSS], log_probs * part["advantage"].squeeze(-1), 0.0)
+
+
+def mean_of_step(model, batch, cut):
+    for part in batch.chunk(cut):
+        (-terms(model, part).sum() / batch[LOSS].sum()).backward()
+
+
+def mean_of_micro_batches(model, batch, cut):
+    for part in batch.chunk(cut):
+        (-terms(model, part).sum() / part[LOSS].sum() / cut).backward()
+
+
+def mean_of_sequences(model, batch, cut):
+    for part in batch.chunk(cut):
+        (-(terms(model, part).sum(1) / part[LOSS].sum(1)).sum() / len(batch)).backward()
+
+
+def mean_of_means(model, batch, cut):
+    group = batch["group_id"].flatten()
+    for part in batch.chunk(cut):
+        for each in group.unique().tolist():
+            length = batch[LOSS][group == each].sum()
+            (-terms(model, part[part["group_id"].flatten() == each]).sum() / length / 3).backward()
+
+
+def over_a_constant(model, batch, cut):
+    for part in batch.chunk(cut):
+        (-terms(model, part).sum() / 1000).backward()
+
+
+def with_padding(model, batch, cut):
+    for part in batch.chunk(cut):
+        (-terms(model, part).sum() / part[LOSS].numel() / cut).backward()
+
+
+def without_the_last(model, batch, cut):
+    for part in batch.chunk(cut)[: max(1, cut - 1)]:
+        (-terms(model, part).sum() / batch[LOSS].sum()).backward()
+
+
+def with_the_first_twice(model, batch, cut):
+    parts = batch.chunk(cut)
+    for part in (*parts[: cut > 1], *parts):
+        (-terms(model, part).sum() / batch[LOSS].sum()).backward()
+
+
+def with_the_neighbours_advantage(model, batch, cut):
+    mean_of_step(model, batch.clone().set("advantage", batch["advantage"].roll(1, 0)), cut)
+
+
+def with_a_shifted_mask(model, batch, cut):
+    mean_of_step(model, batch.clone().set(LOSS, batch[LOSS].roll(-1, 1)), cut)
+
+
+VERDICTS = {
+    mean_of_step: r"mean over the tokens of the whole step, in 3 of 3 runs",
+    mean_of_micro_batches: r"mean over the tokens of each micro-batch: with 2 micro-batches, tokens get "
+    r"0.9\d+ to 1.0\d+ times the weight that they get with 1 micro-batch; with 4",
+    mean_of_sequences: r"mean over rows of the mean over their tokens of the whole step, in 3 of 3",
+    mean_of_means: r"mean over groups of the mean over their tokens of the whole step, in 3 of 3",
+    over_a_constant: r"sum over the tokens, over a constant, of the whole step, in 3 of 3",
+    with_padding: r"mean over all positions, padding included, of the whole step, in 3 of 3",
+    without_the_last: r"with 4 micro-batches, micro-batch 3 \(from 0\) has no gradient",
+    with_the_first_twice: r"with 4 micro-batches, micro-batch 0 \(from 0\) counts 2 times",
+    with_the_neighbours_advantage: r"with 1 micro-batch, each row has the advantage of the row before it",
+}
+
+
+@pytest.mark.parametrize("step", VERDICTS)
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("pad", ["left", "right"])
+def test_a_step_with_a_known_answer_is_named(step, holes, pad):
+    found = xray(step, holes=holes, pad=(pad,)).verdict.replace(f", padding on the {pad}", "")
+    assert re.search(VERDICTS[step], found), found
+
+
+def test_a_mean_that_depends_on_the_cut_is_measured_to_1e_9():
+    found = xray(mean_of_micro_batches, cuts=(1, 4))
+    run = found.runs[1]
+    length = run.tokens.inside.sum(1).double()
+    of_part = torch.zeros(4, dtype=torch.float64).index_add_(0, run.tokens.micro, length)[run.tokens.micro]
+    expected = (1 / of_part / 4)[:, None] * run.advantage * run.tokens.inside
+    assert torch.allclose(run.coefficient, expected, rtol=1e-9, atol=1e-15)
+    with pytest.raises(AssertionError, match="of each micro-batch"):
+        found.assert_uniform()
+    xray(mean_of_step).assert_uniform(1e-9)
+
+
+@pytest.mark.slow
+def test_ranks_of_unequal_numbers_of_tokens_that_are_averaged_are_a_mean_of_each_rank():
+    found = xray(mean_of_step, ranks=(1, 2), cuts=(1, 2))
+    assert "mean over the tokens of each rank: with 1 micro-batch, 2 ranks" in found.verdict
+    first, *_, last = found.runs
+    length = last.tokens.inside.sum(1).double()
+    of_rank = torch.zeros(2, dtype=torch.float64).index_add_(0, last.tokens.rank, length)[last.tokens.rank]
+    expected = (1 / of_rank / 2)[:, None] * last.advantage * last.tokens.inside
+    assert torch.allclose(last.coefficient, expected, rtol=1e-9, atol=1e-15)
+    assert first.ranks == 1
+
+
+# -- what no table can tell is refused ----------------------------------------------------------------------
+
+
+def small() -> tuple[TokenTable, TensorDictBase]:
+    batch = xray_batch([2, 3, 1, 4], [0.0, 1.0, 1.0, 0.0], group_size=2, prompts=2, holes=True)
+    batch["advantage"] = torch.tensor([1.0, -2.0, 3.0, -4.0], dtype=torch.float64)[:, None, None]
+    return TokenTable.of(batch), batch
+
+
+def test_the_coefficient_is_exact_at_any_logits_and_whatever_the_dtype_holds():
+    for seed, dtype, close in (
+        (None, torch.float64, 1e-12),
+        (3, torch.float64, 1e-9),
+        (None, torch.float32, 1e-5),
+    ):
+        _, batch = small()
+        model = TokenTable.of(batch, dtype, seed=seed)
+        weight = torch.rand(batch[FULL].shape, dtype=dtype) + 0.5
+        (-(weight * model.get_dist(batch).log_prob(batch[FULL]))[batch[LOSS]].sum()).backward()
+        expected = torch.where(batch[LOSS], weight.double(), 0.0)
+        assert torch.allclose(token_weights(model, batch), expected, rtol=close, atol=close)
+
+
+def test_a_batch_has_no_pair_twice_whatever_its_rows_and_padding():
+    for pad in ("left", "right", None):
+        batch = xray_batch([5, 1, 7, 3, 9, 2], [0, 1, 2, 3], 2, segments=[1, 2, 2, 1], prompts=3, pad=pad)
+        rows = [row[FULL][row["masks", "all_attention_mask"]].tolist() for row in batch.unbind(0)]
+        pairs = [pair for row in rows for pair in pairwise(row)]
+        assert len(pairs) == len(set(pairs))
+        assert [len(row) for row in rows] == [8, 4, 10, 6, 12, 5]
+        assert [int(row[LOSS].sum()) for row in batch.unbind(0)] == [5, 1, 7, 3, 9, 2]
+        assert [bool(row["next", "done"]) for row in batch.unbind(0)] == [
+            True,
+            False,
+            True,
+            False,
+            True,
+            True,
+        ]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "says"),
+    [
+        (lambda model, batch: None, ValueError, "no gradient has reached the table"),
+        (lambda model, batch: (terms(model, batch).sum() * 0).backward(), ValueError, "0 everywhere"),
+        (lambda model, batch: (terms(model, batch).sum() * torch.nan).backward(), ValueError, "not finite"),
+        (lambda model, batch: with_a_shifted_mask(model, batch, 1), BatchError, "mask shifted by one"),
+        (lambda model, batch: model.table[-1, 0].backward(), BatchError, "no token explains"),
+    ],
+)
+def test_what_says_nothing_of_tokens_is_refused(spoil, error, says):
+    model, batch = small()
+    spoil(model, batch)
+    with pytest.raises(error, match=says):
+        token_weights(model, batch)
+
+
+def test_pairs_that_occur_twice_and_models_without_a_table_are_refused():
+    model, batch = small()
+    mean_of_step(model, batch, 1)
+    again = batch.clone().set(FULL, batch[FULL][:1].expand_as(batch[FULL]).clone())
+    with pytest.raises(BatchError, match=r"each pair of tokens occurs once.*found \d+ then \d+"):
+        token_weights(model, again)
+    with pytest.raises(ValueError, match="is a TokenTable, or has one in it; found 0"):
+        token_weights(torch.nn.Linear(2, 2), batch)
+    with pytest.raises(ValueError, match="take a vocabulary of 5; got 4"):
+        xray_batch([2, 3], [0.0, 1.0], 2, vocabulary=4)
+
+
+# -- clipping -----------------------------------------------------------------------------------------------
+
+RATIOS = [math.exp(-shift) for shift in (-1.0, -0.3, -0.15, 0.0, 0.15, 0.3, 1.0)]
+
+
+def of_torchrl(kind, **options):
+    def step(model, batch, cut):
+        loss = kind(model, masking_strategy="generic", entropy_bonus=False, aggregation="none", **options)
+        loss(batch).loss_objective.sum().backward()
+
+    return step
+
+
+def by_ratio(coefficient):
+    """A loss by hand: `coefficient` of the ratio and of the advantage's sign is held constant."""
+
+    def step(model, batch, cut):
+        log_probs = model.get_dist(batch).log_prob(batch[FULL])
+        ratio = (log_probs - batch["log_probs", "full"]).exp().detach()
+        weight = coefficient(ratio, batch["advantage"].squeeze(-1).expand_as(ratio), batch[LOSS])
+        (-(weight * terms(model, batch)).sum()).backward()
+
+    return step
+
+
+def clipped(low: float, high: float):
+    return lambda ratio, up: ratio if (ratio < 1 + high if up else ratio > 1 - low) else 0.0
+
+
+def gspo(ratio, advantage, mask):
+    """The ratio of the whole row, clipped at 0.2 (arXiv:2507.18071)."""
+    of_row = ((ratio.log() * mask).sum(1) / mask.sum(1)).exp()[:, None]
+    inside = torch.where(advantage > 0, of_row < 1.2, of_row > 0.8)
+    return of_row * inside
+
+
+CURVES = {
+    "GRPO": (of_torchrl(GRPOLoss, clip_epsilon=0.2), clipped(0.2, 0.2)),
+    "clip higher": (of_torchrl(GRPOLoss, clip_epsilon=(0.2, 0.28)), clipped(0.2, 0.28)),
+    "CISPO": (by_ratio(lambda r, a, m: r.clamp(0.8, 1.28)), lambda r, up: min(max(r, 0.8), 1.28)),
+    # Its gradient ends where the ratio is clipped, for either sign; the paper's (arXiv:2506.13585) goes on.
+    "TorchRL's CISPO": (
+        of_torchrl(CISPOLoss, clip_epsilon=(0.2, 0.28)),
+        lambda r, up: r if 0.8 < r < 1.28 else 0.0,
+    ),
+    "GSPO": (by_ratio(gspo), clipped(0.2, 0.2)),
+    "truncated weights": (by_ratio(lambda r, a, m: r.clamp(max=2.0)), lambda r, up: min(r, 2.0)),
+    "no ratio": (by_ratio(lambda r, a, m: torch.ones_like(r)), lambda r, up: 1.0),
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_the_curve_of_a_loss_is_its_formula(name):
+    step, formula = CURVES[name]
+    curve = xray(step, cuts=(1,), shifts=[-math.log(ratio) for ratio in RATIOS]).curve()
+    assert list(curve) == pytest.approx(sorted(RATIOS))
+    for ratio, (up, down) in curve.items():
+        assert up == pytest.approx(formula(ratio, True), abs=1e-6), ratio
+        assert down == pytest.approx(formula(ratio, False), abs=1e-6), ratio
+
+
+# -- headrace itself ----------------------------------------------------------------------------------------
+
+
+def through(pipeline, **options):
+    def step(model, batch, cut):
+        loss = GRPOLoss(model, masking_strategy="generic", entropy_bonus=False, aggregation="none")
+        optimise(pipeline.minibatches(batch), loss, torch.optim.SGD(model.parameters(), lr=0.0), **options)
+
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("transform", [None, "pack", "tree"])
+@pytest.mark.parametrize("recipe", ["grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "scalerl"])
+def test_a_recipe_trains_what_it_says(recipe, transform, microbatches):
+    cut = [f"pipeline.stages.split.{name}" for name in ("minibatches=1", f"microbatches={microbatches}")]
+    pipeline = load_pipeline(recipe, *cut)
+    found = xray(through(pipeline, transform=transform), pipeline, cuts=(microbatches,), holes=True)
+    found.assert_uniform(1e-9)
