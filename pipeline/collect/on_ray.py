@@ -35,7 +35,7 @@ from headrace.transforms.schema import ORIGIN, has_key
 from headrace.transforms.tensordicts import device_of, number_column
 
 from .assembling import Leftovers, check_patience, rest_of
-from .stored_rows import ROW, RowTable, cut_by_group, pack_rows, rows_of, table_of, unpack_rows
+from .stored_rows import ROW, RowTable, cut_by_group, pack_rows, row_table, rows_of, unpack_rows
 from .workers import WorkerWatch
 
 LISTENING = 0.2  # seconds for which the actor waits for a whole group before the trainer looks at writers
@@ -162,7 +162,7 @@ class RayAssembler:
         like = self._like
         parts, places = cut_by_group(rows, number_column(rows, self._local.group_key).long().reshape(-1))
         packed = [pack_rows(part) for part in parts]
-        table = table_of(rows, like.keys, places)
+        table = row_table(rows, like.keys, places)
         said = like if says else like.digest
         return self._keep(method, packed, table, said, *args)
 

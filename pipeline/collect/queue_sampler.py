@@ -78,6 +78,9 @@ def group_sampler(assembler: GroupAssembler) -> Any:
 
     Raises:
         ImportError: the extra `tq` is not installed.
+
+    Example:
+        >>> sampler = group_sampler(GroupAssembler(segment_key="segment"))  # doctest: +SKIP
     """
     base = import_extra("transfer_queue", "tq", "group_sampler").BaseSampler
 

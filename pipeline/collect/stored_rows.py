@@ -182,7 +182,7 @@ class RowTable(NamedTuple):
         return _numbers(*self.part_letters)
 
 
-def table_of(rows: TensorDictBase, keys: Sequence[NestedKey], places: Tensor) -> RowTable:
+def row_table(rows: TensorDictBase, keys: Sequence[NestedKey], places: Tensor) -> RowTable:
     """Some columns of numbers, integers with as few bits as hold them.
 
     Args:
@@ -192,16 +192,16 @@ def table_of(rows: TensorDictBase, keys: Sequence[NestedKey], places: Tensor) ->
 
     Example:
         >>> rows = TensorDict({"group_id": torch.tensor([4, 4])}, batch_size=[2])
-        >>> table = table_of(rows, ["group_id"], torch.tensor([[0, 0], [0, 1]]))
-        >>> table.columns, rows_of(table, ["group_id"])["group_id"].tolist()
-        ([('b', b'\x04\x04')], [4, 4])
+        >>> table = row_table(rows, ["group_id"], torch.tensor([[0, 0], [0, 1]]))
+        >>> len(table.columns[0][1]), rows_of(table, ["group_id"])["group_id"].tolist()
+        (2, [4, 4])
     """
     found = (torch.cat([entry.reshape(-1) for entry in parts_of(rows, key) or []]) for key in keys)
     return RowTable(len(rows), [_letters(column) for column in found], *map(_letters, places))
 
 
 def rows_of(table: RowTable, keys: Sequence[NestedKey]) -> TensorDict:
-    """The columns of :func:`table_of`, and where each row is in its part."""
+    """The columns of :func:`row_table`, and where each row is in its part."""
     rows = TensorDict({}, batch_size=[table.size])
     for key, letters in zip((*keys, ROW), (*table.columns, table.row_letters), strict=True):
         column = _numbers(*letters)
