@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .collect.informing import informative
     from .collect.on_ray import RayAssembler
     from .collect.on_write import AssembleOnWrite, BufferAccount, buffer_account, groups_on_write
+    from .collect.queue_sampler import group_sampler, group_tags
     from .collect.queues import RolloutQueue, StepQueue
     from .collect.stamping import StampIds, stamp_ids
     from .collect.torchrl_configs import register_configs
@@ -57,6 +58,8 @@ __all__ = [
     "buffer_account",
     "build_pipeline",
     "drained",
+    "group_sampler",
+    "group_tags",
     "groups_on_write",
     "informative",
     "load_pipeline",

@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import pickle
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args
+from uuid import uuid4
 
-from tensordict import TensorDict, TensorDictBase
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
 
 from headrace.pipeline.installed import import_extra
-from headrace.transforms import GroupAssembler, StalledError, StreamWarning
+from headrace.transforms import BatchError, GroupAssembler, StalledError, StreamWarning
+from headrace.transforms.assembler.arriving import find_columns
+from headrace.transforms.assembler.pieces import (
+    Kinds,
+    RowPiece,
+    check_kinds,
+    gather,
+    joined_plain,
+    kinds_of,
+    narrowed,
+)
+from headrace.transforms.entry import enter_rows, labels_in_errors
 from headrace.transforms.options import at_least, one_of, takes_options
+from headrace.transforms.schema import ORIGIN, has_key
+from headrace.transforms.tensordicts import device_of, number_column
 
 from .assembling import Leftovers, check_patience, rest_of
+from .stored_rows import ROW, RowTable, cut_by_group, pack_rows, row_table, rows_of, unpack_rows
 from .workers import WorkerWatch
 
 LISTENING = 0.2  # seconds for which the actor waits for a whole group before the trainer looks at writers
+KNOWN = 256  # kinds of rows that the actor remembers
 
 
 def _number(name: str, meaning: str) -> Any:
@@ -43,9 +65,15 @@ class RayAssembler:
     Writers have ``max_retries=0``: Ray begins a task whose process died anew, whose rows then come twice, and
     are refused.
 
-    What the actor holds is gone when it dies: nothing restarts it, and whoever asks it gets Ray's error. Go
-    on with a new one from the last :meth:`state_dict`, which has every put that had returned; or give it a
-    `journal`, a path on the node of the actor or one that all nodes see, from which a new one goes on.
+    The actor gets what it decides by: ids, ends, rewards and the like, less than 200 bytes a row. The rows
+    themselves stay in Ray's object store on the writer's node, and go from there to whoever takes them. There
+    they belong to a small actor of ours, one a node, which lives as long as the assembler: rows of a writer
+    that died are trained. Where the node itself is lost, its rows are counted as ``lost``, a warning says so,
+    and a batch has fewer groups.
+
+    What the actor knows is gone when it dies: nothing restarts it, and whoever asks it gets Ray's error. Go
+    on with a new one from the last :meth:`state_dict`, which has every put that had returned. There is no
+    `journal` here: the rows are in Ray's store, which dies with the cluster.
 
     Args:
         max_ready: whole groups at which writers wait. None: twice `groups`, or any number where that is None.
@@ -61,20 +89,41 @@ class RayAssembler:
         self, *, max_ready: int | None = None, actor: Mapping[str, Any] | None = None, **options: Any
     ):
         ray = import_extra("ray", "ray", type(self).__name__)
-        # A wrong one is refused here, and not in the actor, which alone opens the journal.
-        own_options = GroupAssembler(**{**options, "journal": None})
-        self.group_key, groups = own_options.group_key, own_options.groups
+        if options.get("journal") is not None:
+            raise ValueError(
+                "RayAssembler takes no journal: rows stay in Ray's object store, which does not outlive the "
+                "cluster. Save state_dict(), or put rows into a GroupAssembler(journal=PATH) of one process"
+            )
+        self._local = GroupAssembler(**options)  # a wrong one is refused here, and not in the actor
+        self.group_key, groups = self._local.group_key, self._local.groups
         self.max_ready = at_least("max_ready", max_ready, 1) or (None if groups is None else 2 * groups)
         # Writers that wait must not keep the trainer out: Ray's own limit is 1,000 calls.
         own = {"num_cpus": 0, "max_concurrency": 1_000_000}
         remote = ray.remote(**{**own, **(actor or {})})(AssemblerActor)
         self._actor = remote.remote(self.max_ready, options)
+        self._store: Any = None  # of this process's node
+        self._like: RowsLike | None = None  # what the last rows that were put had in common
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_store": None, "_like": None}
 
     def _ask(self, method: str, *args: Any) -> Any:
         """What the actor returns; what it raises is raised here as it is, after Ray's account of where."""
+        return self._get(getattr(self._actor, method).remote(*args))
+
+    def _keep(self, method: str, packed: Sequence[Any], *args: Any) -> Any:
+        """The same, of a method that also gets references to rows, which are stored on this node."""
+        ray = import_extra("ray", "ray", type(self).__name__)
+        if self._store is None:
+            self._store = self._ask("store", ray.get_runtime_context().get_node_id())
+        ticket = uuid4().bytes
+        answer = getattr(self._actor, method).remote(ticket, *args)
+        return self._get([self._store.keep.remote(self._actor, ticket, packed), answer])[1]
+
+    def _get(self, found: Any) -> Any:
         ray = import_extra("ray", "ray", type(self).__name__)
         try:
-            return ray.get(getattr(self._actor, method).remote(*args))
+            return ray.get(found)
         except ray.exceptions.RayTaskError as err:
             raise err.cause from err
 
@@ -91,9 +140,50 @@ class RayAssembler:
             MissingKeyError, BatchError, StalledError: as :meth:`GroupAssembler.put`.
             StalledError: nobody has made room in time; the rows are not taken in.
         """
-        # A copy, since of a view all would be sent that shares its memory.
-        rows = TensorDict({}, batch_size=[0]) if batch is None else batch.clone()
-        self._ask("put", rows, check_patience(patience))
+        check_patience(patience)
+        keys = [self._local.group_key, self._local.rollout_key]
+        batch = TensorDict({}, batch_size=[0]) if batch is None else batch
+        with labels_in_errors(batch, keys):
+            kinds = kinds_of(batch) if isinstance(batch, TensorDictBase) and batch.batch_dims == 1 else None
+            if self._like is None or kinds != self._like.kinds:
+                batch = enter_rows(batch, keys, reader=GroupAssembler.__name__)
+            if not len(batch):
+                self._ask("put", None, None, None, patience)
+            elif not self._send("put", batch, patience):  # the actor does not know such rows yet
+                self._send("put", batch, patience, says=True)
+
+    def _send(self, method: str, rows: TensorDictBase, *args: Any, says: bool = False) -> Any:
+        """Store rows on this node, and say to the actor what it reads of them.
+
+        Args:
+            method: of the actor.
+            rows: that were entered, at least one.
+            args: further ones of the method.
+            says: say also what they have in common, though it was said before.
+        """
+        rows = rows if device_of(rows).type == "cpu" else rows.cpu()
+        kinds = kinds_of(rows)
+        if self._like is None or self._like.kinds != kinds:
+            self._like, says = self._find(rows, kinds), True
+        like = self._like
+        parts, places = cut_by_group(rows, number_column(rows, self._local.group_key).long().reshape(-1))
+        packed = [pack_rows(part) for part in parts]
+        table = row_table(rows, like.keys, places)
+        said = like if says else like.digest
+        return self._keep(method, packed, table, said, *args)
+
+    def _find(self, rows: TensorDictBase, kinds: Kinds) -> RowsLike:
+        """What the actor reads of rows like these."""
+        try:
+            found = find_columns(RowPiece(rows, range(len(rows))), self._local._options)
+        except BatchError:
+            self._ask("check", kinds)  # that they differ from those that wait says more
+            raise
+        keys = [*found.values(), *([ORIGIN] if has_key(rows, ORIGIN) else [])]
+        keys = list(dict.fromkeys(keys))
+        differ = bool(kinds.get(()))  # rows of a lazy stack, which are like no others
+        digest = None if differ else hashlib.blake2b(pickle.dumps((kinds, keys)), digest_size=12).digest()
+        return RowsLike(kinds, keys, digest)
 
     def announce(self, draws: TensorDictBase) -> None:
         """As :meth:`GroupAssembler.announce`."""
@@ -144,9 +234,10 @@ class RayAssembler:
         puts, heard = 0, time.monotonic()
         while True:
             writers.look()  # before the assembler is asked: what they put is there then
-            batch, now = self._ask("take", None, 0.0 if writers.are_over else LISTENING)
+            groups, now = self._ask("take", None, 0.0 if writers.are_over else LISTENING)
             for warning in self._ask("warned"):
                 warnings.warn(warning, stacklevel=2)
+            batch = self._fetch(groups)
             if batch is not None or now > puts:
                 puts, heard = now, time.monotonic()
             if batch is not None:  # what is whole goes out before anything is raised
@@ -164,11 +255,42 @@ class RayAssembler:
 
     def take(self, n: int | None = None) -> TensorDictBase | None:
         """As :meth:`GroupAssembler.take`: None while there are fewer."""
-        return self._ask("take", n, 0.0)[0]
+        return self._fetch(self._ask("take", n, 0.0)[0])
 
     def take_rest(self) -> TensorDictBase | None:
         """As :meth:`GroupAssembler.take_rest`."""
-        return self._ask("call", "take_rest")
+        return self._fetch(self._ask("call", "take_rest"))
+
+    def _fetch(self, groups: StoredGroups | None) -> TensorDictBase | None:
+        """The rows of groups, from where they are stored; None where all of them are lost."""
+        if groups is None:
+            return None
+        ray = import_extra("ray", "ray", type(self).__name__)
+        try:
+            stored = ray.get(groups.references)
+        except ray.exceptions.ObjectLostError:
+            stored = [self._part(ray, part) for part in groups.references]
+            lost = torch.tensor([part is None for part in stored])[groups.part.long()]
+            odd = groups.group[lost].unique()
+            gone = torch.isin(groups.group, odd)
+            self._ask("lose", int(gone.sum()), len(odd))
+            warnings.warn(
+                f"{int(gone.sum())} rows of {len(odd)} groups were stored on a node or in a process that is "
+                "gone. They are counted as 'lost' and not trained",
+                StreamWarning,
+                stacklevel=2,
+            )
+            if bool(gone.all()):
+                return None
+            groups = groups.only(~gone)
+        return groups.join(stored, self._local)
+
+    @staticmethod
+    def _part(ray: Any, part: Any) -> Any:
+        try:
+            return ray.get(part)
+        except ray.exceptions.ObjectLostError:
+            return None
 
     def give_up(self) -> int:
         """As :meth:`GroupAssembler.give_up`."""
@@ -181,10 +303,6 @@ class RayAssembler:
     def reject(self, groups: int) -> None:
         """As :meth:`GroupAssembler.reject`."""
         self._ask("call", "reject", groups)
-
-    def commit(self) -> None:
-        """As :meth:`GroupAssembler.commit`."""
-        self._ask("call", "commit")
 
     def stalled(self, why: str, worker: tuple[int, int] | None = None) -> StalledError:
         """As :meth:`GroupAssembler.stalled`."""
@@ -210,12 +328,29 @@ class RayAssembler:
         self._ask("call", "__setattr__", "version", version)
 
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`GroupAssembler.state_dict`."""
-        return self._ask("call", "state_dict")
+        """As :meth:`GroupAssembler.state_dict`, with the rows themselves.
+
+        Raises:
+            ray.exceptions.ObjectLostError: a node or process is gone in which rows were stored.
+        """
+        state, groups = self._ask("state")
+        if groups is not None:
+            ray = import_extra("ray", "ray", type(self).__name__)
+            rows = groups.join(ray.get(groups.references), self._local)
+            state["chunks"] = joined_plain([RowPiece(rows, state["chunks"][0]["arrival"].tolist())])
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`GroupAssembler.load_state_dict`."""
-        self._ask("call", "load_state_dict", state)
+        pieces = [RowPiece.from_plain(chunk) for chunk in state["chunks"]]
+        rest = {name: value for name, value in state.items() if name != "chunks"}
+        places = [(piece, arrival) for piece in pieces for arrival in piece.place]
+        self._local._check_options(state)
+        if not places:
+            self._ask("load", None, None, None, rest, [])
+        else:
+            arrivals = [arrival for _, arrival in places]
+            self._send("load", gather(places, {}), rest, arrivals, says=True)
 
     def shutdown(self) -> None:
         """End the actor, and with it what it holds."""
@@ -269,6 +404,91 @@ class Writers:
                     self.lost = getattr(err, "cause", None) or err
 
 
+class RowsLike(NamedTuple):
+    """What rows have in common."""
+
+    kinds: Kinds
+    """Of all of their columns."""
+    keys: list[NestedKey]
+    """Of those that the assembler reads."""
+    digest: bytes | None
+    """By which the actor knows both; None: they are like no others."""
+
+
+class StoredGroups(NamedTuple):
+    """Whole groups whose M rows are stored elsewhere."""
+
+    references: list[Any]
+    """To rows that :func:`pack_rows` packed."""
+    part: Tensor
+    """(M,) in which part each row is."""
+    row: Tensor
+    """(M,) where in its part."""
+    group: Tensor
+    """(M,) int, its group."""
+    numbers: Mapping[NestedKey, Tensor]
+    """(M,) int each: further columns."""
+    stale: Tensor | None
+    """(M,) bool: rows that are masked."""
+
+    def only(self, rows: Tensor) -> StoredGroups:
+        """Some of the rows, by (M,) bool."""
+        numbers = {key: column[rows] for key, column in self.numbers.items()}
+        stale = None if self.stale is None else self.stale[rows]
+        return StoredGroups(
+            self.references, self.part[rows], self.row[rows], self.group[rows], numbers, stale
+        )
+
+    def join(self, parts: Sequence[Any], options: GroupAssembler) -> TensorDictBase:
+        """The batch of the rows.
+
+        Args:
+            parts: packed rows, for each reference; None where no row is of it.
+            options: how rows are masked.
+        """
+        pieces: list[Any] = [None if part is None else unpack_rows(part) for part in parts]
+        pieces = [None if rows is None else RowPiece(rows, range(len(rows))) for rows in pieces]
+        rows = zip(self.part.tolist(), self.row.tolist(), strict=True)
+        numbers = {key: column.tolist() for key, column in self.numbers.items()}
+        stale = None if self.stale is None else self.stale.tolist()
+        return options._joined([(pieces[part], row) for part, row in rows], numbers, stale)
+
+
+class TableAssembler(GroupAssembler):
+    """A GroupAssembler of rows that are stored elsewhere: it holds what it reads of them, and references."""
+
+    def _joined(self, places: Any, numbers: Any, stale: Any) -> Any:
+        places = list(places)
+        rows, parts = gather(places, {}), [piece.holds[piece.place[arrival]] for piece, arrival in places]
+        known = {part: number for number, part in enumerate(dict.fromkeys(parts))}
+        return StoredGroups(
+            list(known),
+            narrowed(torch.tensor([known[part] for part in parts])),
+            narrowed(rows[ROW]),
+            narrowed(rows[self.group_key].reshape(-1).long()),
+            {key: narrowed(torch.tensor(values)) for key, values in numbers.items()},
+            None if stale is None else torch.tensor(stale),
+        )
+
+
+@cache
+def store_on(node: str) -> Any:
+    """The actor that stores rows on a node for all assemblers of this process."""
+    ray = import_extra("ray", "ray", "RayAssembler")
+    where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=where)(RowStore).remote()
+
+
+class RowStore:
+    """What runs in an actor a node: the rows that were put there belong to it, whoever of others dies."""
+
+    def keep(self, assembler: Any, ticket: bytes, packed: Sequence[Any]) -> None:
+        """Store rows, and give the assembler's actor references to them."""
+        ray = import_extra("ray", "ray", "RayAssembler")
+        # The owner itself gives them away: had the writer done, they would be freed where it dies.
+        assembler.keep.remote(ticket, [ray.put(part) for part in packed])
+
+
 class AssemblerActor:
     """What runs in the actor: one thing at a time, since only who waits lets others in.
 
@@ -278,7 +498,9 @@ class AssemblerActor:
     """
 
     def __init__(self, max_ready: int | None, options: Mapping[str, Any]):
-        self.assembler, self.max_ready = GroupAssembler(**options), max_ready
+        self.assembler, self.max_ready = TableAssembler(**options), max_ready
+        self.known: OrderedDict[bytes, RowsLike] = OrderedDict()
+        self.stored: dict[bytes, asyncio.Future[list[Any]]] = {}
         self.most, self.puts = max_ready, 0
         self.changed = asyncio.Condition()
         self.stall: StalledError | None = None
@@ -291,8 +513,59 @@ class AssemblerActor:
         self.workers = WorkerWatch(patience, worker_patience)
         self.workers.begin()
 
-    async def put(self, batch: TensorDictBase, patience: float | None) -> None:
-        """Put rows once there is room."""
+    async def store(self, node: str) -> Any:
+        """The actor that stores rows on a node."""
+        return store_on(node)
+
+    async def keep(self, ticket: bytes, parts: list[Any]) -> None:
+        """Take references from who stores the rows, for whoever asks for them."""
+        self.stored.setdefault(ticket, asyncio.get_running_loop().create_future()).set_result(parts)
+
+    async def _parts_of(self, ticket: bytes | None) -> list[Any]:
+        """The references of a ticket, when they are here."""
+        if ticket is None:
+            return []
+        parts = await self.stored.setdefault(ticket, asyncio.get_running_loop().create_future())
+        del self.stored[ticket]
+        return parts
+
+    async def check(self, kinds: Kinds) -> None:
+        """Refuse rows of such kinds if they do not fit those that wait."""
+        if self.assembler.held:
+            check_kinds(self.assembler._kinds, kinds)
+
+    def like(self, said: RowsLike | bytes | None) -> RowsLike | None:
+        """What rows have in common, which was said now or before; None: it is not known."""
+        if isinstance(said, RowsLike) and said.digest is not None:
+            self.known[said.digest] = said
+            while len(self.known) > KNOWN:
+                self.known.popitem(last=False)
+        return said if isinstance(said, RowsLike) else self.known.get(said or b"")
+
+    async def put(
+        self,
+        ticket: bytes | None,
+        table: RowTable | None,
+        said: RowsLike | bytes | None,
+        patience: float | None,
+    ) -> bool:
+        """Put rows once there is room.
+
+        Args:
+            ticket: of references to them. None: there are none.
+            table: what is read of them. None: there are none.
+            said: what they have in common, or its digest.
+            patience: seconds for which to wait for room.
+
+        Returns:
+            False: nobody has said what they have in common, and they are not taken in.
+        """
+        parts = await self._parts_of(ticket)
+        rows, holds, like = TensorDict({}, batch_size=[0]), [], self.like(said)
+        if table is not None:
+            if like is None:
+                return False
+            rows, holds = rows_of(table, like.keys), [parts[part] for part in table.part.tolist()]
         async with self.changed:
             if not await self._until(lambda: self.most is None or self.assembler.ready < self.most, patience):
                 raise self.assembler.stalled(f"Nobody has made room for {patience:g} s")
@@ -300,11 +573,11 @@ class AssemblerActor:
             self.changed.notify_all()
             try:
                 self.stall = None
-                with warnings.catch_warnings(record=True) as said:  # nothing else runs here meanwhile
+                with warnings.catch_warnings(record=True) as noted:  # nothing else runs here meanwhile
                     warnings.simplefilter("always", StreamWarning)
-                    self.assembler.put(batch)
-                self.said += [each.message for each in said if isinstance(each.message, Warning)]
-                self.workers.saw(batch, self.assembler)
+                    self.assembler._put(rows, like.kinds if like else {}, holds)
+                self.said += [each.message for each in noted if isinstance(each.message, Warning)]
+                self.workers.saw(rows, self.assembler)
             except StalledError as err:  # is of the stream, and not of this batch: the trainer is to know
                 self.stall = err
                 raise
@@ -313,11 +586,12 @@ class AssemblerActor:
                 self.workers.check(self.assembler)
             except StalledError as err:  # is of another worker
                 self.silent = err
+        return True
 
-    async def take(self, n: int | None, patience: float) -> tuple[TensorDictBase | None, int]:
-        """A batch, if one is there in time, and how many puts there were."""
+    async def take(self, n: int | None, patience: float) -> tuple[StoredGroups | None, int]:
+        """Groups, if one is there in time, and how many puts there were."""
         async with self.changed:
-            taken: list[TensorDictBase] = []
+            taken: list[StoredGroups] = []
             await self._until(lambda: self._take_into(taken, n), patience)
             self.changed.notify_all()
             return (taken[0] if taken else None), self.puts
@@ -327,7 +601,7 @@ class AssemblerActor:
         said, self.said = self.said, []
         return said
 
-    def _take_into(self, taken: list[TensorDictBase], n: int | None) -> bool:
+    def _take_into(self, taken: list[Any], n: int | None) -> bool:
         if self.silent is not None:  # at once: others may send more than is taken
             silent, self.silent = self.silent, None
             raise silent
@@ -360,3 +634,34 @@ class AssemblerActor:
         async with self.changed:
             self.changed.notify_all()
             return getattr(self.assembler, method)(*args)
+
+    async def lose(self, rows: int, groups: int) -> None:
+        """Count rows of groups that were handed out, and could not be fetched."""
+        self.assembler._stream.counts["lost"] += rows
+        self.assembler._stream.emitted -= groups
+
+    async def state(self) -> tuple[dict[str, Any], StoredGroups | None]:
+        """The assembler's state, and all rows in the order in which it has them."""
+        async with self.changed:
+            pieces = self.assembler._stream.pieces
+            places = [(piece, arrival) for piece in pieces for arrival in piece.place]
+            groups = self.assembler._joined(places, {}, None) if places else None
+            return self.assembler.state_dict(), groups
+
+    async def load(
+        self,
+        ticket: bytes | None,
+        table: RowTable | None,
+        like: RowsLike | None,
+        state: Mapping[str, Any],
+        arrivals: Sequence[int],
+    ) -> bool:
+        """Go on from a state, whose rows are stored again."""
+        parts, pieces = await self._parts_of(ticket), []
+        if table is not None and like is not None:
+            holds = [parts[part] for part in table.part.tolist()]
+            pieces = [RowPiece(rows_of(table, like.keys), arrivals, holds)]
+        async with self.changed:
+            self.changed.notify_all()
+            self.assembler._load(state, pieces, like.kinds if like else {})
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -41,7 +41,7 @@ from .limits import (
 )
 from .lost import warn_of_lost
 from .open_groups import Group
-from .pieces import RowPiece, check_kinds, gather, kinds_of
+from .pieces import Kinds, Places, RowPiece, check_kinds, gather, kinds_of
 from .stream import STALE, UNFINISHED, Stream, StreamPlan
 
 if TYPE_CHECKING:
@@ -304,13 +304,25 @@ class GroupAssembler(
         """
         keys = [self.group_key, self.rollout_key]
         with self._turn, labels_in_errors(batch, keys):
-            stream, found, kinds = self._stream, self._found, None
+            kinds = None
             if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
                 kinds = kinds_of(batch)
             if kinds != self._kinds:  # rows like those before were looked at with these
-                batch, found = enter_rows(batch, keys, reader=type(self).__name__), None
+                batch = enter_rows(batch, keys, reader=type(self).__name__)
                 kinds = kinds_of(batch)
-            piece = RowPiece(batch, range(stream.received, stream.received + len(batch)))
+            self._put(batch, kinds)
+
+    def _put(self, batch: TensorDictBase, kinds: Kinds, holds: Sequence[Any] = ()) -> None:
+        """Take in rows that were entered.
+
+        Args:
+            batch: TensorDict ``[N]`` with the columns that are read; the others may be elsewhere.
+            kinds: of all columns.
+            holds: what must live as long as each row does.
+        """
+        with self._turn:
+            stream, found = self._stream, self._found if kinds == self._kinds else None
+            piece = RowPiece(batch, range(stream.received, stream.received + len(batch)), holds)
             plan = StreamPlan(stream, stream.puts + 1, self._now(), came=len(batch))
             if len(batch):
                 if found is None:
@@ -496,15 +508,29 @@ class GroupAssembler(
         have = [len(group.rollouts) for group, _ in rows]
         dispatched = [group.dispatched for group, _ in rows]
         places = [(row.piece, row.arrival) for _, row in rows]
-        batch = gather(places, {self.expected_key: have, DISPATCHED: dispatched})
-        if self.max_staleness is not None and self.on_stale == "mask":
-            stale = torch.tensor([row.version < oldest for _, row in rows])
-            seen = Rows.read(batch).seen_by(self)
-            seen.leave(stale, STALE, "masked")
-            batch = seen.write()
+        masks = self.max_staleness is not None and self.on_stale == "mask"
+        masked = [row.version < oldest for _, row in rows] if masks else None
+        batch = self._joined(places, {self.expected_key: have, DISPATCHED: dispatched}, masked)
         stream.close(groups)
         stream.emitted += len(groups)
         return batch
+
+    def _joined(
+        self, places: Places, numbers: Mapping[NestedKey, Sequence[int]], stale: Sequence[bool] | None
+    ) -> Any:
+        """The batch that is handed out.
+
+        Args:
+            places: its rows, M of them.
+            numbers: further columns, M each.
+            stale: which rows are masked. None: none is.
+        """
+        batch = gather(places, numbers)
+        if stale is None:
+            return batch
+        seen = Rows.read(batch).seen_by(self)
+        seen.leave(torch.tensor(stale), STALE, "masked")
+        return seen.write()
 
     def give_up(self) -> int:
         """Let go of all that is held, counted as ``unfinished``, and return how many rows that were."""
@@ -558,11 +584,19 @@ class GroupAssembler(
             ValueError: it is of an assembler that reads rows in another way; this one has a journal with
                 events in it, from which it goes on.
         """
+        pieces = [RowPiece.from_plain(rows) for rows in state["chunks"]]
+        self._load(state, pieces, kinds_of(pieces[0].batch) if pieces else {})
+
+    def _check_options(self, state: Mapping[str, Any]) -> None:
         if state["options"] | {"in_order": self.in_order} != self._options | {"in_order": self.in_order}:
             raise ValueError(
                 f"the state must be of an assembler that reads rows as this one does ({self._options}); "
                 f"it is of one with {state['options']}"
             )
+
+    def _load(self, state: Mapping[str, Any], pieces: Sequence[RowPiece], kinds: Kinds) -> None:
+        """Go on from a state with these rows, whose columns are of these kinds."""
+        self._check_options(state)
         with self._turn:
             known = self._stream.puts or self._stream.waiting or self._stream.emitted
             if self._journal is not None and known:
@@ -570,25 +604,23 @@ class GroupAssembler(
                     f"this assembler goes on from its journal {self.journal}, which has all that happened "
                     "since that state: load none; or give a path where no file is, and load the state there"
                 )
-            self._go_on(state, self._now())
+            self._go_on(state, self._now(), pieces, kinds)
             if self._journal is not None:
                 self._journal.begin_anew(self)
 
-    def _go_on(self, state: Mapping[str, Any], now: float) -> None:
-        pieces, found = [RowPiece.from_plain(rows) for rows in state["chunks"]], None
-        if pieces:
-            found = find_columns(pieces[0], self._options)
+    def _go_on(self, state: Mapping[str, Any], now: float, pieces: Sequence[RowPiece], kinds: Kinds) -> None:
+        found = find_columns(pieces[0], self._options) if pieces else None
         read = (arriving_rows(piece, found or {}, self.group_size)[0] for piece in pieces)
         rows, by_segment = chain.from_iterable(read), self.segment_key is not None
         self._stream = Stream.from_plain(state["state"], rows, now, by_segment=by_segment)
-        self._kinds, self._found = kinds_of(pieces[0].batch) if pieces else {}, found
+        self._kinds, self._found = kinds, found
         self.version = state["version"]
 
     def __getstate__(self) -> dict[str, Any]:
         if self._journal is not None:
             raise TypeError(
                 f"an assembler with a journal ({self.journal}) is not copied or pickled, since one alone "
-                "writes to its file: make it where it runs, or use RayAssembler(journal=…), or state_dict()"
+                "writes to its file: make it where it runs, or save state_dict()"
             )
         return {name: value for name, value in self.__dict__.items() if name != "_turn"}
 

@@ -37,7 +37,7 @@ from headrace.transforms.errors import BatchError, StreamWarning
 from headrace.transforms.tensordicts import from_plain
 
 from .open_groups import Group
-from .pieces import RowPiece, gather
+from .pieces import RowPiece, gather, kinds_of
 
 SCHEMA = pyarrow.schema(
     [
@@ -237,7 +237,8 @@ class Journal:
         elif event == "reject":
             assembler.reject(said["rejected"])
         elif event == "state":
-            assembler._go_on(said["state"], 0.0)
+            pieces = [RowPiece.from_plain(rows) for rows in said["state"]["chunks"]]
+            assembler._go_on(said["state"], 0.0, pieces, kinds_of(pieces[0].batch) if pieces else {})
             self._entries = assembler.held
         elif event == "open":
             self._take_back(assembler)

@@ -43,10 +43,11 @@ class RowPiece:
     Args:
         batch: TensorDict ``[n]``, dense or a lazy stack. Its memory is the caller's until :meth:`own`.
         arrivals: n numbers by which the rows are found, ascending.
+        holds: what must live as long as each row does, n things or none.
     """
 
-    def __init__(self, batch: TensorDictBase, arrivals: Iterable[int]):
-        self.batch = batch
+    def __init__(self, batch: TensorDictBase, arrivals: Iterable[int], holds: Sequence[Any] = ()):
+        self.batch, self.holds = batch, holds
         """The rows, those that were let go of, too."""
         self.place = {arrival: row for row, arrival in enumerate(arrivals)}
         """Where in the batch each row is, by its arrival."""
@@ -67,6 +68,7 @@ class RowPiece:
     def own(self) -> None:
         """Copy the rows into memory of their own: collectors write into theirs again."""
         self.batch = self.rows().clone()
+        self.holds = [self.holds[row] for row in self.place.values()] if self.holds else ()
         self.place = {arrival: row for row, arrival in enumerate(self.place)}
 
     def take(self, arrivals: Iterable[int]) -> TensorDictBase:
@@ -109,7 +111,11 @@ def numbers_column(values: Iterable[int]) -> Tensor:
     numbers = array("q", values)
     if not numbers:
         return torch.empty(0, dtype=torch.int64)
-    column = torch.frombuffer(numbers, dtype=torch.int64)
+    return narrowed(torch.frombuffer(numbers, dtype=torch.int64))
+
+
+def narrowed(column: Tensor) -> Tensor:
+    """The same integers, at least one, of as few bits as hold them."""
     low, high = column.aminmax()
     for dtype in (torch.int8, torch.int16, torch.int32):
         if low >= torch.iinfo(dtype).min and high <= torch.iinfo(dtype).max:

@@ -1,0 +1,149 @@
+"""Rows per second to a trainer through RayAssembler, against a plain Ray queue, and bytes through the actor.
+
+    python benchmarks/engines.py [--rounds 5] [--rows 4096] [--writers 2]
+
+Writers send the same pieces of 32 rows, four whole groups of 8, through either. What comes out of the queue
+is what was put: no groups, no counts, and nothing is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from results import main
+from tables import Cell, Row, Table
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from headrace.pipeline import RayAssembler
+
+GROUP_SIZE, PIECE = 8, 32
+MOST_BYTES = 200
+NOTE = f"""Rows per second, medians of rounds that take turns: {PIECE} rows a piece, dense or in lazy stacks
+of ragged rows. Bytes are those of one row through the assembler's actor, in and out."""
+
+
+def collected(count: int, writer: int, tokens: int, *, ragged: bool) -> TensorDictBase:
+    """Finished rollouts of one row each, with origins."""
+    ids = torch.arange(writer * count, (writer + 1) * count)
+    zeros = torch.zeros_like(ids)
+    columns = {
+        "group_id": ids // GROUP_SIZE,
+        "rollout_id": ids,
+        "expected_rollouts": torch.full_like(ids, GROUP_SIZE),
+        ("headrace", "origin"): torch.stack([zeros, zeros + writer, zeros + 99, zeros, zeros + 1], 1),
+        ("next", "reward"): torch.rand(count, 1),
+        ("next", "done"): torch.ones(count, 1, dtype=torch.bool),
+        ("tokens", "full"): torch.zeros(count, tokens, dtype=torch.int64),
+        ("log_probs", "full"): torch.zeros(count, tokens),
+        ("masks", "all_assistant_mask"): torch.ones(count, tokens, dtype=torch.bool),
+    }
+    rows = TensorDict(columns, batch_size=[count])
+    if not ragged:
+        return rows
+    singles = [row.clone() for row in rows.unbind(0)]
+    for number, row in enumerate(singles):
+        for key in (("tokens", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask")):
+            row[key] = row[key][: tokens - number % (tokens // 2)].clone()
+    return lazy_stack(singles)
+
+
+class Writer:
+    """A process that collects. What it has collected is there before it is asked to send."""
+
+    def collect(self, count: int, writer: int, tokens: int, ragged: bool) -> None:
+        """Make rows, in pieces."""
+        torch.set_num_threads(1)
+        self.pieces = [
+            piece.clone() for piece in collected(count, writer, tokens, ragged=ragged).split(PIECE)
+        ]
+
+    def send(self, put: Callable[[TensorDictBase], Any]) -> None:
+        """Send the pieces."""
+        for piece in self.pieces:
+            put(piece)
+
+
+class Counting(RayAssembler):
+    """Notes the bytes of what goes to the assembler's actor and comes from it."""
+
+    sent = 0
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        found = super()._ask(method, *args)
+        self.sent += bytes_of((args, found))
+        return found
+
+    def _keep(self, method: str, packed: Any, *args: Any) -> Any:
+        import ray
+
+        self.sent += bytes_of(([ray.put(part) for part in packed], args))
+        return super()._keep(method, packed, *args)
+
+
+def bytes_of(thing: Any) -> int:
+    """Of a message between processes, as Ray makes it."""
+    import ray
+
+    return ray._private.worker.global_worker.get_serialization_context().serialize(thing).total_bytes
+
+
+def rates(options: argparse.Namespace, tokens: int, ragged: bool) -> list[Cell]:
+    """A line of the table."""
+    import ray
+    from ray.util.queue import Queue
+
+    count, found = options.rows // options.writers, {"queue": [], "assembler": []}
+    queue, assembler = Queue(actor_options={"num_cpus": 0}), RayAssembler()
+    writers = [ray.remote(num_cpus=0)(Writer).remote() for _ in range(options.writers)]
+    for turn in range(options.rounds + 1):  # of which the first warms up
+        numbers = range(turn * len(writers), (turn + 1) * len(writers))
+        ray.get([w.collect.remote(count, n, tokens, ragged) for w, n in zip(writers, numbers, strict=True)])
+        for way, put in (("queue", queue.put), ("assembler", assembler.put)):
+            start, rows = time.perf_counter(), 0
+            tasks = [writer.send.remote(put) for writer in writers]
+            if way == "queue":
+                while rows < count * len(writers):
+                    rows += len(queue.get())
+            else:
+                for batch in assembler.batches(patience=300):
+                    rows += len(batch)
+                    if rows == count * len(writers):
+                        break
+            seconds = time.perf_counter() - start
+            ray.get(tasks)
+            if rows != count * len(writers):
+                raise RuntimeError(f"{count * len(writers)} rows were sent, and {rows} came")
+            found[way] += [rows / seconds] if turn else []
+    counting = Counting(groups=4 * PIECE // GROUP_SIZE)
+    for piece in collected(8 * PIECE, 10**6, tokens, ragged=ragged).split(PIECE):
+        counting.put(piece)
+        counting.take()
+    for actor in (*writers, counting, assembler, queue):
+        actor.shutdown() if hasattr(actor, "shutdown") else ray.kill(actor)
+    plain, ours = (statistics.median(each) for each in found.values())
+    bytes_ = Cell(counting.sent / (8 * PIECE), ",.0f", MOST_BYTES)
+    return [Cell(plain, ",.0f"), Cell(ours, ",.0f"), Cell(ours / plain, ".2f", 1, at_least=True), bytes_]
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """The one table."""
+    import ray
+
+    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
+    lines = [(tokens, ragged) for tokens in (64, 4096) for ragged in (False, True)]
+    rows = [
+        Row(f"{tokens:,} tokens, {'ragged' if ragged else 'dense'}", rates(options, tokens, ragged))
+        for tokens, ragged in (lines[:2] if options.quick else lines)
+    ]
+    ray.shutdown()
+    head = ["rows", "Ray queue, rows/s", "RayAssembler, rows/s", "ratio", "bytes a row"]
+    yield Table("Rows to a trainer, on Ray", NOTE, head, rows)
+
+
+if __name__ == "__main__":
+    main(tables, __doc__, warm=False, rounds=(5, 1), rows=(2048, 128), writers=(2, 2))

@@ -1,0 +1,252 @@
+"""Rows as flat arrays, which are stored and sent without a copy of each tensor, and rows again.
+
+What an assembler in another process reads of rows goes apart from them, as a table of few bytes a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+)
+from torch import Tensor
+
+from headrace.transforms.assembler.pieces import narrowed
+from headrace.transforms.tensordicts import (
+    as_texts,
+    listed,
+    of_columns,
+    parts_of,
+    stack_of_rows,
+    take_rows,
+    write_column,
+)
+
+ROW = ("headrace", "stored_row")  # where in its part a row is stored
+MOST_PARTS = 16  # in which rows that come together are stored
+LEAST_BYTES = 2**18  # of a part: that of a few small rows costs as much
+
+
+class PackedColumn(NamedTuple):
+    """A column of N rows, of one dtype."""
+
+    dtype: torch.dtype
+    numbers: Any
+    """The bytes of all rows as one NumPy array."""
+    shapes: Any
+    """Of each row; of a dense column one, with all rows."""
+
+
+class PackedRows(NamedTuple):
+    """Rows whose columns are packed, each a :class:`PackedColumn`, texts, or a mapping of such."""
+
+    columns: Mapping[str, Any]
+    size: int
+    lazy: bool
+    device: torch.device | None
+
+
+def pack_rows(batch: TensorDictBase) -> PackedRows | TensorDictBase:
+    """Rows as one array a column; a copy of them as they are where a column is something else.
+
+    Args:
+        batch: TensorDict ``[N]`` on the CPU, dense or a lazy stack.
+
+    Example:
+        >>> rows = stack_of_rows(*(TensorDict({"x": torch.ones(n), "name": "a"}) for n in (1, 2)))
+        >>> packed = pack_rows(rows)
+        >>> packed.columns["x"].shapes, unpack_rows(packed)[1]["x"].tolist()
+        ([(1,), (2,)], [1.0, 1.0])
+    """
+    lazy = type(batch) is LazyStackedTensorDict
+    columns = _packed_rows(batch.tensordicts) if lazy and batch.stack_dim == 0 else _packed(batch)
+    return batch.clone() if columns is None else PackedRows(columns, len(batch), lazy, batch.device)
+
+
+def unpack_rows(packed: PackedRows | TensorDictBase) -> TensorDictBase:
+    """The rows of :func:`pack_rows`, in memory of their own."""
+    if isinstance(packed, TensorDictBase):
+        return packed
+    if not packed.lazy:
+        return _dense(packed.columns, packed.size, packed.device)
+    return stack_of_rows(*_rows(packed.columns, packed.size, packed.device))
+
+
+def _bytes_of(column: Tensor) -> Any:
+    flat = column.detach().contiguous().view(-1)
+    if flat.stride() != (1,):  # of one number, which is contiguous whatever its stride is
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy()
+
+
+def _flat(column: PackedColumn) -> Tensor:
+    if not len(column.numbers):
+        return torch.empty(0, dtype=column.dtype)
+    return torch.from_numpy(column.numbers.copy()).view(column.dtype)
+
+
+def _packed(batch: Any) -> dict[str, Any] | None:
+    """The columns of a dense batch; None where one is something else."""
+    if type(batch) is not TensorDict or batch.batch_dims != 1:
+        return None
+    columns: dict[str, Any] = {}
+    for name, value in batch.items():
+        if type(value) is Tensor and not value.is_nested:
+            columns[name] = PackedColumn(value.dtype, _bytes_of(value), tuple(value.shape))
+        elif type(value) is NonTensorStack and value.batch_dims == 1:
+            columns[name] = listed(value)
+        elif (inner := _packed(value)) is not None:
+            columns[name] = inner
+        else:
+            return None
+    return columns
+
+
+def _packed_rows(rows: Sequence[Any]) -> dict[str, Any] | None:
+    """The columns of rows with the same ones; None where they differ, or one is something else."""
+    each = [dict(row.items()) for row in rows if type(row) is TensorDict and row.batch_dims == 0]
+    names = each[0].keys() if each else ()
+    if len(each) < len(rows) or any(row.keys() != names for row in each):
+        return None
+    columns: dict[str, Any] = {}
+    for name in names:
+        values = [row[name] for row in each]
+        first = values[0]
+        if all(type(value) is Tensor and value.dtype is first.dtype for value in values):
+            flat = torch.cat([value.detach().reshape(-1) for value in values])
+            columns[name] = PackedColumn(
+                first.dtype, _bytes_of(flat), [tuple(value.shape) for value in values]
+            )
+        elif all(type(value) is NonTensorData for value in values):
+            columns[name] = [value.data for value in values]
+        elif (inner := _packed_rows(values)) is not None:
+            columns[name] = inner
+        else:
+            return None
+    return columns
+
+
+def _dense(columns: Mapping[str, Any], count: int, device: torch.device | None) -> TensorDict:
+    made: dict[str, Any] = {}
+    for name, value in columns.items():
+        if isinstance(value, PackedColumn):
+            made[name] = _flat(value).view(value.shapes)
+        else:
+            made[name] = as_texts(value) if isinstance(value, list) else _dense(value, count, device)
+    return of_columns(made, [count], device)
+
+
+def _rows(columns: Mapping[str, Any], count: int, device: torch.device | None) -> list[TensorDict]:
+    made: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in columns.items():
+        each: Sequence[Any]
+        if isinstance(value, PackedColumn):  # a row in memory of its own: it is pickled without the others
+            sizes = [math.prod(shape) for shape in value.shapes]
+            flat = _flat(value).split(sizes)
+            each = [row.clone().view(shape) for row, shape in zip(flat, value.shapes, strict=True)]
+        else:
+            texts = isinstance(value, list)
+            each = as_texts(value).tensordicts if texts else _rows(value, count, device)
+        for row, entry in zip(made, each, strict=True):
+            row[name] = entry
+    return [of_columns(row, [], device) for row in made]
+
+
+# -- what an assembler reads of them ------------------------------------------------------------------------
+
+
+class RowTable(NamedTuple):
+    """A few numbers of each of N rows."""
+
+    size: int
+    columns: list[tuple[str, bytes]]
+    """NumPy's letter of a dtype, and the numbers, of each key that both sides know."""
+    part_letters: tuple[str, bytes]
+    """The same: in which part each row is stored."""
+    row_letters: tuple[str, bytes]
+    """And where in it."""
+
+    @property
+    def part(self) -> Tensor:
+        """(N,) int."""
+        return _numbers(*self.part_letters)
+
+
+def row_table(rows: TensorDictBase, keys: Sequence[NestedKey], places: Tensor) -> RowTable:
+    """Some columns of numbers, integers with as few bits as hold them.
+
+    Args:
+        rows: TensorDict ``[N]``, N ≥ 1, dense or a lazy stack.
+        keys: of columns that are there.
+        places: (2, N) int64, of :func:`cut_by_group`.
+
+    Example:
+        >>> rows = TensorDict({"group_id": torch.tensor([4, 4])}, batch_size=[2])
+        >>> table = row_table(rows, ["group_id"], torch.tensor([[0, 0], [0, 1]]))
+        >>> len(table.columns[0][1]), rows_of(table, ["group_id"])["group_id"].tolist()
+        (2, [4, 4])
+    """
+    found = (torch.cat([entry.reshape(-1) for entry in parts_of(rows, key) or []]) for key in keys)
+    return RowTable(len(rows), [_letters(column) for column in found], *map(_letters, places))
+
+
+def rows_of(table: RowTable, keys: Sequence[NestedKey]) -> TensorDict:
+    """The columns of :func:`row_table`, and where each row is in its part."""
+    rows = TensorDict({}, batch_size=[table.size])
+    for key, letters in zip((*keys, ROW), (*table.columns, table.row_letters), strict=True):
+        column = _numbers(*letters)
+        write_column(rows, key, column if len(column) == table.size else column.view(table.size, -1))
+    return rows
+
+
+def _letters(column: Tensor) -> tuple[str, bytes]:
+    if column.is_floating_point():
+        column = column.double()
+    elif column.dtype is not torch.bool:
+        column = narrowed(column.long())
+    array = column.detach().numpy()
+    return array.dtype.char, array.tobytes()
+
+
+def _numbers(kind: str, letters: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(letters), kind))
+
+
+def cut_by_group(rows: TensorDictBase, group: Tensor) -> tuple[list[TensorDictBase], Tensor]:
+    """Rows in parts that leave together: one a group, or several groups where there are many, or small ones.
+
+    Args:
+        rows: TensorDict ``[N]``, N ≥ 1.
+        group: (N,) int64, their groups.
+
+    Returns:
+        - At most `MOST_PARTS` parts, of about `LEAST_BYTES` or more.
+        - (2, N) int64: in which part each row is, and where in it.
+
+    Example:
+        >>> rows = TensorDict({"x": torch.arange(3 * LEAST_BYTES).view(3, -1)}, batch_size=[3])
+        >>> parts, places = cut_by_group(rows, torch.tensor([5, 9, 5]))
+        >>> [len(part) for part in parts], places.tolist()
+        ([2, 1], [[0, 1, 0], [0, 0, 1]])
+    """
+    names, own = group.unique(return_inverse=True)
+    count = min(len(names), MOST_PARTS, rows.bytes() // LEAST_BYTES)
+    if count <= 1:
+        return [rows], torch.stack([torch.zeros_like(own), torch.arange(len(own))])
+    part = own * count // len(names)
+    places, parts = torch.stack([part, part]), []
+    for number in range(int(part.max()) + 1):
+        some = (part == number).nonzero().flatten()
+        places[1, some] = torch.arange(len(some))
+        parts.append(take_rows(rows, some, on_cpu=some, shared=True))
+    return parts, places

@@ -1,0 +1,184 @@
+"""Whole groups by TransferQueue's own interface, against its sampler of consecutive numbers."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from assembly import Line, batch_of_lines
+
+from headrace.pipeline import group_sampler, group_tags
+from headrace.transforms import BatchError, GroupAssembler
+
+ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+transfer_queue = pytest.importorskip("transfer_queue", reason="the extra `tq` is not installed")
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def partition_of(tags: dict[int, Any]) -> Any:
+    """What TransferQueue's controller gives to a sampler."""
+    return SimpleNamespace(partition_id="train", get_custom_meta=lambda rows: {r: tags[r] for r in rows})
+
+
+def tags_of(lines: Sequence[Line], assembler: GroupAssembler) -> dict[int, Any]:
+    return dict(enumerate(group_tags(batch_of_lines(lines), assembler)))
+
+
+def test_on_its_own_ground_it_samples_what_the_one_of_consecutive_numbers_samples():
+    assembler = GroupAssembler(group_size=4)
+    tags = tags_of([Line(n // 4, n, 0, True, expected=4) for n in range(40)], assembler)
+    ours, theirs = group_sampler(assembler), transfer_queue.GRPOGroupNSampler(n_samples_per_prompt=4)
+    ready: list[int] = []
+    for few in (range(4), range(8, 12), range(4, 8), range(12, 40)):
+        ready = sorted([*ready, *few])
+        for rows in (8, 4):
+            found = ours(ready, rows, partition=partition_of(tags))
+            expected = theirs(ready, rows)
+            assert sorted(found[0]) == expected[0]
+            assert found[0] == found[1]
+            ready = [row for row in ready if row not in found[1]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_groups_are_whole_whatever_their_size_and_the_order_of_their_rows(seed):
+    draw = random.Random(seed)
+    lines = []
+    for group in range(30):  # of 1 to 5 rollouts, each of 1 to 4 rows
+        expected = draw.randint(1, 5)
+        for rollout in range(expected):
+            turns = draw.randint(1, 4)
+            for turn in range(turns):
+                lines.append(Line(group, 10 * group + rollout, turn, turn == turns - 1, expected=expected))
+    draw.shuffle(lines)
+    lost = {10 * group for group in range(0, 30, 7)}  # rollouts of which nothing comes
+    assembler = GroupAssembler(segment_key="segment")
+    tags, sampler = tags_of(lines, assembler), group_sampler(assembler)
+    came = [row for row, line in enumerate(lines) if line.rollout not in lost]
+    found: list[int] = []
+    for start in range(0, len(came), 17):
+        ready = [row for row in came[: start + 17] if row not in found]
+        while some := sampler(ready, 9, partition=partition_of(tags))[0]:
+            assert len(some) >= 9
+            found += some
+            ready = [row for row in ready if row not in some]
+    while some := sampler([row for row in came if row not in found], 1, partition=partition_of(tags))[0]:
+        found += some
+    whole = [row for row, line in enumerate(lines) if line.group % 7]
+    assert sorted(found) == whole
+    groups = [lines[row].group for row in found]
+    assert [group for at, group in enumerate(groups) if at == 0 or groups[at - 1] != group] == list(
+        dict.fromkeys(groups)
+    )
+
+
+def test_where_a_row_is_late_the_other_one_mixes_groups_and_this_one_does_not():
+    assembler = GroupAssembler(group_size=4)
+    tags = tags_of([Line(n // 4, n, 0, True, expected=4) for n in range(8)], assembler)
+    ready = [0, 1, 3, 4, 5, 6, 7]
+    assert transfer_queue.GRPOGroupNSampler(n_samples_per_prompt=4)(ready, 4)[0] == [3, 4, 5, 6]
+    assert group_sampler(assembler)(ready, 4, partition=partition_of(tags))[0] == [4, 5, 6, 7]
+
+
+def test_where_groups_are_uneven_the_other_one_mixes_them_and_this_one_does_not():
+    lines = [
+        Line(n, 10 * n + r, 0, True, expected=3 if n % 2 else 2)
+        for n in range(4)
+        for r in range(3 if n % 2 else 2)
+    ]
+    assembler = GroupAssembler()
+    tags = tags_of(lines, assembler)
+    theirs, _ = transfer_queue.GRPOGroupNSampler(n_samples_per_prompt=2)(range(len(lines)), 4)
+    assert [lines[row].group for row in theirs] == [0, 0, 1, 1]  # and the third of group 1 is left
+    ours, _ = group_sampler(assembler)(range(len(lines)), 4, partition=partition_of(tags))
+    assert [lines[row].group for row in ours] == [0, 0, 1, 1, 1]
+
+
+def test_a_failed_group_is_dropped_or_kept_as_the_assembler_says():
+    lines = [Line(0, 0, 0, True, 2), Line(0, 1, 0, True), Line(1, 2, 0, True), Line(1, 3, 0, True)]
+    for options, expected in (({}, [2, 3]), ({"on_failure": "keep", "min_rollouts": 1}, [1, 2, 3])):
+        assembler = GroupAssembler(**options)
+        sampler, tags = group_sampler(assembler), tags_of(lines, assembler)
+        assert sampler(range(4), len(expected), partition=partition_of(tags))[0] == expected
+
+
+def test_it_goes_on_from_a_checkpoint_and_a_rank_gets_the_same_rows_again():
+    assembler = GroupAssembler()
+    tags = tags_of([Line(n // 2, n, 0, True) for n in range(8)], assembler)
+    sampler, again = group_sampler(assembler), group_sampler(assembler)
+    calls: dict[str, Any] = {"partition": partition_of(tags), "partition_id": "train", "task_name": "train"}
+    first = sampler([0, 1, 2], 2, **calls, dp_rank=0, batch_index=0)
+    assert sampler([2, 3], 2, **calls, dp_rank=0, batch_index=0) == first == ([0, 1], [0, 1])
+    assert sampler.has_cached_result("train", "train", {"dp_rank": 0, "batch_index": 0})
+    again.load_checkpoint(sampler.save_checkpoint())
+    assert again([2, 3], 2, **calls, dp_rank=0, batch_index=1)[0] == [2, 3]
+    again.clear_cache("train")
+    assert again([0, 1], 2, **calls)[0] == [0, 1]  # numbers that are used anew
+
+
+def test_rows_without_ids_have_no_tags():
+    rows = batch_of_lines([Line(0, 0, 0, True)])
+    rows["rollout_id"][0] = -1
+    with pytest.raises(BatchError, match="needs the key"):
+        group_tags(rows.exclude("group_id"), GroupAssembler())
+    sampler = group_sampler(GroupAssembler())
+    tags = dict(enumerate(group_tags(rows, GroupAssembler())))
+    with pytest.raises(BatchError, match="rollout_id"):
+        sampler([0], 1, partition=partition_of(tags))
+
+
+def test_who_lacks_the_extra_is_told_so_by_the_sampler(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transfer_queue", None)
+    with pytest.raises(
+        ImportError, match=r"group_sampler needs transfer_queue: pip install 'headrace\[tq\]'"
+    ):
+        group_sampler(GroupAssembler())
+
+
+# -- in TransferQueue itself ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def assembler(cluster) -> Iterator[GroupAssembler]:
+    """Of the sampler of a queue that runs."""
+    assembler = GroupAssembler(segment_key="segment")
+    conf = importlib.import_module("omegaconf").OmegaConf.create(
+        {
+            "controller": {"sampler": group_sampler(assembler), "polling_mode": True},
+            "backend": {"SimpleStorage": {"num_data_storage_units": 1}},
+        },
+        flags={"allow_objects": True},
+    )
+    transfer_queue.init(conf)
+    yield assembler
+    transfer_queue.close()
+
+
+def test_the_queue_hands_out_whole_groups_of_two_producers(assembler):
+    expected = [2, 3, 1, 4]
+    lines = [
+        Line(g, 10 * g + r, s, s == 1, expected=size)
+        for s in (0, 1)
+        for g, size in enumerate(expected)
+        for r in range(size)
+    ]
+    rows, name = batch_of_lines(lines), "sampled"
+    for producer in (0, 1):
+        some = rows[producer::2]
+        keys = [f"{producer}/{row}" for row in range(len(some))]
+        fields = some.select("number", ("tokens", "full")).flatten_keys(".").clone()
+        transfer_queue.kv_batch_put(keys, name, fields=fields, tags=group_tags(some, assembler))
+        client = transfer_queue.get_client()
+        while (meta := client.get_meta(["number"], 4, name, task_name="train")).size:
+            found = client.get_data(meta)["number"]
+            numbers = [int(number) for number in found.unbind()]
+            groups = [lines[number].group for number in numbers]
+            assert len(numbers) == sum(2 * expected[group] for group in set(groups))
+            assert producer == 1
+            for group in set(groups):
+                expected[group] = 0
+    assert expected in ([0, 0, 0, 0], [0, 0, 1, 0])
