@@ -33,7 +33,7 @@ AT = 12  # steps of an environment before its trouble begins
 FRAMES = 12
 PATIENCE = 5.0  # seconds
 BOUND = 45.0  # seconds that a cell may take, where processes start slowly
-AFTER = PATIENCE + 2  # seconds in which an error may follow a warning
+AFTER = PATIENCE + 10  # seconds in which an error may follow a warning: a batch may take some of them
 AT_ONCE = 4  # cells
 
 
