@@ -45,7 +45,9 @@ def quick(tmp_path_factory) -> tuple[dict[str, dict], str]:
 @pytest.mark.slow
 def test_every_benchmark_runs_and_measures_every_cell(quick):
     results, page = quick
-    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "main(tables" in path.read_text()}
+    texts = {path.stem: path.read_text() for path in BENCHMARKS.glob("*.py")}
+    # What needs a cluster of Ray is run by itself.
+    scripts = {name for name, text in texts.items() if "main(tables" in text and "import ray" not in text}
     assert results.keys() == scripts, "what __main__.py runs is all there is"
     assert "these numbers mean nothing" in page
     for name, result in results.items():
