@@ -40,7 +40,7 @@ def sequence_stages(rounds: int, quick: bool) -> list[Row]:
         *packing(*((8, 32) if quick else (512, 2048)), rounds),
         *packing_little(*((8, 8) if quick else (16, 256)), 4 * rounds),
         merged_turns(*((4, 2, 4) if quick else (64, 8, 128)), rounds),
-        *(dense_rows(8 if quick else 512, width, rounds) for width in ((16,) if quick else (100, 1000))),
+        *(dense_rows(8 if quick else 512, width, rounds) for width in ((8, 16) if quick else (100, 1000))),
         calls_by_row(*((2, 4) if quick else (256, 512))),
     ]
 

@@ -54,7 +54,8 @@ def test_every_benchmark_runs_and_measures_every_cell(quick):
         for place, cell in cells(result).items():
             waited = name != "gpu" or torch.cuda.is_available()
             given_up = place[1] == "MCAdvantage" and place[2] == result["tables"][0]["head"][-1]
-            assert (cell["value"] is not None) == (waited and not given_up), (name, place)
+            if name != "tokens" or place[2] != "formula, ms":  # which some measures have not
+                assert (cell["value"] is not None) == (waited and not given_up), (name, place)
             assert place[0] in page
             assert place[1] in page
 
