@@ -176,6 +176,7 @@ def test_rows_that_wait_for_the_next_batch_are_counted_there_as_here():
     assert int(out[COUNTED].sum()) == 3 * len(out) // 4
 
 
+@pytest.mark.slow
 def test_the_reward_of_an_empty_rollout_moves_no_number_of_a_recipe():
     for recipe in ADVANTAGES:
         if recipe.startswith("as/") and recipe != "as/nemo_rl":

@@ -73,6 +73,7 @@ def test_the_next_batch_lets_go_of_columns_that_nobody_has_read():
     assert column() is None
 
 
+@pytest.mark.slow
 def test_a_loop_that_never_reads_metrics_holds_the_columns_of_one_batch():
     columns, alive = [], []
 

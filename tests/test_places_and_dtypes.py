@@ -244,6 +244,7 @@ def of_a_run(pipeline, batch):
     return list(run.minibatches()), run.metrics
 
 
+@pytest.mark.slow
 def test_no_number_of_a_recipe_depends_on_torchs_default_dtype(make_batch, quick):
     """Minibatches and metrics, of float64 rewards, integers and float32."""
     names, kinds, others = ADVANTAGES, (torch.float64, torch.int64, torch.float32), OTHERS
