@@ -147,6 +147,7 @@ PER_TOKEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["uniform", "uneven"])
 def test_under_keep_no_recipe_leaves_a_number_that_a_mask_does_not_silence(kind):
     """Each column that a loss may read, times the loss mask, is finite: padding and masked rows included."""
