@@ -49,3 +49,17 @@ def grpo_loop(batch: TensorDict, minibatches: int, *words: str) -> Callable[[], 
 def in_pieces(batch: TensorDict) -> Callable[[], None]:
     """The same, in as many as most benchmarks have."""
     return grpo_loop(batch, MINIBATCHES)
+
+
+def finished(rows: int) -> TensorDict:
+    """Rollouts of one row each that have ended, group by group."""
+    generator, number = torch.Generator().manual_seed(0), torch.arange(rows).unsqueeze(-1)
+    columns = {
+        "group_id": number // GROUP_SIZE,
+        "rollout_id": number,
+        "expected_rollouts": torch.full_like(number, GROUP_SIZE),
+        ("next", "reward"): torch.rand(rows, 1, generator=generator),
+        ("next", "done"): torch.ones(rows, 1, dtype=torch.bool),
+        ("tokens", "full"): torch.randint(0, 99, (rows, 16), generator=generator),
+    }
+    return TensorDict(columns, batch_size=[rows])

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from batches import GROUP_SIZE, collected
+from batches import GROUP_SIZE, collected, finished
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table as ConsoleTable
@@ -123,16 +123,7 @@ def reports(rounds: int, *, quick: bool) -> list[Row]:
 
 def waiting(rows: int) -> tuple[TensorDict, GroupAssembler]:
     """Finished rollouts of one row, of which none has gone out, and what held them in small pieces."""
-    generator, number = torch.Generator().manual_seed(0), torch.arange(rows).unsqueeze(-1)
-    columns = {
-        "group_id": number // GROUP_SIZE,
-        "rollout_id": number,
-        "expected_rollouts": torch.full_like(number, GROUP_SIZE),
-        ("next", "reward"): torch.rand(rows, 1, generator=generator),
-        ("next", "done"): torch.ones(rows, 1, dtype=torch.bool),
-        ("tokens", "full"): torch.randint(0, 99, (rows, 16), generator=generator),
-    }
-    batch, assembler = TensorDict(columns, batch_size=[rows]), GroupAssembler(groups=rows)
+    batch, assembler = finished(rows), GroupAssembler(groups=rows)
     for piece in batch.split(PIECE):
         assembler.put(piece)
     return batch, assembler

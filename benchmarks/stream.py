@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from batches import GROUP_SIZE, finished
 from results import main
 from tables import Cell, Row, Table
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -22,7 +23,7 @@ from torchrl.objectives.llm import MCAdvantage
 
 from headrace.transforms import GroupAssembler
 
-GROUP_SIZE, PIECE, NEAR = 8, 1000, 4000
+PIECE, NEAR = 1000, 4000
 TARGET = 50  # of dense rows; a ragged row is a TensorDict of its own, whose copy costs most
 NOTE = f"""How many times as long MCAdvantage takes as `GroupAssembler`, of rows that come in pieces of
 {PIECE:,}, each within {NEAR:,} rows of its place: dense batches, and lazy stacks of ragged rows.
@@ -36,18 +37,9 @@ of the same streams. Each batch of 128 groups that is taken is committed."""
 
 def dense_rows(count: int) -> TensorDict:
     """Finished rollouts of one row, each within NEAR of its place."""
-    generator = torch.Generator().manual_seed(0)
-    number = torch.arange(count).unsqueeze(-1)
-    columns = {
-        "group_id": number // GROUP_SIZE,
-        "rollout_id": number,
-        "expected_rollouts": torch.full_like(number, GROUP_SIZE),
-        ("next", "reward"): torch.rand(count, 1, generator=generator),
-        ("next", "done"): torch.ones(count, 1, dtype=torch.bool),
-        ("tokens", "full"): torch.randint(0, 99, (count, 16), generator=generator),
-    }
+    generator = torch.Generator().manual_seed(1)
     place = torch.arange(count) + torch.rand(count, generator=generator) * NEAR
-    return TensorDict(columns, batch_size=[count])[place.argsort()]
+    return finished(count)[place.argsort()]
 
 
 def ragged(rows: TensorDict) -> TensorDictBase:
