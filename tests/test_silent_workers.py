@@ -122,6 +122,7 @@ def test_a_slow_worker_may_make_a_pause_ten_times_as_long_as_before():
                 break
     finally:
         close(source)
+    assert len(groups) > 6
 
 
 def slow(steps: int) -> None:
