@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .coefficients import TokenTable, XRay, token_weights, xray, xray_batch
+    from .coefficients import TokenTable, XRay, kl_weights, token_weights, xray, xray_batch
     from .collect.assembling import assembled, paced
     from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
@@ -62,6 +62,7 @@ __all__ = [
     "group_tags",
     "groups_on_write",
     "informative",
+    "kl_weights",
     "load_pipeline",
     "log_report",
     "make_report",
