@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .collect.torchrl_configs import register_configs
     from .collect.trainer_hook import PipelineHook
     from .credit import Credit, advantages_of
+    from .decision import Decider, Decision, decide
     from .load import ConfigError, build_pipeline, load_pipeline
     from .pipeline import Pipeline
     from .report import ReportFolder, StepReport, log_report, make_report, page_data, write_dump, write_page
@@ -37,6 +38,8 @@ __all__ = [
     "BufferAccount",
     "ConfigError",
     "Credit",
+    "Decider",
+    "Decision",
     "DrainWriter",
     "GroupUnit",
     "Pipeline",
@@ -57,6 +60,7 @@ __all__ = [
     "assembled",
     "buffer_account",
     "build_pipeline",
+    "decide",
     "drained",
     "group_sampler",
     "group_tags",
