@@ -92,8 +92,8 @@ CASES = [
         ),
         [[1.5] * 5 + [-0.5] * 3 + [0.866, 0.866, -0.866, -0.866]],
         "Rollout 0 became five rows (turns, sub-agents, compacted stretches). It is one attempt, with one "
-        "reward: of 1, 0, 0, 0 the mean is 1/4 and the std 1/2, so that all five rows have 1.5 and the others "
-        "−0.5. Counted by row the mean is 5/8, and a long success lowers its own advantage to 0.725.",
+        "reward: of 1, 0, 0, 0 the mean is 1/4 and the std 1/2, so that all five rows have 1.5 and the "
+        "others −0.5. Counted by row the mean is 5/8, and a long success lowers its own advantage to 0.725.",
         [
             Thread("radixark/miles", 1325, "2026-06-12", "a rollout counts once per segment in the baseline"),
             Thread("microsoft/agent-lightning", 462, "2026-01-21", "more turns, more weight in mean and std"),
@@ -107,8 +107,8 @@ CASES = [
         rows(("group", "a a a a b"), ("rollout", "0 1 2 3 4"), ("reward", "1 0 0 0 1")),
         [[1.5, -0.5, -0.5, -0.5, None]],
         "Of prompt b one rollout of four is left. It has nothing to be compared with: R − mean is 0, and a "
-        "std of one number is not defined. It trains nothing. With its reward as advantage, whatever the last "
-        "survivor said is reinforced.",
+        "std of one number is not defined. It trains nothing. With its reward as advantage, whatever the "
+        "last survivor said is reinforced.",
         [
             Thread("Tencent-Hunyuan/UniRL", 330, "2026-08-05", "a singleton should produce 0, not NaN"),
             Thread("huggingface/trl", 7176, "2026-09-10", "a group with a single survivor is dropped"),
@@ -155,7 +155,8 @@ CASES = [
         "masked-row",
         "A masked row in the baseline",
         4,
-        rows(("group", "a a a a"), ("rollout", "0 1 2 3"), ("reward", "1 1 0 0")) | whole("tokens", "3 0 3 3"),
+        rows(("group", "a a a a"), ("rollout", "0 1 2 3"), ("reward", "1 1 0 0"))
+        | whole("tokens", "3 0 3 3"),
         [[1.155, None, -0.577, -0.577]],
         "The second response is masked as a whole: it was cut off, or its environment broke, and its reward "
         "is not to be learnt from. The others are 1, 0, 0: mean 1/3, std 0.577. With its reward in the "
@@ -197,7 +198,9 @@ CASES = [
         "1/2 · 1/6 = 1/12 to those of the second: another cut of the same rows is another gradient.",
         [
             Thread("verl-project/verl", 5625, "2026-03-16", "token-mean over each micro-batch"),
-            Thread("modelscope/ms-swift", 10116, "2026-09-12", "divided by the number of micro-batches twice"),
+            Thread(
+                "modelscope/ms-swift", 10116, "2026-09-12", "divided by the number of micro-batches twice"
+            ),
             Thread("allenai/open-instruct", 1161, "2025-11-10", "loss accumulation corrected"),
         ],
         asks="weight",

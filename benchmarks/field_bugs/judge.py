@@ -24,14 +24,20 @@ DESIGN = {
 }
 # What a wrong answer relies on beside the threads of its case.
 WRONG = {
-    **{(name, "lone-rollout"): LONE.format("`compute_grpo_outcome_advantage`") for name in ("verl", "verl v1")},
+    **{
+        (name, "lone-rollout"): LONE.format("`compute_grpo_outcome_advantage`")
+        for name in ("verl", "verl v1")
+    },
     ("agentlightning", "lone-rollout"): LONE.format("verl's estimator, which it calls,"),
     ("trinity-rft", "lone-rollout"): LONE.format("`GRPOGroupedAdvantage`")
     + "; its comment says that the value is to be checked",
     ("verl", "masked-row"): "verl-project/verl #6452, open",
     ("verl v1", "masked-row"): "verl-project/verl #6452, open",
     ("openrlhf", "masked-row"): "OpenRLHF/OpenRLHF #1239, open",
-    ("verl v1", "truncated-session"): "documented: an agent loop's result is broadcast to the other outputs of "
+    (
+        "verl v1",
+        "truncated-session",
+    ): "documented: an agent loop's result is broadcast to the other outputs of "
     "its session; it is read at the last output's first token in the loss, of which there is none",
     ("torchrl", "micro-batches"): TOKEN_MEAN.format(
         "`token_mean` is a global masked token mean", "divides by `gradient_accumulation_steps`"
@@ -82,14 +88,16 @@ def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
 
 
 def number(case: Case, answer: dict[str, Any]) -> str:
-    """Of a wrong answer the value that is furthest from the nearest correct answer."""
+    """Of an answer that is not right: all weights, or the first of the worst advantages."""
     found = answer["found"]
     if any(value is not None and value != value for value in found):
         return "NaN"
+    if case.asks == "weight":
+        return ", ".join(f"{value:.3g}" for value in dict.fromkeys(found))
     gaps = [
         [abs((one or 0.0) - (other or 0.0)) for one, other in zip(found, expected, strict=True)]
         for expected in case.accepted
     ]
     least = min(gaps, key=sum)
-    row = least.index(max(least))
+    row = next(row for row, gap in enumerate(least) if gap > 0.99 * max(least))
     return f"{found[row] or 0.0:.3g}".replace("-", "−")

@@ -20,8 +20,9 @@ correct answer by hand, and the threads it comes from. Each project's own instal
 - **by design**: another number came out, and the project documents that it does this.
 - **–**: it has no code that is given such rows; the page says why.
 
-Fair are defaults, and the settings that a project documents for such rows. Only functions were run, on a CPU, not
-whole training runs: a trainer may keep such rows away from its function. headrace is run by the same runner.
+Each project has its defaults, or the settings that it documents for such rows. Only functions were run, on a
+CPU, not whole training runs: a trainer may keep such rows away from its function. The same runner runs
+headrace.
 
 | case | {names} |
 |---|{dashes}|
@@ -31,15 +32,17 @@ whole training runs: a trainer may keep such rows away from its function. headra
 |---|---|---|
 {projects}
 
-{missing}slime, miles, prime-rl, rLLM, NeMo RL, SkyRL and torchtitan are not on the Python index, or not for this
-Python, and were not run; verifiers 0.4.0 scores rollouts and leaves advantages to its trainer. agentlightning 1.0.2
-asks for Python 3.12 and was run with the Python that is here. OpenRLHF imports `flash_attn` and `vllm`, which need a
-GPU; empty modules stand in for them, and nothing that is run here calls them. `MCAdvantage` is given `prompt_key` and
-`trajectory_return="max"`, which its docstring documents; by its default key, the prompt's text, it mixes the
-[prompt drawn twice](field-bugs/prompt-drawn-twice.md).
+{missing}slime, miles, prime-rl, rLLM, NeMo RL, SkyRL and torchtitan were not run: they are not on the Python
+index, or not for this Python. verifiers 0.4.0 scores rollouts and leaves advantages to its trainer.
+agentlightning 1.0.2 asks for Python 3.12, and was run with the Python that is here. OpenRLHF imports
+`flash_attn` and `vllm`, which need a GPU: empty modules stand in for them, and nothing that is run here calls
+them. `MCAdvantage` is given `prompt_key` and `trajectory_return="max"`, which its docstring documents; by its
+default key, the prompt's text, it mixes the [prompt drawn twice](field-bugs/prompt-drawn-twice.md). headrace's
+weights on two ranks are those of its table, which has the rows of all ranks; `tests/test_xray_recipes.py`
+measures them in two processes.
 
-To do it again, where pip can install: `python benchmarks/field_bugs`. It makes an environment for each project in
-`build/field_bugs`, without a second torch. `--only verl trl` runs some again.
+To do it again, where pip can install: `python benchmarks/field_bugs`. It makes an environment for each project
+in `build/field_bugs`, without a second torch. `--only verl trl` runs some again.
 """
 
 

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import types
 import warnings
 from collections import Counter, defaultdict
@@ -39,10 +40,10 @@ NOT_SEEN = {
         "torchrl": "`MCAdvantage` reads rewards and no mask",
         "twinkle-kit": "`GRPOAdvantage` takes rewards and a group size, and no mask",
     },
-    "rejected-row": {
-        name: "it rejects no rows before the advantage; a masked row is another case"
-        for name in ("torchrl", "twinkle-kit", "ms-swift", "openrlhf", "trinity-rft", "rlinf")
-    },
+    "rejected-row": dict.fromkeys(
+        ("torchrl", "twinkle-kit", "ms-swift", "openrlhf", "trinity-rft", "rlinf"),
+        "nothing tells its advantage function that a row was rejected; a masked row is another case",
+    ),
     "uneven-groups": {"trl": "its sampler gives each prompt `num_generations` rows, next to one another"},
     "fan-out": {
         "trl": "a completion is one row, however many turns it has",
@@ -142,7 +143,7 @@ class StandIn(MetaPathFinder, Loader):
         """It has nothing."""
 
 
-# -- headrace ---------------------------------------------------------------------------------------------
+# -- headrace --------------------------------------------------------------------------------------------
 
 
 def headrace(case: Case) -> list:
@@ -189,15 +190,15 @@ def headrace_batch(case: Case) -> list:
         [rows],
     )
     run = load_pipeline("grpo", group_size=case.group_size, minibatches=1).halves()[0].run(batch)
-    out = {row: 0.0 for row in range(rows)}
+    out = [0.0] * rows
     for row, value, mask in zip(
         run.batch["place"], run.batch["advantage"], run.batch["masks", "all_assistant_mask"], strict=True
     ):
         out[int(row)] = float(value) if mask.any() else 0.0
-    return [value or None for value in out.values()]
+    return [value or None for value in out]
 
 
-# -- TRL --------------------------------------------------------------------------------------------------
+# -- TRL -------------------------------------------------------------------------------------------------
 
 
 def trl_trainer(case: Case, **options: Any) -> Any:
@@ -218,7 +219,7 @@ def trl_trainer(case: Case, **options: Any) -> Any:
     ends = {"pad_token": "_", "eos_token": "$", "padding_side": "left"}
     size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = trl.GRPOConfig(
-        output_dir="/tmp/field-bugs-trl",
+        output_dir=tempfile.mkdtemp(),
         num_generations=case.group_size,
         report_to=[],
         use_cpu=True,
@@ -323,7 +324,7 @@ def trl_weights(case: Case) -> list:
     return weights(case, loss_of)
 
 
-# -- TorchRL ----------------------------------------------------------------------------------------------
+# -- TorchRL ---------------------------------------------------------------------------------------------
 
 
 def torchrl(case: Case) -> list:
@@ -350,7 +351,9 @@ def mc_advantage(case: Case, **options: Any) -> list:
     )
     out = MCAdvantage(case.group_size, prompt_key="group_id", **options).inv(batch)
     found: list = [None] * rows
-    for row, value in [] if out is None else zip(out["row"].flatten(), out["advantage"].flatten()):
+    if out is None:
+        return found
+    for row, value in zip(out["row"].flatten(), out["advantage"].flatten(), strict=True):
         found[int(row)] = float(value) if case.rows["tokens"][int(row)] else None
     return found
 
@@ -363,7 +366,7 @@ def torchrl_weights(case: Case) -> list:
     from torchrl.objectives.llm import GRPOLoss
 
     class Given(torch.distributions.Distribution):
-        arg_constraints: dict = {}
+        arg_constraints = None
 
         def __init__(self, log_probs, mask):
             super().__init__(log_probs.shape, validate_args=False)
@@ -398,7 +401,7 @@ def torchrl_weights(case: Case) -> list:
     return weights(case, loss_of)
 
 
-# -- verl ---------------------------------------------------------------------------------------------------
+# -- verl ------------------------------------------------------------------------------------------------
 
 
 def verl(case: Case) -> list:
@@ -451,11 +454,15 @@ def verl_weights(case: Case) -> list:
     from verl.trainer.ppo.core_algos import agg_loss
 
     ranks = len(set(case.rows["rank"]))
-    counts = {"dp_size": ranks, "batch_num_tokens": total(case), "global_batch_size": len(case.rows["tokens"])}
+    counts = {
+        "dp_size": ranks,
+        "batch_num_tokens": total(case),
+        "global_batch_size": len(case.rows["tokens"]),
+    }
     return weights(case, lambda lp, mask, _: agg_loss(-lp.exp(), mask.float(), "token-mean", **counts))
 
 
-# -- ms-swift -----------------------------------------------------------------------------------------------
+# -- ms-swift --------------------------------------------------------------------------------------------
 
 
 def swift(case: Case) -> list:
@@ -468,9 +475,9 @@ def swift(case: Case) -> list:
         return swift_dynamic(case)
     return by_position(
         case,
-        lambda rewards: compute_advantages(
-            torch.tensor(rewards).view(-1, 1), torch.ones(1), case.group_size
-        )[0],
+        lambda rewards: compute_advantages(torch.tensor(rewards).view(-1, 1), torch.ones(1), case.group_size)[
+            0
+        ],
     )
 
 
@@ -483,7 +490,7 @@ def swift_dynamic(case: Case) -> list:
     return of_rows(compute_advantages_dynamic(rewards, torch.ones(1), *ids)[0].view(-1, 1), case)
 
 
-# -- OpenRLHF -----------------------------------------------------------------------------------------------
+# -- OpenRLHF --------------------------------------------------------------------------------------------
 
 
 def openrlhf(case: Case) -> list:
@@ -533,7 +540,7 @@ def openrlhf_weights(case: Case) -> list:
     return weights(case, loss_of)
 
 
-# -- Trinity-RFT ----------------------------------------------------------------------------------------------
+# -- Trinity-RFT -----------------------------------------------------------------------------------------
 
 
 def trinity(case: Case) -> list:
@@ -559,7 +566,11 @@ def trinity_by(case: Case, function: type) -> list:
         tokens = torch.zeros(6, dtype=torch.long)
         experiences.append(
             Experience(
-                eid=eid, tokens=tokens, prompt_length=1, reward=case.rows["reward"][row], action_mask=mask[row]
+                eid=eid,
+                tokens=tokens,
+                prompt_length=1,
+                reward=case.rows["reward"][row],
+                action_mask=mask[row],
             )
         )
     found: list = [None] * len(experiences)
@@ -580,7 +591,7 @@ def trinity_weights(case: Case) -> list:
     )
 
 
-# -- RLinf ----------------------------------------------------------------------------------------------------
+# -- RLinf -----------------------------------------------------------------------------------------------
 
 
 def rlinf(case: Case) -> list:
@@ -630,7 +641,7 @@ def rlinf_weights(case: Case) -> list:
     return weights(case, loss_of)
 
 
-# -- twinkle --------------------------------------------------------------------------------------------------
+# -- twinkle ---------------------------------------------------------------------------------------------
 
 
 def twinkle(case: Case) -> list:
@@ -651,7 +662,7 @@ def twinkle_weights(case: Case) -> list:
     return weights(case, loss_of)
 
 
-# -- agent-lightning ------------------------------------------------------------------------------------------
+# -- agent-lightning -------------------------------------------------------------------------------------
 
 
 def agentlightning(case: Case) -> list:
@@ -674,7 +685,9 @@ def agentlightning_weights(case: Case) -> list:
     ranks, mask = len(set(case.rows["rank"])), mask_of(case)
     rows = len(mask)
     ids = case.rows["rollout"]
-    advantages = normalize_advantages_by_rollout(torch.ones(rows, 5), mask.float(), ids, num_trained_rows=rows)
+    advantages = normalize_advantages_by_rollout(
+        torch.ones(rows, 5), mask.float(), ids, num_trained_rows=rows
+    )
     config = types.SimpleNamespace(
         clip_ratio=0.2,
         clip_ratio_low=0.2,
@@ -698,6 +711,8 @@ def agentlightning_weights(case: Case) -> list:
 
 VERL = ["verl==0.9.1", "codetiming==1.4.0", "cachetools==8.0.1", "torchdata==0.11.0", "peft==0.21.2"]
 VERL += ["fastapi==0.165.0", "starlette==1.10.0", "uvicorn==0.54.0"]
+OPENRLHF = ["openrlhf==0.11.2", "deepspeed==0.19.8", "hjson==3.1.0", "einops==0.8.2", "peft==0.21.2"]
+OPENRLHF += ["pylatexenc==2.11", "torchdata==0.11.0"]
 PEERS = {
     "headrace": Peer("`headrace.decide`, recipe `grpo`", headrace, [], headrace_weights),
     "trl": Peer("`GRPOTrainer`, a real one around a small model", trl, [], trl_weights),
@@ -712,8 +727,7 @@ PEERS = {
     "openrlhf": Peer(
         "`compute_advantages_and_returns`, `group_norm`; `PolicyLoss`",
         openrlhf,
-        ["openrlhf==0.11.2", "deepspeed==0.19.8", "hjson==3.1.0", "einops==0.8.2", "peft==0.21.2"]
-        + ["pylatexenc==2.11", "torchdata==0.11.0"],
+        OPENRLHF,
         openrlhf_weights,
     ),
     "trinity-rft": Peer(
