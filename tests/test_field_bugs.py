@@ -19,7 +19,7 @@ RESULTS = json.loads((ROOT / "benchmarks" / "results" / "field_bugs.json").read_
 sys.path.append(str(SUITE))  # behind the tests, which have a pages.py
 
 from cases import CASES, Case  # noqa: E402
-from judge import DESIGN, WRONG, judge, near  # noqa: E402
+from judge import DESIGN, SETTINGS, WRONG, judge, near  # noqa: E402
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -63,6 +63,16 @@ def test_the_pages_are_what_the_results_say(tmp_path):
     assert {path.stem for path in (ROOT / "docs" / "field-bugs").iterdir()} == set(BY_NAME)
 
 
+def test_a_project_that_cannot_be_installed_is_listed_as_such(tmp_path):
+    results = RESULTS | {"verl": {"not_run": "no matching distribution"}}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    words = ["--render", "--docs", tmp_path, "--results", tmp_path / "results.json"]
+    subprocess.run([sys.executable, SUITE, *words], check=True)
+    page = (tmp_path / "field-bugs.md").read_text()
+    assert "verl could not be installed, or did not run: no matching distribution." in page
+    assert "| case | headrace | trl | torchrl | verl v1 |" in page
+
+
 def test_every_result_is_of_a_case_and_every_reason_of_a_verdict():
     reached = set()
     for peer, result in RESULTS.items():
@@ -70,6 +80,7 @@ def test_every_result_is_of_a_case_and_every_reason_of_a_verdict():
         for name, case in BY_NAME.items():
             verdict, _ = judge(peer, case, result["cases"][name])
             reached |= {(verdict, peer, name)}
+    assert {("right", *place) for place in SETTINGS} <= reached
     assert {("by design", *place) for place in DESIGN} | {("wrong", *place) for place in WRONG} <= reached
 
 

@@ -56,7 +56,7 @@ def run(name: str, peer: Peer) -> dict[str, Any]:
         ran = subprocess.run([python, script, name], check=True, capture_output=True, text=True, timeout=600)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         lines = str(error.stderr or error).strip().splitlines()
-        return {"not_installed": lines[-1] if lines else "it stopped"}
+        return {"not_run": lines[-1] if lines else "it stopped"}
     return json.loads(ran.stdout)
 
 
@@ -66,15 +66,16 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--render", action="store_true", help="run none: only write the pages")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     options = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = json.loads(options.results.read_text()) if options.results.exists() else {}
     for name in [] if options.render else options.only:
         results[name] = run(name, PEERS[name])
         print(name, results[name].get("version") or results[name])
     if not options.render:
         in_order = {name: results[name] for name in PEERS if name in results}
-        RESULTS.write_text(json.dumps(in_order, indent=1) + "\n")
+        options.results.write_text(json.dumps(in_order, indent=1) + "\n")
     write(options.docs, results)
 
 

@@ -22,6 +22,31 @@ DESIGN = {
     ("trl", "masked-row"): "`mask_truncated_completions` is documented to exclude from the loss calculation",
     ("ms-swift", "masked-row"): "`overlong_filter` is documented to leave truncated samples out of the loss",
 }
+# The documented settings with which a peer was called for a case.
+BY_IDS = "`compute_advantages_dynamic`, documented for variable numbers of rows a prompt"
+STEPS = "`StepWiseGRPOAdvantageFn`, documented for several steps a run"
+NONE = "the reward is None, which is documented to leave a completion out"
+SETTINGS = {
+    ("trl", "nan-reward"): NONE,
+    ("trl", "rejected-row"): NONE,
+    ("trl", "stale-group"): "`RolloutQueueDataset` of its asynchronous trainer, `max_staleness=1`",
+    ("headrace", "stale-group"): "the criterion `fresh`, `max_staleness=1`",
+    ("trinity-rft", "fan-out"): STEPS,
+    ("trinity-rft", "truncated-session"): STEPS,
+    **{
+        ("ms-swift", case): BY_IDS
+        for case in ("uneven-groups", "fan-out", "lone-rollout", "lost-rollout", "truncated-session")
+    },
+    **{
+        ("rlinf", case): '`adv_type="grpo_dynamic"`, `advantage_mode="trajectory"`'
+        for case in ("fan-out", "truncated-session")
+    },
+    **{
+        ("torchrl", case): '`trajectory_return="max"`: one return for each trajectory'
+        for case in ("fan-out", "truncated-session")
+    },
+    ("torchrl", "prompt-drawn-twice"): '`prompt_key="group_id"`; the default is the text of the prompt',
+}
 # What a wrong answer relies on beside the threads of its case.
 WRONG = {
     **{
@@ -79,7 +104,7 @@ def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
         return "refused", answer["refused"]
     accepted = [answer["found"]] if case.asks == "paths" else case.accepted
     found = answer["other" if case.asks == "paths" else "found"]
-    says = f"by {answer['path']} too" if case.asks == "paths" else ""
+    says = f"by {answer['path']} too" if case.asks == "paths" else SETTINGS.get((peer, case.name), "")
     if any(near(found, expected) for expected in accepted):
         return "right", says
     if (peer, case.name) in DESIGN:

@@ -20,9 +20,9 @@ correct answer by hand, and the threads it comes from. Each project's own instal
 - **by design**: another number came out, and the project documents that it does this.
 - **–**: it has no code that is given such rows; the page says why.
 
-Each project has its defaults, or the settings that it documents for such rows. Only functions were run, on a
-CPU, not whole training runs: a trainer may keep such rows away from its function. The same runner runs
-headrace.
+Each project has its defaults, or the settings that it documents for such rows, which the pages name. Only
+functions were run, on a CPU, not whole training runs: a trainer may keep such rows away from its function.
+The same runner runs headrace.
 
 | case | {names} |
 |---|{dashes}|
@@ -37,12 +37,12 @@ index, or not for this Python. verifiers 0.4.0 scores rollouts and leaves advant
 agentlightning 1.0.2 asks for Python 3.12, and was run with the Python that is here. OpenRLHF imports
 `flash_attn` and `vllm`, which need a GPU: empty modules stand in for them, and nothing that is run here calls
 them. `MCAdvantage` is given `prompt_key` and `trajectory_return="max"`, which its docstring documents; by its
-default key, the prompt's text, it mixes the [prompt drawn twice](field-bugs/prompt-drawn-twice.md). headrace's
-weights on two ranks are those of its table, which has the rows of all ranks; `tests/test_xray_recipes.py`
-measures them in two processes.
+default key, the prompt's text, it mixes the [prompt drawn twice](field-bugs/prompt-drawn-twice.md).
+headrace's weights are those of its table, which has the rows of all micro-batches and ranks;
+`tests/test_xray_recipes.py` measures the gradient in micro-batches and in two processes.
 
-To do it again, where pip can install: `python benchmarks/field_bugs`. It makes an environment for each project
-in `build/field_bugs`, without a second torch. `--only verl trl` runs some again.
+To do it again, where pip can install: `python benchmarks/field_bugs`. It makes an environment for each
+project in `build/field_bugs`, without a second torch. `--only verl trl` runs some again.
 """
 
 
@@ -68,11 +68,10 @@ def table(results: dict[str, Any]) -> str:
         for case in CASES
     ]
     projects = [
-        f"| {name} | {results[name].get('version', 'not installed')} | {PEERS[name].calls} |"
-        for name in names
+        f"| {name} | {results[name].get('version', 'not run')} | {PEERS[name].calls} |" for name in names
     ]
     missing = [
-        f"{name} could not be installed: {results[name]['not_installed']}.\n\n"
+        f"{name} could not be installed, or did not run: {results[name]['not_run']}.\n\n"
         for name in names
         if name not in there
     ]
