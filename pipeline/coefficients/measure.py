@@ -31,6 +31,7 @@ Gradients = Literal["mean", "sum", "reduced"]
 LENGTHS = (3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 10, 4)
 REWARDS = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.3, 0.9, 0.0, 0.5)
 CLOSE = 1e-6
+CLOSE_IN = {torch.float64: CLOSE, torch.float32: 1e-4}  # a float32's rounding, of sums whose terms cancel
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,14 @@ class XRay:
         mean: what the first of them takes, where no pipeline says.
         factor: by which its weights are larger than those of that mean.
         apart: by how much one of them differs from it at most, as a share.
+        close: the share up to which weights are equal.
     """
 
     runs: Sequence[Measured]
     mean: TokenMean
     factor: float
     apart: float
+    close: float = CLOSE
 
     @property
     def spread(self) -> Mapping[str, tuple[float, float]]:
@@ -112,9 +115,9 @@ class XRay:
         first, odd = self.runs[0], []
         said = "that the pipeline says" if first.expected is not None else f"that they get with {first.where}"
         for where, (low, high) in self.spread.items():
-            if max(abs(low - 1), abs(high - 1)) > CLOSE:
+            if max(abs(low - 1), abs(high - 1)) > self.close:
                 odd.append(f"with {where}, tokens get {_range(low, high)} times the weight {said}")
-        causes = [cause for run in self.runs if (cause := _cause(run))]
+        causes = [cause for run in self.runs if (cause := _cause(run, self.close))]
         odd += dict.fromkeys(causes)
         what = "the weights of the pipeline" if first.expected is not None and not odd else self._name()
         return (
@@ -127,18 +130,22 @@ class XRay:
         """The mean of the run with the most parts whose mean is known: it says of what it is."""
         runs = sorted((run for run in self.runs if not run.shift), key=lambda run: -run.cut * run.ranks)
         found = [nearest_mean(run.weight, run.tokens) for run in runs or self.runs]
-        exact = [str(mean) for mean, _, apart in found if apart <= CLOSE]
+        exact = [str(mean) for mean, _, apart in found if apart <= self.close]
         if exact:
             return exact[0]
         mean, _, apart = found[-1]
         return f"no mean that is known (the nearest, the {mean}, is {apart:.2g} off)"
 
-    def assert_uniform(self, tolerance: float = CLOSE) -> None:
+    def assert_uniform(self, tolerance: float | None = None) -> None:
         """Raise where tokens get another weight in one of the runs.
+
+        Args:
+            tolerance: as a share. None: ``close``.
 
         Raises:
             AssertionError: with the verdict.
         """
+        tolerance = self.close if tolerance is None else tolerance
         if any(max(abs(low - 1), abs(high - 1)) > tolerance for low, high in self.spread.values()):
             raise AssertionError(self.verdict)
         if self.runs[0].expected is None and self.apart > tolerance:
@@ -189,12 +196,17 @@ def xray(
     group_size: int = 4,
     gradients: Gradients = "mean",
     holes: bool = False,
+    dtype: torch.dtype = torch.float64,
 ) -> XRay:
     """Measure the weight that a training step gives to each token.
 
     The step gets a :class:`TokenTable`, a batch of :func:`xray_batch` with the advantages of GRPO under
     ``advantage`` (N, 1, 1), and how many micro-batches to make of it, of as many rows each, in their order.
     It calls ``backward()``, and does not step an optimiser.
+
+    A step that makes its advantages itself, sorts rows into micro-batches in another order, or leaves rows
+    out of the loss, writes into the batch what its own settings say of that: ``advantage`` (N, 1, 1),
+    ``micro_batch`` (N,), from 0, and ``("masks", "all_assistant_mask")`` (N, T). With several ranks it cannot.
 
     Args:
         step: the loss and the backward pass of a trainer, ``step(model, batch, cut)``.
@@ -210,6 +222,7 @@ def xray(
         gradients: what becomes of those of several ranks: their ``mean``, as under DDP, or their ``sum``; or
             the step has ``reduced`` them itself.
         holes: as of :func:`xray_batch`.
+        dtype: of the table. In float32 weights are equal up to 1e-4, not 1e-6.
 
     Raises:
         ValueError: an option with a wrong value; as :func:`token_weights`.
@@ -234,6 +247,7 @@ def xray(
             at_least("ranks", count, 1),
             shift,
             gradients,
+            dtype,
             {"lengths": lengths, "rewards": rewards, "group_size": group_size, "holes": holes},
         )
         for side in pad
@@ -241,7 +255,7 @@ def xray(
         for shift in shifts
         for cut in cuts
     ]
-    return XRay(runs, *nearest_mean(runs[0].weight, runs[0].tokens))
+    return XRay(runs, *nearest_mean(runs[0].weight, runs[0].tokens), CLOSE_IN.get(dtype, 0.05))
 
 
 def _measure(
@@ -252,6 +266,7 @@ def _measure(
     ranks: int,
     shift: float,
     gradients: Gradients,
+    dtype: torch.dtype,
     options: dict[str, Any],
 ) -> Measured:
     batch = xray_batch(**options, pad=pad, old_log_prob_shift=shift)
@@ -266,7 +281,7 @@ def _measure(
             micro[part] = rank * cut + number
     reward, rollout = batch["next", "reward"].sum(-1), batch["rollout_id"].flatten()
     advantage = group_relative_advantage(reward, group, rollout).double()
-    expected = None
+    expected: Tensor | None = None
     if pipeline is not None:
         out = pipeline(batch)
         row = out[ROW].flatten()
@@ -276,9 +291,11 @@ def _measure(
         weight = torch.zeros_like(advantage).index_copy(0, row, out["loss_weight"].double().flatten())
         expected = (weight * advantage)[:, None] * inside
     batch["advantage"] = advantage[:, None, None]
-    model = TokenTable.of(batch)
+    model = TokenTable.of(batch, dtype)
     if ranks == 1:
         step(model, batch, cut)
+        inside, micro = tokens_of(batch)[2], batch.get("micro_batch", micro)
+        advantage = batch["advantage"].flatten().double()
     else:
         model.table.grad = _over_ranks(step, model, batch, cut, of_rank, gradients)
     if shift and model.table.grad is not None and not bool(model.table.grad.any()):
@@ -346,7 +363,7 @@ def _range(low: float, high: float) -> str:
     return f"{low:.3g}" if abs(high - low) < CLOSE else f"{low:.3g} to {high:.3g}"
 
 
-def _cause(run: Measured) -> str:
+def _cause(run: Measured, close: float) -> str:
     """What is wrong with a run, where its weights show it."""
     if run.shift:
         return ""
@@ -357,7 +374,7 @@ def _cause(run: Measured) -> str:
     if missing:
         names = ", ".join(str(number) for number in missing)
         return f"with {run.where}, micro-batch {names} (from 0) has no gradient"
-    if nearest_mean(weight, run.tokens)[2] <= CLOSE:
+    if nearest_mean(weight, run.tokens)[2] <= close:
         return ""
     if (odd := odd_part(weight, run.tokens)) is not None:
         return f"with {run.where}, micro-batch {odd[0]} (from 0) counts {odd[1]:.3g} times"
@@ -367,6 +384,6 @@ def _cause(run: Measured) -> str:
         ratio = torch.where(
             known & (neighbour != 0)[:, None], run.coefficient / neighbour[:, None], torch.nan
         )
-        if bool(ratio.isfinite().any()) and nearest_mean(ratio, run.tokens)[2] <= CLOSE:
+        if bool(ratio.isfinite().any()) and nearest_mean(ratio, run.tokens)[2] <= close:
             return f"with {run.where}, each row has the advantage of the row {words} it"
     return ""
