@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .coefficients import TokenTable, XRay, token_weights, xray, xray_batch
+    from .coefficients import (
+        TokenTable,
+        XRay,
+        table_as_causal_lm,
+        token_weights,
+        trl_step,
+        xray,
+        xray_batch,
+    )
     from .collect.assembling import assembled, paced
     from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
@@ -70,8 +78,10 @@ __all__ = [
     "page_data",
     "register_configs",
     "stamp_ids",
+    "table_as_causal_lm",
     "token_weights",
     "total_loss",
+    "trl_step",
     "write_dump",
     "write_page",
     "xray",

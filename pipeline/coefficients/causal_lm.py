@@ -33,11 +33,11 @@ def table_as_causal_lm(table: TokenTable) -> PreTrainedModel:
 
     Example:
         >>> model = table_as_causal_lm(TokenTable(5, torch.float32))
-        >>> model(input_ids=torch.tensor([[0, 3]])).logits.shape, [name for name, _ in model.named_parameters()]
-        (torch.Size([1, 2, 5]), ['model.table.table', 'lm_head.weight'])
+        >>> model(input_ids=torch.tensor([[0, 3]])).logits.shape
+        torch.Size([1, 2, 5])
     """
-    transformers = import_extra("transformers", "llm", "table_as_causal_lm")
-    outputs = import_extra("transformers.modeling_outputs", "llm", "table_as_causal_lm")
+    transformers: Any = import_extra("transformers", "llm", "table_as_causal_lm")
+    outputs: Any = import_extra("transformers.modeling_outputs", "llm", "table_as_causal_lm")
 
     class TableBackbone(nn.Module):
         def __init__(self) -> None:
@@ -70,6 +70,8 @@ def table_as_causal_lm(table: TokenTable) -> PreTrainedModel:
             return outputs.CausalLMOutput(logits=self.lm_head(hidden[:, -logits_to_keep:]))
 
     config = TableConfig(vocab_size=table.vocabulary, hidden_size=table.vocabulary)
-    config.pad_token_id, config.tie_word_embeddings = table.vocabulary - 2, False
+    # The last two tokens of the vocabulary follow no other in a batch of `xray_batch`.
+    config.pad_token_id, config.eos_token_id = table.vocabulary - 2, table.vocabulary - 1
+    config.tie_word_embeddings = False
     config.architectures = ["TableForCausalLM"]
     return TableForCausalLM(config)

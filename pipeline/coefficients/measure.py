@@ -206,7 +206,8 @@ def xray(
 
     A step that makes its advantages itself, sorts rows into micro-batches in another order, or leaves rows
     out of the loss, writes into the batch what its own settings say of that: ``advantage`` (N, 1, 1),
-    ``micro_batch`` (N,), from 0, and ``("masks", "all_assistant_mask")`` (N, T). With several ranks it cannot.
+    ``micro_batch`` (N,), from 0, and ``("masks", "all_assistant_mask")`` (N, T). With several ranks it
+    cannot.
 
     Args:
         step: the loss and the backward pass of a trainer, ``step(model, batch, cut)``.

@@ -15,7 +15,56 @@ from headrace.transforms import group_relative_advantage
 
 from .causal_lm import table_as_causal_lm
 from .measure import Step
+from .setting import ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_PART, TOKENS_OF_STEP, Setting
 from .token_table import LOSS, REAL, TOKENS, TokenTable
+
+PACKAGE = "trl"
+LONGEST = 16  # of a completion, over which `dr_grpo` divides
+CISPO = (
+    "epsilon_high bounds the ratio; the recommended value is 5.0, and where it is not set it is epsilon, 0.2"
+)
+OPTIONS: dict[str, tuple[dict[str, Any], str, float, str]] = {
+    "dapo": ({}, TOKENS_OF_STEP, 1.0, ""),
+    "grpo": ({}, ROWS_OF_STEP, 1.0, ""),
+    "dr_grpo": ({}, SUM_OF_STEP, 1 / LONGEST, "the constant is max_completion_length"),
+    "bnpo": ({}, TOKENS_OF_PART, 1.0, "results may slightly vary depending on the local batch size"),
+    "cispo": ({}, TOKENS_OF_STEP, 1.0, CISPO),
+    "cispo, epsilon_high=5.0": ({"epsilon_high": 5.0}, TOKENS_OF_STEP, 1.0, ""),
+    "sapo": ({}, ROWS_OF_STEP, 1.0, ""),
+    "vespo": ({}, TOKENS_OF_STEP, 1.0, ""),
+    "luspo": (
+        {"importance_sampling_level": "sequence"},
+        SUM_OF_STEP,
+        1.0,
+        "each sequence's loss times its length",
+    ),
+    "grpo, importance_sampling_level=sequence": (
+        {"importance_sampling_level": "sequence"},
+        ROWS_OF_STEP,
+        1.0,
+        "",
+    ),
+}
+
+
+def trl_settings() -> list[Setting]:
+    """GRPOTrainer by `loss_type`, and RLOOTrainer, with truncated completions in the loss and masked."""
+    found = []
+    for masked in (False, True):
+        common: dict[str, Any] = {"mask_truncated_completions": masked}
+        more = ", mask_truncated_completions" if masked else ""
+        for name, (options, documented, constant, note) in OPTIONS.items():
+            step = trl_step("GRPOTrainer", loss_type=name.partition(",")[0], **options, **common)
+            curve = not masked and name not in ("vespo", "cispo", "dr_grpo", "bnpo")
+            settings: dict[str, Any] = {"note": note, "curve": curve, "dtype": torch.float32}
+            found.append(
+                Setting(f"GRPOTrainer(loss_type={name}{more})", step, documented, constant, **settings)
+            )
+        # Its loss is of whole sequences, whose log-probability is the sum over their tokens. For the KL term
+        # of its default it would load the model from the hub once more.
+        step = trl_step("RLOOTrainer", beta=0.0, **common)
+        found.append(Setting(f"RLOOTrainer(beta=0.0{more})", step, SUM_OF_STEP, dtype=torch.float32))
+    return found
 
 
 def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: Any) -> Step:
@@ -33,10 +82,16 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
 
     Raises:
         ImportError: TRL is not installed.
+
+    Example:
+        >>> step = trl_step("GRPOTrainer", loss_type="bnpo")  # doctest: +SKIP
+        >>> xray(step, dtype=torch.float32).verdict  # doctest: +SKIP
+        'mean over the tokens of each micro-batch: with 4 micro-batches, tokens get 0.971 to 1.03 times ...'
     """
     trl: Any = import_extra("trl", "llm", "trl_step")
     kind = getattr(trl, trainer) if isinstance(trainer, str) else trainer
     rloo = issubclass(kind, trl.RLOOTrainer)
+    from transformers import PrinterCallback
 
     def step(model: TokenTable, batch: TensorDictBase, cut: int) -> None:
         rows, size, reward = len(batch), int(batch["expected_rollouts"][0]), batch["next", "reward"].sum(-1)
@@ -81,6 +136,7 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
                 processing_class=_tokenizer(model.vocabulary),
                 **more or {},
             )
+            made.remove_callback(PrinterCallback)
             made.eos_token_ids = sorted(ends)
             if rloo:
                 made._tokenize_prompts = lambda _: (prompts, None, {})
@@ -89,7 +145,9 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
                 rollouts = {"prompt_ids": prompts, "completion_ids": completions, "logprobs": None}
                 rollouts |= {} if all(map(all, masks)) else {"env_mask": masks}
                 made.rollout_func = lambda *_: dict(rollouts)
-            order = _row_order(made, {(*p, *c): row for row, (p, c) in enumerate(zip(prompts, completions, strict=True))})
+            order = _row_order(
+                made, {(*p, *c): row for row, (p, c) in enumerate(zip(prompts, completions, strict=True))}
+            )
             _act_with(made, float(batch["log_probs", "full"][batch[LOSS]][0]))
             found = _gradient_before_the_optimiser(made, model)
             made.train()
@@ -118,7 +176,7 @@ def _row_order(trainer: Any, row_of: dict[tuple[int, ...], int]) -> dict[int, in
 
 
 def _act_with(trainer: Any, log_prob: float) -> None:
-    """Let a policy have acted that gave each token this log-probability, where it is not the one that trains."""
+    """Let a policy have acted that gave each token this log-probability, where another one trains."""
     score, own = trainer._generate_and_score_completions, -math.log(trainer.model.config.vocab_size)
 
     def generate_and_score(inputs: Any) -> dict[str, Tensor]:
