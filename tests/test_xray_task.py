@@ -160,6 +160,41 @@ def test_a_table_is_a_model_of_transformers(trl):
     assert torch.allclose(token_weights(model, batch), 3.0 * inside.double(), rtol=1e-9)
 
 
+# -- trainers that want another torch or TRL, where they are installed ---------------------------------------
+
+
+def test_verl_takes_the_mean_of_each_loss_agg_mode_whatever_the_cut(tmp_path):
+    pytest.importorskip("verl", reason="verl is not installed")
+    found = measured(tmp_path, "xray=verl")
+    assert sum("vanilla" in name for name in found) == 5
+    for name, each in found.items():
+        if name.startswith("geo_mean"):  # its mean is over each micro-batch, and the engine adds them up
+            assert close(each["over_one_micro_batch"]["4"], 4.0)
+        else:
+            assert close(each["over_documented"], 1.0), name
+            assert uniform(each), name
+    for ratio, (up, down) in found["vanilla, loss_agg_mode=token-mean"]["curve"].items():
+        r = float(ratio)
+        assert up == pytest.approx(r if r < 1.2 else 0.0, rel=1e-3, abs=1e-5)
+        assert down == pytest.approx(r if 0.8 < r < 3.0 else 0.0, rel=1e-3, abs=1e-5)  # clip_ratio_c
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own imports
+def test_openrlhf_normalises_over_the_window_of_micro_batches(tmp_path):
+    pytest.importorskip("openrlhf", reason="OpenRLHF is not installed")
+    found = measured(tmp_path, "xray=openrlhf")
+    assert len(found) == 6
+    assert all(close(each["over_documented"], 1.0) and uniform(each) for each in found.values())
+
+
+def test_ms_swift_undoes_the_division_by_micro_batches_where_it_documents_the_whole_window(tmp_path):
+    pytest.importorskip("swift.rlhf_trainers.grpo_trainer", reason="ms-swift is not installed")
+    found = measured(tmp_path, "xray=ms_swift")
+    for name, each in found.items():
+        assert close(each["over_documented"], 0.2 if name.endswith("=cispo)") else 1.0), name
+        assert uniform(each) == ("bnpo" not in name), name
+
+
 # -- a step of one's own, and what is refused ---------------------------------------------------------------
 
 

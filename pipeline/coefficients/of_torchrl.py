@@ -16,10 +16,9 @@ from headrace.pipeline.train import optimise
 from headrace.transforms import group_relative_advantage
 
 from .measure import Step
-from .setting import RECIPE, ROWS_OF_PART, SUM_OF_STEP, TOKENS_OF_PART, Setting
+from .setting import RECIPE, ROWS_OF_PART, SUM_OF_STEP, TOKENS_OF_PART, Setting, log_probs_of
 from .token_table import LOSS, TOKENS
 
-PACKAGE = "torchrl"
 CLIP = {"GRPOLoss": 0.2, "DAPO": (0.2, 0.28), "CISPOLoss": (0.2, 0.28)}
 ACCUMULATED = (
     "a mean over the batch that the loss gets; TorchRL's optimisation stepper divides losses by their number"
@@ -98,8 +97,7 @@ def _with_a_teacher(kind: type[nn.Module], accumulated: bool, **options: Any) ->
         batch["teacher"] = torch.where(batch[LOSS], batch["log_probs", "full"] + math.log(2), 0.0)
 
         def log_probs(tokens: torch.Tensor) -> torch.Tensor:
-            shown = model(tokens).log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
-            return nn.functional.pad(shown.squeeze(-1), (1, 0))
+            return nn.functional.pad(log_probs_of(model, tokens), (1, 0))
 
         actor = TensorDictModule(log_probs, [TOKENS], [("log_probs", "full")])
         actor.model = model

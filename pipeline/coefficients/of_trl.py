@@ -15,11 +15,9 @@ from headrace.transforms import group_relative_advantage
 
 from .causal_lm import table_as_causal_lm
 from .measure import Step
-from .setting import ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_PART, TOKENS_OF_STEP, Setting
+from .setting import LONGEST, ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_PART, TOKENS_OF_STEP, Setting
 from .token_table import LOSS, REAL, TOKENS, TokenTable
 
-PACKAGE = "trl"
-LONGEST = 16  # of a completion, over which `dr_grpo` divides
 CISPO = (
     "epsilon_high bounds the ratio; the recommended value is 5.0, and where it is not set it is epsilon, 0.2"
 )

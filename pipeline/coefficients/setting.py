@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.pipeline.pipeline import Pipeline
 
@@ -23,6 +23,7 @@ SUM_OF_STEP = f"{SUM} of {WHOLE}"
 RECIPE = "the recipe's weights"
 # Rows of very unequal lengths, so that what depends on the cut shows; and the ratios of the curve.
 LENGTHS = (2, 12, 3, 4, 2, 16, 2, 5, 3, 9, 2, 4)
+LONGEST = max(LENGTHS)
 RATIOS = (0.05, 0.2, 0.4, 0.6, 0.79, 0.81, 1.0, 1.19, 1.21, 1.27, 1.29, 1.6, 2.5, 3.5, 4.9, 5.1, 20.0)
 
 
@@ -127,6 +128,12 @@ class MeasuredSetting:
                 f"{ratio:.4g}": [rounded(up), rounded(down)] for ratio, (up, down) in self.curve.items()
             },
         }
+
+
+def log_probs_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """(N, T − 1) the log-probability of each token but the first, given the one before it."""
+    shown: Tensor = model(tokens)[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
+    return shown.squeeze(-1)
 
 
 def rounded(value: float) -> float:

@@ -20,9 +20,16 @@ from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable, suggest
 
+# The package of each, and what brings it. Three want other versions of torch or TRL than this one has: their
+# losses need none of it.
+ASIDE = "PYTHONPATH=FOLDER in front of the command, after pip install --no-deps --target FOLDER"
+SWIFT = "ms-swift 'trl<1.0' peft modelscope modelscope_hub json_repair einops dacite"
 TRAINERS = {
     "torchrl": ("torchrl", "pip install torchrl"),
     "trl": ("trl", "pip install 'headrace[llm]' trl"),
+    "verl": ("verl", f"{ASIDE} verl codetiming"),
+    "openrlhf": ("openrlhf", f"{ASIDE} openrlhf"),
+    "ms_swift": ("ms-swift", f"{ASIDE} {SWIFT}"),
 }
 
 
@@ -89,7 +96,10 @@ def _of_trainer(config: DictConfig, _: Sequence[str]) -> tuple[str, list[Any]]:
         raise ConfigError(f"xray={of} measures {package} as it is installed, and it is not: {install}")
     module = import_module(f"headrace.pipeline.coefficients.of_{of}")
     settings: Callable[[], list[Any]] = getattr(module, f"{of}_settings")
-    return f"{package} {version}", settings()
+    try:
+        return f"{package} {version}", settings()
+    except ImportError as err:
+        raise ConfigError(f"xray={of} cannot import {package} {version}: {err}. {install}") from err
 
 
 def _own(config: DictConfig, words: Sequence[str]) -> tuple[str, list[Any]]:
