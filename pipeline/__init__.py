@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .coefficients import (
         TokenTable,
         XRay,
+        kl_weights,
         table_as_causal_lm,
         token_weights,
         trl_step,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .collect.torchrl_configs import register_configs
     from .collect.trainer_hook import PipelineHook
     from .credit import Credit, advantages_of
+    from .decision import Decider, Decision, decide
     from .load import ConfigError, build_pipeline, load_pipeline
     from .pipeline import Pipeline
     from .report import ReportFolder, StepReport, log_report, make_report, page_data, write_dump, write_page
@@ -45,6 +47,8 @@ __all__ = [
     "BufferAccount",
     "ConfigError",
     "Credit",
+    "Decider",
+    "Decision",
     "DrainWriter",
     "GroupUnit",
     "Pipeline",
@@ -65,11 +69,13 @@ __all__ = [
     "assembled",
     "buffer_account",
     "build_pipeline",
+    "decide",
     "drained",
     "group_sampler",
     "group_tags",
     "groups_on_write",
     "informative",
+    "kl_weights",
     "load_pipeline",
     "log_report",
     "make_report",

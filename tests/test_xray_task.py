@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import headrace_here
+import torchrl
+from command import headrace_here, is_up_to_date
 
 from headrace.pipeline import (
     TokenTable,
@@ -28,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning"),
 ]
 ROOT = Path(__file__).parent.parent
+KEPT = json.loads((ROOT / "docs" / "xray.json").read_text())
 LOSS_TYPES = {"dapo": TOKENS_OF_STEP, "grpo": ROWS_OF_STEP, "dr_grpo": SUM_OF_STEP}
 MINE = """
 def step(model, batch, cut):
@@ -47,6 +49,23 @@ def measured(folder: Path, *words: str) -> dict[str, dict]:
     return {each["setting"]: each for each in found}
 
 
+def as_kept(found: dict[str, dict], trainer: str, version: str) -> None:
+    """What was measured is what docs/xray.json has of this version, to float32's rounding."""
+    kept = KEPT[trainer]
+    if not kept["trainer"].endswith(f" {version}"):
+        pytest.skip(f"docs/xray.json is of {kept['trainer']}, and here is {version}: run tools/make_xray.py")
+    for each in kept["settings"]:
+        mine = found[each["setting"]]
+        for name in ("over_documented", "documented", "constant", "note"):
+            assert mine[name] == pytest.approx(each[name], abs=2e-5), (each["setting"], name)
+        for cut, bounds in each["over_one_micro_batch"].items():
+            assert mine["over_one_micro_batch"][cut] == pytest.approx(bounds, abs=2e-5), each["setting"]
+
+
+def test_the_tables_have_the_numbers_that_are_kept():
+    assert is_up_to_date("make_xray.py"), "run tools/make_xray.py"
+
+
 def close(bounds: list[float], value: float) -> bool:
     return bounds == pytest.approx([value, value], abs=1.1e-5)
 
@@ -64,6 +83,7 @@ def test_torchrl_takes_the_means_that_it_documents_and_its_curves_are_their_form
     for name, each in found.items():
         assert close(each["over_documented"], 1.0), name
         assert uniform(each) == ("token_mean" not in name), name
+    as_kept(found, "torchrl", torchrl.__version__)
     formulas = {
         "GRPOLoss": lambda r, up: r if (r < 1.2 if up else r > 0.8) else 0.0,
         "DAPO": lambda r, up: r if (r < 1.28 if up else r > 0.8) else 0.0,
@@ -102,6 +122,7 @@ def test_trl_in_fifteen_settings_and_with_truncated_completions_masked(trl, tmp_
     assert high > 1.875
     for name, each in found.items():
         assert "cispo" in name or close(each["over_documented"], 1.0), name
+    as_kept(found, "trl", trl.__version__)
 
 
 @pytest.fixture(scope="module")

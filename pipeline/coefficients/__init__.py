@@ -3,7 +3,16 @@
 from .causal_lm import table_as_causal_lm
 from .measure import XRay, xray
 from .of_trl import trl_step
-from .token_table import TokenTable, token_weights
+from .token_table import TokenTable, kl_weights, token_weights
 from .unique_pairs import xray_batch
 
-__all__ = ["TokenTable", "XRay", "table_as_causal_lm", "token_weights", "trl_step", "xray", "xray_batch"]
+__all__ = [
+    "TokenTable",
+    "XRay",
+    "kl_weights",
+    "table_as_causal_lm",
+    "token_weights",
+    "trl_step",
+    "xray",
+    "xray_batch",
+]

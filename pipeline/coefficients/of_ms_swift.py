@@ -10,7 +10,15 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from .measure import Step
-from .setting import LONGEST, ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_PART, TOKENS_OF_STEP, Setting, log_probs_of
+from .setting import (
+    LONGEST,
+    ROWS_OF_STEP,
+    SUM_OF_STEP,
+    TOKENS_OF_PART,
+    TOKENS_OF_STEP,
+    Setting,
+    table_log_probs,
+)
 from .token_table import LOSS, TOKENS
 
 LOSSES: dict[str, tuple[str, float, str]] = {
@@ -80,7 +88,7 @@ def _ms_swift_step(loss_type: str, epsilon_high: float) -> Step:
             self.current_gradient_accumulation_steps = cut
 
         def _get_per_token_logps_and_entropies(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            return log_probs_of(model, inputs["input_ids"]), None
+            return table_log_probs(model, inputs["input_ids"]), None
 
     def step(model: nn.Module, batch: TensorDictBase, cut: int) -> None:
         trainer = Losses(model, cut)

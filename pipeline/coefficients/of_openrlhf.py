@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from .measure import Step
-from .setting import ROWS_OF_STEP, TOKENS_OF_STEP, Setting, log_probs_of
+from .setting import ROWS_OF_STEP, TOKENS_OF_STEP, Setting, table_log_probs
 from .token_table import LOSS, TOKENS
 
 ABSENT = "flash_attn", "deepspeed"  # which need a GPU, and none of the losses
@@ -56,7 +56,7 @@ def _openrlhf_step(loss: nn.Module, windows: Any) -> Step:
             tokens, inside = part[TOKENS], part[LOSS][:, 1:]
             advantage = part["advantage"].squeeze(-1).expand(inside.shape)
             given = (part["log_probs", "full"][:, 1:], advantage) if rewarded else ()
-            found = loss(log_probs_of(model, tokens), *given, inside.double(), **normalisers)
+            found = loss(table_log_probs(model, tokens), *given, inside.double(), **normalisers)
             # DeepSpeed's backward divides by the number of micro-batches.
             ((found[0] if rewarded else found) / cut).backward()
 

@@ -16,7 +16,7 @@ from headrace.pipeline.train import optimise
 from headrace.transforms import group_relative_advantage
 
 from .measure import Step
-from .setting import RECIPE, ROWS_OF_PART, SUM_OF_STEP, TOKENS_OF_PART, Setting, log_probs_of
+from .setting import RECIPE, ROWS_OF_PART, SUM_OF_STEP, TOKENS_OF_PART, Setting, table_log_probs
 from .token_table import LOSS, TOKENS
 
 CLIP = {"GRPOLoss": 0.2, "DAPO": (0.2, 0.28), "CISPOLoss": (0.2, 0.28)}
@@ -97,7 +97,7 @@ def _with_a_teacher(kind: type[nn.Module], accumulated: bool, **options: Any) ->
         batch["teacher"] = torch.where(batch[LOSS], batch["log_probs", "full"] + math.log(2), 0.0)
 
         def log_probs(tokens: torch.Tensor) -> torch.Tensor:
-            return nn.functional.pad(log_probs_of(model, tokens), (1, 0))
+            return nn.functional.pad(table_log_probs(model, tokens), (1, 0))
 
         actor = TensorDictModule(log_probs, [TOKENS], [("log_probs", "full")])
         actor.model = model

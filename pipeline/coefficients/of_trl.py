@@ -116,6 +116,7 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
                 "num_generations": size,
                 "max_completion_length": max(map(len, completions)),
                 "max_steps": 1,
+                "learning_rate": 0.0,
                 "max_grad_norm": 0.0,
                 "shuffle_dataset": False,
                 "gradient_checkpointing": False,

@@ -8,7 +8,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from .measure import Step
-from .setting import LENGTHS, LONGEST, ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_STEP, Setting, log_probs_of
+from .setting import LENGTHS, LONGEST, ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_STEP, Setting, table_log_probs
 from .token_table import LOSS, REAL, TOKENS
 
 PROMPT = 2  # tokens of each prompt
@@ -74,7 +74,7 @@ def _verl_step(loss: str, mode: str) -> Step:
         for part in batch.chunk(cut):
             tokens, real, inside = part[TOKENS], part[REAL], part[LOSS][:, PROMPT:]
             # Its models give each token's place the log-probability of the next one, without padding.
-            shown = nn.functional.pad(log_probs_of(model, tokens), (0, 1))[real]
+            shown = nn.functional.pad(table_log_probs(model, tokens), (0, 1))[real]
             data: Any = TensorDict(
                 {
                     "prompts": tokens[:, :PROMPT],

@@ -130,7 +130,7 @@ class MeasuredSetting:
         }
 
 
-def log_probs_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def table_log_probs(model: nn.Module, tokens: Tensor) -> Tensor:
     """(N, T − 1) the log-probability of each token but the first, given the one before it."""
     shown: Tensor = model(tokens)[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
     return shown.squeeze(-1)
