@@ -155,6 +155,15 @@ def test_a_recipe_in_the_adapter_trains_what_it_says(trl, adapter, recipe):
     assert "the weights of the pipeline" in xray(step, pipeline, dtype=torch.float32).verdict
 
 
+def test_tokens_of_tools_and_padding_on_the_left_change_nothing_in_trl(trl):
+    step = trl_step("GRPOTrainer", loss_type="dapo", scale_rewards=False)
+    found = xray(step, pad=("left", "right"), holes=True, cuts=(1, 2), dtype=torch.float32)
+    found.assert_uniform()
+    assert found.verdict == "mean over the tokens of the whole step, in 4 of 4 runs"
+    with pytest.raises(ValueError, match="as many rows each; got 12 rows for 5"):
+        xray(step, cuts=(5,), dtype=torch.float32)
+
+
 def test_a_policy_that_has_changed_since_it_acted_is_clipped_by_trl(trl):
     known = {
         "dapo": ({"epsilon_high": 0.28}, [0.5, 1.0, 1.25, 0.0], [0.0, 1.0, 1.25, 6.0]),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import group_relative_advantage
 from headrace.transforms.options import at_least, one_of, takes_options
-from headrace.transforms.schema import ROW, TOKEN_WEIGHT, has_key
+from headrace.transforms.schema import MICROBATCH, ROW, TOKEN_WEIGHT, has_key
 
 from .means import StepTokens, TokenMean, nearest_mean, odd_part
 from .token_table import TokenTable, explain_gradient, padded_column, tokens_of
@@ -220,8 +220,8 @@ def xray(
 
     A step that makes its advantages itself, sorts rows into micro-batches in another order, or leaves rows
     out of the loss, writes into the batch what its own settings say of that: ``advantage`` (N, 1, 1),
-    ``micro_batch`` (N,), from 0, and ``("masks", "all_assistant_mask")`` (N, T). With several ranks it
-    cannot.
+    ``("headrace", "microbatch")`` (N,), from 0, and ``("masks", "all_assistant_mask")`` (N, T). With several
+    ranks it cannot.
 
     Args:
         step: the loss and the backward pass of a trainer, ``step(model, batch, cut)``.
@@ -318,7 +318,7 @@ def _measure(
     before = model.table.detach().clone()
     if gradients is None:
         step(model, batch, cut)
-        inside, micro = tokens_of(batch)[2], batch.get("micro_batch", micro)
+        inside, micro = tokens_of(batch)[2], batch.get(MICROBATCH, micro)
         advantage = padded_column(batch, "advantage").double().flatten(1)
     else:
         model.table.grad = _over_ranks(step, model, batch, cut, of_rank, gradients)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import tempfile
+import warnings
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from headrace.pipeline.installed import import_extra
 from headrace.transforms import group_relative_advantage
+from headrace.transforms.schema import MICROBATCH
 
 from .causal_lm import table_as_causal_lm
 from .measure import Step
@@ -80,35 +81,45 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
 
     Raises:
         ImportError: TRL is not installed.
+        ValueError: micro-batches would have unequal numbers of rows.
 
     Example:
         >>> step = trl_step("GRPOTrainer", loss_type="bnpo")  # doctest: +SKIP
         >>> xray(step, dtype=torch.float32).verdict  # doctest: +SKIP
         'mean over the tokens of each micro-batch: with 4 micro-batches, tokens get 0.971 to 1.03 times ...'
     """
-    trl: Any = import_extra("trl", "llm", "trl_step")
-    kind = getattr(trl, trainer) if isinstance(trainer, str) else trainer
+    try:
+        import trl
+        from transformers import PrinterCallback
+    except ImportError as err:
+        raise ImportError("trl_step needs TRL: pip install trl") from err
+    kind: Any = getattr(trl, trainer) if isinstance(trainer, str) else trainer
     rloo = issubclass(kind, trl.RLOOTrainer)
-    from transformers import PrinterCallback
+    scale = config.get("scale_rewards", "none" if rloo else "group")
 
     def step(model: TokenTable, batch: TensorDictBase, cut: int) -> None:
+        if len(batch) % cut:
+            raise ValueError(f"TRL's micro-batches have as many rows each; got {len(batch)} rows for {cut}")
         rows, size, reward = len(batch), int(batch["expected_rollouts"][0]), batch["next", "reward"].sum(-1)
         batch["advantage"] = group_relative_advantage(
             reward,
             batch["group_id"].flatten(),
             baseline="leave_one_out" if rloo else "mean",
-            scale=config.get("scale_rewards", "none" if rloo else "group"),
+            scale={True: "group", False: "none"}.get(scale, scale),
             eps=1e-4,
         )[:, None, None]
         prompts, completions, masks = [], [], []
-        for tokens, real, inside in zip(batch[TOKENS], batch[REAL], batch[LOSS], strict=True):
+        for row in batch.unbind(0):
+            tokens, real, inside = row[TOKENS], row[REAL], row[LOSS]
             start = int(inside[real].int().argmax())
             prompts.append(tokens[real][:start].tolist())
             completions.append(tokens[real][start:].tolist())
             masks.append(inside[real][start:].int().tolist())
         # What ends two thirds of the completions; one that ends in another token was cut off.
         ends = {completions[row][-1] for row in range(rows) if row % 3}
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            # transformers 5 warns of names that its own Trainer uses.
+            warnings.simplefilter("ignore", FutureWarning)
             settings: dict[str, Any] = {
                 "output_dir": folder,
                 "per_device_train_batch_size": rows // cut,
@@ -150,8 +161,8 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
             _act_with(made, float(batch["log_probs", "full"][batch[LOSS]][0]))
             found = _gradient_before_the_optimiser(made, model)
             made.train()
-        model.table.grad = found[0]
-        batch["micro_batch"] = torch.tensor([order[row] for row in range(rows)])
+        model.table.grad = found[0] if found else None
+        batch[MICROBATCH] = torch.tensor([order[row] for row in range(rows)])
         if made.mask_truncated_completions:
             batch[LOSS] = batch[LOSS] & torch.tensor([ids[-1] in ends for ids in completions])[:, None]
 
