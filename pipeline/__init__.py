@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         trl_step,
         xray,
         xray_batch,
+        xray_page,
     )
     from .collect.assembling import assembled, paced
     from .collect.drain import DrainWriter, drained
@@ -92,6 +93,7 @@ __all__ = [
     "write_page",
     "xray",
     "xray_batch",
+    "xray_page",
 ]
 
 

@@ -3,6 +3,7 @@
 from .causal_lm import table_as_causal_lm
 from .measure import XRay, xray
 from .of_trl import trl_step
+from .page import xray_page
 from .token_table import TokenTable, kl_weights, token_weights
 from .unique_pairs import xray_batch
 
@@ -15,4 +16,5 @@ __all__ = [
     "trl_step",
     "xray",
     "xray_batch",
+    "xray_page",
 ]

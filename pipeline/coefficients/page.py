@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.pipeline.report.html import policy
 from headrace.pipeline.wording import printable
 
-from .measure import Measured
+from .measure import Measured, XRay
 from .setting import MeasuredSetting
 
 BOUNDS = (0.25, 0.5, 0.8, 0.9999, 1.0001, 1.25, 2.0, 4.0)  # between the nine colours
@@ -39,13 +39,30 @@ svg { display: block; overflow: visible; } text { fill: var(--dim); font: 11px s
 """ + "".join(f".c{place} {{ fill: var(--c{place}); }}\n" for place in range(len(BOUNDS) + 1))
 
 
-def xray_page(title: str, found: Sequence[MeasuredSetting]) -> str:
-    """One HTML file that fetches nothing and runs no script, light and dark.
+def xray_page(title: str, found: XRay | Sequence[MeasuredSetting]) -> str:
+    """One HTML file of what was measured, which fetches nothing and runs no script, light and dark.
+
+    Tokens are coloured by their measured weight over the one by the documented mean, or where there is none
+    by that of the pipeline, or of the mean that was found; a panel for each run. What was measured with
+    several shifts has its clipping curve.
 
     Args:
         title: of the page.
-        found: settings of one trainer.
+        found: what :func:`xray` returned, or settings of a trainer.
+
+    Example:
+        >>> from headrace.pipeline import xray
+        >>> def step(model, batch, cut):
+        ...     log_probs = model.get_dist(batch).log_prob(batch["tokens", "full"])
+        ...     mask = batch["masks", "all_assistant_mask"]
+        ...     (-(log_probs * batch["advantage"].squeeze(-1))[mask].mean()).backward()
+        >>> page = xray_page("my trainer", xray(step))
+        >>> page[:15], page.count("<figure>")
+        ('<!doctype html>', 3)
     """
+    if isinstance(found, XRay):
+        shifted = len({run.shift for run in found.runs}) > 1
+        found = [MeasuredSetting(title, found, curve=found.curve() if shifted else {})]
     curves = "".join(_curve(each) for each in found if each.curve)
     if curves:
         curves = (
@@ -86,13 +103,12 @@ def _legend() -> str:
 
 
 def _setting(found: MeasuredSetting) -> str:
-    setting = found.setting
-    said = f"Documented: {setting.documented}" if setting.documented else ""
-    said += f", times {setting.constant:.6g}" if setting.documented and setting.constant != 1 else ""
-    note = f" ({setting.note})" if setting.note else ""
-    panels = "".join(_panel(run, found.share(run, of_step=True)) for run in found.xray.runs)
+    said = f"Documented: {found.documented}" if found.documented else ""
+    said += f", times {found.constant:.6g}" if found.documented and found.constant != 1 else ""
+    note = f" ({found.note})" if found.note else ""
+    panels = "".join(_panel(run, found.share(run, of_step=True)) for run in found.xray.runs if not run.shift)
     return (
-        f"<h2>{_text(setting.name)}</h2><p>{_text(said + note)}</p>"
+        f"<h2>{_text(found.name)}</h2><p>{_text(said + note)}</p>"
         f"<p>Measured: {_text(found.xray.verdict)}</p>"
         f'<div class="row">{panels}</div>'
     )
@@ -143,5 +159,5 @@ def _curve(found: MeasuredSetting) -> str:
     axis = f'<path class="axis" d="M{EDGE} 0v{HEIGHT}h{WIDTH - EDGE}"/>'
     return (
         f'<figure><svg role="img" aria-label="coefficient by ratio" width="{WIDTH}" height="{HEIGHT + 18}">'
-        f"{axis}{ticks}{lines}</svg><figcaption>{_text(found.setting.name)}</figcaption></figure>"
+        f"{axis}{ticks}{lines}</svg><figcaption>{_text(found.name)}</figcaption></figure>"
     )

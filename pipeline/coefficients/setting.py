@@ -56,11 +56,12 @@ class Setting:
         """Measure it for each number of micro-batches, and where it has one and is asked for it its curve."""
         options: dict[str, Any] = {"lengths": LENGTHS, "dtype": self.dtype}
         found = xray(self.step, self.pipeline, cuts=cuts, **options)
-        if not (curve and self.curve):
-            return MeasuredSetting(self, found)
-        shifts = [-math.log(ratio) for ratio in RATIOS]
-        shifted = xray(self.step, self.pipeline, cuts=cuts[:1], shifts=shifts, **options)
-        return MeasuredSetting(self, found, shifted.curve())
+        said: dict[str, Any] = {"documented": self.documented, "constant": self.constant, "note": self.note}
+        if curve and self.curve:
+            shifts = [-math.log(ratio) for ratio in RATIOS]
+            shifted = xray(self.step, self.pipeline, cuts=cuts[:1], shifts=shifts, **options)
+            said["curve"] = shifted.curve()
+        return MeasuredSetting(self.name, found, **said)
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,19 @@ class MeasuredSetting:
     """What was measured of a setting.
 
     Attributes:
-        setting: of which it is.
+        name: as of :class:`Setting`.
         xray: by micro-batches.
+        documented: as of :class:`Setting`.
+        constant: as of :class:`Setting`.
+        note: as of :class:`Setting`.
         curve: as :meth:`XRay.curve` returns it; empty: none.
     """
 
-    setting: Setting
+    name: str
     xray: XRay
+    documented: str = ""
+    constant: float = 1.0
+    note: str = ""
     curve: dict[float, tuple[float, float]] = field(default_factory=dict)
 
     def share(self, run: Measured, *, of_step: bool = False) -> Tensor:
@@ -85,14 +92,17 @@ class MeasuredSetting:
             of_step: a documented mean over each micro-batch is taken over the whole step.
         """
         expected = run.expected
-        if expected is None and not self.setting.documented:
-            expected = self.xray.mean.weight * self.xray.factor * run.advantage
+        if expected is None and not self.documented:
+            weight = torch.zeros(run.coefficient.shape, dtype=torch.float64)
+            found = self.xray.mean.weight[self.xray.runs[0].tokens.inside]
+            weight[run.tokens.inside] = found  # wherever the padding is
+            expected = weight * self.xray.factor * run.advantage
         if expected is None:
             means = {str(mean): mean.weight for mean in known_means(run.tokens)}
-            documented = self.setting.documented
+            documented = self.documented
             if of_step or documented not in means:  # with one micro-batch it is the step
                 documented = documented.replace("each micro-batch", WHOLE)
-            expected = means[documented] * self.setting.constant * run.advantage
+            expected = means[documented] * self.constant * run.advantage
         known = run.tokens.inside & (expected != 0)
         return torch.where(known, run.coefficient / torch.where(known, expected, 1.0), torch.nan)
 
@@ -115,15 +125,15 @@ class MeasuredSetting:
         """As JSON has it, with six digits: what differs below them is rounding."""
         low, high = map(rounded, self.over_documented())
         return {
-            "setting": self.setting.name,
-            "documented": self.setting.documented,
-            "constant": rounded(self.setting.constant),
+            "setting": self.name,
+            "documented": self.documented,
+            "constant": rounded(self.constant),
             "over_documented": [low, high],
             "over_one_micro_batch": {
                 str(cut): [rounded(low), rounded(high)] for cut, (low, high) in self.over_one_cut().items()
             },
             "verdict": self.xray.verdict,
-            "note": self.setting.note,
+            "note": self.note,
             "curve": {
                 f"{ratio:.4g}": [rounded(up), rounded(down)] for ratio, (up, down) in self.curve.items()
             },

@@ -145,14 +145,14 @@ def show_settings(title: str, found: Sequence[Any], console: Console) -> None:
     table = FittedTable(columns, f"\n{printable(title)}: the weight of a token")
     for each in found:
         ranges = [each.over_documented(), *list(each.over_one_cut().values())[1:]]
-        documented = each.setting.documented or "–"
-        table.add(each.setting.name, documented, *map(range_in_words, ranges))
+        documented = each.documented or "–"
+        table.add(each.name, documented, *map(range_in_words, ranges))
     console.print(table)
     for each in found:
         ranges = [each.over_documented(), *each.over_one_cut().values()]
-        if any(range_in_words(each) != "1" for each in ranges) or not each.setting.documented:
-            note = f". Its documentation: {each.setting.note}" if each.setting.note else ""
-            console.print(Text(printable(f"{each.setting.name}: {each.xray.verdict}{note}")), soft_wrap=True)
+        if any(range_in_words(each) != "1" for each in ranges) or not each.documented:
+            note = f". Its documentation: {each.note}" if each.note else ""
+            console.print(Text(printable(f"{each.name}: {each.xray.verdict}{note}")), soft_wrap=True)
 
 
 def range_in_words(bounds: tuple[float, float]) -> str:
