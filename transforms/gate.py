@@ -390,8 +390,9 @@ class CompletenessGate(
         rows.leave(lost, "failed")
         rows.leave(~(present | lost), "unfinished")
         take_empty_out(rows, self.empty)
-        rows.metric("missing_groups", len(missing))
-        rows.metric("incomplete_rows", rows.of_rank(lacks).sum())
+        for of_rank in rows.of_each_rank():
+            of_rank.metric("missing_groups", len(missing))
+            of_rank.metric("incomplete_rows", of_rank.of_rank(lacks).sum())
 
     def _ends(self, rows: Rows) -> Ends | None:
         """What the batch says of where rollouts begin and end."""

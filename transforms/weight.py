@@ -391,9 +391,10 @@ class LossWeight(
         for name in ("tokens", "samples", "rollouts", "groups"):
             if (count := getattr(weighed, name)) is not None:
                 rows.put(f"num_{name}", count, dtype=torch.int64, ndim=1)
-        own = rows.of_rank(tokens)
-        rows.metric("tokens", own.sum())
-        rows.metric("samples", (own > 0).sum())
+        for of_rank in rows.of_each_rank():
+            own = of_rank.of_rank(tokens)
+            of_rank.metric("tokens", own.sum())
+            of_rank.metric("samples", (own > 0).sum())
 
     def _turns_inside(self, rows: Rows, tokens: Tensor) -> Tensor:
         """(M,) int64: turns with a token in the loss of each row.
@@ -440,9 +441,7 @@ class LossWeight(
         for key in (MINIBATCH, RANK, MICROBATCH):
             if rows.has(key):
                 passes = passes.paired_with(Ids(rows[key]))
-        own = torch.zeros_like(tokens)  # ranks number their passes alike
-        own[rows.of_rank(torch.arange(len(rows)))] = 1
-        passes = passes.paired_with(Ids(own))
+        passes = passes.paired_with(Ids(rows.from_arrival(rows.table.by_rank())))  # they number them alike
         return passes.spread(passes.sum(tokens))
 
 

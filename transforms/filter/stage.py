@@ -134,8 +134,9 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
             batch, stays = rows.shown(keep)
             if len(batch):  # a rank without rows has nothing to show
                 self.on_batch(batch, stays)
-        own = rows.of_rank(keep)
-        kept = int(own.sum())
-        rows.metric("kept", kept)
-        rows.metric("fraction_kept", kept / max(len(own), 1))
+        for of_rank in rows.of_each_rank():
+            own = of_rank.of_rank(keep)
+            kept = int(own.sum())
+            of_rank.metric("kept", kept)
+            of_rank.metric("fraction_kept", kept / max(len(own), 1))
         rows.leave(~keep, self.reasons[0], self.effects[0])
