@@ -63,11 +63,13 @@ def needs_each_rank(stage: Any) -> str:
 
 
 def hand_out_passes(table: Table, passes: Sequence[Epoch], plans: Sequence[Sequence[Plan]]) -> None:
-    """Give each rank the passes over its rows, and its plans.
+    """Give each rank the passes over its rows, and its plans, where one decides.
 
     Raises:
         BatchError: a stage changes tokens where rows are gathered.
     """
+    if table.ranks is None or not table.ranks.one_decides:
+        return
     if any(each.late for each in passes):
         raise BatchError(
             "an advantage of tokens is changed where rows are gathered, on each rank: set "
@@ -75,8 +77,10 @@ def hand_out_passes(table: Table, passes: Sequence[Epoch], plans: Sequence[Seque
         )
     number = torch.empty(table.size, dtype=torch.int64)  # of each row, among those of its rank
     for rank in range(len(plans)):
-        own = table.of_rank(torch.arange(table.size), rank)
-        number[own] = torch.arange(len(own))
+        known = 0
+        for a, b in table.spans(rank):
+            number[a:b] = torch.arange(known, known + b - a)
+            known += b - a
     of_ranks = [
         [
             (number[plan.order].numpy(), plan.padding.numpy(), plan.sizes, number[plan.left].numpy())

@@ -292,15 +292,13 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         texts = note_collected(rows, keys)
         weights_came = column_of(table.batch, keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
-        table.told, one_decides = dict(table.columns), table.ranks is not None and table.ranks.one_decides
-        if table.ranks is None or table.ranks.decides:
+        if table.decides:
             if self._half != "second" and not any(hasattr(stage, "empty") for stage in stages.values()):
                 take_empty_out(rows.seen_by(self, "pipeline"), self.empty)
             for name in list(stages)[:at]:
                 self._stage(name, stages[name], rows)
             note_advantage(rows, keys)
-        if one_decides:
-            hand_out(table)
+        hand_out(table)
         name, split, carried = "", cast(Any, None), None
         if at is not None:
             name, split = list(stages.items())[at]
@@ -342,7 +340,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 return [], None
             table.extend(split.carried_rows(), split.remainder)
             seen = rows.seen_by(split, names[at])
-            if table.ranks is not None and not table.ranks.decides:
+            if not table.decides:
                 return take_passes(seen, split)
             drawn = split.draw(seen, epochs)
         before = table.columns, table.written, table.late
@@ -356,8 +354,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             places, columns = self._places(rows, each), table.written_columns()
             passes.append(Epoch(places, columns, table.late, table.batch))
         table.columns, table.written, table.late = before
-        if table.ranks is not None and table.ranks.one_decides:
-            hand_out_passes(table, passes, drawn.of_ranks)
+        hand_out_passes(table, passes, drawn.of_ranks)
         return passes, drawn
 
     def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_cut: bool = False) -> None:

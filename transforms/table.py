@@ -210,6 +210,11 @@ class Table:
         """How many rows are here."""
         return self.size if self.index is None else len(self.index)
 
+    @property
+    def decides(self) -> bool:
+        """Whether decisions are made here, and not on another rank."""
+        return self.ranks is None or self.ranks.decides
+
     def take(self, numbers: Tensor) -> TensorDictBase:
         """Gather rows of this rank's batch, by (n,) int64 numbers in the table."""
         at = self.places(numbers)

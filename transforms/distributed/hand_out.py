@@ -20,9 +20,9 @@ DECIDED = (
 
 
 def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None) -> tuple[Any, Any]:
-    """Give each rank what was decided about its rows. All ranks call it together: a meeting, two collectives.
+    """Give each rank what was decided about its rows, where one decides: a meeting, and two collectives.
 
-    What a rank has, or was told before, is not sent again.
+    All ranks call it together. What a rank has, or was told before, is not sent again.
 
     Args:
         table: of the rows of all ranks on the first; on the others, of their own, changed in place.
@@ -33,6 +33,8 @@ def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None
         `more`, of the rows of this rank, and what it is to have else.
     """
     ranks, messages = table.ranks, None
+    if ranks is None or not ranks.one_decides:
+        return more, None
     ranks.place = "what rank 0 decides"
     if ranks.decides:
         decided = {name: getattr(table, name) for name in DECIDED}

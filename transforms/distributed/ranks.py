@@ -114,6 +114,7 @@ class Ranks:
         table.ranks = self
         table.columns = self._gather({key: table.columns[key] for key in kinds}, counts)
         if self.decides:
+            table.told = dict(table.columns) if self.one_decides else {}
             rank = torch.arange(self.size).repeat_interleave(torch.tensor(counts))
             for key, name in self.id_keys.items():
                 if key in table.columns:
