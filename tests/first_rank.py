@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from any_rank import CASES, PATIENCE, collected, join, spread
-from batches import batch_of
+from any_rank import CASES, PATIENCE, STREAM, collected, join, of_stream, spread
 from rich.console import Console
 from tensordict import TensorDict
 
@@ -94,28 +93,6 @@ def compare_ways(rank: int, world: int, folder: str, pipelines: list[tuple[str, 
 
 # -- what is remembered -----------------------------------------------------------------------------------
 
-STREAM = (5, 3, 0, 4)  # groups of a batch, of the last rank; the others have two more each
-
-
-def of_stream(number: int, rank: int, world: int, *, alike: bool) -> TensorDict:
-    """The rows of a rank in a batch of a stream: whole groups, some rollouts of two segments.
-
-    Args:
-        number: of the batch.
-        rank: whose rows.
-        world: how many ranks there are.
-        alike: ranks number their rollouts alike, each its own.
-    """
-    groups = STREAM[number] + 2 * (world - 1 - rank)
-    first = 100 * number + (0 if alike else 1000 * rank)
-    rollouts = [(first + group, 10 * (first + group) + k) for group in range(groups) for k in range(2)]
-    rows = [each for each in rollouts for _ in range(1 + each[1] % 2)]
-    rewards = [float((7 * rollout + rank) % 5) for _, rollout in rows]
-    if not rows:
-        return TensorDict({}, batch_size=[0])
-    batch = batch_of(rewards, [group for group, _ in rows], [rollout for _, rollout in rows], tokens=6)
-    return batch.exclude("prompt_text") if rank else batch
-
 
 def follow_stream(rank: int, world: int, folder: str, pipelines: list[tuple[str, str, Pipeline]]) -> None:
     """A stream in both ways: after each batch, and after an interruption that the other way resumes."""
@@ -167,21 +144,24 @@ def refuse_what_one_decides(rank: int, world: int, folder: str) -> None:
     join(rank, world, folder)
     stages = {"gate": CompletenessGate(group_size=2), "split": ShuffleSplit(minibatches=2)}
     pipeline = both_ways(Pipeline(stages | {"weight": LossWeight()}), patience=PATIENCE)[1]
-    mine, told = of_stream(0, rank, world, alike=False), []
+    mine, told, last = of_stream(0, rank, world, alike=False), [], rank == world - 1
+    split = {"split": ShuffleSplit(minibatches=2, unit="group", remainder="carry")}
+    carrying = both_ways(Pipeline(split), patience=PATIENCE, shared_ids="different")[1]
 
-    def attempt(batch: TensorDict) -> None:
+    def attempt(batch: TensorDict, run: Pipeline = pipeline) -> None:
         start = time.monotonic()
         try:
-            said: object = len(pipeline(batch))
+            said: object = len(run(batch))
         except (BatchError, StageError) as err:
             said = str(err)
         told.append((said, time.monotonic() - start))
         torch.save(told, Path(folder) / f"{rank}.pt")
 
-    last = rank == world - 1
     attempt(mine)
     attempt(mine[1:] if last else mine)  # whose group lacks a rollout
     attempt(mine)
+    attempt(mine, carrying)
+    attempt(mine if last else of_stream(1, rank, world, alike=True), carrying)  # ids of rows that wait
     if rank == 0:
         pipeline.stages["gate"].decide = lambda rows: time.sleep(1.5 * PATIENCE)
     attempt(mine)
