@@ -10,9 +10,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms import Diverged, Finite, ShuffleSplit
+from headrace.transforms import ShuffleSplit
 from headrace.transforms.distributed import hand_out
-from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import Rows
 from headrace.transforms.split.plan import Plan
 from headrace.transforms.stage import BatchTransform
@@ -38,43 +37,22 @@ def check_by_table(stages: Mapping[str, Any]) -> None:
     Raises:
         ValueError: some do not, with their names and what each needs.
     """
-    found = {name: why for name, stage in stages.items() if (why := needs_each_rank(stage))}
-    if found:
-        named = ", ".join(f"{name!r} ({why})" for name, why in found.items())
+    asked = {
+        name: stage.needs_each_rank() if isinstance(stage, BatchTransform) else "code of your own"
+        for name, stage in stages.items()
+    }
+    if any(asked.values()):
+        named = ", ".join(f"{name!r} ({why})" for name, why in asked.items() if why)
         raise ValueError(
             f"under decide_on='first_rank' stages decide by the table, on that rank alone, and these take "
             f"part on each: {named}. Set pipeline.decide_on=each_rank, or leave them out"
         )
 
 
-def needs_each_rank(stage: Any) -> str:
-    """Why a stage takes part on each rank, in words; empty where it decides by the table alone."""
-    criterion = getattr(stage, "criterion", stage)
-    if not all(type(part).__module__.startswith("headrace.transforms.") for part in (stage, criterion)):
-        return "code of your own"
-    if isinstance(stage, ShuffleSplit):
-        return "" if stage.tree == "none" else f"tree={stage.tree!r} reads tokens"
-    if type(stage).decide is BatchTransform.decide or isinstance(criterion, Finite | Diverged):
-        return "it reads tokens"
-    if stage.stateful:
-        return "it remembers rollouts of all ranks"
-    asked = ("expected_groups", "on_batch", "turn_index_key")
-    return ", ".join(option for option in asked if getattr(stage, option, None) is not None)
-
-
 def hand_out_passes(table: Table, passes: Sequence[Epoch], plans: Sequence[Sequence[Plan]]) -> None:
-    """Give each rank the passes over its rows, and its plans, where one decides.
-
-    Raises:
-        BatchError: a stage changes tokens where rows are gathered.
-    """
+    """Give each rank the passes over its rows, and its plans, where one decides."""
     if table.ranks is None or not table.ranks.one_decides:
         return
-    if any(each.late for each in passes):
-        raise BatchError(
-            "an advantage of tokens is changed where rows are gathered, on each rank: set "
-            "pipeline.decide_on=each_rank"
-        )
     number = torch.empty(table.size, dtype=torch.int64)  # of each row, among those of its rank
     for rank in range(len(plans)):
         known = 0

@@ -27,7 +27,6 @@ from headrace.transforms import (
     split_microbatches,
     take_rows,
 )
-from headrace.transforms.weight import Fold
 
 PATIENCE = 3.0  # seconds
 TOGETHER = {"process_group": "world", "shared_ids": "same", "patience": 60.0}
@@ -207,7 +206,7 @@ def fold_stream(rank: int, world: int, folder: str) -> None:
     """A stream with carried rows, whose weights are folded in, and are not: how far an advantage is off."""
     join(rank, world, folder)
 
-    def cut(fold: Fold) -> Pipeline:
+    def cut(fold: str) -> Pipeline:
         split = ShuffleSplit(minibatches=2, microbatches=2, remainder="carry", unit="sample")
         return Pipeline({"split": split, "weight": LossWeight(fold=fold)}, **TOGETHER)
 

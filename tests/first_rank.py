@@ -16,9 +16,16 @@ from any_rank import CASES, PATIENCE, STREAM, collected, join, of_stream, spread
 from rich.console import Console
 from tensordict import TensorDict
 
-import headrace.pipeline.one_decides
 from headrace.pipeline import Pipeline, Run, StageError
-from headrace.transforms import BatchError, CompletenessGate, LossWeight, ShuffleSplit, take_rows
+from headrace.transforms import (
+    BatchError,
+    CompletenessGate,
+    DifficultyWeight,
+    FanOutCollapse,
+    LossWeight,
+    ShuffleSplit,
+    take_rows,
+)
 
 WAYS = ("each_rank", "first_rank")
 
@@ -160,6 +167,10 @@ def refuse_what_one_decides(rank: int, world: int, folder: str) -> None:
     attempt(mine)
     attempt(mine[1:] if last else mine)  # whose group lacks a rollout
     attempt(mine)
+    of_tokens = mine.clone().set("advantage", torch.ones(len(mine), 6))
+    of_tokens["next", "reward"][:] = 1.0
+    weighed = Pipeline({"collapse": FanOutCollapse(), "difficulty": DifficultyWeight()})
+    attempt(of_tokens, both_ways(weighed, patience=PATIENCE)[1])
     attempt(mine, carrying)
     attempt(mine if last else of_stream(1, rank, world, alike=True), carrying)  # ids of rows that wait
     if rank == 0:
@@ -169,8 +180,7 @@ def refuse_what_one_decides(rank: int, world: int, folder: str) -> None:
         del pipeline.stages["gate"].decide
     attempt(mine)
     if last:  # while it waits for its passes
-        torch.save(told, Path(folder) / f"{rank}.pt")
-        headrace.pipeline.pipeline.take_passes = lambda *_: os._exit(0)
+        pipeline.stages["split"].carried_rows = lambda: os._exit(0)
     attempt(mine)
     if rank == 0:  # which has the store
         time.sleep(PATIENCE)

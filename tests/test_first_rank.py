@@ -70,12 +70,15 @@ def test_what_the_first_rank_refuses_all_refuse_in_time(tmp_path):
     world = 3
     for rank, told in enumerate(results_of(refuse_what_one_decides, world, tmp_path)):
         said = [said for said, _ in told]
-        assert said[0] == said[2] == said[6] > 0
+        assert said[0] == said[2] == said[7] > 0
         assert re.search(r"stage 'gate', .*1 incomplete group: group 2\d* has 1 of 2", said[1])
-        assert re.search(r"stage 'split', .*rows were carried for groups \[\d+\], and the batch has", said[4])
-        assert re.search(rf"rank 0 did not come to what rank 0 decides within {PATIENCE:g} s", said[5])
+        assert re.search(
+            r"stage 'difficulty', .*here it needs tokens, .*pipeline.decide_on=each_rank", said[3]
+        )
+        assert re.search(r"stage 'split', .*rows were carried for groups \[\d+\], and the batch has", said[5])
+        assert re.search(rf"rank 0 did not come to what rank 0 decides within {PATIENCE:g} s", said[6])
         if rank < world - 1:  # the last one is no more
-            assert re.search(rf"rank 2 did not come to what rank 0 decides within {PATIENCE:g} s", said[7])
+            assert re.search(rf"rank 2 did not come to what rank 0 decides within {PATIENCE:g} s", said[8])
         assert max(seconds for _, seconds in told) < 3 * PATIENCE
 
 

@@ -206,10 +206,10 @@ class FanOutCollapse(
             every.put(REWARDS, every.from_statistics(rewards.double()), dtype=dtype, ndim=2)
         first = rows.rollouts.is_first
         every.put(IS_FIRST_SEGMENT, every.from_statistics(first), dtype=torch.bool, ndim=1)
-        for of_rank in rows.of_each_rank():
-            own = of_rank.of_rank(one)[of_rank.of_rank(first)]
-            of_rank.metric("rollouts", len(own))
-            of_rank.metric("reward_mean", mean_of(own if missing is None else own[~own.isnan()]))
+        for view in rows.of_each_rank():
+            own = view.of_rank(one)[view.of_rank(first)]
+            view.metric("rollouts", len(own))
+            view.metric("reward_mean", mean_of(own if missing is None else own[~own.isnan()]))
 
     def _rewards(self, rows: Rows) -> Tensor:
         """(M, K) float64."""

@@ -81,7 +81,7 @@ class Rows:
         index: Tensor | None = None,
     ):
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
-        self.rank = 0 if table.ranks is None else table.ranks.rank
+        self.rank = 0 if table.ranks is None else table.ranks.rank  # of_rank and metric are of its rows
 
     # -- in and out ---------------------------------------------------------------------------------------
 
@@ -840,6 +840,8 @@ class Rows:
             writes: the columns that it writes.
             numbers: (M,) or (M, K) each, for the rows of this view.
         """
+        if self.table.ranks is not None:
+            self.table.ranks.refuse_tokens()
         every = {name: self.to_arrival(values) for name, values in numbers.items()}
         self.table.late.append(Late(change, every, tuple(writes)))
 

@@ -149,12 +149,12 @@ class RewardShaping(BatchTransform):
         # Rounded here: rewards that are equal as they are written are equal to every stage.
         shaped = self.shape(rows, reward).to(rows.dtype(REWARD)).double()
         rows.put(REWARD, shaped)
-        for of_rank in rows.of_each_rank():
-            before, after = of_rank.of_rank(reward), of_rank.of_rank(shaped)
+        for view in rows.of_each_rank():
+            before, after = view.of_rank(reward), view.of_rank(shaped)
             known = ~before.isnan()  # a reward that is missing stays so
             rewarded = known.double().sum().clamp_min(1)
-            of_rank.metric("changed", (known & (after != before)).sum() / rewarded)
-            of_rank.metric("mean", add_up(torch.where(known, after - before, 0.0)) / rewarded)
+            view.metric("changed", (known & (after != before)).sum() / rewarded)
+            view.metric("mean", add_up(torch.where(known, after - before, 0.0)) / rewarded)
 
 
 class RewardScale(RewardShaping):

@@ -129,5 +129,5 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
         if rows.counted is not None:
             factor = factor * rows.counted
         rows.change_advantage(lambda advantage, factor: advantage * factor, factor=factor)
-        for of_rank in rows.of_each_rank():
-            of_rank.metric("mean", mean_of(of_rank.of_rank(factor)))
+        for view in rows.of_each_rank():
+            view.metric("mean", mean_of(view.of_rank(factor)))

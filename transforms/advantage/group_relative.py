@@ -389,12 +389,12 @@ class GroupRelativeAdvantage(
         dtype = dtype if dtype.is_floating_point else FLOAT
         require_fit(rows, credit, dtype)
         rows.put("advantage", credit, dtype=dtype, ndim=self.ndim)
-        for of_rank in rows.of_each_rank():
-            own = of_rank.of_rank(credit)
-            of_rank.metric("abs_mean", mean_of(own.abs()))
-            of_rank.metric("zero", mean_of(own == 0))
+        for view in rows.of_each_rank():
+            own = view.of_rank(credit)
+            view.metric("abs_mean", mean_of(own.abs()))
+            view.metric("zero", mean_of(own == 0))
             if self.missing == "skip":
-                of_rank.metric("unscorable", of_rank.of_rank(reward).isnan().sum())
+                view.metric("unscorable", view.of_rank(reward).isnan().sum())
         if self.missing == "skip":
             rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
 

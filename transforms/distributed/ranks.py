@@ -114,15 +114,15 @@ class Ranks:
         table.ranks = self
         table.columns = self._gather({key: table.columns[key] for key in kinds}, counts)
         if self.decides:
-            table.told = dict(table.columns) if self.one_decides else {}
+            if self.one_decides:
+                table.told = dict(table.columns)
+                table.of_others = {rank: {} for rank in range(1, self.size)}
             rank = torch.arange(self.size).repeat_interleave(torch.tensor(counts))
             for key, name in self.id_keys.items():
                 if key in table.columns:
                     table.columns[key] = tell_apart(table.columns[key], rank, self.shared_ids, name)
         else:  # of the others it has none
             counts = [own if rank == self.rank else 0 for rank in range(self.size)]
-        if self.one_decides and self.decides:
-            table.of_others = {rank: {} for rank in range(1, self.size)}
         table.starts = [0, *accumulate(counts)]
         table.begin(sum(counts), slice(table.starts[self.rank], table.starts[self.rank + 1]))
 
@@ -178,16 +178,24 @@ class Ranks:
             counts: B by rank.
 
         Raises:
-            BatchError: one rank decides, and the others are not asked meanwhile.
+            BatchError: one rank decides.
+        """
+        self.refuse_tokens()
+        self.meet()
+        return self._gather({"values": values}, counts)["values"]
+
+    def refuse_tokens(self) -> None:
+        """Refuse what a stage does on each rank, where one decides and the others wait for it.
+
+        Raises:
+            BatchError: one rank decides.
         """
         if self.one_decides:
             raise BatchError(
-                "under decide_on='first_rank' the first rank decides by the columns of a few numbers a row "
-                "that were read with the batch; here it needs tokens, or a column that nobody has declared. "
-                "Set pipeline.decide_on=each_rank"
+                "under decide_on='first_rank' that rank decides by the columns of a few numbers a row that "
+                "were read with the batch; here it needs tokens, or a column that nobody has declared. Set "
+                "pipeline.decide_on=each_rank"
             )
-        self.meet()
-        return self._gather({"values": values}, counts)["values"]
 
     def _gather(self, columns: Mapping[Any, Tensor], counts: list[int]) -> dict[Any, Tensor]:
         own = counts[self.rank]

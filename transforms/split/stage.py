@@ -209,6 +209,10 @@ class ShuffleSplit(
             f"{known} batch that is not trained again"
         )
 
+    def needs_each_rank(self) -> str:
+        """It does, for trees of tokens; its state is of each rank's own rows."""
+        return "" if self.tree == "none" else "it reads tokens"
+
     def carried_rows(self) -> TensorDictBase | None:
         """Rows of earlier batches that wait for this one, TensorDict ``[C]``; None: there are none."""
         return self.state.carried
@@ -268,15 +272,15 @@ class ShuffleSplit(
                 rows.leave(out, "remainder", "dropped")
 
         # 5. Numbers of this rank's rows.
-        for of_rank in rows.of_each_rank():
-            own, last = parts[of_rank.rank], plans[of_rank.rank][-1]
+        for view in rows.of_each_rank():
+            own, last = parts[view.rank], plans[view.rank][-1]
             measured = measure_plan(last, lengths, cut, forest) | {"left": float((~trained[own]).sum())}
             if cut.max_tokens is not None and len(last.sizes):
                 measured["oversized"] = float((lengths[own] > cut.max_tokens).sum())
             if carries:
                 measured["carried_in"] = float(len(own) - len(_fresh(table, own)))
             for name, value in measured.items():
-                of_rank.metric(name, value)
+                view.metric(name, value)
         state, mine = SplitState(before.calls + epochs, kept), plans[rows.rank]
         return Drawn(rows, self, passes, mine, state, progress, plans)
 
