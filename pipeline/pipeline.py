@@ -455,7 +455,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
     def _record_silent(self, rows: Rows, places: list[dict[str, Tensor]], weights_came: bool) -> None:
         """Record the rows that train nothing: no token in the loss, or no weight in any pass."""
         table, count = rows.table, TokenCount(self.loss_mask_key, self.log_prob_key)
-        rows.table.load([self._keys.weight], [count], most=AHEAD)
+        rows.table.load([] if places else [self._keys.weight], [count], most=AHEAD)
         silent = ~table.in_loss
         if count in table.columns:
             silent = silent | (table.columns[count] == 0)

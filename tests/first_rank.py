@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import time
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,16 @@ def end(folder: str, rank: int, found: Any) -> None:
     dist.destroy_process_group()
 
 
+def runs_of(recipe: str, pipeline: Pipeline, rows: TensorDict) -> Iterator[Run]:
+    """Over the rows, in one pipeline or in its halves."""
+    if recipe == "halves":
+        first, pipeline = pipeline.halves()
+        run = first.run(rows)
+        yield run
+        rows = run.batch if len(run.batch) else TensorDict({}, batch_size=[0])
+    yield pipeline.run(rows, epochs=2)
+
+
 def compare_ways(rank: int, world: int, folder: str, pipelines: list[tuple[str, Pipeline]]) -> None:
     """Each recipe, kind of batch and way to spread it, two epochs of it: what differs."""
     join(rank, world, folder)
@@ -90,10 +101,12 @@ def compare_ways(rank: int, world: int, folder: str, pipelines: list[tuple[str, 
             rows = take_rows(batch, mine) if len(mine) else TensorDict({}, batch_size=[0])
             found = []
             for each in ways:
-                run = each.run(rows, epochs=2)
-                parts = list(run.minibatches())
-                compared += len(parts)
-                found.append(everything(run, parts) | {"state": plain(each.state_dict())})
+                known: dict[str, Any] = {}
+                for number, run in enumerate(runs_of(recipe, each, rows)):
+                    parts = list(run.minibatches())
+                    compared += len(parts)
+                    known |= {f"{number} {name}": all_ for name, all_ in everything(run, parts).items()}
+                found.append(known | {"state": plain(each.state_dict())})
             differs += [f"{recipe} {kind} {how} {each}" for each in differences(*found)]
     end(folder, rank, (compared, differs))
 

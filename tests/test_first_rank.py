@@ -46,6 +46,7 @@ def test_where_the_first_rank_decides_nothing_differs(world, recipes, tmp_path):
     """Of every recipe that it can decide: rows, columns, metrics, ledger, report and state."""
     pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in recipes if recipe not in EACH]
     pipelines += [("grpo", composed("pipeline=grpo", *words)) for words in VARIED]
+    pipelines += [("halves", composed("pipeline=grpo"))]
     results = results_of(compare_ways, world, tmp_path, pipelines)
     assert [differs for _, differs in results] == [[]] * world
     assert sum(compared for compared, _ in results) > 3 * world * len(CASES) * len(pipelines)
