@@ -479,9 +479,9 @@ class Rows:
         """
         count = TokenCount(self.key(role), None)
         if count not in self.table.columns:
-            if column_of(self.table.batch, count.mask) is None:
-                raise self.missing(role)
             self.table.load(tokens=[count])
+        if count not in self.table.columns:
+            raise self.missing(role)
         column = self.table.columns[count]
         return column if self.index is None else column.index_select(0, self.index)
 
@@ -676,6 +676,9 @@ class Rows:
         batch, loss_mask, log_prob = self.table.batch, self.key("loss_mask"), self.key("log_prob")
         if self.table.finite is not None:
             log_prob = None
+        if self.table.elsewhere:  # there is nothing to write to, and the numbers of tokens stay as they are
+            self.table.silenced[loss_mask] = None
+            return
         found = [key for key in (loss_mask, log_prob) if key is not None and parts_of(batch, key)]
         self.table.silenced |= dict.fromkeys(found)
         if not found and bool(rows.any()):

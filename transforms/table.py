@@ -20,7 +20,9 @@ from .errors import BatchError
 from .ids import Ids, as_ids
 from .schema import COUNTED, IN_LOSS, LENGTH, ROW
 from .tensordicts import (
+    ELSEWHERE,
     WIDE,
+    any_row_has,
     column_of,
     count_in_loss,
     device_of,
@@ -145,6 +147,7 @@ class Table:
         in_loss: (N,) bool.
         masks_rows: a stage has taken rows out of the loss, which the batch is to say.
         silenced: the columns of tokens in which it says so.
+        elsewhere: the batch has no tokens; whoever has them masks them.
         finite: the columns whose numbers stay where a token is masked, and are finite there; None: masked
             log-probabilities are NaN.
         into: (N,) int64, the row whose tokens a row's became; itself for most. None: no rows were merged.
@@ -177,6 +180,7 @@ class Table:
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
         self.silenced: dict[NestedKey, None] = {}
+        self.elsewhere = batch is not None and any_row_has(batch, ELSEWHERE)
         self.finite: Tokens | None = None
         self.looked_up: TensorDictBase | None = None  # a batch, and keys that it does not have
         self.absent: set[Any] = set()
@@ -392,7 +396,7 @@ class Table:
         """
         batch, in_loss = self.as_decided(), self.in_loss[self.live]
         if self.masks_rows and not bool(in_loss.all()):
-            for key in self.silenced:
+            for key in () if self.elsewhere else self.silenced:
                 silence_rows(batch, key, (~in_loss).to(device_of(batch)))
         return batch
 
