@@ -80,7 +80,7 @@ class Run:
             return cast(TensorDictBase, self._batch)
         if not self.has_batch:
             raise RuntimeError(
-                "the account of a pipeline's last run holds no rows: keep run = pipeline.run(batch) and ask it"
+                "the account of a pipeline's last run holds no rows: keep run = pipeline.run(batch)"
             )
         batch = self.rows.write()
         if self.rows.table.finite is not None:
