@@ -32,7 +32,7 @@ from .columns import DEFAULTS, WRITERS
 from .errors import BatchError, MissingKeyError, listing, who_stamps
 from .ids import Ids, as_ids
 from .options import nested_key
-from .schema import FLOAT, LENGTH, REWARD, SEGMENTS, STATUS_KEYS, key_names
+from .schema import FLOAT, LENGTH, REWARD, SEGMENTS, STATUS_KEYS, STORED, has_key, key_names
 from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Unread, Written, sources_of
 from .tensordicts import (
     column_of,
@@ -666,7 +666,9 @@ class Rows:
         batch, loss_mask, log_prob = self.table.batch, self.key("loss_mask"), self.key("log_prob")
         if self.table.finite is not None:
             log_prob = None
-        found = [key for key in (loss_mask, log_prob) if key is not None and parts_of(batch, key)]
+        stored = has_key(batch, STORED)  # who has the tokens will mask them
+        keys = [key for key in (loss_mask, log_prob) if key is not None]
+        found = [key for key in keys if stored or parts_of(batch, key)]
         self.table.silenced |= dict.fromkeys(found)
         if not found and bool(rows.any()):
             lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"

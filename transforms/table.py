@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .errors import BatchError
 from .ids import Ids, as_ids
-from .schema import COUNTED, IN_LOSS, LENGTH, ROW
+from .schema import COUNTED, IN_LOSS, LENGTH, ROW, STORED, TOKENS, has_key
 from .tensordicts import (
     WIDE,
     column_of,
@@ -115,6 +115,17 @@ class TokenCount(NamedTuple):
 
     mask: NestedKey
     log_prob: NestedKey | None
+
+    @property
+    def key(self) -> NestedKey:
+        """Where a batch has both counts whose tokens are stored elsewhere."""
+        names = (key if isinstance(key, str) else ".".join(key) for key in self if key is not None)
+        return (*TOKENS, " ".join(names))
+
+    def of(self, batch: TensorDictBase) -> tuple[Tensor | None, Tensor | None]:
+        """(N,) int64 each: tokens in the mask, and those with a finite log-probability; None: not known."""
+        known = None if isinstance(batch, LazyStackedTensorDict) else column_of(batch, self.key)
+        return count_in_loss(batch, *self) if known is None else known.unbind(1)
 
 
 class Reduced(NamedTuple):
@@ -283,7 +294,7 @@ class Table:
                 found[key] = column
         for count in [TokenCount(*pair) for pair in tokens]:
             if count not in self.columns and self.batch is not None:
-                mask, inside = count_in_loss(self.batch, *count)
+                mask, inside = count.of(self.batch)
                 if mask is not None:
                     found[count._replace(log_prob=None)], found[count] = mask, inside
         if not found:
@@ -367,8 +378,11 @@ class Table:
         """
         batch, in_loss = self.as_decided(), self.in_loss[self.live]
         if self.masks_rows and not bool(in_loss.all()):
-            for key in self.silenced:
-                silence_rows(batch, key, (~in_loss).to(device_of(batch)))
+            silent = (~in_loss).to(device_of(batch))
+            if has_key(batch, STORED):
+                _silence_counts(batch, self.silenced, silent)
+            for key in () if has_key(batch, STORED) else self.silenced:
+                silence_rows(batch, key, silent)
         return batch
 
     def as_decided(self) -> TensorDictBase:
@@ -542,6 +556,16 @@ def _unknown(like: Tensor, size: int) -> Tensor:
     """A column of so many rows of which nothing is known: NaN, False or −1."""
     nothing = {torch.float64: float("nan"), torch.bool: False}.get(like.dtype, -1)
     return like.new_full((size, *like.shape[1:]), nothing)
+
+
+def _silence_counts(batch: TensorDictBase, keys: Iterable[NestedKey], silent: Tensor) -> None:
+    """What :func:`silence_rows` does, to the counts of tokens that are stored elsewhere."""
+    names = {key if isinstance(key, str) else ".".join(key) for key in keys}
+    for name in list(batch.get(TOKENS, {}).keys()):
+        mask, *log_prob = (each in names for each in name.split(" "))
+        out = torch.tensor([mask, mask or any(log_prob)])
+        counts = batch.get((*TOKENS, name))
+        batch.set((*TOKENS, name), counts.masked_fill(silent.unsqueeze(1) & out.to(counts.device), 0))
 
 
 def sources_of(key: Any) -> list[NestedKey]:
