@@ -469,7 +469,8 @@ class Rows:
         """
         count = TokenCount(self.key(role), None)
         if count not in self.table.columns:
-            if column_of(self.table.batch, count.mask) is None:
+            batch = self.table.batch
+            if column_of(batch, count.mask) is None and count.stored_in(batch) is None:
                 raise self.missing(role)
             self.table.load(tokens=[count])
         column = self.table.columns[count]

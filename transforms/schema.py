@@ -29,12 +29,12 @@ column                                  shape, dtype      meaning
 ``("headrace", "dispatched")``          (N,) int64        rollouts that were asked for in the row's group
 ``("headrace", "origin")``              (N, 5) int32      the row's number in its rollout; its worker, and how
                                                           many there are; its environment there, and how many
-``("headrace", "stored")``              (N, 3) int64      where the row's tokens are: its producer, its number,
-                                                          its kind; absent: the row has them
+``("headrace", "stored")``              (N, 3) int64      where the row's tokens are: its producer, number and
+                                                          kind; absent: the row has them
 ``("headrace", "tokens", ...)``         (N, 2) int64      tokens in a mask, and with a finite log-probability,
                                                           of rows that are stored elsewhere
-``("headrace", "masks")``               not a tensor      which columns of tokens are masked where rows that are
-                                                          stored elsewhere are out of the loss
+``("headrace", "masks")``               no tensor         columns of tokens in which rows out of the loss are
+                                                          masked, where they are stored elsewhere
 ====================================== ================= ===============================================
 
 Example:

@@ -122,9 +122,23 @@ class TokenCount(NamedTuple):
         names = (key if isinstance(key, str) else ".".join(key) for key in self if key is not None)
         return (*TOKENS, " ".join(names))
 
+    def stored_in(self, batch: TensorDictBase) -> Tensor | None:
+        """(N, 2) int64: both counts, of a batch that has them; None: it has the tokens, or nothing."""
+        known = None if isinstance(batch, LazyStackedTensorDict) else batch.get(TOKENS, None)
+        if known is None:
+            return None
+        name = self.key[-1]
+        found = known.get(name, None)
+        if found is None and self.log_prob is None:  # those in the mask are the same with any others
+            same = [
+                known.get(each)[:, :1].expand(-1, 2) for each in known.keys() if each.split(" ")[0] == name
+            ]
+            found = same[0] if same else None
+        return found
+
     def of(self, batch: TensorDictBase) -> tuple[Tensor | None, Tensor | None]:
         """(N,) int64 each: tokens in the mask, and those with a finite log-probability; None: not known."""
-        known = None if isinstance(batch, LazyStackedTensorDict) else column_of(batch, self.key)
+        known = self.stored_in(batch)
         return count_in_loss(batch, *self) if known is None else known.unbind(1)
 
 

@@ -51,6 +51,7 @@ from .thin_rows import ColumnsRead, pack_thin, unpack_thin
 
 SEPARATOR = "."
 END = "end"  # the key that says that nothing more comes
+TABLE = "table"  # the field of a sample that is a table of rows
 AGAIN = ("headrace", "again")  # of a row whose rank gets it in a later step, too
 
 
@@ -122,7 +123,7 @@ class RolloutQueue:
         self._used: list[tuple[str, int]] = []  # pieces that were read and are there still, and their rows
         self._saved = 0  # how many of those are in the last state
         self._there: set[str] = set()  # keys of rows that were read without their tokens, and are there still
-        self._kept: set[str] = set()  # and of those that were held when it was last asked
+        self._free: set[str] = set()  # and of those that nobody had when it was last asked
 
     # -- producers ----------------------------------------------------------------------------------
 
@@ -140,14 +141,15 @@ class RolloutQueue:
         if self.reads is not None:
             batch = enter_rows(batch, self.reads.ids, reader=type(self).__name__)
         columns, tag = encode_rows(batch)
-        tag["rows"] = len(columns)
+        tag["rows"], table = len(columns), None
         if self.reads is not None:
-            tag["table"] = pack_thin(self.reads.thin(batch.reshape(-1)))
+            table = _as_table(self.reads.thin(batch.reshape(-1)))
+            tag["table"] = 1
         first, self._sent = self._sent, self._sent + len(columns)
         keys = [self._key(row) for row in range(first, self._sent)]
         _queue().kv_batch_put(keys, self.partition, fields=columns)
         # It is there after the data: who sees it may read.
-        _queue().kv_batch_put([self._key(first)], self._pieces, tags=[tag])
+        _queue().kv_batch_put([self._key(first)], self._pieces, fields=table, tags=[tag])
 
     def end(self) -> None:
         """Say that no more rows come from here."""
@@ -206,8 +208,9 @@ class RolloutQueue:
                 f"at {listing(odd)}: give the producers' RolloutQueue the same decided_by"
             )
         parts = []
-        for first, tag in pieces:
-            thin, (name, _, number) = unpack_thin(tag["table"]), first.partition("/")
+        tables = _tables([key for key, _ in pieces], self._pieces)
+        for (first, tag), thin in zip(pieces, tables, strict=True):
+            name, _, number = first.partition("/")
             stored = torch.tensor([int(name, 16), 0, 2 * tag["columns"] + tag["lazy"]]).repeat(len(thin), 1)
             stored[:, 1] = torch.arange(int(number), int(number) + len(thin))
             write_column(thin, STORED, stored)
@@ -255,14 +258,14 @@ class RolloutQueue:
         """
         require(rows, STORED, reader=type(self).__name__, option="written with decided_by")
         whole = with_tokens(rows, fetch_stored(self.partition, rows[STORED]))
-        mask_rows(whole, rows, [key for count in self.reads.counts for key in count] if self.reads else [])
+        mask_rows(whole, rows, self.reads.masked if self.reads is not None else [])
         return whole
 
     def keep_only(self, *holders: Any) -> int:
         """Let all rows leave the queue that were read with `decided_by`, but those that somebody still has.
 
-        With ``clear="saved"`` rows that were held at the last call stay, too: call it after each state that
-        you save, and a run can go on from the last state, or the one before.
+        With ``clear="saved"`` rows leave that nobody had at the last call either: call it after each state
+        that you save, and a run can go on from the last state, or the one before.
 
         Args:
             holders: all that may have rows which are still to be fetched: assemblers, pipelines, streams such
@@ -278,11 +281,12 @@ class RolloutQueue:
                 continue
             state = getattr(holder, "own_state", None) or holder.state_dict
             held.update(key for part in _stored_in(state()) for key in _keys(part))
-        kept = held | self._kept if self.clear == "saved" else held
-        gone = sorted(self._there - kept)
+        free = self._there - held
+        gone = sorted(free & self._free if self.clear == "saved" else free)
         if gone:
             _queue().kv_clear(gone, self.partition)
-        self._there, self._kept = self._there & kept, held
+        self._there.difference_update(gone)
+        self._free = free.difference(gone)
         return len(gone)
 
     def state_dict(self) -> dict[str, Any]:
@@ -307,7 +311,26 @@ class RolloutQueue:
             keys = _queue().kv_list(self.partition).get(self.partition, {})
             rows = [(key, *key.partition("/")[::2]) for key in keys]
             self._there = {key for key, name, number in rows if int(number) < self._read.get(name, 0)}
-            self._kept = set(self._there)
+
+
+def _as_table(rows: TensorDictBase) -> TensorDict:
+    """Columns of numbers as one sample of the queue."""
+    return TensorDict({TABLE: pack_thin(rows).unsqueeze(0)}, batch_size=[1])
+
+
+def _tables(keys: Sequence[str], partition: str) -> list[TensorDict]:
+    """The rows of :func:`_as_table`, of each key.
+
+    Raises:
+        BatchError: the queue has lost one.
+    """
+    found = _queue().kv_batch_get(list(keys), partition)
+    if TABLE not in found.keys() or found.batch_size[0] != len(keys):
+        raise BatchError(
+            f"TransferQueue returns all tables that were put in partition {partition!r}; it lacks some of "
+            f"{listing(keys)}"
+        )
+    return [unpack_thin(table) for table in found[TABLE].unbind()]
 
 
 def _keys_of(first: str, rows: int) -> list[str]:
@@ -399,17 +422,18 @@ class StepQueue:
                     raise StalledError(f"{late} for {patience:g} s")
             for rank, rows in enumerate(parts):
                 tag: dict[str, Any] = {}
-                name = f"{self.partition}/{rank}"
+                name, table = f"{self.partition}/{rank}", None
                 if len(rows) and has_key(rows, STORED):
                     masked, finite = minibatch[MASKS]
-                    tag = {"table": pack_thin(rows.exclude(MASKS)), "masked": _paths(masked)}
+                    table, tag = _as_table(rows.exclude(MASKS)), {"masked": _paths(masked)}
                     tag["finite"] = None if finite is None else [_paths(finite[:2]), _paths(finite[2])]
                     self._sent[rank, self.steps] = rows[STORED]
                 elif len(rows):
                     columns, tag = encode_rows(rows)
                     keys = [f"{self.steps}/{row}" for row in range(len(rows))]
                     _queue().kv_batch_put(keys, name, fields=columns, tags=[tag] * len(rows))
-                _queue().kv_batch_put([f"{self.steps}"], name, tags=[tag | {"rows": len(rows)}])
+                tags = [tag | {"rows": len(rows)}]
+                _queue().kv_batch_put([f"{self.steps}"], name, fields=table, tags=tags)
             self.steps += 1
         return self.steps - before
 
@@ -422,8 +446,8 @@ class StepQueue:
                 continue
             if self.rollouts is None:
                 raise BatchError(
-                    "the tokens of these rows are stored elsewhere: name the partition of their RolloutQueue, "
-                    "StepQueue(rollouts=…), or fetch them before the pipeline"
+                    "the tokens of these rows are stored elsewhere: name the partition of their RolloutQueue "
+                    "as StepQueue(rollouts=…), or fetch the rows before the pipeline"
                 )
             found, later = [first, *steps], set[tuple[int, ...]]()
             for step in reversed(found):
@@ -477,9 +501,9 @@ class StepQueue:
         while True:
             tags = self._tags(rank)
             if (tag := tags.get(f"{step}")) is not None:
-                keys = [] if "table" in tag else [f"{step}/{row}" for row in range(tag["rows"])]
-                if "table" in tag:
-                    rows = tokens.of_step(tag)
+                keys = [] if "masked" in tag else [f"{step}/{row}" for row in range(tag["rows"])]
+                if "masked" in tag:
+                    rows = tokens.of_step(_tables([f"{step}"], name)[0], tag)
                 else:
                     rows = fetch_rows(_queue(), keys, name, tag) if keys else TensorDict({}, batch_size=[0])
                 _queue().kv_clear([*keys, f"{step}"], name)
@@ -534,18 +558,21 @@ class RankTokens:
         self.at: dict[str, int] = {}
         """Where each of them is, by its key."""
 
-    def of_step(self, tag: Mapping[str, Any]) -> TensorDictBase:
+    def of_step(self, thin: TensorDictBase, tag: Mapping[str, Any]) -> TensorDictBase:
         """The rows of a step, as the pipeline gathers them where tokens are at hand.
+
+        Args:
+            thin: TensorDict ``[N]``, N ≥ 1: what was decided of them.
+            tag: of the step: which columns of tokens are masked.
 
         Raises:
             BatchError: as :func:`fetch_stored`; rows are out of the loss, and no column can say so.
         """
-        thin = unpack_thin(tag["table"])
         keys = _keys(thin[STORED])
         missing = torch.tensor([key not in self.at for key in keys])
         if bool(missing.any()):
             new = list(dict.fromkeys(key for key in keys if key not in self.at))
-            stored = {key: row for key, row in zip(keys, thin[STORED], strict=True)}
+            stored = dict(zip(keys, thin[STORED], strict=True))
             fetched = fetch_stored(self.partition or "", torch.stack([stored[key] for key in new]))
             start = 0 if self.rows is None else len(self.rows)
             self.at |= {key: start + number for number, key in enumerate(new)}
@@ -715,8 +742,8 @@ def decode_rows(columns: TensorDictBase, tag: Mapping[str, Any]) -> TensorDictBa
             rows = column.unbind()
             if len({row.shape for row in rows}) > 1:
                 raise BatchError(
-                    f"dense rows have one width; {key!r} has {sorted({tuple(row.shape) for row in rows})}: pad "
-                    "to one width, or keep ragged rows in a lazy stack"
+                    f"dense rows have one width; {key!r} has {sorted({tuple(row.shape) for row in rows})}: "
+                    "pad to one width, or keep ragged rows in a lazy stack"
                 )
             each[key] = torch.stack(rows)
     return TensorDict(each, batch_size=[count]).unflatten_keys(SEPARATOR)

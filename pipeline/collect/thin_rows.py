@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import zlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +31,8 @@ class ColumnsRead(NamedTuple):
     """Of tokens."""
     ids: list[NestedKey]
     """Columns of ids."""
+    masked: list[NestedKey]
+    """Columns of tokens in which an assembler masks rows that are too old."""
 
     @classmethod
     def of(cls, who: Iterable[Any]) -> ColumnsRead:
@@ -40,19 +44,23 @@ class ColumnsRead(NamedTuple):
         keys: list[Any] = []
         counts: list[TokenCount] = []
         ids: list[Any] = []
+        masked: list[Any] = []
         for each in who:
             if isinstance(each, GroupAssembler):
                 keys += [key for name, key in each._options.items() if name.endswith("_key")]
                 keys += ASSEMBLED
                 ids += [each.group_key, each.rollout_key]
+                masked += [each.loss_mask_key, each.log_prob_key]
             elif hasattr(each, "asked"):
                 keys += [*each.asked.columns, each._keys.weight]
                 counts += each.asked.counts
                 ids += each.asked.ids
             else:
                 raise TypeError(f"assemblers and pipelines decide; got {type(each).__name__}")
-        keys, ids = ([key for key in dict.fromkeys(some) if key is not None] for some in (keys, ids))
-        return cls(keys, list(dict.fromkeys(counts)), ids)
+        keys, ids, masked = (
+            [key for key in dict.fromkeys(some) if key is not None] for some in (keys, ids, masked)
+        )
+        return cls(keys, list(dict.fromkeys(counts)), ids, masked)
 
     def thin(self, rows: TensorDictBase) -> TensorDict:
         """These columns of rows, in a dense TensorDict ``[N]``.
@@ -73,41 +81,60 @@ class ColumnsRead(NamedTuple):
         return thin
 
 
-def pack_thin(rows: TensorDictBase) -> list[list[Any]]:
-    """Columns of numbers as names and bytes, integers with as few bits as hold them.
+def pack_thin(rows: TensorDictBase) -> Tensor:
+    """Columns of numbers as (B,) uint8: integers with as few bits as hold them, numbers that repeat once.
 
     Args:
         rows: TensorDict ``[N]``, N ≥ 1, dense.
 
     Example:
         >>> rows = TensorDict({"group_id": torch.tensor([4, 4]), "x": torch.ones(2, 1)}, batch_size=[2])
-        >>> packed = pack_thin(rows)
-        >>> sum(len(column[-1]) for column in packed), unpack_thin(packed)["group_id"].tolist()
-        (10, [4, 4])
+        >>> unpack_thin(pack_thin(rows))["group_id"].tolist()
+        [4, 4]
     """
-    packed = []
+    said, letters = [], []
     for key in rows.keys(include_nested=True, leaves_only=True):
-        column = rows.get(key)
-        kind, array = str(column.dtype).removeprefix("torch."), column.detach().cpu().contiguous()
-        if array.dtype in (torch.float16, torch.bfloat16):
-            array = array.float()
-        elif not array.is_floating_point() and array.dtype is not torch.bool and array.numel():
-            array = narrowed(array)
-        letters = array.numpy()
-        path = [key] if isinstance(key, str) else list(key)
-        packed.append([path, kind, list(column.shape), letters.dtype.char, letters.tobytes()])
-    return packed
+        column = rows.get(key).detach().cpu()
+        parts = [_packed(part) for part in column.reshape(len(rows), -1).unbind(1)]
+        kind, path = str(column.dtype).removeprefix("torch."), [key] if isinstance(key, str) else list(key)
+        said.append([path, kind, list(column.shape[1:]), [[a.dtype.char, len(a), len(b)] for a, b in parts]])
+        letters += [array.tobytes() for part in parts for array in part]
+    head = json.dumps([len(rows), said]).encode()
+    packed = zlib.compress(b"".join([len(head).to_bytes(4, "big"), head, *letters]), 1)
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
-def unpack_thin(packed: Iterable[Any]) -> TensorDict:
+def _packed(column: Tensor) -> tuple[Any, Any]:
+    """The numbers of (N,), and where there are few, which of them each row has."""
+    if column.dtype in (torch.float16, torch.bfloat16):
+        column = column.float()
+    elif not column.is_floating_point() and column.dtype is not torch.bool:
+        column = narrowed(column)
+    array = np.ascontiguousarray(column.numpy())
+    bits = array.view(f"u{array.itemsize}")  # by which NaN is NaN, and −0 is not 0
+    few, which = np.unique(bits, return_inverse=True)
+    if len(few) == 1:
+        return array[:1], np.empty(0, "u1")
+    if len(few) <= 256 and len(few) * array.itemsize + len(array) < array.nbytes:
+        return few.view(array.dtype), which.astype("u1")
+    return array, np.empty(0, "u1")
+
+
+def unpack_thin(packed: Tensor) -> TensorDict:
     """The rows of :func:`pack_thin`."""
-    columns: Mapping[Any, Tensor] = {
-        tuple(path): torch.from_numpy(np.frombuffer(bytearray(letters), char))
-        .to(getattr(torch, kind))
-        .view(shape)
-        for path, kind, shape, char, letters in packed
-    }
-    rows = TensorDict({}, batch_size=[len(next(iter(columns.values())))])
-    for path, column in columns.items():
-        write_column(rows, path if len(path) > 1 else path[0], column)
+    letters = zlib.decompress(packed.numpy().tobytes())
+    at = 4 + int.from_bytes(letters[:4], "big")
+    size, said = json.loads(letters[4:at])
+    rows = TensorDict({}, batch_size=[size])
+    for path, kind, shape, parts in said:
+        columns = []
+        for char, numbers, chosen in parts:
+            values = np.frombuffer(letters, char, numbers, at)
+            at += values.nbytes
+            which = np.frombuffer(letters, "u1", chosen, at)
+            at += chosen
+            columns.append(values[which] if chosen else np.broadcast_to(values, size))
+        column = np.stack(columns, 1) if columns else np.empty((size, 0), "f4")
+        wide = torch.from_numpy(column).to(getattr(torch, kind)).view(size, *shape)
+        write_column(rows, path[0] if len(path) == 1 else tuple(path), wide)
     return rows

@@ -388,7 +388,7 @@ def what_is_masked(steps: OptimiserSteps, late: Sequence[Late]) -> tuple[list[Ne
     """
     if changed := [key for each in late for key in each.writes]:
         raise BatchError(
-            f"{listing(map(str, dict.fromkeys(changed)))} are made of tokens, and the tokens of these rows are "
+            f"{listing(map(str, dict.fromkeys(changed)))} are made of tokens, and those of these rows are "
             "stored elsewhere: fetch the rows before the pipeline (RolloutQueue.fetch)"
         )
     mask, log_prob, _ = steps.loss_columns
