@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .collect.assembling import assembled, paced
     from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
+    from .collect.in_place import GroupReplayBuffer, QueuedGroups
     from .collect.informing import informative
     from .collect.on_ray import RayAssembler
     from .collect.on_write import AssembleOnWrite, BufferAccount, buffer_account, groups_on_write
@@ -38,9 +39,11 @@ __all__ = [
     "ConfigError",
     "Credit",
     "DrainWriter",
+    "GroupReplayBuffer",
     "GroupUnit",
     "Pipeline",
     "PipelineHook",
+    "QueuedGroups",
     "RayAssembler",
     "RepeatSampler",
     "ReportFolder",

@@ -679,6 +679,8 @@ class Rows:
                 f"{int(rows.sum())} rows are to leave the loss, but the batch has {lacks}: they would train "
                 f"all the same. It has {key_names(batch)}; set the keys, or drop the rows"
             )
+        if stored and TokenCount(loss_mask, None).stored_in(batch) is None:
+            return  # nobody knows them
         if loss_mask in found:
             lengths = self.lengths
             before = self[LENGTH] if self.has(LENGTH) else torch.full_like(lengths, -1)
