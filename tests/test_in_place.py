@@ -213,7 +213,7 @@ def test_rows_of_verl_without_a_reward_are_refused():
 
 
 def test_wrong_options_of_verl_are_refused_before_the_first_step():
-    with pytest.raises(ValueError, match="drop or wait; got 'keep'"):
+    with pytest.raises(ValueError, match="max_off_policy_strategy must be one of 'drop', 'wait'; got 'keep'"):
         build({}, max_off_policy_strategy="keep")
     with pytest.raises(TypeError, match="on_failures"):
         build({"on_failures": "keep"})

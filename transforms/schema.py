@@ -48,7 +48,7 @@ Example:
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
@@ -89,6 +89,18 @@ INIT = "is_init"  # True where a rollout begins, as TorchRL's InitTracker writes
 EXPECTED_SEGMENTS = "expected_segments"  # how many segments of the row's rollout end, each by itself
 
 FLOAT = torch.float32  # of a new column of floats: torch's global default changes no number
+
+
+class Origin(NamedTuple):
+    """Where a row comes from: the columns of :data:`ORIGIN`, in their order."""
+
+    number: int
+    """Of the row in its rollout, from 0."""
+    worker: int
+    workers: int
+    environment: int
+    environments: int
+
 
 Unit = Literal["sample", "rollout", "group"]
 

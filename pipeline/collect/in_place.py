@@ -18,7 +18,7 @@ from headrace.pipeline.load import load_pipeline
 from headrace.transforms import BatchError, GroupAssembler
 from headrace.transforms.errors import listing
 from headrace.transforms.ids import as_ids
-from headrace.transforms.options import at_least, takes_options
+from headrace.transforms.options import above_zero, at_least, one_of, takes_options
 from headrace.transforms.schema import DONE, STORED, Status
 from headrace.transforms.tensordicts import column_of
 
@@ -213,6 +213,7 @@ class QueuedGroups:
         return [self.keys[place] for place in rows[STORED][:, 1].tolist() if place != MISSING]
 
 
+@takes_options
 class GroupReplayBuffer:
     """What verl v1 samples from, with whole groups by their ids: its ``trainer.v1.sampler.custom_sampler``.
 
@@ -255,10 +256,9 @@ class GroupReplayBuffer:
     ):
         self.trainer_mode, self.trainer_config = trainer_mode, trainer_config
         self.max_off_policy_threshold = at_least("max_off_policy_threshold", max_off_policy_threshold, 1)
-        if max_off_policy_strategy not in ("drop", "wait"):
-            raise ValueError(f"max_off_policy_strategy must be drop or wait; got {max_off_policy_strategy!r}")
+        one_of("max_off_policy_strategy", max_off_policy_strategy, ("drop", "wait"))
         self.waits = max_off_policy_strategy == "wait"
-        self.refill_fn, self.poll_interval = refill_fn, poll_interval
+        self.refill_fn, self.poll_interval = refill_fn, above_zero("poll_interval", poll_interval)
         options = dict(sampler_kwargs)
         self.group_size, recipe = options.pop("group_size", None), options.pop("recipe", None)
         self.options = {"segment_key": "segment", **options}
