@@ -85,6 +85,21 @@ class Run:
             return iter(self._steps)
         return (shallow_copy(self.ungathered) for _ in range(self._epochs if len(self.ungathered) else 0))
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a split has cut the batch."""
+        return self._steps is not None
+
+    def rows_of_steps(self) -> list[Tensor]:
+        """Of each optimiser step of this rank the places of its rows in :meth:`of_rank`, in order."""
+        places = self.known_rows.table.row_numbers()
+        return [places[rows] for rows in self._steps.rows()]
+
+    def all_taken(self) -> None:
+        """Count all minibatches as taken: who trains them has the rows, and takes none from here."""
+        if self._steps is not None:
+            self._steps.progress.done = True
+
     def without_batch(self) -> Run:
         """The same account, which holds no column of the batch but those of metrics that nobody has read."""
         if self.rows is None:

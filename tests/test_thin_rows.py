@@ -22,7 +22,7 @@ transfer_queue = pytest.importorskip("transfer_queue", reason="the extra `tq` is
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 MOST_BYTES = 200
-MASK, LOG_PROB, STORED = ("masks", "all_assistant_mask"), ("log_probs", "full"), ("headrace", "stored")
+MASK, LOG_PROB = ("masks", "all_assistant_mask"), ("log_probs", "full")
 SPLIT = "pipeline.stages.split."
 GRPO = ("pipeline=grpo", f"{SPLIT}minibatches=2", f"{SPLIT}ranks=2")
 RECIPES = [
@@ -359,9 +359,9 @@ def test_rows_without_tokens_are_refused_where_they_would_be_trained(name):
     rows = rows_of([Line(0, r, 0, True) for r in (0, 1)], 0)
     source.put(rows)
     thin = next(iter(source))
-    with pytest.raises(BatchError, match=r"stored elsewhere.*StepQueue\(rollouts=…\)"):
+    with pytest.raises(BatchError, match=r"elsewhere.*StepQueue\(rollouts=…\)"):
         StepQueue(f"{name}/steps", ranks=1).put(pipeline.minibatches(thin))
-    with pytest.raises(MissingKeyError, match=r"RolloutQueue needs the key \('headrace', 'stored'\)"):
+    with pytest.raises(MissingKeyError, match=r"RolloutQueue needs the key \('headrace', 'elsewhere'\)"):
         source.fetch(rows)
     with pytest.raises(TypeError, match="assemblers and pipelines decide; got dict"):
         RolloutQueue(name, decided_by=[{}])

@@ -32,13 +32,14 @@ from .columns import DEFAULTS, WRITERS
 from .errors import BatchError, MissingKeyError, listing, who_stamps
 from .ids import Ids, as_ids
 from .options import nested_key
-from .schema import FLOAT, LENGTH, REWARD, SEGMENTS, STATUS_KEYS, STORED, has_key, key_names
+from .schema import FLOAT, LENGTH, REWARD, SEGMENTS, STATUS_KEYS, key_names
 from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Unread, Written, sources_of
 from .tensordicts import (
     column_of,
     device_of,
     flat_rows,
     number_column,
+    number_of,
     parts_of,
     read_packed,
     same_column,
@@ -469,10 +470,9 @@ class Rows:
         """
         count = TokenCount(self.key(role), None)
         if count not in self.table.columns:
-            batch = self.table.batch
-            if column_of(batch, count.mask) is None and count.stored_in(batch) is None:
-                raise self.missing(role)
             self.table.load(tokens=[count])
+        if count not in self.table.columns:
+            raise self.missing(role)
         column = self.table.columns[count]
         return column if self.index is None else column.index_select(0, self.index)
 
@@ -667,9 +667,9 @@ class Rows:
         batch, loss_mask, log_prob = self.table.batch, self.key("loss_mask"), self.key("log_prob")
         if self.table.finite is not None:
             log_prob = None
-        stored = has_key(batch, STORED)  # who has the tokens will mask them
         keys = [key for key in (loss_mask, log_prob) if key is not None]
-        found = [key for key in keys if stored or parts_of(batch, key)]
+        # Whoever has the tokens masks them.
+        found = [key for key in keys if self.table.elsewhere or parts_of(batch, key)]
         self.table.silenced |= dict.fromkeys(found)
         if not found and bool(rows.any()):
             lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
@@ -679,8 +679,8 @@ class Rows:
                 f"{int(rows.sum())} rows are to leave the loss, but the batch has {lacks}: they would train "
                 f"all the same. It has {key_names(batch)}; set the keys, or drop the rows"
             )
-        if stored and TokenCount(loss_mask, None).stored_in(batch) is None:
-            return  # nobody knows them
+        if self.table.elsewhere and column_of(batch, number_of(loss_mask)) is None:
+            return
         if loss_mask in found:
             lengths = self.lengths
             before = self[LENGTH] if self.has(LENGTH) else torch.full_like(lengths, -1)

@@ -26,15 +26,14 @@ column                                  shape, dtype      meaning
 ``("headrace", "padding")``             (N,) bool         a copy that trains nothing; absent: no row is
 ``("headrace", "row")``                 (N,) int64        row number as the pipeline got it
 ``("headrace", "processed")``           (N,) bool         a pipeline has been over this row
+``("headrace", "elsewhere")``           (N,) int64, or    the tokens of the batch are elsewhere, under this
+                                        (N, 3)            number of the row; in TransferQueue under these, its
+                                                          producer, number and kind; absent: they are here
 ``("headrace", "dispatched")``          (N,) int64        rollouts that were asked for in the row's group
 ``("headrace", "origin")``              (N, 5) int32      the row's number in its rollout; its worker, and how
                                                           many there are; its environment there, and how many
-``("headrace", "stored")``              (N, 3) int64      where the row's tokens are: its producer, number and
-                                                          kind; absent: the row has them
-``("headrace", "tokens", ...)``         (N, 2) int64      tokens in a mask, and with a finite log-probability,
-                                                          of rows that are stored elsewhere
-``("headrace", "masks")``               no tensor         columns of tokens in which rows out of the loss are
-                                                          masked, where they are stored elsewhere
+``("headrace", "masks")``               no tensor         columns of tokens, which are elsewhere, in which rows
+                                                          out of the loss are masked
 ====================================== ================= ===============================================
 
 Example:
@@ -78,8 +77,6 @@ ROW = ("headrace", "row")
 PROCESSED = ("headrace", "processed")
 DISPATCHED = ("headrace", "dispatched")
 ORIGIN = ("headrace", "origin")
-STORED = ("headrace", "stored")
-TOKENS = ("headrace", "tokens")
 MASKS = ("headrace", "masks")
 
 STATUS_KEYS = (("next", "status"), "status")  # where a status is, in the order of looking

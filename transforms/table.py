@@ -13,20 +13,23 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from .errors import BatchError
 from .ids import Ids, as_ids
-from .schema import COUNTED, IN_LOSS, LENGTH, ROW, STORED, TOKENS, has_key
+from .schema import COUNTED, IN_LOSS, LENGTH, ROW
 from .tensordicts import (
+    ELSEWHERE,
     WIDE,
+    any_row_has,
     column_of,
     count_in_loss,
     device_of,
     join_rows,
     leave_out,
     number_column,
+    number_of,
     read_packed,
     rows_between,
     shallow_copy,
@@ -116,31 +119,6 @@ class TokenCount(NamedTuple):
     mask: NestedKey
     log_prob: NestedKey | None
 
-    @property
-    def key(self) -> NestedKey:
-        """Where a batch has both counts whose tokens are stored elsewhere."""
-        names = (key if isinstance(key, str) else ".".join(key) for key in self if key is not None)
-        return (*TOKENS, " ".join(names))
-
-    def stored_in(self, batch: TensorDictBase) -> Tensor | None:
-        """(N, 2) int64: both counts, of a batch that has them; None: it has the tokens, or nothing."""
-        known = None if isinstance(batch, LazyStackedTensorDict) else batch.get(TOKENS, None)
-        if known is None:
-            return None
-        name = self.key[-1]
-        found = known.get(name, None)
-        if found is None and self.log_prob is None:  # those in the mask are the same with any others
-            same = [
-                known.get(each)[:, :1].expand(-1, 2) for each in known.keys() if each.split(" ")[0] == name
-            ]
-            found = same[0] if same else None
-        return found
-
-    def of(self, batch: TensorDictBase) -> tuple[Tensor | None, Tensor | None]:
-        """(N,) int64 each: tokens in the mask, and those with a finite log-probability; None: not known."""
-        known = self.stored_in(batch)
-        return count_in_loss(batch, *self) if known is None else known.unbind(1)
-
 
 class Reduced(NamedTuple):
     """The key of a column that :meth:`Rows.reduce` has made of another."""
@@ -170,6 +148,7 @@ class Table:
         in_loss: (N,) bool.
         masks_rows: a stage has taken rows out of the loss, which the batch is to say.
         silenced: the columns of tokens in which it says so.
+        elsewhere: the batch has no tokens; whoever has them masks them.
         finite: the columns whose numbers stay where a token is masked, and are finite there; None: masked
             log-probabilities are NaN.
         into: (N,) int64, the row whose tokens a row's became; itself for most. None: no rows were merged.
@@ -198,6 +177,7 @@ class Table:
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
         self.silenced: dict[NestedKey, None] = {}
+        self.elsewhere = batch is not None and any_row_has(batch, ELSEWHERE)
         self.finite: Tokens | None = None
         self.looked_up: TensorDictBase | None = None  # a batch, and keys that it does not have
         self.absent: set[Any] = set()
@@ -308,7 +288,7 @@ class Table:
                 found[key] = column
         for count in [TokenCount(*pair) for pair in tokens]:
             if count not in self.columns and self.batch is not None:
-                mask, inside = count.of(self.batch)
+                mask, inside = count_in_loss(self.batch, *count)
                 if mask is not None:
                     found[count._replace(log_prob=None)], found[count] = mask, inside
         if not found:
@@ -393,9 +373,9 @@ class Table:
         batch, in_loss = self.as_decided(), self.in_loss[self.live]
         if self.masks_rows and not bool(in_loss.all()):
             silent = (~in_loss).to(device_of(batch))
-            if has_key(batch, STORED):
-                _silence_counts(batch, self.silenced, silent)
-            for key in () if has_key(batch, STORED) else self.silenced:
+            if self.elsewhere:
+                _silence_numbers(batch, self.silenced, silent)
+            for key in () if self.elsewhere else self.silenced:
                 silence_rows(batch, key, silent)
         return batch
 
@@ -572,14 +552,13 @@ def _unknown(like: Tensor, size: int) -> Tensor:
     return like.new_full((size, *like.shape[1:]), nothing)
 
 
-def _silence_counts(batch: TensorDictBase, keys: Iterable[NestedKey], silent: Tensor) -> None:
-    """What :func:`silence_rows` does, to the counts of tokens that are stored elsewhere."""
-    names = {key if isinstance(key, str) else ".".join(key) for key in keys}
-    for name in list(batch.get(TOKENS, {}).keys()):
-        mask, *log_prob = (each in names for each in name.split(" "))
-        out = torch.tensor([mask, mask or any(log_prob)])
-        counts = batch.get((*TOKENS, name))
-        batch.set((*TOKENS, name), counts.masked_fill(silent.unsqueeze(1) & out.to(counts.device), 0))
+def _silence_numbers(batch: TensorDictBase, keys: Collection[NestedKey], silent: Tensor) -> None:
+    """What :func:`silence_rows` does, to the numbers of tokens that are elsewhere."""
+    for key in keys:
+        numbers = column_of(batch, number_of(key))
+        if numbers is not None:
+            out = silent.view(-1, *[1] * (numbers.ndim - 1))
+            write_column(batch, number_of(key), numbers.masked_fill(out, 0))
 
 
 def sources_of(key: Any) -> list[NestedKey]:

@@ -19,8 +19,8 @@ from headrace.transforms import BatchError, GroupAssembler
 from headrace.transforms.errors import listing
 from headrace.transforms.ids import as_ids
 from headrace.transforms.options import above_zero, at_least, one_of, takes_options
-from headrace.transforms.schema import DONE, STORED, Status
-from headrace.transforms.tensordicts import column_of
+from headrace.transforms.schema import DONE, Status
+from headrace.transforms.tensordicts import ELSEWHERE, column_of
 
 from .assembling import POLL
 
@@ -192,7 +192,7 @@ class QueuedGroups:
             DONE: done,
             ("next", "status"): status,
             ("next", "reward"): reward,
-            STORED: torch.stack([torch.zeros_like(place), place, torch.zeros_like(place)], 1),
+            ELSEWHERE: torch.stack([torch.zeros_like(place), place, torch.zeros_like(place)], 1),
         }
         if self.version is not None:
             rows["next", "policy_version"] = version
@@ -210,7 +210,7 @@ class QueuedGroups:
 
     def keys_of(self, rows: TensorDictBase) -> list[str]:
         """The keys of rows that it yielded, in their order, without those of rollouts that are missing."""
-        return [self.keys[place] for place in rows[STORED][:, 1].tolist() if place != MISSING]
+        return [self.keys[place] for place in rows[ELSEWHERE][:, 1].tolist() if place != MISSING]
 
 
 @takes_options

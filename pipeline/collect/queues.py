@@ -30,16 +30,16 @@ from headrace.transforms.schema import (
     MASKS,
     PADDING,
     RANK,
-    STORED,
-    TOKENS,
     has_key,
     key_names,
     read_written,
     require,
 )
 from headrace.transforms.tensordicts import (
+    ELSEWHERE,
     fill_out_of_loss,
     join_rows,
+    number_of,
     silence_rows,
     take_rows,
     to_plain,
@@ -213,7 +213,7 @@ class RolloutQueue:
             name, _, number = first.partition("/")
             stored = torch.tensor([int(name, 16), 0, 2 * tag["columns"] + tag["lazy"]]).repeat(len(thin), 1)
             stored[:, 1] = torch.arange(int(number), int(number) + len(thin))
-            write_column(thin, STORED, stored)
+            write_column(thin, ELSEWHERE, stored)
             parts.append(thin)
         self._there.update(keys)
         return parts[0] if len(parts) == 1 else join_rows(parts, "rows of a producer")
@@ -256,8 +256,8 @@ class RolloutQueue:
             MissingKeyError: it does not say where they are stored.
             BatchError: the queue has lost rows, or columns of them; dense rows differ in width.
         """
-        require(rows, STORED, reader=type(self).__name__, option="written with decided_by")
-        whole = with_tokens(rows, fetch_stored(self.partition, rows[STORED]))
+        require(rows, ELSEWHERE, reader=type(self).__name__, option="written with decided_by")
+        whole = with_tokens(rows, fetch_stored(self.partition, rows[ELSEWHERE]))
         mask_rows(whole, rows, self.reads.masked if self.reads is not None else [])
         return whole
 
@@ -354,7 +354,7 @@ def _stored_in(state: Any, name: str = "") -> Iterator[Tensor]:
     elif isinstance(state, list | tuple):
         for value in state:
             yield from _stored_in(value)
-    elif isinstance(state, Tensor) and name == STORED[-1]:
+    elif isinstance(state, Tensor) and name == ELSEWHERE[-1]:
         yield state
 
 
@@ -423,11 +423,11 @@ class StepQueue:
             for rank, rows in enumerate(parts):
                 tag: dict[str, Any] = {}
                 name, table = f"{self.partition}/{rank}", None
-                if len(rows) and has_key(rows, STORED):
+                if len(rows) and has_key(rows, ELSEWHERE):
                     masked, finite = minibatch[MASKS]
                     table, tag = _as_table(rows.exclude(MASKS)), {"masked": _paths(masked)}
                     tag["finite"] = None if finite is None else [_paths(finite[:2]), _paths(finite[2])]
-                    self._sent[rank, self.steps] = rows[STORED]
+                    self._sent[rank, self.steps] = rows[ELSEWHERE]
                 elif len(rows):
                     columns, tag = encode_rows(rows)
                     keys = [f"{self.steps}/{row}" for row in range(len(rows))]
@@ -441,7 +441,7 @@ class StepQueue:
         """Say of rows whose tokens are elsewhere whether their rank gets them in a later step again."""
         steps = iter(minibatches)
         for first in steps:
-            if not len(first) or not has_key(first, STORED):
+            if not len(first) or not has_key(first, ELSEWHERE):
                 yield first
                 continue
             if self.rollouts is None:
@@ -452,7 +452,7 @@ class StepQueue:
             found, later = [first, *steps], set[tuple[int, ...]]()
             for step in reversed(found):
                 ranks = step[RANK].tolist() if has_key(step, RANK) else [0] * len(step)
-                keys = [(rank, *key) for rank, key in zip(ranks, step[STORED].tolist(), strict=True)]
+                keys = [(rank, *key) for rank, key in zip(ranks, step[ELSEWHERE].tolist(), strict=True)]
                 step[AGAIN] = torch.tensor([key in later for key in keys])
                 later.update(keys)
             yield from found
@@ -568,11 +568,11 @@ class RankTokens:
         Raises:
             BatchError: as :func:`fetch_stored`; rows are out of the loss, and no column can say so.
         """
-        keys = _keys(thin[STORED])
+        keys = _keys(thin[ELSEWHERE])
         missing = torch.tensor([key not in self.at for key in keys])
         if bool(missing.any()):
             new = list(dict.fromkeys(key for key in keys if key not in self.at))
-            stored = dict(zip(keys, thin[STORED], strict=True))
+            stored = dict(zip(keys, thin[ELSEWHERE], strict=True))
             fetched = fetch_stored(self.partition or "", torch.stack([stored[key] for key in new]))
             start = 0 if self.rows is None else len(self.rows)
             self.at |= {key: start + number for number, key in enumerate(new)}
@@ -634,7 +634,7 @@ def with_tokens(thin: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
         rows: TensorDict ``[N]``, the same rows.
     """
     for key in thin.keys(include_nested=True, leaves_only=True):
-        if key not in (STORED, AGAIN) and key[:2] != TOKENS:
+        if key not in (ELSEWHERE, AGAIN) and key[:2] != number_of("")[:2]:
             write_column(rows, key, thin.get(key))
     return rows
 

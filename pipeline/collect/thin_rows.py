@@ -16,7 +16,7 @@ from headrace.transforms import GroupAssembler
 from headrace.transforms.assembler.pieces import narrowed
 from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, ORIGIN, STATUS_KEYS
 from headrace.transforms.table import AHEAD, TokenCount
-from headrace.transforms.tensordicts import number_column, write_column
+from headrace.transforms.tensordicts import count_in_loss, number_column, number_of, write_column
 
 ASSEMBLED = (INIT, EXPECTED_SEGMENTS, ORIGIN, *STATUS_KEYS)
 """Columns that an assembler reads if they are there, under names that nobody changes."""
@@ -74,10 +74,13 @@ class ColumnsRead(NamedTuple):
             column = number_column(rows, key, raw=True)
             if isinstance(column, Tensor) and column.numel() <= AHEAD * len(rows):
                 write_column(thin, key, column.detach().cpu())
-        for count in self.counts:
-            inside = count.of(rows)
-            if inside[0] is not None:
-                write_column(thin, count.key, torch.stack(inside, 1).cpu())
+        for mask in dict.fromkeys(count.mask for count in self.counts):
+            log_probs = {count.log_prob for count in self.counts if count.mask == mask} - {None}
+            if len(log_probs) > 1:
+                continue  # stages count by several, of which the tokens are needed
+            inside, finite = count_in_loss(rows, mask, next(iter(log_probs), None))
+            if inside is not None and finite is not None:
+                write_column(thin, number_of(mask), torch.stack([inside, finite], 1).cpu())
         return thin
 
 

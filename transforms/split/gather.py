@@ -26,13 +26,13 @@ from headrace.transforms.schema import (
     PADDING,
     RANK,
     ROW,
-    STORED,
     has_key,
     key_names,
     read_written,
 )
 from headrace.transforms.table import Late, Table, Tokens
 from headrace.transforms.tensordicts import (
+    ELSEWHERE,
     as_data,
     column_of,
     device_of,
@@ -103,6 +103,17 @@ class OptimiserSteps:
         # Where each row of the table is in the batch; None: at its number.
         self.places = None if len(table.live) == table.size else table.places(torch.arange(table.size))
         self.in_order = in_order
+
+    def rows(self) -> list[Tensor]:
+        """Of each minibatch the rows of the table, in training order, without padding."""
+        found = list[Tensor]()
+        for plan, *_ in self.passes:
+            order, padding, _ = plan.of_rank(self.rank)
+            sizes = list(map(sum, plan.passes(self.rank)))
+            real = torch.ones(len(order), dtype=torch.bool) if padding is None else ~padding
+            parts = zip(order.split(sizes), real.split(sizes), strict=True)
+            found += [rows[kept] for rows, kept in parts]
+        return found
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Gather one minibatch after the other, but those that were taken before an interruption.
@@ -195,7 +206,7 @@ class GatheredRows:
         earlier = [key for key in (RANK, PADDING) if has_key(row, key)]  # of a split before this one
         self.batch = batch.exclude(*earlier) if earlier else batch
         self.late, self.sizes, self.finite = list(late), list(sizes), steps.table.finite
-        self.masks = what_is_masked(steps, self.late) if has_key(row, STORED) else None
+        self.masks = what_is_masked(steps, self.late) if steps.table.elsewhere else None
         self.device, self.is_ragged = device_of(self.batch), _is_ragged(self.batch)
         self.spans = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         order, padding, places = plan.of_rank(steps.rank)
@@ -377,7 +388,7 @@ def _bytes_of(value: Any) -> int:
 
 
 def what_is_masked(steps: OptimiserSteps, late: Sequence[Late]) -> tuple[list[NestedKey], Tokens | None]:
-    """What is left to do, where rows are out of the loss, to tokens that are stored elsewhere.
+    """What is left to do, where rows are out of the loss, to tokens that are elsewhere.
 
     Returns:
         - The columns in which such rows are masked.
@@ -389,7 +400,7 @@ def what_is_masked(steps: OptimiserSteps, late: Sequence[Late]) -> tuple[list[Ne
     if changed := [key for each in late for key in each.writes]:
         raise BatchError(
             f"{listing(map(str, dict.fromkeys(changed)))} are made of tokens, and those of these rows are "
-            "stored elsewhere: fetch the rows before the pipeline (RolloutQueue.fetch)"
+            "elsewhere: fetch the rows before the pipeline (RolloutQueue.fetch)"
         )
     mask, log_prob, _ = steps.loss_columns
     keys = dict.fromkeys([*steps.table.silenced, mask, log_prob])
@@ -403,7 +414,7 @@ def check_padding(batch: TensorDictBase, columns: LossColumns) -> None:
         BatchError: there is no column to do it by, or the loss mask is not bool.
     """
     mask, log_prob, _ = columns
-    if has_key(batch, STORED):
+    if has_key(batch, ELSEWHERE):
         return
     if not any(has_key(batch, key) for key in (mask, log_prob) if key is not None):
         other = "" if log_prob is None else f" or {log_prob!r} (log_prob_key)"
