@@ -32,8 +32,8 @@ column                                  shape, dtype      meaning
 ``("headrace", "dispatched")``          (N,) int64        rollouts that were asked for in the row's group
 ``("headrace", "origin")``              (N, 5) int32      the row's number in its rollout; its worker, and how
                                                           many there are; its environment there, and how many
-``("headrace", "masks")``               no tensor         columns of tokens, which are elsewhere, in which rows
-                                                          out of the loss are masked
+``("headrace", "masks")``               no tensor         columns of tokens elsewhere in which rows out of the
+                                                          loss are masked
 ====================================== ================= ===============================================
 
 Example:
