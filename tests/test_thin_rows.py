@@ -36,7 +36,13 @@ RECIPES = [
         f"{SPLIT}remainder=carry",
     ),
     ("pipeline=dapo", f"{SPLIT}ranks=2", f"{SPLIT}remainder=pad", "pipeline.stages.weight.unit=rollout"),
-    ("pipeline=dr_grpo", f"{SPLIT}ranks=2", f"{SPLIT}max_tokens=24", f"{SPLIT}remainder=pad"),
+    (
+        "pipeline=dr_grpo",
+        f"{SPLIT}ranks=2",
+        f"{SPLIT}max_tokens=24",
+        f"{SPLIT}length_key=[masks,all_assistant_mask]",
+        f"{SPLIT}remainder=pad",
+    ),
 ]
 OF_TOKENS = {"gtpo", "high_entropy", "icepop", "kl_in_advantage", "mis", "mlperf", "mt_grpo", "opd", "opsm"}
 OF_TOKENS |= {"rlsd", "tis", "tree_grpo"}
@@ -189,6 +195,21 @@ def test_a_stream_without_tokens_has_the_batches_metrics_and_steps_of_one_with_t
         source.keep_only(assembler, pipeline, steps)
     assert steps_seen > 10
     assert masked > 0
+
+
+def test_rows_that_are_masked_for_their_age_have_no_tokens_to_count(name):
+    options: dict[str, Any] = {"max_staleness": 0, "on_stale": "mask"}
+    assembler, plain = GroupAssembler(**options), GroupAssembler(**options)
+    assembler.version = plain.version = 1
+    lines = [Line(0, r, 0, True, version=r) for r in (0, 1)]
+    rows = rows_of(lines, 0)
+    rows[MASK] = torch.ones(2, 8, dtype=torch.bool)
+    source = RolloutQueue(name, decided_by=[assembler, composed("pipeline=grpo")])
+    source.put(rows)
+    assembler.put(next(iter(source)))
+    plain.put(rows)
+    numbers = assembler.take()["headrace", "number_of", ".".join(MASK)]
+    assert numbers[:, 0].tolist() == plain.take()[MASK].sum(1).tolist() == [0, 8]
 
 
 # -- what goes where --------------------------------------------------------------------------------------
