@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .collect.assembling import assembled, paced
     from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
+    from .collect.in_place import GroupReplayBuffer, QueuedGroups
     from .collect.informing import informative
     from .collect.on_ray import RayAssembler
     from .collect.on_write import AssembleOnWrite, BufferAccount, buffer_account, groups_on_write
@@ -51,9 +52,11 @@ __all__ = [
     "Decider",
     "Decision",
     "DrainWriter",
+    "GroupReplayBuffer",
     "GroupUnit",
     "Pipeline",
     "PipelineHook",
+    "QueuedGroups",
     "RayAssembler",
     "RepeatSampler",
     "ReportFolder",

@@ -147,7 +147,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             raise ValueError(f"report_keys must be among {', '.join(KEYS)}; got {', '.join(unknown)}")
         ids = {"rollouts": self.rollout_key, "groups": self.group_key}
         self._keys = Keys.of(arranged.values(), self.loss_mask_key, self.log_prob_key, ids, self.report_keys)
-        self._asked = Asked.of([self, *arranged.values()], self._keys)
+        self.asked = Asked.of([self, *arranged.values()], self._keys)
         self._half: Half | None = None  # the whole
         LastRun.__init__(self)
 
@@ -211,7 +211,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         return super().enter(batch if self._half is None else check_half(batch, self._half))
 
     def _id_keys(self) -> list[NestedKey]:
-        return list(self._asked.ids)
+        return list(self.asked.ids)
 
     def _inv_call(self, batch: TensorDictBase) -> TensorDictBase:
         return check_place(batch, self._half)
@@ -269,10 +269,10 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             with sharing(ranks), labels_in_errors(batch, self._id_keys()):
                 flat, about, rows, drawn = self.enter(batch), "", None, None
                 if ranks is not None:
-                    ranks.place, ranks.id_keys = "a batch", self._asked.ids
+                    ranks.place, ranks.id_keys = "a batch", self.asked.ids
                     about = self._same_on_all_ranks(epochs)
                 if len(flat) or ranks is not None:
-                    asked = self._asked
+                    asked = self.asked
                     rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
                     rows.table.finite = self._finite()
                 if rows is None or not (rows.table.size or rows.table.starts):  # nobody has any

@@ -63,6 +63,7 @@ INNER = {
     "cutting.py": {"transforms.distributed"},
     "test_balance.py": {"transforms.split.bins"},
     "balance.py": {"transforms.split.bins"},
+    "engines.py": {"pipeline.collect.queues"},
     "test_split_trees.py": {"transforms.prefixes", "transforms.split.trees"},
     "test_written_to.py": {"transforms.tensordicts"},
     "test_distributed.py": {"transforms.distributed"},

@@ -40,6 +40,7 @@ from .tensordicts import (
     device_of,
     flat_rows,
     number_column,
+    number_of,
     parts_of,
     read_packed,
     same_column,
@@ -676,10 +677,9 @@ class Rows:
         batch, loss_mask, log_prob = self.table.batch, self.key("loss_mask"), self.key("log_prob")
         if self.table.finite is not None:
             log_prob = None
-        if self.table.elsewhere:  # there is nothing to write to, and the numbers of tokens stay as they are
-            self.table.silenced[loss_mask] = None
-            return
-        found = [key for key in (loss_mask, log_prob) if key is not None and parts_of(batch, key)]
+        keys = [key for key in (loss_mask, log_prob) if key is not None]
+        # Whoever has the tokens masks them.
+        found = [key for key in keys if self.table.elsewhere or parts_of(batch, key)]
         self.table.silenced |= dict.fromkeys(found)
         if not found and bool(rows.any()):
             lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
@@ -689,6 +689,8 @@ class Rows:
                 f"{int(rows.sum())} rows are to leave the loss, but the batch has {lacks}: they would train "
                 f"all the same. It has {key_names(batch)}; set the keys, or drop the rows"
             )
+        if self.table.elsewhere and column_of(batch, number_of(loss_mask)) is None:
+            return
         if loss_mask in found:
             lengths = self.lengths
             before = self[LENGTH] if self.has(LENGTH) else torch.full_like(lengths, -1)

@@ -29,6 +29,7 @@ from .tensordicts import (
     join_rows,
     leave_out,
     number_column,
+    number_of,
     read_packed,
     rows_between,
     shallow_copy,
@@ -396,8 +397,11 @@ class Table:
         """
         batch, in_loss = self.as_decided(), self.in_loss[self.live]
         if self.masks_rows and not bool(in_loss.all()):
+            silent = (~in_loss).to(device_of(batch))
+            if self.elsewhere:
+                _silence_numbers(batch, self.silenced, silent)
             for key in () if self.elsewhere else self.silenced:
-                silence_rows(batch, key, (~in_loss).to(device_of(batch)))
+                silence_rows(batch, key, silent)
         return batch
 
     def as_decided(self) -> TensorDictBase:
@@ -571,6 +575,15 @@ def _unknown(like: Tensor, size: int) -> Tensor:
     """A column of so many rows of which nothing is known: NaN, False or −1."""
     nothing = {torch.float64: float("nan"), torch.bool: False}.get(like.dtype, -1)
     return like.new_full((size, *like.shape[1:]), nothing)
+
+
+def _silence_numbers(batch: TensorDictBase, keys: Collection[NestedKey], silent: Tensor) -> None:
+    """What :func:`silence_rows` does, to the numbers of tokens that are elsewhere."""
+    for key in keys:
+        numbers = column_of(batch, number_of(key))
+        if numbers is not None:
+            out = silent.view(-1, *[1] * (numbers.ndim - 1))
+            write_column(batch, number_of(key), numbers.masked_fill(out, 0))
 
 
 def sources_of(key: Any) -> list[NestedKey]:
