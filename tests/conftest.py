@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterator
+from functools import cache, lru_cache
+from io import TextIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -63,6 +66,32 @@ def clocks_stand_still() -> Iterator[None]:
     """Runs of the same batch have the same metrics, also `time/<stage>`."""
     with patch("headrace.pipeline.pipeline.perf_counter", lambda: 0.0):
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def texts_are_parsed_once() -> Iterator[None]:
+    """YAML files and interpolations: most of the time of composing, and hundreds of times the same ones."""
+    import omegaconf._utils
+    import omegaconf.base
+    import yaml
+
+    load = yaml.load
+    loader = cache(omegaconf._utils.get_yaml_loader)  # the same class each time
+    parsed = lru_cache(1024)(lambda text, loader: pickle.dumps(load(text, loader)))
+
+    def loaded(stream: Any, Loader: type) -> Any:
+        if not isinstance(stream, TextIOBase):
+            return load(stream, Loader)
+        try:
+            return pickle.loads(parsed(stream.read(), Loader))
+        except yaml.YAMLError:  # which names the file
+            stream.seek(0)
+            return load(stream, Loader)
+
+    trees = lru_cache(4096)(omegaconf.base.parse)  # which nobody writes to
+    with patch("yaml.load", loaded), patch("omegaconf.base.parse", trees):
+        with patch("omegaconf._utils.get_yaml_loader", loader):
+            yield
 
 
 @pytest.fixture(scope="session")
