@@ -34,6 +34,7 @@ FRAMES = 12
 PATIENCE = 5.0  # seconds
 BOUND = 45.0  # seconds that a cell may take, where processes start slowly
 AFTER = PATIENCE + 10  # seconds in which an error may follow a warning: a batch may take some of them
+ALONE = PATIENCE + 2  # seconds without an error where none may follow
 AT_ONCE = 4  # cells
 
 
@@ -215,8 +216,9 @@ SOURCES: dict[str, Callable[[str, Path], Iterable[Any]]] = {
 # -- what is reported -------------------------------------------------------------------------------------
 
 
-def report(stream: Iterator[Any], begun: Path) -> Found:
+def report(stream: Iterator[Any], trouble: str, begun: Path) -> Found:
     """Train on what comes until something is reported."""
+    longest = ALONE if trouble == "never ends" else AFTER
     pipeline = load_pipeline(
         "pipeline=grpo",
         "pipeline.stages.collapse.reward=sum",
@@ -233,7 +235,7 @@ def report(stream: Iterator[Any], begun: Path) -> Found:
                 mine = [each for each in said if issubclass(each.category, StreamWarning)]
                 if mine and warned is None:
                     warned = Found("StreamWarning", str(mine[0].message), since(begun))
-                if warned is not None and since(begun) > warned.after + AFTER:
+                if warned is not None and since(begun) > warned.after + longest:
                     return warned
                 if time.monotonic() > end:
                     return Found("nothing", f"silent for {BOUND:g} s")
@@ -257,7 +259,7 @@ def in_a_process(told: Any, place: str, trouble: str, folder: Path) -> None:
     if TROUBLES[trouble][0] is None:
         (folder / "begun").write_text(str(time.monotonic()))
     stream = assembled(source, GroupAssembler(), patience=PATIENCE, worker_patience=PATIENCE)
-    told.send(report(iter(stream), folder / "begun"))
+    told.send(report(iter(stream), trouble, folder / "begun"))
     told.close()
     hang()
 
@@ -321,7 +323,7 @@ def look_at_ray(trouble: str) -> Found:
                 ray.get(ended)  # raises: nobody ends before
             (folder / "go").touch()
             stream = assembler.batches(writers, patience=PATIENCE, worker_patience=PATIENCE)
-            return report(stream, folder / "begun")
+            return report(stream, trouble, folder / "begun")
         finally:
             (folder / "stop").touch()
             if trouble == "hangs":
