@@ -140,6 +140,7 @@ def cluster() -> Iterator[None]:
         patch.syspath_prepend(examples)
         there = [str(tests), examples, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, there)))
+        patch.setenv("RAY_worker_niceness", "0")  # or its processes get what the other tests leave
         # More CPUs than there are: actors count those that they might take.
         ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
         yield
