@@ -89,9 +89,12 @@ def texts_are_parsed_once() -> Iterator[None]:
             return load(stream, Loader)
 
     trees = lru_cache(4096)(omegaconf.base.parse)  # which nobody writes to
-    with patch("yaml.load", loaded), patch("omegaconf.base.parse", trees):
-        with patch("omegaconf._utils.get_yaml_loader", loader):
-            yield
+    with (
+        patch("yaml.load", loaded),
+        patch("omegaconf.base.parse", trees),
+        patch("omegaconf._utils.get_yaml_loader", loader),
+    ):
+        yield
 
 
 @pytest.fixture(scope="session")
