@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .coefficients import TokenTable, XRay, token_weights, xray, xray_batch
+    from .coefficients import TokenTable, XRay, kl_weights, token_weights, xray, xray_batch
     from .collect.assembling import assembled, paced
     from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .collect.torchrl_configs import register_configs
     from .collect.trainer_hook import PipelineHook
     from .credit import Credit, advantages_of
+    from .decision import Decider, Decision, decide
     from .load import ConfigError, build_pipeline, load_pipeline
     from .pipeline import Pipeline
     from .report import ReportFolder, StepReport, log_report, make_report, page_data, write_dump, write_page
@@ -37,6 +38,8 @@ __all__ = [
     "BufferAccount",
     "ConfigError",
     "Credit",
+    "Decider",
+    "Decision",
     "DrainWriter",
     "GroupUnit",
     "Pipeline",
@@ -57,11 +60,13 @@ __all__ = [
     "assembled",
     "buffer_account",
     "build_pipeline",
+    "decide",
     "drained",
     "group_sampler",
     "group_tags",
     "groups_on_write",
     "informative",
+    "kl_weights",
     "load_pipeline",
     "log_report",
     "make_report",

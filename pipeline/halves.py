@@ -31,11 +31,12 @@ def cut_in_two(pipeline: Any) -> tuple[Any, Any]:
         raise ValueError(
             f"a whole pipeline is halved where it cuts the batch, by ShuffleSplit; got {pipeline!r}"
         )
-    first = _part_of(pipeline, pipeline.order[:at], "first")
-    return first, _part_of(pipeline, pipeline.order[at:], "second")
+    first = part_of(pipeline, pipeline.order[:at], "first")
+    return first, part_of(pipeline, pipeline.order[at:], "second")
 
 
-def _part_of(pipeline: Any, names: list[str], half: Half) -> Any:
+def part_of(pipeline: Any, names: list[str], half: Half | None) -> Any:
+    """A pipeline of some of the stages, with the other options of the whole."""
     part = type(pipeline)(
         {name: pipeline.stages[name] for name in names},
         loss_mask_key=pipeline.loss_mask_key,
@@ -46,6 +47,7 @@ def _part_of(pipeline: Any, names: list[str], half: Half) -> Any:
         process_group=pipeline.rank_options.process_group,
         shared_ids=pipeline.rank_options.shared_ids,
         patience=pipeline.rank_options.patience,
+        decide_on=pipeline.rank_options.decide_on,
         masked_log_prob=pipeline.masked_log_prob,
         empty=pipeline.empty,
     )

@@ -64,11 +64,24 @@ class Run:
         """
         return self._steps.whole() if self._steps is not None else self.ungathered
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether there are rows to gather; a pipeline's ``last_run`` has let go of them."""
+        return self.rows is None or self.rows.table.batch is not None
+
     @cached_property
     def ungathered(self) -> TensorDictBase:
-        """The rows that stay, as they came to the cut, with their numbers under ``("headrace", "row")``."""
+        """The rows that stay, as they came to the cut, with their numbers under ``("headrace", "row")``.
+
+        Raises:
+            RuntimeError: this is the account of a pipeline's last run, which holds no rows.
+        """
         if self.rows is None:
             return cast(TensorDictBase, self._batch)
+        if not self.has_batch:
+            raise RuntimeError(
+                "the account of a pipeline's last run holds no rows: keep run = pipeline.run(batch)"
+            )
         batch = self.rows.write()
         if self.rows.table.finite is not None:
             fill_out_of_loss(batch, *self.rows.table.finite)
@@ -84,6 +97,21 @@ class Run:
         if self._steps is not None:
             return iter(self._steps)
         return (shallow_copy(self.ungathered) for _ in range(self._epochs if len(self.ungathered) else 0))
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a split has cut the batch."""
+        return self._steps is not None
+
+    def rows_of_steps(self) -> list[Tensor]:
+        """Of each optimiser step of this rank the places of its rows in :meth:`of_rank`, in order."""
+        places = self.known_rows.table.row_numbers()
+        return [places[rows] for rows in self._steps.rows()]
+
+    def all_taken(self) -> None:
+        """Count all minibatches as taken: who trains them has the rows, and takes none from here."""
+        if self._steps is not None:
+            self._steps.progress.done = True
 
     def without_batch(self) -> Run:
         """The same account, which holds no column of the batch but those of metrics that nobody has read."""

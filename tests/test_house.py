@@ -59,6 +59,7 @@ PUBLIC += ("pipeline.sources", "pipeline.train", "pipeline.tasks.compare", "pipe
 PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.tasks.logged", "pipeline.certify")
 # What else is imported, and where: the unit tests of inner modules.
 INNER = {
+    "scaling.py": {"transforms.distributed"},
     "cutting.py": {"transforms.distributed"},
     "test_balance.py": {"transforms.split.bins"},
     "balance.py": {"transforms.split.bins"},

@@ -11,7 +11,15 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.objectives.llm import CISPOLoss, GRPOLoss
 
-from headrace.pipeline import TokenTable, load_pipeline, optimise, token_weights, xray, xray_batch
+from headrace.pipeline import (
+    TokenTable,
+    kl_weights,
+    load_pipeline,
+    optimise,
+    token_weights,
+    xray,
+    xray_batch,
+)
 from headrace.transforms import BatchError
 
 FULL, LOSS = ("tokens", "full"), ("masks", "all_assistant_mask")
@@ -75,6 +83,16 @@ def with_a_shifted_mask(model, batch, cut):
     mean_of_step(model, batch.clone().set(LOSS, batch[LOSS].roll(-1, 1)), cut)
 
 
+def with_a_mask_that_is_late(model, batch, cut):
+    late = torch.nn.functional.pad(batch[LOSS], (1, 0))[:, :-1]
+    mean_of_step(model, batch.clone().set(LOSS, late), cut)
+
+
+def with_prompts(model, batch, cut):
+    real = batch["masks", "all_attention_mask"]
+    mean_of_step(model, batch.clone().set(LOSS, real), cut)
+
+
 VERDICTS = {
     mean_of_step: r"mean over the tokens of the whole step, in 3 of 3 runs",
     mean_of_micro_batches: r"mean over the tokens of each micro-batch: with 2 micro-batches, tokens get "
@@ -85,7 +103,10 @@ VERDICTS = {
     with_padding: r"mean over all positions, padding included, of the whole step, in 3 of 3",
     without_the_last: r"with 4 micro-batches, micro-batch 3 \(from 0\) has no gradient",
     with_the_first_twice: r"with 4 micro-batches, micro-batch 0 \(from 0\) counts 2 times",
-    with_the_neighbours_advantage: r"with 1 micro-batch, each row has the advantage of the row before it",
+    with_a_shifted_mask: r"loss mask is shifted: each token has the weight of the token after it",
+    with_a_mask_that_is_late: r"loss mask is shifted: each token has the weight of the token before it",
+    with_prompts: r"^\d+ tokens outside the loss mask( and padding)? have a weight, in 3 of 3 runs",
+    with_the_neighbours_advantage: r"^each row has the advantage of the row before it, in 3 of 3 runs",
 }
 
 
@@ -187,6 +208,10 @@ def test_pairs_that_occur_twice_and_models_without_a_table_are_refused():
         token_weights(model, again)
     with pytest.raises(ValueError, match="is a TokenTable, or has one in it; found 0"):
         token_weights(torch.nn.Linear(2, 2), batch)
+    shaky = torch.nn.Sequential(model, torch.nn.Dropout(0.1))
+    with pytest.raises(ValueError, match=r"has dropout.*model.eval\(\)"):
+        token_weights(shaky, batch)
+    assert torch.equal(token_weights(shaky.eval(), batch), token_weights(model, batch))
     with pytest.raises(ValueError, match="take a vocabulary of 5; got 4"):
         xray_batch([2, 3], [0.0, 1.0], 2, vocabulary=4)
 
@@ -252,23 +277,90 @@ def test_the_curve_of_a_loss_is_its_formula(name):
         assert down == pytest.approx(formula(ratio, False), abs=1e-6), ratio
 
 
-# -- headrace itself ----------------------------------------------------------------------------------------
+# -- a pipeline that says something else --------------------------------------------------------------------
 
 
-def through(pipeline, **options):
+def through(pipeline):
     def step(model, batch, cut):
         loss = GRPOLoss(model, masking_strategy="generic", entropy_bonus=False, aggregation="none")
-        optimise(pipeline.minibatches(batch), loss, torch.optim.SGD(model.parameters(), lr=0.0), **options)
+        optimise(pipeline.minibatches(batch), loss, torch.optim.SGD(model.parameters(), lr=0.0))
 
     return step
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("transform", [None, "pack", "tree"])
-@pytest.mark.parametrize("recipe", ["grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "scalerl"])
-def test_a_recipe_trains_what_it_says(recipe, transform, microbatches):
-    cut = [f"pipeline.stages.split.{name}" for name in ("minibatches=1", f"microbatches={microbatches}")]
-    pipeline = load_pipeline(recipe, *cut)
-    found = xray(through(pipeline, transform=transform), pipeline, cuts=(microbatches,), holes=True)
-    found.assert_uniform(1e-9)
+def test_weights_of_another_recipe_and_rows_that_should_not_train_are_seen():
+    whole = "pipeline.stages.split.minibatches=1"
+    says, does = load_pipeline("grpo", whole), load_pipeline("dr_grpo", whole)
+    found = xray(through(does), says, cuts=(1,))
+    assert re.search(
+        "with 1 micro-batch, tokens get .* times the weight that the pipeline says", found.verdict
+    )
+    some = "pipeline.stages.filter.criterion"
+    fewer = load_pipeline(
+        "grpo",
+        whole,
+        f"criterion@{some}=length_within",
+        f"{some}.high=6",
+        "pipeline.stages.filter.unit=sample",
+    )
+    found = xray(through(load_pipeline("grpo", whole)), fewer, cuts=(1,))
+    assert found.spread["1 micro-batch"][1] == math.inf
+    for wrong in (xray(through(does), says), found):
+        with pytest.raises(AssertionError, match="times the weight that the pipeline says"):
+            wrong.assert_uniform()
+
+
+def test_a_pipeline_that_says_no_weights_and_a_step_that_moves_the_table_are_refused():
+    with pytest.raises(ValueError, match=r"writes no weights \(loss_weight\).*add LossWeight"):
+        xray(mean_of_step, load_pipeline("grpo", "pipeline.stages.weight=null"))
+
+    def moves(model, batch, cut):
+        mean_of_step(model, batch, cut)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    with pytest.raises(ValueError, match=r"has changed the table: leave out optimizer.step\(\)"):
+        xray(moves)
+
+
+# -- what pulls towards another policy ----------------------------------------------------------------------
+
+
+def kl_to(model, reference, batch):
+    """(N, T) the KL divergence over the vocabulary at each token."""
+    policy = model.get_dist(batch).logits.log_softmax(-1)
+    other = reference.get_dist(batch).logits.log_softmax(-1).detach()
+    return (policy.exp() * (policy - other)).sum(-1)
+
+
+def test_a_kl_term_over_the_vocabulary_is_refused_or_measured_apart():
+    model, batch = small()
+    reference = TokenTable.of(batch, seed=1)
+    mean_of_step(model, batch, 1)
+    alone = token_weights(model, batch)
+    (0.3 * kl_to(model, reference, batch)[batch[LOSS]].sum()).backward()
+    with pytest.raises(BatchError, match=r"no token explains.*give its policy as reference="):
+        token_weights(model, batch)
+    assert torch.allclose(token_weights(model, batch, reference=reference), alone, rtol=1e-9, atol=1e-12)
+    before = batch[FULL].roll(1, 1)[batch[LOSS]]
+    expected = 0.3 * torch.bincount(before, minlength=model.vocabulary).double()
+    assert torch.allclose(kl_weights(model, batch, reference), expected, atol=1e-9)
+
+
+def test_an_entropy_bonus_has_no_gradient_at_equal_logits_and_is_measured_at_others():
+    for seed in (None, 2):
+        _, batch = small()
+        model = TokenTable.of(batch, seed=seed)
+        uniform = TokenTable.of(batch)
+        mean_of_step(model, batch, 1)
+        alone = token_weights(model, batch)
+        policy = model.get_dist(batch).logits.log_softmax(-1)
+        (0.1 * (policy.exp() * policy).sum(-1)[batch[LOSS]].sum()).backward()
+        found = kl_weights(model, batch, uniform)
+        if seed is None:
+            assert torch.allclose(token_weights(model, batch), alone, atol=1e-12)
+            assert not found.any()
+        else:
+            assert torch.allclose(token_weights(model, batch, reference=uniform), alone, atol=1e-9)
+            before = batch[FULL].roll(1, 1)[batch[LOSS]]
+            expected = 0.1 * torch.bincount(before, minlength=model.vocabulary).double()
+            assert torch.allclose(found, expected, atol=1e-9)

@@ -6,7 +6,7 @@ Ids that came as text are numbered, their labels kept, and said in errors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -112,13 +112,21 @@ def label_key(key: NestedKey) -> NestedKey:
 @contextmanager
 def labels_in_errors(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Iterator[None]:
     """Where ids of the batch are text, or were, errors inside say the labels in place of their numbers."""
+    with labels_said(
+        lambda: [labels_of(batch, key) or labels_of(batch, label_key(key)) or [] for key in keys]
+    ):
+        yield
+
+
+@contextmanager
+def labels_said(known: Callable[[], Iterable[Sequence[Any]]]) -> Iterator[None]:
+    """Errors inside say labels in place of the numbers that ids have."""
     try:
         yield
     except BatchError as err:
         names: dict[str, str] = {}
         with suppress(BatchError):  # what the ids themselves lack is what was raised
-            for key in keys:
-                labels = labels_of(batch, key) or labels_of(batch, label_key(key)) or []
+            for labels in known():
                 numbers = as_ids(labels, "id").tolist()
                 names |= {str(n): repr(label) for n, label in zip(numbers, labels, strict=True)}
         if names:

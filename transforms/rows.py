@@ -20,7 +20,8 @@ baseline or a scale is a line in ``advantage/baselines.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any, cast
 
@@ -80,6 +81,7 @@ class Rows:
         index: Tensor | None = None,
     ):
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
+        self.rank = 0 if table.ranks is None else table.ranks.rank  # of_rank and metric are of its rows
 
     # -- in and out ---------------------------------------------------------------------------------------
 
@@ -336,12 +338,20 @@ class Rows:
 
     def of_rank(self, values: Tensor) -> Tensor:
         """Those of (M, ...) `values` that are of this rank's rows; all where no ranks share a batch."""
-        own = self.table.own
         if self.table.ranks is None:
             return values
         if self.index is None:
-            return values[own]
-        return values[(self.index >= own.start) & (self.index < own.stop)]
+            return self.table.of_rank(values, self.rank)
+        spans = torch.searchsorted(self.index, torch.tensor(self.table.spans(self.rank))).tolist()
+        return torch.cat([values[a:b] for a, b in spans])
+
+    def of_each_rank(self) -> Iterator[Rows]:
+        """This view, for the metrics of a rank's rows; where one rank decides, as each rank would have it."""
+        yield self
+        for rank in self.table.of_others:
+            view = copy(self)
+            view.rank = rank
+            yield view
 
     def where(self, chosen: Tensor) -> Rows:
         """The rows of this view where (M,) bool `chosen`."""
@@ -469,9 +479,9 @@ class Rows:
         """
         count = TokenCount(self.key(role), None)
         if count not in self.table.columns:
-            if column_of(self.table.batch, count.mask) is None:
-                raise self.missing(role)
             self.table.load(tokens=[count])
+        if count not in self.table.columns:
+            raise self.missing(role)
         column = self.table.columns[count]
         return column if self.index is None else column.index_select(0, self.index)
 
@@ -666,6 +676,9 @@ class Rows:
         batch, loss_mask, log_prob = self.table.batch, self.key("loss_mask"), self.key("log_prob")
         if self.table.finite is not None:
             log_prob = None
+        if self.table.elsewhere:  # there is nothing to write to, and the numbers of tokens stay as they are
+            self.table.silenced[loss_mask] = None
+            return
         found = [key for key in (loss_mask, log_prob) if key is not None and parts_of(batch, key)]
         self.table.silenced |= dict.fromkeys(found)
         if not found and bool(rows.any()):
@@ -701,7 +714,8 @@ class Rows:
 
     def metric(self, name: str, value: Tensor | float) -> None:
         """Say a number of this batch, as ``<stage>/<name>``."""
-        self.table.metrics[f"{self.stage}/{name}" if self.stage else name] = float(value)
+        metrics = self.table.of_others.get(self.rank, self.table.metrics)
+        metrics[f"{self.stage}/{name}" if self.stage else name] = float(value)
 
     def measured_when_read(
         self,
@@ -829,6 +843,8 @@ class Rows:
             writes: the columns that it writes.
             numbers: (M,) or (M, K) each, for the rows of this view.
         """
+        if self.table.ranks is not None:
+            self.table.ranks.refuse_tokens()
         every = {name: self.to_arrival(values) for name, values in numbers.items()}
         self.table.late.append(Late(change, every, tuple(writes)))
 

@@ -26,6 +26,8 @@ column                                  shape, dtype      meaning
 ``("headrace", "padding")``             (N,) bool         a copy that trains nothing; absent: no row is
 ``("headrace", "row")``                 (N,) int64        row number as the pipeline got it
 ``("headrace", "processed")``           (N,) bool         a pipeline has been over this row
+``("headrace", "elsewhere")``           (N,) int64        the tokens of the batch are elsewhere, under this
+                                                          number of the row; absent: they are here
 ``("headrace", "dispatched")``          (N,) int64        rollouts that were asked for in the row's group
 ``("headrace", "origin")``              (N, 5) int32      the row's number in its rollout; its worker, and how
                                                           many there are; its environment there, and how many

@@ -20,7 +20,9 @@ from .errors import BatchError
 from .ids import Ids, as_ids
 from .schema import COUNTED, IN_LOSS, LENGTH, ROW
 from .tensordicts import (
+    ELSEWHERE,
     WIDE,
+    any_row_has,
     column_of,
     count_in_loss,
     device_of,
@@ -145,12 +147,15 @@ class Table:
         in_loss: (N,) bool.
         masks_rows: a stage has taken rows out of the loss, which the batch is to say.
         silenced: the columns of tokens in which it says so.
+        elsewhere: the batch has no tokens; whoever has them masks them.
         finite: the columns whose numbers stay where a token is masked, and are finite there; None: masked
             log-probabilities are NaN.
         into: (N,) int64, the row whose tokens a row's became; itself for most. None: no rows were merged.
         counted: (N,) bool: in the statistics. None: all are.
         says_who_counts: a stage may take rows out of the statistics, so that the batch says who is in them.
         metrics: what stages measured, ``<stage>/<name>``; with those that wait, :meth:`read_metrics`.
+        of_others: those of the rows of other ranks, where this rank decides for them, by rank.
+        told: columns that the other ranks have as well, where this rank decides for them.
         unread: what computes metrics when they are read.
         notes: what a stage keeps from `decide` to `state_after`, by the stage.
         ranks: that share the batch; None: this process has the whole of it.
@@ -169,10 +174,13 @@ class Table:
         self.late: list[Late] = []
         self.names, self.effects = [TRAINED], [TRAINED]
         self.metrics: dict[str, float] = {}
+        self.of_others: dict[int, dict[str, float]] = {}
+        self.told: dict[Any, Tensor] = {}
         self.unread: list[Callable[[], dict[str, float]]] = []  # Unread, or what a copy of it became
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
         self.silenced: dict[NestedKey, None] = {}
+        self.elsewhere = batch is not None and any_row_has(batch, ELSEWHERE)
         self.finite: Tokens | None = None
         self.looked_up: TensorDictBase | None = None  # a batch, and keys that it does not have
         self.absent: set[Any] = set()
@@ -206,6 +214,11 @@ class Table:
         """How many rows are here."""
         return self.size if self.index is None else len(self.index)
 
+    @property
+    def decides(self) -> bool:
+        """Whether decisions are made here, and not on another rank."""
+        return self.ranks is None or self.ranks.decides
+
     def take(self, numbers: Tensor) -> TensorDictBase:
         """Gather rows of this rank's batch, by (n,) int64 numbers in the table."""
         at = self.places(numbers)
@@ -225,11 +238,27 @@ class Table:
         """
         if self.ranks is None:
             return [chosen.nonzero().flatten()]
-        parts = [starts for starts in (self.starts, self.carried_starts) if starts]
         return [
-            torch.cat([chosen[at[rank] : at[rank + 1]].nonzero().flatten() + at[rank] for at in parts])
+            torch.cat([chosen[a:b].nonzero().flatten() + a for a, b in self.spans(rank)])
             for rank in range(len(self.starts) - 1)
         ]
+
+    def spans(self, rank: int) -> list[tuple[int, int]]:
+        """Where the rows of a rank begin and end: those of the batch, and those carried to it."""
+        return [(starts[rank], starts[rank + 1]) for starts in (self.starts, self.carried_starts) if starts]
+
+    def of_rank(self, values: Tensor, rank: int) -> Tensor:
+        """Of (N, ...) values those of a rank's rows, in the order of its batch."""
+        parts = [values[a:b] for a, b in self.spans(rank)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def by_rank(self) -> Tensor:
+        """(N,) int64: the rank of each row."""
+        rank = torch.zeros(self.size, dtype=torch.int64)
+        for number in range(len(self.starts) - 1):
+            for a, b in self.spans(number):
+                rank[a:b] = number
+        return rank
 
     def read_metrics(self) -> dict[str, float]:
         """What stages measured; what waited for that is computed, and lets go of its columns."""
@@ -367,7 +396,7 @@ class Table:
         """
         batch, in_loss = self.as_decided(), self.in_loss[self.live]
         if self.masks_rows and not bool(in_loss.all()):
-            for key in self.silenced:
+            for key in () if self.elsewhere else self.silenced:
                 silence_rows(batch, key, (~in_loss).to(device_of(batch)))
         return batch
 
@@ -496,7 +525,7 @@ class Table:
         ranks, before = self.ranks, self.size
         if ranks is not None:
             ranks.share(more)
-            if more.size == 0:
+            if not more.starts:  # nobody has any
                 return
             if more.batch is None:
                 more.batch = self.batch[:0]

@@ -29,6 +29,7 @@ Column = tuple[NestedKey, torch.dtype, tuple[int, ...]]
 
 PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")  # as TorchRL's wrappers write them
 ATTENTION = ("masks", "all_attention_mask")
+ELSEWHERE = ("headrace", "elsewhere")
 FEW = 2**16  # entries that cost less than the calls by which they would be counted faster
 MOST = 255  # bytes of 0 and 1 that can be added up before one of them overflows
 
@@ -705,20 +706,27 @@ def check_mask(batch: TensorDictBase, key: NestedKey) -> None:
     _require_bool(parts_of(batch, key), key)
 
 
+def number_of(mask_key: NestedKey) -> NestedKey:
+    """Where a batch has the number of tokens in a mask, (N,) int64, if its rows' tokens are elsewhere."""
+    return ("headrace", "number_of", mask_key if isinstance(mask_key, str) else ".".join(mask_key))
+
+
 def count_in_loss(
     batch: TensorDictBase, mask_key: NestedKey, log_prob_key: NestedKey | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Tokens of each row in the loss mask, and those of them with a finite log-probability; (N,) int64 each.
 
-    TorchRL's GRPOLoss counts the latter. Without log-probabilities both are the same; None twice where
-    nothing says which tokens train.
+    TorchRL's GRPOLoss counts the latter. Without log-probabilities both are the same, and so they are where
+    the tokens are elsewhere and the batch has their number (:func:`number_of`). None twice where nothing says
+    which tokens train.
 
     Raises:
         BatchError: mask and log-probabilities differ in shape; the mask is not bool.
     """
     mask = loss_mask_of(batch, mask_key)
     if mask is None:
-        return None, None
+        number = number_column(batch, number_of(mask_key))
+        return number, number
     log_prob = None if log_prob_key is None else column_of(batch, log_prob_key)
     if isinstance(mask, list) or isinstance(log_prob, list):
         given = [column for column in (mask, log_prob) if column is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import group_relative_advantage
 from headrace.transforms.options import at_least, one_of, takes_options
-from headrace.transforms.schema import ROW
+from headrace.transforms.schema import ROW, TOKEN_WEIGHT, has_key
 
 from .means import StepTokens, TokenMean, nearest_mean, odd_part
-from .token_table import TokenTable, token_weights, tokens_of
+from .token_table import TokenTable, explain_gradient, padded_column, tokens_of
 from .unique_pairs import Pad, xray_batch
 
 Step = Callable[[nn.Module, TensorDictBase, int], object]
@@ -43,6 +44,8 @@ class Measured:
         ranks: processes.
         shift: of the old log-probabilities.
         coefficient: (N, T) float64, by :func:`token_weights`.
+        outside: (N, T) float64, the same of tokens that are not in the loss mask.
+        padding: the greatest coefficient of padding, in size.
         advantage: (N, T) float64, that of each token.
         expected: (N, T) float64, the coefficient that the pipeline says; None: nobody said.
         tokens: where the tokens are.
@@ -53,6 +56,8 @@ class Measured:
     ranks: int
     shift: float
     coefficient: Tensor
+    outside: Tensor
+    padding: float
     advantage: Tensor
     expected: Tensor | None
     tokens: StepTokens
@@ -99,29 +104,34 @@ class XRay:
             if run.shift != first.shift:
                 continue
             if run.expected is not None:
-                known = run.tokens.inside & (run.expected != 0)
-                ratio = run.coefficient[known] / run.expected[known]
+                ratio = run.coefficient / run.expected
+                ratio = torch.where(ratio.isinf(), math.inf, ratio)  # of tokens that are not to train
             else:
                 ratio = _in_order(run) / _in_order(first)
-            found[run.where] = float(ratio.min()), float(ratio.max())
+            ratio = ratio[~ratio.isnan()]  # of tokens without an advantage, or with no weight in both
+            found[run.where] = (float(ratio.min()), float(ratio.max())) if len(ratio) else (1.0, 1.0)
         return found
 
     @property
     def verdict(self) -> str:
         """What the step does, in a sentence."""
-        first, odd = self.runs[0], []
+        first, spread, causes = self.runs[0], self.spread, defaultdict(list)
+        for run in self.runs:
+            if cause := _cause(run):
+                causes[cause].append(run.where)
+        if always := [cause for cause, where in causes.items() if len(where) == len(self.runs)]:
+            return f"{'; '.join(always)}, in {len(spread)} of {len(spread)} runs"
         said = "that the pipeline says" if first.expected is not None else f"that they get with {first.where}"
-        for where, (low, high) in self.spread.items():
-            if max(abs(low - 1), abs(high - 1)) > CLOSE:
-                odd.append(f"with {where}, tokens get {_range(low, high)} times the weight {said}")
-        causes = [cause for run in self.runs if (cause := _cause(run))]
-        odd += dict.fromkeys(causes)
-        what = "the weights of the pipeline" if first.expected is not None and not odd else self._name()
-        return (
-            f"{what}: {'; '.join(odd)}"
-            if odd
-            else f"{what}, in {len(self.spread)} of {len(self.spread)} runs"
-        )
+        odd = [
+            f"with {where}, tokens get {_range(low, high)} times the weight {said}"
+            for where, (low, high) in spread.items()
+            if max(abs(low - 1), abs(high - 1)) > CLOSE
+        ]
+        odd += [f"with {' and '.join(where)}, {cause}" for cause, where in causes.items()]
+        if odd:
+            return f"{self._name()}: {'; '.join(odd)}"
+        what = "the weights of the pipeline" if first.expected is not None else self._name()
+        return f"{what}, in {len(spread)} of {len(spread)} runs"
 
     def _name(self) -> str:
         """The mean of the run with the most parts whose mean is known: it says of what it is."""
@@ -141,7 +151,7 @@ class XRay:
         """
         if any(max(abs(low - 1), abs(high - 1)) > tolerance for low, high in self.spread.values()):
             raise AssertionError(self.verdict)
-        if self.runs[0].expected is None and self.apart > tolerance:
+        if (self.runs[0].expected is None and self.apart > tolerance) or any(map(_cause, self.runs)):
             raise AssertionError(self.verdict)
 
     def curve(self) -> dict[float, tuple[float, float]]:
@@ -187,8 +197,10 @@ def xray(
     lengths: Sequence[int] = LENGTHS,
     rewards: Sequence[float] | Tensor = REWARDS,
     group_size: int = 4,
+    segments: int | Sequence[int] = 1,
     gradients: Gradients = "mean",
     holes: bool = False,
+    prepare: Callable[[TensorDictBase], object] | None = None,
 ) -> XRay:
     """Measure the weight that a training step gives to each token.
 
@@ -201,19 +213,24 @@ def xray(
         pipeline: which says how much each row weighs and what its advantage is. None: the step's weights are
             compared with those of its first run, and with the means that trainers take.
         cuts: micro-batches of a rank.
-        ranks: processes, by gloo; each gets the groups of its own, and the same step.
+        ranks: processes, by gloo; each gets the groups of its own, and the same step. Where one of the
+            numbers is above 1, a single rank is a process with a process group, too.
         pad: sides of the padding; None: ragged rows.
         shifts: of the old log-probabilities, for :meth:`XRay.curve`.
         lengths: as of :func:`xray_batch`.
         rewards: as of :func:`xray_batch`.
         group_size: as of :func:`xray_batch`.
+        segments: as of :func:`xray_batch`.
         gradients: what becomes of those of several ranks: their ``mean``, as under DDP, or their ``sum``; or
             the step has ``reduced`` them itself.
         holes: as of :func:`xray_batch`.
+        prepare: adds to each batch the columns that the pipeline or the loss reads besides, such as
+            reference log-probabilities or turns.
 
     Raises:
-        ValueError: an option with a wrong value; as :func:`token_weights`.
-        BatchError: as :func:`token_weights` and the pipeline.
+        ValueError: an option with a wrong value; the step has changed the table; the pipeline writes no
+            weights, or other rows than it gets; as :func:`token_weights`.
+        BatchError: parts of the gradient that no token explains; as the pipeline.
 
     Example:
         >>> def step(model, batch, cut):
@@ -233,8 +250,15 @@ def xray(
             side,
             at_least("ranks", count, 1),
             shift,
-            gradients,
-            {"lengths": lengths, "rewards": rewards, "group_size": group_size, "holes": holes},
+            gradients if max(ranks) > 1 else None,
+            prepare,
+            {
+                "lengths": lengths,
+                "rewards": rewards,
+                "group_size": group_size,
+                "segments": segments,
+                "holes": holes,
+            },
         )
         for side in pad
         for count in ranks
@@ -251,10 +275,13 @@ def _measure(
     pad: Pad | None,
     ranks: int,
     shift: float,
-    gradients: Gradients,
+    gradients: Gradients | None,
+    prepare: Callable[[TensorDictBase], object] | None,
     options: dict[str, Any],
 ) -> Measured:
     batch = xray_batch(**options, pad=pad, old_log_prob_shift=shift)
+    if prepare is not None:
+        prepare(batch)
     _, _, inside = tokens_of(batch)
     group = batch["group_id"].flatten()
     of_rank = group * ranks // (int(group.max()) + 1)
@@ -265,36 +292,70 @@ def _measure(
         for number, part in enumerate(parts):
             micro[part] = rank * cut + number
     reward, rollout = batch["next", "reward"].sum(-1), batch["rollout_id"].flatten()
-    advantage = group_relative_advantage(reward, group, rollout).double()
-    expected = None
+    advantage, expected = group_relative_advantage(reward, group, rollout).double()[:, None], None
     if pipeline is not None:
-        out = pipeline(batch)
-        row = out[ROW].flatten()
-        advantage = torch.zeros(len(batch), dtype=torch.float64).index_copy(
-            0, row, out["advantage"].double().flatten()
-        )
-        weight = torch.zeros_like(advantage).index_copy(0, row, out["loss_weight"].double().flatten())
-        expected = (weight * advantage)[:, None] * inside
-    batch["advantage"] = advantage[:, None, None]
+        advantage, expected = declared(pipeline, batch)
+    batch["advantage"] = advantage[..., None]
     model = TokenTable.of(batch)
-    if ranks == 1:
+    before = model.table.detach().clone()
+    if gradients is None:
         step(model, batch, cut)
     else:
         model.table.grad = _over_ranks(step, model, batch, cut, of_rank, gradients)
+    if not torch.equal(model.table.detach(), before):
+        raise ValueError("the step has changed the table: leave out optimizer.step(), or set its lr to 0")
     if shift and model.table.grad is not None and not bool(model.table.grad.any()):
         coefficient = torch.zeros(inside.shape, dtype=torch.float64)  # all of it is clipped
+        padding = 0.0
     else:
-        coefficient = token_weights(model, batch)
+        found = explain_gradient(model, batch)
+        coefficient, padding = found.weights, found.padding
+        coefficient = torch.where(coefficient.abs() > found.exact, coefficient, 0.0)
+        padding = padding if padding > found.exact else 0.0
     return Measured(
         cut,
         pad,
         ranks,
         shift,
-        coefficient,
-        advantage[:, None] * inside,
+        coefficient * inside,
+        coefficient * ~inside,
+        padding,
+        advantage * inside,
         expected,
         StepTokens(inside, batch["rollout_id"].flatten(), group, micro, of_rank),
     )
+
+
+def declared(pipeline: Pipeline, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
+    """What a pipeline says of the rows of a batch, float64.
+
+    Returns:
+        (N, 1) or (N, T) the advantages, and (N, T) by what each token's log-probability is to be multiplied:
+        the weight of its row, its own weight within the row, and its advantage; 0 where it does not train.
+
+    Raises:
+        ValueError: the pipeline writes no weights, or makes other rows.
+    """
+    out = pipeline(batch)
+    tokens, _, inside = tokens_of(out)
+    if not has_key(out, "loss_weight"):
+        raise ValueError(
+            "the pipeline writes no weights (loss_weight), and leaves it to the loss how tokens are weighed: "
+            "add LossWeight with fold=none, or measure the step without the pipeline"
+        )
+    rows = out[ROW].flatten()
+    if tokens.shape[1] != inside.shape[1] or not torch.equal(tokens, tokens_of(batch)[0][rows]):
+        raise ValueError(
+            "the pipeline trains other rows than it gets (it merges or fills them up), so that their tokens "
+            "cannot be told apart: measure it without those stages"
+        )
+    of_row = padded_column(out, "advantage").double().reshape(len(out), -1)
+    weight = out["loss_weight"].double().reshape(-1, 1) * inside
+    if has_key(out, TOKEN_WEIGHT):
+        weight = weight * padded_column(out, TOKEN_WEIGHT)
+    advantage = torch.zeros(len(batch), of_row.shape[1], dtype=torch.float64).index_copy(0, rows, of_row)
+    expected = torch.zeros(tokens_of(batch)[0].shape, dtype=torch.float64)
+    return advantage, expected.index_add(0, rows, weight * of_row)
 
 
 def _over_ranks(
@@ -346,21 +407,43 @@ def _range(low: float, high: float) -> str:
     return f"{low:.3g}" if abs(high - low) < CLOSE else f"{low:.3g} to {high:.3g}"
 
 
+def _shift(run: Measured) -> str:
+    """Whether each token has the weight of its neighbour."""
+    every = run.coefficient + run.outside
+    advantage = run.advantage.amax(1, keepdim=True) + run.advantage.amin(1, keepdim=True)
+    for shift, words in ((1, "after"), (-1, "before")):
+        moved = torch.where(run.tokens.inside, every.roll(shift, 1) / advantage, torch.nan)
+        moved[moved == 0] = torch.nan  # it went to padding, of which the rows are not known
+        elsewhere = (every != 0) & ~run.tokens.inside.roll(-shift, 1)
+        if bool(elsewhere.any()) or not bool(moved.isfinite().any()):
+            continue
+        if nearest_mean(moved, run.tokens)[2] <= CLOSE:
+            return f"the loss mask is shifted: each token has the weight of the token {words} it"
+    return ""
+
+
 def _cause(run: Measured) -> str:
     """What is wrong with a run, where its weights show it."""
     if run.shift:
         return ""
     weight, micro = run.weight, run.tokens.micro
     known = run.tokens.inside & weight.isfinite()
+    if shifted := _shift(run):
+        return shifted
+    if bool(run.outside.any()) or run.padding:
+        found = [f"{int((run.outside != 0).sum())} tokens outside the loss mask"] * bool(run.outside.any())
+        return " and ".join(found + ["padding"] * bool(run.padding)) + " have a weight"
+    if run.expected is not None:  # the pipeline cuts micro-batches of its own
+        return ""
     parts = {number: weight[known & (micro == number)[:, None]] for number in micro.unique().tolist()}
     missing = [number for number, of_part in parts.items() if not bool(of_part.any())]
     if missing:
         names = ", ".join(str(number) for number in missing)
-        return f"with {run.where}, micro-batch {names} (from 0) has no gradient"
+        return f"micro-batch {names} (from 0) has no gradient"
     if nearest_mean(weight, run.tokens)[2] <= CLOSE:
         return ""
     if (odd := odd_part(weight, run.tokens)) is not None:
-        return f"with {run.where}, micro-batch {odd[0]} (from 0) counts {odd[1]:.3g} times"
+        return f"micro-batch {odd[0]} (from 0) counts {odd[1]:.3g} times"
     for shift, words in ((1, "before"), (-1, "after")):
         other_advantage = run.advantage.amax(1) + run.advantage.amin(1)
         neighbour = other_advantage.roll(shift)
@@ -368,5 +451,5 @@ def _cause(run: Measured) -> str:
             known & (neighbour != 0)[:, None], run.coefficient / neighbour[:, None], torch.nan
         )
         if bool(ratio.isfinite().any()) and nearest_mean(ratio, run.tokens)[2] <= CLOSE:
-            return f"with {run.where}, each row has the advantage of the row {words} it"
+            return f"each row has the advantage of the row {words} it"
     return ""

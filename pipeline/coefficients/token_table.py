@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from headrace.transforms.options import takes_options
 TOKENS: NestedKey = ("tokens", "full")
 REAL: NestedKey = ("masks", "all_attention_mask")
 LOSS: NestedKey = ("masks", "all_assistant_mask")
-EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest coefficient: what no token explains
+EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest gradient: what no token explains
 
 
 @takes_options
@@ -76,7 +76,7 @@ class TokenTable(TensorDictModuleBase):
         return f"{type(self).__name__}({self.vocabulary})"
 
 
-def token_weights(model: nn.Module, batch: TensorDictBase) -> Tensor:
+def token_weights(model: nn.Module, batch: TensorDictBase, *, reference: TokenTable | None = None) -> Tensor:
     """The coefficient of each token's log-probability in minus the loss, after ``backward()``.
 
     A token n that follows p with the coefficient c has −∂L/∂table[p, k] = c (δ_kn − π(k | p)). An entry u
@@ -84,22 +84,25 @@ def token_weights(model: nn.Module, batch: TensorDictBase) -> Tensor:
 
         c = π(n | p) C − ∂L/∂table[p, n]
 
-    Whatever lies between the loss and the gradient is in it: padding, masks, packing, accumulation, ranks and
-    mixed precision. An entropy bonus has no gradient where logits are equal.
+    Padding, masks, packing, accumulation, ranks and mixed precision all change the gradient, so they are all
+    measured. An entropy bonus has no gradient where logits are equal.
 
     Args:
         model: a :class:`TokenTable`, or a module around one.
         batch: as :func:`xray_batch` makes it, with all rows of the step.
+        reference: the policy of a KL term over the whole vocabulary, which is measured apart
+            (:func:`kl_weights`). An entropy bonus is such a term, to the uniform ``TokenTable(V)``.
 
     Returns:
-        (N, T) float64, 0 for tokens out of the loss mask. N × T as the batch is padded on the right where it
+        (N, T) float64, 0 for tokens outside the loss mask. N × T as the batch is padded on the right where it
         is ragged.
 
     Raises:
         BatchError: a pair of tokens occurs twice; the gradient has parts that no token in the loss explains,
-            with the first of them: a token out of the mask is in the loss, a shifted mask, a KL term to
-            another policy.
-        ValueError: there is no table; no gradient has reached it, it is 0 everywhere, or not finite.
+            with the first of them: a token outside the mask is in the loss, a shifted mask, padding, a KL
+            term to a policy that `reference` does not name.
+        ValueError: there is no table, or there is dropout; no gradient has reached the table, it is 0
+            everywhere, or not finite.
 
     Example:
         >>> from headrace.pipeline import xray_batch
@@ -109,6 +112,82 @@ def token_weights(model: nn.Module, batch: TensorDictBase) -> Tensor:
         >>> (log_probs * torch.tensor([[0.0, 5, 0], [0, 7, 8]])).sum().neg().backward()
         >>> token_weights(model, batch).tolist()
         [[0.0, 5.0, 0.0], [0.0, 7.0, 8.0]]
+    """
+    found = explain_gradient(model, batch, reference)
+    inside = tokens_of(batch)[2]
+    outside = torch.where(inside, 0.0, found.weights)
+    if float(outside.abs().max()) > found.exact:
+        row, place = divmod(int(outside.abs().argmax()), outside.shape[1])
+        raise BatchError(
+            f"the gradient has parts that no token in the loss mask explains: token {place} of row {row} "
+            f"is outside the mask and has a coefficient of {float(outside[row, place]):.3g}. Is the mask "
+            "shifted by one, or is the loss taken over prompts?"
+        )
+    if found.padding > found.exact:
+        raise BatchError(
+            "the gradient has parts that no token in the loss mask explains: padding has coefficients of "
+            f"up to {found.padding:.3g}. Is padding in the loss, or is the mask shifted "
+            "by one?"
+        )
+    return torch.where(inside, found.weights, 0.0)
+
+
+def kl_weights(model: nn.Module, batch: TensorDictBase, reference: TokenTable) -> Tensor:
+    """The coefficient in the loss of KL(π ‖ reference) over the whole vocabulary, by the previous token.
+
+    With KL_p = Σ_k π(k | p) log(π(k | p) / ref(k | p)), the term κ_p KL_p of the loss has the gradient
+    ∂/∂table[p, k] = κ_p π(k | p) (log π(k | p) − log ref(k | p) − KL_p). Entries that no token uses show it.
+
+    A KL estimate from the sampled token alone (k1, k2, k3) is part of that token's own coefficient instead.
+
+    Args:
+        model: as of :func:`token_weights`.
+        batch: as of :func:`token_weights`.
+        reference: the policy that the term pulls towards; the uniform ``TokenTable(V)`` for an entropy bonus.
+
+    Returns:
+        (V,) float64: the sum of κ over all tokens that follow each token of the vocabulary; 0 where both
+        policies are equal.
+
+    Raises:
+        BatchError, ValueError: as :func:`token_weights`.
+
+    Example:
+        >>> from headrace.pipeline import xray_batch
+        >>> batch = xray_batch([2, 2], [0.0, 1.0], group_size=2, prompts=1)
+        >>> model, reference = TokenTable.of(batch), TokenTable.of(batch, seed=0)
+        >>> policy, other = (m.table.log_softmax(-1) for m in (model, reference))
+        >>> (0.1 * (policy.exp() * (policy - other)).sum(-1)[:2].sum()).backward()
+        >>> [round(float(weight), 6) for weight in kl_weights(model, batch, reference)]
+        [0.1, 0.1, 0.0, 0.0, 0.0]
+    """
+    return explain_gradient(model, batch, reference).kl
+
+
+@dataclass(frozen=True)
+class ExplainedGradient:
+    """The gradient of a table, as a sum over the tokens of a batch.
+
+    Attributes:
+        weights: (N, T) float64, the coefficient of each token, in or outside the loss mask.
+        padding: the greatest coefficient of padding, or of what comes after it, in size.
+        kl: (V,) float64, by :func:`kl_weights`; 0 without a reference.
+        exact: below this a coefficient is rounding.
+    """
+
+    weights: Tensor
+    padding: float
+    kl: Tensor
+    exact: float
+
+
+def explain_gradient(
+    model: nn.Module, batch: TensorDictBase, reference: TokenTable | None = None
+) -> ExplainedGradient:
+    """The coefficients of all tokens, of padding, and of a KL term.
+
+    Raises:
+        BatchError, ValueError: as :func:`token_weights`, but for tokens outside the loss mask and padding.
     """
     table = table_of(model).table
     gradient = table.grad
@@ -125,54 +204,63 @@ def token_weights(model: nn.Module, batch: TensorDictBase) -> Tensor:
     tokens, real, inside = tokens_of(batch)
     before, after = tokens[:, :-1], tokens[:, 1:]
     pairs = real[:, :-1] & real[:, 1:]
-    last = table.shape[0] - 1
+    size = table.shape[0]
+    padding, unused = size - 2, size - 1
     if bool((inside[:, :1]).any()):
         raise BatchError("the first token of a row follows no other, and is in the loss mask: add a prompt")
-    codes, counts = (before * table.shape[0] + after)[pairs].unique(return_counts=True)
-    if bool((counts > 1).any()) or bool((after[pairs] == last).any()):
-        twice = [f"{int(c) // table.shape[0]} then {int(c) % table.shape[0]}" for c in codes[counts > 1]]
+    codes, counts = (before * size + after)[pairs].unique(return_counts=True)
+    if bool((counts > 1).any()) or bool((after[pairs] >= padding).any()):
+        twice = [f"{int(c) // size} then {int(c) % size}" for c in codes[counts > 1]]
         raise BatchError(
-            f"each pair of tokens occurs once, and token {last} never, as in xray_batch(); found "
-            f"{listing(twice) or f'token {last}'}"
+            f"each pair of tokens occurs once, and tokens {padding} and {unused} never, as in xray_batch(); "
+            f"found {listing(twice) or f'token {int(after[pairs].max())}'}"
         )
-    share = table.detach().double().softmax(-1)
-    total = gradient[:, last] / share[:, last]
-    coefficient = share * total[:, None] - gradient  # by pair; those that no token explains are to be 0
-    found = torch.where(pairs, coefficient[before, after], 0.0)
-    weights = torch.where(inside[:, 1:], found, 0.0)
-    most = float(weights.abs().max())
-    rest = coefficient.clone()
-    rest[before[inside[:, 1:]], after[inside[:, 1:]]] = 0.0
-    exact = EXACT.get(table.dtype, 0.05)
-    if float(rest.abs().max()) > exact * max(most, float(coefficient.abs().max())):
-        raise BatchError(_unexplained(rest, before, after, pairs, most))
-    return torch.nn.functional.pad(weights, (1, 0))
-
-
-def _unexplained(rest: Tensor, before: Tensor, after: Tensor, pairs: Tensor, most: float) -> str:
-    code = int(rest.abs().argmax())
-    first, second = divmod(code, rest.shape[0])
-    size = f"{float(rest[first, second]):.3g}, where the largest coefficient in the mask is {most:.3g}"
-    rows = (pairs & (before == first) & (after == second)).nonzero()
-    if len(rows):
-        row, place = rows[0].tolist()
-        return (
-            f"the gradient has parts that no token in the loss mask explains: token {place + 1} of row {row} "
-            f"is out of the mask and has a coefficient of {size}. Is the mask shifted by one, or is the loss "
-            "taken over prompts?"
+    policy = table.detach().double().log_softmax(-1)
+    share = policy.exp()
+    used = torch.zeros(size, size, dtype=torch.bool)
+    used[before[pairs], after[pairs]] = True
+    if reference is None:
+        kl, toward = gradient.new_zeros(size), torch.zeros_like(share)
+        total = gradient[:, unused] / share[:, unused]
+    else:
+        # Of the entries that no token uses: gradient = π C + κ d, two numbers for each previous token.
+        apart = policy - table_of(reference).table.detach().double().log_softmax(-1)
+        toward = share * (apart - (share * apart).sum(-1, keepdim=True))
+        free = (~used).double()
+        solved = (
+            torch.linalg.pinv(torch.stack([share * free, toward * free], -1)) @ (gradient * free)[..., None]
         )
-    return (
-        f"the gradient has parts that no token explains: {size}, for token {second} after {first}, which "
-        "does not occur. A KL term to another policy has such a gradient, padding in the loss, or dropout"
-    )
+        total, kl = solved.squeeze(-1).unbind(-1)
+    coefficient = share * total[:, None] + toward * kl[:, None] - gradient
+    exact = EXACT.get(table.dtype, 0.05) * float(gradient.abs().max())
+    rest = torch.where(used, 0.0, coefficient)
+    rest[:, padding] = rest[padding] = 0.0
+    if float(rest.abs().max()) > exact:
+        first, second = divmod(int(rest.abs().argmax()), size)
+        rows = int((rest.abs().amax(1) > exact).sum())
+        raise BatchError(
+            f"the gradient has parts that no token explains, after {rows} of {size} tokens: the largest is "
+            f"{float(rest[first, second]):.3g}, for token {second} after token {first}, where tokens of the "
+            f"batch have up to {float(torch.where(used, coefficient, 0.0).abs().max()):.3g}. A KL term over "
+            "the vocabulary has such a gradient (give its policy as reference=), an entropy bonus where "
+            "logits differ (reference=TokenTable(V)), and noise in the model"
+        )
+    weights = torch.where(pairs, coefficient[before, after], 0.0)
+    filler = max(float(coefficient[:, padding].abs().max()), float(coefficient[padding].abs().max()))
+    return ExplainedGradient(torch.nn.functional.pad(weights, (1, 0)), filler, kl, exact)
 
 
 def table_of(model: nn.Module) -> TokenTable:
     """The table in a module.
 
     Raises:
-        ValueError: there is none, or more than one.
+        ValueError: there is none, or more than one; dropout would change what the gradient says.
     """
+    if any(
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p
+        for module in model.modules()
+    ):
+        raise ValueError("the model has dropout, which is random: set its p to 0, or call model.eval()")
     tables = [module for module in model.modules() if isinstance(module, TokenTable)]
     if len(tables) != 1:
         raise ValueError(f"the model is a TokenTable, or has one in it; found {len(tables)} in {type(model)}")
@@ -181,9 +269,12 @@ def table_of(model: nn.Module) -> TokenTable:
 
 def tokens_of(batch: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
     """(N, T) each: the tokens, which of them are no padding, and which are in the loss mask."""
-    if isinstance(batch, LazyStackedTensorDict):
-        fill: Mapping[str, Any] = {"as_padded_tensor": True, "padding_value": 0}
-        tokens, real, inside = (batch.get(key, **fill) for key in (TOKENS, REAL, LOSS))
-    else:
-        tokens, real, inside = (batch.get(key) for key in (TOKENS, REAL, LOSS))
+    tokens, real, inside = (padded_column(batch, key) for key in (TOKENS, REAL, LOSS))
     return tokens, real.bool(), inside.bool()
+
+
+def padded_column(batch: TensorDictBase, key: NestedKey) -> Tensor:
+    """(N, T, …) a column; ragged rows are filled up with 0 on the right."""
+    if isinstance(batch, LazyStackedTensorDict):
+        return batch.get(key, as_padded_tensor=True, padding_value=0)
+    return batch.get(key)

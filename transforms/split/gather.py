@@ -101,6 +101,17 @@ class OptimiserSteps:
         self.places = None if len(table.live) == table.size else table.places(torch.arange(table.size))
         self.in_order = in_order
 
+    def rows(self) -> list[Tensor]:
+        """Of each minibatch the rows of the table, in training order, without padding."""
+        found = list[Tensor]()
+        for plan, *_ in self.passes:
+            order, padding, _ = plan.of_rank(self.rank)
+            sizes = list(map(sum, plan.passes(self.rank)))
+            real = torch.ones(len(order), dtype=torch.bool) if padding is None else ~padding
+            parts = zip(order.split(sizes), real.split(sizes), strict=True)
+            found += [rows[kept] for rows, kept in parts]
+        return found
+
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Gather one minibatch after the other, but those that were taken before an interruption.
 

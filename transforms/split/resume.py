@@ -250,7 +250,12 @@ class SplitMemory:
     """
 
     def __init__(self) -> None:
-        self.state, self.lock, self.restored = SplitState(), Lock(), False
+        self.lock = Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all batches."""
+        self.state, self.restored = SplitState(), False
         self._progress: Progress | None = None  # of the batch accepted last
         self._earlier: list[Progress] = []  # of batches before it that were in the middle then
 

@@ -1,0 +1,346 @@
+"""What a recipe decides about the rows of another trainer, out of a few plain columns."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDict
+from torch import Tensor
+
+from headrace.transforms.columns import COLUMNS, OF_TOKENS
+from headrace.transforms.entry import label_key, labels_said
+from headrace.transforms.errors import BatchError, MissingKeyError, listing
+from headrace.transforms.ids import as_ids
+from headrace.transforms.options import nested_key, takes_options
+from headrace.transforms.rows import column_keys
+from headrace.transforms.tensordicts import ELSEWHERE, number_of
+
+from .composing.recipe_names import Recipe
+from .halves import part_of
+from .ledger import Ledger
+from .load import load_pipeline
+from .pipeline import Pipeline
+from .run import Run
+
+COUNTS = {"tokens": "loss_mask", "length": "length"}  # numbers in place of a mask, by the role of the mask
+IDS = ("group", "rollout", "state", "parent", "baseline")
+COMPOSED = 32  # recipes that decide() remembers
+
+
+class Decision:
+    """What becomes of each row, in the order in which the rows came.
+
+    Attributes:
+        run: of the pipeline, with its report.
+        carried: (C,) int64, rows of earlier calls of a :class:`Decider` that wait no longer, counted from 0
+            over the rows of all calls. In all columns here they follow the N rows of this call.
+    """
+
+    def __init__(self, run: Run, carried: Tensor):
+        self.run, self.carried = run, carried
+
+    @cached_property
+    def advantage(self) -> Tensor:
+        """(N + C,) float64; 0 where a row does not train.
+
+        Raises:
+            BatchError: no stage of the recipe writes an advantage, or it has one for each token.
+        """
+        keys = [each.advantage_key for each in self.run.stages.values() if hasattr(each, "advantage_key")]
+        if self.run.rows is None:
+            return torch.zeros(0, dtype=torch.float64)
+        table = self.run.rows.table
+        found = table.columns.get(keys[-1]) if keys else None
+        if found is None or found.ndim > 1:
+            raise BatchError(
+                "a recipe with one advantage for each row is needed; the stages of this one are "
+                f"{', '.join(self.run.stages)}: run the pipeline on a batch with its tokens instead"
+            )
+        return torch.where(self.keep, self.run.of_rank(found).double(), 0.0)
+
+    @cached_property
+    def loss_weight(self) -> Tensor:
+        """(N + C,) float64: by what each token of a row is multiplied in the loss; 0 where it does not train.
+
+        Over the tokens of an optimiser step, Σ weight × term is the mean that the recipe names.
+
+        Raises:
+            MissingKeyError: the columns had no ``tokens``, or the recipe has no split and LossWeight.
+        """
+        if self.run.rows is None:
+            return torch.zeros(0, dtype=torch.float64)
+        if not self.run.places or "loss_weight" not in self.run.places[0]:
+            raise MissingKeyError(
+                "weights follow from the number of tokens that each row has in the loss: give them as "
+                "columns['tokens'], and take a recipe with a split and LossWeight; the stages of this one "
+                f"are {', '.join(self.run.stages)}"
+            )
+        return torch.where(self.keep, self.run.of_rank(self.run.places[0]["loss_weight"]), 0.0)
+
+    @cached_property
+    def keep(self) -> Tensor:
+        """(N + C,) bool, True where a row trains."""
+        return torch.zeros(0, dtype=torch.bool) if self.ledger is None else self.ledger.reason == 0
+
+    @cached_property
+    def reason(self) -> list[str]:
+        """Of each row why it does not train, ``stage/reason``; empty where it does."""
+        if self.ledger is None:
+            return []
+        names = ["", *self.ledger.names[1:]]
+        return [names[code] for code in self.ledger.reason.tolist()]
+
+    @cached_property
+    def steps(self) -> list[Tensor]:
+        """Of each optimiser step the places of its rows in these columns, in the order of training.
+
+        A row that is masked is in a step, and weighs 0. Without a split the rows that train are one step.
+        """
+        if self.run.has_steps:
+            return self.run.rows_of_steps()
+        return [self.keep.nonzero().flatten()] if bool(self.keep.any()) else []
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Where each row went, with its ids; None where there were no rows."""
+        return self.run.ledger
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """As :attr:`Run.metrics`."""
+        return self.run.metrics
+
+    def __repr__(self) -> str:
+        return f"Decision({self.ledger})"
+
+
+class Decider:
+    """Decide about plain columns, batch after batch, with recipes that remember something, too.
+
+    Running baselines, the order of the next batch and rows that are carried over are its state.
+
+    Args:
+        recipe: its name, or a pipeline.
+        overrides: as of :func:`load_pipeline`.
+        options: keywords of :func:`load_pipeline`, such as ``group_size=8``.
+
+    Raises:
+        ConfigError, ValueError: as :func:`load_pipeline`; a pipeline and options.
+
+    Example:
+        >>> decider = Decider("rae", group_size=1, minibatches=1)
+        >>> columns = {"group_id": [0, 1], "rollout_id": [0, 1], "reward": [1.0, 0.5], "tokens": [5, 5]}
+        >>> decider.decide(columns).advantage.tolist()
+        [1.0, 0.5]
+        >>> decider.decide({**columns, "group_id": [2, 3], "rollout_id": [2, 3]}).advantage.tolist()[0] < 1.0
+        True
+    """
+
+    def __init__(self, recipe: Recipe | str | Pipeline = "grpo", /, *overrides: str, **options: Any):
+        if isinstance(recipe, Pipeline) and (overrides or options):
+            raise ValueError(f"a pipeline has its options already; got {[*overrides, *options]} besides")
+        self.pipeline = (
+            recipe if isinstance(recipe, Pipeline) else load_pipeline(recipe, *overrides, **options)
+        )
+        self.rows = 0  # of all calls
+        usual = {role: column.default for role, column in COLUMNS.items() if column.default is not None}
+        keys = usual | self.pipeline.columns
+        self._keys = {
+            key if isinstance(key, str) else key[-1]: nested_key(keys[role])
+            for role, key in usual.items()
+            if role not in COUNTS.values() and keys[role] is not None
+        }
+        parts = [self.pipeline, *self.pipeline.stages.values()]
+        parts += [part.criterion for part in parts if hasattr(part, "criterion")]
+        self._ids = {key for part in parts for role, key in column_keys(part).items() if role in IDS}
+
+    @cached_property
+    def without_weights(self) -> Pipeline:
+        """The same stages without LossWeight, for columns that do not say how many tokens rows have."""
+        weight = self.pipeline._keys.weight
+        names = [
+            name
+            for name, stage in self.pipeline.stages.items()
+            if weight not in getattr(stage, "out_keys", ())
+        ]
+        return self.pipeline if names == self.pipeline.order else part_of(self.pipeline, names, None)
+
+    def decide(self, columns: Mapping[str, Any]) -> Decision:
+        """Decide about the rows of one batch.
+
+        Args:
+            columns: as of :func:`headrace.pipeline.decide`.
+
+        Raises:
+            As :func:`headrace.pipeline.decide`; recipes with a state are not refused.
+        """
+        batch, texts = self._read(columns)
+        pipeline = self.pipeline if "tokens" in columns else self.without_weights
+        batch[ELSEWHERE] = torch.arange(self.rows, self.rows + len(batch))
+        try:
+            with labels_said(texts.values):
+                run = pipeline.run(batch)
+        except MissingKeyError as err:
+            of_tokens = ", ".join(map(repr, columns_of_tokens(pipeline)))
+            raise MissingKeyError(
+                f"{err}. Columns are one number a row here: 'tokens' is the number of tokens in the loss, "
+                + (
+                    f"'length' that of all. This recipe reads {of_tokens} of each token: run it on a batch "
+                    "that has them, pipeline(batch) or advantages_of(pipeline, batch)"
+                    if of_tokens
+                    else "'length' that of all"
+                )
+            ) from err
+        run.texts |= {label_key(key): text for key, text in texts.items()}
+        run.all_taken()
+        carried = torch.zeros(0, dtype=torch.int64)
+        if run.rows is not None and run.rows.table.carried is not None:
+            carried = run.of_rank(run.rows[ELSEWHERE])[len(batch) :]
+        self.rows += len(batch)
+        return Decision(run, carried)
+
+    def _read(self, columns: Mapping[str, Any]) -> tuple[TensorDict, dict[NestedKey, list[str]]]:
+        """The columns as a batch, and ids that are text."""
+        lengths = {name: len(values) for name, values in columns.items()}
+        if len(set(lengths.values())) != 1:
+            raise BatchError(f"columns have one number a row, N of them; got {lengths or 'no columns'}")
+        rows = next(iter(lengths.values()))
+        batch, texts = TensorDict({}, [rows]), dict[NestedKey, list[str]]()
+        unread = []
+        for name, values in columns.items():
+            if name in COUNTS:
+                for mask in self._masks(name):
+                    batch[number_of(mask)] = as_ids(values, name)
+                continue
+            key = self._keys.get(name, name)
+            if key not in self.pipeline._asked.columns and all(
+                key not in getattr(stage, "in_keys", (key,)) for stage in self.pipeline.stages.values()
+            ):
+                unread.append(name)
+            if key in self._ids:
+                batch[key] = as_ids(values, name)
+                if len(values) and isinstance(values[0], str):
+                    texts[key] = list(values)
+            elif isinstance(values, Tensor):
+                batch[key] = values
+            else:
+                found = np.asarray(values, dtype=float if name == "reward" else None)
+                batch[key] = torch.from_numpy(found) if found.dtype.kind in "biuf" else list(values)
+        if unread:
+            raise ValueError(
+                f"the recipe reads no columns {listing(unread)}; it reads tokens, length and "
+                f"{listing(sorted(map(str, self._keys)))}: are the names right?"
+            )
+        return batch, texts
+
+    def _masks(self, name: str) -> set[NestedKey]:
+        """Those whose tokens a column has the number of."""
+        asked = {self.pipeline.loss_mask_key, *(count.mask for count in self.pipeline._asked.counts)}
+        return {mask for mask in asked if (mask == self.pipeline.loss_mask_key) == (name == "tokens")}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers."""
+        return {"pipeline": self.pipeline.state_dict(), "rows": self.rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.pipeline.load_state_dict(state["pipeline"])
+        self.rows = int(state["rows"])
+
+    def __repr__(self) -> str:
+        return f"Decider({', '.join(self.pipeline.order)})"
+
+
+_composed: OrderedDict[str, Decider] = OrderedDict()
+_lock = Lock()
+
+
+@takes_options
+def decide(
+    columns: Mapping[str, Any],
+    recipe: Recipe | str = "grpo",
+    *overrides: str,
+    seed: int = 0,
+    **options: Any,
+) -> Decision:
+    """Decide which rows train, with which advantage and weight, out of a few plain columns.
+
+    For a trainer that has no TensorDict: no batch is made or moved, and nothing is remembered.
+
+    Args:
+        columns: lists, arrays or tensors of N entries, by name: ``group_id`` and ``rollout_id``, numbers or
+            text; ``reward`` (N,) or (N, K); ``tokens``, int, how many tokens of each row are in the loss,
+            from which the weights follow; and what the recipe reads besides: ``status``, ``policy_version``,
+            ``expected_rollouts``, ``length``, int, how many tokens each row has, ….
+        recipe: its name.
+        overrides: as of :func:`load_pipeline`.
+        seed: of the permutation of the rows.
+        options: keywords of :func:`load_pipeline`, such as ``group_size=8``. What was composed once is kept.
+
+    Returns:
+        A :class:`Decision`, of tensors in the order of the rows.
+
+    Raises:
+        BatchError: as the stages of the recipe, with ids; columns of several lengths.
+        MissingKeyError: the recipe reads a column that is not there; the message names it.
+        ValueError: a column that the recipe does not read; a recipe that remembers something from batch to
+            batch, for which there is :class:`Decider`.
+
+    Example:
+        >>> found = decide(
+        ...     {"group_id": ["a", "a", "b", "b"], "rollout_id": [0, 1, 2, 3], "reward": [1.0, 0.0, 1.0, 1.0],
+        ...      "tokens": [3, 2, 4, 1]}, "dr_grpo", group_size=2, minibatches=1)
+        >>> found.advantage.tolist(), found.reason[2]
+        ([0.5, -0.5, 0.0, 0.0], 'filter/zero_variance')
+    """
+    known = f"{recipe!r} {overrides!r} {sorted(options.items())!r}"
+    with _lock:
+        if (decider := _composed.pop(known, None)) is None:
+            decider = Decider(recipe, *overrides, **options)
+            refuse_state(decider.pipeline)
+        _composed[known] = decider
+        if len(_composed) > COMPOSED:
+            _composed.popitem(last=False)
+        for stage in decider.pipeline.stages.values():
+            if hasattr(stage, "restart"):  # a split
+                stage.restart()
+                stage.seed = seed
+        return decider.decide(columns)
+
+
+def columns_of_tokens(pipeline: Pipeline) -> list[NestedKey]:
+    """What stages read of each token, beside whether it is in the loss."""
+    roles = {*OF_TOKENS, "tokens", "turn_index", "turn_reward"} - {"log_prob", "importance"}
+    found = [
+        key
+        for stage in pipeline.stages.values()
+        for part in (stage, getattr(stage, "term", None), getattr(stage, "criterion", None))
+        for role, key in ([] if part is None else column_keys(part).items())
+        if role in roles and key in {*getattr(stage, "in_keys", ()), *getattr(part, "in_keys", ())}
+    ]
+    return list(dict.fromkeys(found))
+
+
+def refuse_state(pipeline: Pipeline) -> None:
+    """Refuse stages that remember something from batch to batch, but for the number of the next order.
+
+    Raises:
+        ValueError: with their names.
+    """
+    found = [
+        name
+        for name, stage in pipeline.stages.items()
+        if getattr(stage, "stateful", False) and getattr(stage, "remainder", "carry") == "carry"
+    ]
+    if found:
+        raise ValueError(
+            f"stages {listing(found)} remember something from one batch to the next, which a function "
+            "forgets: keep a headrace.Decider(recipe, **options), call its decide(columns), and save its "
+            "state_dict()"
+        )

@@ -1,0 +1,191 @@
+"""What is decided about plain columns is what a pipeline decides about the same rows as a batch."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from recipes import ADVANTAGES, of
+from tensordict import TensorDict
+
+import headrace
+from headrace import Decider, Decision, Pipeline, decide, load_pipeline
+from headrace.transforms import BatchError, MissingKeyError
+
+MASK = ("masks", "all_assistant_mask")
+TOKENS = {  # recipes that read more of a token than whether it is in the loss
+    *("gtpo", "high_entropy", "kl_in_advantage", "mis", "mlperf", "mt_grpo", "opd", "opsm", "rlsd", "tis"),
+    *("lite_ppo", "reinforce_pp", "tree_grpo", "icepop", "scalerl", "reinforce_pp_baseline"),
+}
+REMEMBER = {"rae", "spo"}
+
+
+def columns_of(seed: int, groups: int = 4, size: int = 4) -> dict[str, list]:
+    """Rollouts of one to three rows, some without a token in the loss, in any order."""
+    rng, rows = random.Random(seed), []
+    for group in range(groups):
+        for number in range(size):
+            reward, tokens = [rng.choice([0.0, 1.0, rng.random()]) for _ in range(2)], rng.randint(0, 5)
+            reward = reward if group else [1.0, 1.0]
+            segments = rng.choice([1, 1, 1, 2, 3])
+            rows += [(group, 10 * group + number, reward, tokens, k == segments - 1) for k in range(segments)]
+    columns = list(zip(*rows, strict=True))
+    names = ("group_id", "rollout_id", "reward", "tokens", "done")
+    found = {name: list(values) for name, values in zip(names, columns, strict=True)}
+    return found | {
+        "length": [tokens + 2 for tokens in found["tokens"]],
+        "role": [rollout % 2 for rollout in found["rollout_id"]],
+        "state_id": [row % 3 for row in range(len(rows))],
+    }
+
+
+def batch_of(columns: dict[str, list]) -> TensorDict:
+    """The same rows with their tokens."""
+    place = torch.arange(8).expand(len(columns["tokens"]), 8)
+    return TensorDict(
+        {
+            "group_id": torch.tensor(columns["group_id"]),
+            "rollout_id": torch.tensor(columns["rollout_id"]),
+            ("next", "reward"): torch.tensor(columns["reward"], dtype=torch.float64),
+            ("next", "done"): torch.tensor(columns["done"]),
+            MASK: place < torch.tensor(columns["tokens"])[:, None],
+            ("masks", "all_attention_mask"): place < torch.tensor(columns["length"])[:, None],
+            "role": torch.tensor(columns["role"]),
+            "state_id": torch.tensor(columns["state_id"]),
+        },
+        [len(place)],
+    )
+
+
+def is_same(found: Decision, pipeline: Pipeline, batch: TensorDict) -> None:
+    """As by a loop over the minibatches that the pipeline gathers."""
+    run = pipeline.run(batch)
+    minibatches = list(run.minibatches())
+    assert [step.tolist() for step in found.steps] == [
+        step["headrace", "row"].flatten().tolist() for step in minibatches
+    ]
+    assert run.ledger.reason.tolist() == found.ledger.reason.tolist()
+    assert [not reason for reason in found.reason] == found.keep.tolist() == (run.ledger.reason == 0).tolist()
+    advantage, weight = [torch.zeros(len(batch), dtype=torch.float64) for _ in range(2)]
+    for step in minibatches:
+        row = step["headrace", "row"].flatten()
+        advantage[row] = step["advantage"].flatten().double()
+        weight[row] = step["loss_weight"].flatten().double()
+    assert torch.allclose(found.advantage, torch.where(found.keep, advantage, 0.0), rtol=1e-6)
+    assert torch.allclose(found.loss_weight, torch.where(found.keep, weight, 0.0), rtol=1e-6)
+    own = {name: value for name, value in run.metrics.items() if not name.startswith("time/")}
+    assert own == {name: value for name, value in found.metrics.items() if not name.startswith("time/")}
+
+
+def read_by(recipe: str, columns: dict[str, list]) -> dict[str, list]:
+    """Those that a recipe reads."""
+    roles, states = ["role"] * (recipe == "roles"), ["state_id"] * (recipe == "gigpo")
+    names = ["group_id", "rollout_id", "reward", "tokens", "done", "length", *roles, *states]
+    reward = {} if recipe == "gdpo" else {"reward": [each[0] for each in columns["reward"]]}
+    return {name: (columns | reward)[name] for name in names}
+
+
+@pytest.mark.slow
+def test_every_recipe_decides_about_columns_as_about_a_batch():
+    seen = set()
+    for recipe in (name for name in ADVANTAGES if name not in TOKENS | REMEMBER):
+        for seed in range(4):
+            columns = read_by(recipe, columns_of(seed))
+            words = {"minibatches": 2, "group_size": 4}
+            whole = columns | {"role": columns_of(seed)["role"], "state_id": columns_of(seed)["state_id"]}
+            with of(recipe):
+                found = decide(columns, recipe, seed=seed, **words)
+                is_same(found, load_pipeline(recipe, seed=seed, **words), batch_of(whole))
+                seen |= set(found.reason)
+    assert {"", "filter/zero_variance", "gate/empty"} <= seen
+
+
+def test_lists_arrays_tensors_and_text_are_the_same_columns():
+    columns = read_by("grpo", columns_of(1))
+    lists = decide(columns, group_size=4)
+    arrays = decide({name: np.array(values) for name, values in columns.items()}, group_size=4)
+    tensors = decide({name: torch.tensor(values) for name, values in columns.items()}, group_size=4)
+    texts = [f"prompt {group}" for group in columns["group_id"]]
+    named = decide(columns | {"group_id": texts}, group_size=4)
+    for other in (arrays, named):
+        assert torch.equal(lists.advantage, other.advantage)
+        assert torch.equal(lists.loss_weight, other.loss_weight)
+    assert torch.allclose(lists.advantage, tensors.advantage, atol=1e-6)  # which are float32
+    out = next(name for name in named.reason if name)
+    assert all(str(row["group"]).startswith("prompt ") for row in named.ledger.rows(out))
+
+
+def test_a_function_forgets_and_a_seed_is_an_order():
+    columns = read_by("grpo", columns_of(2))
+    options = {"group_size": 4, "minibatches": 2}
+    first, again, other = (decide(columns, seed=seed, **options) for seed in (3, 3, 4))
+    assert [step.tolist() for step in first.steps] == [step.tolist() for step in again.steps]
+    assert [step.tolist() for step in first.steps] != [step.tolist() for step in other.steps]
+    assert torch.equal(first.advantage, other.advantage)
+    assert headrace.decide is decide
+
+
+def test_advantages_need_no_tokens_and_weights_say_so():
+    columns = {name: values for name, values in read_by("grpo", columns_of(3)).items() if name != "tokens"}
+    found = decide(columns, group_size=4)
+    assert found.advantage.any()
+    with pytest.raises(MissingKeyError, match=r"columns\['tokens'\]"):
+        found.loss_weight  # noqa: B018
+    nothing = decide({name: [] for name in columns}, group_size=4)
+    assert (len(nothing.advantage), nothing.reason, nothing.steps) == (0, [], [])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "error", "says"),
+    [
+        ("rae", {}, ValueError, r"stages running remember.*headrace.Decider\(recipe, \*\*options\)"),
+        ("grpo", {"rewards": [1.0] * 4}, ValueError, "reads no columns rewards"),
+        ("grpo", {"reward": [1.0] * 3}, BatchError, "one number a row.*'reward': 3"),
+        ("grpo", {"group_id": ["a", "a", "b", "a"]}, BatchError, "group 'a' has 3 of 2"),
+        ("grpo", {"reward": [1.0, float("nan"), 0.0, 1.0]}, BatchError, "row 1"),
+        ("opd", {}, MissingKeyError, r"'teacher_log_probs'.* of each token: run it on a batch that has"),
+        ("dapo", {"tokens": None, "overlong": True}, MissingKeyError, "'tokens' is the number of tokens"),
+    ],
+)
+def test_what_cannot_be_decided_is_refused(recipe, change, error, says):
+    columns = {"group_id": [0, 0, 1, 1], "rollout_id": [0, 1, 2, 3], "reward": [1.0, 0.0, 1.0, 0.0]}
+    columns |= {"tokens": [3, 2, 1, 4]} | change
+    if columns.pop("overlong", False):
+        del columns["tokens"]
+    with pytest.raises(error, match=says):
+        decide(columns, recipe, group_size=2)
+
+
+SPLIT = {"minibatch_size": 3, "remainder": "carry"}
+
+
+def test_rows_that_are_carried_over_train_in_a_later_call():
+    options = {"group_size": 2, "minibatches": None, "stages": {"split": SPLIT}}
+    decider, trained = Decider("dr_grpo", **options), []
+    for call in range(4):
+        ids = [4 * call + row for row in range(4)]
+        columns = {"group_id": [row // 2 for row in ids], "rollout_id": ids, "tokens": [1, 2, 3, 4]}
+        found = decider.decide(columns | {"reward": [1.0, 0.0, 0.25, 0.75]})
+        numbers = torch.cat([torch.tensor(ids), found.carried])
+        assert len(found.reason) == len(found.advantage) == len(found.loss_weight) == len(numbers)
+        for step in found.steps:
+            assert bool(found.keep[step].all())
+            trained += numbers[step].tolist()
+            expected = [[0.5, -0.5, -0.25, 0.25][number % 4] for number in numbers[step].tolist()]
+            assert found.advantage[step].tolist() == expected
+        again = Decider("dr_grpo", **options)
+        again.load_state_dict(decider.state_dict())
+        decider = again
+    assert len(trained) == len(set(trained)) == 15
+
+
+def test_a_baseline_that_runs_goes_on_from_a_state():
+    columns = read_by("rae", columns_of(5))
+    one, other = [Decider("rae", minibatches=1, group_size=4) for _ in range(2)]
+    first = one.decide(columns)
+    other.load_state_dict(one.state_dict())
+    later = columns | {"rollout_id": [1000 + rollout for rollout in columns["rollout_id"]]}
+    assert torch.equal(one.decide(later).advantage, other.decide(later).advantage)
+    assert not torch.equal(first.advantage, one.decide(later).advantage)

@@ -1,0 +1,149 @@
+"""What headrace trains, in every way that there is to train it, is what its recipes say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from composed import composed
+from recipes import ADVANTAGES, FEW, of
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.objectives.llm import GRPOLoss
+from torchrl.trainers import Trainer
+from torchrl.trainers.trainers import DefaultOptimizationStepper
+
+from headrace.pipeline import Pipeline, PipelineHook, XRay, optimise, xray
+
+pytestmark = pytest.mark.slow
+
+OLD, FULL, LOSS = ("old_log_probs", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask")
+SEGMENTS = (1, 1, 2, 1, 1, 1, 2, 1, 1, 1, 1, 1)
+LENGTHS = (3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 10, 4, 2, 6)
+
+
+def pipeline_of(recipe: str, *more: str) -> Pipeline:
+    by_turn = {"gigpo": "returns", "tree_grpo": "tree"}
+    words = [f"pipeline.stages.{by_turn[recipe]}.turn_key=turn"] if recipe in by_turn else []
+    return composed(f"pipeline={recipe}", *words, *more)
+
+
+def measure(step, recipe: str, *more: str, **options) -> XRay:
+    """A step, compared with a second pipeline of the same recipe, since running baselines move."""
+
+    def prepare(batch: TensorDictBase) -> None:
+        """All that any recipe reads. The trainer's policy is the one of equal logits."""
+        tokens = batch["tokens", "full"]
+        place = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        batch[OLD] = torch.where(batch["masks", "all_attention_mask"], batch[FULL], 0.0)
+        batch[FULL] = batch[OLD] + 0.0005 * (tokens * 7 % 5 - 2)  # the sampler is a little off
+        for number, name in enumerate(("teacher_log_probs", "ref_log_probs", "entropy"), 1):
+            sign = 1 if name == "entropy" else -1
+            batch[name, "full"] = sign * (tokens * number % 7 + 1).double() / 8
+        first = torch.cat([torch.tensor([True]), batch["next", "done"].flatten()[:-1]])
+        segment = (~first).long()
+        batch["role"] = batch["rollout_id"].flatten() % 2
+        batch["turn"], batch["state_id"] = torch.arange(len(batch)), torch.arange(len(batch)) % 3
+        batch["turn_index"] = torch.where(batch[LOSS], 2 * segment[:, None] + place % 2, -1)
+        own = (batch["turn_index"][:, :, None] == torch.arange(4)).any(1)
+        batch["turn_reward"] = torch.where(own, 0.1 * torch.arange(1.0, 5.0), 0.0)
+
+    rewards = torch.tensor([1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.3, 0.9, 0.0, 0.5])
+    if recipe == "gdpo":
+        rewards = torch.stack([rewards, rewards.flip(0)], 1)
+    declares = pipeline_of(recipe, *more)
+    return xray(
+        step,
+        declares,
+        **{"cuts": (1,), "holes": True, "segments": SEGMENTS, "lengths": LENGTHS, "rewards": rewards}
+        | options
+        | {"prepare": prepare},
+    )
+
+
+def loss_of(model: nn.Module) -> GRPOLoss:
+    loss = GRPOLoss(model, masking_strategy="generic", entropy_bonus=False, aggregation="none")
+    loss.set_keys(sample_log_prob=OLD)
+    return loss
+
+
+def plain(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("transform", [None, "pack", "tree"])
+def test_every_recipe_trains_what_it_says(transform):
+    for recipe in ADVANTAGES:
+        for microbatches in (1, 3):
+            cut = [
+                f"pipeline.stages.split.{name}" for name in ("minibatches=1", f"microbatches={microbatches}")
+            ]
+            pipeline = pipeline_of(recipe, *cut)
+
+            def step(model, batch, _, pipeline=pipeline):
+                optimise(pipeline.minibatches(batch), loss_of(model), plain(model), transform=transform)
+
+            with of(f"{recipe}, {microbatches} micro-batches"):
+                measure(step, recipe, *cut).assert_uniform(1e-9)
+
+
+class OneBatch:
+    """The collector of a trainer, whose one batch is the one to measure."""
+
+    init_random_frames = 0
+
+    def __init__(self, batch: TensorDictBase):
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        yield self.batch
+
+    def update_policy_weights_(self, *_, **__) -> None:
+        """Nothing else has the weights."""
+
+    def shutdown(self) -> None:
+        """Nothing runs."""
+
+
+@pytest.mark.parametrize("recipe", FEW)
+def test_torchrls_trainer_trains_what_the_recipe_says(recipe):
+    cut = ("pipeline.stages.split.minibatches=1", "pipeline.stages.split.microbatches=3")
+    pipeline = pipeline_of(recipe, *cut)
+
+    def step(model, batch, _):
+        trainer = Trainer(
+            collector=OneBatch(batch),
+            total_frames=len(batch),
+            frame_skip=1,
+            loss_module=loss_of(model),
+            optimizer=plain(model),
+            optimization_stepper=DefaultOptimizationStepper(),
+            optim_steps_per_batch=None,
+            clip_grad_norm=False,
+            progress_bar=False,
+        )
+        PipelineHook(pipeline).register(trainer)
+        trainer.train()
+
+    measure(step, recipe, *cut).assert_uniform(1e-9)
+
+
+@pytest.mark.parametrize("how", ["summed", "DDP"])
+@pytest.mark.parametrize("recipe", FEW)
+def test_two_ranks_train_what_the_recipe_says_of_one(recipe, how):
+    ranks = ["process_group=world", "shared_ids=same"]
+    ranks += ["stages.weight.gradients=mean"] * (how == "DDP")
+
+    def step(model, batch, cut):
+        split = ("split.minibatches=1", f"split.microbatches={cut}")
+        pipeline = pipeline_of(
+            recipe, *(f"pipeline.{word}" for word in ranks), *(f"pipeline.stages.{word}" for word in split)
+        )
+        loss = loss_of(model)
+        if how == "DDP":
+            optimise(pipeline.minibatches(batch), nn.parallel.DistributedDataParallel(loss), plain(model))
+        else:
+            optimise(pipeline.minibatches(batch), loss, plain(model), process_group="world")
+
+    measure(step, recipe, ranks=(1, 2), cuts=(1, 2), gradients="reduced").assert_uniform(1e-9)
