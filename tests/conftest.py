@@ -38,6 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("quick" if is_quick(config) else "headrace")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One more than there are cores, where slow tests wait for processes that are silent."""
+    return None if is_quick(config) else len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where slow tests are left out, files of nothing else are not even imported."""
     if not is_quick(config) or collection_path.suffix != ".py":
