@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """One more than there are cores, where slow tests wait for processes that are silent."""
-    return None if is_quick(config) else len(os.sched_getaffinity(0)) + 1
+    return None if is_quick(config) else (os.cpu_count() or 1) + 1
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
