@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -304,7 +305,18 @@ def write(assembler: Any, worker: int, trouble: str, folder: Path) -> None:
 @functools.cache
 def on_ray() -> RayAssembler:
     """An assembler in an actor, which begins anew for each cell: a process takes seconds to come up."""
-    return RayAssembler()
+    assembler = RayAssembler()
+    assembler.put(next(iter(collect(make_quiz(), FRAMES, 1))))  # brings up the process that stores rows
+    return assembler
+
+
+def start_when_heard(assembler: RayAssembler, folder: Path) -> None:
+    """Let the writers begin when the trainer listens: what they put before is not noted."""
+    import ray
+
+    while not ray.get(assembler._actor.__ray_call__.remote(lambda actor: actor.workers.worker_patience)):
+        time.sleep(0.01)
+    (folder / "go").touch()
 
 
 def look_at_ray(trouble: str) -> Found:
@@ -321,8 +333,8 @@ def look_at_ray(trouble: str) -> Found:
             while len(list(folder.glob("ready*"))) < len(writers):
                 ended, _ = ray.wait(writers, timeout=0.05)
                 ray.get(ended)  # raises: nobody ends before
-            (folder / "go").touch()
             stream = assembler.batches(writers, patience=PATIENCE, worker_patience=PATIENCE)
+            threading.Thread(target=start_when_heard, args=(assembler, folder), daemon=True).start()
             return report(stream, trouble, folder / "begun")
         finally:
             (folder / "stop").touch()
