@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .coefficients import TokenTable, XRay, kl_weights, token_weights, xray, xray_batch
+    from .coefficients import (
+        TokenTable,
+        XRay,
+        kl_weights,
+        table_as_causal_lm,
+        token_weights,
+        trl_step,
+        xray,
+        xray_batch,
+        xray_page,
+    )
     from .collect.assembling import assembled, paced
     from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
@@ -75,12 +85,15 @@ __all__ = [
     "page_data",
     "register_configs",
     "stamp_ids",
+    "table_as_causal_lm",
     "token_weights",
     "total_loss",
+    "trl_step",
     "write_dump",
     "write_page",
     "xray",
     "xray_batch",
+    "xray_page",
 ]
 
 

@@ -114,6 +114,7 @@ INNER = {
         "transforms.options",
     },
     "test_sweep.py": {"pipeline.command.sweep", "pipeline.train.job"},
+    "test_xray_task.py": {"pipeline.coefficients.setting"},
     "composed.py": {"pipeline.run"},
 }
 
