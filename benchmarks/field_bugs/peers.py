@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
+from unittest import mock
 
 from cases import CASES, Case
 
@@ -89,10 +90,12 @@ def of_rows(values: Any, case: Case) -> list:
     ]
 
 
-def by_position(case: Case, function: Callable[[list[float]], Any]) -> list:
-    """The function on rewards in the order of their groups, and the answer in the order of the rows."""
+def by_position(case: Case, function: Callable[[Any, Any], Any]) -> list:
+    """The function on rewards (N,) and masks (N, 5) in the order of groups; its answer in that of rows."""
+    import torch
+
     order = sorted(range(len(case.rows["group"])), key=lambda row: case.rows["group"][row])
-    found = function([case.rows["reward"][row] for row in order])
+    found = function(torch.tensor(case.rows["reward"])[order], mask_of(case)[order])
     back = {row: float(value) for row, value in zip(order, found, strict=True)}
     return [back[row] if tokens else None for row, tokens in enumerate(case.rows["tokens"])]
 
@@ -251,10 +254,8 @@ def trl(case: Case) -> list:
     masked = {"mask_truncated_completions": True} if case.name == "masked-row" else {}
     trainer = trl_trainer(case, per_device_train_batch_size=len(case.rows["group"]), **masked)
     prompts = sorted(case.rows["group"])
-    return by_position(
-        case,
-        lambda _: trainer._generate_and_score_completions([{"prompt": p} for p in prompts])["advantages"],
-    )
+    rows = [{"prompt": prompt} for prompt in prompts]
+    return by_position(case, lambda *_: trainer._generate_and_score_completions(rows)["advantages"])
 
 
 def trl_stale(case: Case) -> list:
@@ -301,8 +302,6 @@ def trl_weights(case: Case) -> list:
         case, per_device_train_batch_size=max(2, 4 // cuts), gradient_accumulation_steps=cuts
     )
     trainer.current_gradient_accumulation_steps = cuts
-    if ranks > 1:  # what accelerate would say of two processes
-        type(trainer.accelerator).num_processes = property(lambda _: ranks)
     trainer.model.train()
 
     def loss_of(log_probs, mask, _):
@@ -321,7 +320,9 @@ def trl_weights(case: Case) -> list:
             },
         )
 
-    return weights(case, loss_of)
+    # What accelerate would say of so many processes.
+    with mock.patch.object(type(trainer.accelerator), "num_processes", ranks):
+        return weights(case, loss_of)
 
 
 # -- TorchRL ---------------------------------------------------------------------------------------------
@@ -473,12 +474,8 @@ def swift(case: Case) -> list:
     counts = Counter(case.rows["group"]).values()
     if fans_out(case) or set(counts) != {case.group_size}:
         return swift_dynamic(case)
-    return by_position(
-        case,
-        lambda rewards: compute_advantages(torch.tensor(rewards).view(-1, 1), torch.ones(1), case.group_size)[
-            0
-        ],
-    )
+    weight, size = torch.ones(1), case.group_size
+    return by_position(case, lambda rewards, _: compute_advantages(rewards.view(-1, 1), weight, size)[0])
 
 
 def swift_dynamic(case: Case) -> list:
@@ -509,15 +506,9 @@ def openrlhf(case: Case) -> list:
     maker.strategy, maker.kl_ctl = name(args=args), name(value=0.0)
     maker.advantage_estimator = "group_norm"
 
-    def of_rewards(rewards: list[float]) -> list[float]:
-        rows = len(rewards)
-        batch = Experience(
-            index=list(range(rows)),
-            rewards=torch.tensor(rewards),
-            action_mask=torch.ones(rows, 5, dtype=torch.bool),
-            kl=torch.zeros(rows, 5),
-            info={},
-        )
+    def of_rewards(rewards: Any, mask: Any) -> list[float]:
+        kl = torch.zeros(mask.shape)
+        batch = Experience(index=list(range(len(mask))), rewards=rewards, action_mask=mask, kl=kl, info={})
         return maker.compute_advantages_and_returns([batch])[0].advantages[:, 0].tolist()
 
     return by_position(case, of_rewards)
@@ -609,13 +600,11 @@ def rlinf_dynamic(case: Case) -> list:
 
 
 def rlinf_by(case: Case, **options: Any) -> list:
-    import torch
     from rlinf.algorithms.registry import calculate_adv_and_returns
 
-    def of_rewards(rewards: list[float]) -> Any:
-        mask = torch.ones(len(rewards), 5, dtype=torch.bool)
+    def of_rewards(rewards: Any, mask: Any) -> Any:
         common = {"task_type": "reasoning", "group_size": case.group_size, "loss_mask": mask}
-        return calculate_adv_and_returns(**common, rewards=torch.tensor(rewards), **options)[0][:, 0]
+        return calculate_adv_and_returns(**common, rewards=rewards, **options)[0][:, 0]
 
     return by_position(case, of_rewards)
 
@@ -647,7 +636,7 @@ def rlinf_weights(case: Case) -> list:
 def twinkle(case: Case) -> list:
     from twinkle.advantage import GRPOAdvantage
 
-    return by_position(case, lambda rewards: GRPOAdvantage()(rewards, num_generations=case.group_size))
+    return by_position(case, lambda rewards, _: GRPOAdvantage()(rewards, num_generations=case.group_size))
 
 
 def twinkle_weights(case: Case) -> list:
