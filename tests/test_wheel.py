@@ -94,7 +94,7 @@ def run(*words, fails=False, **options) -> str:
 
 def test_it_holds_the_packages_and_every_recipe(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for folder in ("transforms", "pipeline", "conf"):
+    for folder in ("transforms", "pipeline", "adapters", "conf"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".yaml", ".html", ".css", ".js") or path.name in (
                 "py.typed",
