@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from headrace.adapters import attach
 from headrace.pipeline import load_pipeline
 from headrace.transforms import IncompleteGroupsError
 
@@ -22,15 +21,6 @@ pytestmark = [
 ]
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 GROUP_SIZE, ROWS = 4, 8
-
-
-@pytest.fixture(scope="module")
-def adapter() -> ModuleType:
-    path = Path(__file__).parent.parent / "examples" / "adapters" / "headrace_trl.py"
-    spec = importlib.util.spec_from_file_location("headrace_trl", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -61,7 +51,7 @@ def none_of_odd(completions, **others) -> list[float | None]:
 
 
 @pytest.fixture
-def make_trainer(adapter, tmp_path):
+def make_trainer(tmp_path):
     """A trainer of a model of one layer, and the batches that it makes its loss of."""
     from datasets import Dataset
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -89,14 +79,14 @@ def make_trainer(adapter, tmp_path):
             save_strategy="no",
             **options,
         )
-        made = (trainer or adapter.HeadraceGRPOTrainer)(
+        made = (trainer or trl.GRPOTrainer)(
             model=LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **ids)),
             args=config,
             reward_funcs=list(rewards),
             train_dataset=Dataset.from_dict({"prompt": ["12", "34", "56", "78", "9", "0", "1", "2"]}),
             processing_class=tokenizer,
-            pipeline=load_pipeline(*words),
         )
+        attach(made, load_pipeline(*words))
         return SimpleNamespace(trainer=made, batches=record(made))
 
     return make
@@ -179,8 +169,8 @@ def test_groups_of_an_evaluation_have_their_own_size(make_trainer, theirs):
     torch.testing.assert_close(run.batches[0]["advantages"].squeeze(1), theirs[0], rtol=1e-4, atol=1e-5)
 
 
-def test_prompts_that_are_not_repeated_are_refused_where_trl_compares_them(adapter, make_trainer, theirs):
-    class OneOfEach(adapter.HeadraceGRPOTrainer):
+def test_prompts_that_are_not_repeated_are_refused_where_trl_compares_them(make_trainer, theirs):
+    class OneOfEach(trl.GRPOTrainer):
         def _get_train_sampler(self, dataset=None):
             return torch.utils.data.SequentialSampler(dataset or self.train_dataset)
 
@@ -188,3 +178,16 @@ def test_prompts_that_are_not_repeated_are_refused_where_trl_compares_them(adapt
     with pytest.raises(IncompleteGroupsError, match=r"0: 12.* 1 of 4"):
         run.trainer.train()
     assert theirs[0].abs().max() > 0.1  # of prompts that have nothing to do with one another
+
+
+def test_a_recipe_is_attached_once_by_its_name_and_options(make_trainer):
+    run = make_trainer("pipeline=as/trl")
+    with pytest.raises(ValueError, match=r"has a recipe already: set trainer\.pipeline"):
+        attach(run.trainer, "grpo")
+    del run.trainer.pipeline
+    with pytest.raises(ValueError, match="has its options already"):
+        attach(run.trainer, load_pipeline("grpo"), scale="none")
+    assert attach(run.trainer, "grpo", scale="none") is run.trainer
+    assert run.trainer.pipeline.stages["advantage"].scale == "none"
+    assert isinstance(run.trainer, trl.GRPOTrainer)
+    assert type(run.trainer).__name__ == "GRPOTrainer"

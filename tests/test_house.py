@@ -58,6 +58,7 @@ GROUND = (
 
 # What users import, and tests, benchmarks and examples with them: these modules, by their `__all__`.
 PUBLIC = ("transforms", "transforms.schema", "pipeline", "pipeline.report", "pipeline.reverse")
+PUBLIC += ("adapters", "adapters.openrlhf", "adapters.slime")
 PUBLIC += ("pipeline.sources", "pipeline.train", "pipeline.tasks.compare", "pipeline.tasks.group_sizes")
 PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.tasks.logged", "pipeline.certify")
 # What else is imported, and where: the unit tests of inner modules.
