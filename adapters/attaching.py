@@ -36,10 +36,11 @@ def attach(
         ConfigError: as :func:`load_pipeline`.
 
     Example:
-        >>> attach(object(), "grpo")
-        Traceback (most recent call last):
-            ...
-        TypeError: attach takes a GRPOTrainer of trl or swift; got a builtins.object. Others take ...
+        >>> try:
+        ...     attach(object(), "grpo")
+        ... except TypeError as error:
+        ...     print(str(error).partition(". ")[0])
+        attach takes a GRPOTrainer of trl or swift; got a builtins.object
     """
     homes = {base.__module__.partition(".")[0] for base in type(trainer).__mro__}
     found = [name for name in OBJECTS if name in homes and hasattr(trainer, "reward_weights")]

@@ -32,8 +32,8 @@ def recipe_of_environment(default: str, *words: str) -> Pipeline:
 
     Example:
         >>> os.environ["HEADRACE_OVERRIDES"] = "pipeline.stages.gate.group_size=4 ~pipeline.stages.filter"
-        >>> recipe_of_environment("grpo")
-        Pipeline(gate, collapse, advantage)
+        >>> recipe_of_environment("grpo").order
+        ['gate', 'collapse', 'advantage']
         >>> del os.environ["HEADRACE_OVERRIDES"]
     """
     said = shlex.split(os.environ.get(OVERRIDES, ""))

@@ -185,6 +185,7 @@ def test_a_recipe_is_attached_once_by_its_name_and_options(make_trainer):
     with pytest.raises(ValueError, match=r"has a recipe already: set trainer\.pipeline"):
         attach(run.trainer, "grpo")
     del run.trainer.pipeline
+    run.trainer.__class__ = trl.GRPOTrainer
     with pytest.raises(ValueError, match="has its options already"):
         attach(run.trainer, load_pipeline("grpo"), scale="none")
     assert attach(run.trainer, "grpo", scale="none") is run.trainer
