@@ -57,7 +57,7 @@ def make_trainer(tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    def make(*words, rewards=(ones,), steps=2, trainer=None, **options):
+    def make(*words, rewards=(ones,), steps=2, trainer=None, attached=True, **options):
         tokens = Tokenizer(models.WordLevel({token: i for i, token in enumerate("_$0123456789")}))
         tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
         tokenizer = PreTrainedTokenizerFast(
@@ -86,7 +86,8 @@ def make_trainer(tmp_path):
             train_dataset=Dataset.from_dict({"prompt": ["12", "34", "56", "78", "9", "0", "1", "2"]}),
             processing_class=tokenizer,
         )
-        attach(made, load_pipeline(*words))
+        if attached:
+            attach(made, load_pipeline(*words))
         return SimpleNamespace(trainer=made, batches=record(made))
 
     return make
@@ -98,7 +99,7 @@ def record(trainer) -> list[dict]:
 
     def spy(inputs):
         output = own(inputs)
-        batches.append({**output, "rewards": trainer._scored["next", "reward"]})
+        batches.append(output | getattr(trainer, "_scored", {}))
         return output
 
     trainer._generate_and_score_completions = spy
@@ -126,7 +127,7 @@ def test_several_rewards_of_which_some_are_none_are_added_up_as_trl_does(make_tr
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trl.trainer.grpo_trainer.logger.warning", lambda *args, **kwargs: None)
         run.trainer.train()
-    missing = torch.cat([batch["rewards"].isnan() for batch in run.batches])
+    missing = torch.cat([batch["next", "reward"].isnan() for batch in run.batches])
     assert missing.all(1).any()
     assert (missing.any(1) & ~missing.all(1)).any()
     for batch, advantages in zip(run.batches, theirs, strict=True):
@@ -151,9 +152,11 @@ def test_what_a_recipe_takes_out_of_the_loss_counts_no_tokens(make_trainer):
         ended = batch["completion_ids"].gather(1, last).squeeze(1) <= 1  # the end, or padding: TRL's rule
         for start in range(0, ROWS, GROUP_SIZE):
             rows = range(start, start + GROUP_SIZE)
-            mine = [batch["rewards"][row].item() for row in rows if ended[row]]
+            mine = [batch["next", "reward"][row].item() for row in rows if ended[row]]
             for row in rows:
-                expected = batch["rewards"][row].item() - math.fsum(mine) / len(mine) if ended[row] else 0.0
+                expected = (
+                    batch["next", "reward"][row].item() - math.fsum(mine) / len(mine) if ended[row] else 0.0
+                )
                 assert batch["advantages"][row].item() == pytest.approx(expected, abs=1e-5)
         assert torch.equal(batch["tool_mask"], batch["completion_mask"] * ended[:, None])
         assert batch["num_items_in_batch"] == batch["tool_mask"].sum()
@@ -192,3 +195,43 @@ def test_a_recipe_is_attached_once_by_its_name_and_options(make_trainer):
     assert run.trainer.pipeline.stages["advantage"].scale == "none"
     assert isinstance(run.trainer, trl.GRPOTrainer)
     assert type(run.trainer).__name__ == "GRPOTrainer"
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("cut", [1, 2])
+def test_the_coefficient_of_each_token_in_trls_gradient_is_the_recipes(make_trainer, attached, cut):
+    """∂loss/∂log-probability in real training steps: 0 for rows that left, and they thin no mean."""
+    words = (
+        "criterion@pipeline.stages.filter.criterion=not_truncated",
+        "pipeline.stages.filter.action=exclude",
+    )
+    options = {"gradient_accumulation_steps": cut, "loss_type": "dapo", "attached": attached}
+    trainer = make_trainer("pipeline=dr_grpo", *words, steps=2, **options).trainer
+    losses, scores, parts = trainer._compute_loss, trainer._get_per_token_logps_and_entropies, []
+
+    def compute_loss(model, inputs):
+        parts.append(inputs)
+        return losses(model, inputs)
+
+    def with_gradients(*args, **kwargs):
+        found = scores(*args, **kwargs)
+        if found[0].requires_grad:
+            found[0].retain_grad()
+            parts[-1]["found"] = found[0]
+        return found
+
+    trainer._compute_loss, trainer._get_per_token_logps_and_entropies = compute_loss, with_gradients
+    trainer.train()
+    assert len(parts) == 2 * cut
+    for start in range(0, len(parts), cut):
+        step = parts[start : start + cut]
+        masks = [part["completion_mask"] * part.get("tool_mask", 1) for part in step]
+        tokens = sum(int(mask.sum()) for mask in masks)
+        for part, mask in zip(step, masks, strict=True):
+            advantage = part["advantages"].reshape(len(mask), -1)
+            torch.testing.assert_close(part["found"].grad, -advantage * mask / tokens, rtol=1e-5, atol=1e-7)
+    out = sum(
+        int((part["completion_mask"] * (1 - part.get("tool_mask", 1 + 0 * part["completion_mask"]))).sum())
+        for part in parts
+    )
+    assert bool(out) == attached
