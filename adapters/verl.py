@@ -22,8 +22,7 @@ from headrace.pipeline import advantages_of
 
 from .environment import recipe_of_environment
 
-# verl's reward of a session is that of its last output.
-LAST = ("pipeline.stages.collapse.reward=last", "pipeline.stages.collapse.turn_key=turn")
+LAST = "pipeline.stages.collapse.reward=last"  # verl's reward of a session is that of its last output
 theirs = utils.compute_advantage_for_multi_trajectories
 
 
@@ -51,20 +50,21 @@ def compute_advantage_of_sessions(
     if adv_estimator != "headrace":
         return theirs(data, batch_keys, adv_estimator, num_repeat=num_repeat, **others)
     mask = data.batch["response_mask"]
-    uids, sessions, places = zip(*(key.rsplit("_", 2) for key in batch_keys), strict=True)
+    order = sorted(range(len(batch_keys)), key=lambda row: int(batch_keys[row].rsplit("_", 1)[1]))
     batch = TensorDict(
         {
-            "group_id": list(uids),
-            "rollout_id": [f"{uid}_{session}" for uid, session in zip(uids, sessions, strict=True)],
-            "turn": torch.tensor([int(place) for place in places]),
-            "expected_rollouts": torch.full((len(uids),), num_repeat),
-            ("next", "reward"): data.batch["token_level_rewards"].sum(-1),
-            ("masks", "all_assistant_mask"): mask.bool(),
+            "group_id": [batch_keys[row].rsplit("_", 2)[0] for row in order],
+            "rollout_id": [batch_keys[row].rsplit("_", 1)[0] for row in order],
+            "expected_rollouts": torch.full((len(order),), num_repeat),
+            ("next", "reward"): data.batch["token_level_rewards"].sum(-1)[order],
+            ("masks", "all_assistant_mask"): mask[order].bool(),
         },
-        [len(uids)],
+        [len(order)],
         device=mask.device,
     )
-    advantages = advantages_of(recipe_of_environment("as/verl", *LAST), batch).advantage * mask
+    found = advantages_of(recipe_of_environment("as/verl", LAST), batch).advantage
+    advantages = mask.new_zeros(mask.shape, dtype=found.dtype)
+    advantages[order] = found * mask[order]
     data.batch["advantages"] = data.batch["returns"] = advantages
     return data
 

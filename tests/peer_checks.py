@@ -111,6 +111,20 @@ def verl() -> None:
         same(ours(), theirs)
         same(ours(core_algos.AdvantageEstimator.GRPO), theirs)  # other estimators are verl's
 
+        os.environ["HEADRACE_OVERRIDES"] = "pipeline.stages.collapse.reward=sum"
+        of_session, of_uid = (
+            torch.stack(
+                [
+                    sum(rewards.sum(1)[at] for at, e in enumerate(keys) if e.rsplit("_", n)[0] == key)
+                    for key in (row.rsplit("_", n)[0] for row in keys)
+                ]
+            )
+            for n in (1, 2)
+        )  # by hand, of the rewards of all outputs
+        below = of_session < of_uid / 4
+        assert ((ours().sum(1) < 0) == below)[(of_session - of_uid / 4).abs() > 1e-5].all()
+        os.environ.pop("HEADRACE_OVERRIDES")
+
         last: dict[str, int] = {}
         for row, key in enumerate(keys):
             session, output = key.rsplit("_", 1)
