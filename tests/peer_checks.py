@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import random
 import sys
@@ -109,7 +110,7 @@ def verl() -> None:
 
         theirs = their_sessions(*batch(), core_algos.AdvantageEstimator.GRPO).batch["advantages"]
         same(ours(), theirs)
-        same(ours(core_algos.AdvantageEstimator.GRPO), theirs)  # other estimators are verl's
+        same(ours("rloo"), their_sessions(*batch(), "rloo").batch["advantages"])  # as others are, verl's own
 
         os.environ["HEADRACE_OVERRIDES"] = "pipeline.stages.collapse.reward=sum"
         of_session, of_uid = (
@@ -144,6 +145,7 @@ def swift() -> None:
     """`_compute_advantages` of the real class, on samples and rewards, as its trainer calls it."""
     os.environ.update(RANK="-1", WORLD_SIZE="1")
     from accelerate import PartialState
+    from swift.pipelines.train.rlhf import SwiftRLHF
     from swift.rl_core.data import GRPOSample
     from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
 
@@ -179,6 +181,7 @@ def swift() -> None:
         assert len(mine._metrics["train"]["reward"]) == 1
         samples[-1].prompt_id = "prompt_0"
         refused(lambda: mine._compute_advantages(samples, reward[rows], []), "group")  # noqa: B023
+    assert list(inspect.signature(SwiftRLHF.train).parameters) == ["self", "trainer"]  # as the page has it
     other = trainer(False)
     other.reward_weights = torch.tensor([1.0, 0.5])
     refused(lambda: attach(other), "no reward_weights")
