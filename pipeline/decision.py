@@ -178,7 +178,9 @@ class Decider:
             columns: as of :func:`headrace.pipeline.decide`.
 
         Raises:
-            As :func:`headrace.pipeline.decide`; recipes with a state are not refused.
+            BatchError: as :func:`headrace.pipeline.decide`.
+            MissingKeyError: as :func:`headrace.pipeline.decide`.
+            ValueError: a column that the recipe does not read.
         """
         batch, texts = self._read(columns)
         pipeline = self.pipeline if "tokens" in columns else self.without_weights
@@ -210,7 +212,7 @@ class Decider:
         key = self._keys.get(name, name)
         return (
             name in COUNTS
-            or key in self.pipeline._asked.columns
+            or key in self.pipeline.asked.columns
             or any(key in getattr(stage, "in_keys", (key,)) for stage in self.pipeline.stages.values())
         )
 
@@ -248,7 +250,7 @@ class Decider:
 
     def _masks(self, name: str) -> set[NestedKey]:
         """Those whose tokens a column has the number of."""
-        asked = {self.pipeline.loss_mask_key, *(count.mask for count in self.pipeline._asked.counts)}
+        asked = {self.pipeline.loss_mask_key, *(count.mask for count in self.pipeline.asked.counts)}
         return {mask for mask in asked if (mask == self.pipeline.loss_mask_key) == (name == "tokens")}
 
     def state_dict(self) -> dict[str, Any]:

@@ -63,9 +63,11 @@ PUBLIC += ("pipeline.sources", "pipeline.train", "pipeline.tasks.compare", "pipe
 PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.tasks.logged", "pipeline.certify")
 # What else is imported, and where: the unit tests of inner modules.
 INNER = {
+    "scaling.py": {"transforms.distributed"},
     "cutting.py": {"transforms.distributed"},
     "test_balance.py": {"transforms.split.bins"},
     "balance.py": {"transforms.split.bins"},
+    "engines.py": {"pipeline.collect.queues"},
     "test_split_trees.py": {"transforms.prefixes", "transforms.split.trees"},
     "test_written_to.py": {"transforms.tensordicts"},
     "test_distributed.py": {"transforms.distributed"},
@@ -117,6 +119,7 @@ INNER = {
         "transforms.options",
     },
     "test_sweep.py": {"pipeline.command.sweep", "pipeline.train.job"},
+    "test_xray_task.py": {"pipeline.coefficients.setting"},
     "composed.py": {"pipeline.run"},
 }
 
