@@ -125,7 +125,7 @@ def test_trl_in_fifteen_settings_and_with_truncated_completions_masked(trl, tmp_
     as_kept(found, "trl", trl.__version__)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def adapter(trl):
     class Attached(trl.GRPOTrainer):
         def __init__(self, *args, pipeline, **kwargs):
