@@ -1,14 +1,13 @@
 """verl's advantage estimator `headrace`: ``VERL_USE_EXTERNAL_MODULES=headrace.adapters.verl``.
 
 verl-project/verl 0.9.1, the release; the same lines are in 1dda039b9c (2026-08-22). verl imports this module
-in every process. ``register_adv_est`` of trainer/ppo/core_algos.py sees rows and their `uid`. The v1 trainer
-calls ``compute_advantage_for_multi_trajectories`` of trainer/ppo/v1/utils.py, which has no registry and is
+in every process. ``register_adv_est`` of trainer/ppo/core_algos.py sees rows and their `uid`. The v1 trainer,
+trainer/ppo/v1/trainer_base.py, calls ``compute_advantage_for_multi_trajectories``, which has no registry and is
 replaced, for this estimator alone: its keys, ``{uid}_{session}_{index}``, say which rows are one rollout.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +15,17 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.ppo.core_algos import register_adv_est
-from verl.trainer.ppo.v1 import utils
 
 from headrace.pipeline import advantages_of
 
 from .environment import recipe_of_environment
 
+try:
+    from verl.trainer.ppo.v1 import trainer_base
+except ImportError:  # it needs TransferQueue, which the older trainer does without
+    trainer_base = None
+
 LAST = "pipeline.stages.collapse.reward=last"  # verl's reward of a session is that of its last output
-theirs = utils.compute_advantage_for_multi_trajectories
 
 
 @register_adv_est("headrace")
@@ -69,6 +71,6 @@ def compute_advantage_of_sessions(
     return data
 
 
-utils.compute_advantage_for_multi_trajectories = compute_advantage_of_sessions
-if base := sys.modules.get("verl.trainer.ppo.v1.trainer_base"):  # imported before: it holds the old one
-    base.compute_advantage_for_multi_trajectories = compute_advantage_of_sessions  # type: ignore[attr-defined]
+if trainer_base is not None:
+    theirs = trainer_base.compute_advantage_for_multi_trajectories
+    trainer_base.compute_advantage_for_multi_trajectories = compute_advantage_of_sessions

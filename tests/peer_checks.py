@@ -63,7 +63,7 @@ def verl() -> None:
     from tensordict import TensorDict
     from verl import DataProto
     from verl.trainer.ppo import core_algos
-    from verl.trainer.ppo.v1 import utils
+    from verl.trainer.ppo.v1 import trainer_base
 
     import headrace.adapters.verl as adapter
 
@@ -105,7 +105,7 @@ def verl() -> None:
             return DataProto(TensorDict(columns, [len(uids)]), {"uid": uids}), [keys[row] for row in rows]
 
         def ours(name="headrace", rows=None, batch=batch, num_repeat=4):
-            compute = utils.compute_advantage_for_multi_trajectories
+            compute = trainer_base.compute_advantage_for_multi_trajectories
             return compute(*batch(rows), name, num_repeat=num_repeat).batch["advantages"]
 
         theirs = their_sessions(*batch(), core_algos.AdvantageEstimator.GRPO).batch["advantages"]
