@@ -141,6 +141,37 @@ def verl() -> None:
         refused(lambda: ours(rows=lost), "has 3 of 4")  # noqa: B023
 
 
+def agentlightning() -> None:
+    """One row of each rollout goes to verl's estimator, and its advantage to the others."""
+    import numpy as np
+
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "headrace.adapters.verl"
+    os.environ["HEADRACE_OVERRIDES"] = "pipeline.stages.gate.group_size=4"
+    from agentlightning.verl.rollout_level_advantage import compute_rollout_level_advantage
+    from tensordict import TensorDict
+    from verl import DataProto
+
+    for seed in range(BATCHES):
+        rng = random.Random(seed)
+        rollouts = [rollout for rollout in range(12) for _ in range(rng.randint(1, 3))]
+        rng.shuffle(rollouts)
+        reward = rewards_of(rng, 12)
+        rewards, mask = torch.zeros(len(rollouts), 4), torch.zeros(len(rollouts), 4)
+        for row, rollout in enumerate(rollouts):
+            rewards[row, 0], mask[row, : rng.randint(1, 4)] = reward[rollout], 1.0
+
+        def advantages(name, rows=rollouts, rewards=rewards, mask=mask):
+            columns = {"token_level_rewards": rewards.clone(), "response_mask": mask.clone()}
+            ids = {"uid": [f"prompt {row // 4}" for row in rows], "rollout_id_list": list(map(str, rows))}
+            texts = {key: np.array(values, dtype=object) for key, values in ids.items()}
+            batch = DataProto(TensorDict(columns, [len(rows)]), texts)
+            options = {"gamma": 1.0, "lam": 1.0, "num_repeat": 4, "config": None}
+            found, _ = compute_rollout_level_advantage(batch, adv_estimator=name, **options)
+            return found.batch["advantages"]
+
+        same(advantages("headrace"), advantages("grpo"))
+
+
 def swift() -> None:
     """`_compute_advantages` of the real class, on samples and rewards, as its trainer calls it."""
     os.environ.update(RANK="-1", WORLD_SIZE="1")

@@ -17,8 +17,10 @@ import pytest
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(os.environ.get("HEADRACE_PEERS", "nowhere"))
+VERL = "verl==0.9.1 codetiming cachetools uvicorn fastapi starlette torchdata peft"
 PEERS = {
-    "verl": "verl==0.9.1 codetiming cachetools uvicorn fastapi starlette torchdata peft",
+    "verl": VERL,
+    "agentlightning": f"--ignore-requires-python agentlightning==1.0.2 {VERL}",
     "swift": ("ms-swift==4.6.0 trl==0.29.1 modelscope modelscope_hub peft json_repair einops dacite"),
     "trinity": "trinity-rft==0.6.0",
     "openrlhf": "openrlhf==0.11.2 pylatexenc peft deepspeed hjson py-cpuinfo ninja msgpack einops torchdata",
