@@ -13,6 +13,7 @@ import torch
 
 from headrace.pipeline import Decider, Pipeline
 from headrace.pipeline.halves import before_the_cut
+from headrace.transforms import Status
 
 
 class RecipeAdvantages:
@@ -32,8 +33,14 @@ class RecipeAdvantages:
             "group_id": prompts,
             "rollout_id": gather_object([sample.request_id for sample in samples]),
             "expected_rollouts": [size] * len(prompts),
+            "status": gather_object([status_of(sample.finish_reason) for sample in samples]),
             "reward": rewards_per_func.squeeze(1) if rewards_per_func.shape[1] == 1 else rewards_per_func,
         }
         decision = decider.decide({name: each for name, each in columns.items() if decider.reads(name)})
         super()._compute_advantages(samples, rewards_per_func, batches)  # type: ignore[misc]  # for its metrics
         return decision.advantage.to(rewards_per_func)
+
+
+def status_of(finish_reason: str | None) -> int:
+    """Of an engine's reason ours, as a number."""
+    return int(Status.TRUNCATED if finish_reason == "length" else Status.COMPLETED)

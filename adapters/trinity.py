@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from trinity.buffer.operators import ExperienceOperatorV1
 
+from headrace.transforms import Status
+
 from .environment import decide_here
 
 
@@ -26,6 +28,7 @@ class RecipeOperator(ExperienceOperatorV1):
             "group_id": [exp.eid.tid for exp in exps],
             "rollout_id": [exp.eid.rid for exp in exps],
             "turn": [exp.eid.step for exp in exps],
+            "status": [Status.TRUNCATED if exp.truncate_status else Status.COMPLETED for exp in exps],
             "reward": [exp.reward for exp in exps],
             "tokens": [int(exp.action_mask.sum()) for exp in exps],
             "length": [len(exp.action_mask) for exp in exps],

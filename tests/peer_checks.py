@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from headrace.adapters import attach
+from headrace.pipeline import load_pipeline
 from headrace.transforms import BatchError
 
 BATCHES = 100
@@ -210,6 +211,12 @@ def swift() -> None:
         mine = attach(trainer(dynamic), **options)
         same(mine._compute_advantages(samples, reward[rows], []), theirs)
         assert len(mine._metrics["train"]["reward"]) == 1
+        samples[0].finish_reason = "length"
+        not_truncated = "criterion@pipeline.stages.filter.criterion=not_truncated"
+        skip = {"collapse": {"columns": 2, "missing": "skip"}}
+        mine.pipeline = load_pipeline("dr_grpo", not_truncated, stages=skip)
+        found = mine._compute_advantages(samples, reward[rows], [])
+        assert found[0] == 0.0
         samples[-1].prompt_id = "prompt_0"
         refused(lambda: mine._compute_advantages(samples, reward[rows], []), "group")  # noqa: B023
     assert list(inspect.signature(SwiftRLHF.train).parameters) == ["self", "trainer"]  # as the page has it
@@ -260,6 +267,12 @@ def trinity() -> None:
         for exp in asyncio.run(operator.process(several))[0]:
             group = torch.tensor([one[f"{exp.eid.tid}/{run}"] for run in range(4)])
             same(exp.advantages, (exp.reward - group.mean()) / (group.std() + 1e-6) * exp.action_mask)
+    several[-1].truncate_status = "response_truncated"
+    os.environ["HEADRACE_OVERRIDES"] += " criterion@pipeline.stages.filter.criterion=not_truncated"
+    os.environ["HEADRACE_RECIPE"] = "grpo"
+    left = {str(exp.eid) for exp in several} - {str(e.eid) for e in asyncio.run(operator.process(several))[0]}
+    assert str(several[-1].eid) in left
+    os.environ.pop("HEADRACE_RECIPE")
     refused(lambda: asyncio.run(operator.process(mine[1:])), "has 3 of 4")
 
 
