@@ -12,7 +12,7 @@ from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.schema import FLOAT, ROW, has_key
 from headrace.transforms.tensordicts import device_of
 
-from .order import place_of_cut
+from .halves import before_the_cut
 from .pipeline import Pipeline
 from .run import Run
 
@@ -59,7 +59,7 @@ def advantages_of(pipeline: Pipeline, batch: TensorDictBase) -> Credit:
         >>> credit.advantage.flatten().tolist(), credit.in_loss.flatten().tolist()
         ([-1.0, 0.0, 1.0, 0.0], [True, False, True, False])
     """
-    first = pipeline if place_of_cut(pipeline.stages) is None else pipeline.halves()[0]
+    first = before_the_cut(pipeline)
     run = first.run(batch)
     if batch.ndim != 1 or (run.ledger is not None and len(run.ledger.reason) != len(batch)):
         raise BatchError(f"rows are given back one for one, so that a batch is [N]; got {[*batch.shape]}")

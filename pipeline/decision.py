@@ -207,6 +207,15 @@ class Decider:
         self.rows += len(batch)
         return Decision(run, carried)
 
+    def reads(self, name: str) -> bool:
+        """Whether the recipe reads a column of this name, so that it may be given."""
+        key = self._keys.get(name, name)
+        return (
+            name in COUNTS
+            or key in self.pipeline.asked.columns
+            or any(key in getattr(stage, "in_keys", (key,)) for stage in self.pipeline.stages.values())
+        )
+
     def _read(self, columns: Mapping[str, Any]) -> tuple[TensorDict, dict[NestedKey, list[str]]]:
         """The columns as a batch, and ids that are text."""
         lengths = {name: len(values) for name, values in columns.items()}
@@ -221,9 +230,7 @@ class Decider:
                     batch[number_of(mask)] = as_ids(values, name)
                 continue
             key = self._keys.get(name, name)
-            if key not in self.pipeline.asked.columns and all(
-                key not in getattr(stage, "in_keys", (key,)) for stage in self.pipeline.stages.values()
-            ):
+            if not self.reads(name):
                 unread.append(name)
             if key in self._ids:
                 batch[key] = as_ids(values, name)

@@ -35,6 +35,11 @@ def cut_in_two(pipeline: Any) -> tuple[Any, Any]:
     return first, part_of(pipeline, pipeline.order[at:], "second")
 
 
+def before_the_cut(pipeline: Any) -> Any:
+    """Its stages without split and weight, for another trainer, which cuts and weighs by itself."""
+    return pipeline if place_of_cut(pipeline.stages) is None else cut_in_two(pipeline)[0]
+
+
 def part_of(pipeline: Any, names: list[str], half: Half | None) -> Any:
     """A pipeline of some of the stages, with the other options of the whole."""
     part = type(pipeline)(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import importlib
 import math
+import random
 import statistics
 import sys
 from collections import defaultdict
@@ -38,22 +39,7 @@ def module_of(monkeypatch: pytest.MonkeyPatch, name: str, stand_in: dict[str, An
     return sys.modules[name]
 
 
-# -- verl: trainer/ppo/core_algos.py ------------------------------------------------------------------------
-
-
-def verl_core_algos(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    registry: dict[str, Any] = {}
-
-    def register_adv_est(name):
-        return lambda function: registry.setdefault(name, function)
-
-    names = {
-        "register_adv_est": register_adv_est,
-        "get_adv_estimator_fn": registry.__getitem__,
-        "ADV_ESTIMATOR_REGISTRY": registry,
-        "compute_grpo_outcome_advantage": verl_advantages,
-    }
-    return module_of(monkeypatch, "verl.trainer.ppo.core_algos", names)
+# -- verl and SkyRL: compute_grpo_outcome_advantage -----------------------------------------------------
 
 
 def verl_advantages(token_level_rewards, response_mask, index, epsilon=1e-6):
@@ -190,3 +176,73 @@ def prime_rl_advantages(episodes: Sequence[Episode]) -> list[float]:
     """R - mean over the traces that can train."""
     rewards = [t.reward for e in episodes for t in e.traces if not t.has_error and t.agent.trainable]
     return [reward - math.fsum(rewards) / len(rewards) for reward in rewards]
+
+
+# -- SkyRL, rLLM, torchtitan: what an adapter imports -----------------------------------------------------
+
+
+def skyrl_ppo_utils(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Its registry of advantage estimators."""
+    registry: dict[str, Any] = {}
+    names = {"register_advantage_estimator": lambda name: lambda each: registry.setdefault(name, each)}
+    module_of(monkeypatch, "skyrl.backends.skyrl_train.utils.ppo_utils", names)
+    return registry
+
+
+def rllm_advantage(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Its registry of advantage estimators."""
+    registry: dict[str, Any] = {}
+    names = {"register_rllm_adv_estimator": lambda name: lambda each: registry.setdefault(name, each)}
+    module_of(monkeypatch, "rllm.trainer.algorithms.advantage", names)
+    return registry
+
+
+def rllm_group(name: str, rng: random.Random) -> SimpleNamespace:
+    """A TrajectoryGroup of one to five trajectories, each of one to three steps."""
+    trajectories = [
+        SimpleNamespace(
+            uid=f"{name}/{at}",
+            name=name.split(":")[1],
+            reward=rng.choice([0.0, 1.0, 0.25]),
+            steps=[SimpleNamespace(response_ids=[1] * rng.randint(1, 4)) for _ in range(rng.randint(1, 3))],
+        )
+        for at in range(rng.randint(1, 5))
+    ]
+    return SimpleNamespace(group_id=name, trajectories=trajectories)
+
+
+class TorchtitanStatus(enum.Enum):
+    COMPLETED = "completed"
+    TRUNCATED_LENGTH = "truncated_length"
+    ERROR_TIMEOUT = "error_timeout"
+
+    def is_truncated(self) -> bool:
+        return self.name.startswith("TRUNCATED")
+
+    def is_error(self) -> bool:
+        return self.name.startswith("ERROR")
+
+
+def torchtitan_config(monkeypatch: pytest.MonkeyPatch) -> type[TorchtitanStatus]:
+    """`Configurable`, whose nested Config builds it, and the status of rollouts."""
+
+    class Configurable:
+        @dataclass(kw_only=True, slots=True)
+        class Config:
+            def build(self):
+                return self._owner(config=self)
+
+        def __init_subclass__(cls):
+            cls.Config._owner = cls
+
+    module_of(monkeypatch, "torchtitan.config", {"Configurable": Configurable})
+    return TorchtitanStatus
+
+
+def torchtitan_group(rewards: Sequence[float], status: Sequence[TorchtitanStatus]) -> SimpleNamespace:
+    turn = SimpleNamespace(completion_token_ids=[1, 2])
+    rollouts = [
+        SimpleNamespace(group_id=7, rollout_id=at, reward=reward, status=each, turns=[turn])
+        for at, (reward, each) in enumerate(zip(rewards, status, strict=True))
+    ]
+    return SimpleNamespace(group_id=7, rollouts=rollouts)

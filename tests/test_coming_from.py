@@ -1,95 +1,83 @@
-"""The adapters of docs/coming-from give the trainers' own numbers, and refuse what these do not notice."""
+"""The adapters of docs/coming-from give the trainers' own numbers, and refuse what these do not notice.
+
+Here stand-ins are in the places of trainers that are not on the package index. The others are run by
+tests/test_adapters_in_peers.py.
+"""
 
 from __future__ import annotations
 
+import ast
 import asyncio
-import importlib.util
+import importlib
 import random
 import re
-from functools import cache
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import foreign
+import numpy as np
 import pytest
 import torch
 
+from headrace.adapters import attach, recipe_of_environment, slime
 from headrace.pipeline import load_pipeline
 from headrace.transforms import BatchError, IncompleteGroupsError
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-ADAPTERS = sorted((ROOT / "examples" / "adapters").glob("*.py"))
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
-QUOTE = re.compile(r"<!-- from: (examples/adapters/\w+\.py) -->\n```python\n(.*?)```", re.DOTALL)
 
 
 def adapter(name: str) -> ModuleType:
-    path = ROOT / "examples" / "adapters" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_each_adapter_is_short_and_is_quoted_as_it_is():
-    quoted = {file: text for page in PAGES for file, text in QUOTE.findall(page.read_text())}
-    assert {str(path.relative_to(ROOT)) for path in ADAPTERS} == set(quoted)
-    for path in ADAPTERS:
-        text = path.read_text()
-        assert quoted[str(path.relative_to(ROOT))] == text
-        code = [line for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
-        assert len(code) <= 45, path.name
-
-
-# -- verl -----------------------------------------------------------------------------------------------
+    """Imported anew, since it takes hold of the trainer's modules."""
+    return importlib.reload(importlib.import_module(f"headrace.adapters.{name}"))
 
 
 @pytest.fixture
-def verl(monkeypatch) -> SimpleNamespace:
-    algos = foreign.verl_core_algos(monkeypatch)
-    monkeypatch.setattr(algos, "ADV_ESTIMATOR_REGISTRY", dict(algos.ADV_ESTIMATOR_REGISTRY), raising=False)
-    return SimpleNamespace(algos=algos, adapter=adapter("headrace_verl"))
+def recipe(monkeypatch) -> Callable[..., None]:
+    """Names the recipe in the environment, and overrides."""
+
+    def name(recipe: str | None = None, *words: str) -> None:
+        if recipe is not None:
+            monkeypatch.setenv("HEADRACE_RECIPE", recipe)
+        monkeypatch.setenv("HEADRACE_OVERRIDES", " ".join(words))
+
+    monkeypatch.delenv("HEADRACE_RECIPE", raising=False)
+    name()
+    return name
 
 
-def verl_batch(seed: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Groups of one to five rollouts, in any order; the reward on the last token, as verl has it."""
-    rng = random.Random(seed)
-    uids = [f"uid-{group}" for group in range(6) for _ in range(rng.randint(1, 5))]
-    rng.shuffle(uids)
-    rewards, mask = torch.zeros(len(uids), 7), torch.zeros(len(uids), 7)
-    for row in range(len(uids)):
-        length = rng.randint(1, 7)
-        mask[row, :length] = 1.0
-        rewards[row, length - 1] = rng.choice([0.0, 1.0, rng.random()])
-    return rewards, mask, uids
+def test_every_adapter_is_short_and_has_a_page():
+    pages = "\n".join(page.read_text() for page in PAGES)
+    for path in (ROOT / "adapters").glob("*.py"):
+        text = path.read_text()
+        code = [line for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+        assert len(code) <= 75, path.name
+        if path.stem not in ("__init__", "attaching", "environment"):
+            assert f"headrace.adapters.{path.stem}" in pages or path.stem in ("trl", "swift"), path.name
 
 
-def test_verl_gets_its_own_numbers_over_uneven_groups(verl, monkeypatch):
-    pipeline = load_pipeline("pipeline=as/verl", "~pipeline.stages.gate")
-    monkeypatch.setattr(verl.adapter, "PIPELINE", pipeline)
-    estimate = verl.algos.get_adv_estimator_fn("headrace")
-    for seed in range(20):
-        rewards, mask, uids = verl_batch(seed)
-        found, returns = estimate(token_level_rewards=rewards, response_mask=mask, index=uids, config=None)
-        theirs, _ = verl.algos.compute_grpo_outcome_advantage(rewards.clone(), mask, uids)
-        torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-5)
-        assert torch.equal(found, returns)
+def test_the_environment_names_a_recipe_once_for_all(recipe):
+    recipe("rloo", "pipeline.stages.gate.group_size=4", "'pipeline.stages.advantage.scale=none'")
+    found = recipe_of_environment("as/slime")
+    assert found.stages["advantage"].baseline == "leave_one_out"
+    assert found.stages["gate"].group_size == 4
+    assert "split" not in found.stages
+    assert "weight" not in found.stages
+    recipe("rae")
+    with pytest.raises(ValueError, match=r"stages running remember"):
+        recipe_of_environment("as/slime")
 
 
-def test_verl_is_told_of_a_lost_rollout_by_its_uid(verl):
-    rewards, mask, uids = torch.rand(15, 2), torch.ones(15, 2), ["first"] * 8 + ["second"] * 7
-    with pytest.raises(IncompleteGroupsError, match=r"second.* 7 of 8"):
-        verl.adapter.headrace_advantages(rewards, mask, uids)
+def test_what_is_no_trainer_is_refused():
+    with pytest.raises(TypeError, match=r"import path in their configuration: docs/coming-from/README\.md"):
+        attach(SimpleNamespace(reward_weights=torch.ones(1)))
 
 
 # -- slime and miles --------------------------------------------------------------------------------------
-
-
-@cache
-def slime() -> ModuleType:
-    return adapter("headrace_slime")
 
 
 def samples_of(rewards, groups, rollouts=None, **columns) -> list[foreign.SlimeSample]:
@@ -100,47 +88,45 @@ def samples_of(rewards, groups, rollouts=None, **columns) -> list[foreign.SlimeS
     ]
 
 
-def test_slime_gets_its_own_numbers_for_whole_groups():
-    args, module = foreign.slime_args(group_size=8, groups=3), adapter("headrace_slime")
+def test_slime_gets_its_own_numbers_for_whole_groups(recipe):
+    args = foreign.slime_args(group_size=8, groups=3)
     for seed in range(5):
         rng = random.Random(seed)
         rewards = [rng.random() for _ in range(24)]
         samples = samples_of(rewards, [row // 8 for row in range(24)])
-        raw, advantages = module.post_process_rewards(args, samples)
+        raw, advantages = slime.post_process_rewards(args, samples)
         assert raw == rewards
         assert advantages == pytest.approx(foreign.slime_rewards(args, rewards), rel=1e-4, abs=1e-6)
         assert not any(sample.remove_sample for sample in samples)
 
 
-def test_a_fan_out_leaves_slimes_groups_as_they_are():
+def test_a_fan_out_leaves_slimes_groups_as_they_are(recipe):
     """Three rows of one rollout make nine rows of eight: slime takes them for one group."""
     rewards, groups = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 9.0, 9.0, 8.0, 8.0], [0] * 6 + [1] * 4
     samples = samples_of(rewards, groups, [0, 0, 0, 1, 2, 3, 4, 5, 6, 7])
     args = foreign.slime_args(group_size=4, groups=2)
-    _, advantages = adapter("headrace_slime").post_process_rewards(args, samples)
+    _, advantages = slime.post_process_rewards(args, samples)
     assert advantages == pytest.approx([1.5] * 3 + [-0.5] * 3 + [0.8660] * 2 + [-0.8660] * 2, abs=1e-4)
     theirs = foreign.slime_rewards(args, rewards)
     assert theirs[0] < 0 < theirs[8]  # a prompt that was solved is pushed down, for another is worth more
 
 
-def test_miles_gets_its_own_numbers_where_rollouts_fan_out(monkeypatch):
-    module = adapter("headrace_slime")
-    monkeypatch.setattr(module, "PIPELINE", load_pipeline("pipeline=as/miles"))
+def test_miles_gets_its_own_numbers_where_rollouts_fan_out(recipe):
+    recipe("as/miles")
     for seed in range(5):
         rng = random.Random(seed)
         rollouts = [rollout for rollout in range(12) for _ in range(rng.randint(1, 3))]
         reward = [rng.random() for _ in range(12)]
         samples = samples_of([reward[r] for r in rollouts], [r // 4 for r in rollouts], rollouts)
-        _, advantages = module.post_process_rewards(foreign.slime_args(4, 3), samples)
+        _, advantages = slime.post_process_rewards(foreign.slime_args(4, 3), samples)
         assert advantages == pytest.approx(foreign.miles_rewards(samples), rel=1e-4, abs=1e-6)
 
 
-def test_what_a_recipe_takes_out_of_the_loss_slime_removes(monkeypatch):
-    module = adapter("headrace_slime")
-    monkeypatch.setattr(module, "PIPELINE", load_pipeline("grpo", empty="count"))  # as slime does
+def test_what_a_recipe_takes_out_of_the_loss_slime_removes(recipe):
+    recipe("grpo", "pipeline.empty=count")  # as slime does
     samples = samples_of([1.0, 1.0, 1.0, 0.0], [0, 0, 1, 1])
     samples[2].remove_sample = True
-    _, advantages = module.post_process_rewards(foreign.slime_args(2, 2), samples)
+    _, advantages = slime.post_process_rewards(foreign.slime_args(2, 2), samples)
     assert [sample.remove_sample for sample in samples] == [True, True, True, False]
     assert advantages == pytest.approx([0.0, 0.0, 0.0, -(0.5**0.5)], abs=1e-5)
 
@@ -155,26 +141,27 @@ def test_what_a_recipe_takes_out_of_the_loss_slime_removes(monkeypatch):
         ({"index": None, "rollout_id": None}, "None"),
     ],
 )
-def test_slimes_broken_samples_are_refused(change, message):
+def test_slimes_broken_samples_are_refused(recipe, change, message):
     samples = samples_of([1.0, 0.0, 0.0], [0, 0, 0], [0, 1, 1])
     vars(samples[2]).update(change)
     with pytest.raises(BatchError, match=message):
-        slime().post_process_rewards(foreign.slime_args(2, 1), samples)
+        slime.post_process_rewards(foreign.slime_args(2, 1), samples)
 
 
 # -- prime-rl ---------------------------------------------------------------------------------------------
 
 
 def score(module: ModuleType, episodes: list[foreign.Episode]) -> list[list[float] | None]:
-    algorithm = module.HeadraceAlgorithm(SimpleNamespace(), None)
+    algorithm = module.RecipeAlgorithm(SimpleNamespace(), None)
     asyncio.run(algorithm.score_group(episodes))
     return [node.advantages for e in episodes for t in e.traces for node in t.nodes]
 
 
 @pytest.fixture
-def prime_rl(monkeypatch) -> ModuleType:
+def prime_rl(monkeypatch, recipe) -> ModuleType:
     foreign.prime_rl_algo(monkeypatch)
-    return adapter("headrace_prime_rl")
+    recipe(None, "~pipeline.stages.gate")
+    return adapter("prime_rl")
 
 
 def episode(reward: float, *masks: list[bool], **columns) -> foreign.Episode:
@@ -192,18 +179,24 @@ def test_prime_rl_gets_its_own_numbers(prime_rl):
         assert found == [pytest.approx([value] * number, abs=1e-6) for value, number in theirs]
 
 
-def test_prime_rl_gets_an_advantage_for_each_token_where_a_recipe_has_them(prime_rl, monkeypatch):
+def test_prime_rl_gets_an_advantage_for_each_token_where_a_recipe_has_them(prime_rl, recipe):
     words = [
-        "pipeline=as/prime_rl",
         "~pipeline.stages.gate",
         "+stage@pipeline.stages.late=token_advantage",
         "pipeline.stages.late.how=multiply",
-        "+pipeline.stages.late.term={_target_: test_coming_from.Position}",
+        "'+pipeline.stages.late.term={_target_: test_coming_from.Position}'",
         "pipeline.order=[collapse,advantage,late,split,weight]",
     ]
-    monkeypatch.setattr(prime_rl, "PIPELINE", load_pipeline(*words))
+    recipe("as/prime_rl", *words)
     episodes = [episode(1.0, [True, True], [False, True]), episode(0.0, [True])]
     assert score(prime_rl, episodes) == [[0.0, 0.5], [1.0], [-0.0]]
+
+
+def test_prime_rl_is_told_of_a_lost_trace(prime_rl, recipe):
+    recipe(None, "pipeline.stages.gate.group_size=3")
+    with pytest.raises(IncompleteGroupsError, match="2 of 3"):
+        score(prime_rl, [episode(1.0, [True]), episode(0.0, [True])])
+    assert score(prime_rl, []) == []
 
 
 class Position:
@@ -211,6 +204,95 @@ class Position:
 
     def __call__(self, batch, mask):
         return mask.cumsum(1) - 1.0
+
+
+# -- SkyRL, rLLM, torchtitan ------------------------------------------------------------------------------
+
+
+def test_skyrl_gets_its_own_numbers_over_uneven_groups(monkeypatch, recipe):
+    registry = foreign.skyrl_ppo_utils(monkeypatch)
+    adapter("skyrl")
+    recipe(None, "~pipeline.stages.gate")
+    for seed in range(20):
+        rng = random.Random(seed)
+        uids = np.array([f"uid-{group}" for group in range(5) for _ in range(rng.randint(1, 4))])
+        rng.shuffle(uids)
+        rewards, mask = torch.zeros(len(uids), 4), torch.zeros(len(uids), 4)
+        for row in range(len(uids)):
+            mask[row, : rng.randint(1, 4)], rewards[row, 0] = 1.0, rng.choice([0.0, 1.0, 0.25])
+        found, returns = registry["headrace"](
+            token_level_rewards=rewards, response_mask=mask, index=uids, values=None, config=None
+        )
+        torch.testing.assert_close(
+            found, foreign.verl_advantages(rewards, mask, uids)[0], rtol=2e-6, atol=2e-6
+        )
+        assert torch.equal(found, returns)
+    recipe(None, "pipeline.stages.gate.group_size=8")
+    with pytest.raises(IncompleteGroupsError, match=r"uid-0.* of 8"):
+        registry["headrace"](token_level_rewards=rewards, response_mask=mask, index=uids)
+
+
+def test_rllm_gets_its_own_numbers_of_each_role(monkeypatch, recipe):
+    registry = foreign.rllm_advantage(monkeypatch)
+    adapter("rllm")
+    recipe(None, "~pipeline.stages.gate")
+    for seed in range(20):
+        rng = random.Random(seed)
+        groups = [foreign.rllm_group(f"task{at}:solver", rng) for at in range(4)]
+        rewards = [np.array([trajectory.reward for trajectory in group.trajectories]) for group in groups]
+        found, returns = registry["headrace"](
+            rewards=rewards, algorithm_config=SimpleNamespace(), traj_groups=groups
+        )
+        for mine, theirs, again in zip(found, rewards, returns, strict=True):
+            alone = len(theirs) == 1
+            expected = (theirs - (0 if alone else theirs.mean())) / ((1 if alone else theirs.std()) + 1e-6)
+            assert mine == pytest.approx(expected, rel=2e-6, abs=2e-6)
+            assert again is mine
+    groups[1].trajectories.append(groups[0].trajectories[0])  # of another task
+    rewards[1] = np.append(rewards[1], rewards[0][0])
+    with pytest.raises(BatchError, match="group"):
+        registry["headrace"](rewards=rewards, algorithm_config=None, traj_groups=groups)
+
+
+def test_torchtitan_gets_its_own_numbers_and_hears_of_failures(monkeypatch, recipe):
+    status = foreign.torchtitan_config(monkeypatch)
+    module = adapter("torchtitan")
+    estimator = module.RecipeEstimator.Config().build()
+    recipe(None, "pipeline.stages.gate.group_size=6")
+    for seed in range(20):
+        rng = random.Random(seed)
+        rewards = [rng.choice([0.0, 1.0, 0.25]) for _ in range(6)]
+        group = foreign.torchtitan_group(rewards, [status.COMPLETED] * 6)
+        mean = sum(rewards) / 6
+        assert estimator(group) == pytest.approx([reward - mean for reward in rewards], abs=1e-6)
+    recipe("as/rllm", "pipeline.stages.gate.group_size=6")  # should_std_normalize=True
+    std = np.std(rewards) + 1e-6
+    assert estimator(group) == pytest.approx([(reward - mean) / std for reward in rewards], abs=2e-6)
+    group.rollouts[2].status = status.ERROR_TIMEOUT
+    with pytest.raises(IncompleteGroupsError, match=r"5 of 6"):
+        estimator(group)
+    group.rollouts[2].status = status.TRUNCATED_LENGTH
+    assert estimator(group)[2] == pytest.approx((rewards[2] - mean) / std, abs=2e-6)
+
+
+def test_what_pages_tell_to_write_into_a_configuration_is_there():
+    text = "\n".join(page.read_text() for page in PAGES)
+    paths = set(re.findall(r"headrace\.adapters\.(\w+)(?:\.(\w+)| import (\w+))?", text))
+    assert len(paths) >= 8
+    for module, attribute, imported in paths:
+        tree = ast.parse((ROOT / "adapters" / f"{module}.py").read_text())
+        names = {getattr(node, "name", "") for node in tree.body}
+        assert not (attribute or imported) or (attribute or imported) in names, (module, attribute, imported)
+    for said in set(re.findall(r'HEADRACE_OVERRIDES="([^"]*)"', text)):
+        assert load_pipeline("grpo", *shlex.split(said)).stages
+    for said in set(re.findall(r"HEADRACE_RECIPE(?:=|\": \")([\w/]+)", text)):
+        assert load_pipeline(said).stages
+    quoted = re.findall(r"^(attach\(.*?\)) *(?:#.*)?$", text, re.MULTILINE)
+    assert len(quoted) > 4
+    for line in quoted:
+        call = ast.parse(line).body[0].value
+        recipe = ast.literal_eval(call.args[1]) if call.args[1:] else "as/trl"
+        assert load_pipeline(recipe, **{word.arg: ast.literal_eval(word.value) for word in call.keywords})
 
 
 def test_recipes_criteria_and_options_that_pages_name_are_there():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from headrace.adapters import attach
 from headrace.pipeline import load_pipeline
 from headrace.transforms import IncompleteGroupsError
 
@@ -22,15 +21,6 @@ pytestmark = [
 ]
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 GROUP_SIZE, ROWS = 4, 8
-
-
-@pytest.fixture(scope="module")
-def adapter() -> ModuleType:
-    path = Path(__file__).parent.parent / "examples" / "adapters" / "headrace_trl.py"
-    spec = importlib.util.spec_from_file_location("headrace_trl", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -61,7 +51,7 @@ def none_of_odd(completions, **others) -> list[float | None]:
 
 
 @pytest.fixture
-def make_trainer(adapter, tmp_path):
+def make_trainer(tmp_path):
     """A trainer of a model of one layer, and the batches that it makes its loss of."""
     from datasets import Dataset
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -89,14 +79,14 @@ def make_trainer(adapter, tmp_path):
             save_strategy="no",
             **options,
         )
-        made = (trainer or adapter.HeadraceGRPOTrainer)(
+        made = (trainer or trl.GRPOTrainer)(
             model=LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **ids)),
             args=config,
             reward_funcs=list(rewards),
             train_dataset=Dataset.from_dict({"prompt": ["12", "34", "56", "78", "9", "0", "1", "2"]}),
             processing_class=tokenizer,
-            pipeline=load_pipeline(*words),
         )
+        attach(made, load_pipeline(*words))
         return SimpleNamespace(trainer=made, batches=record(made))
 
     return make
@@ -108,7 +98,7 @@ def record(trainer) -> list[dict]:
 
     def spy(inputs):
         output = own(inputs)
-        batches.append({**output, "rewards": trainer._scored["next", "reward"]})
+        batches.append(output | trainer._scored)
         return output
 
     trainer._generate_and_score_completions = spy
@@ -136,7 +126,7 @@ def test_several_rewards_of_which_some_are_none_are_added_up_as_trl_does(make_tr
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trl.trainer.grpo_trainer.logger.warning", lambda *args, **kwargs: None)
         run.trainer.train()
-    missing = torch.cat([batch["rewards"].isnan() for batch in run.batches])
+    missing = torch.cat([batch["next", "reward"].isnan() for batch in run.batches])
     assert missing.all(1).any()
     assert (missing.any(1) & ~missing.all(1)).any()
     for batch, advantages in zip(run.batches, theirs, strict=True):
@@ -161,9 +151,11 @@ def test_what_a_recipe_takes_out_of_the_loss_counts_no_tokens(make_trainer):
         ended = batch["completion_ids"].gather(1, last).squeeze(1) <= 1  # the end, or padding: TRL's rule
         for start in range(0, ROWS, GROUP_SIZE):
             rows = range(start, start + GROUP_SIZE)
-            mine = [batch["rewards"][row].item() for row in rows if ended[row]]
+            mine = [batch["next", "reward"][row].item() for row in rows if ended[row]]
             for row in rows:
-                expected = batch["rewards"][row].item() - math.fsum(mine) / len(mine) if ended[row] else 0.0
+                expected = (
+                    batch["next", "reward"][row].item() - math.fsum(mine) / len(mine) if ended[row] else 0.0
+                )
                 assert batch["advantages"][row].item() == pytest.approx(expected, abs=1e-5)
         assert torch.equal(batch["tool_mask"], batch["completion_mask"] * ended[:, None])
         assert batch["num_items_in_batch"] == batch["tool_mask"].sum()
@@ -179,8 +171,8 @@ def test_groups_of_an_evaluation_have_their_own_size(make_trainer, theirs):
     torch.testing.assert_close(run.batches[0]["advantages"].squeeze(1), theirs[0], rtol=1e-4, atol=1e-5)
 
 
-def test_prompts_that_are_not_repeated_are_refused_where_trl_compares_them(adapter, make_trainer, theirs):
-    class OneOfEach(adapter.HeadraceGRPOTrainer):
+def test_prompts_that_are_not_repeated_are_refused_where_trl_compares_them(make_trainer, theirs):
+    class OneOfEach(trl.GRPOTrainer):
         def _get_train_sampler(self, dataset=None):
             return torch.utils.data.SequentialSampler(dataset or self.train_dataset)
 
@@ -188,3 +180,17 @@ def test_prompts_that_are_not_repeated_are_refused_where_trl_compares_them(adapt
     with pytest.raises(IncompleteGroupsError, match=r"0: 12.* 1 of 4"):
         run.trainer.train()
     assert theirs[0].abs().max() > 0.1  # of prompts that have nothing to do with one another
+
+
+def test_a_recipe_is_attached_once_by_its_name_and_options(make_trainer):
+    run = make_trainer("pipeline=as/trl")
+    with pytest.raises(ValueError, match=r"has a recipe already: set trainer\.pipeline"):
+        attach(run.trainer, "grpo")
+    del run.trainer.pipeline
+    run.trainer.__class__ = trl.GRPOTrainer
+    with pytest.raises(ValueError, match="has its options already"):
+        attach(run.trainer, load_pipeline("grpo"), scale="none")
+    assert attach(run.trainer, "grpo", scale="none") is run.trainer
+    assert run.trainer.pipeline.stages["advantage"].scale == "none"
+    assert isinstance(run.trainer, trl.GRPOTrainer)
+    assert type(run.trainer).__name__ == "GRPOTrainer"

@@ -13,6 +13,7 @@ import yaml
 from pages_as_written import PAGES, fences
 from tensordict import TensorDict
 
+import headrace.adapters
 import headrace.pipeline
 import headrace.transforms
 from headrace.pipeline import ConfigError, load_pipeline
@@ -22,9 +23,11 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 MODULES = [
     name
-    for package in (headrace.transforms, headrace.pipeline)
+    for package in (headrace.transforms, headrace.pipeline, headrace.adapters)
     for _, name, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    # Of the adapters those that need no other trainer's package.
     if not name.endswith("__main__")
+    and (not name.startswith("headrace.adapters.") or name.endswith((".attaching", ".environment")))
 ]
 NOW = [page for page in PAGES if page != "CHANGELOG.md"]  # a changelog names what is gone
 DECISIONS = sorted(path for path in (ROOT / "docs" / "decisions").glob("*.md") if path.name != "README.md")
@@ -32,7 +35,7 @@ LITERAL = re.compile(r"#  ?((?:[\[({'\"\d-]|Ledger\(|tensor\().*)$", re.MULTILIN
 NOT_RUN = 4  # blocks in all pages
 
 
-@pytest.mark.parametrize("package", ["headrace.transforms", "headrace.pipeline"])
+@pytest.mark.parametrize("package", ["headrace.transforms", "headrace.pipeline", "headrace.adapters"])
 def test_docstring_examples(package):
     for name in (name for name in MODULES if name.startswith(package)):
         assert doctest.testmod(importlib.import_module(name), raise_on_error=False).failed == 0, name
@@ -84,7 +87,7 @@ def test_links_within_the_project_lead_somewhere():
 
 
 def test_files_and_targets_that_pages_name_are_there():
-    folders = "transforms|pipeline|conf|docs|tests|tools|examples|benchmarks"
+    folders = "transforms|pipeline|adapters|conf|docs|tests|tools|examples|benchmarks"
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for page in NOW:
         text, own = (ROOT / page).read_text(), ("rloo_scaled.yaml",)

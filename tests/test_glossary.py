@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import headrace.adapters
 import headrace.pipeline
 import headrace.transforms
 from headrace.transforms import schema
@@ -23,7 +24,9 @@ PAGE = (ROOT / "docs" / "glossary.md").read_text()
 WORDS = ("The field's words", "Words of this library")
 COLUMNS, OPTIONS = "Columns that stages write", "Options that name a column"
 AVOIDED = "Words that we do not use"
-SOURCES = sorted(path for folder in ("transforms", "pipeline") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    path for folder in ("transforms", "pipeline", "adapters") for path in (ROOT / folder).rglob("*.py")
+)
 PROSE = sorted(
     path
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
@@ -31,7 +34,7 @@ PROSE = sorted(
 )
 PUBLIC = {
     name: getattr(package, name)
-    for package in (headrace.transforms, headrace.pipeline)
+    for package in (headrace.transforms, headrace.pipeline, headrace.adapters)
     for name in package.__all__
 }
 

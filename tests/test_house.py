@@ -18,7 +18,10 @@ import headrace.transforms
 from headrace.transforms import BatchTransform
 
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted(path for folder in ("transforms", "pipeline") for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = ("transforms", "pipeline", "adapters")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+# An adapter has the name of its trainer, as a reader of dumps has, and one hook is named as the next.
+OURS = [path for path in SOURCES if not path.is_relative_to(ROOT / "adapters")]
 
 
 class Trees(dict):
@@ -55,6 +58,7 @@ GROUND = (
 
 # What users import, and tests, benchmarks and examples with them: these modules, by their `__all__`.
 PUBLIC = ("transforms", "transforms.schema", "pipeline", "pipeline.report", "pipeline.reverse")
+PUBLIC += ("adapters", "adapters.openrlhf", "adapters.slime")
 PUBLIC += ("pipeline.sources", "pipeline.train", "pipeline.tasks.compare", "pipeline.tasks.group_sizes")
 PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.tasks.logged", "pipeline.certify")
 # What else is imported, and where: the unit tests of inner modules.
@@ -147,8 +151,10 @@ def test_dependencies_point_one_way():
     for path in SOURCES:
         names = imports(path)
         tops = {name.split(".")[0] for name in names}
-        found = tops & {"transforms", "pipeline", "conf"}
+        found = tops & {*FOLDERS, "conf"}
         assert not found, f"{path}: import headrace.…: the root folders make second copies"
+        if path in OURS:
+            assert not [name for name in names if name.startswith("headrace.adapters")], path
         if path.is_relative_to(ROOT / "transforms"):
             above = [name for name in names if name.startswith(("headrace.pipeline", "headrace.conf"))]
             others = tops & {"hydra", "omegaconf", "rich", "numpy", "pyarrow"}
@@ -216,7 +222,7 @@ def test_imports_go_in_no_circle():
 def test_no_two_public_names_are_alike():
     """But for a class and its function, which stand together, and what every reader of dumps has."""
     homes = defaultdict(list)
-    for path in SOURCES:
+    for path in OURS:
         for node in TREES[path].body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
                 homes[node.name.replace("_", "").lower()].append((node.name, path.parent))
@@ -228,7 +234,7 @@ def test_no_two_public_names_are_alike():
 
 
 def test_no_two_files_are_named_alike():
-    stems = [path.stem for path in SOURCES if path.name not in ("__init__.py", "__main__.py")]
+    stems = [path.stem for path in OURS if path.name not in ("__init__.py", "__main__.py")]
     alike = {stem for stem in stems if stems.count(stem) > 1}
     assert alike <= {"stage"}, "a file is named after its one concept"
 
@@ -291,7 +297,7 @@ def test_the_root_folders_are_what_is_installed():
         path.name: path for path in (ROOT / "src" / "headrace").iterdir() if path.name != "__pycache__"
     }
     links = {name: path.resolve() for name, path in entries.items() if path.is_symlink()}
-    assert links == {name: ROOT / name for name in ("transforms", "pipeline", "conf")}
+    assert links == {name: ROOT / name for name in (*FOLDERS, "conf")}
     assert entries.keys() - links.keys() == {"__init__.py", "py.typed"}
 
 

@@ -94,7 +94,7 @@ def run(*words, fails=False, **options) -> str:
 
 def test_it_holds_the_packages_and_every_recipe(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for folder in ("transforms", "pipeline", "conf"):
+    for folder in ("transforms", "pipeline", "adapters", "conf"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".yaml", ".html", ".css", ".js") or path.name in (
                 "py.typed",
@@ -160,6 +160,24 @@ def test_an_editable_install_is_the_root_folders_and_another_is_not(editable, in
 def test_the_version_is_that_of_the_package(kind, request, tmp_path):
     code = "import headrace, sys; print(headrace.__version__, 'torch' in sys.modules)"
     assert run(request.getfixturevalue(kind), "-c", code, cwd=tmp_path).split() == [VERSION, "False"]
+
+
+def test_a_trainers_hook_is_found_by_its_path_and_the_recipe_by_the_environment(installed, tmp_path):
+    (tmp_path / "trainer.py").write_text(
+        "import enum, os, types\n"
+        "from importlib import import_module\n"
+        "path = 'headrace.adapters.slime.post_process_rewards'\n"
+        "hook = getattr(import_module(path.rpartition('.')[0]), path.rpartition('.')[2])\n"
+        "os.environ['HEADRACE_RECIPE'] = 'rloo'\n"
+        "status = enum.Enum('Status', 'COMPLETED').COMPLETED\n"
+        "def sample(at):\n"
+        "    made = types.SimpleNamespace(group_index=0, index=at, rollout_id=None, loss_mask=None)\n"
+        "    vars(made).update(response_length=3, remove_sample=False, status=status)\n"
+        "    made.get_reward_value = lambda args: float(at)\n"
+        "    return made\n"
+        "print(hook(types.SimpleNamespace(n_samples_per_prompt=3), [sample(at) for at in range(3)]))\n"
+    )
+    assert run(installed, "trainer.py", cwd=tmp_path).strip() == "([0.0, 1.0, 2.0], [-1.5, 0.0, 1.5])"
 
 
 def test_the_command_runs_from_another_folder(installed, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torchrl
 from command import headrace_here, is_up_to_date
 
+from headrace.adapters import attach
 from headrace.pipeline import (
     TokenTable,
     load_pipeline,
@@ -125,13 +125,14 @@ def test_trl_in_fifteen_settings_and_with_truncated_completions_masked(trl, tmp_
     as_kept(found, "trl", trl.__version__)
 
 
-@pytest.fixture(scope="module")
-def adapter():
-    path = ROOT / "examples" / "adapters" / "headrace_trl.py"
-    spec = importlib.util.spec_from_file_location("headrace_trl", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.HeadraceGRPOTrainer
+@pytest.fixture
+def adapter(trl):
+    class Attached(trl.GRPOTrainer):
+        def __init__(self, *args, pipeline, **kwargs):
+            super().__init__(*args, **kwargs)
+            attach(self, pipeline)
+
+    return Attached
 
 
 @pytest.mark.parametrize("masked", [False, True])

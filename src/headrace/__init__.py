@@ -1,8 +1,9 @@
 """RL post-training steps between a TorchRL collector and the loss.
 
 :mod:`headrace.transforms` has what happens to a batch, :mod:`headrace.pipeline` how it is chained, run and
-shown, and :mod:`headrace.conf` the recipes. The public names of the first two are here as well, each imported
-when it is first used: ``import headrace`` needs no torch, which takes seconds.
+shown, :mod:`headrace.conf` the recipes, and :mod:`headrace.adapters` how other trainers get one. The public
+names of the first two are here as well, each imported when it is first used: ``import headrace`` needs no
+torch, which takes seconds.
 
 Example:
     >>> import headrace
@@ -22,9 +23,16 @@ from typing import TYPE_CHECKING, Any
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 FOLDER = Path(__file__).parent
-PACKAGES = ("conf", "pipeline", "transforms")
+PACKAGES = ("adapters", "conf", "pipeline", "transforms")
 # Where names are that somebody may look for here.
-INNER = ("pipeline.certify", "pipeline.report", "pipeline.reverse", "pipeline.sources", "pipeline.train")
+INNER = (
+    "adapters",
+    "pipeline.certify",
+    "pipeline.report",
+    "pipeline.reverse",
+    "pipeline.sources",
+    "pipeline.train",
+)
 OF_OTHERS = {
     "tensordict": ("TensorDict", "LazyStackedTensorDict", "NonTensorData"),
     "torchrl.collectors": ("Collector", "MultiCollector"),

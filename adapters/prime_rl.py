@@ -1,18 +1,31 @@
-"""An algorithm of prime-rl: ALGORITHM_CLASSES["grpo"] = HeadraceAlgorithm."""
+"""A recipe as an algorithm of prime-rl: ``ALGORITHM_CLASSES["grpo"] = RecipeAlgorithm``.
+
+PrimeIntellect-ai/prime-rl, src/prime_rl/orchestrator/algo/, at 559b44772e (2026-08-21). Its registry takes no
+import path: one line of its `algo/__init__.py` names the class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
 
 import torch
 from prime_rl.orchestrator.algo.base import Algorithm, iter_trainable_traces
 from prime_rl.orchestrator.algo.routing import assign_advantages
 from tensordict import TensorDict
 
-from headrace.pipeline import advantages_of, load_pipeline
+from headrace.pipeline import advantages_of
 
-PIPELINE = load_pipeline("pipeline=as/prime_rl", "~pipeline.stages.gate")  # traces with an error left already
+from .environment import recipe_of_environment
 
 
-class HeadraceAlgorithm(Algorithm):
-    async def score_group(self, episodes):
+class RecipeAlgorithm(Algorithm):
+    """Scores one group at a time; each trainable trace is a rollout."""
+
+    async def score_group(self, episodes: list[Any]) -> None:
+        """Assign advantages to the traces of one group."""
         found = list(iter_trainable_traces(episodes))
+        if not found:
+            return
         sampled = torch.tensor([sum(sum(node.mask) for node in trace.nodes) for _, trace in found])
         columns = {
             "group_id": torch.zeros(len(found), dtype=torch.int64),  # prime-rl calls once for each group
@@ -20,9 +33,9 @@ class HeadraceAlgorithm(Algorithm):
             "episode_id": [episode.id for episode, _ in found],
             "role": [trace.agent.name for _, trace in found],
             ("next", "reward"): torch.tensor([trace.reward for _, trace in found], dtype=torch.float32),
-            ("masks", "all_assistant_mask"): torch.arange(max(sampled, default=0)) < sampled.unsqueeze(1),
+            ("masks", "all_assistant_mask"): torch.arange(int(sampled.max())) < sampled.unsqueeze(1),
         }
-        credit = advantages_of(PIPELINE, TensorDict(columns, [len(found)]))
+        credit = advantages_of(recipe_of_environment("as/prime_rl"), TensorDict(columns, [len(found)]))
         for (_, trace), values, tokens in zip(
             found, credit.advantage.tolist(), sampled.tolist(), strict=True
         ):

@@ -1,25 +1,30 @@
-"""GRPOTrainer with the advantages of a headrace pipeline, for TRL 1.16."""
+"""A recipe inside TRL's ``GRPOTrainer``: `attach(trainer, "as/trl")`.
+
+huggingface/trl 1.16.0, the release, trl/trainer/grpo_trainer.py: ``_calculate_rewards`` returns the rewards
+of all ranks, ``_generate_and_score_completions`` what the loss is made of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
 
 import torch
 from tensordict import TensorDict
-from trl import GRPOTrainer
 
 from headrace.pipeline import Pipeline, advantages_of
 from headrace.transforms import Status
 
 
-class HeadraceGRPOTrainer(GRPOTrainer):
-    def __init__(self, *args, pipeline: Pipeline, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.pipeline = pipeline
-        if (self.reward_weights != 1).any():
-            raise ValueError("the recipe weighs rewards: set collapse.weights, and no reward_weights")
+class RecipeAdvantages:
+    """What a trainer of TRL does otherwise with a recipe attached."""
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+    pipeline: Pipeline
+
+    def _calculate_rewards(self: Any, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, ids)  # type: ignore[misc]
         first = self.accelerator.process_index * len(inputs)  # they are those of all ranks, rank after rank
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        cut_off = torch.tensor([ids[-1] not in ends for ids in completion_ids_list], device=rewards.device)
+        cut_off = torch.tensor([row[-1] not in ends for row in ids], device=rewards.device)
         self._scored = {
             "rollout_id": torch.arange(first, first + len(inputs), device=rewards.device),
             ("next", "reward"): rewards[first : first + len(inputs)],
@@ -27,8 +32,8 @@ class HeadraceGRPOTrainer(GRPOTrainer):
         }
         return rewards
 
-    def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
+    def _generate_and_score_completions(self: Any, inputs: Any) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         batch = TensorDict(self._scored, [len(inputs)], device=output["completion_mask"].device)
         size = self.num_generations if self.model.training else self.num_generations_eval
         # TRL repeats each prompt `size` times. Another one among them is a group that the gate refuses.

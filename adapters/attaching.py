@@ -1,0 +1,66 @@
+"""A recipe in a trainer that is an object."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, TypeVar
+
+from headrace.pipeline import Pipeline, load_pipeline
+
+OBJECTS = {"swift": "as/trl", "trl": "as/trl"}  # packages of trainers, a subclass in front of its base
+
+Trainer = TypeVar("Trainer")
+
+
+def attach(
+    trainer: Trainer, recipe: str | Pipeline | None = None, *overrides: str, **options: Any
+) -> Trainer:
+    """Make the advantages of a trainer of TRL or ms-swift those of a recipe.
+
+    Its class becomes a subclass of its own, so that what the trainer does else, and what a subclass of yours
+    does, stays. `trainer.pipeline` is the recipe; it may be changed between steps, and one that remembers
+    something has its state there: `trainer.pipeline.state_dict()`.
+
+    Args:
+        trainer: a ``GRPOTrainer``, before ``train()``.
+        recipe: its name, or a pipeline; by default that with the trainer's own numbers.
+        overrides: as of :func:`load_pipeline`.
+        options: keywords of :func:`load_pipeline`.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        TypeError: a trainer that has no such hook; docs/coming-from/ has the way for others.
+        ValueError: the trainer has a recipe already, weighs rewards itself, or a pipeline comes with options.
+        ConfigError: as :func:`load_pipeline`.
+
+    Example:
+        >>> try:
+        ...     attach(object(), "grpo")
+        ... except TypeError as error:
+        ...     print(str(error).partition(". ")[0])
+        attach takes a GRPOTrainer of trl or swift; got a builtins.object
+    """
+    homes = {base.__module__.partition(".")[0] for base in type(trainer).__mro__}
+    found = [name for name in OBJECTS if name in homes and hasattr(trainer, "reward_weights")]
+    if not found:
+        raise TypeError(
+            f"attach takes a GRPOTrainer of {' or '.join(sorted(OBJECTS, reverse=True))}; got a "
+            f"{type(trainer).__module__}.{type(trainer).__qualname__}. Others take an import path in their "
+            "configuration: docs/coming-from/README.md"
+        )
+    if isinstance(getattr(trainer, "pipeline", None), Pipeline):
+        raise ValueError("this trainer has a recipe already: set trainer.pipeline to change it")
+    if isinstance(recipe, Pipeline):
+        if overrides or options:
+            raise ValueError(f"a pipeline has its options already; got {[*overrides, *options]} besides")
+        pipeline = recipe
+    else:
+        pipeline = load_pipeline(recipe or OBJECTS[found[0]], *overrides, **options)
+    if (trainer.reward_weights != 1).any():  # type: ignore[attr-defined]
+        raise ValueError("the recipe weighs rewards: set collapse.weights, and no reward_weights")
+    mixin = import_module(f"headrace.adapters.{found[0]}").RecipeAdvantages
+    trainer.__class__ = type(type(trainer).__name__, (mixin, type(trainer)), {})
+    trainer.pipeline = pipeline  # type: ignore[attr-defined]
+    return trainer

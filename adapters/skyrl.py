@@ -1,0 +1,34 @@
+"""SkyRL's advantage estimator `headrace`: import this module in your entry point.
+
+NovaSky-AI/SkyRL, skyrl/backends/skyrl_train/utils/ppo_utils.py, ``register_advantage_estimator``, and
+skyrl/train/trainer.py, ``compute_advantages_and_returns``, at a9564572eb (2026-08-21). With
+`generator.step_wise_trajectories` SkyRL hands over the last step of each trajectory, and gives its advantage
+to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from skyrl.backends.skyrl_train.utils.ppo_utils import register_advantage_estimator
+from tensordict import TensorDict
+from torch import Tensor
+
+from headrace.pipeline import advantages_of
+
+from .environment import recipe_of_environment
+
+
+@register_advantage_estimator("headrace")
+def estimate_advantages(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any], **others: Any
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns (N, T) where each row is a rollout and `index` its group."""
+    batch = TensorDict({"group_id": [str(uid) for uid in index]}, [len(index)], device=response_mask.device)
+    batch["rollout_id"] = torch.arange(len(index), device=response_mask.device)
+    batch["next", "reward"] = token_level_rewards.sum(-1)
+    batch["masks", "all_assistant_mask"] = response_mask.bool()
+    advantages = advantages_of(recipe_of_environment("as/skyrl"), batch).advantage * response_mask
+    return advantages, advantages

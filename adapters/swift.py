@@ -1,0 +1,46 @@
+"""A recipe inside ms-swift's ``GRPOTrainer``: `attach(trainer, "as/trl")`.
+
+modelscope/ms-swift 4.6.0, the release, swift/rlhf_trainers/grpo_trainer.py, ``_compute_advantages``: rewards
+are those of all ranks, samples of this one, with `prompt_id` and `request_id`; the result is of all ranks.
+Its arithmetic, in swift/rl_core/advantage.py, is TRL's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from headrace.pipeline import Decider, Pipeline
+from headrace.pipeline.halves import before_the_cut
+from headrace.transforms import Status
+
+
+class RecipeAdvantages:
+    """What a trainer of ms-swift does otherwise with a recipe attached."""
+
+    pipeline: Pipeline
+
+    def _compute_advantages(self: Any, samples: Any, rewards_per_func: Any, batches: Any) -> torch.Tensor:
+        from accelerate.utils import gather_object
+
+        if self.kl_in_reward and self.beta != 0.0:
+            raise ValueError("a recipe takes rewards without a KL term: set kl_in_reward=false")
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        prompts = gather_object([sample.prompt_id for sample in samples])
+        decider = Decider(before_the_cut(self.pipeline))
+        columns = {
+            "group_id": prompts,
+            "rollout_id": gather_object([sample.request_id for sample in samples]),
+            "expected_rollouts": [size] * len(prompts),
+            "status": gather_object([status_of(sample.finish_reason) for sample in samples]),
+            "reward": rewards_per_func.squeeze(1) if rewards_per_func.shape[1] == 1 else rewards_per_func,
+        }
+        decision = decider.decide({name: each for name, each in columns.items() if decider.reads(name)})
+        super()._compute_advantages(samples, rewards_per_func, batches)  # type: ignore[misc]  # for its metrics
+        return decision.advantage.to(rewards_per_func)
+
+
+def status_of(finish_reason: str | None) -> int:
+    """Of an engine's reason ours, as a number."""
+    return int(Status.TRUNCATED if finish_reason == "length" else Status.COMPLETED)

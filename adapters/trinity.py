@@ -1,0 +1,55 @@
+"""A recipe as Trinity-RFT's ``algorithm.advantage_fn``: headrace.adapters.trinity.RecipeOperator.
+
+agentscope-ai/Trinity-RFT 0.6.0, the release: trinity/buffer/operators/experience_operator.py,
+``ExperienceOperatorV1``, and trinity/buffer/pipelines/experience_pipeline.py, which takes the operator from
+`algorithm.advantage_fn` where an algorithm, such as `grpo`, computes advantages outside its trainer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from trinity.buffer.operators import ExperienceOperatorV1
+
+from headrace.transforms import Status
+
+from .environment import decide_here
+
+
+class RecipeOperator(ExperienceOperatorV1):
+    """Experiences of one task are a group; those of one run are one rollout, however many steps it has."""
+
+    async def process(self, exps: list[Any]) -> tuple[list[Any], dict[str, float]]:
+        """Write advantages and returns; experiences that leave the loss are left out, as Trinity's own do."""
+        if not exps:
+            return [], {}
+        columns = {
+            "group_id": [exp.eid.tid for exp in exps],
+            "rollout_id": [exp.eid.rid for exp in exps],
+            "turn": [exp.eid.step for exp in exps],
+            "status": [Status.TRUNCATED if exp.truncate_status else Status.COMPLETED for exp in exps],
+            "reward": [exp.reward for exp in exps],
+            "tokens": [int(exp.action_mask.sum()) for exp in exps],
+            "length": [len(exp.action_mask) for exp in exps],
+        }
+        decision = decide_here("as/verl", columns)
+        kept = []
+        for exp, advantage, trains in zip(
+            exps, decision.advantage.tolist(), decision.keep.tolist(), strict=True
+        ):
+            exp.advantages = exp.action_mask * torch.tensor(advantage, dtype=torch.float32)
+            exp.returns = exp.advantages.clone()
+            if trains:
+                kept.append(exp)
+        return kept, {f"headrace/{name}": float(value) for name, value in decision.metrics.items()}
+
+    @classmethod
+    def compute_in_trainer(cls) -> bool:
+        """Not in the trainer: all experiences of a step are here."""
+        return False
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """None: the environment names the recipe."""
+        return {}

@@ -1,0 +1,76 @@
+"""verl's advantage estimator `headrace`: ``VERL_USE_EXTERNAL_MODULES=headrace.adapters.verl``.
+
+verl-project/verl 0.9.1, the release; the same lines are in 1dda039b9c (2026-08-22). verl imports this module
+in every process. ``register_adv_est`` of trainer/ppo/core_algos.py sees rows and their `uid`. The v1 trainer,
+trainer/ppo/v1/trainer_base.py, calls ``compute_advantage_for_multi_trajectories``, which has no registry and
+is replaced, for this estimator alone: its keys, ``{uid}_{session}_{index}``, say which rows are one rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.trainer.ppo.core_algos import register_adv_est
+
+from headrace.pipeline import advantages_of
+
+from .environment import recipe_of_environment
+
+try:
+    from verl.trainer.ppo.v1 import trainer_base
+except ImportError:  # it needs TransferQueue, which the older trainer does without
+    trainer_base = None
+
+LAST = "pipeline.stages.collapse.reward=last"  # verl's reward of a session is that of its last output
+
+
+@register_adv_est("headrace")
+def estimate_advantages(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[Any],
+    config: Any = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns (N, T) where each row is a rollout and `index` its group."""
+    batch = TensorDict({"group_id": [str(uid) for uid in index]}, [len(index)], device=response_mask.device)
+    batch["rollout_id"] = torch.arange(len(index), device=response_mask.device)
+    batch["next", "reward"] = token_level_rewards.sum(-1)
+    batch["masks", "all_assistant_mask"] = response_mask.bool()
+    advantages = advantages_of(recipe_of_environment("as/verl"), batch).advantage * response_mask
+    return advantages, advantages
+
+
+def compute_advantage_of_sessions(
+    data: Any, batch_keys: Sequence[str], adv_estimator: Any, num_repeat: int = 1, **others: Any
+) -> Any:
+    """The v1 trainer's function: with `headrace`, all rows of a session are one rollout."""
+    if adv_estimator != "headrace":
+        return theirs(data, batch_keys, adv_estimator, num_repeat=num_repeat, **others)
+    mask = data.batch["response_mask"]
+    order = sorted(range(len(batch_keys)), key=lambda row: int(batch_keys[row].rsplit("_", 1)[1]))
+    batch = TensorDict(
+        {
+            "group_id": [batch_keys[row].rsplit("_", 2)[0] for row in order],
+            "rollout_id": [batch_keys[row].rsplit("_", 1)[0] for row in order],
+            "expected_rollouts": torch.full((len(order),), num_repeat),
+            ("next", "reward"): data.batch["token_level_rewards"].sum(-1)[order],
+            ("masks", "all_assistant_mask"): mask[order].bool(),
+        },
+        [len(order)],
+        device=mask.device,
+    )
+    found = advantages_of(recipe_of_environment("as/verl", LAST), batch).advantage
+    advantages = mask.new_zeros(mask.shape, dtype=found.dtype)
+    advantages[order] = found * mask[order]
+    data.batch["advantages"] = data.batch["returns"] = advantages
+    return data
+
+
+if trainer_base is not None:
+    theirs = trainer_base.compute_advantage_for_multi_trajectories
+    trainer_base.compute_advantage_for_multi_trajectories = compute_advantage_of_sessions

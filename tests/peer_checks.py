@@ -1,0 +1,339 @@
+"""What adapters do in the installed code of a trainer, a process for each: `python peer_checks.py verl`."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from headrace.adapters import attach
+from headrace.pipeline import load_pipeline
+from headrace.transforms import BatchError
+
+BATCHES = 100
+
+
+def same(found: torch.Tensor, theirs: torch.Tensor) -> None:
+    """To 1e-6 of advantages near 1; float32 makes a bit more of it where a group's std is small."""
+    torch.testing.assert_close(found.float(), theirs.float(), rtol=2e-6, atol=2e-6)
+
+
+def refused(call: Callable[[], object], says: str) -> None:
+    with pytest.raises((BatchError, ValueError), match=says):
+        call()
+
+
+def rewards_of(rng: random.Random, count: int) -> list[float]:
+    """Some equal, and no group whose rewards are nearly so: its std would be round-off in the peer."""
+    return [rng.choice([0.0, 1.0, 0.5, round(rng.random(), 2)]) for _ in range(count)]
+
+
+class ForGPUs(MetaPathFinder, Loader):
+    """Packages that need a GPU to be installed, and that what is run here does not call."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return (
+            ModuleSpec(name, self, is_package=True) if name.split(".")[0] in ("flash_attn", "vllm") else None
+        )
+
+    def exec_module(self, module: ModuleType) -> None:
+        def anything(name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+        module.__getattr__ = anything  # type: ignore[method-assign]
+
+
+def verl() -> None:
+    """The registry of 0.9.1, by rows; and the v1 trainer's function, by sessions of several outputs."""
+    import numpy as np
+
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "headrace.adapters.verl"
+    from tensordict import TensorDict
+    from verl import DataProto
+    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo.v1 import trainer_base
+
+    import headrace.adapters.verl as adapter
+
+    their_sessions = adapter.theirs
+
+    os.environ["HEADRACE_OVERRIDES"] = "~pipeline.stages.gate"
+    for seed in range(BATCHES):
+        rng = random.Random(seed)
+        uids = [f"uid-{group}" for group in range(4) for _ in range(rng.randint(1, 4))]
+        rng.shuffle(uids)
+        rewards, mask = torch.zeros(len(uids), 5), torch.zeros(len(uids), 5)
+        for row, reward in enumerate(rewards_of(rng, len(uids))):
+            length = rng.randint(1, 5)
+            mask[row, :length], rewards[row, length - 1] = 1.0, reward
+        found, _ = core_algos.get_adv_estimator_fn("headrace")(
+            token_level_rewards=rewards, response_mask=mask, index=np.array(uids, dtype=object), config=None
+        )
+        theirs, _ = core_algos.compute_grpo_outcome_advantage(rewards.clone(), mask, np.array(uids))
+        same(found, theirs)
+
+    os.environ.pop("HEADRACE_OVERRIDES")
+    for seed in range(BATCHES):
+        rng = random.Random(seed)
+        keys = [
+            f"prompt_{uid}_{session}_{output}"
+            for uid in range(3)
+            for session in range(4)
+            for output in range(rng.randint(1, 3))
+        ]
+        rng.shuffle(keys)
+        rewards, mask = torch.zeros(len(keys), 5), torch.zeros(len(keys), 5)
+        for row, reward in enumerate(rewards_of(rng, len(keys))):
+            rewards[row, 0], mask[row, : rng.randint(1, 5)] = reward, 1.0
+
+        def batch(rows=None, keys=keys, rewards=rewards, mask=mask):
+            rows = range(len(keys)) if rows is None else rows
+            uids = np.array([keys[row].rsplit("_", 2)[0] for row in rows], dtype=object)
+            columns = {"token_level_rewards": rewards[rows].clone(), "response_mask": mask[rows].clone()}
+            return DataProto(TensorDict(columns, [len(uids)]), {"uid": uids}), [keys[row] for row in rows]
+
+        def ours(name="headrace", rows=None, batch=batch, num_repeat=4):
+            compute = trainer_base.compute_advantage_for_multi_trajectories
+            return compute(*batch(rows), name, num_repeat=num_repeat).batch["advantages"]
+
+        theirs = their_sessions(*batch(), core_algos.AdvantageEstimator.GRPO).batch["advantages"]
+        same(ours(), theirs)
+        same(ours("rloo"), their_sessions(*batch(), "rloo").batch["advantages"])  # as others are, verl's own
+
+        os.environ["HEADRACE_OVERRIDES"] = "pipeline.stages.collapse.reward=sum"
+        of_session, of_uid = (
+            torch.stack(
+                [
+                    sum(rewards.sum(1)[at] for at, e in enumerate(keys) if e.rsplit("_", n)[0] == key)
+                    for key in (row.rsplit("_", n)[0] for row in keys)
+                ]
+            )
+            for n in (1, 2)
+        )  # by hand, of the rewards of all outputs
+        below = of_session < of_uid / 4
+        assert ((ours().sum(1) < 0) == below)[(of_session - of_uid / 4).abs() > 1e-5].all()
+        os.environ.pop("HEADRACE_OVERRIDES")
+
+        last: dict[str, int] = {}
+        for row, key in enumerate(keys):
+            session, output = key.rsplit("_", 1)
+            if session not in last or int(keys[last[session]].rsplit("_", 1)[1]) < int(output):
+                last[session] = row
+        session, row = rng.choice(list(last.items()))
+        siblings = [at for at, key in enumerate(keys) if key.rsplit("_", 1)[0] == session and at != row]
+        mask[row] = 0.0
+        again = their_sessions(*batch(), core_algos.AdvantageEstimator.GRPO).batch["advantages"]
+        assert not again[siblings].any()  # all of a session, for its last output is masked
+        same(ours()[siblings], theirs[siblings])
+        lost = [at for at, key in enumerate(keys) if key.rsplit("_", 1)[0] != session]
+        refused(lambda: ours(rows=lost), "has 3 of 4")  # noqa: B023
+
+
+def agentlightning() -> None:
+    """One row of each rollout goes to verl's estimator, and its advantage to the others."""
+    import numpy as np
+
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "headrace.adapters.verl"
+    os.environ["HEADRACE_OVERRIDES"] = "pipeline.stages.gate.group_size=4"
+    from agentlightning.verl.rollout_level_advantage import compute_rollout_level_advantage
+    from tensordict import TensorDict
+    from verl import DataProto
+
+    for seed in range(BATCHES):
+        rng = random.Random(seed)
+        rollouts = [rollout for rollout in range(12) for _ in range(rng.randint(1, 3))]
+        rng.shuffle(rollouts)
+        reward = rewards_of(rng, 12)
+        rewards, mask = torch.zeros(len(rollouts), 4), torch.zeros(len(rollouts), 4)
+        for row, rollout in enumerate(rollouts):
+            rewards[row, 0], mask[row, : rng.randint(1, 4)] = reward[rollout], 1.0
+
+        def advantages(name, rows=rollouts, rewards=rewards, mask=mask):
+            columns = {"token_level_rewards": rewards.clone(), "response_mask": mask.clone()}
+            ids = {"uid": [f"prompt {row // 4}" for row in rows], "rollout_id_list": list(map(str, rows))}
+            texts = {key: np.array(values, dtype=object) for key, values in ids.items()}
+            batch = DataProto(TensorDict(columns, [len(rows)]), texts)
+            options = {"gamma": 1.0, "lam": 1.0, "num_repeat": 4, "config": None}
+            found, _ = compute_rollout_level_advantage(batch, adv_estimator=name, **options)
+            return found.batch["advantages"]
+
+        same(advantages("headrace"), advantages("grpo"))
+
+
+def swift() -> None:
+    """`_compute_advantages` of the real class, on samples and rewards, as its trainer calls it."""
+    os.environ.update(RANK="-1", WORLD_SIZE="1")
+    from accelerate import PartialState
+    from swift.pipelines.train.rlhf import SwiftRLHF
+    from swift.rl_core.data import GRPOSample
+    from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
+
+    PartialState(cpu=True)
+
+    def trainer(dynamic: bool) -> GRPOTrainer:
+        made = GRPOTrainer.__new__(GRPOTrainer)
+        names = ["one", "two"]
+        metrics = {"train": defaultdict(list)}
+        logs = {"advantages": [], "rewards": {name: [] for name in names}}
+        vars(made).update(
+            model=SimpleNamespace(training=True), num_generations=4, num_generations_eval=2, beta=0.0
+        )
+        vars(made).update(kl_in_reward=False, reward_weights=torch.ones(2), dynamic_num_samples=dynamic)
+        vars(made).update(advantage_estimator="grpo", scale_rewards="group", reward_func_names=names)
+        vars(made).update(_metrics=metrics, _logs=logs, accelerator=SimpleNamespace(device="cpu"))
+        return made
+
+    for seed in range(BATCHES):
+        rng = random.Random(seed)
+        requests = [f"request {at}" for at in range(12)]
+        dynamic = seed % 2 == 1
+        rows = [at for at in range(12) for _ in range(rng.randint(1, 3) if dynamic else 1)]
+        reward = torch.tensor([rewards_of(rng, 2) for _ in range(12)])
+        reward[3, 1] = float("nan")
+        samples = [
+            GRPOSample(messages=[], prompt_id=f"prompt_{at // 4}", request_id=requests[at]) for at in rows
+        ]
+        theirs = trainer(dynamic)._compute_advantages(samples, reward[rows], [])
+        options = {"stages": {"collapse": {"columns": 2}}}
+        mine = attach(trainer(dynamic), **options)
+        same(mine._compute_advantages(samples, reward[rows], []), theirs)
+        assert len(mine._metrics["train"]["reward"]) == 1
+        samples[0].finish_reason = "length"
+        not_truncated = "criterion@pipeline.stages.filter.criterion=not_truncated"
+        skip = {"collapse": {"columns": 2, "missing": "skip"}}
+        mine.pipeline = load_pipeline("dr_grpo", not_truncated, stages=skip)
+        found = mine._compute_advantages(samples, reward[rows], [])
+        assert found[0] == 0.0
+        samples[-1].prompt_id = "prompt_0"
+        refused(lambda: mine._compute_advantages(samples, reward[rows], []), "group")  # noqa: B023
+    assert list(inspect.signature(SwiftRLHF.train).parameters) == ["self", "trainer"]  # as the page has it
+    other = trainer(False)
+    other.reward_weights = torch.tensor([1.0, 0.5])
+    refused(lambda: attach(other), "no reward_weights")
+
+
+def trinity() -> None:
+    """The operator among Trinity's, as its pipeline makes it of the configuration."""
+    from trinity.algorithm.advantage_fn import ADVANTAGE_FN
+    from trinity.algorithm.advantage_fn.grpo_advantage import GRPOGroupedAdvantage
+    from trinity.buffer.operators.experience_operator import ensure_v1_operator
+    from trinity.common.experience import EID, Experience
+
+    named = ADVANTAGE_FN.get("headrace.adapters.trinity.RecipeOperator")
+    assert not named.compute_in_trainer()
+    operator = ensure_v1_operator(named(**named.default_args()))
+
+    def experiences(rng: random.Random, steps: int = 1) -> list[Experience]:
+        rewards = rewards_of(rng, 12)
+        return [
+            Experience(
+                eid=EID(batch=1, task=run // 4, run=run % 4, step=step),
+                tokens=torch.arange(6),
+                prompt_length=2,
+                action_mask=torch.tensor([rng.random() < 0.7 for _ in range(4)]),
+                reward=rewards[run],
+            )
+            for run in range(12)
+            for step in range(rng.randint(1, steps))
+        ]
+
+    os.environ["HEADRACE_OVERRIDES"] = "pipeline.stages.gate.group_size=4"
+    for seed in range(BATCHES):
+        mine, theirs = experiences(random.Random(seed)), experiences(random.Random(seed))
+        found, metrics = asyncio.run(operator.process(mine))
+        expected, _ = GRPOGroupedAdvantage().process(theirs)
+        trains = {str(exp.eid.rid): exp for exp in found}
+        for exp in expected:
+            if exp.action_mask.any():
+                same(trains[exp.eid.rid].advantages, exp.advantages)
+            else:
+                assert exp.eid.rid not in trains
+        assert metrics["headrace/rows/trained"] == len(found)
+        several = experiences(random.Random(seed), 3)  # of a run several steps, which count once
+        one = {exp.eid.rid: exp.reward for exp in several}
+        for exp in asyncio.run(operator.process(several))[0]:
+            group = torch.tensor([one[f"{exp.eid.tid}/{run}"] for run in range(4)])
+            same(exp.advantages, (exp.reward - group.mean()) / (group.std() + 1e-6) * exp.action_mask)
+    several[-1].truncate_status = "response_truncated"
+    os.environ["HEADRACE_OVERRIDES"] += " criterion@pipeline.stages.filter.criterion=not_truncated"
+    os.environ["HEADRACE_RECIPE"] = "grpo"
+    left = {str(exp.eid) for exp in several} - {str(e.eid) for e in asyncio.run(operator.process(several))[0]}
+    assert str(several[-1].eid) in left
+    os.environ.pop("HEADRACE_RECIPE")
+    refused(lambda: asyncio.run(operator.process(mine[1:])), "has 3 of 4")
+
+
+def openrlhf() -> None:
+    """`compute_advantages_and_returns` of the real class, with a KL term, before and after it is replaced."""
+    sys.meta_path.append(ForGPUs())
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+    from headrace.adapters.openrlhf import replace_advantages
+
+    def maker() -> RemoteExperienceMaker:
+        made = RemoteExperienceMaker.__new__(RemoteExperienceMaker)
+        algo = SimpleNamespace(advantage=SimpleNamespace(estimator="group_norm", gamma=1.0, lambd=1.0))
+        reward = SimpleNamespace(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None)
+        args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=4), algo=algo, reward=reward)
+        made.strategy, made.args, made.advantage_estimator = SimpleNamespace(args=args), args, "group_norm"
+        made.kl_ctl = SimpleNamespace(value=0.1)
+        return made
+
+    def experiences(seed: int, prompts: list[str]) -> list[Experience]:
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        rewards, order = torch.tensor(rewards_of(rng, 12)), rng.sample(range(12), 12)
+        made = []
+        for start in range(0, 12, 3):
+            rows = order[start : start + 3]
+            mask = torch.zeros(3, 5, dtype=torch.bool)
+            for row in mask:
+                row[: rng.randint(1, 5)] = True
+            made.append(
+                Experience(
+                    index=rows,
+                    prompts=[prompts[row // 4] for row in rows],
+                    rewards=rewards[rows],
+                    action_mask=mask,
+                    kl=torch.rand(3, 5) * mask,
+                    truncated=torch.zeros(3),
+                    response_length=mask.sum(1),
+                    info={},
+                )
+            )
+        return made
+
+    prompts = ["a", "b", "a"]
+    theirs = [maker().compute_advantages_and_returns(experiences(seed, prompts)) for seed in range(BATCHES)]
+    replace_advantages()
+    for seed in range(BATCHES):
+        found = maker().compute_advantages_and_returns(experiences(seed, prompts))
+        for mine, other in zip(found, theirs[seed], strict=True):
+            same(mine.advantages, other.advantages)
+            same(mine.returns, other.returns)
+            same(mine.info["return"], other.info["return"])
+            assert mine.kl is None
+    mixed = experiences(0, prompts)
+    mixed[0].prompts[0] = "another"
+    refused(lambda: maker().compute_advantages_and_returns(mixed), "of 4")
+
+
+if __name__ == "__main__":
+    with suppress(KeyError):
+        os.environ.pop("HEADRACE_RECIPE")
+    globals()[sys.argv[1]]()
+    print("as it is")
