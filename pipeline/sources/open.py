@@ -45,8 +45,8 @@ class Format:
         reward_keys: whether `reward_key` may be ``one`` name or ``many``.
         rewards: names that `reward_key` may have; empty: any.
         ignored: names of files that are not read in a folder, as a regular expression.
-        unsaid: what a dump does not say: of which ``rollouts`` rows are (each is read as one), which tokens are
-            out of the loss (``masks``), how many ``tokens`` there are.
+        unsaid: what a dump does not say: of which ``rollouts`` rows are (each is read as one), which tokens
+            are out of the loss (``masks``), how many ``tokens`` there are.
     """
 
     read: Callable[[Path, Reading], Iterator[Sample | tuple[int, TensorDictBase]] | Iterator[Any]]

@@ -91,7 +91,7 @@ def trained_advantages(path: Path, samples: int) -> dict[int, float] | None:
         samples: in it.
 
     Raises:
-        SourceError: the file is of another format, or has places that are not those of the samples, each once.
+        SourceError: the file is of another format, or its places are not those of the samples, each once.
     """
     beside = path.parent.parent / "train_data" / path.name
     if path.parent.name != "rollout_data" or not beside.is_file():
