@@ -62,7 +62,7 @@ class Rows:
         self.samples, self.advantages = [], []
 
     def add(self, group, rewards, advantages, *, rows=None, **changes):
-        """Rollouts of a group: their rewards, how many rows each has, and changes of single rollouts by index."""
+        """Rollouts of a group: their rewards, the rows of some, and changes of single ones, by index."""
         for at, (reward, advantage) in enumerate(zip(rewards, advantages, strict=True)):
             for _ in range((rows or {}).get(at, 1)):
                 sample = dumps.slime_sample(group, len(self.samples), reward, rollout_id=100 * group + at)
@@ -282,7 +282,7 @@ def test_another_recipe_s_advantages_are_found_and_named(tmp_path):
     path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
     text, checks = told(path, tmp_path, *AS_TRL)
     assert set(found(checks)) == {"advantages"}
-    assert "8 of 8 advantages are not those of the recipe: row 0 (rollout 1) has 0.5625" in text
+    assert "8 of 8 advantages are not those of the recipe: row 0 (rollout 1) 0.5625, by the recipe 1." in text
     assert "they are those of as/" in checks["advantages"]["hint"]
 
 
@@ -326,7 +326,7 @@ def headrace_dump(folder: Path, **options) -> Path:
     columns = {"group_id": torch.arange(8) // 4, "rollout_id": torch.arange(8)}
     columns |= {("next", "reward"): torch.tensor(R + R), "expected_rollouts": torch.full((8,), 4)}
     columns["masks", "all_assistant_mask"] = torch.arange(4) >= torch.arange(8).unsqueeze(1) % 4
-    run = load_pipeline("grpo", minibatches=2, **options).run(dumps.batch_of(columns))
+    run = load_pipeline("grpo", minibatches=2, stages={"weight": options}).run(dumps.batch_of(columns))
     return write_dump(make_report(run), folder)
 
 
@@ -376,7 +376,7 @@ def test_the_command_exits_with_one_where_something_is_found_and_it_is_strict(tm
         "report.html",
     ]
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "1 advantages have the wrong sign" in page
+    assert "wrong signs: row 0 (rollout 1) -1, by the recipe 1.3" in page
     assert "<script" not in page
     done = headrace_here(tmp_path, "task=audit", "source.path=nowhere", "audit.strict=true", check=False)
     assert done.returncode == 2
@@ -394,7 +394,7 @@ def test_what_is_strict_raises_and_words_are_checked(tmp_path):
         **trl_columns([-value for value in grpo(R, eps=1e-4)] + grpo(R[::-1], eps=1e-4)),
     )
     config = configure("config", "task=audit", f"source.path={path}", *AS_TRL, "audit.strict=true")
-    with pytest.raises(AuditFailed, match="the audit has 1 finding$"):
+    with pytest.raises(AuditFailed, match=r"the audit has 1 finding$"):
         audit(config, tmp_path / "out", [], Console(file=io.StringIO()))
     with pytest.raises(ConfigError, match="a dump to read is required"):
         audit(configure("config", "task=audit"), tmp_path / "out")
@@ -410,7 +410,7 @@ def test_texts_of_a_dump_are_no_markup_on_the_page(tmp_path):
     assert "<b>" not in page
 
 
-# -- what slime trained ----------------------------------------------------------------------------------------
+# -- what slime trained --------------------------------------------------------------------------------
 
 
 def trained(folder: Path, change) -> Path:

@@ -3,8 +3,8 @@
 Schema: :func:`headrace.pipeline.report.report_table`, version 1. Rows that a step carried in from the one
 before are not read: they are in that step's file. A dump has the number of a row's tokens and not the tokens;
 so a row has a loss mask of that length, and no tokens. Its advantage and weight when it was trained are
-``logged_advantage`` and ``logged_weight``. Of a Parquet file its minibatch is ``logged_minibatch``: −1 where it
-was in none, and on all rows of a step that carried rows in, of whose minibatches some rows are not read.
+``logged_advantage`` and ``logged_weight``. Of a Parquet file its minibatch is ``logged_minibatch``: −1 where
+it was in none, and on all rows of a step that carried rows in, of whose minibatches some rows are not read.
 
 A row is named by its number in the step, ``row``: each number from 0 to the last is there once, those of
 carried rows included. Rows lost after the last cannot be known of.

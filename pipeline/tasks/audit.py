@@ -128,7 +128,7 @@ def audit(
     }
     report = head | {"findings": found, "checks": [each.plain(steps) for each in results.values()]}
     write_whole(output / "audit.json", lambda file: file.write_text(json.dumps(report, indent=1)))
-    title = f"{config.source.path} ({source.format}), {rows:,} rows in {steps:,} steps, held against {recipe}"
+    title = f"{config.source.path} ({source.format}), {rows:,} rows, steps: {steps:,}, held against {recipe}"
     tables = [_summary(results, steps, title)]
     if config.report.html:
         found_by = [_findings(each, ON_PAGE) for each in results.values() if each.findings]

@@ -276,7 +276,7 @@ class AuditedStep:
 
     @property
     def explained(self) -> Tensor:
-        """(N,) bool: rows of groups that fit exactly one of the other conventions, or two that fit only together."""
+        """(N,) bool: rows of groups of which it is clear which other convention they fit."""
         return (
             self.groups_that_fit(ROWS, BOTH)
             | self.groups_that_fit(MASKED)
@@ -367,14 +367,14 @@ class AuditedStep:
         """The first of the advantages of these rows, expected and found."""
         logged = self.by_recipe if self.logged is None else self.logged
         said = (
-            f"row {row} (rollout {self.rollout_names[row]}) has {logged[row]:.4g}, and "
-            f"{self.by_recipe[row]:.4g} by the recipe"
+            f"row {row} (rollout {self.rollout_names[row]}) {logged[row]:.4g}, by the recipe "
+            f"{self.by_recipe[row]:.4g}"
             for row in rows.nonzero().flatten().tolist()
         )
         return listing(said, most=3)
 
     def by_group(self, rows: Tensor) -> list[tuple[str, Tensor]]:
-        """The groups of these rows, in order: their labels, and (N,) bool, those of the rows that are theirs."""
+        """The groups of these rows, in order: their labels, and (N,) bool, which of the rows are theirs."""
         found = dict.fromkeys(self.groups.of[rows].tolist())
         each = [rows & (self.groups.of == group) for group in found]
         return [(self.group_names[int(own.nonzero()[0])], own) for own in each]
@@ -384,7 +384,7 @@ class AuditedStep:
 
 
 def wrong_signs(step: AuditedStep) -> Outcome:
-    """Rows whose advantage has the wrong sign: logged × declared < 0, each farther from 0 than rounding.
+    """Rows whose advantage has the wrong sign: logged × declared < 0, both beyond rounding.
 
     Needs advantages. Groups that are of another convention are that check's, which says how many of their signs
     are wrong. A finding is a group; `expected` and `found` are advantages of its rows.
@@ -395,8 +395,7 @@ def wrong_signs(step: AuditedStep) -> Outcome:
         [
             step.finding(
                 rows,
-                f"group {group}: {int(rows.sum())} advantages have the wrong sign: "
-                f"{step.advantages_said(rows)}",
+                f"group {group}: wrong signs: {step.advantages_said(rows)}",
                 step.by_recipe,
                 step.logged,
             )
@@ -502,8 +501,8 @@ def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: 
     for group, rows in step.by_group(step.groups_that_fit(convention, BOTH)):
         off = step.differs(step.by_recipe) & rows
         flipped = int((off & step.flipped).sum())
-        said = f"group {group}: {text} {listing(step.names_of(rows & about))}; {step.advantages_said(off)}"
-        said += f"; {flipped} of them have the wrong sign" if flipped else ""
+        said = f"group {group}: {text}: {listing(step.names_of(rows & about))}; {step.advantages_said(off)}"
+        said += f"; wrong signs among these: {flipped}" if flipped else ""
         findings.append(step.finding(rows, said, step.by_recipe, step.logged, meant=about))
     off, lacking = step.groups.any(step.differs(step.by_recipe)), ""
     if bool(off.any()) and convention in step.by_convention:
@@ -523,9 +522,7 @@ def counted_twice(step: AuditedStep) -> Outcome:
     """
     if "rollouts" in step.unsaid:
         return Outcome([], "the dump does not say which rows are one rollout, and each is read as one")
-    return _counted_otherwise(
-        step, ROWS, step.several, "counted once for each of their rows are the rollouts"
-    )
+    return _counted_otherwise(step, ROWS, step.several, "rollouts that count once for each of their rows")
 
 
 def masked_counted(step: AuditedStep) -> Outcome:
@@ -534,7 +531,7 @@ def masked_counted(step: AuditedStep) -> Outcome:
     Out of the loss are those that failed or have no token in the loss, and have a reward. Needs advantages
     and loss masks, and a recipe that does not count them. `expected` and `found` are advantages of the group.
     """
-    text = "out of the loss, and in the baseline, are the rollouts"
+    text = "rollouts that are out of the loss and count in the baseline"
     outcome = _counted_otherwise(step, MASKED, step.out_of_loss, text)
     if "masks" in step.unsaid:
         return outcome._replace(lacking="the dump has no loss masks")
