@@ -57,6 +57,7 @@ GROUND = (
 PUBLIC = ("transforms", "transforms.schema", "pipeline", "pipeline.report", "pipeline.reverse")
 PUBLIC += ("pipeline.sources", "pipeline.train", "pipeline.tasks.compare", "pipeline.tasks.group_sizes")
 PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.tasks.logged", "pipeline.certify")
+PUBLIC += ("pipeline.tasks.audit",)
 # What else is imported, and where: the unit tests of inner modules.
 INNER = {
     "cutting.py": {"transforms.distributed"},
