@@ -309,6 +309,7 @@ class AuditedStep:
             group_id=self.groups.labels,
             minibatch=self.minibatch if known else None,
             length=stage.length,
+            power=stage.power,
             dtype=torch.float64,
         )
         return weighed.weight * (stage.ranks if stage.gradients == "mean" else 1)
@@ -386,8 +387,8 @@ class AuditedStep:
 def wrong_signs(step: AuditedStep) -> Outcome:
     """Rows whose advantage has the wrong sign: logged × declared < 0, both beyond rounding.
 
-    Needs advantages. Groups that are of another convention are that check's, which says how many of their signs
-    are wrong. A finding is a group; `expected` and `found` are advantages of its rows.
+    Needs advantages. Groups that are of another convention are that check's, which says how many of their
+    signs are wrong. A finding is a group; `expected` and `found` are advantages of its rows.
     """
     if step.refusal or step.logged is None:
         return Outcome([], step.refusal)
