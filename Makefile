@@ -4,6 +4,9 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
+# Each process that tests start would compile all that it imports anew, a sixth of its start.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test check long lint types bench generate docs dist clean
 
 demo: $(STAMP)

@@ -1,9 +1,10 @@
-"""Rows per second to a trainer through RayAssembler, against a plain Ray queue, and bytes through the actor.
+"""Rows per second to a trainer on Ray and TransferQueue, and bytes through the process that decides.
 
     python benchmarks/engines.py [--rounds 5] [--rows 4096] [--writers 2]
 
-Writers send the same pieces of 32 rows, four whole groups of 8, through either. What comes out of the queue
-is what was put: no groups, no counts, and nothing is refused.
+Writers send the same pieces of 32 rows, four whole groups of 8, through RayAssembler and a plain Ray queue,
+and through RolloutQueue and plain puts and gets of TransferQueue. What comes out of the plain ones is what
+was put: no groups, no counts, and nothing is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,12 +21,18 @@ from results import main
 from tables import Cell, Row, Table
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from headrace.pipeline import RayAssembler
+from headrace.pipeline import RayAssembler, RolloutQueue, StepQueue, assembled, load_pipeline
+from headrace.pipeline.collect.queues import encode_rows, fetch_rows
+from headrace.transforms import GroupAssembler
 
 GROUP_SIZE, PIECE = 8, 32
 MOST_BYTES = 200
+RECIPE = ("pipeline=grpo", "pipeline.stages.split.minibatches=2", "pipeline.stages.split.ranks=2")
 NOTE = f"""Rows per second, medians of rounds that take turns: {PIECE} rows a piece, dense or in lazy stacks
 of ragged rows. Bytes are those of one row through the assembler's actor, in and out."""
+QUEUE_NOTE = f"""The same rows until they are there whole, in groups but for the plain puts and gets. Of
+those by key the tokens are fetched when their groups are whole. Bytes are those of all messages of the
+process that runs assembler and pipeline and says to two ranks what is theirs, {PIECE * 8} rows a batch."""
 
 
 def collected(count: int, writer: int, tokens: int, *, ragged: bool) -> TensorDictBase:
@@ -130,9 +138,103 @@ def rates(options: argparse.Namespace, tokens: int, ragged: bool) -> list[Cell]:
     return [Cell(plain, ",.0f"), Cell(ours, ",.0f"), Cell(ours / plain, ".2f", 1, at_least=True), bytes_]
 
 
-def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """The one table."""
+class Plain:
+    """Puts of TransferQueue, and gets, of rows that are encoded already."""
+
+    def __init__(self, partition: str):
+        self.partition = partition
+
+    def put(self, piece: TensorDictBase) -> None:
+        """Send a piece."""
+        import transfer_queue
+
+        columns, tag = encode_rows(piece)
+        ids = piece["rollout_id"].tolist()
+        transfer_queue.kv_batch_put(
+            list(map(str, ids)), self.partition, fields=columns, tags=[tag] * len(ids)
+        )
+
+    def rows(self, count: int) -> int:
+        """Get so many."""
+        import transfer_queue
+
+        found = 0
+        while found < count:
+            tags = transfer_queue.kv_list(self.partition).get(self.partition, {})
+            if keys := [key for key, tag in tags.items() if tag]:
+                found += len(fetch_rows(transfer_queue, keys, self.partition, tags[keys[0]]))
+                transfer_queue.kv_clear(keys, self.partition)
+        return found
+
+
+@contextmanager
+def messages() -> Iterator[list[int]]:
+    """Bytes of each message of TransferQueue that this process sends or gets."""
+    from transfer_queue.utils.zmq_utils import ZMQMessage
+
+    sizes: list[int] = []
+    serialize, deserialize = ZMQMessage.serialize, ZMQMessage.__dict__["deserialize"]
+
+    def note(frames: Any) -> Any:
+        sizes.append(sum(memoryview(frame).nbytes for frame in frames))
+        return frames
+
+    ZMQMessage.serialize = lambda message: note(serialize(message))
+    ZMQMessage.deserialize = classmethod(lambda cls, frames: deserialize.__func__(cls, note(frames)))
+    yield sizes
+    ZMQMessage.serialize, ZMQMessage.deserialize = serialize, deserialize
+
+
+def queue_rates(options: argparse.Namespace, tokens: int, ragged: bool) -> list[Cell]:
+    """A line of the second table."""
     import ray
+
+    count, found = options.rows // options.writers, {"plain": [], "whole": [], "by key": []}
+    assembler, pipeline = GroupAssembler(groups=8 * PIECE // GROUP_SIZE), load_pipeline(*RECIPE)
+    writers = [ray.remote(num_cpus=0)(Writer).remote() for _ in range(options.writers)]
+    for turn in range(options.rounds + 1):  # of which the first warms up
+        numbers = range(turn * len(writers), (turn + 1) * len(writers))
+        ray.get([w.collect.remote(count, n, tokens, ragged) for w, n in zip(writers, numbers, strict=True)])
+        for way in found:
+            name = f"{way} {tokens} {ragged} {turn}"
+            decided = [assembler, pipeline] if way == "by key" else None
+            handle: Any = Plain(name) if way == "plain" else RolloutQueue(name, decided_by=decided)
+            start, rows = time.perf_counter(), 0
+            tasks = [writer.send.remote(handle.put) for writer in writers]
+            if way == "plain":
+                rows = handle.rows(count * len(writers))
+            else:
+                for batch in assembled(handle, GroupAssembler(), patience=300):
+                    rows += len(handle.fetch(batch) if decided else batch)
+                    handle.keep_only() if decided else None
+                    if rows == count * len(writers):
+                        break
+            seconds = time.perf_counter() - start
+            ray.get(tasks)
+            found[way] += [rows / seconds] if turn else []
+    for writer in writers:
+        ray.kill(writer)
+    name = f"bytes {tokens} {ragged}"
+    source = RolloutQueue(name, producers=1, decided_by=[assembler, pipeline])
+    for piece in collected(16 * PIECE, 10**6, tokens, ragged=ragged).split(PIECE):
+        source.put(piece)
+    source.end()
+    steps, rows = StepQueue(f"{name}/steps", ranks=2, rollouts=name), 0
+    with messages() as sizes:
+        for batch in assembled(source, assembler):
+            steps.put(pipeline.minibatches(batch))
+            source.keep_only(assembler, pipeline, steps)
+            rows += len(batch)
+    plain, whole, by_key = (statistics.median(each) for each in found.values())
+    cells = [Cell(rate, ",.0f") for rate in (plain, whole, by_key)]
+    ratio = Cell(by_key / plain, ".2f", 1, at_least=True)
+    return [*cells, ratio, Cell(sum(sizes) / rows, ",.0f", MOST_BYTES)]
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """Those of Ray and of TransferQueue."""
+    import ray
+    import transfer_queue
 
     ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
     lines = [(tokens, ragged) for tokens in (64, 4096) for ragged in (False, True)]
@@ -140,9 +242,17 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         Row(f"{tokens:,} tokens, {'ragged' if ragged else 'dense'}", rates(options, tokens, ragged))
         for tokens, ragged in (lines[:2] if options.quick else lines)
     ]
-    ray.shutdown()
     head = ["rows", "Ray queue, rows/s", "RayAssembler, rows/s", "ratio", "bytes a row"]
     yield Table("Rows to a trainer, on Ray", NOTE, head, rows)
+    transfer_queue.init()
+    rows = [
+        Row(f"{tokens:,} tokens, {'ragged' if ragged else 'dense'}", queue_rates(options, tokens, ragged))
+        for tokens, ragged in (lines[:2] if options.quick else lines)
+    ]
+    transfer_queue.close()
+    ray.shutdown()
+    head = ["rows", "put and get, rows/s", "RolloutQueue, rows/s", "by key, rows/s", "ratio", "bytes a row"]
+    yield Table("Rows to a trainer, on TransferQueue", QUEUE_NOTE, head, rows)
 
 
 if __name__ == "__main__":

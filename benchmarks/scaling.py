@@ -9,17 +9,20 @@
 a core, which the wall time has and the CPU time has not. `docs/scale.md` says what it means.
 
 `control` is of the table alone, without tokens, from a thousand to ten million rollouts in one process, and
-on gloo ranks; from that it says what 1,024 ranks of 1,024 rollouts would cost.
+on gloo ranks, where each decides and where the first does; then it is the first of 1,024 ranks with 1,024
+rollouts each. Of these the others are not there: what they would send is, and what they are sent is made.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import socket
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, RayAssembler, RolloutQueue, assembled, load_pipeline
 from headrace.transforms import GroupAssembler
+from headrace.transforms.distributed import Ranks
 
 GROUP_SIZE, PIECE = 8, 256
 CONSOLE = Console(soft_wrap=True)
@@ -56,15 +60,35 @@ def say(words: str) -> None:
 # -- ranks that share a batch -----------------------------------------------------------------------------
 
 
-def count_sent(sent: list[int]) -> None:
-    """Note the bytes of each tensor that this process gives to the others; objects are small."""
-    gather = dist.all_gather
+class Exchanged:
+    """Bytes that this process gives to the others, and gets from them: of collectives, by their tensors."""
 
-    def counted(found: list[torch.Tensor], tensor: torch.Tensor, **options: Any) -> Any:
-        sent.append(tensor.numel() * tensor.element_size())
-        return gather(found, tensor, **options)
+    def __init__(self) -> None:
+        self.sent = self.received = self.tensors = 0
+        for name in ("all_gather", "gather", "scatter", "broadcast"):
+            counted = partial(getattr(self, name), getattr(dist, name))
+            setattr(dist, name, counted)
+            setattr(dist.distributed_c10d, name, counted)  # for objects
 
-    dist.all_gather = counted
+    def all_gather(self, do: Any, found: list[torch.Tensor], tensor: torch.Tensor, **options: Any) -> None:
+        self.sent, self.tensors = self.sent + tensor.nbytes, self.tensors + 1
+        self.received += sum(each.nbytes for each in found) - tensor.nbytes
+        do(found, tensor, **options)
+
+    def gather(self, do: Any, tensor: torch.Tensor, found: list | None = None, **options: Any) -> None:
+        self.sent, self.tensors = self.sent + tensor.nbytes, self.tensors + 1
+        self.received += sum(each.nbytes for each in found) - tensor.nbytes if found else 0
+        do(tensor, found, **options)
+
+    def scatter(self, do: Any, tensor: torch.Tensor, *given: Any, **options: Any) -> None:
+        found = options.get("scatter_list", given[0] if given else None)
+        self.sent += sum(each.nbytes for each in found) - tensor.nbytes if found else 0
+        self.received += 0 if found else tensor.nbytes
+        do(tensor, *given, **options)
+
+    def broadcast(self, do: Any, tensor: torch.Tensor, *given: Any, **options: Any) -> None:
+        self.received += tensor.nbytes if dist.get_rank() else 0
+        do(tensor, *given, **options)
 
 
 def run_rank(rank: int, options: argparse.Namespace, processes: int, port: int) -> None:
@@ -73,7 +97,7 @@ def run_rank(rank: int, options: argparse.Namespace, processes: int, port: int) 
     store = dist.TCPStore("127.0.0.1", port, processes, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     words = (f"pipeline.stages.gate.group_size={GROUP_SIZE}", "pipeline.process_group=world")
-    pipeline, mine, sent = load_pipeline(*words), collected(options.rollouts, rank), []
+    pipeline, mine = load_pipeline(*words), collected(options.rollouts, rank)
     pipeline(mine)
     walls, cpus = [], []
     for _ in range(options.rounds):
@@ -82,7 +106,7 @@ def run_rank(rank: int, options: argparse.Namespace, processes: int, port: int) 
         pipeline(mine)
         walls.append(time.perf_counter() - wall)
         cpus.append(time.process_time() - cpu)
-    count_sent(sent)
+    exchanged = Exchanged()
     pipeline(mine)
     if rank == 0:
         total = processes * options.rollouts
@@ -90,7 +114,8 @@ def run_rank(rank: int, options: argparse.Namespace, processes: int, port: int) 
         say(
             f"{processes} ranks × {options.rollouts:,} = {total:,} rollouts: {1e3 * wall:.0f} ms, "
             f"{1e3 * cpu:.0f} ms of CPU a rank, {1e9 * cpu / total:.0f} ns for each of all rollouts; a rank "
-            f"sends {sum(sent) / options.rollouts:.0f} bytes for each of its own, in {len(sent)} tensors"
+            f"sends {exchanged.sent / options.rollouts:.0f} bytes for each of its own, in "
+            f"{exchanged.tensors} tensors"
         )
     dist.barrier()
     dist.destroy_process_group()
@@ -108,10 +133,8 @@ def spawn(function: Callable[..., None], options: argparse.Namespace, processes:
 # -- the control path: the table alone --------------------------------------------------------------------
 
 SIZES = (10**3, 10**4, 10**5, 10**6, 10**7)
-SHARED = 10**6  # rollouts of all ranks together
 MODEL = (1024, 1024)  # ranks, rollouts of each
-SENT = 32  # bytes a row, as is measured of ranks
-PLAN = 32  # bytes a row: minibatch, micro-batch, advantage and weight
+WAYS = ("each_rank", "first_rank")  # decide_on
 WIRE = 1e9  # bytes a second that the model takes for granted
 
 
@@ -138,61 +161,80 @@ def decide(pipeline: Pipeline, rows: TensorDict, rounds: int) -> tuple[float, fl
     return statistics.median(cpus[1:]), statistics.median(walls[1:]), bytes_
 
 
-def exchanged(processes: int, rollouts: int, wide: int, rounds: int) -> tuple[float, float]:
-    """Median seconds in which all get the columns of all; in which one does, and gives each its plan."""
-    mine = torch.zeros(rollouts, wide, dtype=torch.uint8)
-    every = [torch.empty_like(mine) for _ in range(processes)]
-    plan = torch.zeros(rollouts, PLAN, dtype=torch.uint8)
-    plans = [torch.zeros_like(plan) for _ in range(processes)] if dist.get_rank() == 0 else None
-
-    def all_of_them() -> None:
-        dist.all_gather(every, mine)
-
-    def by_one() -> None:
-        dist.gather(mine, every if dist.get_rank() == 0 else None)
-        dist.scatter(plan, plans)
-
-    found = []
-    for exchange in (all_of_them, by_one):
-        seconds = []
-        for _ in range(rounds + 1):
-            dist.barrier()
-            start = time.perf_counter()
-            exchange()
-            dist.barrier()
-            seconds.append(time.perf_counter() - start)
-        found.append(statistics.median(seconds[1:]))
-    return found[0], found[1]
-
-
 def run_control(rank: int, options: argparse.Namespace, processes: int, port: int) -> None:
-    """The control path on this rank's rows; the first rank prints."""
+    """The control path on this rank's rows, decided on each rank and on the first, which prints."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, processes, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
-    rollouts = SHARED // processes // GROUP_SIZE * GROUP_SIZE
-    pipeline, mine = control_pipeline("pipeline.process_group=world"), table_only(rollouts, rank)
-    cpu, wall, _ = decide(pipeline, mine, options.rounds)
-    sent: list[int] = []
-    count_sent(sent)
-    pipeline.run(mine)
-    wide = sum(sent) // rollouts
-    everywhere, by_one = exchanged(processes, rollouts, wide, options.rounds)
-    if rank == 0:
-        say(
-            f"{processes} ranks, {processes * rollouts:,} rollouts: {1e3 * cpu:.0f} ms of CPU a rank, "
-            f"{1e3 * wall:.0f} ms; a rank sends {wide} bytes a row of its own and receives "
-            f"{wide * processes * rollouts / 1e6:.0f} MB; that exchange alone {1e3 * everywhere:.0f} ms, "
-            f"to one rank and {PLAN} bytes a row back {1e3 * by_one:.0f} ms"
-        )
+    exchanged = Exchanged()
+    for size in SIZES[:-1]:
+        rollouts = size // processes // GROUP_SIZE * GROUP_SIZE
+        mine = table_only(rollouts, rank)
+        for way in WAYS:
+            pipeline = control_pipeline("pipeline.process_group=world", f"pipeline.decide_on={way}")
+            cpu, wall, _ = decide(pipeline, mine, options.rounds)
+            before = exchanged.sent, exchanged.received
+            pipeline.run(mine)
+            numbers = [cpu, wall, exchanged.sent - before[0], exchanged.received - before[1]]
+            every = [torch.zeros(4, dtype=torch.float64) for _ in range(processes)]
+            dist.all_gather(every, torch.tensor(numbers, dtype=torch.float64))
+            if rank == 0:
+                total, last = processes * rollouts, every[-1].tolist()
+                say(
+                    f"{processes} ranks, {total:,} rollouts, {way}: {1e3 * max(wall, last[1]):.1f} ms; CPU "
+                    f"{1e3 * cpu:.1f} ms on rank 0, {1e3 * last[0]:.1f} on the last, "
+                    f"{1e3 * sum(float(each[0]) for each in every):.1f} on all; bytes a row of all: rank 0 "
+                    f"gets {numbers[3] / total:.1f} and gives {numbers[2] / total:.1f}, the last gets "
+                    f"{last[3] / total:.1f} and gives {last[2] / total:.1f}"
+                )
     dist.barrier()
     dist.destroy_process_group()
+
+
+class FirstOfMany(Ranks):
+    """The first of many ranks that all have as many rows, in one process: it has what it would be sent."""
+
+    def __init__(self, size: int, way: str, columns: dict[Any, torch.Tensor]):
+        self.group, self.shared_ids, self.size, self.rank = None, "same", size, 0
+        self.one_decides, self.decides, self.refused = way == "first_rank", True, False
+        self.columns, self.given = columns, 0
+
+    def meet(self, about: str = "", error: BaseException | None = None) -> None:
+        """Nobody else is here."""
+
+    def _all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack([values] * self.size)
+
+    def _gather(self, columns: Any, counts: list[int]) -> dict[Any, torch.Tensor]:
+        return {key: self.columns[key] for key in columns}
+
+    def scatter_objects(self, values: Any) -> Any:
+        self.given += sum(len(pickle.dumps(each)) for each in values)
+        return values[0]
+
+
+def measure_model(options: argparse.Namespace) -> None:
+    """What deciding takes on one of very many ranks, and what goes over the wire."""
+    ranks, rollouts = MODEL
+    rows = ranks * rollouts
+    columns = dict(control_pipeline().run(table_only(rows)).known_rows.table.columns)
+    for way in WAYS:
+        pipeline = control_pipeline("pipeline.process_group=world", "pipeline.shared_ids=same")
+        many = FirstOfMany(ranks, way, columns)
+        pipeline._ranks = lambda many=many: many
+        cpu, _, bytes_ = decide(pipeline, table_only(rollouts), options.rounds)
+        back = many.given / (options.rounds + 1) / rows
+        say(
+            f"model, {ranks:,} ranks × {rollouts:,}, {way}: {1e3 * cpu:.0f} ms of CPU to decide, with a "
+            f"table of {bytes_ * rows / 1e6:.0f} MB; {back:.0f} bytes a row back, "
+            f"{1e3 * back * rows / WIRE:.0f} ms at {WIRE / 1e9:g} GB/s"
+        )
 
 
 def measure_control(options: argparse.Namespace) -> None:
     """One process, then ranks, then the model."""
     pipeline = control_pipeline()
-    for rollouts in SIZES:
+    for rollouts in SIZES if options.processes else ():
         rows = table_only(rollouts // GROUP_SIZE * GROUP_SIZE)
         cpu, _, bytes_ = decide(pipeline, rows, options.rounds if rollouts < SIZES[-1] else 1)
         say(
@@ -201,16 +243,7 @@ def measure_control(options: argparse.Namespace) -> None:
         )
     for processes in options.processes:
         spawn(run_control, options, processes)
-    ranks, rollouts = MODEL
-    rows = ranks * rollouts
-    cpu, _, bytes_ = decide(pipeline, table_only(rows), options.rounds)
-    say(
-        f"model, {ranks:,} ranks × {rollouts:,}: every rank decides in {1e3 * cpu:.0f} ms of CPU with a "
-        f"table of {bytes_ * rows / 1e6:.0f} MB, after it has received {SENT * rows / 1e6:.0f} MB, "
-        f"{1e3 * SENT * rows / WIRE:.0f} ms at {WIRE / 1e9:g} GB/s; all of them together take "
-        f"{ranks * cpu:,.0f} s of CPU. If one decides: {1e3 * cpu:.0f} ms on that one, which the others "
-        f"wait for, and {1e3 * (SENT + PLAN) * rows / WIRE:.0f} ms in and out of it"
-    )
+    measure_model(options)
 
 
 # -- writers ----------------------------------------------------------------------------------------------
@@ -294,7 +327,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["control", "ranks", "ray", "queue"])
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--processes", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--rollouts", type=int, help="of each process")
     for option, default in (("rounds", 5), ("tokens", 512)):
         parser.add_argument(f"--{option}", type=int, default=default)

@@ -3,9 +3,10 @@
     pip install "headrace[tq]"
     python examples/transfer_queue_grpo.py --batches 20
 
-Producers put rows as they come. One process reads them, makes whole groups, runs the pipeline and puts
-optimiser steps, of which each rank takes its own part. Gradients are summed over the ranks, and the first of
-them publishes the weights with which the producers go on.
+Producers put rows as they come. One process gets the few columns by which it makes whole groups and runs the
+pipeline, and says to each rank which rows of each optimiser step are its own. The rank fetches them from the
+queue's storage. Gradients are summed over the ranks, and the first of them publishes the weights with which
+the producers go on.
 """
 
 from __future__ import annotations
@@ -99,24 +100,25 @@ def train(rank: int, queue: StepQueue, weights: Any, port: int) -> tuple[int, in
 
 def main(batches: int = 20, producers: int = 2) -> tuple[list[float], list[tuple[int, int]]]:
     """Run it all; returns the mean reward of each batch, and what each rank did."""
-    weights, source = Weights.remote(), RolloutQueue("rollouts", producers=producers)
-    steps = StepQueue("steps", ranks=RANKS, max_steps=2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    to_queue = RolloutQueue("rollouts")
-    tasks = [produce.remote(each, producers, to_queue, weights, batches) for each in range(producers)]
-    ranks = [train.remote(rank, steps, weights, port) for rank in range(RANKS)]
+    weights, assembler = Weights.remote(), GroupAssembler(groups=PROMPTS)
     pipeline = load_pipeline(
         "pipeline=grpo",
         "pipeline.stages.collapse.reward=sum",
         "pipeline.stages.split.minibatches=2",
         f"pipeline.stages.split.ranks={RANKS}",
     )
+    source = RolloutQueue("rollouts", producers=producers, decided_by=[assembler, pipeline])
+    steps = StepQueue("steps", ranks=RANKS, max_steps=2, rollouts="rollouts")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tasks = [produce.remote(each, producers, source, weights, batches) for each in range(producers)]
+    ranks = [train.remote(rank, steps, weights, port) for rank in range(RANKS)]
     rewards = []
-    for batch in assembled(source, GroupAssembler(groups=PROMPTS), patience=300):
+    for batch in assembled(source, assembler, patience=300):
         run = pipeline.run(batch)
         steps.put(run.minibatches(), patience=300)
+        source.keep_only(assembler, pipeline, steps)
         rewards.append(run.metrics["collapse/reward_mean"])
         print(
             f"batch {len(rewards)}: reward {rewards[-1]:.3f}, {run.metrics['rows/trained']:.0f} rows",

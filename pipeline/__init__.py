@@ -12,10 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .coefficients import TokenTable, XRay, kl_weights, token_weights, xray, xray_batch
+    from .coefficients import (
+        TokenTable,
+        XRay,
+        kl_weights,
+        table_as_causal_lm,
+        token_weights,
+        trl_step,
+        xray,
+        xray_batch,
+        xray_page,
+    )
     from .collect.assembling import assembled, paced
     from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
+    from .collect.in_place import GroupReplayBuffer, QueuedGroups
     from .collect.informing import informative
     from .collect.on_ray import RayAssembler
     from .collect.on_write import AssembleOnWrite, BufferAccount, buffer_account, groups_on_write
@@ -41,9 +52,11 @@ __all__ = [
     "Decider",
     "Decision",
     "DrainWriter",
+    "GroupReplayBuffer",
     "GroupUnit",
     "Pipeline",
     "PipelineHook",
+    "QueuedGroups",
     "RayAssembler",
     "RepeatSampler",
     "ReportFolder",
@@ -75,12 +88,15 @@ __all__ = [
     "page_data",
     "register_configs",
     "stamp_ids",
+    "table_as_causal_lm",
     "token_weights",
     "total_loss",
+    "trl_step",
     "write_dump",
     "write_page",
     "xray",
     "xray_batch",
+    "xray_page",
 ]
 
 

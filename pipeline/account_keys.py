@@ -131,7 +131,9 @@ class Asked(NamedTuple):
         named = {"rollout_key": "rollout_id", "group_key": "group_id"}
         ids = {nested_key(getattr(part, key, None)): name for part in parts for key, name in named.items()}
         ids.pop(None, None)
-        columns = [*keys.read_first, *(key for key in read if key not in tokens)]
+        written = {nested_key(key) for part in parts for key in getattr(part, "out_keys", ())}
+        came = [key for key in (keys.found["advantage"][0], keys.weight) if key not in written]
+        columns = [*keys.read_first, *came, *(key for key in read if key not in tokens)]
         return cls(list(dict.fromkeys(columns)), list(dict.fromkeys(counts)), ids)
 
 

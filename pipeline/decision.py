@@ -219,7 +219,7 @@ class Decider:
                     batch[number_of(mask)] = as_ids(values, name)
                 continue
             key = self._keys.get(name, name)
-            if key not in self.pipeline._asked.columns and all(
+            if key not in self.pipeline.asked.columns and all(
                 key not in getattr(stage, "in_keys", (key,)) for stage in self.pipeline.stages.values()
             ):
                 unread.append(name)
@@ -241,7 +241,7 @@ class Decider:
 
     def _masks(self, name: str) -> set[NestedKey]:
         """Those whose tokens a column has the number of."""
-        asked = {self.pipeline.loss_mask_key, *(count.mask for count in self.pipeline._asked.counts)}
+        asked = {self.pipeline.loss_mask_key, *(count.mask for count in self.pipeline.asked.counts)}
         return {mask for mask in asked if (mask == self.pipeline.loss_mask_key) == (name == "tokens")}
 
     def state_dict(self) -> dict[str, Any]:

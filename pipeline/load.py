@@ -13,7 +13,7 @@ from tensordict import NestedKey
 
 from headrace.transforms.advantage.baselines import Baseline, Scale
 from headrace.transforms.collapse import Reduction
-from headrace.transforms.distributed import SharedIds
+from headrace.transforms.distributed import DecideOn, SharedIds
 from headrace.transforms.gate import Empty, OnIncomplete
 from headrace.transforms.weight import Mean
 
@@ -53,6 +53,7 @@ def load_pipeline(
     process_group: Literal["world"] | EllipsisType | None = ...,
     shared_ids: SharedIds | EllipsisType | None = ...,
     patience: float | EllipsisType = ...,
+    decide_on: DecideOn | EllipsisType = ...,
     masked_log_prob: MaskedLogProb | EllipsisType = ...,
     empty: Empty | EllipsisType = ...,
     **unknown: NoReturn,
@@ -91,6 +92,7 @@ def load_pipeline(
         process_group: of the pipeline.
         shared_ids: of the pipeline.
         patience: of the pipeline.
+        decide_on: of the pipeline.
         masked_log_prob: of the pipeline.
         empty: of the pipeline, and of its gate.
         unknown: refused, with the words that are near.

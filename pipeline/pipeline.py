@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,12 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import COLUMNS, OF_TOKENS, REFERENCE, ColumnNames
 from headrace.transforms.distributed import (
+    DecideOn,
     OtherRankError,
     RankOptions,
     Ranks,
     SharedIds,
+    hand_out,
     resolve_group,
     sharing,
 )
@@ -30,12 +32,13 @@ from headrace.transforms.options import nested_key, one_of
 from headrace.transforms.rows import Rows, column_keys, few
 from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PROCESSED, RANK, ROW
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.table import AHEAD, Late, Table, TokenCount, Tokens, Written
+from headrace.transforms.table import AHEAD, Table, TokenCount, Tokens, Written
 from headrace.transforms.tensordicts import column_of, describe_columns, device_of, without_rows
 
 from .account_keys import KEYS, Asked, Keys
 from .halves import Half, check_half, check_place, cut_in_two
 from .notebook import StageListing
+from .one_decides import Epoch, check_by_table, hand_out_passes, take_passes
 from .order import arrange, check_column_names, check_order, place_of_cut
 from .report.row_columns import note_advantage, note_carried, note_collected, texts_with_carried
 from .run import LastRun, Run
@@ -45,19 +48,6 @@ from .wording import printable
 log = logging.getLogger(__name__.rpartition(".")[0])
 
 MaskedLogProb = Literal["nan", "keep"]
-
-
-class Epoch(NamedTuple):
-    """What the stages behind the cut made of one pass over the rows."""
-
-    places: dict[str, Tensor]
-    """Where each row of the table is trained, by name."""
-    columns: dict[NestedKey, tuple[Tensor, torch.dtype, int]]
-    """What stages have written (:meth:`Table.written_columns`)."""
-    late: list[Late]
-    """What they do to gathered rows."""
-    batch: TensorDictBase
-    """The rows, with the columns of tokens that they have changed."""
 
 
 class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group", "rollout")):
@@ -87,6 +77,9 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         shared_ids: an id that several ranks have is the ``same`` rollout or group there, or ``different``
             ones, or must not be: ``raise``. None: as LossWeight says, else ``raise``.
         patience: seconds that ranks wait for one another; an error on one is raised on all.
+        decide_on: ``each_rank`` of the process group has the table of all rows, and makes all decisions; or
+            the ``first_rank`` does, and gives each of the others those about its own rows: equal bits, with
+            stages that decide by the table alone. ``docs/scale.md`` says where it pays.
         masked_log_prob: what stands in `log_prob_key` where a row or token is out of the loss: ``nan``, by
             which TorchRL's GRPOLoss leaves it out under any of its masking strategies; or ``keep``: the
             number that came, for a loss of your own that multiplies by the loss mask. Under ``keep`` no
@@ -126,6 +119,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         process_group: dist.ProcessGroup | str | None = None,
         shared_ids: SharedIds | None = None,
         patience: float = 600.0,
+        decide_on: DecideOn = "each_rank",
         masked_log_prob: MaskedLogProb = "nan",
         empty: Empty = "exclude",
         **names: Unpack[ColumnNames],
@@ -139,7 +133,9 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 raise ValueError(f"stage {name!r} is a pipeline: put its stages into this one instead")
         check_order(arranged)
         check_column_names(arranged, columns or {}, names)
-        self.rank_options = RankOptions.of(arranged.values(), process_group, shared_ids, patience)
+        self.rank_options = RankOptions.of(arranged.values(), process_group, shared_ids, patience, decide_on)
+        if decide_on == "first_rank":
+            check_by_table(arranged)
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
         self.order, self._cut_at = list(arranged), place_of_cut(arranged)
         self.columns, own = dict(columns or {}), self._columns
@@ -151,7 +147,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             raise ValueError(f"report_keys must be among {', '.join(KEYS)}; got {', '.join(unknown)}")
         ids = {"rollouts": self.rollout_key, "groups": self.group_key}
         self._keys = Keys.of(arranged.values(), self.loss_mask_key, self.log_prob_key, ids, self.report_keys)
-        self._asked = Asked.of([self, *arranged.values()], self._keys)
+        self.asked = Asked.of([self, *arranged.values()], self._keys)
         self._half: Half | None = None  # the whole
         LastRun.__init__(self)
 
@@ -215,7 +211,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         return super().enter(batch if self._half is None else check_half(batch, self._half))
 
     def _id_keys(self) -> list[NestedKey]:
-        return list(self._asked.ids)
+        return list(self.asked.ids)
 
     def _inv_call(self, batch: TensorDictBase) -> TensorDictBase:
         return check_place(batch, self._half)
@@ -237,7 +233,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         if self.rank_options.process_group is None:
             return None
         group = resolve_group(self.rank_options.process_group)
-        return Ranks(group, self.rank_options.shared_ids, self.rank_options.patience)
+        options = self.rank_options
+        return Ranks(group, options.shared_ids, options.patience, options.decide_on)
 
     def _same_on_all_ranks(self, epochs: int) -> str:
         """What must be the same on all ranks that share a batch, in words: a line each."""
@@ -246,6 +243,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             for name, stage in self.stages.items()
         ]
         own = [f"epochs={epochs}", f"shared_ids={self.rank_options.shared_ids!r}"]
+        own += [f"decide_on={self.rank_options.decide_on!r}"]
         own += [f"masked_log_prob={self.masked_log_prob!r}", f"empty={self.empty!r}"]
         return "\n".join([*own, *texts])
 
@@ -271,13 +269,13 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             with sharing(ranks), labels_in_errors(batch, self._id_keys()):
                 flat, about, rows, drawn = self.enter(batch), "", None, None
                 if ranks is not None:
-                    ranks.place, ranks.id_keys = "a batch", self._asked.ids
+                    ranks.place, ranks.id_keys = "a batch", self.asked.ids
                     about = self._same_on_all_ranks(epochs)
                 if len(flat) or ranks is not None:
-                    asked = self._asked
+                    asked = self.asked
                     rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
                     rows.table.finite = self._finite()
-                if rows is None or rows.table.size == 0:
+                if rows is None or not (rows.table.size or rows.table.starts):  # nobody has any
                     refuse_nothing(stages, flat)
                     run, rows = Run(stages, self._keys, None, batch=batch, epochs=epochs), None
                 else:
@@ -294,11 +292,13 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         texts = note_collected(rows, keys)
         weights_came = column_of(table.batch, keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
-        if self._half != "second" and not any(hasattr(stage, "empty") for stage in stages.values()):
-            take_empty_out(rows.seen_by(self, "pipeline"), self.empty)
-        for name in list(stages)[:at]:
-            self._stage(name, stages[name], rows)
-        note_advantage(rows, keys)
+        if table.decides:
+            if self._half != "second" and not any(hasattr(stage, "empty") for stage in stages.values()):
+                take_empty_out(rows.seen_by(self, "pipeline"), self.empty)
+            for name in list(stages)[:at]:
+                self._stage(name, stages[name], rows)
+            note_advantage(rows, keys)
+        hand_out(table)
         name, split, carried = "", cast(Any, None), None
         if at is not None:
             name, split = list(stages.items())[at]
@@ -339,7 +339,10 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             if not self.is_second_half and split.take_out_trained(rows.seen_by(split, names[at])):
                 return [], None
             table.extend(split.carried_rows(), split.remainder)
-            drawn = split.draw(rows.seen_by(split, names[at]), epochs)
+            seen = rows.seen_by(split, names[at])
+            if not table.decides:
+                return take_passes(seen, split)
+            drawn = split.draw(seen, epochs)
         before = table.columns, table.written, table.late
         whole = table.batch, table.live, table.kept
         for each in drawn.passes:
@@ -351,6 +354,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             places, columns = self._places(rows, each), table.written_columns()
             passes.append(Epoch(places, columns, table.late, table.batch))
         table.columns, table.written, table.late = before
+        hand_out_passes(table, passes, drawn.of_ranks)
         return passes, drawn
 
     def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_cut: bool = False) -> None:
@@ -451,7 +455,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
     def _record_silent(self, rows: Rows, places: list[dict[str, Tensor]], weights_came: bool) -> None:
         """Record the rows that train nothing: no token in the loss, or no weight in any pass."""
         table, count = rows.table, TokenCount(self.loss_mask_key, self.log_prob_key)
-        rows.table.load([self._keys.weight], [count], most=AHEAD)
+        rows.table.load([] if places else [self._keys.weight], [count], most=AHEAD)
         silent = ~table.in_loss
         if count in table.columns:
             silent = silent | (table.columns[count] == 0)

@@ -64,11 +64,24 @@ class Run:
         """
         return self._steps.whole() if self._steps is not None else self.ungathered
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether there are rows to gather; a pipeline's ``last_run`` has let go of them."""
+        return self.rows is None or self.rows.table.batch is not None
+
     @cached_property
     def ungathered(self) -> TensorDictBase:
-        """The rows that stay, as they came to the cut, with their numbers under ``("headrace", "row")``."""
+        """The rows that stay, as they came to the cut, with their numbers under ``("headrace", "row")``.
+
+        Raises:
+            RuntimeError: this is the account of a pipeline's last run, which holds no rows.
+        """
         if self.rows is None:
             return cast(TensorDictBase, self._batch)
+        if not self.has_batch:
+            raise RuntimeError(
+                "the account of a pipeline's last run holds no rows: keep run = pipeline.run(batch)"
+            )
         batch = self.rows.write()
         if self.rows.table.finite is not None:
             fill_out_of_loss(batch, *self.rows.table.finite)

@@ -18,7 +18,15 @@ from processes import run_processes
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline, StageError
-from headrace.transforms import BatchError, LossWeight, RewardsVary, SampleFilter, ShuffleSplit, take_rows
+from headrace.transforms import (
+    BatchError,
+    LossWeight,
+    RewardsVary,
+    SampleFilter,
+    ShuffleSplit,
+    split_microbatches,
+    take_rows,
+)
 
 PATIENCE = 3.0  # seconds
 TOGETHER = {"process_group": "world", "shared_ids": "same", "patience": 60.0}
@@ -166,6 +174,58 @@ def compare_with_one_process(
                 differs.append((recipe, kind, how, "rows that stay", sorted(here)))
     torch.save((compared, [str(each) for each in differs]), Path(folder) / f"{rank}.pt")
     dist.barrier()  # rank 0 has the store, by which the others hear of the end of the last batch
+    dist.destroy_process_group()
+
+
+# -- a stream of batches ----------------------------------------------------------------------------------
+
+STREAM = (5, 3, 0, 4)  # groups of a batch, of the last rank; the others have two more each
+
+
+def of_stream(number: int, rank: int, world: int, *, alike: bool) -> TensorDict:
+    """The rows of a rank in a batch of a stream: whole groups, some rollouts of two segments.
+
+    Args:
+        number: of the batch.
+        rank: whose rows.
+        world: how many ranks there are.
+        alike: ranks number their rollouts alike, each its own.
+    """
+    groups = STREAM[number] + 2 * (world - 1 - rank)
+    first = 100 * number + (0 if alike else 1000 * rank)
+    rollouts = [(first + group, 10 * (first + group) + k) for group in range(groups) for k in range(2)]
+    rows = [each for each in rollouts for _ in range(1 + each[1] % 2)]
+    rewards = [float((7 * rollout + rank) % 5) for _, rollout in rows]
+    if not rows:
+        return TensorDict({}, batch_size=[0])
+    batch = batch_of(rewards, [group for group, _ in rows], [rollout for _, rollout in rows], tokens=6)
+    return batch.exclude("prompt_text") if rank else batch
+
+
+def fold_stream(rank: int, world: int, folder: str) -> None:
+    """A stream with carried rows, whose weights are folded in, and are not: how far an advantage is off."""
+    join(rank, world, folder)
+
+    def cut(fold: str) -> Pipeline:
+        split = ShuffleSplit(minibatches=2, microbatches=2, remainder="carry", unit="sample")
+        return Pipeline({"split": split, "weight": LossWeight(fold=fold)}, **TOGETHER)
+
+    off, carried, counted, folded, plain = 0.0, 0.0, [], cut("token_mean"), cut("none")
+    for number in range(len(STREAM)):
+        rows = of_stream(number, rank, world, alike=False)
+        if len(rows):
+            rows["advantage"] = torch.arange(len(rows)) + 1.0
+        tokens = 0
+        for one, other in zip(folded.minibatches(rows), plain.minibatches(rows), strict=True):
+            for part, same in zip(split_microbatches(one), split_microbatches(other), strict=True):
+                held = same["masks", "all_assistant_mask"] & same["log_probs", "full"].isfinite()
+                expected = same["advantage"].double() * same["loss_weight"].double() * held.sum()
+                off = max(off, float((part["advantage"].double() / expected - 1).abs().max()))
+                tokens += int(held.sum())
+        counted.append((plain.metrics.get("weight/tokens", 0), tokens))
+        carried += folded.metrics.get("split/carried_in", 0)
+    torch.save((off, carried, counted), Path(folder) / f"{rank}.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 

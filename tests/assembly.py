@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -47,6 +48,35 @@ def batch_of_lines(lines: Sequence[Line], start: int = 0) -> TensorDict:
         },
         batch_size=[len(lines)],
     )
+
+
+def faulty_stream(rng: random.Random, partitions: int) -> list[list[Line]]:
+    """Pieces of rows, some of which are missing, failed or come twice, those of a rollout in their order."""
+    rollouts = []
+    for group in range(rng.randint(3, 8)):
+        partition, expected = rng.randrange(partitions), rng.randint(1, 3)
+        for member in range(expected):
+            number, length, version = 3 * group + member, rng.randint(1, 3), rng.randint(0, 2)
+            lines = [
+                Line(group, number, each, each == length - 1, 0, partition, version, expected)
+                for each in range(length)
+            ]
+            fault = rng.choice(["", "", "", "", "torn", "failed", "twice"])
+            if fault == "torn":
+                lines.pop()
+            elif fault == "failed":
+                lines[-1] = lines[-1]._replace(status=3)
+            elif fault == "twice":
+                lines.append(lines[-1])
+            rollouts.append(lines)
+    rows = []
+    while rollouts := [rest for rest in rollouts if rest]:
+        rows.append(rng.choice(rollouts[:5]).pop(0))
+    pieces = []
+    while rows:
+        size = rng.randint(0, 5)
+        pieces, rows = [*pieces, rows[:size]], rows[size:]
+    return pieces
 
 
 class SlowAssembler:

@@ -26,5 +26,10 @@ def _composed(*overrides: str) -> Pipeline:
 
 def configure(name: str, *overrides: str) -> DictConfig:
     """What Hydra composes from ``conf/<name>.yaml``."""
+    return copy.deepcopy(_configured(name, *overrides))
+
+
+@cache
+def _configured(name: str, *overrides: str) -> DictConfig:
     with initialize_config_module("headrace.conf", version_base="1.3"):
         return compose(name, list(overrides))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterator
+from functools import cache, lru_cache
+from io import TextIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -35,6 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("quick" if is_quick(config) else "headrace")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One more than there are cores, where slow tests wait for processes that are silent."""
+    return None if is_quick(config) else (os.cpu_count() or 1) + 1
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where slow tests are left out, files of nothing else are not even imported."""
     if not is_quick(config) or collection_path.suffix != ".py":
@@ -62,6 +71,35 @@ def one_thread() -> None:
 def clocks_stand_still() -> Iterator[None]:
     """Runs of the same batch have the same metrics, also `time/<stage>`."""
     with patch("headrace.pipeline.pipeline.perf_counter", lambda: 0.0):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def texts_are_parsed_once() -> Iterator[None]:
+    """YAML files and interpolations: most of the time of composing, and hundreds of times the same ones."""
+    import omegaconf._utils
+    import omegaconf.base
+    import yaml
+
+    load = yaml.load
+    loader = cache(omegaconf._utils.get_yaml_loader)  # the same class each time
+    parsed = lru_cache(1024)(lambda text, loader: pickle.dumps(load(text, loader)))
+
+    def loaded(stream: Any, Loader: type) -> Any:
+        if not isinstance(stream, TextIOBase):
+            return load(stream, Loader)
+        try:
+            return pickle.loads(parsed(stream.read(), Loader))
+        except yaml.YAMLError:  # which names the file
+            stream.seek(0)
+            return load(stream, Loader)
+
+    trees = lru_cache(4096)(omegaconf.base.parse)  # which nobody writes to
+    with (
+        patch("yaml.load", loaded),
+        patch("omegaconf.base.parse", trees),
+        patch("omegaconf._utils.get_yaml_loader", loader),
+    ):
         yield
 
 
@@ -111,6 +149,7 @@ def cluster() -> Iterator[None]:
         patch.syspath_prepend(examples)
         there = [str(tests), examples, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, there)))
+        patch.setenv("RAY_worker_niceness", "0")  # or its processes get what the other tests leave
         # More CPUs than there are: actors count those that they might take.
         ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
         yield

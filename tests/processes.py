@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch.multiprocessing
 
 IMPORTED = [
     "headrace.pipeline",
     "headrace.pipeline.main",
     "headrace.pipeline.reverse",
-    "headrace.pipeline.tasks.by_name",
+    "headrace.pipeline.tasks.perform",
     "torchrl.collectors",
     "torchrl.objectives.llm",
+    "pyarrow.compute",
+    *filter(find_spec, ["pandas"]),  # pyarrow imports it with the first array, where it is
 ]
 
 
 def process_context():
     """A clean start without the imports, which would take longer than all that is tried."""
+    for name in IMPORTED:
+        assert find_spec(name), f"there is no {name}, of which that process would not say a word"
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     return context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from any_rank import CASES, compare_with_one_process, pipelines_of, results_of
+from any_rank import CASES, compare_with_one_process, fold_stream, pipelines_of, results_of
 from recipes import ADVANTAGES, FEW
 
 
@@ -14,3 +14,12 @@ def test_every_recipe_has_the_bits_of_one_process_however_rows_are_spread(world,
     results = results_of(compare_with_one_process, world, tmp_path, pipelines)
     assert sum(compared for compared, _ in results) > 20 * len(CASES) * len(pipelines)
     assert [differs for _, differs in results] == [[]] * world
+
+
+@pytest.mark.slow
+def test_what_is_carried_weighs_and_counts_on_its_rank(tmp_path):
+    """Under ``fold="token_mean"`` a row is multiplied by the tokens of its own micro-batch."""
+    for off, carried, counted in results_of(fold_stream, 2, tmp_path):
+        assert carried > 0
+        assert off < 1e-6
+        assert all(said == tokens for said, tokens in counted)

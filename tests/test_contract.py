@@ -70,71 +70,70 @@ class Uniform:
         return LLMMaskedCategorical(logits=torch.zeros(*mask.shape, 10), mask=mask)
 
 
-def make_stages() -> dict[str, BatchTransform]:
-    """One of each, and of the filter one per action."""
-    return {
-        "dense": DenseRows(pad_id=9),
-        "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
-        "collapse": FanOutCollapse(),
-        "filter-mask": SampleFilter(criterion=RewardWithin(high=5 / 16)),
-        "filter-exclude": SampleFilter(criterion=RewardWithin(high=5 / 16), action="exclude", unit="rollout"),
-        "filter-drop": SampleFilter(criterion=RewardsVary(), action="drop", unit="group"),
-        "advantage": GroupRelativeAdvantage(rollout_key=None),
-        "score": ScoreRows(actor=Uniform(), max_rows=3),
-        "split": ShuffleSplit(minibatches=2, remainder="uneven", seed=5),
-        "split-microbatches": ShuffleSplit(
-            minibatches=2, microbatches=2, unit="sample", balance="attention", remainder="uneven"
-        ),
-        "split-budget": ShuffleSplit(minibatches=1, max_tokens=9, rank=0, unit="group", remainder="pad"),
-        "split-carry": ShuffleSplit(minibatch_size=8, unit="sample", remainder="carry"),
-        "filter-best": SampleFilter(criterion=BestOf(k=2, by="efficiency"), action="exclude"),
-        "weight": LossWeight(unit="rollout"),
-        "weight-turn": LossWeight(unit="turn", turn_key="group_id"),
-        "weight-turn-inside": LossWeight(unit="turn", turn_index_key="turn_index"),
-        "weight-fold": LossWeight(unit="constant", length=9, fold="token_mean"),
-        "merge": MergeTurns(),
-        "overlong": OverlongPunishment(max_length=4, cache=2),
-        "length": LengthPenalty(coefficient=0.1),
-        "relative-length": RelativeLength(),
-        "reward-scale": RewardScale(scale=2.0, high=9.0),
-        "whitening": BatchWhitening(per="sample"),
-        "turn-discount": TurnDiscount(discount=0.5),
-        "to-go": RewardsToGo(discount=0.5),
-        "states": StateAdvantage(state_key="rollout_id"),
-        "states-others": StateAdvantage(state_key="rollout_id", baseline="leave_one_out", alone="return"),
-        "turns": TurnAdvantage(turn_rewards="token", discount=0.5),
-        "turns-rows": TurnAdvantage(turn_index_key=None, baseline="mean"),
-        "tree": TreeAdvantage(),
-        "tree-parents": TreeAdvantage(forks="parent", baseline="leave_one_out"),
-        "peers": CombineIds(keys=["group_id", "rollout_id"]),
-        "running": RunningBaseline(baseline_key="group_id"),
-        "signs": SignFactors(positive=0.5),
-        "difficulty": DifficultyWeight(strength=2.0),
-        "filter-diverged": SampleFilter(
-            criterion=Diverged(estimator="k1", level="sum", high=1.002, unit="rollout"), action="exclude"
-        ),
-        "correction": RolloutCorrection(),
-        "correction-rollout": RolloutCorrection(level="sequence", unit="rollout", normalise="batch"),
-        "token-filter": TokenFilter(criterion=Diverged(estimator="k1", level="token", high=1.001)),
-        "token-filter-all": TokenFilter(
-            criterion=Diverged(estimator="k1", high=1.001, judges="negative"), denominator="all"
-        ),
-        "token-advantage": TokenAdvantage(term=LogRatio(centre="batch"), factor=0.5),
-        "token-advantage-multiply": TokenAdvantage(term=TopShare(share=0.5), how="multiply"),
-        "pipeline": Pipeline(
-            {
-                "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
-                "collapse": FanOutCollapse(),
-                "filter": SampleFilter(criterion=RewardWithin(high=5 / 16), action="drop"),
-                "advantage": GroupRelativeAdvantage(),
-                "split": ShuffleSplit(minibatches=2, remainder="uneven", seed=5),
-                "weight": LossWeight(),
-            }
-        ),
-    }
-
-
-NAMES = list(make_stages())
+# What makes one of each, and of the filter one per action.
+STAGES: dict[str, Callable[[], BatchTransform]] = {
+    "dense": lambda: DenseRows(pad_id=9),
+    "gate": lambda: CompletenessGate(group_size=3, on_incomplete="drop"),
+    "collapse": lambda: FanOutCollapse(),
+    "filter-mask": lambda: SampleFilter(criterion=RewardWithin(high=5 / 16)),
+    "filter-exclude": lambda: SampleFilter(
+        criterion=RewardWithin(high=5 / 16), action="exclude", unit="rollout"
+    ),
+    "filter-drop": lambda: SampleFilter(criterion=RewardsVary(), action="drop", unit="group"),
+    "advantage": lambda: GroupRelativeAdvantage(rollout_key=None),
+    "score": lambda: ScoreRows(actor=Uniform(), max_rows=3),
+    "split": lambda: ShuffleSplit(minibatches=2, remainder="uneven", seed=5),
+    "split-microbatches": lambda: ShuffleSplit(
+        minibatches=2, microbatches=2, unit="sample", balance="attention", remainder="uneven"
+    ),
+    "split-budget": lambda: ShuffleSplit(minibatches=1, max_tokens=9, rank=0, unit="group", remainder="pad"),
+    "split-carry": lambda: ShuffleSplit(minibatch_size=8, unit="sample", remainder="carry"),
+    "filter-best": lambda: SampleFilter(criterion=BestOf(k=2, by="efficiency"), action="exclude"),
+    "weight": lambda: LossWeight(unit="rollout"),
+    "weight-turn": lambda: LossWeight(unit="turn", turn_key="group_id"),
+    "weight-turn-inside": lambda: LossWeight(unit="turn", turn_index_key="turn_index"),
+    "weight-fold": lambda: LossWeight(unit="constant", length=9, fold="token_mean"),
+    "merge": lambda: MergeTurns(),
+    "overlong": lambda: OverlongPunishment(max_length=4, cache=2),
+    "length": lambda: LengthPenalty(coefficient=0.1),
+    "relative-length": lambda: RelativeLength(),
+    "reward-scale": lambda: RewardScale(scale=2.0, high=9.0),
+    "whitening": lambda: BatchWhitening(per="sample"),
+    "turn-discount": lambda: TurnDiscount(discount=0.5),
+    "to-go": lambda: RewardsToGo(discount=0.5),
+    "states": lambda: StateAdvantage(state_key="rollout_id"),
+    "states-others": lambda: StateAdvantage(state_key="rollout_id", baseline="leave_one_out", alone="return"),
+    "turns": lambda: TurnAdvantage(turn_rewards="token", discount=0.5),
+    "turns-rows": lambda: TurnAdvantage(turn_index_key=None, baseline="mean"),
+    "tree": lambda: TreeAdvantage(),
+    "tree-parents": lambda: TreeAdvantage(forks="parent", baseline="leave_one_out"),
+    "peers": lambda: CombineIds(keys=["group_id", "rollout_id"]),
+    "running": lambda: RunningBaseline(baseline_key="group_id"),
+    "signs": lambda: SignFactors(positive=0.5),
+    "difficulty": lambda: DifficultyWeight(strength=2.0),
+    "filter-diverged": lambda: SampleFilter(
+        criterion=Diverged(estimator="k1", level="sum", high=1.002, unit="rollout"), action="exclude"
+    ),
+    "correction": lambda: RolloutCorrection(),
+    "correction-rollout": lambda: RolloutCorrection(level="sequence", unit="rollout", normalise="batch"),
+    "token-filter": lambda: TokenFilter(criterion=Diverged(estimator="k1", level="token", high=1.001)),
+    "token-filter-all": lambda: TokenFilter(
+        criterion=Diverged(estimator="k1", high=1.001, judges="negative"), denominator="all"
+    ),
+    "token-advantage": lambda: TokenAdvantage(term=LogRatio(centre="batch"), factor=0.5),
+    "token-advantage-multiply": lambda: TokenAdvantage(term=TopShare(share=0.5), how="multiply"),
+    "pipeline": lambda: Pipeline(
+        {
+            "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
+            "collapse": FanOutCollapse(),
+            "filter": SampleFilter(criterion=RewardWithin(high=5 / 16), action="drop"),
+            "advantage": GroupRelativeAdvantage(),
+            "split": ShuffleSplit(minibatches=2, remainder="uneven", seed=5),
+            "weight": LossWeight(),
+        }
+    ),
+}
+NAMES = list(STAGES)
 
 
 def every(law: Callable) -> Callable[[], None]:
@@ -187,14 +186,14 @@ def test_every_exported_transform_is_tried():
         for thing in vars(module).values()
         if isinstance(thing, type) and issubclass(thing, BatchTransform)
     }
-    assert {type(stage) for stage in make_stages().values()} == exported - {BatchTransform}
+    assert {type(make()) for make in STAGES.values()} == exported - {BatchTransform}
 
 
 @every
 def test_the_input_is_left_alone(name):
     batch, untouched = rows(), rows()
     memory = {key: batch.get(key).data_ptr() for key in batch.keys(True, True) if key != "prompt_text"}
-    make_stages()[name](batch)
+    STAGES[name]()(batch)
     assert same(batch, untouched)
     assert {key: batch.get(key).data_ptr() for key in memory} == memory
 
@@ -202,13 +201,13 @@ def test_the_input_is_left_alone(name):
 @every
 def test_a_locked_input_is_no_obstacle(name):
     batch = rows().lock_()
-    assert same(make_stages()[name](batch), make_stages()[name](rows()))
+    assert same(STAGES[name]()(batch), STAGES[name]()(rows()))
 
 
 @every
 def test_strangers_columns_and_strings_stay_with_their_rows(name):
     batch = rows()
-    out = make_stages()[name](batch)
+    out = STAGES[name]()(batch)
     numbers = [int(deep[0, 0]) // 6 for deep in out["stranger", "deep"]]
     assert torch.equal(out["stranger", "deep"], batch["stranger", "deep"][numbers])
     assert list(out["prompt_text"]) == [batch["prompt_text"][i] for i in numbers]
@@ -228,8 +227,8 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name):
         row["turn_reward"] = torch.zeros(number + 2)
         row[OLD] = torch.zeros(number + 2)
         ragged.append(row)
-    out = make_stages()[name](lazy_stack(ragged))
-    dense = make_stages()[name](rows())
+    out = STAGES[name]()(lazy_stack(ragged))
+    dense = STAGES[name]()(rows())
     assert out.shape == dense.shape
     lengths = [len(tokens) for tokens in out.get(("tokens", "full"), as_list=True)]
     expected = [int(deep[0, 0]) // 6 + 2 for deep in dense["stranger", "deep"]]
@@ -251,21 +250,21 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name):
 @every
 def test_an_empty_batch_comes_back_as_it_is(name):
     for empty in (rows()[:0], lazy_stack(list(rows().unbind(0)))[:0]):
-        assert make_stages()[name](empty) is empty
+        assert STAGES[name]()(empty) is empty
 
 
 @every
 def test_envs_by_time_is_flattened(name):
     batch = rows()
-    assert same(make_stages()[name](batch.reshape(2, 4)), make_stages()[name](batch))
+    assert same(STAGES[name]()(batch.reshape(2, 4)), STAGES[name]()(batch))
 
 
 @every
 def test_it_survives_pickling_and_copying_of_its_state(name):
-    stage = make_stages()[name]
+    stage = STAGES[name]()
     stage(rows())
     twin = pickle.loads(pickle.dumps(stage))
-    restored = make_stages()[name]
+    restored = STAGES[name]()
     restored.load_state_dict(stage.state_dict())
     later = rows()  # another batch: a restored split does not train again what it has trained
     later["rollout_id"] += 100
@@ -280,7 +279,7 @@ def test_dtype_and_device_are_kept(name):
         batch = rows()
         for key in (("next", "reward"), REWARD, RETURN, "advantage", "turn_reward"):
             batch[key] = batch[key].to(dtype)
-        out = make_stages()[name](batch)
+        out = STAGES[name]()(batch)
         for key in batch.keys(True, True):
             if key == "prompt_text" or (key == "advantage" and name == "weight-fold"):
                 continue
@@ -293,39 +292,39 @@ def test_dtype_and_device_are_kept(name):
 
 @every
 def test_forward_and_call_are_the_same_and_inverse_is_the_identity(name):
-    assert same(make_stages()[name]._call(rows()), make_stages()[name](rows()))
+    assert same(STAGES[name]()._call(rows()), STAGES[name]()(rows()))
     batch = rows()
     if name == "pipeline":  # what a replay buffer samples has been over it, or it stands in the wrong place
-        batch = make_stages()[name](batch)
-    assert same(make_stages()[name].inv(batch), batch)
+        batch = STAGES[name]()(batch)
+    assert same(STAGES[name]().inv(batch), batch)
 
 
 @every
 def test_a_pipelines_output_is_refused(name):
-    done = make_stages()["pipeline"](rows())
+    done = STAGES["pipeline"]()(rows())
     with pytest.raises(ProcessedTwiceError, match=f"got {len(done)} rows"):
-        make_stages()[name](done)
+        STAGES[name]()(done)
 
 
 @every
 def test_an_environment_is_refused_bare_and_inside_a_compose(name):
     with pytest.raises(TypeError, match=r"whole batches.*Collector\(postproc=...\)"):
-        TransformedEnv(CountingEnv(), make_stages()[name])
+        TransformedEnv(CountingEnv(), STAGES[name]())
     with pytest.raises(TypeError, match="whole batches"):
-        TransformedEnv(CountingEnv(), Compose(make_stages()[name]))
+        TransformedEnv(CountingEnv(), Compose(STAGES[name]()))
 
 
 @every
 def test_what_is_no_batch_is_refused(name):
     with pytest.raises(TypeError, match="takes a TensorDict of rows, got dict"):
-        make_stages()[name]({"reward": 1})
+        STAGES[name]()({"reward": 1})
     with pytest.raises(BatchError, match=r"batch size \[\]"):
-        make_stages()[name](rows()[0])
+        STAGES[name]()(rows()[0])
 
 
 @every
 def test_options_are_kept_under_their_names_and_printed(name):
-    stage = make_stages()[name]
+    stage = STAGES[name]()
     assert repr(stage).startswith(type(stage).__name__)
     if not isinstance(stage, Pipeline):
         copy = type(stage)(**{option: getattr(stage, option) for option in options_of(stage)})
@@ -402,16 +401,16 @@ def test_a_missing_column_is_named_with_what_to_do(name):
             batch = batch.exclude(REWARD)  # where it is not there, the reward as collected is what is read
         if name.startswith("weight"):
             batch = batch.exclude(("log_probs", "full"))
-        make_stages()[name](batch)  # with the column all is well
+        STAGES[name]()(batch)  # with the column all is well
         with pytest.raises(MissingKeyError, match=r"keys?\)|put \w+ before it") as info:
-            make_stages()[name](batch.exclude(key))
+            STAGES[name]()(batch.exclude(key))
         assert repr(key) in str(info.value)
 
 
 @every
 def test_nothing_of_a_batch_stays_on_the_stage(name):
     """``vars`` are what they were, but for those stages that declare a state."""
-    stage = make_stages()[name]
+    stage = STAGES[name]()
     before = dict(vars(stage))
     inside = {
         key: dict(vars(each)) for key, each in getattr(stage, "stages", {}).items() if not each.stateful
@@ -427,7 +426,7 @@ def test_nothing_of_a_batch_stays_on_the_stage(name):
 
 @every
 def test_only_stages_that_declare_it_have_a_state(name):
-    stage = make_stages()[name]
+    stage = STAGES[name]()
     empty = repr(stage.state_dict())
     stage(rows())
     has_state = any(part.stateful for part in stage.modules() if isinstance(part, BatchTransform))
@@ -437,7 +436,7 @@ def test_only_stages_that_declare_it_have_a_state(name):
 @every
 def test_who_leaves_is_gone_or_out_of_the_loss_and_has_a_reason(name):
     """Eight rows in: who leaves is not among those that come out, or out of the loss, and nobody else is."""
-    stage = make_stages()[name]
+    stage = STAGES[name]()
     batch = rows()
     batch["number"] = torch.arange(8)
     run = stage.run(batch) if isinstance(stage, Pipeline) else Pipeline({"stage": stage}).run(batch)
@@ -466,9 +465,9 @@ def test_an_id_that_is_not_set_is_named(name):
     for key in ("group_id", "rollout_id"):
         if key not in NEEDED[name] or name.startswith("pipeline"):
             continue
-        if key == getattr(make_stages()[name], "state_key", None):
+        if key == getattr(STAGES[name](), "state_key", None):
             continue  # here it stands for a state, which may be any label
         batch = rows()
         batch[key] = torch.full((8,), -1)
         with pytest.raises(BatchError, match=rf"{key} ≥ 0; found -1 at row 0"):
-            make_stages()[name](batch)
+            STAGES[name]()(batch)

@@ -7,7 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.transforms import BatchError
+from headrace.pipeline import Pipeline
+from headrace.transforms import (
+    BatchError,
+    CompletenessGate,
+    Criterion,
+    FanOutCollapse,
+    Finite,
+    LossWeight,
+    NotTruncated,
+    SampleFilter,
+    ShuffleSplit,
+)
 from headrace.transforms.distributed import check_one_way, resolve_group, tell_apart
 
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=20)
@@ -37,6 +48,42 @@ def test_an_id_on_more_than_one_rank_is_refused_with_all_that_are(rows):
     message = rf"^group_id {', '.join(map(str, twice))} on more than one rank: say shared_ids='same'"
     with pytest.raises(BatchError, match=message):
         tell_apart(ids, rank, "raise", "group_id")
+
+
+def asked_of_each_rank(batch):
+    """A stage of somebody's own, and a criterion."""
+    return batch
+
+
+class OwnCriterion(Criterion):
+    reason = "own"
+
+    def decide(self, rows):
+        return torch.ones(len(rows), dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("stage", "why"),
+    [
+        (asked_of_each_rank, "code of your own"),
+        (SampleFilter(criterion=asked_of_each_rank, action="drop"), "code of your own"),
+        (SampleFilter(criterion=OwnCriterion(), action="drop"), "code of your own"),
+        (SampleFilter(criterion=NotTruncated(), on_batch=print), "code of your own"),
+        (SampleFilter(criterion=Finite()), "it reads tokens"),
+        (CompletenessGate(group_size=2, expected_groups=[1]), "expected_groups"),
+        (ShuffleSplit(minibatches=1, tree="group"), "it reads tokens"),
+        (LossWeight(unit="turn", turn_index_key="turn_index"), "it reads tokens"),
+    ],
+)
+def test_the_first_rank_does_not_decide_what_is_asked_of_each(stage, why):
+    with pytest.raises(ValueError, match=rf"these take part on each: 'odd' \({why}\)\. Set pipeline\.dec"):
+        Pipeline({"odd": stage}, process_group="world", decide_on="first_rank")
+    Pipeline({"odd": stage}, process_group="world")
+
+
+def test_one_rank_decides_only_for_others():
+    with pytest.raises(ValueError, match="decide_on='first_rank' is for ranks that share a batch: set proc"):
+        Pipeline({"collapse": FanOutCollapse()}, decide_on="first_rank")
 
 
 def test_rows_are_spread_over_ranks_in_one_way():

@@ -60,9 +60,11 @@ PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.tasks.lo
 PUBLIC += ("pipeline.tasks.audit",)
 # What else is imported, and where: the unit tests of inner modules.
 INNER = {
+    "scaling.py": {"transforms.distributed"},
     "cutting.py": {"transforms.distributed"},
     "test_balance.py": {"transforms.split.bins"},
     "balance.py": {"transforms.split.bins"},
+    "engines.py": {"pipeline.collect.queues"},
     "test_split_trees.py": {"transforms.prefixes", "transforms.split.trees"},
     "test_written_to.py": {"transforms.tensordicts"},
     "test_distributed.py": {"transforms.distributed"},
@@ -114,6 +116,7 @@ INNER = {
         "transforms.options",
     },
     "test_sweep.py": {"pipeline.command.sweep", "pipeline.train.job"},
+    "test_xray_task.py": {"pipeline.coefficients.setting"},
     "composed.py": {"pipeline.run"},
 }
 

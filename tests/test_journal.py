@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from assembly import Line, batch_of_lines
+from assembly import Line, batch_of_lines, faulty_stream
 from fleets import Fleet
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,35 +34,6 @@ OPTIONS = {
     "chosen": {"group_size": 2, "on_surplus": lambda rewards, k: rewards.argsort()[:k]},
     "seconds": {"timeout_seconds": 3.0, "on_timeout": "keep", "min_rollouts": 1},
 }
-
-
-def faulty_stream(rng: random.Random, partitions: int) -> list[list[Line]]:
-    """Pieces of rows, some of which are missing, failed or come twice, those of a rollout in their order."""
-    rollouts = []
-    for group in range(rng.randint(3, 8)):
-        partition, expected = rng.randrange(partitions), rng.randint(1, 3)
-        for member in range(expected):
-            number, length, version = 3 * group + member, rng.randint(1, 3), rng.randint(0, 2)
-            lines = [
-                Line(group, number, each, each == length - 1, 0, partition, version, expected)
-                for each in range(length)
-            ]
-            fault = rng.choice(["", "", "", "", "torn", "failed", "twice"])
-            if fault == "torn":
-                lines.pop()
-            elif fault == "failed":
-                lines[-1] = lines[-1]._replace(status=3)
-            elif fault == "twice":
-                lines.append(lines[-1])
-            rollouts.append(lines)
-    rows = []
-    while rollouts := [rest for rest in rollouts if rest]:
-        rows.append(rng.choice(rollouts[:5]).pop(0))
-    pieces = []
-    while rows:
-        size = rng.randint(0, 5)
-        pieces, rows = [*pieces, rows[:size]], rows[size:]
-    return pieces
 
 
 class Clock:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
-from test_contract import NEEDED, every, make_stages, rows, same
+from test_contract import NEEDED, STAGES, every, rows, same
 
 from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms import (
@@ -45,8 +45,8 @@ def as_numbers(batch: TensorDict) -> TensorDict:
 def test_text_ids_are_what_their_numbers_are(name):
     for made in (lambda batch: batch, lambda batch: lazy_stack(list(batch.unbind(0)))):
         text = made(as_text(rows()))
-        out = make_stages()[name](text)
-        expected = make_stages()[name](made(as_numbers(rows())))
+        out = STAGES[name]()(text)
+        expected = STAGES[name]()(made(as_numbers(rows())))
         assert list(out["prompt_text"]) == list(expected["prompt_text"])
         unread = [key for key in IDS if not isinstance(out.get(key), torch.Tensor)]  # stays as it came
         assert set(unread).isdisjoint(NEEDED[name])
@@ -157,4 +157,4 @@ def jagged(batch: TensorDict) -> TensorDict:
 def test_nested_tensors_are_refused_with_what_to_do(name):
     words = r"nested tensors in \('tokens', 'full'\), .*: pass batch\.to_lazystack\(\)"
     with pytest.raises(BatchError, match=words):
-        make_stages()[name](jagged(rows()))
+        STAGES[name]()(jagged(rows()))

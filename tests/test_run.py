@@ -303,6 +303,19 @@ def test_rows_that_a_users_own_stage_gives_no_weight_are_not_trained(split, make
 # -- what a pipeline keeps -------------------------------------------------------------------------------
 
 
+def test_the_last_run_has_the_account_and_says_that_it_has_no_rows(make_batch):
+    pipeline = Pipeline(stages(weight=LossWeight()))
+    run = pipeline.run(busy_batch(make_batch))
+    assert (run.ledger.reason > 0).any()
+    last = pipeline.last_run
+    assert last.metrics == run.metrics
+    assert last.ledger.counts() == run.ledger.counts()
+    assert last.report().numbers == pipeline.report().numbers
+    for ask in (lambda: last.batch, lambda: list(last.minibatches())):
+        with pytest.raises(RuntimeError, match=r"holds no rows: keep run = pipeline.run\(batch\)"):
+            ask()
+
+
 @pytest.mark.parametrize("twin_of", [lambda p: pickle.loads(pickle.dumps(p)), copy.deepcopy])
 def test_a_copy_has_no_last_run_and_goes_on_as_the_original_does(twin_of, make_batch):
     pipeline = Pipeline(stages(weight=LossWeight()))

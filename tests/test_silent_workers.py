@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from quizzes import quiz_makers
-from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector, _runner
 from turns import hang, quick_starts
 
 from headrace.pipeline import assembled
@@ -18,7 +18,8 @@ from headrace.transforms import GroupAssembler, StalledError, StreamWarning
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:rollouts do not end")]
 
-STEP = 1.6  # seconds of a trainer's step, more than the one for which a worker waits
+WAIT = 0.5  # seconds for which a worker waits until the trainer takes its rows; TorchRL has it wait for one
+STEP = 0.8  # of a trainer
 WORKERS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
 
@@ -28,8 +29,14 @@ def workers_start_quickly():
         yield
 
 
+def made_by_one_that_waits_less(make):
+    _runner._TIMEOUT = WAIT  # in the worker's process, before it collects
+    return make()
+
+
 def collector(kind: str, **troubles):
     makers = quiz_makers(2, troubles={int(name[1:]): trouble for name, trouble in troubles.items()})
+    makers = [functools.partial(made_by_one_that_waits_less, make) for make in makers]
     return WORKERS[kind](makers, frames_per_batch=12, total_frames=-1)
 
 
@@ -100,7 +107,7 @@ def test_a_worker_that_hangs_while_another_goes_on_is_named_with_what_waits(opti
 
 
 def train_slowly(stream) -> None:
-    for _ in itertools.islice(stream, 12):
+    for _ in itertools.islice(stream, 30):
         time.sleep(STEP)
 
 

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,7 @@ FRAMES = 12
 PATIENCE = 5.0  # seconds
 BOUND = 45.0  # seconds that a cell may take, where processes start slowly
 AFTER = PATIENCE + 10  # seconds in which an error may follow a warning: a batch may take some of them
+ALONE = PATIENCE + 2  # seconds without an error where none may follow
 AT_ONCE = 4  # cells
 
 
@@ -215,8 +217,9 @@ SOURCES: dict[str, Callable[[str, Path], Iterable[Any]]] = {
 # -- what is reported -------------------------------------------------------------------------------------
 
 
-def report(stream: Iterator[Any], begun: Path) -> Found:
+def report(stream: Iterator[Any], trouble: str, begun: Path) -> Found:
     """Train on what comes until something is reported."""
+    longest = ALONE if trouble == "never ends" else AFTER
     pipeline = load_pipeline(
         "pipeline=grpo",
         "pipeline.stages.collapse.reward=sum",
@@ -233,7 +236,7 @@ def report(stream: Iterator[Any], begun: Path) -> Found:
                 mine = [each for each in said if issubclass(each.category, StreamWarning)]
                 if mine and warned is None:
                     warned = Found("StreamWarning", str(mine[0].message), since(begun))
-                if warned is not None and since(begun) > warned.after + AFTER:
+                if warned is not None and since(begun) > warned.after + longest:
                     return warned
                 if time.monotonic() > end:
                     return Found("nothing", f"silent for {BOUND:g} s")
@@ -257,7 +260,7 @@ def in_a_process(told: Any, place: str, trouble: str, folder: Path) -> None:
     if TROUBLES[trouble][0] is None:
         (folder / "begun").write_text(str(time.monotonic()))
     stream = assembled(source, GroupAssembler(), patience=PATIENCE, worker_patience=PATIENCE)
-    told.send(report(iter(stream), folder / "begun"))
+    told.send(report(iter(stream), trouble, folder / "begun"))
     told.close()
     hang()
 
@@ -302,7 +305,18 @@ def write(assembler: Any, worker: int, trouble: str, folder: Path) -> None:
 @functools.cache
 def on_ray() -> RayAssembler:
     """An assembler in an actor, which begins anew for each cell: a process takes seconds to come up."""
-    return RayAssembler()
+    assembler = RayAssembler()
+    assembler.put(next(iter(collect(make_quiz(), FRAMES, 1))))  # brings up the process that stores rows
+    return assembler
+
+
+def start_when_heard(assembler: RayAssembler, folder: Path) -> None:
+    """Let the writers begin when the trainer listens: what they put before is not noted."""
+    import ray
+
+    while not ray.get(assembler._actor.__ray_call__.remote(lambda actor: actor.workers.worker_patience)):
+        time.sleep(0.01)
+    (folder / "go").touch()
 
 
 def look_at_ray(trouble: str) -> Found:
@@ -319,9 +333,9 @@ def look_at_ray(trouble: str) -> Found:
             while len(list(folder.glob("ready*"))) < len(writers):
                 ended, _ = ray.wait(writers, timeout=0.05)
                 ray.get(ended)  # raises: nobody ends before
-            (folder / "go").touch()
             stream = assembler.batches(writers, patience=PATIENCE, worker_patience=PATIENCE)
-            return report(stream, folder / "begun")
+            threading.Thread(target=start_when_heard, args=(assembler, folder), daemon=True).start()
+            return report(stream, trouble, folder / "begun")
         finally:
             (folder / "stop").touch()
             if trouble == "hangs":

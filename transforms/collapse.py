@@ -206,9 +206,10 @@ class FanOutCollapse(
             every.put(REWARDS, every.from_statistics(rewards.double()), dtype=dtype, ndim=2)
         first = rows.rollouts.is_first
         every.put(IS_FIRST_SEGMENT, every.from_statistics(first), dtype=torch.bool, ndim=1)
-        own = rows.of_rank(one)[rows.of_rank(first)]
-        rows.metric("rollouts", len(own))
-        rows.metric("reward_mean", mean_of(own if missing is None else own[~own.isnan()]))
+        for view in rows.of_each_rank():
+            own = view.of_rank(one)[view.of_rank(first)]
+            view.metric("rollouts", len(own))
+            view.metric("reward_mean", mean_of(own if missing is None else own[~own.isnan()]))
 
     def _rewards(self, rows: Rows) -> Tensor:
         """(M, K) float64."""

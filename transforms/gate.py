@@ -361,6 +361,10 @@ class CompletenessGate(
         if missing and self.on_incomplete == "raise":
             self._refuse([], missing)
 
+    def needs_each_rank(self) -> str:
+        """It does, to hear of the groups that each was dispatched."""
+        return super().needs_each_rank() if self.expected_groups is None else "expected_groups"
+
     def decide(self, rows: Rows) -> None:
         """Take out, or refuse, what is incomplete."""
         ends, status = self._ends(rows), rows.status
@@ -391,7 +395,8 @@ class CompletenessGate(
         rows.leave(~(present | lost), "unfinished")
         take_empty_out(rows, self.empty)
         rows.metric("missing_groups", len(missing))
-        rows.metric("incomplete_rows", rows.of_rank(lacks).sum())
+        for view in rows.of_each_rank():
+            view.metric("incomplete_rows", view.of_rank(lacks).sum())
 
     def _ends(self, rows: Rows) -> Ends | None:
         """What the batch says of where rollouts begin and end."""

@@ -20,7 +20,8 @@ baseline or a scale is a line in ``advantage/baselines.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ from .tensordicts import (
     device_of,
     flat_rows,
     number_column,
+    number_of,
     parts_of,
     read_packed,
     same_column,
@@ -80,6 +82,7 @@ class Rows:
         index: Tensor | None = None,
     ):
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
+        self.rank = 0 if table.ranks is None else table.ranks.rank  # of_rank and metric are of its rows
 
     # -- in and out ---------------------------------------------------------------------------------------
 
@@ -336,12 +339,20 @@ class Rows:
 
     def of_rank(self, values: Tensor) -> Tensor:
         """Those of (M, ...) `values` that are of this rank's rows; all where no ranks share a batch."""
-        own = self.table.own
         if self.table.ranks is None:
             return values
         if self.index is None:
-            return values[own]
-        return values[(self.index >= own.start) & (self.index < own.stop)]
+            return self.table.of_rank(values, self.rank)
+        spans = torch.searchsorted(self.index, torch.tensor(self.table.spans(self.rank))).tolist()
+        return torch.cat([values[a:b] for a, b in spans])
+
+    def of_each_rank(self) -> Iterator[Rows]:
+        """This view, for the metrics of a rank's rows; where one rank decides, as each rank would have it."""
+        yield self
+        for rank in self.table.of_others:
+            view = copy(self)
+            view.rank = rank
+            yield view
 
     def where(self, chosen: Tensor) -> Rows:
         """The rows of this view where (M,) bool `chosen`."""
@@ -666,10 +677,9 @@ class Rows:
         batch, loss_mask, log_prob = self.table.batch, self.key("loss_mask"), self.key("log_prob")
         if self.table.finite is not None:
             log_prob = None
-        if self.table.elsewhere:  # there is nothing to write to, and the numbers of tokens stay as they are
-            self.table.silenced[loss_mask] = None
-            return
-        found = [key for key in (loss_mask, log_prob) if key is not None and parts_of(batch, key)]
+        keys = [key for key in (loss_mask, log_prob) if key is not None]
+        # Whoever has the tokens masks them.
+        found = [key for key in keys if self.table.elsewhere or parts_of(batch, key)]
         self.table.silenced |= dict.fromkeys(found)
         if not found and bool(rows.any()):
             lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
@@ -679,6 +689,8 @@ class Rows:
                 f"{int(rows.sum())} rows are to leave the loss, but the batch has {lacks}: they would train "
                 f"all the same. It has {key_names(batch)}; set the keys, or drop the rows"
             )
+        if self.table.elsewhere and column_of(batch, number_of(loss_mask)) is None:
+            return
         if loss_mask in found:
             lengths = self.lengths
             before = self[LENGTH] if self.has(LENGTH) else torch.full_like(lengths, -1)
@@ -704,7 +716,8 @@ class Rows:
 
     def metric(self, name: str, value: Tensor | float) -> None:
         """Say a number of this batch, as ``<stage>/<name>``."""
-        self.table.metrics[f"{self.stage}/{name}" if self.stage else name] = float(value)
+        metrics = self.table.of_others.get(self.rank, self.table.metrics)
+        metrics[f"{self.stage}/{name}" if self.stage else name] = float(value)
 
     def measured_when_read(
         self,
@@ -832,6 +845,8 @@ class Rows:
             writes: the columns that it writes.
             numbers: (M,) or (M, K) each, for the rows of this view.
         """
+        if self.table.ranks is not None:
+            self.table.ranks.refuse_tokens()
         every = {name: self.to_arrival(values) for name, values in numbers.items()}
         self.table.late.append(Late(change, every, tuple(writes)))
 

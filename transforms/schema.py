@@ -26,11 +26,14 @@ column                                  shape, dtype      meaning
 ``("headrace", "padding")``             (N,) bool         a copy that trains nothing; absent: no row is
 ``("headrace", "row")``                 (N,) int64        row number as the pipeline got it
 ``("headrace", "processed")``           (N,) bool         a pipeline has been over this row
-``("headrace", "elsewhere")``           (N,) int64        the tokens of the batch are elsewhere, under this
-                                                          number of the row; absent: they are here
+``("headrace", "elsewhere")``           (N,) int64, or    the tokens of the batch are elsewhere, under this
+                                        (N, 3)            number of the row; in TransferQueue under these, its
+                                                          producer, number and kind; absent: they are here
 ``("headrace", "dispatched")``          (N,) int64        rollouts that were asked for in the row's group
 ``("headrace", "origin")``              (N, 5) int32      the row's number in its rollout; its worker, and how
                                                           many there are; its environment there, and how many
+``("headrace", "masks")``               no tensor         columns of tokens elsewhere in which rows out of the
+                                                          loss are masked
 ====================================== ================= ===============================================
 
 Example:
@@ -44,7 +47,7 @@ Example:
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
@@ -74,6 +77,7 @@ ROW = ("headrace", "row")
 PROCESSED = ("headrace", "processed")
 DISPATCHED = ("headrace", "dispatched")
 ORIGIN = ("headrace", "origin")
+MASKS = ("headrace", "masks")
 
 STATUS_KEYS = (("next", "status"), "status")  # where a status is, in the order of looking
 DONE = ("next", "done")  # True where a rollout ends, as TorchRL's collectors write it
@@ -82,6 +86,18 @@ INIT = "is_init"  # True where a rollout begins, as TorchRL's InitTracker writes
 EXPECTED_SEGMENTS = "expected_segments"  # how many segments of the row's rollout end, each by itself
 
 FLOAT = torch.float32  # of a new column of floats: torch's global default changes no number
+
+
+class Origin(NamedTuple):
+    """Where a row comes from: the columns of :data:`ORIGIN`, in their order."""
+
+    number: int
+    """Of the row in its rollout, from 0."""
+    worker: int
+    workers: int
+    environment: int
+    environments: int
+
 
 Unit = Literal["sample", "rollout", "group"]
 

@@ -149,11 +149,12 @@ class RewardShaping(BatchTransform):
         # Rounded here: rewards that are equal as they are written are equal to every stage.
         shaped = self.shape(rows, reward).to(rows.dtype(REWARD)).double()
         rows.put(REWARD, shaped)
-        before, after = rows.of_rank(reward), rows.of_rank(shaped)
-        known = ~before.isnan()  # a reward that is missing stays so
-        rewarded = known.double().sum().clamp_min(1)
-        rows.metric("changed", (known & (after != before)).sum() / rewarded)
-        rows.metric("mean", add_up(torch.where(known, after - before, 0.0)) / rewarded)
+        for view in rows.of_each_rank():
+            before, after = view.of_rank(reward), view.of_rank(shaped)
+            known = ~before.isnan()  # a reward that is missing stays so
+            rewarded = known.double().sum().clamp_min(1)
+            view.metric("changed", (known & (after != before)).sum() / rewarded)
+            view.metric("mean", add_up(torch.where(known, after - before, 0.0)) / rewarded)
 
 
 class RewardScale(RewardShaping):

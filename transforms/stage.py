@@ -97,6 +97,14 @@ class BatchTransform(TakesColumns, Transform):
         """Pairs of a loss mask and log-probabilities (or None) whose tokens it asks for."""
         return []
 
+    def needs_each_rank(self) -> str:
+        """Why it takes part on each rank that shares a batch, in words; empty: one can decide for all."""
+        if not type(self).__module__.startswith("headrace.transforms."):
+            return "code of your own"
+        if type(self).decide is BatchTransform.decide:
+            return "it reads tokens"
+        return "it remembers rollouts of all ranks" if self.stateful else ""
+
     # -- how it is run ------------------------------------------------------------------------------------
 
     def knows_the_table(self) -> bool:

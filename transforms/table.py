@@ -29,6 +29,7 @@ from .tensordicts import (
     join_rows,
     leave_out,
     number_column,
+    number_of,
     read_packed,
     rows_between,
     shallow_copy,
@@ -154,6 +155,8 @@ class Table:
         counted: (N,) bool: in the statistics. None: all are.
         says_who_counts: a stage may take rows out of the statistics, so that the batch says who is in them.
         metrics: what stages measured, ``<stage>/<name>``; with those that wait, :meth:`read_metrics`.
+        of_others: those of the rows of other ranks, where this rank decides for them, by rank.
+        told: columns that the other ranks have as well, where this rank decides for them.
         unread: what computes metrics when they are read.
         notes: what a stage keeps from `decide` to `state_after`, by the stage.
         ranks: that share the batch; None: this process has the whole of it.
@@ -172,6 +175,8 @@ class Table:
         self.late: list[Late] = []
         self.names, self.effects = [TRAINED], [TRAINED]
         self.metrics: dict[str, float] = {}
+        self.of_others: dict[int, dict[str, float]] = {}
+        self.told: dict[Any, Tensor] = {}
         self.unread: list[Callable[[], dict[str, float]]] = []  # Unread, or what a copy of it became
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
@@ -210,6 +215,11 @@ class Table:
         """How many rows are here."""
         return self.size if self.index is None else len(self.index)
 
+    @property
+    def decides(self) -> bool:
+        """Whether decisions are made here, and not on another rank."""
+        return self.ranks is None or self.ranks.decides
+
     def take(self, numbers: Tensor) -> TensorDictBase:
         """Gather rows of this rank's batch, by (n,) int64 numbers in the table."""
         at = self.places(numbers)
@@ -229,11 +239,27 @@ class Table:
         """
         if self.ranks is None:
             return [chosen.nonzero().flatten()]
-        parts = [starts for starts in (self.starts, self.carried_starts) if starts]
         return [
-            torch.cat([chosen[at[rank] : at[rank + 1]].nonzero().flatten() + at[rank] for at in parts])
+            torch.cat([chosen[a:b].nonzero().flatten() + a for a, b in self.spans(rank)])
             for rank in range(len(self.starts) - 1)
         ]
+
+    def spans(self, rank: int) -> list[tuple[int, int]]:
+        """Where the rows of a rank begin and end: those of the batch, and those carried to it."""
+        return [(starts[rank], starts[rank + 1]) for starts in (self.starts, self.carried_starts) if starts]
+
+    def of_rank(self, values: Tensor, rank: int) -> Tensor:
+        """Of (N, ...) values those of a rank's rows, in the order of its batch."""
+        parts = [values[a:b] for a, b in self.spans(rank)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def by_rank(self) -> Tensor:
+        """(N,) int64: the rank of each row."""
+        rank = torch.zeros(self.size, dtype=torch.int64)
+        for number in range(len(self.starts) - 1):
+            for a, b in self.spans(number):
+                rank[a:b] = number
+        return rank
 
     def read_metrics(self) -> dict[str, float]:
         """What stages measured; what waited for that is computed, and lets go of its columns."""
@@ -371,8 +397,11 @@ class Table:
         """
         batch, in_loss = self.as_decided(), self.in_loss[self.live]
         if self.masks_rows and not bool(in_loss.all()):
+            silent = (~in_loss).to(device_of(batch))
+            if self.elsewhere:
+                _silence_numbers(batch, self.silenced, silent)
             for key in () if self.elsewhere else self.silenced:
-                silence_rows(batch, key, (~in_loss).to(device_of(batch)))
+                silence_rows(batch, key, silent)
         return batch
 
     def as_decided(self) -> TensorDictBase:
@@ -500,7 +529,7 @@ class Table:
         ranks, before = self.ranks, self.size
         if ranks is not None:
             ranks.share(more)
-            if more.size == 0:
+            if not more.starts:  # nobody has any
                 return
             if more.batch is None:
                 more.batch = self.batch[:0]
@@ -546,6 +575,15 @@ def _unknown(like: Tensor, size: int) -> Tensor:
     """A column of so many rows of which nothing is known: NaN, False or −1."""
     nothing = {torch.float64: float("nan"), torch.bool: False}.get(like.dtype, -1)
     return like.new_full((size, *like.shape[1:]), nothing)
+
+
+def _silence_numbers(batch: TensorDictBase, keys: Collection[NestedKey], silent: Tensor) -> None:
+    """What :func:`silence_rows` does, to the numbers of tokens that are elsewhere."""
+    for key in keys:
+        numbers = column_of(batch, number_of(key))
+        if numbers is not None:
+            out = silent.view(-1, *[1] * (numbers.ndim - 1))
+            write_column(batch, number_of(key), numbers.masked_fill(out, 0))
 
 
 def sources_of(key: Any) -> list[NestedKey]:

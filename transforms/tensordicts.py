@@ -707,7 +707,10 @@ def check_mask(batch: TensorDictBase, key: NestedKey) -> None:
 
 
 def number_of(mask_key: NestedKey) -> NestedKey:
-    """Where a batch has the number of tokens in a mask, (N,) int64, if its rows' tokens are elsewhere."""
+    """Where a batch has the number of tokens in a mask, if its rows' tokens are elsewhere.
+
+    (N,) int64, or (N, 2): and of those with a finite log-probability.
+    """
     return ("headrace", "number_of", mask_key if isinstance(mask_key, str) else ".".join(mask_key))
 
 
@@ -716,9 +719,8 @@ def count_in_loss(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Tokens of each row in the loss mask, and those of them with a finite log-probability; (N,) int64 each.
 
-    TorchRL's GRPOLoss counts the latter. Without log-probabilities both are the same, and so they are where
-    the tokens are elsewhere and the batch has their number (:func:`number_of`). None twice where nothing says
-    which tokens train.
+    TorchRL's GRPOLoss counts the latter. Without log-probabilities both are the same. Of tokens elsewhere the
+    batch has the number (:func:`number_of`). None twice where nothing says which tokens train.
 
     Raises:
         BatchError: mask and log-probabilities differ in shape; the mask is not bool.
@@ -726,7 +728,9 @@ def count_in_loss(
     mask = loss_mask_of(batch, mask_key)
     if mask is None:
         number = number_column(batch, number_of(mask_key))
-        return number, number
+        if number is None or number.ndim == 1:
+            return number, number
+        return number[:, 0], number[:, 0 if log_prob_key is None else 1]
     log_prob = None if log_prob_key is None else column_of(batch, log_prob_key)
     if isinstance(mask, list) or isinstance(log_prob, list):
         given = [column for column in (mask, log_prob) if column is not None]

@@ -368,6 +368,10 @@ class LossWeight(
         """Those in the loss."""
         return [(self.loss_mask_key, self.log_prob_key)]
 
+    def needs_each_rank(self) -> str:
+        """It does, for turns inside rows."""
+        return super().needs_each_rank() if self.turn_index_key is None else "it reads tokens"
+
     def decide(self, rows: Rows) -> None:
         """Weigh the rows of each step."""
         if self.ranks == 1 and self.gradients == "mean" and rows.has(RANK):
@@ -417,9 +421,10 @@ class LossWeight(
         for name in ("tokens", "samples", "rollouts", "groups"):
             if (count := getattr(weighed, name)) is not None:
                 rows.put(f"num_{name}", count, dtype=torch.int64, ndim=1)
-        own = rows.of_rank(tokens)
-        rows.metric("tokens", own.sum())
-        rows.metric("samples", (own > 0).sum())
+        for view in rows.of_each_rank():
+            own = view.of_rank(tokens)
+            view.metric("tokens", own.sum())
+            view.metric("samples", (own > 0).sum())
 
     def _turns_inside(self, rows: Rows, tokens: Tensor) -> Tensor:
         """(M,) int64: turns with a token in the loss of each row.
@@ -466,9 +471,7 @@ class LossWeight(
         for key in (MINIBATCH, RANK, MICROBATCH):
             if rows.has(key):
                 passes = passes.paired_with(Ids(rows[key]))
-        own = torch.zeros_like(tokens)  # ranks number their passes alike
-        own[rows.of_rank(torch.arange(len(rows)))] = 1
-        passes = passes.paired_with(Ids(own))
+        passes = passes.paired_with(Ids(rows.from_arrival(rows.table.by_rank())))  # they number them alike
         return passes.spread(passes.sum(tokens))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import group_relative_advantage
 from headrace.transforms.options import at_least, one_of, takes_options
-from headrace.transforms.schema import ROW, TOKEN_WEIGHT, has_key
+from headrace.transforms.schema import MICROBATCH, ROW, TOKEN_WEIGHT, has_key
 
 from .means import StepTokens, TokenMean, nearest_mean, odd_part
 from .token_table import TokenTable, explain_gradient, padded_column, tokens_of
@@ -32,6 +32,7 @@ Gradients = Literal["mean", "sum", "reduced"]
 LENGTHS = (3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 10, 4)
 REWARDS = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.3, 0.9, 0.0, 0.5)
 CLOSE = 1e-6
+CLOSE_IN = {torch.float64: CLOSE, torch.float32: 1e-4}  # a float32's rounding, of sums whose terms cancel
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,14 @@ class XRay:
         mean: what the first of them takes, where no pipeline says.
         factor: by which its weights are larger than those of that mean.
         apart: by how much one of them differs from it at most, as a share.
+        close: the share up to which weights are equal.
     """
 
     runs: Sequence[Measured]
     mean: TokenMean
     factor: float
     apart: float
+    close: float = CLOSE
 
     @property
     def spread(self) -> Mapping[str, tuple[float, float]]:
@@ -117,7 +120,7 @@ class XRay:
         """What the step does, in a sentence."""
         first, spread, causes = self.runs[0], self.spread, defaultdict(list)
         for run in self.runs:
-            if cause := _cause(run):
+            if cause := _cause(run, self.close):
                 causes[cause].append(run.where)
         if always := [cause for cause, where in causes.items() if len(where) == len(self.runs)]:
             return f"{'; '.join(always)}, in {len(spread)} of {len(spread)} runs"
@@ -125,7 +128,7 @@ class XRay:
         odd = [
             f"with {where}, tokens get {_range(low, high)} times the weight {said}"
             for where, (low, high) in spread.items()
-            if max(abs(low - 1), abs(high - 1)) > CLOSE
+            if max(abs(low - 1), abs(high - 1)) > self.close
         ]
         odd += [f"with {' and '.join(where)}, {cause}" for cause, where in causes.items()]
         if odd:
@@ -137,21 +140,27 @@ class XRay:
         """The mean of the run with the most parts whose mean is known: it says of what it is."""
         runs = sorted((run for run in self.runs if not run.shift), key=lambda run: -run.cut * run.ranks)
         found = [nearest_mean(run.weight, run.tokens) for run in runs or self.runs]
-        exact = [str(mean) for mean, _, apart in found if apart <= CLOSE]
+        exact = [str(mean) for mean, _, apart in found if apart <= self.close]
         if exact:
             return exact[0]
         mean, _, apart = found[-1]
         return f"no mean that is known (the nearest, the {mean}, is {apart:.2g} off)"
 
-    def assert_uniform(self, tolerance: float = CLOSE) -> None:
+    def assert_uniform(self, tolerance: float | None = None) -> None:
         """Raise where tokens get another weight in one of the runs.
+
+        Args:
+            tolerance: as a share. None: ``close``.
 
         Raises:
             AssertionError: with the verdict.
         """
+        tolerance = self.close if tolerance is None else tolerance
         if any(max(abs(low - 1), abs(high - 1)) > tolerance for low, high in self.spread.values()):
             raise AssertionError(self.verdict)
-        if (self.runs[0].expected is None and self.apart > tolerance) or any(map(_cause, self.runs)):
+        if (self.runs[0].expected is None and self.apart > tolerance) or any(
+            _cause(run, self.close) for run in self.runs
+        ):
             raise AssertionError(self.verdict)
 
     def curve(self) -> dict[float, tuple[float, float]]:
@@ -201,12 +210,18 @@ def xray(
     gradients: Gradients = "mean",
     holes: bool = False,
     prepare: Callable[[TensorDictBase], object] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> XRay:
     """Measure the weight that a training step gives to each token.
 
     The step gets a :class:`TokenTable`, a batch of :func:`xray_batch` with the advantages of GRPO under
     ``advantage`` (N, 1, 1), and how many micro-batches to make of it, of as many rows each, in their order.
     It calls ``backward()``, and does not step an optimiser.
+
+    A step that makes its advantages itself, sorts rows into micro-batches in another order, or leaves rows
+    out of the loss, writes into the batch what its own settings say of that: ``advantage`` (N, 1, 1),
+    ``("headrace", "microbatch")`` (N,), from 0, and ``("masks", "all_assistant_mask")`` (N, T). With several
+    ranks it cannot.
 
     Args:
         step: the loss and the backward pass of a trainer, ``step(model, batch, cut)``.
@@ -226,6 +241,7 @@ def xray(
         holes: as of :func:`xray_batch`.
         prepare: adds to each batch the columns that the pipeline or the loss reads besides, such as
             reference log-probabilities or turns.
+        dtype: of the table. In float32 weights are equal up to 1e-4, not 1e-6.
 
     Raises:
         ValueError: an option with a wrong value; the step has changed the table; the pipeline writes no
@@ -252,6 +268,7 @@ def xray(
             shift,
             gradients if max(ranks) > 1 else None,
             prepare,
+            dtype,
             {
                 "lengths": lengths,
                 "rewards": rewards,
@@ -265,7 +282,7 @@ def xray(
         for shift in shifts
         for cut in cuts
     ]
-    return XRay(runs, *nearest_mean(runs[0].weight, runs[0].tokens))
+    return XRay(runs, *nearest_mean(runs[0].weight, runs[0].tokens), CLOSE_IN.get(dtype, 0.05))
 
 
 def _measure(
@@ -277,6 +294,7 @@ def _measure(
     shift: float,
     gradients: Gradients | None,
     prepare: Callable[[TensorDictBase], object] | None,
+    dtype: torch.dtype,
     options: dict[str, Any],
 ) -> Measured:
     batch = xray_batch(**options, pad=pad, old_log_prob_shift=shift)
@@ -296,10 +314,12 @@ def _measure(
     if pipeline is not None:
         advantage, expected = declared(pipeline, batch)
     batch["advantage"] = advantage[..., None]
-    model = TokenTable.of(batch)
+    model = TokenTable.of(batch, dtype)
     before = model.table.detach().clone()
     if gradients is None:
         step(model, batch, cut)
+        inside, micro = tokens_of(batch)[2], batch.get(MICROBATCH, micro)
+        advantage = padded_column(batch, "advantage").double().flatten(1)
     else:
         model.table.grad = _over_ranks(step, model, batch, cut, of_rank, gradients)
     if not torch.equal(model.table.detach(), before):
@@ -407,7 +427,7 @@ def _range(low: float, high: float) -> str:
     return f"{low:.3g}" if abs(high - low) < CLOSE else f"{low:.3g} to {high:.3g}"
 
 
-def _shift(run: Measured) -> str:
+def _shift(run: Measured, close: float) -> str:
     """Whether each token has the weight of its neighbour."""
     every = run.coefficient + run.outside
     advantage = run.advantage.amax(1, keepdim=True) + run.advantage.amin(1, keepdim=True)
@@ -417,18 +437,18 @@ def _shift(run: Measured) -> str:
         elsewhere = (every != 0) & ~run.tokens.inside.roll(-shift, 1)
         if bool(elsewhere.any()) or not bool(moved.isfinite().any()):
             continue
-        if nearest_mean(moved, run.tokens)[2] <= CLOSE:
+        if nearest_mean(moved, run.tokens)[2] <= close:
             return f"the loss mask is shifted: each token has the weight of the token {words} it"
     return ""
 
 
-def _cause(run: Measured) -> str:
+def _cause(run: Measured, close: float) -> str:
     """What is wrong with a run, where its weights show it."""
     if run.shift:
         return ""
     weight, micro = run.weight, run.tokens.micro
     known = run.tokens.inside & weight.isfinite()
-    if shifted := _shift(run):
+    if shifted := _shift(run, close):
         return shifted
     if bool(run.outside.any()) or run.padding:
         found = [f"{int((run.outside != 0).sum())} tokens outside the loss mask"] * bool(run.outside.any())
@@ -436,11 +456,11 @@ def _cause(run: Measured) -> str:
     if run.expected is not None:  # the pipeline cuts micro-batches of its own
         return ""
     parts = {number: weight[known & (micro == number)[:, None]] for number in micro.unique().tolist()}
-    missing = [number for number, of_part in parts.items() if not bool(of_part.any())]
+    missing = [number for number, of_part in parts.items() if len(of_part) and not bool(of_part.any())]
     if missing:
         names = ", ".join(str(number) for number in missing)
         return f"micro-batch {names} (from 0) has no gradient"
-    if nearest_mean(weight, run.tokens)[2] <= CLOSE:
+    if nearest_mean(weight, run.tokens)[2] <= close:
         return ""
     if (odd := odd_part(weight, run.tokens)) is not None:
         return f"micro-batch {odd[0]} (from 0) counts {odd[1]:.3g} times"
@@ -450,6 +470,6 @@ def _cause(run: Measured) -> str:
         ratio = torch.where(
             known & (neighbour != 0)[:, None], run.coefficient / neighbour[:, None], torch.nan
         )
-        if bool(ratio.isfinite().any()) and nearest_mean(ratio, run.tokens)[2] <= CLOSE:
+        if bool(ratio.isfinite().any()) and nearest_mean(ratio, run.tokens)[2] <= close:
             return f"each row has the advantage of the row {words} it"
     return ""

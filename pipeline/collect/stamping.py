@@ -13,7 +13,7 @@ from torchrl.envs.transforms import Compose, Transform
 
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.options import describe_options, nested_key, takes_options
-from headrace.transforms.schema import ORIGIN, require
+from headrace.transforms.schema import ORIGIN, Origin, require
 
 PROMPTS: tuple[NestedKey, ...] = (
     "query",
@@ -197,7 +197,7 @@ class StampIds(Transform):
         for key in self.out_keys:
             if key in observation_spec.keys(True, True):
                 raise ValueError(f"{key!r} is stamped once; the environment has it without {self!r}")
-            width, dtype = (5, torch.int32) if key == ORIGIN else (1, torch.int64)
+            width, dtype = (len(Origin._fields), torch.int32) if key == ORIGIN else (1, torch.int64)
             observation_spec[key] = Unbounded(
                 (*observation_spec.shape, width), dtype=dtype, device=observation_spec.device
             )
@@ -231,8 +231,9 @@ class StampIds(Transform):
         places[fresh], stepped[fresh], steps[fresh] = new, False, 0
         self._places, self._stepped, self._steps = places, stepped, steps
         self._dispatched += len(fresh)
-        origin = torch.tensor([0, self.worker, self.workers, 0, count], dtype=torch.int32).repeat(count, 1)
-        origin[:, 0], origin[:, 3] = steps, torch.arange(count)
+        numbers = Origin(steps, self.worker, self.workers, torch.arange(count), count)
+        parts = [torch.as_tensor(part, dtype=torch.int32).expand(count) for part in numbers]
+        origin = torch.stack(parts, 1)
         for key, ids in (*self._columns(places).items(), (ORIGIN, origin)):
             rows.set(key, ids.reshape(*rows.shape, -1).to(rows.device or "cpu"))
         return rows

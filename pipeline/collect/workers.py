@@ -9,7 +9,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from headrace.transforms.schema import ORIGIN, has_key
+from headrace.transforms.schema import ORIGIN, Origin, has_key
 
 TIMES = 3  # that another worker sends rows before one is called silent
 FACTOR = 10  # by which a pause may be longer than all before
@@ -54,12 +54,15 @@ class WorkerWatch:
         now = time.monotonic()
         columns = (ORIGIN, assembler.group_key, assembler.rollout_key)
         origins, groups, rollouts = (rows.get(key).reshape(rows.numel(), -1).cpu() for key in columns)
-        for worker, row in {worker: row for row, worker in enumerate(origins[:, 1].tolist())}.items():
+        last = {
+            origin.worker: (row, origin) for row, origin in enumerate(map(Origin._make, origins.tolist()))
+        }
+        for worker, (row, origin) in last.items():
             heard = self._heard.setdefault(worker, Heard([self._begun]))
             heard.longest = max(heard.longest, now - heard.times[-1])
             heard.times = [*heard.times, now][-TIMES:]
-            number, _, self._numbered, *_ = origins[row].tolist()
-            heard.last = f"row {number} of rollout {int(rollouts[row])} of group {int(groups[row])}"
+            self._numbered = origin.workers
+            heard.last = f"row {origin.number} of rollout {int(rollouts[row])} of group {int(groups[row])}"
         if self.workers == self._numbered:
             for worker in range(self.workers):
                 self._heard.setdefault(worker, Heard([self._begun], longest=now - self._begun))

@@ -87,6 +87,8 @@ def ready_words(words: Sequence[str]) -> list[str]:
             raise ConfigError(f"{word}: a name is required; headrace --help says which there are")
     values = [word for word in words if word in read.overrides]
     flags = [word for word in words if word not in read.overrides]
+    if "task=xray" in values:  # Hydra takes `source` for the file of a dump
+        values = [f"xray.{word}" if word.startswith("source=") else word for word in values]
     return [*flags, *map(without_stage, values)]
 
 

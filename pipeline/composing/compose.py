@@ -17,8 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from headrace.pipeline.wording import suggest
 
-TASKS = ("train", "replay", "compare", "plan", "certify")
-GROUPS = ("pipeline", "experiment", "task", "report", "rows")  # words that choose a file
+TASKS = ("train", "replay", "compare", "plan", "certify", "xray")
+GROUPS = ("pipeline", "experiment", "task", "report", "rows", "xray")  # words that choose a file
 ABSENT = object()
 
 

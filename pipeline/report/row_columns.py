@@ -108,7 +108,7 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
             found[name] = column.long()
     counted = torch.ones(table.size, dtype=torch.bool) if table.counted is None else table.counted
     if (collected := table.columns.get("collected reward")) is not None:
-        several = collected.double().reshape(table.size, -1)
+        several = flat_rows(collected.double())
         fits = keys.reward_weights is not None and len(keys.reward_weights) == several.shape[1] > 1
         found["collected_reward"] = weighted_reward(several, keys.reward_weights if fits else None)
         found["reward"] = found["collected_reward"]

@@ -219,7 +219,7 @@ def make_report(
     ):  # of groups that are spread over ranks, a part says nothing
         by_row = _advantage_by_row(comparing[0], columns)
         columns |= {} if by_row is None else {"advantage_by_row": by_row}
-    metrics, there = run.metrics, None if run is not processed else run.ungathered
+    metrics, there = run.metrics, run.ungathered if run is processed and run.has_batch else None
     if batch is not None:
         batch = enter_rows(batch, [], reader="make_report")
         ids: dict[str, Any] = {

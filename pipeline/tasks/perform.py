@@ -23,11 +23,12 @@ from .audit import audit
 from .certify import certify
 from .compare import compare
 from .group_sizes import tabulate_group_sizes
+from .measure_trainer import measure_trainer
 from .replay import replay
 
 REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, OSError)
 TASKS = {"train": train, "replay": replay, "plan": tabulate_group_sizes}
-OF_RECIPES = {"compare": compare, "certify": certify, "audit": audit}
+OF_RECIPES = {"compare": compare, "audit": audit, "certify": certify, "xray": measure_trainer}
 
 
 def perform(config: DictConfig, output: Path, overrides: Sequence[str]) -> float:
@@ -66,6 +67,11 @@ TYPES: dict[str, Any] = {
     "certify.group_sizes": int | list[int],
     "certify.only": str | list[str] | None,
     "certify.most": int,
+    "xray.of": str,
+    "xray.cuts": list[int],
+    "xray.only": str | None,
+    "xray.source": str | None,
+    "xray.curve": bool,
     **{f"report.{name}": annotations_of(ReportFolder)[name] for name in ("steps", "dump", "every")},
     **{f"source.{name}": kind for name, kind in annotations_of(open_source).items() if name != "return"},
     "source.path": str | None,  # which the tasks ask for themselves

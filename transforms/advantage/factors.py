@@ -129,5 +129,5 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
         if rows.counted is not None:
             factor = factor * rows.counted
         rows.change_advantage(lambda advantage, factor: advantage * factor, factor=factor)
-        own = rows.of_rank(factor)
-        rows.metric("mean", mean_of(own))
+        for view in rows.of_each_rank():
+            view.metric("mean", mean_of(view.of_rank(factor)))

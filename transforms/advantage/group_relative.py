@@ -389,11 +389,13 @@ class GroupRelativeAdvantage(
         dtype = dtype if dtype.is_floating_point else FLOAT
         require_fit(rows, credit, dtype)
         rows.put("advantage", credit, dtype=dtype, ndim=self.ndim)
-        own = rows.of_rank(credit)
-        rows.metric("abs_mean", mean_of(own.abs()))
-        rows.metric("zero", mean_of(own == 0))
+        for view in rows.of_each_rank():
+            own = view.of_rank(credit)
+            view.metric("abs_mean", mean_of(own.abs()))
+            view.metric("zero", mean_of(own == 0))
+            if self.missing == "skip":
+                view.metric("unscorable", view.of_rank(reward).isnan().sum())
         if self.missing == "skip":
-            rows.metric("unscorable", rows.of_rank(reward).isnan().sum())
             rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
 
     def _among_known(self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None) -> Tensor:

@@ -12,11 +12,19 @@ from tensordict import NestedKey
 
 from headrace.transforms.errors import NUMBER_WORKERS, BatchError, listing, who_stamps
 from headrace.transforms.ids import as_ids
-from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, ORIGIN, STATUS_KEYS, Status, has_key
+from headrace.transforms.schema import (
+    EXPECTED_SEGMENTS,
+    INIT,
+    ORIGIN,
+    STATUS_KEYS,
+    Origin,
+    Status,
+    has_key,
+)
 from headrace.transforms.tensordicts import read_packed
 
 from .lost import follow, lose, lose_behind
-from .open_groups import Key, Origin, Rollout, Row
+from .open_groups import Key, Rollout, Row
 from .pieces import READER, RowPiece
 from .stream import DUPLICATE, LATE, LOST, StreamPlan
 

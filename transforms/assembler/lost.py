@@ -16,8 +16,9 @@ from __future__ import annotations
 import warnings
 
 from headrace.transforms.errors import StreamWarning, listing
+from headrace.transforms.schema import Origin
 
-from .open_groups import Group, Origin, Row
+from .open_groups import Group, Row
 from .stream import StreamPlan
 
 

@@ -21,17 +21,6 @@ Lane = tuple[int, int, int]
 """An environment: partition, worker, and its number in the worker."""
 
 
-class Origin(NamedTuple):
-    """Where a row comes from."""
-
-    number: int
-    """Of the row in its rollout, from 0."""
-    worker: int
-    workers: int
-    environment: int
-    environments: int
-
-
 class Row(NamedTuple):
     """What is known of a row. Those of a rollout are in order as these are."""
 

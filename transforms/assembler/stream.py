@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .open_groups import NOWHERE, Group, Key, Lane, Origin, Rollout, Row
+from headrace.transforms.schema import Origin
+
+from .open_groups import NOWHERE, Group, Key, Lane, Rollout, Row
 from .pieces import RowPiece, joined_plain, let_go, numbers_column
 
 REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished", "lost")

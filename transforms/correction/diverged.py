@@ -170,6 +170,7 @@ class Diverged(
 
     reason = "diverged"
     within_groups = True
+    reads_tokens = True
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from headrace.transforms.options import at_least, one_of, within
 
 SharedIds = Literal["raise", "same", "different"]
+DecideOn = Literal["each_rank", "first_rank"]
 
 
 @dataclass(frozen=True)
@@ -21,15 +22,22 @@ class RankOptions:
         process_group: of ranks; None: this process has the whole batch.
         shared_ids: what an id on several ranks means.
         patience: seconds to wait for the others.
+        decide_on: who decides about the rows of all.
     """
 
     process_group: dist.ProcessGroup | str | None
     shared_ids: SharedIds
     patience: float
+    decide_on: DecideOn
 
     @classmethod
     def of(
-        cls, stages: Iterable[Any], group: Any, shared_ids: SharedIds | None, patience: float
+        cls,
+        stages: Iterable[Any],
+        group: Any,
+        shared_ids: SharedIds | None,
+        patience: float,
+        decide_on: DecideOn,
     ) -> RankOptions:
         """What a pipeline says, or one of its stages where it does not.
 
@@ -54,7 +62,9 @@ class RankOptions:
         check_group(found)
         one_of("shared_ids", meaning, get_args(SharedIds))
         within("patience", patience, 0)
-        return cls(found, meaning, patience)
+        if one_of("decide_on", decide_on, get_args(DecideOn)) == "first_rank" and found is None:
+            raise ValueError("decide_on='first_rank' is for ranks that share a batch: set process_group")
+        return cls(found, meaning, patience, decide_on)
 
 
 def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup | None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from headrace.transforms.tensordicts import (
 )
 
 from .meeting import Meetings, OtherRankError
-from .process_group import SharedIds
+from .process_group import DecideOn, SharedIds
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +39,26 @@ class Ranks:
         shared_ids: an id that several ranks have is the ``same`` rollout or group there, or ``different``
             ones, or must not be: ``raise``. None: nobody asks, each rank numbers its own.
         patience: seconds to wait for the others.
+        decide_on: ``first_rank``: its table alone has the rows of all, and :func:`hand_out` gives each of the
+            others what was decided about its own.
+
+    Attributes:
+        one_decides: it is the first rank.
+        decides: this rank does.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, shared_ids: SharedIds | None = None, patience: float = 600.0
+        self,
+        group: dist.ProcessGroup,
+        shared_ids: SharedIds | None = None,
+        patience: float = 600.0,
+        decide_on: DecideOn = "each_rank",
     ):
         self.group, self.shared_ids = group, shared_ids
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.one_decides = decide_on == "first_rank"
+        self.decides = self.rank == 0 or not self.one_decides
+        self._first = 0 if group is None else dist.get_global_rank(group, 0)
         self.id_keys: dict[Any, str] = {}  # columns of ids, and what messages call them
         self.place = "a batch"  # where this rank is, for messages
         self.refused = False  # all know that the batch at hand is
@@ -65,8 +79,15 @@ class Ranks:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def scatter_objects(self, values: list[Any] | None) -> Any:
+        """What the first rank has for this one of `values`, by rank. A meeting, and two collectives."""
+        self.meet()
+        found: list[Any] = [None]
+        dist.scatter_object_list(found, values, src=self._first, group=self.group)
+        return found[0]
+
     def share(self, table: Any, about: str = "") -> None:
-        """Let the table of each rank have the rows of all: one meeting, and two collectives.
+        """Let the table of each rank that decides have the rows of all: one meeting, and two collectives.
 
         Where columns differ, one more meeting and two collectives say how. A rank without rows gets columns
         from one that has some, and a batch of no rows with its columns.
@@ -91,13 +112,18 @@ class Ranks:
             kinds = self._agree_on_columns(table, kinds, counts)
         # 2. The rows of each rank behind those of the one before it.
         table.ranks = self
-        table.starts = [sum(counts[:rank]) for rank in range(self.size + 1)]
-        columns = self._gather({key: table.columns[key] for key in kinds}, counts)
-        rank = torch.arange(self.size).repeat_interleave(torch.tensor(counts))
-        for key, name in self.id_keys.items():
-            if key in columns:
-                columns[key] = tell_apart(columns[key], rank, self.shared_ids, name)
-        table.columns = columns
+        table.columns = self._gather({key: table.columns[key] for key in kinds}, counts)
+        if self.decides:
+            if self.one_decides:
+                table.told = dict(table.columns)
+                table.of_others = {rank: {} for rank in range(1, self.size)}
+            rank = torch.arange(self.size).repeat_interleave(torch.tensor(counts))
+            for key, name in self.id_keys.items():
+                if key in table.columns:
+                    table.columns[key] = tell_apart(table.columns[key], rank, self.shared_ids, name)
+        else:  # of the others it has none
+            counts = [own if rank == self.rank else 0 for rank in range(self.size)]
+        table.starts = [0, *accumulate(counts)]
         table.begin(sum(counts), slice(table.starts[self.rank], table.starts[self.rank + 1]))
 
     def _agree_on_columns(self, table: Any, kinds: dict[Any, Any], counts: list[int]) -> dict[Any, Any]:
@@ -150,9 +176,26 @@ class Ranks:
         Args:
             values: of this rank.
             counts: B by rank.
+
+        Raises:
+            BatchError: one rank decides.
         """
+        self.refuse_tokens()
         self.meet()
         return self._gather({"values": values}, counts)["values"]
+
+    def refuse_tokens(self) -> None:
+        """Refuse what a stage does on each rank, where one decides and the others wait for it.
+
+        Raises:
+            BatchError: one rank decides.
+        """
+        if self.one_decides:
+            raise BatchError(
+                "under decide_on='first_rank' that rank decides by the columns of a few numbers a row that "
+                "were read with the batch; here it needs tokens, or a column that nobody has declared. Set "
+                "pipeline.decide_on=each_rank"
+            )
 
     def _gather(self, columns: Mapping[Any, Tensor], counts: list[int]) -> dict[Any, Tensor]:
         own = counts[self.rank]
@@ -161,7 +204,9 @@ class Ranks:
         padded = torch.zeros(max(counts), sum(widths), dtype=torch.int64)
         if own and bits:
             padded[:own] = torch.cat(bits, 1)
-        parts = self._all_gather(padded)
+        parts = self._gather_first(padded) if self.one_decides else self._all_gather(padded)
+        if not self.decides:
+            return dict(columns)
         together = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
         pairs = zip(together.split(widths, 1), columns.items(), strict=True)
         return {
@@ -171,10 +216,20 @@ class Ranks:
 
     def _all_gather(self, values: Tensor) -> Tensor:
         """(R, ...) values of the ranks, of one shape on all; through the device where the group needs it."""
-        values = values.cuda() if dist.get_backend(self.group) == "nccl" else values
+        values = self._to_exchange(values)
         every = values.new_empty(self.size, *values.shape)
         dist.all_gather(list(every.unbind()), values, group=self.group)
         return every.cpu()
+
+    def _gather_first(self, values: Tensor) -> Tensor:
+        """The same on the first rank; on the others nothing, (0, ...)."""
+        values = self._to_exchange(values)
+        every = values.new_empty(self.size if self.decides else 0, *values.shape)
+        dist.gather(values, list(every.unbind()) or None, dst=self._first, group=self.group)
+        return every.cpu()
+
+    def _to_exchange(self, values: Tensor) -> Tensor:
+        return values.cuda() if dist.get_backend(self.group) == "nccl" else values
 
     def note(self, start: int) -> str:
         """What row numbers mean in messages."""

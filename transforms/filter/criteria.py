@@ -50,6 +50,7 @@ class Criterion(TakesColumns):
     in_keys: tuple[NestedKey, ...] = ()
     before_baseline: bool = False  # a row that fails is to be judged before rewards are compared
     within_groups: bool = False  # what it says of a row follows from the rows of its group alone
+    reads_tokens: bool = False  # and not the table alone
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool, True where the row stays. A subclass with a ``__call__`` of its own is given a batch."""
@@ -140,6 +141,7 @@ class Finite(Criterion):
     """
 
     within_groups = True
+    reads_tokens = True
     reason = "non_finite"
 
     def __init__(self, *, key: NestedKey = ("next", "reward")):

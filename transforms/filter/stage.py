@@ -111,6 +111,13 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         own = getattr(self.criterion, "loss_mask_key", None)
         return [(self.loss_mask_key, self.log_prob_key)] + ([] if own is None else [(own, None)])
 
+    def needs_each_rank(self) -> str:
+        """It may, for its hook or its criterion."""
+        if self.on_batch is not None or not type(self.criterion).__module__.startswith("headrace."):
+            return "code of your own"
+        reads_tokens = getattr(self.criterion, "reads_tokens", False)
+        return "it reads tokens" if reads_tokens else super().needs_each_rank()
+
     def decide(self, rows: Rows) -> None:
         """Judge all rows, call the hook, and act."""
         decide = getattr(self.criterion, "decide", None)
@@ -134,8 +141,9 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
             batch, stays = rows.shown(keep)
             if len(batch):  # a rank without rows has nothing to show
                 self.on_batch(batch, stays)
-        own = rows.of_rank(keep)
-        kept = int(own.sum())
-        rows.metric("kept", kept)
-        rows.metric("fraction_kept", kept / max(len(own), 1))
+        for view in rows.of_each_rank():
+            own = view.of_rank(keep)
+            kept = int(own.sum())
+            view.metric("kept", kept)
+            view.metric("fraction_kept", kept / max(len(own), 1))
         rows.leave(~keep, self.reasons[0], self.effects[0])

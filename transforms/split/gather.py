@@ -17,9 +17,10 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from headrace.transforms.errors import BatchError
+from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.schema import (
     IN_LOSS,
+    MASKS,
     MICROBATCH,
     MINIBATCH,
     PADDING,
@@ -29,8 +30,10 @@ from headrace.transforms.schema import (
     key_names,
     read_written,
 )
-from headrace.transforms.table import Late, Table
+from headrace.transforms.table import Late, Table, Tokens
 from headrace.transforms.tensordicts import (
+    ELSEWHERE,
+    as_data,
     column_of,
     device_of,
     fill_out_of_loss,
@@ -203,6 +206,7 @@ class GatheredRows:
         earlier = [key for key in (RANK, PADDING) if has_key(row, key)]  # of a split before this one
         self.batch = batch.exclude(*earlier) if earlier else batch
         self.late, self.sizes, self.finite = list(late), list(sizes), steps.table.finite
+        self.masks = what_is_masked(steps, self.late) if steps.table.elsewhere else None
         self.device, self.is_ragged = device_of(self.batch), _is_ragged(self.batch)
         self.spans = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         order, padding, places = plan.of_rank(steps.rank)
@@ -254,6 +258,8 @@ class GatheredRows:
         self._mask(rows, self.spans[number])
         if self.finite is not None:
             fill_out_of_loss(rows, *self.finite)
+        if self.masks is not None:
+            rows.set(MASKS, as_data(self.masks, [size], self.device))
         return rows
 
     def _is_in_order(self, at: Tensor) -> bool:
@@ -381,6 +387,26 @@ def _bytes_of(value: Any) -> int:
     return sum(map(_bytes_of, value.values())) if type(value) is TensorDict else SMALL
 
 
+def what_is_masked(steps: OptimiserSteps, late: Sequence[Late]) -> tuple[list[NestedKey], Tokens | None]:
+    """What is left to do, where rows are out of the loss, to tokens that are elsewhere.
+
+    Returns:
+        - The columns in which such rows are masked.
+        - Those in which what is out of the mask is finite (:attr:`Table.finite`).
+
+    Raises:
+        BatchError: stages change tokens where rows are gathered.
+    """
+    if changed := [key for each in late for key in each.writes]:
+        raise BatchError(
+            f"{listing(map(str, dict.fromkeys(changed)))} are made of tokens, and those of these rows are "
+            "elsewhere: fetch the rows before the pipeline (RolloutQueue.fetch)"
+        )
+    mask, log_prob, _ = steps.loss_columns
+    keys = dict.fromkeys([*steps.table.silenced, mask, log_prob])
+    return [key for key in keys if key is not None], steps.table.finite
+
+
 def check_padding(batch: TensorDictBase, columns: LossColumns) -> None:
     """Check that padding can be kept out of the loss.
 
@@ -388,6 +414,8 @@ def check_padding(batch: TensorDictBase, columns: LossColumns) -> None:
         BatchError: there is no column to do it by, or the loss mask is not bool.
     """
     mask, log_prob, _ = columns
+    if has_key(batch, ELSEWHERE):
+        return
     if not any(has_key(batch, key) for key in (mask, log_prob) if key is not None):
         other = "" if log_prob is None else f" or {log_prob!r} (log_prob_key)"
         raise BatchError(

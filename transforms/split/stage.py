@@ -52,6 +52,7 @@ class Drawn:
     Attributes:
         passes: one for each epoch.
         plans: one for each epoch, of this rank's rows, in row numbers of the table.
+        of_ranks: those of all ranks, where this one has drawn them.
         state: after the batch.
         progress: of the batch.
     """
@@ -62,6 +63,7 @@ class Drawn:
     plans: list[Plan]
     state: SplitState
     progress: Progress
+    of_ranks: Sequence[list[Plan]] = ()
 
     def steps(self, passes: Sequence[tuple[Columns, Sequence[Late], TensorDictBase]]) -> OptimiserSteps:
         """The optimiser steps, which are gathered one at a time.
@@ -207,6 +209,10 @@ class ShuffleSplit(
             f"{known} batch that is not trained again"
         )
 
+    def needs_each_rank(self) -> str:
+        """It does, for trees of tokens; its state is of each rank's own rows."""
+        return "" if self.tree == "none" else "it reads tokens"
+
     def carried_rows(self) -> TensorDictBase | None:
         """Rows of earlier batches that wait for this one, TensorDict ``[C]``; None: there are none."""
         return self.state.carried
@@ -227,12 +233,9 @@ class ShuffleSplit(
         """
         cut, table, before = self.cut, rows.table, self.state
         # 1. Is it the batch that was interrupted, if one was?
-        parts, me = table.of_ranks(table.here), 0 if table.ranks is None else table.ranks.rank
-        own = parts[me]
-        fresh = own if table.carried is None else own[~torch.isin(own, table.carried)]
-        cut_by = cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
-        known_by = KnownBy(len(fresh), cut_by, identifying_columns(table, fresh, self.reward_key))
-        progress = Progress(before, known_by)
+        parts = table.of_ranks(table.here)
+        own = parts[rows.rank]
+        progress = self._begin(table, own, epochs)
 
         # 2. What the orders follow from: units, lengths, and trees.
         every = Rows(table, rows.names, rows.reader, rows.stage)
@@ -253,17 +256,15 @@ class ShuffleSplit(
         drawn_of = [Part(*each) for each in zip(parts, units, strict=True)]
         plans = draw_plans(drawn_of, labels, lengths, cut, calls=before.calls, epochs=epochs, forest=forest)
         passes = [_where(each, table.size) for each in zip(*plans, strict=True)]
-        mine = plans[me]
-        progress.minibatches = sum(len(plan.sizes) for plan in mine)
+        progress.minibatches = sum(len(plan.sizes) for plan in plans[rows.rank])
 
         # 4. Who is left over, and is carried or dropped.
-        left, kept, carries = own[:0], None, cut.remainder == "carry"
+        trained, kept, carries = torch.ones(table.size, dtype=torch.bool), None, cut.remainder == "carry"
         for reason, effect in zip(self.reasons, self.effects, strict=True):
             rows.name_reason(reason, effect)
         if any(len(plan.left) for of_rank in plans for plan in of_rank):
             trained = torch.stack([each.minibatch for each in passes]).amax(0) >= 0
-            left = own[~trained[own]]
-            kept = table.taken(left) if carries and len(left) else None
+            kept = self._kept(table, own[~trained[own]])
             out = ~trained if rows.index is None else ~trained[rows.index]
             if carries:
                 rows.leave(out, "carried", "carried")
@@ -271,14 +272,48 @@ class ShuffleSplit(
                 rows.leave(out, "remainder", "dropped")
 
         # 5. Numbers of this rank's rows.
-        measured = measure_plan(mine[-1], lengths, cut, forest) | {"left": float(len(left))}
-        if cut.max_tokens is not None and len(mine[-1].sizes):
-            measured["oversized"] = float((lengths[own] > cut.max_tokens).sum())
-        if carries:
-            measured["carried_in"] = float(len(own) - len(fresh))
-        for name, value in measured.items():
-            rows.metric(name, value)
-        return Drawn(rows, self, passes, mine, SplitState(before.calls + epochs, kept), progress)
+        for view in rows.of_each_rank():
+            own, last = parts[view.rank], plans[view.rank][-1]
+            measured = measure_plan(last, lengths, cut, forest) | {"left": float((~trained[own]).sum())}
+            if cut.max_tokens is not None and len(last.sizes):
+                measured["oversized"] = float((lengths[own] > cut.max_tokens).sum())
+            if carries:
+                measured["carried_in"] = float(len(own) - len(_fresh(table, own)))
+            for name, value in measured.items():
+                view.metric(name, value)
+        state, mine = SplitState(before.calls + epochs, kept), plans[rows.rank]
+        return Drawn(rows, self, passes, mine, state, progress, plans)
+
+    def drawn_by_another(self, rows: Rows, plans: list[Plan], before: Table) -> Drawn:
+        """What another rank has drawn for the rows of this one (:meth:`draw`).
+
+        Args:
+            rows: of this rank, as they are behind the draw.
+            plans: by epoch, in their numbers.
+            before: the table as it was when they were drawn.
+
+        Raises:
+            BatchError: a batch was interrupted, this is another; carried rows have ids of the batch.
+        """
+        progress = self._begin(before, before.here.nonzero().flatten(), len(plans))
+        progress.minibatches = sum(len(plan.sizes) for plan in plans)
+        if before.carried is not None and self.remainder == "carry":
+            self._refuse_again(Rows(before, rows.names, rows.reader, rows.stage))
+        trained = torch.cat([plan.order for plan in plans])
+        left = before.here.index_fill(0, trained, False).nonzero().flatten()
+        state = SplitState(self.state.calls + len(plans), self._kept(before, left))
+        return Drawn(rows, self, [], plans, state, progress)
+
+    def _begin(self, table: Table, own: Tensor, epochs: int) -> Progress:
+        """Of a batch of these (n,) rows of this rank."""
+        cut_by = self.cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
+        fresh = _fresh(table, own)
+        known_by = KnownBy(len(fresh), cut_by, identifying_columns(table, fresh, self.reward_key))
+        return Progress(self.state, known_by)
+
+    def _kept(self, table: Table, left: Tensor) -> TensorDictBase | None:
+        """Rows of this rank that are left over, if they are carried."""
+        return table.taken(left) if self.remainder == "carry" and len(left) else None
 
     def take_out_trained(self, rows: Rows) -> bool:
         """Take all rows out where they are the last batch that was trained before the state was loaded.
@@ -431,6 +466,11 @@ class ShuffleSplit(
         place, shared = every.measure(Reduced("prefixes", self.tokens_key), by_row).unbind(1)  # of all ranks
         order = torch.cat([part[place[part].argsort()] for part in parts])
         return Forest(order, shared[order], lengths)
+
+
+def _fresh(table: Table, rows: Tensor) -> Tensor:
+    """Those of (n,) rows that came with the batch."""
+    return rows if table.carried is None else rows[~torch.isin(rows, table.carried)]
 
 
 def _where(plans: Sequence[Plan], rows: int) -> Pass:

@@ -1,0 +1,234 @@
+"""TRL's trainers as steps to measure: the real ones, from their generation batch up to the optimiser."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from headrace.transforms import group_relative_advantage
+from headrace.transforms.schema import MICROBATCH
+
+from .causal_lm import table_as_causal_lm
+from .measure import Step
+from .setting import LONGEST, ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_PART, TOKENS_OF_STEP, Setting
+from .token_table import LOSS, REAL, TOKENS, TokenTable
+
+CISPO = (
+    "epsilon_high bounds the ratio; the recommended value is 5.0, and where it is not set it is epsilon, 0.2"
+)
+OPTIONS: dict[str, tuple[dict[str, Any], str, float, str]] = {
+    "dapo": ({}, TOKENS_OF_STEP, 1.0, ""),
+    "grpo": ({}, ROWS_OF_STEP, 1.0, ""),
+    "dr_grpo": ({}, SUM_OF_STEP, 1 / LONGEST, "the constant is max_completion_length"),
+    "bnpo": ({}, TOKENS_OF_PART, 1.0, "results may slightly vary depending on the local batch size"),
+    "cispo": ({}, TOKENS_OF_STEP, 1.0, CISPO),
+    "cispo, epsilon_high=5.0": ({"epsilon_high": 5.0}, TOKENS_OF_STEP, 1.0, ""),
+    "sapo": ({}, ROWS_OF_STEP, 1.0, ""),
+    "vespo": ({}, TOKENS_OF_STEP, 1.0, ""),
+    "luspo": (
+        {"importance_sampling_level": "sequence"},
+        SUM_OF_STEP,
+        1.0,
+        "each sequence's loss times its length",
+    ),
+    "grpo, importance_sampling_level=sequence": (
+        {"importance_sampling_level": "sequence"},
+        ROWS_OF_STEP,
+        1.0,
+        "",
+    ),
+}
+
+
+def trl_settings() -> list[Setting]:
+    """GRPOTrainer by `loss_type`, and RLOOTrainer, with truncated completions in the loss and masked."""
+    found = []
+    for masked in (False, True):
+        common: dict[str, Any] = {"mask_truncated_completions": masked}
+        more = ", mask_truncated_completions" if masked else ""
+        for name, (options, documented, constant, note) in OPTIONS.items():
+            step = trl_step("GRPOTrainer", loss_type=name.partition(",")[0], **options, **common)
+            curve = not masked and name not in ("vespo", "cispo", "dr_grpo", "bnpo")
+            settings: dict[str, Any] = {"note": note, "curve": curve, "dtype": torch.float32}
+            found.append(
+                Setting(f"GRPOTrainer(loss_type={name}{more})", step, documented, constant, **settings)
+            )
+        # Its loss is of whole sequences, whose log-probability is the sum over their tokens. For the KL term
+        # of its default it would load the model from the hub once more.
+        step = trl_step("RLOOTrainer", beta=0.0, **common)
+        found.append(Setting(f"RLOOTrainer(beta=0.0{more})", step, SUM_OF_STEP, dtype=torch.float32))
+    return found
+
+
+def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: Any) -> Step:
+    """A step for :func:`xray` that is one of a trainer of TRL, up to its optimiser.
+
+    The trainer is made with the table for a model. It gets the rows of the batch as completions and their
+    rewards from a reward function; advantages, masks, shuffling, losses and accumulation are its own. The
+    gradient is read when the optimiser is about to step. Into the batch goes what the trainer's documentation
+    says: the advantages, the rows that it masks; and which micro-batch it has put each row into.
+
+    Args:
+        trainer: ``GRPOTrainer``, ``RLOOTrainer``, or a class derived from one of them.
+        more: arguments of the trainer.
+        config: options of its configuration, such as ``loss_type``.
+
+    Raises:
+        ImportError: TRL is not installed.
+        ValueError: micro-batches would have unequal numbers of rows.
+
+    Example:
+        >>> step = trl_step("GRPOTrainer", loss_type="bnpo")  # doctest: +SKIP
+        >>> xray(step, dtype=torch.float32).verdict  # doctest: +SKIP
+        'mean over the tokens of each micro-batch: with 4 micro-batches, tokens get 0.971 to 1.03 times ...'
+    """
+    try:
+        import trl
+        from transformers import PrinterCallback
+    except ImportError as err:
+        raise ImportError("trl_step needs TRL: pip install trl") from err
+    kind: Any = getattr(trl, trainer) if isinstance(trainer, str) else trainer
+    rloo = issubclass(kind, trl.RLOOTrainer)
+    scale = config.get("scale_rewards", "none" if rloo else "group")
+
+    def step(model: TokenTable, batch: TensorDictBase, cut: int) -> None:
+        if len(batch) % cut:
+            raise ValueError(f"TRL's micro-batches have as many rows each; got {len(batch)} rows for {cut}")
+        rows, size, reward = len(batch), int(batch["expected_rollouts"][0]), batch["next", "reward"].sum(-1)
+        batch["advantage"] = group_relative_advantage(
+            reward,
+            batch["group_id"].flatten(),
+            baseline="leave_one_out" if rloo else "mean",
+            scale={True: "group", False: "none"}.get(scale, scale),
+            eps=1e-4,
+        )[:, None, None]
+        prompts, completions, masks = [], [], []
+        for row in batch.unbind(0):
+            tokens, real, inside = row[TOKENS], row[REAL], row[LOSS]
+            start = int(inside[real].int().argmax())
+            prompts.append(tokens[real][:start].tolist())
+            completions.append(tokens[real][start:].tolist())
+            masks.append(inside[real][start:].int().tolist())
+        # What ends two thirds of the completions; one that ends in another token was cut off.
+        ends = {completions[row][-1] for row in range(rows) if row % 3}
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            # transformers 5 warns of names that its own Trainer uses.
+            warnings.simplefilter("ignore", FutureWarning)
+            settings: dict[str, Any] = {
+                "output_dir": folder,
+                "per_device_train_batch_size": rows // cut,
+                "gradient_accumulation_steps": cut,
+                "num_generations": size,
+                "max_completion_length": max(map(len, completions)),
+                "max_steps": 1,
+                "learning_rate": 0.0,
+                "max_grad_norm": 0.0,
+                "shuffle_dataset": False,
+                "gradient_checkpointing": False,
+                "use_cpu": True,
+                "bf16": False,
+                "report_to": [],
+                "disable_tqdm": True,
+                "logging_strategy": "no",
+                "save_strategy": "no",
+            }
+            made: Any = kind(
+                model=table_as_causal_lm(model),
+                args=(trl.RLOOConfig if rloo else trl.GRPOConfig)(**settings | config),
+                reward_funcs=lambda completions, **_: reward.tolist(),
+                train_dataset=_prompts(rows // size),
+                processing_class=_tokenizer(model.vocabulary),
+                **more or {},
+            )
+            made.remove_callback(PrinterCallback)
+            made.eos_token_ids = sorted(ends)
+            if rloo:
+                made._tokenize_prompts = lambda _: (prompts, None, {})
+                made._generate_single_turn = lambda *_: completions
+            else:
+                rollouts = {"prompt_ids": prompts, "completion_ids": completions, "logprobs": None}
+                rollouts |= {} if all(map(all, masks)) else {"env_mask": masks}
+                made.rollout_func = lambda *_: dict(rollouts)
+            order = _row_order(
+                made, {(*p, *c): row for row, (p, c) in enumerate(zip(prompts, completions, strict=True))}
+            )
+            _act_with(made, float(batch["log_probs", "full"][batch[LOSS]][0]))
+            found = _gradient_before_the_optimiser(made, model)
+            made.train()
+        model.table.grad = found[0] if found else None
+        batch[MICROBATCH] = torch.tensor([order[row] for row in range(rows)])
+        if made.mask_truncated_completions:
+            batch[LOSS] = batch[LOSS] & torch.tensor([ids[-1] in ends for ids in completions])[:, None]
+
+    return step
+
+
+def _row_order(trainer: Any, row_of: dict[tuple[int, ...], int]) -> dict[int, int]:
+    """The micro-batch of each row, which fills up while the trainer computes its losses."""
+    order: dict[int, int] = {}
+    loss, pad = trainer._compute_loss, trainer._tokenizer.pad_token_id
+
+    def compute_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        number = max(order.values(), default=-1) + 1
+        for ids in torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1):
+            order[row_of[tuple(ids[ids != pad].tolist())]] = number
+        result: Tensor = loss(model, inputs)
+        return result
+
+    trainer._compute_loss = compute_loss
+    return order
+
+
+def _act_with(trainer: Any, log_prob: float) -> None:
+    """Let a policy have acted that gave each token this log-probability, where another one trains."""
+    score, own = trainer._generate_and_score_completions, -math.log(trainer.model.config.vocab_size)
+
+    def generate_and_score(inputs: Any) -> dict[str, Tensor]:
+        output: dict[str, Tensor] = score(inputs)
+        old = log_prob * output["completion_mask"]
+        if abs(log_prob - own) > 1e-9:
+            output |= {"old_logps": old.sum(1)} if "old_logps" in output else {"old_per_token_logps": old}
+        return output
+
+    trainer._generate_and_score_completions = generate_and_score
+
+
+def _gradient_before_the_optimiser(trainer: Any, model: TokenTable) -> list[Tensor]:
+    """Where the gradient will be that the optimiser gets."""
+    from transformers import TrainerCallback
+
+    found: list[Tensor] = []
+
+    class Reader(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            if model.table.grad is not None:
+                found.append(model.table.grad.clone())
+
+    trainer.add_callback(Reader())
+    return found
+
+
+def _prompts(count: int) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_dict({"prompt": [f"{number}" for number in range(count)]})
+
+
+def _tokenizer(vocabulary: int) -> Any:
+    """One of as many words; the last but one is the padding, as in the batch, and the last ends nothing."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"{number}": number for number in range(vocabulary)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words)),
+        pad_token=f"{vocabulary - 2}",
+        eos_token=f"{vocabulary - 1}",
+        padding_side="left",
+    )

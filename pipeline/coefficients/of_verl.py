@@ -1,0 +1,94 @@
+"""verl's policy losses as steps to measure: its `ppo_loss`, accumulated as its FSDP engine does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from .measure import Step
+from .setting import LENGTHS, LONGEST, ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_STEP, Setting, table_log_probs
+from .token_table import LOSS, REAL, TOKENS
+
+PROMPT = 2  # tokens of each prompt
+MODES = {
+    "token-mean": (TOKENS_OF_STEP, 1.0, ""),
+    "token-sum": (SUM_OF_STEP, float(len(LENGTHS)), ""),
+    "seq-mean-token-sum": (SUM_OF_STEP, 1.0, ""),
+    "seq-mean-token-mean": (ROWS_OF_STEP, 1.0, ""),
+    "seq-mean-token-sum-norm": (
+        SUM_OF_STEP,
+        1 / LONGEST,
+        "loss_scale_factor is the width of the batch where it is not set",
+    ),
+}
+LOSSES = {
+    "gspo": ("seq-mean-token-mean", ROWS_OF_STEP, ""),
+    "sapo": ("seq-mean-token-mean", ROWS_OF_STEP, ""),
+    "cispo": ("token-mean", TOKENS_OF_STEP, ""),
+    "gpg": ("token-mean", TOKENS_OF_STEP, ""),
+    "geo_mean": (
+        "token-mean",
+        ROWS_OF_STEP,
+        "loss_agg_mode is not used",
+    ),
+}
+
+
+def verl_settings() -> list[Setting]:
+    """Every ``loss_agg_mode`` with the loss ``vanilla``, and other losses with the mode that is theirs."""
+    found = [
+        Setting(
+            f"vanilla, loss_agg_mode={mode}",
+            _verl_step("vanilla", mode),
+            documented,
+            constant,
+            note=note,
+            curve=mode == "token-mean",
+        )
+        for mode, (documented, constant, note) in MODES.items()
+    ]
+    for loss, (mode, documented, note) in LOSSES.items():
+        step = _verl_step(loss, mode)
+        found.append(
+            Setting(f"{loss}, loss_agg_mode={mode}", step, documented, note=note, curve=loss != "gpg")
+        )
+    return found
+
+
+def _verl_step(loss: str, mode: str) -> Step:
+    from verl.utils.tensordict_utils import assign_non_tensor
+    from verl.workers.config import ActorConfig
+    from verl.workers.config.actor import PolicyLossConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    def step(model: nn.Module, batch: TensorDictBase, cut: int) -> None:
+        config = ActorConfig(
+            strategy="fsdp",
+            rollout_n=int(batch["expected_rollouts"][0]),
+            ppo_micro_batch_size_per_gpu=len(batch) // cut,
+            loss_agg_mode=mode,
+            policy_loss=PolicyLossConfig(loss_mode=loss),
+        )
+        for part in batch.chunk(cut):
+            tokens, real, inside = part[TOKENS], part[REAL], part[LOSS][:, PROMPT:]
+            # Its models give each token's place the log-probability of the next one, without padding.
+            shown = nn.functional.pad(table_log_probs(model, tokens), (0, 1))[real]
+            data: Any = TensorDict(
+                {
+                    "prompts": tokens[:, :PROMPT],
+                    "responses": tokens[:, PROMPT:],
+                    "attention_mask": real.long(),
+                    "response_mask": inside,
+                    "old_log_probs": part["log_probs", "full"][:, PROMPT:],
+                    "advantages": part["advantage"].squeeze(-1).expand(inside.shape) * inside,
+                },
+                batch_size=[len(part)],
+            )
+            # Those of the whole step, which FSDPEngine.forward_backward_batch counts before it cuts it.
+            tokens_of_step = int(batch[LOSS].sum())
+            assign_non_tensor(data, dp_size=1, global_batch_size=len(batch), batch_num_tokens=tokens_of_step)
+            ppo_loss(config, {"log_probs": shown}, data)[0].backward()
+
+    return step

@@ -1,0 +1,166 @@
+"""The task ``xray``: the weight that a trainer gives each token, setting by setting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import track
+from rich.text import Text
+
+from headrace.pipeline.composing import ConfigError
+from headrace.pipeline.installed import version_of
+from headrace.pipeline.load import build_pipeline
+from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.wording import printable, suggest
+
+# The package of each, and what brings it. Three want other versions of torch or TRL than this one has: their
+# losses need none of it.
+ASIDE = "PYTHONPATH=FOLDER in front of the command, after pip install --no-deps --target FOLDER"
+SWIFT = "ms-swift 'trl<1.0' peft modelscope modelscope_hub json_repair einops dacite"
+TRAINERS = {
+    "torchrl": ("torchrl", "pip install torchrl"),
+    "trl": ("trl", "pip install 'headrace[llm]' trl"),
+    "verl": ("verl", f"{ASIDE} verl codetiming"),
+    "openrlhf": ("openrlhf", f"{ASIDE} openrlhf"),
+    "ms_swift": ("ms-swift", f"{ASIDE} {SWIFT}"),
+}
+
+
+def measure_trainer(
+    config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
+) -> float:
+    """Measure every setting of a trainer; print a table, and write JSON and a page.
+
+    Args:
+        config: as ``task=xray`` composes it.
+        output: folder for ``config.yaml``, ``xray.json`` and ``report.html``.
+        words: overrides of the command line. With one of ``pipeline``, a step of one's own is compared with
+            that recipe.
+        console: where to print; None: standard output.
+
+    Returns:
+        By how much a weight differs from the documented one at most, as a share.
+
+    Raises:
+        ConfigError: a trainer that there is not, or that is not installed; no step of one's own, or one that
+            cannot be imported.
+        BatchError: a gradient that no token explains.
+    """
+    console, of = console or Console(), config.xray.of
+    title, settings = (_own if of == "mine" else _of_trainer)(config, words)
+    if config.xray.only is not None:
+        names = [setting.name for setting in settings]
+        settings = [setting for setting in settings if config.xray.only in setting.name]
+        if not settings:
+            raise ConfigError(f"xray.only={config.xray.only} is in no setting; there are {'; '.join(names)}")
+    cuts = list(config.xray.cuts)
+    try:
+        found = [
+            setting.measure(cuts, curve=config.xray.curve)
+            for setting in track(settings, "measuring", console=console, transient=True)
+        ]
+    except ValueError as err:
+        raise ConfigError(f"xray={of}: {err}") from err
+    output.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, output / "config.yaml", resolve=True)
+    lines = ",\n".join(json.dumps(each.plain()) for each in found)
+    text = f'{{"trainer": {json.dumps(title)}, "micro_batches": {cuts}, "settings": [\n{lines}\n]}}\n'
+    write_whole(output / "xray.json", lambda file: file.write_text(text))
+    if config.report.html:
+        from headrace.pipeline.coefficients.page import xray_page
+
+        page = xray_page(f"The weight of each token: {title}", found)
+        write_whole(output / "report.html", lambda file: file.write_text(page, encoding="utf-8"))
+    show_settings(title, found, console)
+    console.print(Text(printable(f"written to {output}")), soft_wrap=True)
+    return max(max(abs(share - 1) for share in each.over_documented()) for each in found)
+
+
+def _of_trainer(config: DictConfig, _: Sequence[str]) -> tuple[str, list[Any]]:
+    """The trainer with its version, and its settings."""
+    of = config.xray.of
+    if of not in TRAINERS:
+        raise ConfigError(
+            f"xray.of: there is no {of!r}{suggest(of, TRAINERS)}; there are {', '.join(TRAINERS)}"
+        )
+    package, install = TRAINERS[of]
+    version = version_of(package)
+    if version is None:
+        raise ConfigError(f"xray={of} measures {package} as it is installed, and it is not: {install}")
+    module = import_module(f"headrace.pipeline.coefficients.of_{of}")
+    settings: Callable[[], list[Any]] = getattr(module, f"{of}_settings")
+    try:
+        return f"{package} {version}", settings()
+    except ImportError as err:
+        raise ConfigError(f"xray={of} cannot import {package} {version}: {err}. {install}") from err
+
+
+def _own(config: DictConfig, words: Sequence[str]) -> tuple[str, list[Any]]:
+    """The step that ``source=module:function`` names, as one setting."""
+    from headrace.pipeline.coefficients.setting import RECIPE, Setting
+
+    source = config.xray.source
+    if source is None or ":" not in source:
+        raise ConfigError(
+            "a step to measure is required: xray=mine source=module:function, which is called as "
+            f"function(model, batch, cut); got {source}"
+        )
+    module, _, name = source.partition(":")
+    try:
+        step = getattr(import_module(module), name)
+    except Exception as err:  # what a module raises when it is imported may be anything
+        raise ConfigError(
+            f"source={source} cannot be imported: {err}. A module in this folder is found with PYTHONPATH=. "
+            "in front of the command"
+        ) from err
+    if not callable(step):
+        raise ConfigError(f"source={source} must name a function(model, batch, cut); got {step!r}")
+
+    def named(model: Any, batch: Any, cut: int) -> None:
+        try:
+            step(model, batch, cut)
+        except Exception as err:  # its own, of any kind; HYDRA_FULL_ERROR=1 shows where
+            raise ConfigError(f"{source}(model, batch, cut) raised {type(err).__name__}: {err}") from err
+
+    recipe = any(word.startswith(("pipeline=", "pipeline.")) for word in words)
+    pipeline = build_pipeline(config.pipeline) if recipe else None
+    return source, [Setting(source, named, RECIPE if recipe else "", pipeline=pipeline, curve=True)]
+
+
+def show_settings(title: str, found: Sequence[Any], console: Console) -> None:
+    """Print a line for each setting, and then what is not as documented, or depends on the cut."""
+    cuts = list(found[0].over_one_cut())
+    columns = [FittedColumn("setting", gives="wrap"), FittedColumn("documented", gives="wrap", leaves=2)]
+    columns += [FittedColumn("measured / documented", gives="wrap", right=True)]
+    columns += [
+        FittedColumn(f"{cut} / {cuts[0]} micro-batches", gives="wrap", right=True) for cut in cuts[1:]
+    ]
+    table = FittedTable(columns, f"\n{printable(title)}: the weight of a token")
+    for each in found:
+        ranges = [each.over_documented(), *list(each.over_one_cut().values())[1:]]
+        documented = each.documented or "–"
+        table.add(each.name, documented, *map(range_in_words, ranges))
+    console.print(table)
+    for each in found:
+        ranges = [each.over_documented(), *each.over_one_cut().values()]
+        if any(range_in_words(each) != "1" for each in ranges) or not each.documented:
+            note = f". Its documentation: {each.note}" if each.note else ""
+            console.print(Text(printable(f"{each.name}: {each.xray.verdict}{note}")), soft_wrap=True)
+
+
+def range_in_words(bounds: tuple[float, float]) -> str:
+    """A range as one number where its ends are equal.
+
+    Example:
+        >>> range_in_words((0.9999999, 1.0000001)), range_in_words((0.64, 2.2857))
+        ('1', '0.64 to 2.29')
+    """
+    low, high = (f"{round(bound, 4):.3g}" for bound in bounds)
+    return low if low == high else f"{low} to {high}"

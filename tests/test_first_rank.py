@@ -1,0 +1,90 @@
+"""The first rank decides for all with the bits that each would have decided for itself."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from any_rank import CASES, PATIENCE, results_of
+from composed import composed
+from first_rank import compare_ways, follow_stream, refuse_what_one_decides
+from recipes import ADVANTAGES, FEW
+
+from headrace.pipeline import Pipeline
+
+pytestmark = pytest.mark.slow
+
+STAGE, SPLIT = "pipeline.stages", "pipeline.stages.split"
+EACH = {  # recipes with stages that take part on each rank
+    "gtpo": "'entropy' (it reads tokens)",
+    "high_entropy": "'forks' (it reads tokens)",
+    "kl_in_advantage": "'kl' (it reads tokens)",
+    "mis": "'reject' (it reads tokens), 'correction' (it reads tokens)",
+    "mlperf": "'mask' (it reads tokens), 'correction' (it reads tokens)",
+    "mt_grpo": "'turns' (it reads tokens)",
+    "opd": "'teacher' (it reads tokens)",
+    "opsm": "'mask' (it reads tokens)",
+    "rae": "'running' (it remembers rollouts of all ranks)",
+    "rlsd": "'teacher' (it reads tokens)",
+    "spo": "'running' (it remembers rollouts of all ranks)",
+    "tis": "'correction' (it reads tokens)",
+    "tree_grpo": "'tree' (it reads tokens)",
+}
+VARIED = (
+    (f"{SPLIT}.minibatches=3", f"{SPLIT}.remainder=drop", f"{SPLIT}.unit=sample"),
+    (f"{SPLIT}.minibatches=2", f"{SPLIT}.remainder=pad", f"{SPLIT}.max_tokens=14", f"{SPLIT}.unit=sample"),
+    (f"{SPLIT}.remainder=drop", f"{SPLIT}.max_tokens=14", f"{SPLIT}.balance=attention"),
+    (f"{SPLIT}.microbatches=2", f"{SPLIT}.remainder=pad", f"{STAGE}.weight.fold=token_mean"),
+    (f"{STAGE}.filter.action=drop", "pipeline.masked_log_prob=keep", f"{STAGE}.weight.gradients=mean"),
+    (f"~{SPLIT}", f"~{STAGE}.weight"),
+)
+CARRIED = (f"{SPLIT}.remainder=carry", f"{SPLIT}.minibatches=2")
+
+
+@pytest.mark.parametrize(("world", "recipes"), [(2, ADVANTAGES), (3, FEW)])
+def test_where_the_first_rank_decides_nothing_differs(world, recipes, tmp_path):
+    """Of every recipe that it can decide: rows, columns, metrics, ledger, report and state."""
+    pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in recipes if recipe not in EACH]
+    pipelines += [("grpo", composed("pipeline=grpo", *words)) for words in VARIED]
+    pipelines += [("halves", composed("pipeline=grpo"))]
+    results = results_of(compare_ways, world, tmp_path, pipelines)
+    assert [differs for _, differs in results] == [[]] * world
+    assert sum(compared for compared, _ in results) > 3 * world * len(CASES) * len(pipelines)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_where_the_first_rank_decides_the_same_is_remembered(world, tmp_path):
+    """Carried rows, and minibatches that were taken: a run goes on in the other way."""
+    weigh = (f"{STAGE}.gate.group_size=2", f"{STAGE}.weight.unit=rollout")
+    pipelines = [
+        ("carried", shared_ids, composed("pipeline=grpo", *weigh, *CARRIED, f"{SPLIT}.unit={unit}"))
+        for shared_ids, unit in (("same", "rollout"), ("different", "group"), ("raise", "group"))
+    ]
+    pipelines += [("cut", "different", composed("pipeline=grpo", *weigh, f"{SPLIT}.minibatches=2"))]
+    for differs, carried, steps_again in results_of(follow_stream, world, tmp_path, pipelines):
+        assert differs == []
+        assert carried > 4
+        assert steps_again == [0] * len(pipelines)
+
+
+def test_what_the_first_rank_refuses_all_refuse_in_time(tmp_path):
+    world = 3
+    for rank, told in enumerate(results_of(refuse_what_one_decides, world, tmp_path)):
+        said = [said for said, _ in told]
+        assert said[0] == said[2] == said[7] > 0
+        assert re.search(r"stage 'gate', .*1 incomplete group: group 2\d* has 1 of 2", said[1])
+        assert re.search(
+            r"stage 'difficulty', .*here it needs tokens, .*pipeline.decide_on=each_rank", said[3]
+        )
+        assert re.search(r"stage 'split', .*rows were carried for groups \[\d+\], and the batch has", said[5])
+        assert re.search(rf"rank 0 did not come to what rank 0 decides within {PATIENCE:g} s", said[6])
+        if rank < world - 1:  # the last one is no more
+            assert re.search(rf"rank 2 did not come to what rank 0 decides within {PATIENCE:g} s", said[8])
+        assert max(seconds for _, seconds in told) < 3 * PATIENCE
+
+
+@pytest.mark.parametrize("recipe", EACH)
+def test_stages_that_take_part_on_each_rank_are_named(recipe):
+    stages = dict(composed(f"pipeline={recipe}").stages.items())
+    with pytest.raises(ValueError, match=re.escape(f"take part on each: {EACH[recipe]}. Set pipeline.dec")):
+        Pipeline(stages, process_group="world", decide_on="first_rank")

@@ -1,0 +1,411 @@
+"""Rows of TransferQueue are decided without their tokens, which the rank that trains on them fetches once."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from assembly import Line, batch_of_lines, faulty_stream
+from composed import composed
+from recipes import NAMES
+from tensordict import TensorDictBase, lazy_stack
+
+from headrace.pipeline import Pipeline, RolloutQueue, StepQueue, assembled
+from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, StalledError
+
+ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+transfer_queue = pytest.importorskip("transfer_queue", reason="the extra `tq` is not installed")
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+MOST_BYTES = 200
+MASK, LOG_PROB = ("masks", "all_assistant_mask"), ("log_probs", "full")
+SPLIT = "pipeline.stages.split."
+GRPO = ("pipeline=grpo", f"{SPLIT}minibatches=2", f"{SPLIT}ranks=2")
+RECIPES = [
+    (*GRPO, f"{SPLIT}remainder=pad"),
+    (*GRPO, f"{SPLIT}remainder=pad", "pipeline.masked_log_prob=keep", f"{SPLIT}microbatches=2"),
+    (
+        "pipeline=grpo",
+        f"{SPLIT}ranks=2",
+        f"{SPLIT}minibatches=null",
+        f"{SPLIT}minibatch_size=4",
+        f"{SPLIT}remainder=carry",
+    ),
+    ("pipeline=dapo", f"{SPLIT}ranks=2", f"{SPLIT}remainder=pad", "pipeline.stages.weight.unit=rollout"),
+    (
+        "pipeline=dr_grpo",
+        f"{SPLIT}ranks=2",
+        f"{SPLIT}max_tokens=24",
+        f"{SPLIT}length_key=[masks,all_assistant_mask]",
+        f"{SPLIT}remainder=pad",
+    ),
+]
+OF_TOKENS = {"gtpo", "high_entropy", "icepop", "kl_in_advantage", "mis", "mlperf", "mt_grpo", "opd", "opsm"}
+OF_TOKENS |= {"rlsd", "tis", "tree_grpo"}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"groups": 2},
+    {"on_failure": "keep", "min_rollouts": 1, "timeout": 4, "on_timeout": "keep"},
+    {"group_size": 1, "max_pending_groups": 3},
+    {"max_staleness": 1, "on_stale": "mask", "on_newer": "wait"},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def queue(cluster) -> Iterator[None]:
+    storage = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
+    transfer_queue.init(importlib.import_module("omegaconf").OmegaConf.create(storage))
+    yield
+    transfer_queue.close()
+
+
+@pytest.fixture
+def name(request) -> str:
+    """A partition of the test's own."""
+    return request.node.name
+
+
+def keys_in(partition: str) -> list[str]:
+    return list(transfer_queue.kv_list(partition).get(partition, {}))
+
+
+def rows_of(lines: list[Line], start: int, *, tokens: int = 8, ragged: bool = False) -> TensorDictBase:
+    """Rows with masks, log-probabilities that are not all finite, and some without a token in the loss."""
+    draw = torch.Generator().manual_seed(start)
+    rows, size = batch_of_lines(lines, start), (len(lines), tokens)
+    rows["tokens", "full"] = torch.randint(0, 9, size, generator=draw)
+    rows[MASK] = torch.rand(size, generator=draw) < torch.rand(len(lines), 1, generator=draw) * 1.4 - 0.2
+    rows["masks", "all_attention_mask"] = torch.ones(size, dtype=torch.bool)
+    log_prob = -torch.rand(size, generator=draw)
+    rows[LOG_PROB] = log_prob.masked_fill(torch.rand(size, generator=draw) < 0.05, float("nan"))
+    if not ragged:
+        return rows
+    singles = [row.clone() for row in rows.unbind(0)]
+    for number, row in enumerate(singles):
+        for key in (("tokens", "full"), MASK, ("masks", "all_attention_mask"), LOG_PROB):
+            row[key] = row[key][: tokens - number % 3].clone()
+    return lazy_stack(singles)
+
+
+def stream_of(seed: int, **options: Any) -> list[TensorDictBase]:
+    """Pieces of rows of uneven groups, fanned out, some of them lost, failed or sent twice."""
+    pieces, start = [], 0
+    for lines in faulty_stream(random.Random(seed), 1):
+        if lines:
+            pieces.append(rows_of(lines, start, **options))
+        start += len(lines)
+    return pieces
+
+
+def same_rows(found: TensorDictBase, expected: TensorDictBase) -> None:
+    assert len(found) == len(expected)
+    for row, other in zip(found.unbind(0), expected.unbind(0), strict=True):
+        keys = set(other.keys(True, True))
+        assert set(row.keys(True, True)) == keys
+        for key in keys:
+            value, wanted = row.get(key), other.get(key)
+            if isinstance(wanted, torch.Tensor):
+                assert (value.dtype, value.shape) == (wanted.dtype, wanted.shape), key
+                assert torch.equal(value.nan_to_num(-99), wanted.nan_to_num(-99)), key
+            else:
+                assert value == wanted, key
+
+
+def metrics_of(run: Any) -> dict[str, float]:
+    return {key: value for key, value in run.metrics.items() if not key.startswith("time/")}
+
+
+def tried(pipeline: Pipeline, batch: TensorDictBase, epochs: int) -> tuple[Any, str]:
+    """The run of a batch, or None and why it was refused."""
+    try:
+        return pipeline.run(batch, epochs=epochs), ""
+    except BatchError as err:
+        return None, str(err)
+
+
+def taken(batches: Iterator[TensorDictBase]) -> Iterator[TensorDictBase]:
+    """Until nothing more becomes whole."""
+    try:
+        yield from batches
+    except StalledError:
+        return
+
+
+def put_in_turns(source: RolloutQueue, pieces: Iterable[TensorDictBase], seed: int = 0) -> None:
+    producers = [RolloutQueue.__new__(RolloutQueue) for _ in range(2)]
+    draw = random.Random(seed)
+    for producer in producers:
+        producer.__dict__.update(source.__getstate__())
+    for piece in pieces:
+        draw.choice(producers).put(piece)
+    for producer in producers:
+        producer.end()
+
+
+def part_of(step: TensorDictBase, rank: int) -> TensorDictBase:
+    return step[step["headrace", "rank"] == rank]
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+@pytest.mark.parametrize("part", range(5))
+def test_a_stream_without_tokens_has_the_batches_metrics_and_steps_of_one_with_them(part, ragged, name):
+    """300 streams: uneven groups, fan-out, rows that are lost, fail or come twice."""
+    steps_seen = masked = 0
+    for seed in range(part, 150, 5):
+        options = {**OPTIONS[seed % 5], "on_duplicate": "drop"}
+        words, epochs = RECIPES[(seed // 5) % 5], 1 + seed % 2
+        if "mask" in options.values() and any("keep" in word for word in words):
+            continue  # what the assembler has masked by NaN becomes 0; without tokens it stays as it came
+        pieces, partition = stream_of(seed, ragged=ragged), f"{name}/{seed}"
+        plain, assembler = GroupAssembler(**options), GroupAssembler(**options)
+        plain.version = assembler.version = 2
+        whole, pipeline = composed(*words), composed(*words)
+        source = RolloutQueue(partition, producers=2, max_rows=1, decided_by=[assembler, pipeline])
+        put_in_turns(source, pieces, seed)
+        steps = StepQueue(f"{partition}/steps", ranks=2, rollouts=partition)
+        ranks = [StepQueue(f"{partition}/steps", ranks=2, rollouts=partition).minibatches(r) for r in (0, 1)]
+        expected = list(taken(assembled(pieces, plain)))
+        found = taken(assembled((piece for piece in source if piece is not None), assembler))
+        for batch, thin in zip(expected, found, strict=True):
+            assert MASK not in thin.keys(True)
+            same_rows(source.fetch(thin), batch)
+            run, refused = tried(whole, batch, epochs)
+            if run is None:  # rewards of a rollout differ, say
+                assert tried(pipeline, thin, epochs) == (None, refused)
+                continue
+            decided = pipeline.run(thin, epochs=epochs)
+            assert metrics_of(decided) == pytest.approx(metrics_of(run), rel=0, abs=0, nan_ok=True)
+            assert repr(decided) == repr(run)
+            steps.put(decided.minibatches())
+            for step in run.minibatches():
+                steps_seen += 1
+                for rank in (0, 1):
+                    mine, part = next(ranks[rank]), part_of(step, rank)
+                    assert len(mine) == len(part)
+                    if len(part):
+                        same_rows(mine, part)
+                        masked += ("headrace", "in_loss") in part.keys(True) and int(
+                            (~part["headrace", "in_loss"]).sum()
+                        )
+        assert assembler.counts == plain.counts
+        source.keep_only(assembler, pipeline, steps)
+    assert steps_seen > 10
+    assert masked > 0
+
+
+def test_rows_that_are_masked_for_their_age_have_no_tokens_to_count(name):
+    options: dict[str, Any] = {"max_staleness": 0, "on_stale": "mask"}
+    assembler, plain = GroupAssembler(**options), GroupAssembler(**options)
+    assembler.version = plain.version = 1
+    lines = [Line(0, r, 0, True, version=r) for r in (0, 1)]
+    rows = rows_of(lines, 0)
+    rows[MASK] = torch.ones(2, 8, dtype=torch.bool)
+    source = RolloutQueue(name, decided_by=[assembler, composed("pipeline=grpo")])
+    source.put(rows)
+    assembler.put(next(iter(source)))
+    plain.put(rows)
+    numbers = assembler.take()["headrace", "number_of", ".".join(MASK)]
+    assert numbers[:, 0].tolist() == plain.take()[MASK].sum(1).tolist() == [0, 8]
+
+
+# -- what goes where --------------------------------------------------------------------------------------
+
+
+def put_groups(source: RolloutQueue, *, groups: int = 32, tokens: int = 8) -> None:
+    """Finished groups of eight, as workers with origins send them, in pieces of 32 rows."""
+    lines = [Line(g, 8 * g + r, 0, True, expected=8) for g in range(groups) for r in range(8)]
+    rows = rows_of(lines, 0, tokens=tokens)
+    rows["number"] = torch.arange(len(lines))
+    rows[MASK][:, 0], rows[LOG_PROB] = True, rows[LOG_PROB].nan_to_num(-1)
+    zeros = torch.zeros(len(lines), dtype=torch.int32)
+    rows["headrace", "origin"] = torch.stack([zeros, zeros + 3, zeros + 99, zeros, zeros + 1], 1)
+    for piece in rows.split(32):
+        source.put(piece)
+    source.end()
+
+
+def wire_of(patch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each message of TransferQueue that this process sends or gets from now on."""
+    sizes: list[int] = []
+    message = importlib.import_module("transfer_queue.utils.zmq_utils").ZMQMessage
+    serialize, deserialize = message.serialize, message.deserialize.__func__
+
+    def sent(message: Any) -> Any:
+        frames = serialize(message)
+        sizes.append(sum(memoryview(frame).nbytes for frame in frames))
+        return frames
+
+    def came(cls: Any, frames: Any) -> Any:
+        sizes.append(sum(memoryview(frame).nbytes for frame in frames))
+        return deserialize(cls, frames)
+
+    patch.setattr(message, "serialize", sent)
+    patch.setattr(message, "deserialize", classmethod(came))
+    return sizes
+
+
+@pytest.mark.parametrize("tokens", [16, 4096])
+def test_less_than_200_bytes_a_row_go_through_who_decides_for_any_number_of_tokens(tokens, name):
+    """All messages: of what is read, of polls, steps, and what is cleared; pieces of 32 rows, two ranks."""
+    pipeline, assembler, sizes, rows = composed(*GRPO), GroupAssembler(groups=32), [], 0
+    source = RolloutQueue(name, producers=1, decided_by=[assembler, pipeline])
+    put_groups(RolloutQueue(name, decided_by=[assembler, pipeline]), groups=64, tokens=tokens)
+    steps = StepQueue(f"{name}/steps", ranks=2, rollouts=name)
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = wire_of(patch)
+        for batch in assembled(source, assembler):
+            steps.put(pipeline.minibatches(batch))
+            source.keep_only(assembler, pipeline, steps)
+            rows += len(batch)
+    assert rows == 512
+    assert 20 < sum(sizes) / rows < MOST_BYTES
+
+
+def test_a_rank_fetches_the_tokens_of_a_row_once_for_all_epochs(name, monkeypatch):
+    pipeline, assembler = composed(*GRPO), GroupAssembler(groups=16)
+    source = RolloutQueue(name, producers=1, decided_by=[assembler, pipeline])
+    put_groups(RolloutQueue(name, decided_by=[assembler, pipeline]), groups=16)
+    steps = StepQueue(f"{name}/steps", ranks=2, rollouts=name)
+    (batch,) = assembled(source, assembler)
+    assert steps.put(pipeline.minibatches(batch, epochs=3)) == 6
+    fetched: list[str] = []
+    get = transfer_queue.kv_batch_get
+
+    def seen(keys, partition):
+        fetched.extend(keys if partition == name else [])
+        return get(keys, partition)
+
+    monkeypatch.setattr(transfer_queue, "kv_batch_get", seen)
+    steps.end()
+    for rank in (0, 1):
+        fetched.clear()
+        taken = StepQueue(f"{name}/steps", ranks=2, rollouts=name).minibatches(rank)
+        numbers = [number for part in taken for number in part["number"].tolist()]
+        assert len(numbers) == 3 * 64
+        assert len(fetched) == len(set(fetched)) == len(set(numbers))
+
+
+def test_rows_leave_the_queue_when_nobody_has_them_any_more(name):
+    """Not while they wait for their group, for a rank or for the next batch, as carried rows do."""
+    words = ("pipeline=grpo", "pipeline.stages.split.minibatches=null", f"{SPLIT}minibatch_size=24")
+    pipeline = composed(*words, f"{SPLIT}remainder=carry")
+    assembler = GroupAssembler(groups=2)
+    source = RolloutQueue(name, decided_by=[assembler, pipeline])
+    lines = [Line(g, 2 * g + r, 0, True) for g in range(30) for r in (0, 1)]
+    source.put(rows_of(lines[:1] + lines[2:51], 0))  # one of group 0 is missing, and one of group 25
+    steps = StepQueue(f"{name}/steps", ranks=1, rollouts=name)
+    assembler.put(next(iter(source)))
+    batch = assembler.take(24)
+    assert steps.put(pipeline.minibatches(batch)) == 2
+    assert source.keep_only(assembler, pipeline, steps) == 0
+    rank = StepQueue(f"{name}/steps", ranks=1, rollouts=name).minibatches(0)
+    assert len(next(rank)) == 24
+    assert source.keep_only(assembler, pipeline, steps) == 24
+    assert len(next(rank)) == 24
+    left = 50 - len(keys_in(name))
+    assert source.keep_only(assembler, pipeline, steps) == 24
+    assert left == 24
+    assert len(keys_in(name)) == 2
+    assert source.keep_only(steps) == 2
+    assert keys_in(name) == []
+
+
+def test_a_reader_without_tokens_goes_on_from_its_last_state(name):
+    def reader() -> tuple[Any, RolloutQueue, GroupAssembler]:
+        assembler = GroupAssembler(groups=1)
+        source = RolloutQueue(name, producers=1, clear="saved", max_rows=1, decided_by=[assembler])
+        return assembled(source, assembler), source, assembler
+
+    stream, source, assembler = reader()
+    lines = [Line(g, 2 * g + r, 0, True) for r in (0, 1) for g in range(6)]
+    producer = RolloutQueue(name, decided_by=[assembler])
+    for piece in rows_of(lines, 0).split(2):
+        producer.put(piece)
+    producer.end()
+    expected = [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
+    batches, states = iter(stream), []
+    for number in range(3):
+        assert source.fetch(next(batches))["number"].tolist() == expected[number]
+        states.append(stream.state_dict())
+        source.keep_only(stream)
+    for state, at in ((states[1], 2), (states[2], 3)):
+        again, source, _ = reader()
+        again.load_state_dict(state)
+        assert [source.fetch(batch)["number"].tolist() for batch in again] == expected[at:]
+    source.keep_only()
+    source.keep_only()
+    assert keys_in(name) == []
+
+
+def test_every_recipe_decides_without_tokens_as_with_them_or_says_that_it_needs_them(name, make_batch):
+    needs = set()
+    for number, recipe in enumerate(NAMES):
+        whole, pipeline = composed(f"pipeline={recipe}"), composed(f"pipeline={recipe}")
+        batch = make_batch([1.0, 0, 1, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1, 1, 1])
+        batch["next", "done"] = torch.ones(8, 1, dtype=torch.bool)
+        batch["expected_rollouts"], batch["state_id"] = torch.full((8,), 4), torch.arange(8) // 2
+        batch["old_log_probs", "full"] = batch[LOG_PROB] - 0.1
+        batch["turn_index"] = torch.zeros(8, 4, dtype=torch.int64)
+        batch["turn_reward"] = torch.zeros(8, 4)
+        if recipe == "gdpo":
+            batch["next", "reward"] = torch.rand(8, 2)
+        run = whole.run(batch.clone())
+        expected, partition = list(run.minibatches()), f"{name}/{number}"
+        source = RolloutQueue(partition, decided_by=[pipeline])
+        source.put(batch)
+        thin = next(iter(source)).exclude("turn_index", "turn_reward")  # more tokens than four are left out
+        steps = StepQueue(f"{partition}/steps", ranks=1, rollouts=partition)
+        try:
+            decided = pipeline.run(thin)
+            assert steps.put(decided.minibatches()) == len(expected)
+        except (BatchError, MissingKeyError):
+            needs.add(recipe)
+            continue
+        assert metrics_of(decided) == pytest.approx(metrics_of(run), rel=0, abs=0, nan_ok=True), recipe
+        for part, mine in zip(expected, steps.minibatches(0), strict=False):
+            same_rows(mine, part)
+    assert needs == OF_TOKENS
+
+
+# -- what is refused --------------------------------------------------------------------------------------
+
+
+def test_rows_without_tokens_are_refused_where_they_would_be_trained(name):
+    pipeline, assembler = composed("pipeline=grpo"), GroupAssembler()
+    source = RolloutQueue(name, decided_by=[assembler, pipeline])
+    rows = rows_of([Line(0, r, 0, True) for r in (0, 1)], 0)
+    source.put(rows)
+    thin = next(iter(source))
+    with pytest.raises(BatchError, match=r"elsewhere.*StepQueue\(rollouts=…\)"):
+        StepQueue(f"{name}/steps", ranks=1).put(pipeline.minibatches(thin))
+    with pytest.raises(MissingKeyError, match=r"RolloutQueue needs the key \('headrace', 'elsewhere'\)"):
+        source.fetch(rows)
+    with pytest.raises(TypeError, match="assemblers and pipelines decide; got dict"):
+        RolloutQueue(name, decided_by=[{}])
+
+
+def test_a_producer_that_sends_no_columns_to_decide_by_is_named(name):
+    source = RolloutQueue(name, decided_by=[GroupAssembler()])
+    RolloutQueue(name).put(rows_of([Line(0, r, 0, True) for r in (0, 1)], 0))
+    with pytest.raises(BatchError, match=r"found none at \w+/0: give the producers' RolloutQueue the same"):
+        next(iter(source))
+
+
+def test_tokens_that_were_lost_or_differ_in_width_are_an_error_of_the_rank(name):
+    pipeline, assembler = composed("pipeline=grpo"), GroupAssembler()
+    source = RolloutQueue(name, decided_by=[assembler, pipeline])
+    lines = [Line(0, r, 0, True) for r in (0, 1)]
+    source.put(rows_of(lines[:1], 0, tokens=8))
+    source.put(rows_of(lines[1:], 1, tokens=9))
+    assembler.put(next(iter(source)))
+    steps = StepQueue(f"{name}/steps", ranks=1, rollouts=name)
+    steps.put(pipeline.minibatches(assembler.take()))
+    with pytest.raises(BatchError, match="dense rows have one width"):
+        next(steps.minibatches(0))
+    transfer_queue.kv_clear(keys_in(name)[:1], name)
+    with pytest.raises(BatchError, match=r"all rows that were put in partition.*found 1 of 2"):
+        next(steps.minibatches(0))

@@ -1,0 +1,87 @@
+"""What the first rank has decided about the rows of all, on its way to the ranks that have them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.transforms.schema import ROW
+
+# Of a table, besides its metrics; the batch, and which of its rows are in it, each rank knows by itself.
+DECIDED = (
+    *("columns", "written", "dtypes", "names", "effects", "reason", "here", "gone", "in_loss", "counted"),
+    *("masks_rows", "silenced", "says_who_counts"),
+)
+
+
+def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None) -> tuple[Any, Any]:
+    """Give each rank what was decided about its rows, where one decides: a meeting, and two collectives.
+
+    All ranks call it together. What a rank has, or was told before, is not sent again.
+
+    Args:
+        table: of the rows of all ranks on the first; on the others, of their own, changed in place.
+        more: on the first rank, anything that pickles, whose tensors are (N, ...) by row of the table.
+        of_ranks: on the first rank, what else each of the ranks is to have.
+
+    Returns:
+        `more`, of the rows of this rank, and what it is to have else.
+    """
+    ranks, messages = table.ranks, None
+    if ranks is None or not ranks.one_decides:
+        return more, None
+    ranks.place = "what rank 0 decides"
+    if ranks.decides:
+        decided = {name: getattr(table, name) for name in DECIDED}
+        written = _Pickled(table.told | {ROW: table.columns[ROW]}, (decided, more))
+        messages = []
+        for rank, own in enumerate(of_ranks or [None] * ranks.size):
+            columns = [table.of_rank(column, rank).numpy() for column in written.columns]
+            messages.append((written.text, columns, table.metrics | table.of_others.get(rank, {}), own))
+    text, columns, metrics, own = ranks.scatter_objects(messages)
+    if ranks.decides:
+        table.told = dict(table.columns)
+        return more, own
+    decided, more = _Read(text, table.columns, list(map(torch.from_numpy, columns))).load()
+    for name, value in decided.items():
+        setattr(table, name, value)
+    table.metrics = metrics
+    table.index = table.here.nonzero().flatten() if table.gone else None
+    table.ids.clear()
+    return more, own
+
+
+class _Pickled(pickle.Pickler):
+    """Anything, whose tensors are those that the others know, by key, or columns to be sent, by number."""
+
+    def __init__(self, known: Mapping[Any, Tensor], value: Any):
+        file = io.BytesIO()
+        super().__init__(file)
+        self.columns: list[Tensor] = []
+        self._known: dict[int, tuple[Any, int | None]]
+        self._known = {id(column): (key, None) for key, column in known.items()}
+        self.dump(value)
+        self.text = file.getvalue()
+
+    def persistent_id(self, value: Any) -> tuple[Any, int | None] | None:
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._known:
+            self._known[id(value)] = None, len(self.columns)
+            self.columns.append(value)
+        return self._known[id(value)]
+
+
+class _Read(pickle.Unpickler):
+    def __init__(self, text: bytes, known: Mapping[Any, Tensor], columns: Sequence[Tensor]):
+        super().__init__(io.BytesIO(text))
+        self._known, self._columns = known, columns
+
+    def persistent_load(self, place: tuple[Any, int | None]) -> Tensor:
+        key, number = place
+        return self._known[key] if number is None else self._columns[number]
