@@ -19,7 +19,7 @@ from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable
 
-from .audit_checks import CHECKS, AuditedStep, Declared, Finding, Outcome
+from .audit_checks import CHECKS, AuditedStep, DeclaredRecipe, Finding, Outcome
 from .logged import MOST, LoggedRows, explain_logged
 from .source import each_step, open_configured
 
@@ -97,7 +97,7 @@ def audit(
         AuditFailed: something was found, under ``audit.strict``.
     """
     console = console or Console()
-    declared = Declared(build_pipeline(config.pipeline))
+    declared = DeclaredRecipe(build_pipeline(config.pipeline))
     size = config.source.group_size or declared.group_size
     # A source refuses a group that is too large: here it is to be found.
     source = open_configured(OmegaConf.merge(config, {"source": {"group_size": None}}))  # type: ignore[arg-type]

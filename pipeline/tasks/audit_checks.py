@@ -26,8 +26,9 @@ from headrace.pipeline.order import place_of_cut
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report.numbers import AGREE
 from headrace.pipeline.report.row_columns import report_columns
-from headrace.transforms import BatchError, CompletenessGate, Ids, LossWeight, Status, loss_weight
+from headrace.transforms import BatchError, Ids, Status, loss_weight
 from headrace.transforms.errors import listing
+from headrace.transforms.schema import FINISHED, FOLDED_WEIGHT, STEP_WEIGHT
 
 from .logged import tolerance
 
@@ -64,7 +65,7 @@ class Outcome(NamedTuple):
     """What could not be looked at, and why; empty: everything was."""
 
 
-class Declared:
+class DeclaredRecipe:
     """What a recipe makes of rows, whoever is missing: its stages before the cut, without its gate.
 
     Args:
@@ -73,11 +74,13 @@ class Declared:
 
     def __init__(self, pipeline: Pipeline):
         cut, stages = place_of_cut(pipeline.stages), pipeline.stages
-        names = [name for name in pipeline.order[:cut] if not isinstance(stages[name], CompletenessGate)]
-        gates = [stage for stage in stages.values() if isinstance(stage, CompletenessGate)]
+        writes = {name: getattr(stage, "out_keys", ()) for name, stage in stages.items()}
+        gates = [stages[name] for name, keys in writes.items() if FINISHED in keys]
+        weights = [stages[name] for name, keys in writes.items() if {STEP_WEIGHT, FOLDED_WEIGHT} & {*keys}]
+        names = [name for name in pipeline.order[:cut] if FINISHED not in writes[name]]
         self.counts_masked = (gates[0] if gates else pipeline).empty == "count"
         self.group_size: int | None = gates[0].group_size if gates else None
-        self.weight = next((stage for stage in stages.values() if isinstance(stage, LossWeight)), None)
+        self.weight = weights[0] if weights else None
         self.remembers = [name for name in names if getattr(stages[name], "stateful", False)]
         self._parts = [part_of(pipeline, names, None) for _ in range(2)]
         self._parts[0].empty, self._parts[1].empty = "exclude", "count"
@@ -116,7 +119,7 @@ class AuditedStep:
         self,
         step: int,
         batch: TensorDictBase,
-        declared: Declared,
+        declared: DeclaredRecipe,
         *,
         group_size: int | None = None,
         unsaid: frozenset[str] = frozenset(),
@@ -452,7 +455,7 @@ def _present(step: AuditedStep) -> tuple[Tensor, Tensor]:
     return every - torch.bincount(home[lost], minlength=step.groups.n), every
 
 
-def incomplete_groups(step: AuditedStep) -> Outcome:
+def short_groups(step: AuditedStep) -> Outcome:
     """Groups that train and lack rollouts: fewer neither failed nor were aborted than were dispatched.
 
     Needs how large groups were; without it, groups are found of which a rollout failed. `expected` and
@@ -594,7 +597,7 @@ def wrong_weights(step: AuditedStep) -> Outcome:
 CHECKS: dict[str, tuple[str, Callable[[AuditedStep], Outcome]]] = {
     "signs": ("advantages of the wrong sign", wrong_signs),
     "mixed": ("groups of several prompts", mixed_groups),
-    "incomplete": ("incomplete groups", incomplete_groups),
+    "incomplete": ("incomplete groups", short_groups),
     "oversized": ("groups with too many rollouts", oversized_groups),
     "counted_twice": ("rollouts that count more than once", counted_twice),
     "masked": ("rollouts out of the loss that count", masked_counted),
