@@ -25,6 +25,7 @@ from .source import each_step, open_configured
 
 LINES = 8  # findings of a check in the terminal
 ON_PAGE = 500  # and on the page
+REASONS = 2  # of a check, why it could not look
 SHARE = (
     "A row's share of a step's gradient is |weight × advantage × tokens| over the sum of all rows; that of a "
     "check is the mean over all steps. Not checked is not passed."
@@ -189,8 +190,10 @@ def _said(results: dict[str, CheckResult]) -> list[str]:
     """What was not checked, and why; what other advantages are; and what a share is."""
     lines = []
     for each in results.values():
-        for why, steps in each.lacking.items():
+        for why, steps in list(each.lacking.items())[:REASONS]:
             lines.append(f"not checked: {each.title}: {why}" + (f" ({steps:,} steps)" if steps > 1 else ""))
+        if (more := len(each.lacking) - REASONS) > 0:
+            lines.append(f"not checked: {each.title}: {more:,} reasons more, which are in audit.json")
         lines += [f"{each.title}: {each.hint}"] if each.hint else []
     return [*lines, SHARE]
 
