@@ -19,7 +19,7 @@ from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable
 
-from .audit_checks import CHECKS, AuditedStep, DeclaredRecipe, Finding, Outcome
+from .audit_checks import CHECKS, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
 from .logged import MOST, LoggedRows, explain_logged
 from .source import each_step, open_configured
 
@@ -42,12 +42,12 @@ class CheckResult:
 
     name: str
     title: str
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[AuditFinding] = field(default_factory=list)
     lacking: dict[str, int] = field(default_factory=dict)
     """What could not be looked at, and at how many steps."""
     hint: str = ""
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: CheckOutcome) -> None:
         """Take what it says of the next step."""
         self.findings += outcome.findings
         if outcome.lacking:

@@ -37,7 +37,7 @@ BOTH = f"{ROWS}, and {MASKED}"
 NO_ADVANTAGES = "the dump has no advantages"
 
 
-class Finding(NamedTuple):
+class AuditFinding(NamedTuple):
     """Something wrong with some rows of a step."""
 
     step: int
@@ -57,10 +57,10 @@ class Finding(NamedTuple):
     """Of the step's gradient, |weight × advantage × tokens|: that of `rows`; None where it is not known."""
 
 
-class Outcome(NamedTuple):
+class CheckOutcome(NamedTuple):
     """What a check says of a step."""
 
-    findings: list[Finding]
+    findings: list[AuditFinding]
     lacking: str = ""
     """What could not be looked at, and why; empty: everything was."""
 
@@ -342,7 +342,7 @@ class AuditedStep:
         *,
         group: bool = True,
         meant: Tensor | None = None,
-    ) -> Finding:
+    ) -> AuditFinding:
         """A finding about (N,) bool `rows`.
 
         Args:
@@ -361,7 +361,7 @@ class AuditedStep:
         ]
         share = None if self.gradient is None else float(self.gradient[at].sum())
         label = self.group_names[int(at[0])] if group else None
-        return Finding(self.step, label, rollouts, at.tolist(), numbers[0], numbers[1], text, share)
+        return AuditFinding(self.step, label, rollouts, at.tolist(), numbers[0], numbers[1], text, share)
 
     def names_of(self, rows: Tensor) -> list[str]:
         """Labels of the rollouts of (N,) bool `rows`."""
@@ -387,15 +387,15 @@ class AuditedStep:
 # -- the checks ------------------------------------------------------------------------------------------
 
 
-def wrong_signs(step: AuditedStep) -> Outcome:
+def wrong_signs(step: AuditedStep) -> CheckOutcome:
     """Rows whose advantage has the wrong sign: logged × declared < 0, both beyond rounding.
 
     Needs advantages. Groups that are of another convention are that check's, which says how many of their
     signs are wrong. A finding is a group; `expected` and `found` are advantages of its rows.
     """
     if step.refusal or step.logged is None:
-        return Outcome([], step.refusal)
-    return Outcome(
+        return CheckOutcome([], step.refusal)
+    return CheckOutcome(
         [
             step.finding(
                 rows,
@@ -408,7 +408,7 @@ def wrong_signs(step: AuditedStep) -> Outcome:
     )
 
 
-def mixed_groups(step: AuditedStep) -> Outcome:
+def mixed_groups(step: AuditedStep) -> CheckOutcome:
     """Groups of two prompts: no prompt is that of a row of each of its rollouts.
 
     Needs prompts, and groups that were not made of them when the dump was read. With advantages also groups
@@ -440,12 +440,12 @@ def mixed_groups(step: AuditedStep) -> Outcome:
             )
             findings.append(step.finding(rows, text, [1], [len(own)]))
     if step.refusal or step.logged is None:
-        return Outcome(findings, lacking)
+        return CheckOutcome(findings, lacking)
     for group, rows in step.by_group(step.groups_that_fit(*step.other_groups)):
         how = " or ".join(step.conventions[int(step.groups.of[rows][0])])
         text = f"group {group} is measured against others, as if {how}: {step.advantages_said(rows)}"
         findings.append(step.finding(rows, text, step.by_recipe, step.logged))
-    return Outcome(findings, lacking)
+    return CheckOutcome(findings, lacking)
 
 
 def _present(step: AuditedStep) -> tuple[Tensor, Tensor]:
@@ -455,7 +455,7 @@ def _present(step: AuditedStep) -> tuple[Tensor, Tensor]:
     return every - torch.bincount(home[lost], minlength=step.groups.n), every
 
 
-def short_groups(step: AuditedStep) -> Outcome:
+def short_groups(step: AuditedStep) -> CheckOutcome:
     """Groups that train and lack rollouts: fewer neither failed nor were aborted than were dispatched.
 
     Needs how large groups were; without it, groups are found of which a rollout failed. `expected` and
@@ -473,16 +473,16 @@ def short_groups(step: AuditedStep) -> Outcome:
         text = f"group {group} has {int(have[at])} of {int(expected[at])} rollouts"
         text += f"; failed or aborted: {listing(gone)}" if gone else ""
         findings.append(step.finding(rows, text, [int(expected[at])], [int(have[at])]))
-    return Outcome(findings, lacking)
+    return CheckOutcome(findings, lacking)
 
 
-def oversized_groups(step: AuditedStep) -> Outcome:
+def oversized_groups(step: AuditedStep) -> CheckOutcome:
     """Groups that train with more rollouts than were dispatched: a prompt drawn twice, or ids used again.
 
     Needs how large groups were. `expected` and `found` are numbers of rollouts.
     """
     if step.expected_rollouts is None:
-        return Outcome([], "how large groups were is not known: source.group_size=8, say")
+        return CheckOutcome([], "how large groups were is not known: source.group_size=8, say")
     _, every = _present(step)
     expected = step.expected_rollouts[step.groups.first]
     large = (every > expected) & step.groups.any(step.trains)
@@ -491,16 +491,16 @@ def oversized_groups(step: AuditedStep) -> Outcome:
         at = int(step.groups.of[rows][0])
         text = f"group {group} has {int(every[at])} rollouts, and was dispatched with {int(expected[at])}"
         findings.append(step.finding(rows, text, [int(expected[at])], [int(every[at])]))
-    return Outcome(findings)
+    return CheckOutcome(findings)
 
 
-def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: str) -> Outcome:
+def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: str) -> CheckOutcome:
     """Groups whose advantages are of a convention in place of the declared one.
 
     Groups that fit none of the two are what it lacks, where the two differ.
     """
     if step.refusal or step.logged is None:
-        return Outcome([], step.refusal)
+        return CheckOutcome([], step.refusal)
     findings = []
     for group, rows in step.by_group(step.groups_that_fit(convention, BOTH)):
         off = step.differs(step.by_recipe) & rows
@@ -516,20 +516,20 @@ def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: 
             lacking = (
                 f"the advantages of groups {listing(named)} of step {step.step} are of neither convention"
             )
-    return Outcome(findings, lacking)
+    return CheckOutcome(findings, lacking)
 
 
-def counted_twice(step: AuditedStep) -> Outcome:
+def counted_twice(step: AuditedStep) -> CheckOutcome:
     """Rollouts that count once for each of their rows: advantages are those of rows, and not of rollouts.
 
     Needs advantages, and which rows are one rollout. `expected` and `found` are advantages of the group.
     """
     if "rollouts" in step.unsaid:
-        return Outcome([], "the dump does not say which rows are one rollout, and each is read as one")
+        return CheckOutcome([], "the dump does not say which rows are one rollout, and each is read as one")
     return _counted_otherwise(step, ROWS, step.several, "rollouts that count once for each of their rows")
 
 
-def masked_counted(step: AuditedStep) -> Outcome:
+def masked_counted(step: AuditedStep) -> CheckOutcome:
     """Rollouts out of the loss that count: advantages are those with them in the baseline, not without.
 
     Out of the loss are those that failed or have no token in the loss, and have a reward. Needs advantages
@@ -545,16 +545,16 @@ def masked_counted(step: AuditedStep) -> Outcome:
     return outcome
 
 
-def other_advantages(step: AuditedStep) -> Outcome:
+def other_advantages(step: AuditedStep) -> CheckOutcome:
     """Advantages that are of no convention here: not the declared ones, nor what another check has found.
 
     Needs advantages. A finding is of a step; `expected` and `found` are advantages.
     """
     if step.refusal or step.logged is None:
-        return Outcome([], step.refusal)
+        return CheckOutcome([], step.refusal)
     off = step.differs(step.by_recipe) & ~step.explained & ~step.flipped
     if not bool(off.any()):
-        return Outcome([])
+        return CheckOutcome([])
     compared = int((step.trains & step.logged.isfinite() & step.by_recipe.isfinite()).sum())
     text = (
         f"{int(off.sum())} of {compared} advantages are not those of the recipe: {step.advantages_said(off)}"
@@ -562,22 +562,22 @@ def other_advantages(step: AuditedStep) -> Outcome:
     for group, rows in step.by_group(off):
         if names := step.conventions[int(step.groups.of[rows][0])]:
             text += f"; those of group {group} are as if {' as well as if '.join(names)}"
-    return Outcome([step.finding(off, text, step.by_recipe, step.logged, group=False)])
+    return CheckOutcome([step.finding(off, text, step.by_recipe, step.logged, group=False)])
 
 
-def wrong_weights(step: AuditedStep) -> Outcome:
+def wrong_weights(step: AuditedStep) -> CheckOutcome:
     """How far weights are from the declared mean: w_i / w*_i − 1 of each row, at most, in each minibatch.
 
     w* is what the recipe's LossWeight gives to the rows that trained (``headrace.transforms.loss_weight``).
     Needs weights and minibatches. `expected` and `found` are weights of a token of each row.
     """
     if step.weight is None:
-        return Outcome([], "the dump has no loss weights")
+        return CheckOutcome([], "the dump has no loss weights")
     if step.minibatch is None or not bool((step.minibatch >= 0).any()):
-        return Outcome([], "the dump does not have all rows of each minibatch")
+        return CheckOutcome([], "the dump does not have all rows of each minibatch")
     declared = step.declared_weight
     if declared is None:
-        return Outcome([], "the recipe's mean is not one of rows, rollouts, groups or tokens")
+        return CheckOutcome([], "the recipe's mean is not one of rows, rollouts, groups or tokens")
     findings = []
     ratio = step.weight / declared
     off = step.trains & ((ratio - 1).abs() > AGREE)
@@ -591,10 +591,10 @@ def wrong_weights(step: AuditedStep) -> Outcome:
             f"weight × tokens is {total:.4g} in all"
         )
         findings.append(step.finding(rows, text, declared, step.weight, group=False))
-    return Outcome(findings)
+    return CheckOutcome(findings)
 
 
-CHECKS: dict[str, tuple[str, Callable[[AuditedStep], Outcome]]] = {
+CHECKS: dict[str, tuple[str, Callable[[AuditedStep], CheckOutcome]]] = {
     "signs": ("advantages of the wrong sign", wrong_signs),
     "mixed": ("groups of several prompts", mixed_groups),
     "incomplete": ("incomplete groups", short_groups),
