@@ -178,7 +178,9 @@ class Decider:
             columns: as of :func:`headrace.pipeline.decide`.
 
         Raises:
-            As :func:`headrace.pipeline.decide`; recipes with a state are not refused.
+            BatchError: as :func:`headrace.pipeline.decide`.
+            MissingKeyError: as :func:`headrace.pipeline.decide`.
+            ValueError: a column that the recipe does not read.
         """
         batch, texts = self._read(columns)
         pipeline = self.pipeline if "tokens" in columns else self.without_weights

@@ -544,10 +544,11 @@ def test_a_writer_that_hangs_while_another_goes_on_is_named():
     fleet, assembler = Fleet(2, 1, 1, 999), fresh()
     rows = [fleet.batch([Sent(2 * n, 2 * n, 0, True, 0, 0)]) for n in range(200)]
     hung = [fleet.batch([Sent(2 * n + 1, 2 * n + 1, 0, True, 1, 0)]) for n in range(3)]
-    writers = [send_slowly.remote(assembler, rows)]
+    writers = [send.remote(assembler, hung, None, "hangs")]
+    while assembler.ready < len(hung):  # it hangs before anybody asks for a row
+        time.sleep(0.01)
+    writers.append(send_slowly.remote(assembler, rows))
     stream = assembler.batches(writers, worker_patience=1)
-    next(stream)  # from here on it is heard who sends
-    writers.append(send.remote(assembler, hung, None, "hangs"))
     with pytest.raises(StalledError, match=r"worker 1 .*its last was row 0 of rollout 5 of group 5"):
         list(stream)
     for writer in writers:

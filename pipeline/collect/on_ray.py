@@ -509,8 +509,8 @@ class AssemblerActor:
         self.workers = WorkerWatch(None, None)
 
     async def watch(self, patience: float | None, worker_patience: float | None) -> None:
-        """Watch the workers from now on."""
-        self.workers = WorkerWatch(patience, worker_patience)
+        """Watch the workers from now on; what they sent before is known."""
+        self.workers.patience, self.workers.worker_patience = patience, worker_patience
         self.workers.begin()
 
     async def store(self, node: str) -> Any:

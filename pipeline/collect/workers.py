@@ -49,7 +49,7 @@ class WorkerWatch:
 
     def saw(self, rows: TensorDictBase, assembler: Any) -> None:
         """Note which workers have sent rows that were put into an assembler."""
-        if (self.patience is None and self.worker_patience is None) or not has_key(rows, ORIGIN):
+        if not has_key(rows, ORIGIN):
             return
         now = time.monotonic()
         columns = (ORIGIN, assembler.group_key, assembler.rollout_key)
@@ -73,6 +73,8 @@ class WorkerWatch:
         Raises:
             StalledError: one is, with what waits for it.
         """
+        if self.patience is None and self.worker_patience is None:
+            return
         now = time.monotonic()
         for worker, heard in self._heard.items():
             silent, since = now - heard.times[-1], heard.times[-1]
