@@ -277,6 +277,26 @@ def test_groups_that_were_cut_by_position_are_named(tmp_path):
     assert checks["advantages"]["findings"] == checks["signs"]["findings"] == []
 
 
+def test_a_step_was_cut_by_position_only_where_all_of_it_was(tmp_path):
+    """Groups of 3 and 5, the first as if it were cut into fours and the second as it is."""
+    rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
+    columns = trl_columns(grpo(rewards[:3], rewards[:4], eps=1e-4) + grpo(rewards[3:], eps=1e-4))
+    columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
+    path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
+    _, checks = told(path, tmp_path, *AS_TRL)
+    assert set(found(checks)) == {"advantages", "incomplete", "oversized"}
+    assert all(row < 3 for row in checks["advantages"]["findings"][0]["rows"])
+
+
+def test_where_rows_and_rollouts_have_one_mean_a_wrong_sign_leaves_no_doubt_how_they_count(tmp_path):
+    rows, centred = Rows(), [reward - statistics.mean(R) for reward in R]
+    rows.add(0, R, [-centred[0], *centred[1:]], rows=dict.fromkeys(range(4), 2))
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    _, checks = told(path, tmp_path, "pipeline=as/prime_rl", "source.group_size=4")
+    assert found(checks) == {"signs": ["0"]}
+    assert checks["counted_twice"]["state"] == "passed"
+
+
 def test_another_recipe_s_advantages_are_found_and_named(tmp_path):
     columns = trl_columns([reward - statistics.mean(R) for reward in R + R[::-1]])
     path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
@@ -298,7 +318,7 @@ def test_a_recipe_that_counts_masked_rollouts_says_so(tmp_path):
 
 def test_a_rollout_that_failed_makes_its_group_incomplete_and_may_not_count(tmp_path):
     rows = Rows()
-    aborted = {"rollout_1": {"status": "aborted"}}
+    aborted = {"rollout_1": {"status": "aborted", "prompt": None}}
     rows.add(0, R, grpo(R, [1.0, 0.5, 0.25]), **aborted)
     rows.add(1, R, grpo(R), **aborted)
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
@@ -321,18 +341,27 @@ def test_a_recipe_that_remembers_has_no_advantages_to_compare(tmp_path):
     assert "remembers steps before the first of a dump" in next(iter(checks["signs"]["not_checked"]))
 
 
-def headrace_dump(folder: Path, **options) -> Path:
-    """Two groups of four with one to four tokens a row, in two minibatches."""
+def headrace_dump(folder: Path, *words: str, rows: int = 8) -> Path:
+    """Two groups of four with one to four tokens a row, in two minibatches; the first so many rows of them."""
     columns = {"group_id": torch.arange(8) // 4, "rollout_id": torch.arange(8)}
     columns |= {("next", "reward"): torch.tensor(R + R), "expected_rollouts": torch.full((8,), 4)}
     columns["masks", "all_assistant_mask"] = torch.arange(4) >= torch.arange(8).unsqueeze(1) % 4
-    run = load_pipeline("grpo", minibatches=2, stages={"weight": options}).run(dumps.batch_of(columns))
+    run = load_pipeline("grpo", "pipeline.stages.split.minibatches=2", *words).run(
+        dumps.batch_of(columns)[:rows]
+    )
     return write_dump(make_report(run), folder)
 
 
+def test_a_group_that_did_not_train_is_no_incomplete_one_that_trained(tmp_path):
+    path = headrace_dump(tmp_path / "dump", "pipeline.stages.gate.on_incomplete=drop", rows=7)
+    _, checks = told(path, tmp_path)
+    assert found(checks) == {}
+    assert checks["incomplete"]["state"] == "passed"
+
+
 def test_weights_are_held_against_the_declared_mean(tmp_path):
-    path = headrace_dump(tmp_path / "dump", unit="rollout")
     words = ("pipeline.stages.weight.unit=rollout",)
+    path = headrace_dump(tmp_path / "dump", *words)
     _, checks = told(path, tmp_path, *words)
     assert checks["weights"]["state"] == "passed"
     _, checks = told(path, tmp_path / "token")
@@ -355,6 +384,13 @@ def test_weights_are_held_against_the_declared_mean(tmp_path):
     )
     assert len(checks["weights"]["findings"]) == 2
     assert checks["weights"]["gradient_share"] == pytest.approx(1)
+
+
+def test_weights_whose_gradients_are_averaged_over_ranks_are_that_many_times_as_large(tmp_path):
+    words = ("pipeline.stages.split.ranks=2", "pipeline.stages.weight.gradients=mean")
+    path = headrace_dump(tmp_path / "dump", *words)
+    assert told(path, tmp_path / "one", words[0])[1]["weights"]["state"] == "found"
+    assert told(path, tmp_path / "two", *words)[1]["weights"]["state"] == "passed"
 
 
 # -- the command ---------------------------------------------------------------------------------------------
