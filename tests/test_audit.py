@@ -342,7 +342,7 @@ def test_a_recipe_that_remembers_has_no_advantages_to_compare(tmp_path):
 
 
 def headrace_dump(folder: Path, *words: str, rows: int = 8) -> Path:
-    """Two groups of four with one to four tokens a row, in two minibatches; the first so many rows of them."""
+    """Two groups of four with one to four tokens a row, in two minibatches; so many rows of them."""
     columns = {"group_id": torch.arange(8) // 4, "rollout_id": torch.arange(8)}
     columns |= {("next", "reward"): torch.tensor(R + R), "expected_rollouts": torch.full((8,), 4)}
     columns["masks", "all_assistant_mask"] = torch.arange(4) >= torch.arange(8).unsqueeze(1) % 4
