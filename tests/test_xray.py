@@ -104,7 +104,8 @@ VERDICTS = {
     without_the_last: r"with 4 micro-batches, micro-batch 3 \(from 0\) has no gradient",
     with_the_first_twice: r"with 4 micro-batches, micro-batch 0 \(from 0\) counts 2 times",
     with_a_shifted_mask: r"loss mask is shifted: each token has the weight of the token after it",
-    with_a_mask_that_is_late: r"loss mask is shifted: each token has the weight of the token before it",
+    with_a_mask_that_is_late: r"loss mask is shifted: each token has the weight of the token before it|"
+    "the first token of each response has no weight",  # padded on the left, its last token is lost
     with_prompts: r"^\d+ tokens outside the loss mask( and padding)? have a weight, in 3 of 3 runs",
     with_the_neighbours_advantage: r"^each row has the advantage of the row before it, in 3 of 3 runs",
 }
@@ -310,6 +311,80 @@ def test_weights_of_another_recipe_and_rows_that_should_not_train_are_seen():
             wrong.assert_uniform()
 
 
+def up_the_loss(model, batch, cut):
+    (terms(model, batch).sum() / batch[LOSS].sum()).backward()
+
+
+def whitened_in_place(model, batch, cut):
+    batch["advantage"].sub_(0.1)
+    mean_of_step(model, batch, cut)
+
+
+def whitened_by_part(model, batch, cut):
+    parts = [part - part.mean() for part in batch["advantage"].chunk(cut)]
+    batch["advantage"] = torch.cat(parts)
+    mean_of_step(model, batch, cut)
+
+
+def masked_by_cut(model, batch, cut):
+    if cut > 1:
+        batch[LOSS] = batch[LOSS] & (torch.arange(len(batch)) > 0)[:, None]
+    mean_of_step(model, batch, cut)
+
+
+def with_a_bonus(model, batch, cut):
+    log_probs = model.get_dist(batch).log_prob(batch[FULL])
+    bonus = torch.where(batch["advantage"].squeeze(-1) == 0, log_probs, 0.0)
+    (-torch.where(batch[LOSS], bonus, 0.0).sum() / batch[LOSS].sum()).backward()
+    mean_of_step(model, batch, cut)
+
+
+def without_the_first_tokens(model, batch, cut):
+    first = (batch[LOSS].cumsum(1) == 1) & batch[LOSS]
+    (-terms(model, batch)[~first].sum() / 60).backward()
+
+
+def over_shifted_logits(model, batch, cut):
+    for part in batch.chunk(cut):
+        (-terms(model, part)[:, 1:].mean() / cut).backward()
+
+
+EQUAL = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.3, 0.3, 0.3, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "says"),
+    [
+        (up_the_loss, {}, r"^the step goes up the loss: each weight is negative, in 3 of 3 runs"),
+        (whitened_by_part, {}, r"with 2 micro-batches.*the step's own advantages are others than with 1"),
+        (masked_by_cut, {}, r"63 tokens are in the loss, and with 1 micro-batch 66 are"),
+        (with_a_bonus, {"rewards": EQUAL}, r"^\d+ tokens without an advantage have a weight"),
+        (without_the_first_tokens, {}, r"^the first token of each response has no weight"),
+        (over_shifted_logits, {}, r"mean over all positions but one of each row, padding included"),
+        (with_padding, {}, r"mean over all positions, padding included"),
+        (mean_of_micro_batches, {"cuts": (4,)}, r"mean over the tokens of each micro-batch"),
+    ],
+)
+def test_no_wrong_step_is_called_uniform(step, options, says):
+    with pytest.raises(AssertionError, match=says):
+        xray(step, **options).assert_uniform()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"cuts": ()}, "cuts is a list of different values"),
+        ({"cuts": (2, 2)}, "cuts is a list of different values"),
+        ({"pad": "left"}, r"pad is a list of different values.*got 'left'"),
+        ({"ranks": (1, 4)}, r"each rank needs a group.*3 groups and 12 rows"),
+        ({"cuts": (13,)}, "each micro-batch a row"),
+    ],
+)
+def test_cuts_that_cannot_be_made_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        xray(mean_of_step, **options)
+
+
 def test_a_pipeline_that_says_no_weights_and_a_step_that_moves_the_table_are_refused():
     with pytest.raises(ValueError, match=r"writes no weights \(loss_weight\).*add LossWeight"):
         xray(mean_of_step, load_pipeline("grpo", "pipeline.stages.weight=null"))
@@ -318,6 +393,8 @@ def test_a_pipeline_that_says_no_weights_and_a_step_that_moves_the_table_are_ref
         mean_of_step(model, batch, cut)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
+    with pytest.raises(ValueError, match=r"has changed 'advantage' of the batch in place.*change a clone"):
+        xray(whitened_in_place)
     with pytest.raises(ValueError, match=r"has changed the table: leave out optimizer.step\(\)"):
         xray(moves)
 

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 WHOLE = "the whole step"
+PADDED = (
+    "mean over all positions, padding included,",
+    "mean over all positions but one of each row, padding included,",  # of logits that were shifted
+)
 SUM = "sum over the tokens, over a constant,"
 SAME = 1e-6
 
@@ -76,8 +80,8 @@ def known_means(tokens: StepTokens) -> Iterator[TokenMean]:
                 scope,
                 inside / (parts * units[part] * length)[:, None],
             )
-        positions = parts * rows * inside.shape[1]
-        yield TokenMean("mean over all positions, padding included,", scope, inside / positions[:, None])
+        for name, width in zip(PADDED, (inside.shape[1], inside.shape[1] - 1), strict=True):
+            yield TokenMean(name, scope, inside / (parts * rows * width)[:, None])
         yield TokenMean(SUM, scope, inside / (parts * rows)[:, None])
 
 

@@ -23,8 +23,8 @@ from headrace.transforms import group_relative_advantage
 from headrace.transforms.options import at_least, one_of, takes_options
 from headrace.transforms.schema import MICROBATCH, ROW, TOKEN_WEIGHT, has_key
 
-from .means import StepTokens, TokenMean, nearest_mean, odd_part
-from .token_table import TokenTable, explain_gradient, padded_column, tokens_of
+from .means import PADDED, WHOLE, StepTokens, TokenMean, nearest_mean, odd_part
+from .token_table import LOSS, TokenTable, explain_gradient, padded_column, tokens_of
 from .unique_pairs import Pad, xray_batch
 
 Step = Callable[[nn.Module, TensorDictBase, int], object]
@@ -50,6 +50,7 @@ class Measured:
         advantage: (N, T) float64, that of each token.
         expected: (N, T) float64, the coefficient that the pipeline says; None: nobody said.
         tokens: where the tokens are.
+        close: the share of the largest up to which numbers are equal, or 0.
     """
 
     cut: int
@@ -62,11 +63,13 @@ class Measured:
     advantage: Tensor
     expected: Tensor | None
     tokens: StepTokens
+    close: float
 
     @property
     def weight(self) -> Tensor:
-        """(N, T) the coefficient over the advantage; NaN where that is 0, and out of the mask."""
-        known = self.tokens.inside & (self.advantage != 0)
+        """(N, T) the coefficient over the advantage; NaN where that is (nearly) 0, and outside the mask."""
+        least = self.close * self.advantage.abs().max()
+        known = self.tokens.inside & (self.advantage.abs() > least)
         return torch.where(known, self.coefficient / torch.where(known, self.advantage, 1.0), torch.nan)
 
     @property
@@ -109,6 +112,8 @@ class XRay:
             if run.expected is not None:
                 ratio = run.coefficient / run.expected
                 ratio = torch.where(ratio.isinf(), math.inf, ratio)  # of tokens that are not to train
+            elif int(run.tokens.inside.sum()) != int(first.tokens.inside.sum()):
+                ratio = torch.tensor([0.0, math.inf])
             else:
                 ratio = _in_order(run) / _in_order(first)
             ratio = ratio[~ratio.isnan()]  # of tokens without an advantage, or with no weight in both
@@ -118,9 +123,13 @@ class XRay:
     @property
     def verdict(self) -> str:
         """What the step does, in a sentence."""
+        return self._sentence(self.close)
+
+    def _sentence(self, close: float) -> str:
+        """The verdict, where weights that differ by more than a share are not equal."""
         first, spread, causes = self.runs[0], self.spread, defaultdict(list)
         for run in self.runs:
-            if cause := _cause(run, self.close):
+            if cause := _cause(run, first, close):
                 causes[cause].append(run.where)
         if always := [cause for cause, where in causes.items() if len(where) == len(self.runs)]:
             return f"{'; '.join(always)}, in {len(spread)} of {len(spread)} runs"
@@ -128,26 +137,29 @@ class XRay:
         odd = [
             f"with {where}, tokens get {_range(low, high)} times the weight {said}"
             for where, (low, high) in spread.items()
-            if max(abs(low - 1), abs(high - 1)) > self.close
+            if max(abs(low - 1), abs(high - 1)) > close
         ]
         odd += [f"with {' and '.join(where)}, {cause}" for cause, where in causes.items()]
         if odd:
-            return f"{self._name()}: {'; '.join(odd)}"
-        what = "the weights of the pipeline" if first.expected is not None else self._name()
+            return f"{self._name(close)}: {'; '.join(odd)}"
+        what = "the weights of the pipeline" if first.expected is not None else self._name(close)
         return f"{what}, in {len(spread)} of {len(spread)} runs"
 
-    def _name(self) -> str:
+    def _name(self, close: float) -> str:
         """The mean of the run with the most parts whose mean is known: it says of what it is."""
         runs = sorted((run for run in self.runs if not run.shift), key=lambda run: -run.cut * run.ranks)
         found = [nearest_mean(run.weight, run.tokens) for run in runs or self.runs]
-        exact = [str(mean) for mean, _, apart in found if apart <= self.close]
+        exact = [str(mean) for mean, _, apart in found if apart <= close]
         if exact:
             return exact[0]
         mean, _, apart = found[-1]
-        return f"no mean that is known (the nearest, the {mean}, is {apart:.2g} off)"
+        rounding = "; a loss in bfloat16 rounds as much" if self.close < apart < 0.02 else ""
+        return f"no mean that is known (the nearest, the {mean}, is {apart:.2g} off{rounding})"
 
     def assert_uniform(self, tolerance: float | None = None) -> None:
-        """Raise where tokens get another weight in one of the runs.
+        """Raise where tokens get another weight in one of the runs, or would in one with another cut.
+
+        Without a pipeline the weights are to be those of a mean over the whole step, without its padding.
 
         Args:
             tolerance: as a share. None: ``close``.
@@ -155,13 +167,12 @@ class XRay:
         Raises:
             AssertionError: with the verdict.
         """
-        tolerance = self.close if tolerance is None else tolerance
-        if any(max(abs(low - 1), abs(high - 1)) > tolerance for low, high in self.spread.values()):
-            raise AssertionError(self.verdict)
-        if (self.runs[0].expected is None and self.apart > tolerance) or any(
-            _cause(run, self.close) for run in self.runs
-        ):
-            raise AssertionError(self.verdict)
+        tolerance, first = self.close if tolerance is None else tolerance, self.runs[0]
+        differs = any(max(abs(low - 1), abs(high - 1)) > tolerance for low, high in self.spread.values())
+        unknown = first.expected is None and self.apart > tolerance
+        of_parts = first.expected is None and (self.mean.scope != WHOLE or self.mean.name in PADDED)
+        if differs or unknown or of_parts or any(_cause(run, first, tolerance) for run in self.runs):
+            raise AssertionError(self._sentence(tolerance))
 
     def curve(self) -> dict[float, tuple[float, float]]:
         """By the ratio π / π_old, the coefficients of tokens with positive and with negative advantages, over
@@ -258,6 +269,15 @@ def xray(
         'mean over the tokens of each micro-batch: with 2 micro-batches, tokens get '
     """
     one_of("gradients", gradients, get_args(Gradients))
+    for name, values in {"cuts": cuts, "ranks": ranks, "pad": pad, "shifts": shifts}.items():
+        if isinstance(values, str) or values is None or len(set(values)) != len(values) or not values:
+            raise ValueError(f"{name} is a list of different values, one at least, as (1, 2); got {values!r}")
+    groups = len(rewards) // at_least("group_size", group_size, 1)
+    if max(ranks) > groups or max(cuts) * max(ranks) > len(lengths):
+        raise ValueError(
+            f"each rank needs a group, and each micro-batch a row; got ranks={ranks} and cuts={cuts} for "
+            f"{groups} groups and {len(lengths)} rows: set lengths, rewards and group_size"
+        )
     runs = [
         _measure(
             step,
@@ -317,7 +337,16 @@ def _measure(
     model = TokenTable.of(batch, dtype)
     before = model.table.detach().clone()
     if gradients is None:
+        own = {
+            key: (batch.get(key), batch.get(key).clone()) for key in ("advantage", LOSS) if pad is not None
+        }
         step(model, batch, cut)
+        for key, (column, was) in own.items():
+            if batch.get(key) is column and not torch.equal(column, was):
+                raise ValueError(
+                    f"the step has changed {key!r} of the batch in place, so that nothing says what it "
+                    f"should have been: change a clone. A step with its own writes batch[{key!r}] = ..."
+                )
         inside, micro = tokens_of(batch)[2], batch.get(MICROBATCH, micro)
         advantage = padded_column(batch, "advantage").double().flatten(1)
     else:
@@ -343,6 +372,7 @@ def _measure(
         advantage * inside,
         expected,
         StepTokens(inside, batch["rollout_id"].flatten(), group, micro, of_rank),
+        CLOSE_IN.get(dtype, 0.05),
     )
 
 
@@ -412,6 +442,7 @@ def _on_rank(
     step(model, batch, cut)
     gradient = model.table.grad
     torch.save(torch.zeros_like(model.table) if gradient is None else gradient, f"{folder}/{rank}.pt")
+    dist.barrier()  # a rank that has left would break the connection of one that is still at it
     dist.destroy_process_group()
 
 
@@ -437,17 +468,28 @@ def _shift(run: Measured, close: float) -> str:
         elsewhere = (every != 0) & ~run.tokens.inside.roll(-shift, 1)
         if bool(elsewhere.any()) or not bool(moved.isfinite().any()):
             continue
-        if nearest_mean(moved, run.tokens)[2] <= close:
+        if nearest_mean(moved, run.tokens)[2] > close:
+            continue
+        if bool(run.outside.any()) or run.padding:
             return f"the loss mask is shifted: each token has the weight of the token {words} it"
+        end = "last" if shift > 0 else "first"
+        return f"the {end} token of each response has no weight: is the loss mask shifted or too short?"
     return ""
 
 
-def _cause(run: Measured, close: float) -> str:
+def _cause(run: Measured, first: Measured, close: float) -> str:
     """What is wrong with a run, where its weights show it."""
     if run.shift:
         return ""
     weight, micro = run.weight, run.tokens.micro
     known = run.tokens.inside & weight.isfinite()
+    there, usual = int(run.tokens.inside.sum()), int(first.tokens.inside.sum())
+    if there != usual:
+        return f"{there} tokens are in the loss, and with {first.where} {usual} are"
+    if not torch.allclose(
+        run.advantage[run.tokens.inside], first.advantage[first.tokens.inside], rtol=close, atol=1e-12
+    ):
+        return f"the step's own advantages are others than with {first.where}"
     if shifted := _shift(run, close):
         return shifted
     if bool(run.outside.any()) or run.padding:
@@ -455,21 +497,25 @@ def _cause(run: Measured, close: float) -> str:
         return " and ".join(found + ["padding"] * bool(run.padding)) + " have a weight"
     if run.expected is not None:  # the pipeline cuts micro-batches of its own
         return ""
+    bare = run.tokens.inside & (run.advantage == 0) & (run.coefficient != 0)
+    if bool(bare.any()):
+        return f"{int(bare.sum())} tokens without an advantage have a weight"
     parts = {number: weight[known & (micro == number)[:, None]] for number in micro.unique().tolist()}
     missing = [number for number, of_part in parts.items() if len(of_part) and not bool(of_part.any())]
     if missing:
         names = ", ".join(str(number) for number in missing)
         return f"micro-batch {names} (from 0) has no gradient"
-    if nearest_mean(weight, run.tokens)[2] <= close:
-        return ""
+    _, factor, apart = nearest_mean(weight, run.tokens)
+    if apart <= close:
+        return "the step goes up the loss: each weight is negative" if factor < 0 else ""
     if (odd := odd_part(weight, run.tokens)) is not None:
         return f"micro-batch {odd[0]} (from 0) counts {odd[1]:.3g} times"
     for shift, words in ((1, "before"), (-1, "after")):
         other_advantage = run.advantage.amax(1) + run.advantage.amin(1)
-        neighbour = other_advantage.roll(shift)
-        ratio = torch.where(
-            known & (neighbour != 0)[:, None], run.coefficient / neighbour[:, None], torch.nan
-        )
-        if bool(ratio.isfinite().any()) and nearest_mean(ratio, run.tokens)[2] <= close:
+        neighbour = other_advantage.roll(shift)[:, None]
+        ratio = torch.where(known & (neighbour != 0), run.coefficient / neighbour, torch.nan)
+        several = int(ratio.isfinite().any(1).sum()) > 1  # one row alone fits any
+        nothing = bool((run.coefficient[run.tokens.inside & (neighbour == 0)] == 0).all())
+        if several and nothing and nearest_mean(ratio, run.tokens)[2] <= close:
             return f"each row has the advantage of the row {words} it"
     return ""

@@ -243,7 +243,8 @@ def explain_gradient(
             f"{float(rest[first, second]):.3g}, for token {second} after token {first}, where tokens of the "
             f"batch have up to {float(torch.where(used, coefficient, 0.0).abs().max()):.3g}. A KL term over "
             "the vocabulary has such a gradient (give its policy as reference=), an entropy bonus where "
-            "logits differ (reference=TokenTable(V)), and noise in the model"
+            "logits differ (reference=TokenTable(V)), rows that are packed without a boundary, padding with "
+            "another token, and noise in the model"
         )
     weights = torch.where(pairs, coefficient[before, after], 0.0)
     filler = max(float(coefficient[:, padding].abs().max()), float(coefficient[padding].abs().max()))

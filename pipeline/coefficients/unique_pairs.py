@@ -44,8 +44,8 @@ def xray_batch(
         segments: rows of the rollouts; one number for all, or one for each.
         pad: the side on which rows are filled up to the longest. None: they are ragged, in a lazy stack.
         holes: every third token of a response is out of the loss mask, as the answer of a tool is.
-        old_log_prob_shift: the log-probabilities are −log V and this, so that the ratio of a policy of equal
-            logits to the one that acted is e^−shift.
+        old_log_prob_shift: the log-probabilities in the mask are −log V and this, so that the ratio of a
+            policy of equal logits to the one that acted is e^−shift. Outside they are 1 lower.
 
     Returns:
         TensorDict ``[N]`` as recipes read it, floats in float64: ``("tokens", "full")``,
@@ -96,10 +96,9 @@ def xray_batch(
             ("tokens", "full"): _filled(tokens, fill, size - 2),
             ("masks", "all_attention_mask"): _filled(real, fill, False),
             ("masks", "all_assistant_mask"): _filled(inside, fill, False),
+            # Others outside the mask: a ratio from the wrong token's is not 1.
             ("log_probs", "full"): _filled(
-                torch.full((head + length,), old_log_prob_shift - math.log(size), dtype=torch.float64),
-                fill,
-                0,
+                old_log_prob_shift - math.log(size) - (~inside).double(), fill, 0.0
             ),
             ("next", "reward"): reward[rollout],
             ("next", "done"): torch.tensor([last]),

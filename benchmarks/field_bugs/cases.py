@@ -1,0 +1,342 @@
+"""Bugs that recur in the field: for each the rows, the correct answer by hand, and the threads it comes from.
+
+A row is one training sample. Answers are GRPO's advantages, (R − mean) / std of the group with the divisor
+n − 1, to two thousandths, since peers add 0 to 1e-4 to the std; or the weight of each token of a row in the
+loss. None: the row does not train. Where the field knows several correct answers, all are listed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+NAN = float("nan")
+Answer = list[float | None]
+
+
+@dataclass(frozen=True)
+class Thread:
+    """An issue or pull request, by the date of what it is cited for."""
+
+    project: str
+    number: int
+    date: str
+    says: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bug.
+
+    Attributes:
+        asks: the advantage of each row; the weight of its tokens; or that two paths agree on advantages.
+        accepted: the correct answers, any of which is right.
+        columns: what the rows have besides ``tokens`` (3 each unless said) and ``prompt`` (the group).
+    """
+
+    name: str
+    title: str
+    group_size: int
+    columns: dict[str, list]
+    accepted: list[Answer]
+    why: str
+    threads: list[Thread]
+    asks: Literal["advantage", "weight", "paths"] = "advantage"
+    rows: dict[str, list] = field(init=False)
+
+    def __post_init__(self) -> None:
+        number = len(self.columns["group"])
+        usual = {"tokens": [3] * number, "prompt": self.columns["group"], "micro": [0] * number}
+        usual |= {"rank": [0] * number, "version": [8] * number}
+        object.__setattr__(self, "rows", usual | self.columns)
+
+
+def rows(*columns: tuple[str, str]) -> dict[str, list]:
+    """Columns as text, so that they stand under one another; ids stay text."""
+    ids = ("group", "rollout", "prompt")
+    return {name: [one if name in ids else float(one) for one in text.split()] for name, text in columns}
+
+
+def whole(name: str, text: str) -> dict[str, list]:
+    return {name: [int(one) for one in text.split()]}
+
+
+CASES = [
+    Case(
+        "uneven-groups",
+        "Groups from positions, with uneven counts",
+        4,
+        rows(("group", "a a a a a b b b"), ("rollout", "0 1 2 3 4 5 6 7"), ("reward", "1 0 0 0 0 1 1 0")),
+        [
+            [1.789, -0.447, -0.447, -0.447, -0.447, 0.577, 0.577, -1.155],
+            [1.5, -0.5, -0.5, -0.5, None, None, None, None],
+        ],
+        "Prompt a has five rollouts and prompt b three; eight rows are two times four all the same. Each is "
+        "compared with its own prompt. Of a the mean is 1/5 and the std √(4/5 / 4) = 0.447: 0.8 / 0.447 = "
+        "1.789 and −0.447. Of b they are 2/3 and 0.577: 0.577, 0.577, −1.155. Who trains groups of exactly "
+        "four takes the first four of a (mean 1/4, std 1/2) and lets the others wait. By position the fifth "
+        "rollout of a is the first of b, and a failure of a makes the winners of b look better.",
+        [
+            Thread("THUDM/slime", 2062, "2026-06-12", "uneven rollouts fall through to one global mean"),
+            Thread("radixark/miles", 1325, "2026-06-12", "a flat vector is reshaped by position"),
+        ],
+    ),
+    Case(
+        "fan-out",
+        "Fan-out counted per row",
+        4,
+        rows(
+            ("group", "a a a a a a a a b b b b"),
+            ("rollout", "0 0 0 0 0 1 2 3 4 5 6 7"),
+            ("reward", "1 1 1 1 1 0 0 0 1 1 0 0"),
+        ),
+        [[1.5] * 5 + [-0.5] * 3 + [0.866, 0.866, -0.866, -0.866]],
+        "Rollout 0 became five rows (turns, sub-agents, compacted stretches). It is one attempt, with one "
+        "reward: of 1, 0, 0, 0 the mean is 1/4 and the std 1/2, so that all five rows have 1.5 and the "
+        "others −0.5. Counted by row the mean is 5/8, and a long success lowers its own advantage to 0.725.",
+        [
+            Thread("radixark/miles", 1325, "2026-06-12", "a rollout counts once per segment in the baseline"),
+            Thread("microsoft/agent-lightning", 462, "2026-01-21", "more turns, more weight in mean and std"),
+            Thread("microsoft/agent-lightning", 489, "2026-02-13", "six turns of four rollouts as one group"),
+        ],
+    ),
+    Case(
+        "lone-rollout",
+        "A lone rollout",
+        4,
+        rows(("group", "a a a a b"), ("rollout", "0 1 2 3 4"), ("reward", "1 0 0 0 1")),
+        [[1.5, -0.5, -0.5, -0.5, None]],
+        "Of prompt b one rollout of four is left. It has nothing to be compared with: R − mean is 0, and a "
+        "std of one number is not defined. It trains nothing. With its reward as advantage, whatever the "
+        "last survivor said is reinforced.",
+        [
+            Thread("Tencent-Hunyuan/UniRL", 330, "2026-08-05", "a singleton should produce 0, not NaN"),
+            Thread("huggingface/trl", 7176, "2026-09-10", "a group with a single survivor is dropped"),
+        ],
+    ),
+    Case(
+        "equal-rewards",
+        "Eight equal rewards of 1000.1",
+        8,
+        rows(
+            ("group", "a a a a a a a a"),
+            ("rollout", "0 1 2 3 4 5 6 7"),
+            ("reward", "1000.1 " * 8),
+        ),
+        [[0.0] * 8],
+        "Equal rewards say nothing: R − mean = 0. In float32 the mean of eight 1000.1 may differ from 1000.1 "
+        "by one rounding, 6e-5, and their std is as small: the quotient is of the order of 1. All eight are "
+        "pushed in the same direction by a rounding error.",
+        [
+            Thread("NVIDIA-NeMo/RL", 4158, "2026-09-16", "an advantage of −2075 from a std of rounding"),
+            Thread("modelscope/twinkle", 288, "2026-09-17", "near ties become strong advantages"),
+        ],
+    ),
+    Case(
+        "lost-rollout",
+        "A lost rollout",
+        4,
+        rows(("group", "a a a b b b b"), ("rollout", "0 1 2 4 5 6 7"), ("reward", "1 0 0 1 1 0 0")),
+        [
+            [1.155, -0.577, -0.577, 0.866, 0.866, -0.866, -0.866],
+            [None, None, None, 0.866, 0.866, -0.866, -0.866],
+        ],
+        "Four rollouts of a were asked for and three came back. Either the three are compared with one "
+        "another (mean 1/3, std 0.577: 1.155 and −0.577), or the group is left out or waits; a run that "
+        "stops and names the group is right, too. What is wrong is a fourth reward of 0 that nobody earned, "
+        "or a rollout of b in its place. b is 1, 1, 0, 0: mean 1/2, std 0.577.",
+        [
+            Thread("NVIDIA-NeMo/RL", 3589, "2026-08-12", "failed rollouts are committed with reward zero"),
+            Thread("NVIDIA-NeMo/RL", 2394, "2026-05-04", "fewer rollouts return than were requested"),
+            Thread("NVIDIA-NeMo/RL", 2700, "2026-07-07", "a group that never completes hangs the trainer"),
+        ],
+    ),
+    Case(
+        "masked-row",
+        "A masked row in the baseline",
+        4,
+        rows(("group", "a a a a"), ("rollout", "0 1 2 3"), ("reward", "1 1 0 0"))
+        | whole("tokens", "3 0 3 3"),
+        [[1.155, None, -0.577, -0.577]],
+        "The second response is masked as a whole: it was cut off, or its environment broke, and its reward "
+        "is not to be learnt from. The others are 1, 0, 0: mean 1/3, std 0.577. With its reward in the "
+        "baseline they get 0.866, −0.866, −0.866: what was excluded still decides.",
+        [
+            Thread("NVIDIA-NeMo/RL", 3467, "2026-08-03", "these rewards, and these numbers"),
+            Thread("NVIDIA-NeMo/RL", 4160, "2026-09-17", "loss-masked rows vote in the baseline"),
+            Thread("OpenRLHF/OpenRLHF", 1239, "2026-05-17", "zero-action samples shift valid siblings"),
+        ],
+    ),
+    Case(
+        "rejected-row",
+        "A rejected row in the baseline",
+        4,
+        rows(("group", "a a a a"), ("rollout", "0 1 2 3"), ("reward", "1 100 0 0"))
+        | whole("tokens", "3 0 3 3")
+        | {"rejected": [False, True, False, False]},
+        [[1.155, None, -0.577, -0.577]],
+        "Rejection sampling threw the second response out, and with it its reward of 100. Left are 1, 0, 0: "
+        "mean 1/3, std 0.577. With the 100 in the baseline the mean is 25.25, and the one success of the "
+        "group is pushed down: (1 − 25.25) / 49.84 = −0.487.",
+        [
+            Thread("verl-project/verl", 6375, "2026-05-17", "a reward of 100 stays in the group"),
+            Thread("verl-project/verl", 6452, "2026-05-23", "the same, reopened"),
+            Thread("verl-project/verl", 6362, "2026-05-15", "a rejected token's reward counts"),
+        ],
+    ),
+    Case(
+        "micro-batches",
+        "A denominator that depends on micro-batches",
+        2,
+        rows(("group", "a a b b"), ("rollout", "0 1 2 3"), ("reward", "1 0 1 0"))
+        | whole("tokens", "1 1 1 5")
+        | whole("micro", "0 0 1 1"),
+        [[0.125] * 4, [0.25, 0.25, 0.25, 0.05]],
+        "One optimiser step of four rows and eight tokens, in two micro-batches. A mean over tokens gives "
+        "each 1/8, however the step is cut. A mean over rows gives each row 1/4, its tokens 1/4 and 1/20. "
+        "The mean of the two micro-batches' token means gives 1/2 · 1/2 = 1/4 to tokens of the first and "
+        "1/2 · 1/6 = 1/12 to those of the second: another cut of the same rows is another gradient.",
+        [
+            Thread("verl-project/verl", 5625, "2026-03-16", "token-mean over each micro-batch"),
+            Thread(
+                "modelscope/ms-swift", 10116, "2026-09-12", "divided by the number of micro-batches twice"
+            ),
+            Thread("allenai/open-instruct", 1161, "2025-11-10", "loss accumulation corrected"),
+        ],
+        asks="weight",
+    ),
+    Case(
+        "ranks",
+        "A denominator that depends on ranks",
+        2,
+        rows(("group", "a a b b"), ("rollout", "0 1 2 3"), ("reward", "1 0 1 0"))
+        | whole("tokens", "1 1 1 5")
+        | whole("rank", "0 0 1 1"),
+        [[0.125] * 4, [0.25, 0.25, 0.25, 0.05]],
+        "The same rows on two ranks, whose gradients are averaged. Each token still has 1/8 of the step, or "
+        "each row 1/4. A mean over each rank's own tokens gives 1/4 and 1/12: a token counts for more where "
+        "its rank has few.",
+        [
+            Thread("verl-project/verl", 5366, "2026-02-24", "global counts are required with dp_size > 1"),
+            Thread("huggingface/trl", 3231, "2025-04-04", "equal weights inside one device only"),
+        ],
+        asks="weight",
+    ),
+    Case(
+        "stale-group",
+        "A stale group",
+        4,
+        rows(("group", "a a a a b b b b"), ("rollout", "0 1 2 3 4 5 6 7"), ("reward", "1 0 0 0 1 1 0 0"))
+        | whole("version", "3 3 3 3 8 8 8 8"),
+        [[None] * 4 + [0.866, 0.866, -0.866, -0.866]],
+        "The policy is at version 8 and at most one behind is allowed; group a was sampled by version 3. It "
+        "is out as a whole. b is 1, 1, 0, 0 (mean 1/2, std 0.577) and does not notice.",
+        [
+            Thread("huggingface/trl", 7176, "2026-09-10", "groups past max_staleness are never trained"),
+            Thread("PrimeIntellect-ai/prime-rl", 3313, "2026-08-21", "which rows of a stale group leave"),
+            Thread("allenai/open-instruct", 1738, "2026-06-25", "stale results were trained on"),
+        ],
+    ),
+    Case(
+        "two-paths",
+        "A filter that one path skips",
+        6,
+        rows(
+            ("group", "a a a a a a b b b b b b"),
+            ("rollout", "0 1 2 3 4 5 6 7 8 9 10 11"),
+            ("reward", "1 1 0 0 0 0 1 1 1 1 1 1"),
+        )
+        | whole("tokens", "3 0 3 3 3 3 3 3 3 3 3 3"),
+        [],
+        "The same rows by the other path of the same trainer: its vectorised, multi-turn or streaming one. "
+        "Whatever a masked row and a group of equal rewards mean, they mean it on both; the two columns of "
+        "advantages are equal.",
+        [
+            Thread("NVIDIA-NeMo/RL", 4061, "2026-09-09", "one controller passes the mask, two loops do not"),
+            Thread("NVIDIA-NeMo/Automodel", 3796, "2026-09-03", "one loss of four guards against 0 tokens"),
+        ],
+        asks="paths",
+    ),
+    Case(
+        "reused-ids",
+        "Reused ids",
+        2,
+        rows(("group", "a a b b"), ("rollout", "0 1 0 1"), ("reward", "1 0 0 0.5")),
+        [[0.707, -0.707, -0.707, 0.707]],
+        "Two workers number their rollouts from 0. Either the ids are read within their group (1, 0 and "
+        "0, 0.5: mean and std of each give ±0.707), or the batch is refused. By the rollout's id alone, "
+        "rows of two prompts become one rollout.",
+        [
+            Thread("InternLM/xtuner", 1923, "2026-06-17", "rollout ids of several samplers collide"),
+            Thread("rllm-org/rllm", 829, "2026-08-12", "ids with a colon make one group of a batch"),
+        ],
+    ),
+    Case(
+        "nan-reward",
+        "A reward that is NaN",
+        4,
+        rows(("group", "a a a a b b b b"), ("rollout", "0 1 2 3 4 5 6 7"), ("reward", "1 nan 0 0 1 1 0 0")),
+        [
+            [1.155, None, -0.577, -0.577, 0.866, 0.866, -0.866, -0.866],
+            [None, None, None, None, 0.866, 0.866, -0.866, -0.866],
+        ],
+        "A grader failed. Its row has no reward, so the others are compared without it (1, 0, 0: mean 1/3, "
+        "std 0.577), or the group is out, or the batch is refused with the row named. Wrong are a NaN for "
+        "its siblings, and a reward of 0 in its place: 1, 0, 0, 0 would give 1.5 and −0.5, and the row "
+        "that was never graded would be pushed down.",
+        [
+            Thread("huggingface/trl", 5902, "2026-06-01", "an unscored row became 0 in the baseline"),
+            Thread("Tencent-Hunyuan/UniRL", 335, "2026-08-05", "one NaN poisoned the whole tensor"),
+        ],
+    ),
+    Case(
+        "step-without-tokens",
+        "A step without tokens",
+        2,
+        rows(("group", "a a"), ("rollout", "0 1"), ("reward", "1 0")) | whole("tokens", "0 0"),
+        [[None, None]],
+        "Every row of the step is masked. There is nothing to learn: the gradient is 0, or the step is "
+        "skipped or refused. A mean over no tokens is 0 / 0, and one NaN in the gradient is a NaN in every "
+        "weight.",
+        [
+            Thread("pytorch/torchtitan", 4247, "2026-08-20", "batches without valid tokens still step"),
+            Thread("NVIDIA-NeMo/Automodel", 3797, "2026-09-03", "0 / 0 through backward into every weight"),
+        ],
+        asks="weight",
+    ),
+    Case(
+        "truncated-session",
+        "A session whose last output is truncated",
+        4,
+        rows(("group", "a a a a a"), ("rollout", "0 0 1 2 3"), ("reward", "1 1 0 0 0"))
+        | whole("tokens", "3 0 3 3 3"),
+        [[1.5, None, -0.5, -0.5, -0.5]],
+        "Session 0 has two outputs; the last was cut off and is masked, the first has three tokens in the "
+        "loss. The session has a reward and counts once: of 1, 0, 0, 0 the mean is 1/4, the std 1/2, and its "
+        "first output gets 1.5. Where the advantage is taken from the masked output, it is 0 for the whole "
+        "session: the one success of the group trains nothing.",
+        [
+            Thread("NovaSky-AI/SkyRL", 1492, "2026-04-10", "earlier steps get the last step's masked tensor"),
+            Thread("verl-project/verl", 7580, "2026-08-27", "the final row of a session is broadcast"),
+        ],
+    ),
+    Case(
+        "prompt-drawn-twice",
+        "A prompt drawn twice",
+        2,
+        rows(
+            ("group", "a b a b"),
+            ("prompt", "2+2 2+2 2+2 2+2"),
+            ("rollout", "0 1 2 3"),
+            ("reward", "0 10 1 10"),
+        ),
+        [[-0.707, 0.0, 0.707, 0.0]],
+        "The prompt 2+2 was drawn twice, and the rollouts of both draws arrive in turn. The first draw "
+        "earned 0 and 1 (mean 1/2, std 0.707), the second 10 and 10, which are equal. By the prompt's text "
+        "0 is compared with 10, and what another draw earned decides.",
+        [
+            Thread("NVIDIA-NeMo/RL", 3882, "2026-08-27", "distinct prompts can have identical text tokens"),
+            Thread("huggingface/trl", 3045, "2025-03-10", "not all prompts are always different"),
+        ],
+    ),
+]

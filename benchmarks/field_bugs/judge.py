@@ -1,0 +1,128 @@
+"""Whether an answer is right, refused, wrong, or differs by design, and what that relies on."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from cases import Answer, Case
+
+NEAR = 0.002  # relative: what peers add to the std moves an advantage by up to 2e-4 of it
+Verdict = Literal["right", "refused", "by design", "wrong", "not seen"]
+
+POSITIONS = "documented input: {} rows of each prompt, one prompt after the other; there are no ids to give"
+LONE = "a branch of {} gives a group of one the mean 0 and the std 1, so that its reward is its advantage"
+TOKEN_MEAN = "documented: {}; its denominator is of one micro-batch on one rank, the trainer {}"
+# Where an answer that is not accepted is one that the peer documents and chose.
+DESIGN = {
+    ("openrlhf", "uneven-groups"): POSITIONS.format("`--rollout.n_samples_per_prompt`"),
+    ("openrlhf", "fan-out"): POSITIONS.format("`--rollout.n_samples_per_prompt`"),
+    ("rlinf", "uneven-groups"): POSITIONS.format("`group_size` (docstring of `compute_grpo_advantages`)"),
+    ("twinkle-kit", "uneven-groups"): POSITIONS.format("`num_generations` (docstring of `GRPOAdvantage`)"),
+    ("twinkle-kit", "fan-out"): POSITIONS.format("`num_generations` (docstring of `GRPOAdvantage`)"),
+    ("trl", "masked-row"): "`mask_truncated_completions` is documented to exclude from the loss calculation",
+    ("ms-swift", "masked-row"): "`overlong_filter` is documented to leave truncated samples out of the loss",
+}
+# The documented settings with which a peer was called for a case.
+BY_IDS = "`compute_advantages_dynamic`, documented for variable numbers of rows a prompt"
+STEPS = "`StepWiseGRPOAdvantageFn`, documented for several steps a run"
+NONE = "the reward is None, which is documented to leave a completion out"
+SETTINGS = {
+    ("trl", "nan-reward"): NONE,
+    ("trl", "rejected-row"): NONE,
+    ("trl", "stale-group"): "`RolloutQueueDataset` of its asynchronous trainer, `max_staleness=1`",
+    ("headrace", "stale-group"): "the criterion `fresh`, `max_staleness=1`",
+    ("trinity-rft", "fan-out"): STEPS,
+    ("trinity-rft", "truncated-session"): STEPS,
+    **{
+        ("ms-swift", case): BY_IDS
+        for case in ("uneven-groups", "fan-out", "lone-rollout", "lost-rollout", "truncated-session")
+    },
+    **{
+        ("rlinf", case): '`adv_type="grpo_dynamic"`, `advantage_mode="trajectory"`'
+        for case in ("fan-out", "truncated-session")
+    },
+    **{
+        ("torchrl", case): '`trajectory_return="max"`: one return for each trajectory'
+        for case in ("fan-out", "truncated-session")
+    },
+    ("torchrl", "prompt-drawn-twice"): '`prompt_key="group_id"`; the default is the text of the prompt',
+}
+# What a wrong answer relies on beside the threads of its case.
+WRONG = {
+    **{
+        (name, "lone-rollout"): LONE.format("`compute_grpo_outcome_advantage`")
+        for name in ("verl", "verl v1")
+    },
+    ("agentlightning", "lone-rollout"): LONE.format("verl's estimator, which it calls,"),
+    ("trinity-rft", "lone-rollout"): LONE.format("`GRPOGroupedAdvantage`")
+    + "; its comment says that the value is to be checked",
+    ("verl", "masked-row"): "verl-project/verl #6452, open",
+    ("verl v1", "masked-row"): "verl-project/verl #6452, open",
+    ("openrlhf", "masked-row"): "OpenRLHF/OpenRLHF #1239, open",
+    (
+        "verl v1",
+        "truncated-session",
+    ): "documented: an agent loop's result is broadcast to the other outputs of "
+    "its session; it is read at the last output's first token in the loss, of which there is none",
+    ("torchrl", "micro-batches"): TOKEN_MEAN.format(
+        "`token_mean` is a global masked token mean", "divides by `gradient_accumulation_steps`"
+    ),
+    ("torchrl", "ranks"): TOKEN_MEAN.format("`token_mean` is a global masked token mean", "averages ranks"),
+    ("rlinf", "micro-batches"): TOKEN_MEAN.format(
+        "`token-mean` is a mean over tokens (`get_loss_agg_func`)", "divides by their number"
+    ),
+    ("rlinf", "ranks"): TOKEN_MEAN.format(
+        "`token-mean` is a mean over tokens (`get_loss_agg_func`)", "averages ranks"
+    ),
+    ("trinity-rft", "micro-batches"): TOKEN_MEAN.format(
+        "`token-mean` is a mean over all unmasked elements (`aggregate_loss`)",
+        "is verl's engine, which adds micro-batches up, so that two weigh twice as much as one",
+    ),
+    ("trinity-rft", "ranks"): TOKEN_MEAN.format(
+        "`token-mean` is a mean over all unmasked elements (`aggregate_loss`)", "averages ranks"
+    ),
+    ("openrlhf", "step-without-tokens"): "`aggregate_loss` divides by the step's number of tokens, 0",
+    ("ms-swift", "nan-reward"): "`nansum` makes it 0, as huggingface/trl #5902 found and mended in TRL",
+}
+
+
+def near(found: Answer, expected: Answer) -> bool:
+    """Rows that do not train may have an advantage of 0; a NaN is near nothing."""
+
+    def same(one: float | None, other: float | None) -> bool:
+        one, other = one or 0.0, other or 0.0
+        return abs(one - other) <= NEAR * max(1.0, abs(other))
+
+    return all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
+    """The verdict, and in words what came out or why."""
+    if "not_seen" in answer:
+        return "not seen", answer["not_seen"]
+    if "refused" in answer:
+        return "refused", answer["refused"]
+    accepted = [answer["found"]] if case.asks == "paths" else case.accepted
+    found = answer["other" if case.asks == "paths" else "found"]
+    says = f"by {answer['path']} too" if case.asks == "paths" else SETTINGS.get((peer, case.name), "")
+    if any(near(found, expected) for expected in accepted):
+        return "right", says
+    if (peer, case.name) in DESIGN:
+        return "by design", DESIGN[peer, case.name]
+    return "wrong", WRONG.get((peer, case.name), "the threads above")
+
+
+def number(case: Case, answer: dict[str, Any]) -> str:
+    """Of an answer that is not right: all weights, or the first of the worst advantages."""
+    found = answer["found"]
+    if any(value is not None and value != value for value in found):
+        return "NaN"
+    if case.asks == "weight":
+        return ", ".join(f"{value:.3g}" for value in dict.fromkeys(found))
+    gaps = [
+        [abs((one or 0.0) - (other or 0.0)) for one, other in zip(found, expected, strict=True)]
+        for expected in case.accepted
+    ]
+    least = min(gaps, key=sum)
+    row = next(row for row, gap in enumerate(least) if gap > 0.99 * max(least))
+    return f"{found[row] or 0.0:.3g}".replace("-", "−")

@@ -1,0 +1,782 @@
+"""Each peer's own code on the rows of a case: what it makes of them, or that it refuses them.
+
+    python peers.py NAME        in the environment of that peer; prints JSON
+
+A function takes a case and returns one number a row: its advantage, or the weight of each of its tokens in
+the gradient of the step. None: the row does not train. It calls the peer with its defaults, or with the
+setting that the peer documents for such rows. Where the trainer around a function hands rows over in the
+order of their groups, so does the call here. `NOT_SEEN` says why a peer has nothing to do with a case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+import tempfile
+import types
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+from unittest import mock
+
+from cases import CASES, Case
+
+VERSION, MAX_STALENESS = 8, 1
+# Why a case is none of a peer's advantage function, by case and peer; "" is all others.
+NOT_SEEN = {
+    "stale-group": {
+        "": "the function is given no policy version",
+        "trinity-rft": "its `staleness_control` reads from a buffer in Ray, which was not run",
+        "verl v1": "its replay buffer drops by version, in TransferQueue's processes, which were not run",
+    },
+    "masked-row": {
+        "torchrl": "`MCAdvantage` reads rewards and no mask",
+        "twinkle-kit": "`GRPOAdvantage` takes rewards and a group size, and no mask",
+    },
+    "rejected-row": dict.fromkeys(
+        ("torchrl", "twinkle-kit", "ms-swift", "openrlhf", "trinity-rft", "rlinf"),
+        "nothing tells its advantage function that a row was rejected; a masked row is another case",
+    ),
+    "uneven-groups": {"trl": "its sampler gives each prompt `num_generations` rows, next to one another"},
+    "fan-out": {
+        "trl": "a completion is one row, however many turns it has",
+        "verl": "an agent loop of several outputs runs in the v1 trainer only",
+    },
+}
+NOT_SEEN["truncated-session"] = NOT_SEEN["fan-out"]
+GIVES_VERSIONS = ("headrace", "trl")
+
+
+@dataclass
+class Peer:
+    """A project, how it is installed, and its functions.
+
+    Attributes:
+        packages: the first is the peer; the others are what its import needs. Installed without what they
+            require, so that torch stays that of the running environment. None at all: it is there already.
+        calls: what is called, for the page.
+        advantages, weights: as above. `other`: its other path to advantages, and how that is called.
+    """
+
+    calls: str
+    advantages: Callable[[Case], list]
+    packages: list[str] = field(default_factory=list)
+    weights: Callable[[Case], list] | None = None
+    other: tuple[str, Callable[[Case], list]] | None = None
+
+
+# -- what several of them need ---------------------------------------------------------------------------
+
+
+def mask_of(case: Case) -> Any:
+    """(N, 5) bool, True for tokens in the loss."""
+    import torch
+
+    return torch.arange(5) < torch.tensor(case.rows["tokens"])[:, None]
+
+
+def of_rows(values: Any, case: Case) -> list:
+    """The advantage of each row out of (N, T), None where it has no token in the loss."""
+    return [
+        float(row[0]) if tokens else None for row, tokens in zip(values, case.rows["tokens"], strict=True)
+    ]
+
+
+def by_position(case: Case, function: Callable[[Any, Any], Any]) -> list:
+    """The function on rewards (N,) and masks (N, 5) in the order of groups; its answer in that of rows."""
+    import torch
+
+    order = sorted(range(len(case.rows["group"])), key=lambda row: case.rows["group"][row])
+    found = function(torch.tensor(case.rows["reward"])[order], mask_of(case)[order])
+    back = {row: float(value) for row, value in zip(order, found, strict=True)}
+    return [back[row] if tokens else None for row, tokens in enumerate(case.rows["tokens"])]
+
+
+def fans_out(case: Case) -> bool:
+    pairs = list(zip(case.rows["group"], case.rows["rollout"], strict=True))
+    return len(set(pairs)) < len(pairs)
+
+
+def weights(case: Case, loss_of: Callable[[Any, Any, int], Any]) -> list:
+    """Minus the gradient of the tokens' log-probabilities, summed over micro-batches, averaged over ranks.
+
+    The loss gets log-probabilities (n, T) of advantage 1, the mask, and how many micro-batches there are.
+    """
+    import torch
+
+    log_probs, mask = torch.zeros(len(case.rows["tokens"]), 5, requires_grad=True), mask_of(case)
+    ranks, cuts = sorted(set(case.rows["rank"])), sorted(set(case.rows["micro"]))
+    for rank in ranks:
+        for cut in cuts:
+            pairs = zip(case.rows["rank"], case.rows["micro"], strict=True)
+            rows = [row for row, pair in enumerate(pairs) if pair == (rank, cut)]
+            (loss_of(log_probs[rows], mask[rows], len(cuts)) / len(ranks)).backward()
+    assert log_probs.grad is not None
+    found = -log_probs.grad
+    return [float(row.sum() / max(1, tokens)) for row, tokens in zip(found, case.rows["tokens"], strict=True)]
+
+
+def total(case: Case) -> float:
+    return float(sum(case.rows["tokens"]))
+
+
+class StandIn(MetaPathFinder, Loader):
+    """Empty modules for packages that need a GPU to be built, and that nothing here calls."""
+
+    def __init__(self, *names: str):
+        self.names = names
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in self.names else None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = lambda _: None  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """It has nothing."""
+
+
+# -- headrace --------------------------------------------------------------------------------------------
+
+
+def headrace(case: Case) -> list:
+    """The default recipe; a case of versions names the criterion, since no version is guessed."""
+    found = decided(case)
+    pairs = zip(found.advantage.tolist(), found.keep.tolist(), strict=True)
+    return [value if keep else None for value, keep in pairs]
+
+
+def decided(case: Case) -> Any:
+    from headrace import decide
+
+    names = {"group": "group_id", "rollout": "rollout_id", "reward": "reward", "tokens": "tokens"}
+    columns = {ours: case.rows[name] for name, ours in names.items()}
+    if case.name != "stale-group":
+        return decide(columns, "grpo", group_size=case.group_size, minibatches=1)
+    criterion = "pipeline.stages.filter.criterion"
+    fresh = [f"criterion@{criterion}=fresh", f"{criterion}.current={VERSION}"]
+    fresh += [f"{criterion}.max_staleness={MAX_STALENESS}"]
+    columns["policy_version"] = case.rows["version"]
+    return decide(columns, "grpo", *fresh, group_size=case.group_size, minibatches=1)
+
+
+def headrace_weights(case: Case) -> list:
+    return decided(case).loss_weight.tolist()
+
+
+def headrace_batch(case: Case) -> list:
+    """The stages that write to a replay buffer, on a TensorDict with its tokens."""
+    import torch
+    from tensordict import TensorDict
+
+    from headrace import load_pipeline
+
+    rows = len(case.rows["group"])
+    batch = TensorDict(
+        {
+            "group_id": case.rows["group"],
+            "rollout_id": case.rows["rollout"],
+            ("next", "reward"): torch.tensor(case.rows["reward"], dtype=torch.float64),
+            ("masks", "all_assistant_mask"): mask_of(case),
+            "place": torch.arange(rows),
+        },
+        [rows],
+    )
+    run = load_pipeline("grpo", group_size=case.group_size, minibatches=1).halves()[0].run(batch)
+    out = [0.0] * rows
+    for row, value, mask in zip(
+        run.batch["place"], run.batch["advantage"], run.batch["masks", "all_assistant_mask"], strict=True
+    ):
+        out[int(row)] = float(value) if mask.any() else 0.0
+    return [value or None for value in out]
+
+
+# -- TRL -------------------------------------------------------------------------------------------------
+
+
+def trl_trainer(case: Case, **options: Any) -> Any:
+    """Its GRPOTrainer around a small model, whose completions and rewards are those of the case."""
+    import torch
+    import trl
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    class Given(trl.GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids, *_):
+            cut = case.name == "masked-row"  # no end: max_completion_length was reached
+            return [[2, 2, 2 if cut and not n else 1] for n in case.rows["tokens"]], None
+
+    tokens = Tokenizer(models.WordLevel({token: i for i, token in enumerate("_$ab2+")}))
+    tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    ends = {"pad_token": "_", "eos_token": "$", "padding_side": "left"}
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = trl.GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        num_generations=case.group_size,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+        **options,
+    )
+    order = sorted(range(len(case.rows["group"])), key=lambda row: case.rows["group"][row])
+    rewards = [case.rows["reward"][row] for row in order]
+    # What is not graded is None, which TRL documents (a reward function may return None).
+    ungraded = [
+        reward != reward or case.columns.get("rejected", [False] * len(order))[row]
+        for row, reward in zip(order, rewards, strict=True)
+    ]
+    given = [None if none else reward for reward, none in zip(rewards, ungraded, strict=True)]
+    torch.manual_seed(0)
+    return Given(
+        model=LlamaForCausalLM(LlamaConfig(vocab_size=8, **size, pad_token_id=0, eos_token_id=1)),
+        args=config,
+        reward_funcs=[lambda completions, **_: given],
+        train_dataset=Dataset.from_dict({"prompt": ["a", "b"] * 8}),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokens, **ends),
+    )
+
+
+def trl(case: Case) -> list:
+    if case.name == "stale-group":
+        return trl_stale(case)
+    masked = {"mask_truncated_completions": True} if case.name == "masked-row" else {}
+    trainer = trl_trainer(case, per_device_train_batch_size=len(case.rows["group"]), **masked)
+    prompts = sorted(case.rows["group"])
+    rows = [{"prompt": prompt} for prompt in prompts]
+    return by_position(case, lambda *_: trainer._generate_and_score_completions(rows)["advantages"])
+
+
+def trl_stale(case: Case) -> list:
+    """The queue of its asynchronous trainer, behind which groups are scored."""
+    import queue
+
+    from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
+
+    class Empty(Exception):
+        pass
+
+    def stop(_: float) -> None:
+        raise Empty
+
+    rows = queue.Queue()
+    for row, version in enumerate(case.rows["version"]):
+        rows.put(Sample(row, version))
+    dataset = RolloutQueueDataset(
+        rows, lambda: VERSION, stop, 1.0, defaultdict(list), max_staleness=MAX_STALENESS, poll_interval_s=0.01
+    )
+    seen = set()
+    with contextlib.suppress(Empty):
+        for sample in dataset:
+            seen.add(sample["advantage"])
+    answer = case.accepted[0]
+    return [answer[row] if row in seen else None for row in range(len(answer))]
+
+
+class Sample:
+    """A scored rollout, of which only the version and its row matter; the row stands in every other field."""
+
+    def __init__(self, row: int, version: int):
+        self.row, self.model_version, self.enqueued_at = row, version, None
+
+    def __getattr__(self, _: str) -> int:
+        return self.row
+
+
+def trl_weights(case: Case) -> list:
+    import torch
+
+    cuts, ranks = len(set(case.rows["micro"])), len(set(case.rows["rank"]))
+    trainer = trl_trainer(
+        case, per_device_train_batch_size=max(2, 4 // cuts), gradient_accumulation_steps=cuts
+    )
+    trainer.current_gradient_accumulation_steps = cuts
+    trainer.model.train()
+
+    def loss_of(log_probs, mask, _):
+        logits = lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None)  # noqa: E731
+        trainer._get_per_token_logps_and_entropies = logits
+        ids = torch.zeros(log_probs.shape, dtype=torch.long)
+        return trainer._compute_loss(
+            trainer.model,
+            {
+                "prompt_ids": ids[:, :1],
+                "prompt_mask": ids[:, :1] + 1,
+                "completion_ids": ids,
+                "completion_mask": mask.long(),
+                "advantages": torch.ones(len(ids)),
+                "num_items_in_batch": torch.tensor(total(case)),
+            },
+        )
+
+    # What accelerate would say of so many processes.
+    with mock.patch.object(type(trainer.accelerator), "num_processes", ranks):
+        return weights(case, loss_of)
+
+
+# -- TorchRL ---------------------------------------------------------------------------------------------
+
+
+def torchrl(case: Case) -> list:
+    """By group id and one return for each trajectory, both of which its docstring documents."""
+    return mc_advantage(case, trajectory_return="max")
+
+
+def mc_advantage(case: Case, **options: Any) -> list:
+    import torch
+    from tensordict import TensorDict
+    from torchrl.objectives.llm import MCAdvantage
+
+    rollout = list(zip(case.rows["group"], case.rows["rollout"], strict=True))
+    rows = len(rollout)
+    done = [row + 1 == rows or rollout[row + 1] != rollout[row] for row in range(rows)]
+    batch = TensorDict(
+        {
+            "group_id": torch.tensor([ord(group) for group in case.rows["group"]]).view(-1, 1),
+            ("next", "reward"): torch.tensor(case.rows["reward"]).view(-1, 1),
+            ("next", "done"): torch.tensor(done).view(-1, 1),
+            "row": torch.arange(rows).view(-1, 1),
+        },
+        [rows],
+    )
+    out = MCAdvantage(case.group_size, prompt_key="group_id", **options).inv(batch)
+    found: list = [None] * rows
+    if out is None:
+        return found
+    for row, value in zip(out["row"].flatten(), out["advantage"].flatten(), strict=True):
+        found[int(row)] = float(value) if case.rows["tokens"][int(row)] else None
+    return found
+
+
+def torchrl_weights(case: Case) -> list:
+    """GRPOLoss, over the number of micro-batches, as the loop of its own recipe divides."""
+    import torch
+    from tensordict import TensorDict
+    from tensordict.nn import TensorDictModuleBase
+    from torchrl.objectives.llm import GRPOLoss
+
+    class Given(torch.distributions.Distribution):
+        arg_constraints = None
+
+        def __init__(self, log_probs, mask):
+            super().__init__(log_probs.shape, validate_args=False)
+            self.log_probs, self.mask = log_probs, mask
+
+        def log_prob(self, _):
+            return self.log_probs
+
+    class Actor(TensorDictModuleBase):
+        in_keys, out_keys = [("tokens", "full")], [("log_probs", "full")]
+
+        def __init__(self):
+            super().__init__()
+            self.unused = torch.nn.Parameter(torch.zeros(1))
+
+        def get_dist(self, batch, **_):
+            return Given(batch["given"], batch["masks", "all_attention_mask"])
+
+    loss = GRPOLoss(Actor(), masking_strategy="generic", entropy_bonus=False)
+
+    def loss_of(log_probs, mask, cuts):
+        batch = {
+            ("tokens", "full"): torch.zeros(mask.shape, dtype=torch.long),
+            ("log_probs", "full"): log_probs.detach(),
+            ("masks", "all_attention_mask"): mask,
+            ("masks", "all_assistant_mask"): mask,
+            "given": log_probs,
+            "advantage": torch.ones(*mask.shape, 1),
+        }
+        return loss(TensorDict(batch, [len(mask)])).loss_objective.sum() / cuts
+
+    return weights(case, loss_of)
+
+
+# -- verl ------------------------------------------------------------------------------------------------
+
+
+def verl(case: Case) -> list:
+    return verl_estimator(case, "compute_grpo_outcome_advantage")
+
+
+def verl_estimator(case: Case, name: str) -> list:
+    import numpy as np
+    from verl.trainer.ppo import core_algos
+
+    mask = mask_of(case)
+    uids = np.array(case.rows["group"], dtype=object)
+    return of_rows(getattr(core_algos, name)(scores_of(case), mask.float(), uids)[0], case)
+
+
+def scores_of(case: Case) -> Any:
+    """(N, T) rewards by token, all of it on the first."""
+    import torch
+
+    scores = torch.zeros(len(case.rows["group"]), 5)
+    scores[:, 0] = torch.tensor(case.rows["reward"])
+    return scores
+
+
+def verl_batch(case: Case) -> Any:
+    import numpy as np
+    from verl import DataProto
+
+    columns = {"token_level_rewards": scores_of(case), "response_mask": mask_of(case).float()}
+    ids = {"uid": case.rows["group"], "rollout_id_list": case.rows["rollout"]}
+    texts = {name: np.array(values, dtype=object) for name, values in ids.items()}
+    return DataProto.from_dict(tensors=columns, non_tensors=texts)
+
+
+def verl_v1(case: Case) -> list:
+    from verl.trainer.ppo.core_algos import AdvantageEstimator
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    seen: dict = {}
+    keys = []
+    for group, rollout in zip(case.rows["group"], case.rows["rollout"], strict=True):
+        seen[group, rollout] = seen.get((group, rollout), -1) + 1
+        keys.append(f"{group}_{rollout}_{seen[group, rollout]}")
+    found = compute_advantage_for_multi_trajectories(verl_batch(case), keys, AdvantageEstimator.GRPO)
+    return of_rows(found.batch["advantages"], case)
+
+
+def verl_weights(case: Case) -> list:
+    """As its engines call it: with the tokens and the ranks of the whole step."""
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    ranks = len(set(case.rows["rank"]))
+    counts = {
+        "dp_size": ranks,
+        "batch_num_tokens": total(case),
+        "global_batch_size": len(case.rows["tokens"]),
+    }
+    return weights(case, lambda lp, mask, _: agg_loss(-lp.exp(), mask.float(), "token-mean", **counts))
+
+
+# -- ms-swift --------------------------------------------------------------------------------------------
+
+
+def swift(case: Case) -> list:
+    """By position; of any number of rows a prompt, as its docstring says, by prompt and request id."""
+    import torch
+    from swift.rl_core.advantage import compute_advantages
+
+    counts = Counter(case.rows["group"]).values()
+    if fans_out(case) or set(counts) != {case.group_size}:
+        return swift_dynamic(case)
+    weight, size = torch.ones(1), case.group_size
+    return by_position(case, lambda rewards, _: compute_advantages(rewards.view(-1, 1), weight, size)[0])
+
+
+def swift_dynamic(case: Case) -> list:
+    import torch
+    from swift.rl_core.advantage import compute_advantages_dynamic
+
+    ids = case.rows["group"], case.rows["rollout"]
+    rewards = torch.tensor(case.rows["reward"]).view(-1, 1)
+    return of_rows(compute_advantages_dynamic(rewards, torch.ones(1), *ids)[0].view(-1, 1), case)
+
+
+# -- OpenRLHF --------------------------------------------------------------------------------------------
+
+
+def openrlhf(case: Case) -> list:
+    import torch
+
+    sys.meta_path.append(StandIn("flash_attn", "vllm"))
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+    name = types.SimpleNamespace
+    maker = RemoteExperienceMaker.__new__(RemoteExperienceMaker)
+    advantage = name(estimator="group_norm", gamma=1.0, lambd=1.0, no_std_norm=False)
+    reward = name(clip_range=(-1e9, 1e9), overlong_buffer_len=None, stop_properly_penalty_coef=None)
+    rollout = name(n_samples_per_prompt=case.group_size, max_new_tokens=5)
+    args = name(rollout=rollout, algo=name(advantage=advantage), reward=reward)
+    maker.strategy, maker.kl_ctl = name(args=args), name(value=0.0)
+    maker.advantage_estimator = "group_norm"
+
+    def of_rewards(rewards: Any, mask: Any) -> list[float]:
+        kl = torch.zeros(mask.shape)
+        batch = Experience(index=list(range(len(mask))), rewards=rewards, action_mask=mask, kl=kl, info={})
+        return maker.compute_advantages_and_returns([batch])[0].advantages[:, 0].tolist()
+
+    return by_position(case, of_rewards)
+
+
+def openrlhf_weights(case: Case) -> list:
+    """With the counts of the whole step, which its trainer sums over ranks, and DeepSpeed's 1 / cuts."""
+    import torch
+
+    sys.meta_path.append(StandIn("flash_attn", "vllm"))
+    from openrlhf.models.loss import PolicyLoss
+
+    loss, ranks = PolicyLoss(), len(set(case.rows["rank"]))
+
+    def loss_of(log_probs, mask, cuts):
+        counts = {"dp_size": ranks, "batch_num_tokens": total(case) / cuts}
+        ones = torch.ones_like(log_probs)
+        return loss(log_probs, log_probs.detach(), ones, mask.float(), **counts)[0] / cuts
+
+    return weights(case, loss_of)
+
+
+# -- Trinity-RFT -----------------------------------------------------------------------------------------
+
+
+def trinity(case: Case) -> list:
+    """Of several rows a rollout, the function of its multi-step GRPO."""
+    from trinity.algorithm.advantage_fn.grpo_advantage import GRPOGroupedAdvantage
+
+    return trinity_steps(case) if fans_out(case) else trinity_by(case, GRPOGroupedAdvantage)
+
+
+def trinity_steps(case: Case) -> list:
+    from trinity.algorithm.advantage_fn.multi_step_grpo_advantage import StepWiseGRPOAdvantageFn
+
+    return trinity_by(case, StepWiseGRPOAdvantageFn)
+
+
+def trinity_by(case: Case, function: type) -> list:
+    import torch
+    from trinity.common.experience import EID, Experience
+
+    mask, experiences = mask_of(case), []
+    for row, (group, rollout) in enumerate(zip(case.rows["group"], case.rows["rollout"], strict=True)):
+        eid = EID(batch=0, task=group, run=int(rollout), step=row, suffix=str(row))
+        tokens = torch.zeros(6, dtype=torch.long)
+        experiences.append(
+            Experience(
+                eid=eid,
+                tokens=tokens,
+                prompt_length=1,
+                reward=case.rows["reward"][row],
+                action_mask=mask[row],
+            )
+        )
+    found: list = [None] * len(experiences)
+    for each in function().process(experiences)[0]:
+        row = int(each.eid.suffix)
+        found[row] = float(each.advantages[0]) if case.rows["tokens"][row] else None
+    return found
+
+
+def trinity_weights(case: Case) -> list:
+    """Its loss is handed to verl's engine, which adds up the micro-batches and averages the ranks."""
+    import torch
+    from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
+
+    loss = PPOPolicyLossFn(**PPOPolicyLossFn.default_args())
+    return weights(
+        case, lambda lp, mask, _: loss(lp, lp.detach(), action_mask=mask, advantages=torch.ones_like(lp))[0]
+    )
+
+
+# -- RLinf -----------------------------------------------------------------------------------------------
+
+
+def rlinf(case: Case) -> list:
+    """Of several rows a rollout, its dynamic GRPO by trajectory."""
+    return rlinf_dynamic(case) if fans_out(case) else rlinf_by(case, adv_type="grpo")
+
+
+def rlinf_dynamic(case: Case) -> list:
+    number: dict = {}
+    for pair in zip(case.rows["group"], case.rows["rollout"], strict=True):
+        number.setdefault(pair, len(number))
+    places = [number[pair] for pair in zip(case.rows["group"], case.rows["rollout"], strict=True)]
+    options = {"idx_to_traj": places, "num_sequence": len(places), "advantage_mode": "trajectory"}
+    return rlinf_by(case, adv_type="grpo_dynamic", **options)
+
+
+def rlinf_by(case: Case, **options: Any) -> list:
+    from rlinf.algorithms.registry import calculate_adv_and_returns
+
+    def of_rewards(rewards: Any, mask: Any) -> Any:
+        common = {"task_type": "reasoning", "group_size": case.group_size, "loss_mask": mask}
+        return calculate_adv_and_returns(**common, rewards=rewards, **options)[0][:, 0]
+
+    return by_position(case, of_rewards)
+
+
+def rlinf_weights(case: Case) -> list:
+    """Its actor divides by the number of micro-batches, and FSDP averages the ranks."""
+    import torch
+    from rlinf.algorithms.losses import compute_ppo_actor_loss
+    from rlinf.utils.utils import get_loss_agg_func
+
+    def loss_of(log_probs, mask, cuts):
+        found = compute_ppo_actor_loss(
+            logprobs=log_probs,
+            old_logprobs=log_probs.detach(),
+            advantages=torch.ones_like(log_probs),
+            clip_ratio_low=0.2,
+            clip_ratio_high=0.2,
+            loss_mask=mask,
+            loss_agg_func=get_loss_agg_func("token-mean"),
+        )
+        return found[0] / cuts
+
+    return weights(case, loss_of)
+
+
+# -- twinkle ---------------------------------------------------------------------------------------------
+
+
+def twinkle(case: Case) -> list:
+    from twinkle.advantage import GRPOAdvantage
+
+    return by_position(case, lambda rewards, _: GRPOAdvantage()(rewards, num_generations=case.group_size))
+
+
+def twinkle_weights(case: Case) -> list:
+    """Its model divides the gradient by the number of micro-batches."""
+    import torch
+    from twinkle.loss.grpo import GRPOLoss
+
+    def loss_of(log_probs, mask, cuts):
+        labels, ones = torch.where(mask, 1, -100), torch.ones(len(mask))
+        return GRPOLoss()({"labels": labels}, {"logps": log_probs}, advantages=ones)["loss"] / cuts
+
+    return weights(case, loss_of)
+
+
+# -- agent-lightning -------------------------------------------------------------------------------------
+
+
+def agentlightning(case: Case) -> list:
+    from agentlightning.verl.rollout_level_advantage import compute_rollout_level_advantage
+    from verl.trainer.ppo.core_algos import AdvantageEstimator
+
+    options = {"adv_estimator": AdvantageEstimator.GRPO, "gamma": 1.0, "lam": 1.0}
+    found, _ = compute_rollout_level_advantage(verl_batch(case), num_repeat=case.group_size, **options)
+    return of_rows(found.batch["advantages"], case)
+
+
+def agentlightning_weights(case: Case) -> list:
+    """Its trainer divides advantages by tokens and rows of the whole step; its loss is a sum over ranks."""
+    import torch
+    from agentlightning.verl.per_rollout_loss import (
+        compute_policy_loss_per_rollout_mean,
+        normalize_advantages_by_rollout,
+    )
+
+    ranks, mask = len(set(case.rows["rank"])), mask_of(case)
+    rows = len(mask)
+    ids = case.rows["rollout"]
+    advantages = normalize_advantages_by_rollout(
+        torch.ones(rows, 5), mask.float(), ids, num_trained_rows=rows
+    )
+    config = types.SimpleNamespace(
+        clip_ratio=0.2,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        get=lambda _, default: default,
+        global_batch_info={"dp_size": ranks},
+    )
+    start = 0
+
+    def loss_of(log_probs, mask, _):
+        nonlocal start
+        part = advantages[start : start + len(mask)]
+        start += len(mask)
+        found = compute_policy_loss_per_rollout_mean(
+            log_probs.detach(), log_probs, part, mask.float(), config=config
+        )
+        return found[0]
+
+    return weights(case, loss_of)
+
+
+VERL = ["verl==0.9.1", "codetiming==1.4.0", "cachetools==8.0.1", "torchdata==0.11.0", "peft==0.21.2"]
+VERL += ["fastapi==0.165.0", "starlette==1.10.0", "uvicorn==0.54.0"]
+OPENRLHF = ["openrlhf==0.11.2", "deepspeed==0.19.8", "hjson==3.1.0", "einops==0.8.2", "peft==0.21.2"]
+OPENRLHF += ["pylatexenc==2.11", "torchdata==0.11.0"]
+PEERS = {
+    "headrace": Peer("`headrace.decide`, recipe `grpo`", headrace, [], headrace_weights),
+    "trl": Peer("`GRPOTrainer`, a real one around a small model", trl, [], trl_weights),
+    "torchrl": Peer("`MCAdvantage`; `GRPOLoss`", torchrl, [], torchrl_weights),
+    "verl": Peer("`compute_grpo_outcome_advantage`; `agg_loss`", verl, VERL, verl_weights),
+    "verl v1": Peer("`compute_advantage_for_multi_trajectories`; `agg_loss`", verl_v1, VERL, verl_weights),
+    "ms-swift": Peer(
+        "`compute_advantages`, `compute_advantages_dynamic`",
+        swift,
+        ["ms-swift==4.6.0", "modelscope==1.40.2", "modelscope_hub==0.5.1"],
+    ),
+    "openrlhf": Peer(
+        "`compute_advantages_and_returns`, `group_norm`; `PolicyLoss`",
+        openrlhf,
+        OPENRLHF,
+        openrlhf_weights,
+    ),
+    "trinity-rft": Peer(
+        "`GRPOGroupedAdvantage`, `StepWiseGRPOAdvantageFn`; `PPOPolicyLossFn`",
+        trinity,
+        ["trinity-rft==0.6.0"],
+        trinity_weights,
+    ),
+    "rlinf": Peer(
+        "`calculate_adv_and_returns`; `compute_ppo_actor_loss`", rlinf, ["rlinf==0.3.0"], rlinf_weights
+    ),
+    "twinkle-kit": Peer("`GRPOAdvantage`; `GRPOLoss`", twinkle, ["twinkle-kit==0.5.1"], twinkle_weights),
+    "agentlightning": Peer(
+        "`compute_rollout_level_advantage`; `compute_policy_loss_per_rollout_mean`",
+        agentlightning,
+        ["agentlightning==1.0.2", *VERL],
+        agentlightning_weights,
+    ),
+}
+PEERS["headrace"].other = ("a TensorDict on its way into a replay buffer", headrace_batch)
+PEERS["torchrl"].other = ("without `trajectory_return`", mc_advantage)
+vectorised = "compute_grpo_vectorized_outcome_advantage"
+PEERS["verl"].other = (f"`{vectorised}`", lambda case: verl_estimator(case, vectorised))
+PEERS["verl v1"].other = ("`compute_grpo_outcome_advantage`", verl)
+PEERS["ms-swift"].other = ("`compute_advantages_dynamic`", swift_dynamic)
+PEERS["trinity-rft"].other = ("`StepWiseGRPOAdvantageFn`", trinity_steps)
+PEERS["rlinf"].other = ("`grpo_dynamic`, by trajectory", rlinf_dynamic)
+
+
+def answer(name: str, case: Case) -> dict[str, Any]:
+    """What comes out: numbers, a refusal in its own words, or why the peer has nothing to do with it."""
+    peer, reasons = PEERS[name], NOT_SEEN.get(case.name, {})
+    if name in reasons or ("" in reasons and name not in GIVES_VERSIONS):
+        return {"not_seen": reasons.get(name, reasons.get(""))}
+    try:
+        if case.asks == "weight":
+            if peer.weights is None:
+                return {"not_seen": "its loss needs its whole trainer, which was not run"}
+            return {"found": peer.weights(case)}
+        if case.asks == "paths":
+            if peer.other is None:
+                return {"not_seen": "it has one path"}
+            return {"found": peer.advantages(case), "other": peer.other[1](case), "path": peer.other[0]}
+        return {"found": peer.advantages(case)}
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+
+
+def answers(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """By case."""
+    for case in CASES:
+        yield case.name, answer(name, case)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    printed = sys.stdout
+    sys.stdout = sys.stderr  # peers greet
+    found = dict(answers(sys.argv[1]))
+    package = {"verl v1": "verl"}.get(sys.argv[1], sys.argv[1])
+    json.dump({"version": importlib.metadata.version(package), "cases": found}, printed)
