@@ -29,6 +29,7 @@ EARLY = (HydraException, OmegaConfBaseException, OSError, ValueError)  # before 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
 def run_task(config: DictConfig) -> float:
     """Run the task of the composed configuration, and return its number."""
+    from .tasks.audit import AuditFailed
     from .tasks.perform import REFUSALS, perform  # here: to compose and to print needs no torch
     from .train import TrainingInterrupted
 
@@ -41,6 +42,10 @@ def run_task(config: DictConfig) -> float:
         number = perform(config, output, words)
     except TrainingInterrupted:
         sys.exit(130)
+    except AuditFailed as err:
+        failure = str(err)
+        if not in_sweep:
+            sys.exit(1)
     except REFUSALS as err:  # before Hydra prints a line of its own about it
         failure = fail(err, expected=True, go_on=in_sweep)
     except Exception as err:

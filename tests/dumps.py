@@ -9,6 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from tensordict import TensorDict
+
+
+def batch_of(columns: dict[Any, torch.Tensor]) -> TensorDict:
+    """A batch of plain columns."""
+    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 
 
 def in_order(ids: torch.Tensor) -> list[int]:
@@ -49,6 +55,35 @@ def slime_dump(path: Path, step: int = 5, samples: list[dict[str, Any]] | None =
     samples = [slime_sample(0, 0, 1.0), slime_sample(0, 1, 3.0)] if samples is None else samples
     torch.save({"rollout_id": step, "samples": samples}, path)
     return path
+
+
+def slime_details(
+    folder: Path, samples: list[dict[str, Any]], advantages: list[float], step: int = 5
+) -> Path:
+    """What ``--dump-details`` writes: rollouts, and beside them what was trained, on two ranks."""
+    for name in ("rollout_data", "train_data"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    slime_dump(folder / "rollout_data" / f"{step}.pt", step, samples)
+    trained = []
+    for place, (sample, advantage) in enumerate(zip(samples, advantages, strict=True)):
+        length = sample["response_length"]
+        mask = sample["loss_mask"] or [1] * length
+        row = {
+            "data_parallel_rank": place % 2,
+            "sample_index": sample["index"],
+            "rollout_position": place,
+            "tokens": torch.tensor(sample["tokens"]),
+            "response_lengths": length,
+            "rewards": advantage,
+            "loss_masks": torch.tensor([0] * length if sample["remove_sample"] else mask, dtype=torch.int),
+            "advantages": torch.full((length,), advantage),
+            "returns": torch.full((length,), advantage),
+        }
+        trained.append(row)
+    shards = [{"rank": rank, "data_parallel_rank": rank} for rank in range(2)]
+    payload = {"format_version": 2, "rollout_id": step, "rank": 0, "samples": trained, "dp_shards": shards}
+    torch.save(payload, folder / "train_data" / f"{step}.pt")
+    return folder
 
 
 def verl_row(uid: str | None, score: Any, step: int = 7, prompt: str = "1+1?") -> dict[str, Any]:

@@ -18,10 +18,17 @@ from headrace.transforms import (
     split_minibatches,
     weighted_loss,
 )
-from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, RANK
+from headrace.transforms.schema import IN_LOSS, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT
 
 MASK, WEIGHT = ("masks", "all_assistant_mask"), "loss_weight"
-MEANS = ("token", "sample", "rollout", "group", "constant")
+MEANS = ("token", "sample", "rollout", "group", "constant", "inverse_length")
+
+
+POWER = 0.75  # of inverse_length
+
+
+def power_of(unit: str) -> float | None:
+    return POWER if unit == "inverse_length" else None
 
 
 def batch_of(loss, mask=None, **ids) -> TensorDict:
@@ -52,6 +59,11 @@ def named_mean(unit, loss, mask, rollouts, groups, length) -> float:
         return float(loss[mask].mean()) if rows else 0.0
     if unit == "constant":
         return float(loss[mask].sum()) / (len({rollouts[i] for i in rows}) * length) if rows else 0.0
+    if unit == "inverse_length":
+        whose = {rollouts[i]: [j for j in rows if rollouts[j] == rollouts[i]] for i in rows}
+        shares = {u: int(mask[own].sum()) ** -POWER for u, own in whose.items()}
+        sums = [shares[u] * float(loss[own][mask[own]].sum()) for u, own in whose.items()]
+        return sum(sums) / sum(shares.values()) if rows else 0.0
     units = {label[unit][i] for i in rows}
     means = []
     for u in units:
@@ -85,7 +97,7 @@ def test_each_step_sums_to_its_own_mean(columns, unit):
         batch_size=[len(mask)],
     )
     length = 7 if unit == "constant" else None
-    out = LossWeight(unit=unit, length=length, dtype="float64")(batch)
+    out = LossWeight(unit=unit, length=length, power=power_of(unit), dtype="float64")(batch)
     assert out[WEIGHT].isfinite().all()
     for step in set(steps):
         rows = [i for i in range(len(steps)) if steps[i] == step]
@@ -99,6 +111,16 @@ def test_each_step_sums_to_its_own_mean(columns, unit):
         assert out["num_samples"][rows].tolist() == [len(speaking)] * len(rows)
         assert out["num_rollouts"][rows].tolist() == [len({rollouts[i] for i in speaking})] * len(rows)
         assert out["num_groups"][rows].tolist() == [len({groups[i] for i in speaking})] * len(rows)
+
+
+def test_a_power_of_the_length_goes_from_a_constant_to_rollouts_of_one_weight():
+    """Rollouts of 4 and 2 tokens: under 0 all tokens weigh ½; under 1 they weigh (¼, ½) / (¼ + ½) = ⅓, ⅔."""
+    batch = batch_of([[1.0, 1, 1], [1, 0, 0], [1, 1, 0]], rollout_id=[5, 5, 9])
+    batch[MASK] = batch["loss"] > 0
+    for power, expected in ((0.0, [1 / 2, 1 / 2, 1 / 2]), (1.0, [1 / 3, 1 / 3, 2 / 3])):
+        out = LossWeight(unit="inverse_length", power=power, dtype="float64")(batch)
+        assert out[WEIGHT].tolist() == pytest.approx(expected)
+        assert out[STEP_WEIGHT].tolist() == pytest.approx([4 * expected[0] + 2 * expected[2]] * 3)
 
 
 def test_rows_out_of_the_loss_are_in_no_denominator():
@@ -212,7 +234,7 @@ def test_each_minibatch_of_a_pipeline_has_its_own_mean_however_it_is_cut(unit, m
     for cut in ({}, {"microbatches": 2}, {"max_tokens": 9}, {"microbatch_size": 1, "balance": "attention"}):
 
         def pipeline(cut=cut):
-            weight = LossWeight(unit=unit, length=length, dtype="float64")
+            weight = LossWeight(unit=unit, length=length, power=power_of(unit), dtype="float64")
             return Pipeline({"split": ShuffleSplit(**split, **cut), "weight": weight})
 
         parts = list(pipeline().minibatches(batch))
@@ -252,6 +274,9 @@ def test_an_unset_id_in_the_loss_is_refused_and_out_of_it_is_not():
         ({"unit": "constant"}, "divides by a length"),
         ({"length": 3}, "divides by a length"),
         ({"unit": "constant", "length": 0}, "length must be an integer ≥ 1"),
+        ({"unit": "inverse_length"}, "has a power of the length"),
+        ({"power": 1.0}, "has a power of the length"),
+        ({"unit": "inverse_length", "power": -1.0}, "power must be"),
         ({"fold": "mean"}, "fold must be one of"),
         ({"gradients": "max"}, "gradients must be one of"),
         ({"ranks": 0}, "ranks must be an integer ≥ 1"),

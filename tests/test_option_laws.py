@@ -163,6 +163,7 @@ ONLY_WITH = {
     (StateAdvantage, "eps"): (1e-4, {}, {"scale": "group"}),
     (StateAdvantage, "eps_mode"): ("clamp", {}, {"scale": "group"}),
     (LossWeight, "length"): (8, {}, {"unit": "constant"}),
+    (LossWeight, "power"): (1.0, {}, {"unit": "inverse_length"}),
     (RelativeLength, "success"): (0.5, {"form": "rescale"}, {"form": "bonus"}),
     (CompletenessGate, "min_rollouts"): (2, {}, {"on_incomplete": "keep"}),
     (CompletenessGate, "min_fraction"): (0.5, {}, {"on_incomplete": "keep"}),

@@ -15,7 +15,7 @@ from .columns import ColumnNames
 from .distributed import SharedIds, check_one_way
 from .errors import BatchError, MissingKeyError
 from .ids import Ids
-from .options import as_dtype, at_least, one_of, takes_options
+from .options import as_dtype, at_least, one_of, takes_options, within
 from .rows import Rows
 from .schema import (
     FLOAT,
@@ -40,7 +40,7 @@ from .tokens import (
     write_tokens,
 )
 
-Mean = Literal["token", "sample", "turn", "rollout", "group", "constant"]
+Mean = Literal["token", "sample", "turn", "rollout", "group", "constant", "inverse_length"]
 Fold = Literal["none", "sum", "token_mean"]
 Gradients = Literal["sum", "mean"]
 SORTED = 2**15  # tokens whose turns are sorted at once, which takes 100 bytes of each
@@ -60,7 +60,7 @@ class Weighed(NamedTuple):
     groups: Tensor | None
     """int64: groups of the step with a token in the loss; None without `group_id`."""
     total: Tensor
-    """float64: what weight × tokens adds up to over the step; 1, but for a mean with a constant length."""
+    """float64: what weight × tokens adds up to over the step; 1, but for ``constant``, ``inverse_length``."""
 
 
 @takes_options
@@ -74,6 +74,7 @@ def loss_weight(
     turns: Tensor | None = None,
     minibatch: Tensor | None = None,
     length: int | None = None,
+    power: float | None = None,
     dtype: torch.dtype | None = None,
 ) -> Weighed:
     """Weigh rows so that Σ_i w_i Σ_t m_it ℓ_it, over any cut of a step, is a mean of the whole step.
@@ -87,6 +88,7 @@ def loss_weight(
         rollout   w_i = 1 / (rollouts · T_u)     each rollout weighs one, whatever its number of samples
         group     w_i = 1 / (groups · T_u)       each group weighs one
         constant  w_i = 1 / (rollouts · length)  no length bias (Dr. GRPO, arXiv:2503.20783)
+        inverse_length  w_i = T_u^−α / Σ_v T_v^−α    over rollouts v; α is `power` (VL Norm, arXiv:2509.07558)
 
     Without fan-out ``rollout`` is ``sample``. Of turns inside rows, K_i of them with a token in the loss of
     row i, w_i = K_i / (turns · t_i), and a token weighs w_i times its :func:`turn_weight`: 1 / (turns · T_u).
@@ -94,13 +96,14 @@ def loss_weight(
     Args:
         tokens: (N,) int64, t.
         unit: which mean.
-        rollout_id: (N,) int64, for ``turn``, ``rollout`` and ``constant``.
+        rollout_id: (N,) int64, for ``turn``, ``rollout``, ``constant`` and ``inverse_length``.
         group_id: (N,) int64, for ``group``.
         turn: (N,) int64, for ``turn``: rows of one rollout and one number are one.
         turns: (N,) int64, K, for ``turn`` where they are inside rows, in place of `rollout_id` and `turn`.
         minibatch: (N,) int64, which optimiser step a row is in; below 0 it is in none and weighs 0. None:
             all are in one.
         length: tokens, > 0, for ``constant``: the longest response that is sampled, say.
+        power: α ≥ 0, for ``inverse_length``; under 0 it is ``constant`` with a length of 1.
         dtype: of the weight, floating point; None: float32.
 
     Raises:
@@ -111,7 +114,7 @@ def loss_weight(
         >>> (1 / weighed.weight).tolist()  # two rollouts, of 5 and 4 tokens
         [10.0, 10.0, 8.0]
     """
-    check_mean(unit, length)
+    check_mean(unit, length, power)
     needed = {"token": [], "sample": [], "group": ["group_id"], "turn": ["rollout_id", "turn"]}
     given = {"rollout_id": rollout_id, "group_id": group_id, "turn": turn}
     if turns is not None and (unit != "turn" or turn is not None):
@@ -119,7 +122,7 @@ def loss_weight(
     if turns is None and any(given[name] is None for name in needed.get(unit, ["rollout_id"])):
         raise ValueError(f"unit={unit!r} needs {' and '.join(needed.get(unit, ['rollout_id']))}")
     rollouts, groups, of_rows = (None if each is None else Ids(each) for each in given.values())
-    weighed = weigh(tokens, unit, rollouts, groups, of_rows, minibatch, length, turns)
+    weighed = weigh(tokens, unit, rollouts, groups, of_rows, minibatch, length, turns, power)
     return weighed._replace(weight=weighed.weight.to(dtype or FLOAT))
 
 
@@ -132,6 +135,7 @@ def weigh(
     minibatch: Tensor | None,
     length: int | None,
     inside: Tensor | None = None,
+    power: float | None = None,
 ) -> Weighed:
     """:func:`loss_weight` of rows whose ids are numbered already; the weight is float64."""
     step = torch.zeros_like(tokens) if minibatch is None else minibatch.clamp_min(-1) + 1  # 0: in none
@@ -175,12 +179,22 @@ def weigh(
         share = (by_step(turns_in)[step] * tokens).double() / turns_in.clamp_min(1)
     elif unit == "constant":
         share = counted["rollout"][1] * (length or 1)
+    elif unit == "inverse_length":
+        of_unit = counted["rollout"][0].double().clamp_min(1)
+        # Each row adds its part of its rollout, and the sum follows from the set of parts.
+        parts = torch.where(in_loss, of_unit.pow(-(power or 0.0)) * tokens / of_unit, 0.0)
+        order = parts.argsort()
+        share = torch.bincount(step[order], parts[order], minlength=steps)[step] * of_unit.pow(power or 0.0)
     else:
         of_unit, units = counted[unit]
         share = units * of_unit
     # In float64: past 2^24 a float32 cannot hold the denominator.
     weight = torch.where(in_loss, share.double().reciprocal(), 0.0)
     whole = (total > 0).double() if length is None else total / share.double().clamp_min(1)
+    if unit == "inverse_length":
+        sizes = weight * tokens
+        order = sizes.argsort()
+        whole = torch.bincount(step[order], sizes[order], minlength=steps)[step]
     rollouts_in, groups_in = (counted[name][1] if name in counted else None for name in ("rollout", "group"))
     return Weighed(weight, total, samples, rollouts_in, groups_in, whole)
 
@@ -216,17 +230,23 @@ def turn_weight(turn: Tensor, in_loss: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(in_loss, weight, 0.0), turns
 
 
-def check_mean(unit: str, length: int | None) -> None:
+def check_mean(unit: str, length: int | None, power: float | None = None) -> None:
     """Check the options of a mean.
 
     Raises:
-        ValueError: there is no such mean, or its length is missing, no integer ≥ 1, or of no use.
+        ValueError: there is no such mean; its length or power is missing, too small, or of no use.
     """
     one_of("unit", unit, get_args(Mean))
     at_least("length", length, 1)
     if (unit == "constant") != (length is not None):
         raise ValueError(
             f"unit='constant' divides by a length, and no other mean does; got {unit=} and {length=}"
+        )
+    within("power", power, 0)
+    if (unit == "inverse_length") != (power is not None):
+        raise ValueError(
+            "unit='inverse_length' has a power of the length, and no other mean does; "
+            f"got {unit=} and {power=}"
         )
 
 
@@ -261,8 +281,9 @@ class LossWeight(
     does, also of packed rows; no `fold` can.
 
     Args:
-        unit: ``token``, ``sample``, ``turn``, ``rollout``, ``group``, ``constant``.
+        unit: ``token``, ``sample``, ``turn``, ``rollout``, ``group``, ``constant``, ``inverse_length``.
         length: tokens, for ``constant``.
+        power: α ≥ 0, for ``inverse_length``.
         fold: ``none``, ``sum``, ``token_mean``.
         gradients: how those of several ranks meet: ``sum``, or ``mean`` as in DDP and FSDP, for which the
             weights are multiplied by the number of ranks.
@@ -295,6 +316,7 @@ class LossWeight(
         *,
         unit: Mean = "token",
         length: int | None = None,
+        power: float | None = None,
         fold: Fold = "none",
         gradients: Gradients = "sum",
         ranks: int = 1,
@@ -304,7 +326,7 @@ class LossWeight(
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        check_mean(unit, length)
+        check_mean(unit, length, power)
         given = [key for key in (self.turn_key, self.turn_index_key) if key is not None]
         if len(given) != (unit == "turn"):
             raise ValueError(
@@ -321,10 +343,15 @@ class LossWeight(
         one_of("gradients", gradients, get_args(Gradients))
         one_of("shared_ids", shared_ids, get_args(SharedIds))
         check_one_way(ranks, process_group)
-        self.unit, self.length, self.fold, self.gradients = unit, length, fold, gradients
+        self.unit, self.length, self.power = unit, length, power
+        self.fold, self.gradients = fold, gradients
         self.ranks, self.process_group, self.shared_ids = ranks, process_group, shared_ids
         self.dtype = as_dtype(dtype)
-        needs = {"constant": "rollout", "turn": "rollout" if self.turn_index_key is None else ""}
+        needs = {
+            "constant": "rollout",
+            "inverse_length": "rollout",
+            "turn": "rollout" if self.turn_index_key is None else "",
+        }
         self._needs = needs.get(unit, unit)  # whose ids must be there
         ids = {"rollout": self.rollout_key, "group": self.group_key}.get(self._needs)
         written = self.weight_key if fold == "none" else self.advantage_key
@@ -369,9 +396,8 @@ class LossWeight(
                 rows.require_set(each, name, why, who="every row in the loss", needed=tokens > 0)
         minibatch = rows[MINIBATCH] if rows.has(MINIBATCH) else None
         inside = None if self.turn_index_key is None else self._turns_inside(rows, tokens)
-        weighed = weigh(
-            tokens, self.unit, ids["rollout"], ids["group"], turns, minibatch, self.length, inside
-        )
+        columns = (tokens, self.unit, ids["rollout"], ids["group"], turns, minibatch)
+        weighed = weigh(*columns, self.length, inside, self.power)
         averaged = 1
         if self.gradients == "mean":
             averaged = self.ranks if rows.table.ranks is None else rows.table.ranks.size

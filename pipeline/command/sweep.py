@@ -27,6 +27,7 @@ NUMBERS = {  # what the number of a task is; of a training there are more
     "replay": "rows trained",
     "compare": "correlation",
     "plan": "uninformative",
+    "audit": "findings",
     "certify": "greatest bias",
 }
 

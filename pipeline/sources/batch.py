@@ -51,6 +51,7 @@ class Sample:
         policy_version: of the policy that acted; the oldest, where it was updated on the way.
         step: the training step.
         advantage: as the framework computed it; NaN where it is not one number.
+        loss_weight: what each token of the row weighed when it was trained; NaN where it was not.
         in_loss: False takes the whole sample out of the loss.
         scored: False where the row was out of the training, and may have no reward.
         expected_rollouts: rollouts that the group was dispatched with.
@@ -78,6 +79,7 @@ class Sample:
     policy_version: int | None = None
     step: int | None = None
     advantage: float | None = None
+    loss_weight: float | None = None
     in_loss: bool = True
     expected_rollouts: int | None = None
     scored: bool = True
@@ -161,6 +163,7 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     ``("next", "policy_version")``          (N,) int64        rows have it
     ``expected_rollouts``                   (N,) int64        rows have it
     ``logged_advantage``                    (N,) float32      rows have it
+    ``logged_weight``                       (N,) float64      rows have it
     ``prompt_text``, ``response_text``      N strings         rows have them
     ``ground_truth``                        N strings         all rows have it
     ====================================== ================= =============================================
@@ -206,6 +209,8 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
         batch["expected_rollouts"] = torch.tensor(expected)
     if (advantage := column(rows, "advantage", default=math.nan)) is not None:
         batch["logged_advantage"] = torch.tensor(advantage, dtype=torch.float32)
+    if (weight := column(rows, "loss_weight", default=math.nan)) is not None:
+        batch["logged_weight"] = torch.tensor(weight, dtype=torch.float64)
     # Labels and texts come last: they take longer than all else, and a row that is refused need not wait.
     texts = {f"{name}_text": column(rows, name, default="") for name in ("prompt", "response")}
     if all(row.ground_truth is not None or row.lost for row in rows):  # else only some can be graded by it
@@ -302,6 +307,17 @@ def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | No
             f"{listing(lacking)}"
         )
     return [default if value is None else value for value in values]
+
+
+def common_advantage(advantages: Sequence[float], trains: Sequence[int]) -> float:
+    """The advantage of all tokens that train; NaN where they differ or there are none.
+
+    Example:
+        >>> common_advantage([0.0, 0.5, 0.5], [0, 1, 1])
+        0.5
+    """
+    values = {value for value, bit in zip(advantages, trains, strict=False) if bit}
+    return values.pop() if len(values) == 1 else math.nan
 
 
 def _add_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:

@@ -2,7 +2,9 @@
 
 Schema: :func:`headrace.pipeline.report.report_table`, version 1. Rows that a step carried in from the one
 before are not read: they are in that step's file. A dump has the number of a row's tokens and not the tokens;
-so a row has a loss mask of that length, and no tokens.
+so a row has a loss mask of that length, and no tokens. Its advantage and weight when it was trained are
+``logged_advantage`` and ``logged_weight``. Of a Parquet file its minibatch is ``logged_minibatch``: −1 where
+it was in none, and on all rows of a step that carried rows in, of whose minibatches some rows are not read.
 
 A row is named by its number in the step, ``row``: each number from 0 to the last is there once, those of
 carried rows included. Rows lost after the last cannot be known of.
@@ -87,6 +89,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             raise record.fail("'rewards' must be a list of two or more finite numbers or nulls", values)
         rewards = {str(i): number for i, number in enumerate(numbers) if number is not None}
     advantage = record.number("advantage", optional=True)
+    weight = record.number("loss_weight", optional=True)
     unrewarded = "rollout_reward" in record.data and record.data["rollout_reward"] is None
     return [
         Sample(
@@ -104,6 +107,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             policy_version=record.whole("policy_version", optional=True),
             step=record.whole("step"),
             advantage=math.nan if advantage is None else advantage,
+            loss_weight=math.nan if weight is None else weight,
             expected_rollouts=record.whole("expected_rollouts", optional=True),
             scored=record.text("reason", optional=True) in (None, "trained") and not unrewarded,
             where=record.where,
@@ -129,8 +133,12 @@ def read_step(path: Path) -> tuple[int, TensorDict] | None:
         )
     try:
         check_no_gaps(_integers(table, "row", path), path)
+        whole = len(table)
         if "carried_in" in table.column_names:
             table = table.filter(pc.equal(pc.fill_null(table["carried_in"], 0), 0))
+        if len(table) < whole and "minibatch" in table.column_names:  # which had rows that are not read
+            place = table.column_names.index("minibatch")
+            table = table.set_column(place, "minibatch", pa.nulls(len(table), pa.int64()))
         if not len(table):
             return None
         steps = pc.unique(table["step"]).to_pylist()
@@ -206,6 +214,11 @@ def _batch(table: pa.Table, path: Path) -> TensorDict:
     batch["masks", "all_assistant_mask"] = in_loss
     if "advantage" in table.column_names:
         batch["logged_advantage"] = torch.from_numpy(_floats(table, "advantage", path)).float()
+    if "loss_weight" in table.column_names:
+        batch["logged_weight"] = torch.from_numpy(_floats(table, "loss_weight", path))
+    if "minibatch" in table.column_names:
+        minibatch = torch.from_numpy(_floats(table, "minibatch", path))
+        batch["logged_minibatch"] = minibatch.nan_to_num(nan=-1.0).long()
     for name, key in TEXTS.items():
         if name in table.column_names and table[name].null_count == 0:
             if not pa.types.is_string(table.schema.field(name).type):

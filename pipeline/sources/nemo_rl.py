@@ -17,14 +17,13 @@ dumped: every rollout counts as completed.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .batch import Sample
+from .batch import Sample, common_advantage
 from .file_kinds import Reading, read_jsonl
 from .record import Record, SourceError, as_text
 
@@ -73,7 +72,7 @@ def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
             response_length=length - begin,
             log_probs=None if log_probs is None else log_probs[begin:length],
             step=step,
-            advantage=None if advantages is None else _common_advantage(advantages, trains),
+            advantage=None if advantages is None else _logged(advantages, trains),
             in_loss=record.bits("sample_loss_mask") == [1],
             expected_rollouts=reading.group_size,
             record=row.whole("idx"),
@@ -92,9 +91,6 @@ def _only(record: Record, key: Any) -> Any:
     return value[0]
 
 
-def _common_advantage(advantages: list[float], trains: list[int]) -> float:
-    """The advantage of all tokens that train; NaN where they differ or there are none."""
-    if len(advantages) == 1:
-        return advantages[0]
-    values = {value for value, bit in zip(advantages, trains, strict=False) if bit}
-    return values.pop() if len(values) == 1 else math.nan
+def _logged(advantages: list[float], trains: list[int]) -> float:
+    """The one advantage of a row, which may be logged once."""
+    return advantages[0] if len(advantages) == 1 else common_advantage(advantages, trains)

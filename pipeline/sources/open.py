@@ -45,6 +45,8 @@ class Format:
         reward_keys: whether `reward_key` may be ``one`` name or ``many``.
         rewards: names that `reward_key` may have; empty: any.
         ignored: names of files that are not read in a folder, as a regular expression.
+        unsaid: what a dump does not say: of which ``rollouts`` rows are (each is read as one), which tokens
+            are out of the loss (``masks``), how many ``tokens`` there are.
     """
 
     read: Callable[[Path, Reading], Iterator[Sample | tuple[int, TensorDictBase]] | Iterator[Any]]
@@ -54,6 +56,7 @@ class Format:
     reward_keys: Literal["one", "many"] = "one"
     rewards: tuple[str, ...] = ()
     ignored: str | None = None
+    unsaid: tuple[Literal["rollouts", "masks", "tokens"], ...] = ()
 
 
 READERS: dict[str, Format] = {
@@ -64,7 +67,7 @@ READERS: dict[str, Format] = {
     ),
     "slime": Format(
         read_slime,
-        files=("*.pt",),
+        files=("*.pt", "rollout_data/*.pt"),
         options=("group_size", "reward_key"),
         ignored=r"(^|.*[^a-zA-Z])eval_\d+\.pt",
     ),
@@ -73,6 +76,7 @@ READERS: dict[str, Format] = {
         files=("*.jsonl",),
         keys=frozenset({"input", "output", "score", "step"}),
         options=("group_by", "group_size", "reward_key"),
+        unsaid=("masks", "tokens"),
     ),
     "trl": Format(
         read_trl,
@@ -80,12 +84,14 @@ READERS: dict[str, Format] = {
         keys=frozenset({"step", "prompt", "completion", "advantage"}),
         options=("group_by", "group_size", "reward_key"),
         reward_keys="many",
+        unsaid=("rollouts", "masks", "tokens"),
     ),
     "verifiers": Format(
         partial(read_jsonl, parse=verifiers.parse_row),
         files=("results.jsonl", "*/results.jsonl"),
         keys=frozenset({"example_id", "prompt", "completion", "reward"}),
         options=("group_size", "reward_key"),
+        unsaid=("rollouts", "masks", "tokens"),
     ),
     "prime_rl": Format(
         read_prime_rl,
@@ -98,12 +104,14 @@ READERS: dict[str, Format] = {
         files=("train_data_step*.jsonl",),
         keys=frozenset({"token_ids", "token_loss_mask", "sample_loss_mask", "rewards"}),
         options=("group_by", "group_size"),
+        unsaid=("rollouts",),
     ),
     "open_instruct": Format(
         read_open_instruct,
         files=("*_rollouts_*.jsonl",),
         keys=frozenset({"prompt_tokens", "response_tokens", "prompt_idx", "sample_idx", "reward"}),
         options=("group_size",),
+        unsaid=("rollouts", "masks"),
     ),
     "tinker": Format(
         partial(read_jsonl, parse=tinker.parse_row),
@@ -115,6 +123,7 @@ READERS: dict[str, Format] = {
         keys=frozenset({"schema_version", "group_idx", "traj_idx", "total_reward"}),
         options=("group_size", "reward_key"),
         rewards=tinker.REWARDS,
+        unsaid=("masks",),
     ),
 }
 
@@ -197,6 +206,12 @@ class Source:
         self.regraded: Regraded | None = None
         self.total_bytes = sum(file.stat().st_size for file in files)
         self._pass = options
+
+    @property
+    def unsaid(self) -> frozenset[str]:
+        """What the dump does not say: ``rollouts``, ``masks``, ``tokens`` (:class:`Format`)."""
+        each_row = {"rollouts"} if self.format == "verl" and self._options.group_by else set()
+        return frozenset(READERS[self.format].unsaid) | each_row
 
     @property
     def read_bytes(self) -> int:

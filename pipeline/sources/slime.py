@@ -10,6 +10,15 @@ and ``Sample.to_dict`` in ``slime/utils/types.py`` at 0d234f3; radixark/miles at
 
 A sample that is there twice cannot be told from two segments that are alike, and is not looked for.
 
+That file is written before advantages are computed. ``--dump-details DIR`` writes it to
+``DIR/rollout_data/``, and what was trained to ``DIR/train_data/``, under the same name
+(``slime/observability/train_data_utils.py`` at 624b824, ``format_version`` 2)::
+
+    {"format_version": 2, "samples": [{"rollout_position", "advantages", "loss_masks", ...}]}
+
+Where that is there, a sample's advantage is the one number that ``advantages`` has on its tokens in the loss;
+``rollout_position`` is its place in the first file.
+
 Two things are called ``rollout_id``: that of the file is the step, that of a sample is the rollout. Samples
 of one rollout share the latter; where it is not set, ``index`` is the rollout (slime's customization
 guide), written ``index/7`` where other samples have a ``rollout_id``. Evaluations, ``eval_<n>`` in the file's
@@ -23,13 +32,14 @@ thousand that share their tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from headrace.transforms import Status
 
-from .batch import Sample
+from .batch import Sample, common_advantage
 from .file_kinds import Reading, load_plain, parse_records
 from .record import Record, SourceError, as_number, as_whole, quote, read_json, read_text
 
@@ -58,16 +68,59 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
     records = (Record(data, f"{path}, sample {i}", i + 1) for i, data in enumerate(samples))
     named = any(data.get("rollout_id") is not None for data in samples)
     items, most = 0, max(SHARED, path.stat().st_size)
+    trained = trained_advantages(path, len(samples))
 
     def parse(record: Record, reading: Reading) -> list[Sample]:
         nonlocal items
         samples = parse_row(record, reading, step=step, named=named)
+        if trained is not None:
+            samples[0].advantage = trained.get(record.line - 1, math.nan)
         items += sum(len(v or ()) for s in samples for v in (s.tokens, s.loss_mask, s.log_probs))
         if items > most:  # the lists of a pickle may be one list, and its tensors one tensor
             raise record.fail(f"the lists in a file of this size have at most {most} items", items)
         return samples
 
     return parse_records(records, reading, parse)
+
+
+def trained_advantages(path: Path, samples: int) -> dict[int, float] | None:
+    """Advantages by the place of their sample, of the file of what was trained; None where there is none.
+
+    Args:
+        path: of the file of rollouts.
+        samples: in it.
+
+    Raises:
+        SourceError: the file is of another format, or its places are not those of the samples, each once.
+    """
+    beside = path.parent.parent / "train_data" / path.name
+    if path.parent.name != "rollout_data" or not beside.is_file():
+        return None
+    dump = load_plain(beside)
+    rows = dump.get("samples") if isinstance(dump, dict) and dump.get("format_version") == 2 else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise SourceError(
+            f"{beside}: what was trained must have format_version 2 and a list of samples; found "
+            f"{quote(dump)}. To read the rollouts without their advantages, move train_data away"
+        )
+    found: dict[int, float] = {}
+    items, most = 0, max(SHARED, beside.stat().st_size)
+    for number, row in enumerate(rows):
+        record = Record(row, f"{beside}, sample {number}", number + 1)
+        place, advantages, mask = (
+            record.whole("rollout_position"),
+            record.numbers("advantages"),
+            record.bits("loss_masks"),
+        )
+        items += len(advantages) + len(mask)
+        if place in found or place >= samples or len(mask) != len(advantages) or items > most:
+            raise record.fail(
+                f"a place of one of the {samples} samples that is there once, and as many advantages as "
+                "loss_masks are required",
+                [place, len(advantages), len(mask)],
+            )
+        found[place] = common_advantage(advantages, mask)
+    return found
 
 
 def parse_row(record: Record, reading: Reading, *, step: int, named: bool) -> list[Sample]:

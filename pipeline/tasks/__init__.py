@@ -1,1 +1,1 @@
-"""The tasks of the command: replay, compare and plan, which read dumps, and certify, which needs none."""
+"""The tasks of the command: replay, compare, plan and audit, which read dumps; certify needs none."""

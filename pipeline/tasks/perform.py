@@ -19,6 +19,7 @@ from headrace.pipeline.train import train
 from headrace.transforms import BatchError
 from headrace.transforms.options import annotations_of
 
+from .audit import audit
 from .certify import certify
 from .compare import compare
 from .group_sizes import tabulate_group_sizes
@@ -27,7 +28,7 @@ from .replay import replay
 
 REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, OSError)
 TASKS = {"train": train, "replay": replay, "plan": tabulate_group_sizes}
-OF_RECIPES = {"compare": compare, "certify": certify, "xray": measure_trainer}
+OF_RECIPES = {"compare": compare, "audit": audit, "certify": certify, "xray": measure_trainer}
 
 
 def perform(config: DictConfig, output: Path, overrides: Sequence[str]) -> float:
@@ -62,6 +63,7 @@ TYPES: dict[str, Any] = {
     "report.parameters": float | None,
     "plan.group_sizes": list[int],
     "pipelines": list[str],
+    "audit.strict": bool,
     "certify.group_sizes": int | list[int],
     "certify.only": str | list[str] | None,
     "certify.most": int,

@@ -1,0 +1,211 @@
+"""The task ``audit``: what was wrong with a run that somebody has trained, as far as its dump can say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.text import Text
+from tensordict import TensorDictBase
+
+from headrace.pipeline.load import build_pipeline
+from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.wording import printable
+
+from .audit_checks import CHECKS, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
+from .logged import MOST, LoggedRows, explain_logged
+from .source import each_step, open_configured
+
+LINES = 8  # findings of a check in the terminal
+ON_PAGE = 500  # and on the page
+REASONS = 2  # of a check, why it could not look
+SHARE = (
+    "A row's share of a step's gradient is |weight × advantage × tokens| over the sum of all rows; that of a "
+    "check is the mean over all steps. Not checked is not passed."
+)
+
+
+class AuditFailed(RuntimeError):
+    """An audit has found something, under ``audit.strict=true``: the command exits with status 1."""
+
+
+@dataclass
+class CheckResult:
+    """What a check has said of all steps."""
+
+    name: str
+    title: str
+    findings: list[AuditFinding] = field(default_factory=list)
+    lacking: dict[str, int] = field(default_factory=dict)
+    """What could not be looked at, and at how many steps."""
+    hint: str = ""
+
+    def add(self, outcome: CheckOutcome) -> None:
+        """Take what it says of the next step."""
+        self.findings += outcome.findings
+        if outcome.lacking:
+            self.lacking[outcome.lacking] = self.lacking.get(outcome.lacking, 0) + 1
+
+    @property
+    def state(self) -> str:
+        """``found``; else ``not checked`` where not all could be looked at; else ``passed``."""
+        return "found" if self.findings else "not checked" if self.lacking else "passed"
+
+    def share(self, steps: int) -> float | None:
+        """Of the gradient of all steps, that of rows that are in a finding; None where it is not known."""
+        shares = [each.share for each in self.findings]
+        known = [share for share in shares if share is not None]
+        return sum(known) / max(steps, 1) if len(known) == len(shares) else None
+
+    def plain(self, steps: int) -> dict[str, Any]:
+        """As JSON has it."""
+        found = {
+            "check": self.name,
+            "title": self.title,
+            "state": self.state,
+            "gradient_share": self.share(steps),
+        }
+        findings = [each._asdict() for each in self.findings]
+        return found | {"not_checked": self.lacking, "hint": self.hint, "findings": findings}
+
+
+def audit(
+    config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
+) -> float:
+    """Check every step of a dump against the recipe that is said to have trained it.
+
+    What is found is printed and written.
+
+    Args:
+        config: as ``task=audit`` composes it; its ``pipeline`` is the recipe.
+        output: folder for ``config.yaml``, ``audit.json`` and ``report.html``.
+        words: overrides of the command line, for the recipe's name.
+        console: where to print; None: standard output.
+
+    Returns:
+        The number of findings.
+
+    Raises:
+        ConfigError: no path, or an unknown stage or option.
+        SourceError: a file that cannot be read.
+        AuditFailed: something was found, under ``audit.strict``.
+    """
+    console = console or Console()
+    declared = DeclaredRecipe(build_pipeline(config.pipeline))
+    size = config.source.group_size or declared.group_size
+    # A source refuses a group that is too large: here it is to be found.
+    source = open_configured(OmegaConf.merge(config, {"source": {"group_size": None}}))  # type: ignore[arg-type]
+    output.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, output / "config.yaml", resolve=True)
+    results = {name: CheckResult(name, title) for name, (title, _) in CHECKS.items()}
+    steps, rows, unlike = 0, 0, list[LoggedRows]()
+    by_prompt = config.source.group_by == "prompt"
+    for number, batch in each_step(source, console):
+        how: dict[str, Any] = {"group_size": size, "unsaid": source.unsaid, "by_prompt": by_prompt}
+        step = AuditedStep(number, batch, declared, **how)
+        before = len(results["advantages"].findings)
+        for name, (_, check) in CHECKS.items():
+            results[name].add(check(step))
+        if len(results["advantages"].findings) > before and sum(len(each.logged) for each in unlike) < MOST:
+            unlike += _logged_rows(step, batch)
+        steps, rows = steps + 1, rows + len(batch)
+    if unlike:
+        results["advantages"].hint = "; ".join(explain_logged(unlike))
+    named = [word.partition("=")[2] for word in words if word.startswith("pipeline=")]
+    recipe, found = named[-1] if named else "grpo", sum(len(each.findings) for each in results.values())
+    head = {
+        "dump": str(config.source.path),
+        "format": source.format,
+        "pipeline": recipe,
+        "steps": steps,
+        "rows": rows,
+    }
+    report = head | {"findings": found, "checks": [each.plain(steps) for each in results.values()]}
+    write_whole(output / "audit.json", lambda file: file.write_text(json.dumps(report, indent=1)))
+    title = f"{config.source.path} ({source.format}), {rows:,} rows, steps: {steps:,}, held against {recipe}"
+    tables = [_summary(results, steps, title)]
+    if config.report.html:
+        found_by = [_findings(each, ON_PAGE) for each in results.values() if each.findings]
+        page = _page(title, [*tables, *found_by], _said(results))
+        write_whole(output / "report.html", lambda file: file.write_text(page, encoding="utf-8"))
+    console.print(*tables, *(_findings(each, LINES) for each in results.values() if each.findings))
+    for line in _said(results):
+        console.print(Text(printable(line)), soft_wrap=True)
+    console.print(Text(printable(f"written to {output}")), soft_wrap=True)
+    if found and config.audit.strict:
+        raise AuditFailed(f"the audit has {found:,} finding{'s' * (found > 1)}")
+    return found
+
+
+def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:
+    """The rows of a step with both advantages, where rollouts have one reward."""
+    reward = batch["next", "reward"].reshape(len(batch), -1)
+    if step.logged is None or reward.shape[1] > 1:
+        return []
+    columns = (step.logged, step.by_recipe, reward[:, 0].double(), reward[:, 0].double(), batch["group_id"])
+    both = step.trains & step.logged.isfinite() & step.by_recipe.isfinite()
+    return [LoggedRows(*(each[both].numpy() for each in (*columns, batch["rollout_id"], step.tokens)))]
+
+
+def _summary(results: dict[str, CheckResult], steps: int, title: str) -> FittedTable:
+    columns = [
+        FittedColumn("check", gives="wrap"),
+        FittedColumn("verdict"),
+        FittedColumn("findings", right=True),
+    ]
+    table = FittedTable(
+        [*columns, FittedColumn("share of the gradient", gives="wrap", right=True)], f"\n{title}"
+    )
+    for each in results.values():
+        share = each.share(steps) if each.findings else 0.0
+        said = "–" if share is None or each.state == "not checked" else f"{share:.1%}"
+        table.add(
+            each.title, each.state, f"{len(each.findings):,}", said, style="" if each.findings else "dim"
+        )
+    return table
+
+
+def _findings(result: CheckResult, most: int) -> FittedTable:
+    columns = [
+        FittedColumn("step", right=True),
+        FittedColumn("", gives="wrap"),
+        FittedColumn("share", right=True),
+    ]
+    more = len(result.findings) - most
+    caption = f"and {more:,} more, which are in audit.json" if more > 0 else ""
+    table = FittedTable(columns, f"\n{result.title}", caption)
+    for each in result.findings[:most]:
+        table.add(str(each.step), each.text, "–" if each.share is None else f"{each.share:.1%}")
+    return table
+
+
+def _said(results: dict[str, CheckResult]) -> list[str]:
+    """What was not checked, and why; what other advantages are; and what a share is."""
+    lines = []
+    for each in results.values():
+        for why, steps in list(each.lacking.items())[:REASONS]:
+            lines.append(f"not checked: {each.title}: {why}" + (f" ({steps:,} steps)" if steps > 1 else ""))
+        if (more := len(each.lacking) - REASONS) > 0:
+            lines.append(f"not checked: {each.title}: {more:,} reasons more, which are in audit.json")
+        lines += [f"{each.title}: {each.hint}"] if each.hint else []
+    return [*lines, SHARE]
+
+
+def _page(title: str, tables: Sequence[FittedTable], lines: Sequence[str]) -> str:
+    """One HTML file that fetches nothing and runs nothing."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    body = "".join(table._repr_html_() for table in tables)
+    body += "".join(f"<p>{escape(printable(line))}</p>" for line in lines)
+    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+    head += f"<title>audit of {escape(printable(title))}</title>"
+    style = "body{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em}"
+    style += "table{margin:1.5em 0}caption{font-weight:600;padding:.3em 0}"
+    head = f"<head>{head}<style>{style}</style></head>"
+    return f'<!doctype html>\n<html lang="en">{head}<body>{body}</body></html>\n'

@@ -1,0 +1,492 @@
+"""An audit finds what is wrong in a dump, and nothing else."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import statistics
+from pathlib import Path
+
+import dumps
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from command import headrace_here
+from composed import configure
+from rich.console import Console
+
+from headrace.pipeline import ConfigError, load_pipeline, make_report, write_dump
+from headrace.pipeline.sources import READERS, SourceError, open_source
+from headrace.pipeline.tasks.audit import AuditFailed, audit
+
+pytestmark = pytest.mark.slow
+
+
+def grpo(rewards, voters=None, eps=1e-6):
+    """(R − mean) / (std + ε) of the rewards, by those of the voters."""
+    voters = rewards if voters is None else voters
+    scale = statistics.stdev(voters) + eps
+    return [(reward - statistics.mean(voters)) / scale if len(set(voters)) > 1 else 0.0 for reward in rewards]
+
+
+def told(path, folder, *words):
+    """What an audit prints, and its checks as JSON, by name."""
+    named = [word for word in words if word.startswith("pipeline=")]
+    config = configure("config", "task=audit", f"source.path={path}", *words)
+    console = Console(width=200, record=True, file=io.StringIO())
+    number = audit(config, folder, named, console)
+    report = json.loads((folder / "audit.json").read_text())
+    checks = {check["check"]: check for check in report["checks"]}
+    assert number == report["findings"] == sum(len(check["findings"]) for check in checks.values())
+    return console.export_text(), checks
+
+
+def found(checks):
+    """The groups of each check that found something."""
+    return {
+        name: [each["group"] for each in check["findings"]]
+        for name, check in checks.items()
+        if check["findings"]
+    }
+
+
+# -- dumps with planted faults -----------------------------------------------------------------------------
+
+
+class Rows:
+    """Rows of slime's dump with their advantages, group by group."""
+
+    def __init__(self):
+        self.samples, self.advantages = [], []
+
+    def add(self, group, rewards, advantages, *, rows=None, **changes):
+        """Rollouts of a group: their rewards, the rows of some, and changes of single ones, by index."""
+        for at, (reward, advantage) in enumerate(zip(rewards, advantages, strict=True)):
+            for _ in range((rows or {}).get(at, 1)):
+                sample = dumps.slime_sample(group, len(self.samples), reward, rollout_id=100 * group + at)
+                self.samples.append(sample | changes.get(f"rollout_{at}", {}))
+                self.advantages.append(advantage)
+
+
+R = [1.0, 0.0, 0.5, 0.25]
+AS_SLIME = ("pipeline=as/slime", "pipeline.empty=exclude", "source.group_size=4")
+REMOVED = {"rollout_1": {"remove_sample": True}}
+
+
+def sound_rows():
+    """A whole group, one that fans out, and one with a rollout out of the loss: all as declared."""
+    rows = Rows()
+    rows.add(0, R, grpo(R))
+    rows.add(6, R, grpo(R), rows={0: 2})
+    rows.add(7, R, grpo(R, [1.0, 0.5, 0.25]), **REMOVED)
+    return rows
+
+
+def test_slime_with_five_faults(tmp_path):
+    rows = sound_rows()
+    rows.add(1, R[:3], grpo(R[:3]))
+    rows.add(2, R, grpo(R), rollout_2={"prompt": "another prompt"})
+    rows.add(3, R, grpo(R, [1.0, *R]), rows={0: 2})
+    rows.add(4, R, grpo(R), **REMOVED)
+    rows.add(5, [*R, 0.75], grpo([*R, 0.75]))
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    text, checks = told(path, tmp_path, *AS_SLIME)
+    assert found(checks) == {
+        "incomplete": ["1"],
+        "mixed": ["2"],
+        "counted_twice": ["3"],
+        "masked": ["4"],
+        "oversized": ["5"],
+    }
+    twice, masked = checks["counted_twice"]["findings"][0], checks["masked"]["findings"][0]
+    assert twice["rollouts"] == ["300"]
+    assert twice["expected"] == pytest.approx([grpo(R)[at] for at in (0, 0, 1, 2, 3)], abs=1e-5)
+    assert twice["found"] == pytest.approx([grpo(R, [1.0, *R])[at] for at in (0, 0, 1, 2, 3)], abs=1e-5)
+    assert masked["rollouts"] == ["401"]
+    assert "group 1 has 3 of 4 rollouts" in text
+    assert "group 5 has 5 rollouts, and was dispatched with 4" in text
+    assert "group 2 has 2 prompts: 'prompt 2', 'another prompt'" in text
+    assert checks["signs"]["state"] == checks["advantages"]["state"] == "passed"
+    assert checks["weights"]["state"] == "not checked"
+
+
+def test_verl_with_three_faults(tmp_path):
+    rows = [dumps.verl_row(f"fine_{i}_0", float(i)) for i in range(4)]
+    rows += [dumps.verl_row(f"short_{i}_0", float(i)) for i in range(3)]
+    rows += [dumps.verl_row(f"mixed_{i}_0", float(i), prompt=f"{i // 2}+1?") for i in range(4)]
+    rows += [dumps.verl_row(f"large_{i}_0", float(i)) for i in range(5)]
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    text, checks = told(path, tmp_path, "pipeline=as/verl", "source.group_size=4", "source.format=verl")
+    assert found(checks) == {"incomplete": ["short"], "mixed": ["mixed"], "oversized": ["large"]}
+    assert checks["mixed"]["findings"][0]["rollouts"] == [f"mixed_{i}" for i in range(4)]
+    for name in ("signs", "counted_twice", "advantages"):
+        assert checks[name]["state"] == "not checked"
+        assert list(checks[name]["not_checked"]) == ["the dump has no advantages"]
+    assert "not checked: rollouts out of the loss that count: the dump has no loss masks" in text
+
+
+def trl_columns(advantages):
+    return {
+        "step": [4] * 8,
+        "prompt": [f"prompt {i // 4}" for i in range(8)],
+        "completion": [str(i) for i in range(8)],
+        "accuracy": R + R[::-1],
+        "advantage": advantages,
+    }
+
+
+AS_TRL = ("pipeline=as/trl", "source.group_by=prompt", "source.group_size=4")
+
+
+def test_a_trl_table_with_wrong_signs(tmp_path):
+    advantages = grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4)
+    wrong = [-value if i in (1, 4, 6) else value for i, value in enumerate(advantages)]
+    path = dumps.trl_dump(tmp_path / "completions" / "completions_4.parquet", **trl_columns(wrong))
+    text, checks = told(path, tmp_path, *AS_TRL)
+    assert set(found(checks)) == {"signs"}
+    assert [each["rows"] for each in checks["signs"]["findings"]] == [[1], [4, 6]]
+    assert checks["signs"]["findings"][0]["expected"] == pytest.approx([advantages[1]], abs=1e-6)
+    assert checks["signs"]["findings"][0]["found"] == pytest.approx([-advantages[1]], abs=1e-6)
+    share = sum(abs(advantages[i]) for i in (1, 4, 6)) / sum(map(abs, advantages))
+    assert checks["signs"]["gradient_share"] == pytest.approx(share)
+    assert f"{share:.1%}" in text
+    assert checks["counted_twice"]["state"] == "not checked"
+
+
+# -- sound dumps ---------------------------------------------------------------------------------------------
+
+
+def sound(name, folder):
+    """A dump of this format in which nothing is wrong, and the words to read it."""
+    expected = grpo(R)
+    if name == "headrace":
+        headrace_dump(folder)
+        return ["pipeline=grpo"]
+    if name == "slime":
+        rows = sound_rows()
+        dumps.slime_details(folder, rows.samples, rows.advantages)
+        return [*AS_SLIME]
+    if name == "verl":
+        rows = [dumps.verl_row(f"{uid}_{i}_0", R[i], prompt=uid) for uid in "ab" for i in range(4)]
+        dumps.write_lines(folder / "7.jsonl", rows)
+        return ["pipeline=as/verl", "source.group_size=4", "source.format=verl"]
+    if name == "trl":
+        advantages = grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4)
+        dumps.trl_dump(folder / "completions_4.parquet", **trl_columns(advantages))
+        return [*AS_TRL]
+    if name == "verifiers":
+        rows = [dumps.verifiers_row(g, R[i], timing=10 * g + i) for g in range(2) for i in range(4)]
+        dumps.write_lines(folder / "results.jsonl", rows)
+        return ["source.group_size=4"]
+    if name == "prime_rl":
+        rows = [dumps.episode("g", f"e{i}", {"a": {"score": R[i], "weight": 1.0}}) for i in range(4)]
+        dumps.write_lines(folder / "traces.jsonl", rows)
+        return ["pipeline=as/prime_rl", "source.group_size=4"]
+    if name == "nemo_rl":
+        rows = [dumps.nemo_row(i, R[i], advantages=[[expected[i]] * 5]) for i in range(4)]
+        dumps.write_lines(folder / "train_data_step3.jsonl", rows)
+        return ["pipeline=as/slime", "source.group_by=prompt", "source.group_size=4"]
+    if name == "open_instruct":
+        mean, scale = statistics.mean(R), statistics.pstdev(R) + 1e-8
+        rows = [dumps.open_instruct_row(i, 0, R[i], advantage=(R[i] - mean) / scale) for i in range(4)]
+        dumps.write_lines(folder / "run_rollouts_000000.jsonl", rows)
+        return ["pipeline=as/open_instruct", "source.group_size=4"]
+    assert name == "tinker"
+    rows = [dumps.tinker_row(0, i, R[i]) for i in range(4)]
+    dumps.write_lines(folder / "train_rollout_summaries.jsonl", rows)
+    return ["pipeline=as/tinker", "source.group_size=4"]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_in_a_sound_dump_nothing_is_found(name, tmp_path):
+    words = sound(name, tmp_path / "dump")
+    text, checks = told(tmp_path / "dump", tmp_path, *words)
+    assert found(checks) == {}
+    compared = {"headrace", "slime", "trl", "nemo_rl", "open_instruct"}
+    assert (checks["advantages"]["state"] == "passed") == (name in compared)
+    assert (checks["weights"]["state"] == "passed") == (name == "headrace")
+    for check in checks.values():  # what was not looked at says why, on the screen too
+        assert (check["state"] == "not checked") == bool(check["not_checked"])
+        assert all(f"not checked: {check['title']}: {why}" in text for why in check["not_checked"])
+
+
+# -- what can be said, and what cannot -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_group_is_said_to_be_counted_as_it_was(seed, tmp_path):
+    """Groups at random, each counted in one of three ways, by a loop over its rollouts."""
+    draw = random.Random(seed)
+    rows, truth = Rows(), {"counted_twice": [], "masked": []}
+    for group in range(24):
+        rewards = [draw.random() for _ in range(4)]
+        several = {0: draw.randint(1, 3)}
+        removed = draw.random() < 0.5
+        fair = [reward for at, reward in enumerate(rewards) if not (removed and at == 1)]
+        how = draw.choice(["declared", "counted_twice", "masked"])
+        voters = fair
+        if how == "counted_twice":
+            voters = [rewards[0]] * (several[0] - 1) + fair
+        if how == "masked":
+            voters = rewards
+        if len(voters) > len(fair):
+            truth[how].append(str(group))
+        rows.add(group, rewards, grpo(rewards, voters), rows=several, **(REMOVED if removed else {}))
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    _, checks = told(path, tmp_path, *AS_SLIME)
+    assert found(checks) == {name: groups for name, groups in truth.items() if groups}
+
+
+def test_where_both_ways_to_count_give_the_same_numbers_nothing_is_said(tmp_path):
+    """A rollout of several rows and one out of the loss, with the mean reward of the others, scale none."""
+    rows = Rows()
+    rewards = [0.5, 0.5, 1.0, 0.0]
+    rows.add(0, rewards, [0.0, 0.0, 0.5, -0.5], rows={0: 3}, **REMOVED)
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    words = ("pipeline=as/prime_rl", "pipeline.empty=exclude", "source.group_size=4")
+    _, checks = told(path, tmp_path, *words)
+    assert found(checks) == {}
+    assert checks["counted_twice"]["state"] == checks["masked"]["state"] == "passed"
+
+
+def test_where_two_ways_explain_a_group_none_is_blamed_and_both_are_named(tmp_path):
+    """Rewards 1 1 0 0: a second row of a 1, or a 1 out of the loss that counts, are one baseline."""
+    rows = Rows()
+    rewards = [1.0, 1.0, 0.0, 0.0]
+    rows.add(0, rewards, [reward - 0.5 for reward in rewards], rows={0: 2}, **REMOVED)
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    words = ("pipeline=as/prime_rl", "pipeline.empty=exclude", "source.group_size=4")
+    _, checks = told(path, tmp_path, *words)
+    assert set(found(checks)) == {"advantages"}
+    said = checks["advantages"]["findings"][0]["text"]
+    assert "as if each row counts as a rollout as well as if rollouts out of the loss count" in said
+
+
+def test_groups_that_were_cut_by_position_are_named(tmp_path):
+    """Groups of 3 and 5, cut into fours, as by a reshape."""
+    rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
+    columns = trl_columns(grpo(rewards[:4], eps=1e-4) + grpo(rewards[4:], eps=1e-4))
+    columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
+    path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
+    text, checks = told(path, tmp_path, *AS_TRL)
+    assert set(found(checks)) == {"mixed", "incomplete", "oversized"}
+    assert len(checks["mixed"]["findings"]) == 2
+    assert "measured against others, as if groups are cut by position, 4 rows each" in text
+    assert checks["advantages"]["findings"] == checks["signs"]["findings"] == []
+
+
+def test_a_step_was_cut_by_position_only_where_all_of_it_was(tmp_path):
+    """Groups of 3 and 5, the first as if it were cut into fours and the second as it is."""
+    rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
+    columns = trl_columns(grpo(rewards[:3], rewards[:4], eps=1e-4) + grpo(rewards[3:], eps=1e-4))
+    columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
+    path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
+    _, checks = told(path, tmp_path, *AS_TRL)
+    assert set(found(checks)) == {"advantages", "incomplete", "oversized"}
+    assert all(row < 3 for row in checks["advantages"]["findings"][0]["rows"])
+
+
+def test_where_rows_and_rollouts_have_one_mean_a_wrong_sign_leaves_no_doubt_how_they_count(tmp_path):
+    rows, centred = Rows(), [reward - statistics.mean(R) for reward in R]
+    rows.add(0, R, [-centred[0], *centred[1:]], rows=dict.fromkeys(range(4), 2))
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    _, checks = told(path, tmp_path, "pipeline=as/prime_rl", "source.group_size=4")
+    assert found(checks) == {"signs": ["0"]}
+    assert checks["counted_twice"]["state"] == "passed"
+
+
+def test_another_recipe_s_advantages_are_found_and_named(tmp_path):
+    columns = trl_columns([reward - statistics.mean(R) for reward in R + R[::-1]])
+    path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
+    text, checks = told(path, tmp_path, *AS_TRL)
+    assert set(found(checks)) == {"advantages"}
+    assert "8 of 8 advantages are not those of the recipe: row 0 (rollout 1) 0.5625, by the recipe 1." in text
+    assert "they are those of as/" in checks["advantages"]["hint"]
+
+
+def test_a_recipe_that_counts_masked_rollouts_says_so(tmp_path):
+    rows = Rows()
+    rows.add(4, R, grpo(R), **REMOVED)
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    _, checks = told(path, tmp_path, "pipeline=as/slime", "source.group_size=4")
+    assert found(checks) == {}
+    assert checks["masked"]["state"] == "not checked"
+    assert "pipeline.empty=exclude looks for them" in next(iter(checks["masked"]["not_checked"]))
+
+
+def test_a_rollout_that_failed_makes_its_group_incomplete_and_may_not_count(tmp_path):
+    rows = Rows()
+    aborted = {"rollout_1": {"status": "aborted", "prompt": None}}
+    rows.add(0, R, grpo(R, [1.0, 0.5, 0.25]), **aborted)
+    rows.add(1, R, grpo(R), **aborted)
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    text, checks = told(path, tmp_path, *AS_SLIME)
+    assert found(checks) == {"incomplete": ["0", "1"], "masked": ["1"]}
+    assert "group 0 has 3 of 4 rollouts; failed or aborted: 1" in text
+    text, checks = told(path, tmp_path / "again", *AS_SLIME[:2])
+    assert found(checks) == {"incomplete": ["0", "1"], "masked": ["1"]}
+    assert "not checked: groups with too many rollouts: how large groups were is not known" in text
+
+
+def test_a_recipe_that_remembers_has_no_advantages_to_compare(tmp_path):
+    path = dumps.trl_dump(tmp_path / "completions_4.parquet", **trl_columns([0.0] * 8))
+    _, checks = told(path, tmp_path / "spo", "pipeline=spo", *AS_TRL[1:])
+    assert found(checks) == {}
+    assert "remembers steps before the first of a dump" in next(iter(checks["signs"]["not_checked"]))
+
+
+def headrace_dump(folder: Path, *words: str, rows: int = 8) -> Path:
+    """Two groups of four with one to four tokens a row, in two minibatches; so many rows of them."""
+    columns = {"group_id": torch.arange(8) // 4, "rollout_id": torch.arange(8)}
+    columns |= {("next", "reward"): torch.tensor(R + R), "expected_rollouts": torch.full((8,), 4)}
+    columns["masks", "all_assistant_mask"] = torch.arange(4) >= torch.arange(8).unsqueeze(1) % 4
+    run = load_pipeline("grpo", "pipeline.stages.split.minibatches=2", *words).run(
+        dumps.batch_of(columns)[:rows]
+    )
+    return write_dump(make_report(run), folder)
+
+
+def test_a_group_that_did_not_train_is_no_incomplete_one_that_trained(tmp_path):
+    path = headrace_dump(tmp_path / "dump", "pipeline.stages.gate.on_incomplete=drop", rows=7)
+    _, checks = told(path, tmp_path)
+    assert found(checks) == {}
+    assert checks["incomplete"]["state"] == "passed"
+
+
+def test_weights_are_held_against_the_declared_mean(tmp_path):
+    words = ("pipeline.stages.weight.unit=rollout",)
+    path = headrace_dump(tmp_path / "dump", *words)
+    _, checks = told(path, tmp_path, *words)
+    assert checks["weights"]["state"] == "passed"
+    _, checks = told(path, tmp_path / "token")
+    finding = checks["weights"]["findings"][0]
+    assert set(found(checks)) == {"weights"}
+    table = pq.read_table(path).to_pylist()
+    trained = [row for row in table if row["minibatch"] == table[finding["rows"][0]]["minibatch"]]
+    tokens = sum(row["tokens"] for row in trained)
+    assert finding["expected"] == pytest.approx([1 / tokens] * len(finding["rows"]))
+    assert finding["found"] == pytest.approx(
+        [1 / (len(trained) * table[row]["tokens"]) for row in finding["rows"]]
+    )
+    table = pq.read_table(path)
+    place = table.column_names.index("loss_weight")
+    weights = pa.array([None if w is None else 2 * w for w in table["loss_weight"].to_pylist()])
+    pq.write_table(table.set_column(place, "loss_weight", weights), path)
+    text, checks = told(tmp_path / "dump", tmp_path / "twice", *words)
+    assert (
+        "4 of 4 rows weigh 2 to 2 of what the declared mean gives them; weight × tokens is 2 in all" in text
+    )
+    assert len(checks["weights"]["findings"]) == 2
+    assert checks["weights"]["gradient_share"] == pytest.approx(1)
+
+
+def test_weights_whose_gradients_are_averaged_over_ranks_are_that_many_times_as_large(tmp_path):
+    words = ("pipeline.stages.split.ranks=2", "pipeline.stages.weight.gradients=mean")
+    path = headrace_dump(tmp_path / "dump", *words)
+    assert told(path, tmp_path / "one", words[0])[1]["weights"]["state"] == "found"
+    assert told(path, tmp_path / "two", *words)[1]["weights"]["state"] == "passed"
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+def test_the_command_exits_with_one_where_something_is_found_and_it_is_strict(tmp_path):
+    wrong = [-1.0, *grpo(R, eps=1e-4)[1:], *grpo(R[::-1], eps=1e-4)]
+    dumps.trl_dump(tmp_path / "bad" / "completions_4.parquet", **trl_columns(wrong))
+    words = ["task=audit", *AS_TRL, "source.path=bad", "hydra.run.dir=out"]
+    assert headrace_here(tmp_path, *words).returncode == 0
+    done = headrace_here(tmp_path, *words, "audit.strict=true", check=False)
+    assert done.returncode == 1
+    assert "advantages of the wrong sign" in done.stdout
+    assert sorted(
+        each.name for each in (tmp_path / "out").glob("[!.]*") if each.is_file() and each.suffix != ".log"
+    ) == [
+        "audit.json",
+        "config.yaml",
+        "report.html",
+    ]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "wrong signs: row 0 (rollout 1) -1, by the recipe 1.3" in page
+    assert "<script" not in page
+    done = headrace_here(tmp_path, "task=audit", "source.path=nowhere", "audit.strict=true", check=False)
+    assert done.returncode == 2
+    dumps.trl_dump(
+        tmp_path / "good" / "completions_4.parquet",
+        **trl_columns(grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4)),
+    )
+    words[-2] = "source.path=good"
+    assert headrace_here(tmp_path, *words, "audit.strict=true").returncode == 0
+
+
+def test_what_is_strict_raises_and_words_are_checked(tmp_path):
+    path = dumps.trl_dump(
+        tmp_path / "completions_4.parquet",
+        **trl_columns([-value for value in grpo(R, eps=1e-4)] + grpo(R[::-1], eps=1e-4)),
+    )
+    config = configure("config", "task=audit", f"source.path={path}", *AS_TRL, "audit.strict=true")
+    with pytest.raises(AuditFailed, match=r"the audit has 1 finding$"):
+        audit(config, tmp_path / "out", [], Console(file=io.StringIO()))
+    with pytest.raises(ConfigError, match="a dump to read is required"):
+        audit(configure("config", "task=audit"), tmp_path / "out")
+
+
+def test_texts_of_a_dump_are_no_markup_on_the_page(tmp_path):
+    rows = [dumps.verl_row(f"<b>_{i}_0", float(i), prompt=f"<script>{i // 2}") for i in range(4)]
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    told(path, tmp_path, "source.group_size=4", "source.format=verl")
+    page = (tmp_path / "report.html").read_text()
+    assert "&lt;script&gt;" in page
+    assert "<script" not in page
+    assert "<b>" not in page
+
+
+# -- what slime trained --------------------------------------------------------------------------------
+
+
+def trained(folder: Path, change) -> Path:
+    """Of a sound dump, with something else in the file of what was trained."""
+    rows = sound_rows()
+    dumps.slime_details(folder, rows.samples, rows.advantages)
+    path = folder / "train_data" / "5.pt"
+    payload = torch.load(path, weights_only=True)
+    change(payload)
+    torch.save(payload, path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda payload: payload.update(format_version=3), "must have format_version 2"),
+        (lambda payload: payload["samples"][0].update(rollout_position=1), "that is there once"),
+        (lambda payload: payload["samples"][0].update(rollout_position=99), "one of the 13 samples"),
+        (lambda payload: payload["samples"][0].update(advantages=torch.ones(3)), "as many advantages as"),
+        (lambda payload: payload["samples"][0].pop("advantages"), "the key 'advantages' is required"),
+        (
+            lambda payload: payload["samples"][0].update(advantages=torch.tensor([0.0, float("nan")])),
+            "finite",
+        ),
+    ],
+)
+def test_what_slime_trained_is_refused_where_it_is_not_as_documented(change, said, tmp_path):
+    with pytest.raises(SourceError, match=said):
+        list(open_source(trained(tmp_path, change)))
+
+
+def test_slime_s_advantages_are_those_of_their_samples_by_place(tmp_path):
+    rows = sound_rows()
+    path = trained(tmp_path, lambda payload: payload["samples"].reverse())
+    ((step, batch),) = open_source(path)
+    out = torch.tensor([sample["remove_sample"] for sample in rows.samples])
+    assert step == 5
+    assert batch["logged_advantage"][out].isnan().all()  # no token of it is trained
+    assert batch["logged_advantage"][~out].tolist() == pytest.approx(
+        [value for value, removed in zip(rows.advantages, out, strict=True) if not removed]
+    )
+    ((_, batch),) = open_source(path / "rollout_data" / "5.pt")
+    assert "logged_advantage" in batch.keys()
+    (path / "train_data" / "5.pt").unlink()
+    ((_, batch),) = open_source(path)
+    assert "logged_advantage" not in batch.keys()
