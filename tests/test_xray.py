@@ -274,8 +274,8 @@ def test_the_curve_of_a_loss_is_its_formula(name):
     curve = xray(step, cuts=(1,), shifts=[-math.log(ratio) for ratio in RATIOS]).curve()
     assert list(curve) == pytest.approx(sorted(RATIOS))
     for ratio, (up, down) in curve.items():
-        assert up == pytest.approx(formula(ratio, True), abs=1e-6), ratio
-        assert down == pytest.approx(formula(ratio, False), abs=1e-6), ratio
+        assert up == pytest.approx(formula(ratio, True), rel=1e-9, abs=1e-12), ratio
+        assert down == pytest.approx(formula(ratio, False), rel=1e-9, abs=1e-12), ratio
 
 
 # -- a pipeline that says something else --------------------------------------------------------------------
