@@ -349,6 +349,13 @@ def over_shifted_logits(model, batch, cut):
         (-terms(model, part)[:, 1:].mean() / cut).backward()
 
 
+def clipped_by_cut(model, batch, cut):
+    log_probs = model.get_dist(batch).log_prob(batch[FULL])
+    ratio = (log_probs - batch["log_probs", "full"]).exp()
+    trains = torch.where(batch[LOSS], ratio.clamp(max=1 + 0.5 * cut) * batch["advantage"].squeeze(-1), 0.0)
+    (-trains.sum() / batch[LOSS].sum()).backward()
+
+
 EQUAL = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.3, 0.3, 0.3, 0.3)
 
 
@@ -361,6 +368,11 @@ EQUAL = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.3, 0.3, 0.3, 0.3)
         (with_a_bonus, {"rewards": EQUAL}, r"^\d+ tokens without an advantage have a weight"),
         (without_the_first_tokens, {}, r"^the first token of each response has no weight"),
         (over_shifted_logits, {}, r"mean over all positions but one of each row, padding included"),
+        (
+            clipped_by_cut,
+            {"shifts": (0.0, -0.5)},
+            r"with 4 micro-batches, old .* shifted by -0.5, tokens get",
+        ),
         (with_padding, {}, r"mean over all positions, padding included"),
         (mean_of_micro_batches, {"cuts": (4,)}, r"mean over the tokens of each micro-batch"),
     ],

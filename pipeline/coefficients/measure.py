@@ -79,7 +79,9 @@ class Measured:
         parts += [f"{self.ranks} ranks"] * (self.ranks > 1) + [f"padding on the {self.pad}"] * (
             self.pad == "left"
         )
-        return ", ".join(parts + ["ragged rows"] * (self.pad is None))
+        parts += ["ragged rows"] * (self.pad is None)
+        parts += [f"old log-probabilities shifted by {self.shift:g}"] * bool(self.shift)
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,15 @@ class XRay:
     @property
     def spread(self) -> Mapping[str, tuple[float, float]]:
         """Of each run the least and greatest weight of a token over what the pipeline says, or where there
-        is none over its weight in the first run.
+        is none over its weight in the first run. Where old log-probabilities are shifted, that is the first
+        of the same shift, which may be clipped.
         """
-        first, found = self.runs[0], {}
+        firsts, found = dict[float, Measured](), {}
         for run in self.runs:
-            if run.shift != first.shift:
+            first = firsts.setdefault(run.shift, run)
+            if run.shift and run is first:
                 continue
-            if run.expected is not None:
+            if run.expected is not None and not run.shift:
                 ratio = run.coefficient / run.expected
                 ratio = torch.where(ratio.isinf(), math.inf, ratio)  # of tokens that are not to train
             elif int(run.tokens.inside.sum()) != int(first.tokens.inside.sum()):
