@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, TypeVar
 
-from headrace.pipeline import Pipeline, load_pipeline
+from headrace.pipeline import Pipeline
+from headrace.pipeline.decision import pipeline_of
 
 OBJECTS = {"swift": "as/trl", "trl": "as/trl"}  # packages of trainers, a subclass in front of its base
 
@@ -52,12 +53,7 @@ def attach(
         )
     if isinstance(getattr(trainer, "pipeline", None), Pipeline):
         raise ValueError("this trainer has a recipe already: set trainer.pipeline to change it")
-    if isinstance(recipe, Pipeline):
-        if overrides or options:
-            raise ValueError(f"a pipeline has its options already; got {[*overrides, *options]} besides")
-        pipeline = recipe
-    else:
-        pipeline = load_pipeline(recipe or OBJECTS[found[0]], *overrides, **options)
+    pipeline = pipeline_of(recipe or OBJECTS[found[0]], *overrides, **options)
     if (trainer.reward_weights != 1).any():  # type: ignore[attr-defined]
         raise ValueError("the recipe weighs rewards: set collapse.weights, and no reward_weights")
     mixin = import_module(f"headrace.adapters.{found[0]}").RecipeAdvantages

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from headrace.pipeline import Decider, Decision, Pipeline, load_pipeline
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from headrace.pipeline import Decider, Decision, Pipeline, advantages_of, load_pipeline
 from headrace.pipeline.decision import refuse_state
 from headrace.pipeline.halves import before_the_cut
 
@@ -36,8 +40,7 @@ def recipe_of_environment(default: str, *words: str) -> Pipeline:
         ['gate', 'collapse', 'advantage']
         >>> del os.environ["HEADRACE_OVERRIDES"]
     """
-    said = shlex.split(os.environ.get(OVERRIDES, ""))
-    return _decider(os.environ.get(RECIPE, default), (*words, *said)).pipeline
+    return _decider(default, words).pipeline
 
 
 def decide_here(default: str, columns: Mapping[str, Any], *words: str) -> Decision:
@@ -48,13 +51,35 @@ def decide_here(default: str, columns: Mapping[str, Any], *words: str) -> Decisi
         columns: as of :func:`headrace.decide`.
         words: as of :func:`recipe_of_environment`.
     """
-    said = shlex.split(os.environ.get(OVERRIDES, ""))
-    decider = _decider(os.environ.get(RECIPE, default), (*words, *said))
+    decider = _decider(default, words)
     return decider.decide({name: values for name, values in columns.items() if decider.reads(name)})
 
 
+def advantages_by_uid(
+    default: str, token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any]
+) -> Tensor:
+    """(N, T) advantages by that recipe of rows that are a rollout each, as verl and SkyRL see them.
+
+    Args:
+        default: as of :func:`recipe_of_environment`.
+        token_level_rewards: (N, T) float, added up over a row.
+        response_mask: (N, T), 1 at tokens in the loss.
+        index: the group of each row.
+    """
+    batch = TensorDict({"group_id": [str(uid) for uid in index]}, [len(index)], device=response_mask.device)
+    batch["rollout_id"] = torch.arange(len(index), device=response_mask.device)
+    batch["next", "reward"] = token_level_rewards.sum(-1)
+    batch["masks", "all_assistant_mask"] = response_mask.bool()
+    return advantages_of(recipe_of_environment(default), batch).advantage * response_mask
+
+
+def _decider(default: str, words: tuple[str, ...]) -> Decider:
+    said = shlex.split(os.environ.get(OVERRIDES, ""))
+    return _composed(os.environ.get(RECIPE, default), (*words, *said))
+
+
 @cache
-def _decider(recipe: str, words: tuple[str, ...]) -> Decider:
+def _composed(recipe: str, words: tuple[str, ...]) -> Decider:
     pipeline = load_pipeline(recipe, *words)
     refuse_state(pipeline)
     return Decider(before_the_cut(pipeline))

@@ -11,14 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from skyrl.backends.skyrl_train.utils.ppo_utils import register_advantage_estimator
-from tensordict import TensorDict
 from torch import Tensor
 
-from headrace.pipeline import advantages_of
-
-from .environment import recipe_of_environment
+from .environment import advantages_by_uid
 
 
 @register_advantage_estimator("headrace")
@@ -26,9 +22,5 @@ def estimate_advantages(
     token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any], **others: Any
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (N, T) where each row is a rollout and `index` its group."""
-    batch = TensorDict({"group_id": [str(uid) for uid in index]}, [len(index)], device=response_mask.device)
-    batch["rollout_id"] = torch.arange(len(index), device=response_mask.device)
-    batch["next", "reward"] = token_level_rewards.sum(-1)
-    batch["masks", "all_assistant_mask"] = response_mask.bool()
-    advantages = advantages_of(recipe_of_environment("as/skyrl"), batch).advantage * response_mask
+    advantages = advantages_by_uid("as/skyrl", token_level_rewards, response_mask, index)
     return advantages, advantages

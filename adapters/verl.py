@@ -18,7 +18,7 @@ from verl.trainer.ppo.core_algos import register_adv_est
 
 from headrace.pipeline import advantages_of
 
-from .environment import recipe_of_environment
+from .environment import advantages_by_uid, recipe_of_environment
 
 try:
     from verl.trainer.ppo.v1 import trainer_base
@@ -37,11 +37,7 @@ def estimate_advantages(
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (N, T) where each row is a rollout and `index` its group."""
-    batch = TensorDict({"group_id": [str(uid) for uid in index]}, [len(index)], device=response_mask.device)
-    batch["rollout_id"] = torch.arange(len(index), device=response_mask.device)
-    batch["next", "reward"] = token_level_rewards.sum(-1)
-    batch["masks", "all_assistant_mask"] = response_mask.bool()
-    advantages = advantages_of(recipe_of_environment("as/verl"), batch).advantage * response_mask
+    advantages = advantages_by_uid("as/verl", token_level_rewards, response_mask, index)
     return advantages, advantages
 
 

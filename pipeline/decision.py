@@ -143,11 +143,7 @@ class Decider:
     """
 
     def __init__(self, recipe: Recipe | str | Pipeline = "grpo", /, *overrides: str, **options: Any):
-        if isinstance(recipe, Pipeline) and (overrides or options):
-            raise ValueError(f"a pipeline has its options already; got {[*overrides, *options]} besides")
-        self.pipeline = (
-            recipe if isinstance(recipe, Pipeline) else load_pipeline(recipe, *overrides, **options)
-        )
+        self.pipeline = pipeline_of(recipe, *overrides, **options)
         self.rows = 0  # of all calls
         usual = {role: column.default for role, column in COLUMNS.items() if column.default is not None}
         keys = usual | self.pipeline.columns
@@ -264,6 +260,20 @@ class Decider:
 
     def __repr__(self) -> str:
         return f"Decider({', '.join(self.pipeline.order)})"
+
+
+def pipeline_of(recipe: Recipe | str | Pipeline, /, *overrides: str, **options: Any) -> Pipeline:
+    """A pipeline as it is, or that of a recipe's name.
+
+    Raises:
+        ConfigError: as :func:`load_pipeline`.
+        ValueError: as :func:`load_pipeline`; a pipeline and options.
+    """
+    if not isinstance(recipe, Pipeline):
+        return load_pipeline(recipe, *overrides, **options)
+    if overrides or options:
+        raise ValueError(f"a pipeline has its options already; got {[*overrides, *options]} besides")
+    return recipe
 
 
 _composed: OrderedDict[str, Decider] = OrderedDict()
