@@ -154,3 +154,14 @@ def cluster() -> Iterator[None]:
         ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
         yield
         ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def queue(cluster: None) -> Iterator[None]:
+    """TransferQueue with one storage unit, on the cluster."""
+    import transfer_queue
+    from omegaconf import OmegaConf
+
+    transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+    yield
+    transfer_queue.close()

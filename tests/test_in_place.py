@@ -16,15 +16,7 @@ from headrace.transforms import BatchError, GroupAssembler
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 transfer_queue = pytest.importorskip("transfer_queue", reason="the extra `tq` is not installed")
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def queue(cluster) -> Iterator[None]:
-    storage = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
-    transfer_queue.init(importlib.import_module("omegaconf").OmegaConf.create(storage))
-    yield
-    transfer_queue.close()
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
 
 @pytest.fixture(autouse=True)

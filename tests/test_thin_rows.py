@@ -19,7 +19,7 @@ from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, Sta
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 transfer_queue = pytest.importorskip("transfer_queue", reason="the extra `tq` is not installed")
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
 MOST_BYTES = 200
 MASK, LOG_PROB = ("masks", "all_assistant_mask"), ("log_probs", "full")
@@ -53,14 +53,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"group_size": 1, "max_pending_groups": 3},
     {"max_staleness": 1, "on_stale": "mask", "on_newer": "wait"},
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def queue(cluster) -> Iterator[None]:
-    storage = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
-    transfer_queue.init(importlib.import_module("omegaconf").OmegaConf.create(storage))
-    yield
-    transfer_queue.close()
 
 
 @pytest.fixture

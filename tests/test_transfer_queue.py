@@ -7,7 +7,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,10 @@ from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, Sta
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 transfer_queue = pytest.importorskip("transfer_queue", reason="the extra `tq` is not installed")
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
 PATIENCE = 60.0
 LINES = [Line(g, 2 * g + r, s, s == 1) for g in range(6) for s in (0, 1) for r in (0, 1)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def queue(cluster) -> Iterator[None]:
-    storage = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
-    transfer_queue.init(importlib.import_module("omegaconf").OmegaConf.create(storage))
-    yield
-    transfer_queue.close()
 
 
 @pytest.fixture
