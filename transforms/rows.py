@@ -431,6 +431,8 @@ class Rows:
         count = TokenCount(mask, log_prob)
         if count not in self.table.columns:
             self.table.load(tokens=[count])
+        if count not in self.table.columns and self.table.no_lengths:
+            raise self.missing("loss_mask")
         if count not in self.table.columns:
             raise MissingKeyError(
                 f"tokens in the loss are those of the mask {mask!r} (loss_mask_key), or of a response "
@@ -923,6 +925,13 @@ class Rows:
                 f"{self.reader} needs the column {key!r}, written by {writer}: put {writer} before it"
             )
         option = option or self._option(role)
+        if self.table.no_lengths and role in ("loss_mask", "length", "tokens"):
+            leave_out = f", or leave the stage out: ~pipeline.stages.{self.stage}" if self.stage else ""
+            return MissingKeyError(
+                f"{self.reader} reads how many tokens a response has, which is not in this dump. Set "
+                "source.tokenizer=PATH, a tokenizer.json or a folder of transformers (in Python "
+                f"open_source(..., tokenizer=PATH)){leave_out}"
+            )
         return MissingKeyError(
             f"{self.reader} needs the key {key!r} ({option}); the batch has {key_names(self.table.batch)}. "
             f"If it goes by another name, set {option}{who_stamps(option)}"

@@ -32,6 +32,9 @@ column                                  shape, dtype      meaning
 ``("headrace", "dispatched")``          (N,) int64        rollouts that were asked for in the row's group
 ``("headrace", "origin")``              (N, 5) int32      the row's number in its rollout; its worker, and how
                                                           many there are; its environment there, and how many
+``("headrace", "no_lengths")``          (N,) bool         the dump has neither tokens nor how many there were:
+                                                          a stage that reads lengths raises; absent: they are
+                                                          in the batch, or nobody asks for them
 ``("headrace", "masks")``               no tensor         columns of tokens elsewhere in which rows out of the
                                                           loss are masked
 ====================================== ================= ===============================================
@@ -78,6 +81,7 @@ PROCESSED = ("headrace", "processed")
 DISPATCHED = ("headrace", "dispatched")
 ORIGIN = ("headrace", "origin")
 MASKS = ("headrace", "masks")
+NO_LENGTHS = ("headrace", "no_lengths")
 
 STATUS_KEYS = (("next", "status"), "status")  # where a status is, in the order of looking
 DONE = ("next", "done")  # True where a rollout ends, as TorchRL's collectors write it

@@ -280,6 +280,9 @@ class LossWeight(
     what a token's loss is multiplied beside its row's weight (:func:`turn_weight`). :func:`weighted_loss`
     does, also of packed rows; no `fold` can.
 
+    Of a dump that has neither tokens nor their number (``("headrace", "no_lengths")``) it writes nothing: a
+    weight depends on lengths, and there is no loss to weigh. Under `fold` it raises.
+
     Args:
         unit: ``token``, ``sample``, ``turn``, ``rollout``, ``group``, ``constant``, ``inverse_length``.
         length: tokens, for ``constant``.
@@ -384,6 +387,8 @@ class LossWeight(
                 f"these rows were weighed by turn already, and have {TOKEN_WEIGHT!r}: take it out "
                 "(batch.exclude), or else it would weigh their tokens again"
             )
+        if rows.table.no_lengths and self.fold == "none":
+            return  # a weight is for the loss of tokens, and here are none; a fold would change the advantage
         tokens = rows.loss_tokens
         ids = {
             unit: rows.ids(unit, checked=False).everyone if unit == self._needs or rows.has(unit) else None

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import torch
 
 from .batch import MAX_ROWS, Label, Sample
-from .record import Record, Skipped, SourceError, first_line, quote
+from .record import Record, Skipped, SourceError, as_whole, first_line, quote
 
 MAX_LINE = 2**28  # bytes; one line is in memory at a time
 ROWS = 256  # of a Parquet file, in memory at a time
@@ -48,6 +48,7 @@ class Reading:
         reward_keys: the names of the rewards to read; empty: the format's own.
         group_by: ``prompt`` makes equal prompts of a step one group, in formats without a group's id.
         group_size: rollouts that each group was dispatched with.
+        encode: from texts to token ids, for dumps that do not say how many tokens responses have.
         skipped: counts malformed records, or raises for them.
         file: number of the file that is being read, from 0.
         done_bytes: size of the files that have been read.
@@ -57,6 +58,7 @@ class Reading:
     reward_keys: tuple[str, ...] = ()
     group_by: str | None = None
     group_size: int | None = None
+    encode: Callable[[list[str]], list[list[int]]] | None = None
     skipped: Skipped = field(default_factory=lambda: Skipped(allowed=False))
     file: int = 0
     done_bytes: int = 0
@@ -69,7 +71,7 @@ class Reading:
 
     def restarted(self) -> Reading:
         """A new pass with the same options."""
-        skipped = Skipped(allowed=self.skipped.allowed)
+        skipped = Skipped(allowed=self.skipped.allowed, deferred=self.skipped.deferred)
         return replace(self, skipped=skipped, file=0, done_bytes=0, position=0)
 
     def group_of_prompt(self, prompt: Any, where: str) -> Label:
@@ -123,7 +125,8 @@ def parse_records(
                     )
                 places[label] = samples[0].where
         except SourceError as err:
-            reading.skipped.note(err)
+            named = (as_whole(record.data.get(key)) for key in ("step", "iteration"))
+            reading.skipped.note(err, next((number for number in named if number is not None), step))
         else:
             yield from samples
 
