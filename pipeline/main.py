@@ -31,6 +31,7 @@ def run_task(config: DictConfig) -> float:
     """Run the task of the composed configuration, and return its number."""
     from .tasks.audit import AuditFailed
     from .tasks.perform import REFUSALS, perform  # here: to compose and to print needs no torch
+    from .tasks.replay import StepsFailed
     from .train import TrainingInterrupted
 
     hydra_config = HydraConfig.get()
@@ -42,7 +43,7 @@ def run_task(config: DictConfig) -> float:
         number = perform(config, output, words)
     except TrainingInterrupted:
         sys.exit(130)
-    except AuditFailed as err:
+    except (AuditFailed, StepsFailed) as err:  # who have printed what they found
         failure = str(err)
         if not in_sweep:
             sys.exit(1)

@@ -117,6 +117,23 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     return [*found, *_least(numbers), *_trends(history)]
 
 
+def unchecked_of(steps: Sequence[Numbers]) -> dict[str, str]:
+    """The rules of :func:`advise` that cannot fire: no step has the number that they judge.
+
+    Args:
+        steps: numbers of each.
+
+    Returns:
+        The number by the name of the symptom.
+
+    Example:
+        >>> unchecked_of([{"frac_reward_zero_std": 0.5, "response_length/mean": 90.0}])["rollouts-truncated"]
+        'rollouts/truncated'
+    """
+    rules = {rule.name: rule.number for rule in bounds()} | {"lengths-explode": LENGTH}
+    return {name: number for name, number in rules.items() if not any(number in step for step in steps)}
+
+
 def verdict(numbers: Numbers, history: History = ()) -> str:
     """Whether the reward rises, in a sentence; and where it does not, the most urgent advisory.
 

@@ -17,7 +17,7 @@ from headrace.pipeline.installed import versions
 from headrace.pipeline.wording import printable
 from headrace.transforms.options import at_least, one_of, takes_options, within
 
-from .advice import Advice, Advisory, advice_at, numbers_read
+from .advice import Advice, Advisory, advice_at, numbers_read, unchecked_of
 from .dump import write_dump
 from .html import write_page
 from .page_contents import page_data
@@ -47,6 +47,10 @@ class ReportFolder:
         config: the resolved configuration, as YAML, for the page and the files' metadata.
         words: overrides that were typed, for the page.
         versus: two recipes' names, where `advantage_by_row` of the reports is the advantage of the second.
+
+    Attributes:
+        notices: sentences that the page has above all else, about steps that failed say; to be set.
+        unsaid: names of numbers that the dump of a replay cannot have; to be set.
 
     Raises:
         ValueError: `steps` below 2, `every` below 0, or another `dump`.
@@ -89,6 +93,8 @@ class ReportFolder:
             )
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
         self.every, self.config, self.words, self.versus = every, config, words, versus
+        self.notices: list[str] = []
+        self.unsaid: list[str] = []
         self._began, self._due, self._closed = now(), 0.0, False
         # By place among all that were taken.
         self._kept: Thinned[tuple[int, StepReport]] = Thinned(at_least("steps", steps, 2))
@@ -136,6 +142,11 @@ class ReportFolder:
         return self._advice_at_last()[0]
 
     @property
+    def unchecked(self) -> dict[str, str]:
+        """Symptoms that no step can show, since none has the number, by name (:func:`unchecked_of`)."""
+        return unchecked_of([numbers for _, numbers in self._read])
+
+    @property
     def advisories(self) -> list[Advisory]:
         """What is worth a look at the last step (:func:`advise`)."""
         return self._advice_at_last()[1]
@@ -180,6 +191,8 @@ class ReportFolder:
             "words": [printable(word) for word in self.words],
             "config": None if self.config is None else printable(self.config, keep="\n"),
         }
+        data["unsaid"] = self.unsaid
+        data["notices"] = [printable(notice) for notice in self.notices]
         if self.versus is not None:
             data["versus"] = list(self.versus)
         path = self.folder / "report.html"

@@ -14,6 +14,7 @@ const TILES = [
     text: inPercent,
   },
   { metric: /^response_length\/mean$/, label: "response length", unit: "tokens per rollout", text: short },
+  { metric: /^response_characters\/mean$/, label: "response text", unit: "characters per rollout", text: short },
   { metric: /^rollouts\/truncated$/, label: "truncated", unit: "of the rollouts", text: inPercent },
   { metric: /\/ess_token$/, label: "effective sample size", unit: "of the tokens", text: inPercent },
   { metric: /^staleness\/mean$/, label: "staleness", unit: "policy versions behind", text: short },
@@ -30,6 +31,8 @@ function valueAxis(low, high, text, width, height) {
 }
 
 function drawTile({ label, unit, text }, name, page, step, width) {
+  if (page.unsaid?.includes(name) && !isNumber(step.numbers[name]))
+    return h("div", { class: "tile" }, h("h2", {}, label), h("p", { class: "note" }, "not in this dump"));
   const values = page.curves[name] ?? [];
   const steps = page.curve_steps;
   const range = extent(values);
@@ -52,7 +55,7 @@ function drawTile({ label, unit, text }, name, page, step, width) {
 }
 
 export function drawTiles({ page, step, width }) {
-  const names = [...new Set([...Object.keys(page.curves), ...Object.keys(step.numbers)])];
+  const names = [...new Set([...Object.keys(page.curves), ...Object.keys(step.numbers), ...(page.unsaid ?? [])])];
   const tiles = TILES.map((tile) => [tile, names.find((name) => tile.metric.test(name))]);
   const known = tiles.filter(([, name]) => name !== undefined);
   const fit = Math.max(1, Math.floor((width + GAP) / (TILE + GAP)));
@@ -92,6 +95,12 @@ function adviceLine(page, verdict, advisory) {
       h("p", { class: "note" }, "Shown by ", withCode(symptom.shows)),
     ),
   );
+}
+
+// What is missing on this page: steps that failed, numbers that a dump cannot have.
+export function sayNotices(page) {
+  byId("notices").hidden = !page.notices?.length;
+  byId("notices").replaceChildren(...(page.notices ?? []).map((text) => h("li", {}, withCode(text))));
 }
 
 export function sayAdvice(page, step) {

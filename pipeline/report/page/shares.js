@@ -29,6 +29,8 @@ function cosineOf(rows) {
 
 export function drawShares(page, model) {
   const [first, second] = page.versus;
+  if (!model.rows.some((row) => isNumber(row.share)))
+    return [h("p", { class: "note" }, "Shares of the gradient are not known: the dump has no tokens. Set source.tokenizer.")];
   const groups = sharesByGroup(model);
   const moved = sum(groups.map(({ one, other }) => Math.abs(one - other))) / 2;
   const cosine = cosineOf(model.rows);
