@@ -33,7 +33,7 @@ from .columns import DEFAULTS, WRITERS
 from .errors import BatchError, MissingKeyError, listing, who_stamps
 from .ids import Ids, as_ids
 from .options import nested_key
-from .schema import FLOAT, LENGTH, REWARD, SEGMENTS, STATUS_KEYS, key_names
+from .schema import FLOAT, LENGTH, OF_LENGTHS, REWARD, SEGMENTS, STATUS_KEYS, key_names, no_lengths
 from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Unread, Written, sources_of
 from .tensordicts import (
     column_of,
@@ -925,13 +925,8 @@ class Rows:
                 f"{self.reader} needs the column {key!r}, written by {writer}: put {writer} before it"
             )
         option = option or self._option(role)
-        if self.table.no_lengths and role in ("loss_mask", "length", "tokens"):
-            leave_out = f", or leave the stage out: ~pipeline.stages.{self.stage}" if self.stage else ""
-            return MissingKeyError(
-                f"{self.reader} reads how many tokens a response has, which is not in this dump. Set "
-                "source.tokenizer=PATH, a tokenizer.json or a folder of transformers (in Python "
-                f"open_source(..., tokenizer=PATH)){leave_out}"
-            )
+        if self.table.no_lengths and option in OF_LENGTHS:
+            return no_lengths(self.reader, self.stage)
         return MissingKeyError(
             f"{self.reader} needs the key {key!r} ({option}); the batch has {key_names(self.table.batch)}. "
             f"If it goes by another name, set {option}{who_stamps(option)}"
