@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
+from headrace.pipeline.wording import suggest
 from headrace.transforms.options import at_least, one_of
 
 from . import tinker, verifiers, verl
@@ -29,6 +30,7 @@ from .slime import read_slime
 from .tokenizing import add_tokens, load_tokenizer
 from .trl import read_trl
 
+MANY = 1000  # files of a folder that a misspelt name is compared with
 SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
 
 
@@ -406,7 +408,11 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
         SourceError: no format fits, or more than one.
     """
     if not Path(path).exists() and not glob.has_magic(str(path)):
-        raise SourceError(f"{path}: there is no such file or folder")
+        beside = Path(path).parent
+        names = [str(each) for each in sorted(beside.iterdir())[:MANY]] if beside.is_dir() else []
+        raise SourceError(f"{path}: there is no such file or folder{suggest(str(path), names)}")
+    if not Path(path).exists() and not glob.glob(str(path), recursive=True):
+        raise SourceError(f"{path}: no file matches this pattern")
     fitting, seen = [], ""
     keys_of: dict[Path, set[str]] = {}
     for name, format in READERS.items():
@@ -430,7 +436,7 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
     if len(fitting) != 1:
         raise SourceError(
             f"{path}: the format must be clear from the suffix and the first record; found "
-            f"{' and '.join(fitting) if fitting else seen or 'no file with a known suffix'}. Set format to "
-            f"one of {', '.join(READERS)}"
+            f"{' and '.join(fitting) if fitting else seen or 'no file with a known suffix'}. Set "
+            f"source.format to one of {', '.join(READERS)}"
         )
     return fitting[0]

@@ -72,7 +72,7 @@ def split_key(record: Record, key: str) -> tuple[str, str]:
     if len(numbers) != 2 or not uid or not all(n.isascii() and n.isdecimal() for n in numbers):
         raise record.fail(
             "'uid' must be a key {uid}_{session}_{index} with two numbers at its end; if it is the group's "
-            "own, on each of its rows, set group_by='uid'",
+            "own, on each of its rows, set source.group_by=uid",
             key,
         )
     return uid, f"{uid}_{numbers[0]}"
