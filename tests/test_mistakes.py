@@ -11,6 +11,7 @@ from command import headrace_here
 pytestmark = pytest.mark.slow  # most compose a configuration
 
 REPLAY = "task=replay source.path=dump"
+OF_PROMPT = "source.group_by=prompt source.group_size=2"
 MISTAKES = {
     # -- the recipe
     "grpo": "did you mean pipeline=grpo?",
@@ -72,8 +73,8 @@ MISTAKES = {
     "~filter": "did you mean ~pipeline.stages.filter?",
     "~pipeline.stages.fliter": "did you mean 'filter'",
     "stages gaet": "unknown stage 'gaet' (did you mean 'gate'?)",
-    "criterion@pipeline.stages.filter.criterion=rewards_varry": "unknown criterion 'rewards_varry' (did you mean",
-    "+pipeline.stages.filter.criterion=not_truncated": "criterion@pipeline.stages.filter.criterion=not_truncated",
+    "criterion@pipeline.stages.filter.criterion=rewards_varry": "unknown criterion 'rewards_varry' (did",
+    "+pipeline.stages.filter.criterion=not_truncated": "criterion@pipeline.stages.filter.criterion=not_tr",
     # -- values
     "train.steps=abc": "train.steps must be an integer; got 'abc'",
     "train.steps=-1": "train.steps must be an integer ≥ 1; got -1",
@@ -96,7 +97,7 @@ MISTAKES = {
     "task=replay 'source.path=nothing/*.jsonl'": "nothing/*.jsonl: no file matches",
     REPLAY: "set source.group_by=prompt",
     f"{REPLAY} source.group_by=prompt": "set pipeline.stages.gate.group_size",
-    f"{REPLAY} source.group_by=prompt source.group_size=2 hydra.run.dir=file.txt": "file.txt: a file is there",
+    f"{REPLAY} {OF_PROMPT} hydra.run.dir=file.txt": "file.txt: a file is there",
 }
 
 

@@ -105,10 +105,8 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
     path = path or re.search(r"delete from config. '([\w.]+)' does not exist", message)
     path = path or re.search(r"Could not override '([\w.]+)'", message)
     if path:
-        return (
-            _no_such_key(path[1], overrides, config_name)
-            or f"unknown option {path[1]!r}{suggest(path[1], OF_HYDRA)}"
-        )
+        found = _no_such_key(path[1], overrides, config_name)
+        return found or f"unknown option {path[1]!r}{suggest(path[1], OF_HYDRA)}"
     place = getattr(error, "full_key", None)  # of an interpolation, or a value that is required
     said = re.sub(r"Interpolation key '(.*)' not found", r"it follows ${\1}, which there is not", message)
     return f"{place}: {said.splitlines()[0]}" if place else said

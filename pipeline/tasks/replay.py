@@ -71,7 +71,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
     history, failed = list[dict[str, float]](), list[FailedStep]()
     report, logged = None, LoggedAdvantages()
-    draws = Draws()
+    draws, first = Draws(), None
     with folder:
         for step, found in each_outcome(source, console):
             try:
@@ -80,11 +80,11 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
                 how = {"batch": found, "parameters": config.report.parameters}
                 report = report_of(pipeline, step or 0, found, config, **how)
             except (SourceError, BatchError) as err:
+                first = first or err
                 failed.append(FailedStep(step, str(err).removeprefix(f"step {step}: ")))
                 folder.notices = said_of(failed, len(history), draws)
                 if not history and (isinstance(err, MissingKeyError) or len(failed) == GIVE_UP):
-                    raise
-                last = err
+                    raise first from None
                 continue
             draws = Draws(*(a + b for a, b in zip(draws, source.draws, strict=True)))
             history.append(dict(report.numbers))
@@ -92,8 +92,8 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
             folder.unsaid = report.unsaid
             folder.notices = said_of(failed, len(history), draws)
             folder.add(report)
-        if failed and not history:
-            raise last
+        if first is not None and not history:
+            raise first
         folder.notices = [*said_of(failed, len(history), draws), *said_of_dump(folder)]
     page = folder.close()
     if report is not None and len(history) == 1:

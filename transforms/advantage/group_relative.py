@@ -419,8 +419,8 @@ class GroupRelativeAdvantage(
         expected = weighted_reward(rewards.to(dtype), self.weights).double()
         todo = {
             "sum": "Give the weights to FanOutCollapse, and none to the advantage",
-            "decoupled": "Set the weights once, pipeline.stages.advantage.weights, which the collapse of gdpo "
-            "follows (in Python give FanOutCollapse the same), and shape no reward where each is compared "
+            "decoupled": "Set the weights once, pipeline.stages.advantage.weights, which the collapse of gdpo"
+            " follows (in Python give FanOutCollapse the same), and shape no reward where each is compared "
             "by itself: what a stage adds to their sum would be lost",
         }
         ok = (reward == expected) | (reward.isnan() & expected.isnan())
