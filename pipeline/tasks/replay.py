@@ -146,7 +146,8 @@ def said_of_dump(folder: ReportFolder) -> list[str]:
     said = []
     if LENGTH in folder.unsaid:
         said.append(
-            "Lengths in tokens are not in this dump, and no number here depends on them. Set "
+            "Lengths in tokens are not in this dump. No number here depends on them: loss weights and shares of "
+            "the gradient are left out. Set "
             "`source.tokenizer=PATH`, a tokenizer.json or a folder of transformers: it counts them."
         )
     if folder.unchecked:

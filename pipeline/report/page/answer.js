@@ -100,7 +100,9 @@ function adviceLine(page, verdict, advisory) {
 // What is missing on this page: steps that failed, numbers that a dump cannot have.
 export function sayNotices(page) {
   byId("notices").hidden = !page.notices?.length;
-  byId("notices").replaceChildren(...(page.notices ?? []).map((text) => h("li", {}, withCode(text))));
+  byId("notices").replaceChildren(
+    ...(page.notices ?? []).map((text, i) => h("li", { class: i === 0 && text.includes("steps failed") ? "failed" : "" }, withCode(text))),
+  );
 }
 
 export function sayAdvice(page, step) {
