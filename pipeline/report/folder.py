@@ -95,8 +95,8 @@ class ReportFolder:
         if dump is not None and existing == "raise" and (old := row_files(folder)):
             raise FileExistsError(
                 f"{folder / 'rollouts'} has the rows of another run, {len(old)} files, {old[0].name} the "
-                "first: take another folder (hydra.run.dir=FOLDER), remove that one, or continue its run with "
-                "ReportFolder(existing='resume')"
+                "first: take another folder (hydra.run.dir=FOLDER), remove that one, or continue its run "
+                "with ReportFolder(existing='resume')"
             )
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
         self.every, self.config, self.words, self.versus = every, config, words, versus
@@ -183,8 +183,8 @@ class ReportFolder:
     def _write_rows(self, report: StepReport) -> None:
         if report.step in self._written:
             raise ValueError(
-                f"each step needs a number of its own, or its rows would replace those of another; found step "
-                f"{report.step} again. Set make_report(run, step=...), or ReportFolder(dump=None) to keep no "
+                "each step needs a number of its own, or its rows would replace those of another; found "
+                f"step {report.step} again. Set make_report(run, step=...), or ReportFolder(dump=None) to keep no "
                 "rows"
             )
         if self.existing == "resume" and not self._written:

@@ -27,7 +27,15 @@ from .stored_run import StoredRun, StoredStep, UnreadableRows
 
 HERE, SHARED = Path(__file__).parent / "page", Path(__file__).parents[1] / "report" / "page"
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-OURS = ("view.html", "view.css", "view.js", "view_api.js", "view_chart.js", "view_prompts.js", "view_rows.js")
+OURS: tuple[str, ...] = (
+    "view.html",
+    "view.css",
+    "view.js",
+    "view_api.js",
+    "view_chart.js",
+    "view_prompts.js",
+    "view_rows.js",
+)
 OURS += ("view_steps.js",)
 OF_THE_PAGE = ("page.css", "dom.js", "numbers.js")
 FILES = {name: HERE / name for name in OURS} | {name: SHARED / name for name in OF_THE_PAGE}

@@ -100,8 +100,8 @@ class StoredRun:
         self.rows_folder = inner if inner.is_dir() else self.folder
         if self.rows_folder.resolve() != self.rows_folder:
             raise ConfigError(
-                f"{inner} is a link to another folder, and nothing outside {folder} is read. Give that folder: "
-                f"headrace view {inner.resolve()}"
+                f"{inner} is a link to another folder, and nothing outside {folder} is read. Give that "
+                f"folder: headrace view {inner.resolve()}"
             )
         self.name = self.folder.parent.name if self.folder.name == "rollouts" else self.folder.name
         self.labels: dict[str, str] = {}  # of prompts, by their keys
@@ -116,7 +116,8 @@ class StoredRun:
     def steps(self) -> dict[int, StoredStep]:
         """The steps by number. Files that were added or changed since the last call are read."""
         with self._lock:
-            found, problems = {}, []
+            found: dict[int, StoredStep] = {}
+            problems = []
             for path in sorted(self.rows_folder.iterdir()):
                 if (match := FILE.fullmatch(path.name)) is None:
                     continue
@@ -153,8 +154,8 @@ class StoredRun:
             path.parent for pattern in ("*/rollouts", "*/*/rollouts") for path in folder.glob(pattern)
         )
         if below:
-            some = ", ".join(map(str, below[:4]))
-            return f"{folder} has no rows of its own, but the runs below it have: headrace view {below[0]}; {some}"
+            some = " ".join(map(str, below[:2]))
+            return f"{folder} has no rows of its own. Give a run below it, or two: headrace view {some}"
         if any(self.rows_folder.glob("step_*.jsonl")):
             return (
                 f"{folder} has its rows as JSON Lines, and Parquet is needed: headrace task=replay "
@@ -166,8 +167,8 @@ class StoredRun:
                 f"{folder / 'report.html'}, or run again with report.dump=parquet"
             )
         return (
-            f"{folder} has no rows of a run (rollouts/step_*.parquet). For a dump of another trainer: headrace "
-            f"task=replay source.path={folder} hydra.run.dir=FOLDER, then headrace view FOLDER"
+            f"{folder} has no rows of a run (rollouts/step_*.parquet). For a dump of another trainer: "
+            f"headrace task=replay source.path={folder} hydra.run.dir=FOLDER, then headrace view FOLDER"
         )
 
     # -- rows of a step ------------------------------------------------------------------------------------
@@ -475,8 +476,10 @@ def cell_of(value: Any, kind: str) -> Any:
     """A value as JSON can hold it and JavaScript can read it without loss.
 
     Example:
-        >>> cell_of(2**60, "integer"), cell_of(float("nan"), "number"), cell_of("a" * 700, "text")["characters"]
-        ('1152921504606846976', None, 700)
+        >>> cell_of(2**60, "integer"), cell_of(float("nan"), "number")
+        ('1152921504606846976', None)
+        >>> cell_of("a" * 700, "text")["characters"]
+        700
     """
     if value is None:
         return None

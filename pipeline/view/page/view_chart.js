@@ -26,14 +26,14 @@ export function rewardChart({ names, lines, chosen, width, choose }) {
   const svg = s(
     "svg",
     { class: "rewards", width, height: HEIGHT, role: "img", "aria-label": `Mean reward by step: ${spoken(names, lines)}` },
-    ticks(y.domain, 4).map((value) => [
+    ticks(y.domain, 4).flatMap((value) => [
       s("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }),
       s("text", { class: "end", x: MARGIN.left - 7, y: y(value) + 4 }, number(value)),
     ]),
     ticks(steps, wide)
       .filter(Number.isInteger)
       .map((step) => s("text", { x: Math.min(x(step), width - 24), y: HEIGHT - 5 }, count(step))),
-    lines.map((points, run) =>
+    lines.flatMap((points, run) =>
       paths(points, x, y).map((piece) =>
         piece.length > 1
           ? s("polyline", { class: `curve run${run}`, points: piece.join(" ") })

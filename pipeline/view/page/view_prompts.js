@@ -93,7 +93,7 @@ export async function drawPrompt(runs, state) {
       if (!details.open || details.childElementCount > 1) return;
       const wanted = { prompt: state.prompt, same: state.same };
       const panels = runs.flatMap((run, i) =>
-        of[i].has(step) ? [rowsPanel({ run: i, name: run.name, step, wanted, state: {}, title: runs.length > 1 ? run.name : null })] : [],
+        of[i].has(step) ? [rowsPanel({ run: i, name: run.name, step, wanted, state: {}, title: runs.length > 1 ? run.name : null, without: ["prompt"] })] : [],
       );
       const there = h("p", { class: "links" }, h("a", { href: link({ view: "steps", step }) }, `all rows of step ${count(step)}`));
       details.append(there, h("div", { class: "runs" }, panels));

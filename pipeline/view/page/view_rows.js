@@ -25,8 +25,8 @@ function shownValue(name, value) {
 // The name of a group or rollout as people know it: its label where there is one.
 const labelled = { group_id: "group_label", rollout_id: "rollout_label" };
 
-// `run`: its place; `wanted`: what is asked of the rows; `state`: for links.
-export function rowsPanel({ run, name, step, wanted, state, title }) {
+// `run`: its place; `wanted`: what is asked of the rows; `state`: for links; `without`: columns that are left out.
+export function rowsPanel({ run, name, step, wanted, state, title = null, without = [] }) {
   const body = h("div", { class: "body" });
   const pager = h("div", { class: "pager" });
   const panel = h("div", { class: "panel", role: "group", "aria-label": `Rows of ${name}, step ${step}` });
@@ -60,19 +60,19 @@ export function rowsPanel({ run, name, step, wanted, state, title }) {
       body.replaceChildren(...message(answer.of ? "No row of this step matches." : "This step has no rows."));
       return;
     }
-    body.replaceChildren(rowsTable({ run, step, answer, state, label: `Rows of ${name}, step ${step}` }));
+    body.replaceChildren(rowsTable({ run, step, answer, state, without, label: `Rows of ${name}, step ${step}` }));
   };
   load(0);
   return panel;
 }
 
-function rowsTable({ run, step, answer, state, label }) {
+function rowsTable({ run, step, answer, state, without, label }) {
   const names = answer.columns.map(([column]) => column);
   const has = (column) => names.includes(column);
   const value = (cells, column) => cells[names.indexOf(column) + 1]; // in front is the row's place in the file
   const shown = SHOWN.filter(has);
   if (!has("rollout_reward") && has("reward")) shown.splice(3, 0, "reward");
-  const texts = ["prompt", "response"].filter(has);
+  const texts = ["prompt", "response"].filter((column) => has(column) && !without.includes(column));
   const width = shown.length + texts.length + 1;
   const head = h(
     "tr",
@@ -103,7 +103,7 @@ function rowsTable({ run, step, answer, state, label }) {
         const trained = column === "reason" && value(cells, column)?.start === "trained";
         return h("td", { class: `${column}${column === "reason" && !trained ? " gone" : ""}`, "data-label": columnName(column), title: full }, text);
       }),
-      texts.map((column) => h("td", { class: `text ${column}`, "data-label": columnName(column) }, shownValue(column, value(cells, column)))),
+      texts.map((column) => h("td", { class: `text ${column}`, "data-label": columnName(column) }, h("div", {}, shownValue(column, value(cells, column))))),
     );
     line.addEventListener("click", (e) => {
       if (e.target !== button && !window.getSelection().toString()) toggle();
