@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from processes import run_processes
 from tensordict import TensorDict
 
-from headrace.transforms import BatchError, ShuffleSplit, deal
+from headrace.transforms import BatchError, ShuffleSplit, assign_rows
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK
 
 pytestmark = pytest.mark.slow
@@ -38,8 +38,8 @@ def longest_start(units, rows, **how) -> list[int]:
     """The reference: one unit fewer after the other, until no micro-batch is empty."""
     for count in range(len(units), 0, -1):
         kept = [row for unit in units[:count] for row in unit]
-        dealt = deal(torch.tensor([rows[row][1] for row in kept]), **how)
-        if all(len(microbatch) for passes in dealt for microbatch in passes):
+        assigned = assign_rows(torch.tensor([rows[row][1] for row in kept]), **how)
+        if all(len(microbatch) for passes in assigned for microbatch in passes):
             return kept
     return []
 

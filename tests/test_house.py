@@ -82,7 +82,7 @@ INNER = {
         "pipeline.composing.recipe_names",
         "transforms.options",
     },
-    "test_logging.py": {"transforms.distributed.meeting"},
+    "test_logging.py": {"transforms.distributed.barrier"},
     "test_notebook.py": {"pipeline.notebook"},
     "test_tokens.py": {"transforms.rows", "transforms.tensordicts", "transforms.tokens"},
     "test_advisories.py": {"pipeline.composing", "pipeline.report.folder"},

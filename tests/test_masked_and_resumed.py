@@ -299,8 +299,8 @@ def test_a_batch_that_was_given_up_is_not_trained_again_either():
     next(pipeline.minibatches(batch))
     restored = make()
     restored.load_state_dict(pipeline.state_dict())
-    restored.stages["split"].give_up()
-    pipeline.stages["split"].give_up()
+    restored.stages["split"].discard_batch()
+    pipeline.stages["split"].discard_batch()
     for state in (pipeline.state_dict(), restored.state_dict()):
         other = make()
         other.load_state_dict(state)

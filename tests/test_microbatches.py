@@ -17,7 +17,7 @@ from headrace.transforms import (
     BatchTransform,
     LossWeight,
     ShuffleSplit,
-    deal,
+    assign_rows,
     split_microbatches,
     split_minibatches,
 )
@@ -192,11 +192,13 @@ def test_no_micro_batch_has_more_rows_than_asked_for_nor_is_there_one_too_many(l
 )
 def test_every_rank_has_a_multiple_of_so_many_micro_batches(lengths, ranks, multiple, cut, balance):
     """By which ranks that hold rows of their own come to as many forward passes as one another."""
-    dealt = deal(torch.tensor(lengths).long(), ranks=ranks, multiple_of=multiple, balance=balance, **cut)
-    (number,) = {len(parts) for parts in dealt}
-    assert len(dealt) == ranks
+    assigned = assign_rows(
+        torch.tensor(lengths).long(), ranks=ranks, multiple_of=multiple, balance=balance, **cut
+    )
+    (number,) = {len(parts) for parts in assigned}
+    assert len(assigned) == ranks
     assert number % multiple == 0
-    assert sorted(torch.cat([part for parts in dealt for part in parts]).tolist()) == list(
+    assert sorted(torch.cat([part for parts in assigned for part in parts]).tolist()) == list(
         range(len(lengths))
     )
     if multiple == 1 and "max_tokens" not in cut:
@@ -226,12 +228,12 @@ def test_ranks_are_level_in_cost():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 4000, (1024,), generator=generator)
     for balance, cost in (("tokens", lengths), ("attention", lengths**2 + 24576 * lengths)):
-        dealt = deal(lengths, ranks=4, microbatches=8, balance=balance)
-        by_rank = torch.stack([sum(cost[part].sum() for part in mine) for mine in dealt]).double()
-        slots = torch.tensor([[float(cost[part].sum()) for part in mine] for mine in dealt])
+        assigned = assign_rows(lengths, ranks=4, microbatches=8, balance=balance)
+        by_rank = torch.stack([sum(cost[part].sum() for part in mine) for mine in assigned]).double()
+        slots = torch.tensor([[float(cost[part].sum()) for part in mine] for mine in assigned])
         assert by_rank.max() / by_rank.mean() - 1 < 1e-3
         assert slots.max() / slots.mean() - 1 < 1e-3
-    assert {len(part) for mine in dealt for part in mine} == {32}
+    assert {len(part) for mine in assigned for part in mine} == {32}
 
 
 def test_padding_is_no_load():

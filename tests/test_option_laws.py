@@ -42,7 +42,7 @@ from headrace.transforms import (
     TreeAdvantage,
     TurnAdvantage,
     TurnDiscount,
-    deal,
+    assign_rows,
     importance_weight,
     relative_length,
 )
@@ -274,7 +274,7 @@ def test_functions_refuse_what_their_stages_do():
     with pytest.raises(ValueError, match="bound must be left out without low or high"):
         importance_weight(one, one, one == 0, bound="zero", high=None)
     with pytest.raises(ValueError, match="linear must be left out without balance='attention'"):
-        deal(torch.ones(1, dtype=torch.int64), linear=8.0)
+        assign_rows(torch.ones(1, dtype=torch.int64), linear=8.0)
     with pytest.raises(ValueError, match="success must be left out without form='bonus'"):
         relative_length(one[0], one[0].long(), one[0].long(), form="rescale", success=1.0)
 

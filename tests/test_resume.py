@@ -160,7 +160,7 @@ def test_what_is_given_up_is_never_trained_and_nothing_is_trained_twice(
         restored = make_split()
         restored.load_state_dict(pipeline.state_dict())
         pipeline = restored
-    pipeline.stages["split"].give_up()
+    pipeline.stages["split"].discard_batch()
     given_up = pipeline.state_dict()
     lost = [name for part in stream for name in part["name"].tolist()]
     after = [part["name"].tolist() for part in pipeline.minibatches(batch(3), epochs=epochs)]
@@ -182,10 +182,10 @@ def test_the_error_says_how_to_give_up_and_then_another_batch_is_welcome():
     restored = make()
     restored.load_state_dict(state)
     with pytest.raises(
-        BatchError, match=r"give_up\(\): in a pipeline, pipeline\.stages\['split'\]\.give_up\(\)"
+        BatchError, match=r"discard_batch\(\): in a pipeline, pipeline\.stages\['split'\]\.discard_batch\(\)"
     ):
         restored.minibatches(sixteen(start=50))
-    restored.stages["split"].give_up()
+    restored.stages["split"].discard_batch()
     assert len(list(restored.minibatches(sixteen(start=50)))) == 4
 
 
@@ -202,7 +202,7 @@ def test_a_state_of_the_version_before_is_read_between_batches_and_refused_in_th
     split.set_extra_state(old | {"batch": batch})
     with pytest.raises(BatchError, match=r"16 rows was interrupted after 1 minibatches.*an earlier version"):
         split(sixteen())
-    split.give_up()
+    split.discard_batch()
     assert split.state.calls == 2
     assert len(split(sixteen())) == ROWS
 
@@ -224,7 +224,7 @@ def test_a_loop_that_is_left_leaves_the_batch_in_the_middle(how):
     restored = make()
     restored.load_state_dict(pipeline.state_dict())
     assert rows_of(restored.minibatches(sixteen())) == orders[1:]
-    pipeline.stages["split"].give_up()
+    pipeline.stages["split"].discard_batch()
     restored.load_state_dict(pipeline.state_dict())
     assert len(list(restored.minibatches(sixteen(start=50)))) == 4
 
@@ -267,6 +267,6 @@ def test_a_state_is_not_saved_in_the_middle_of_two_batches():
     next(third)
     fourth = second.minibatches(sixteen(start=50))
     next(fourth)
-    split.give_up()
+    split.discard_batch()
     restored.load_state_dict(second.state_dict())
     assert restored.stages["split"].state.calls == 4

@@ -85,7 +85,7 @@ def test_the_column_and_the_views_agree_with_the_lazy_gather(make_batch):
     one, two = (ShuffleSplit(minibatches=3, remainder="uneven", seed=1) for _ in "ab")
     views = list(split_minibatches(one(batch)))
     rows = Rows.read(batch)
-    drawn = two.draw(rows.seen_by(two))
+    drawn = two.permute(rows.seen_by(two))
     gathered = list(drawn.steps([(rows.table.written_columns(), (), rows.table.batch)]))
     assert [len(view) for view in views] == [3, 2, 2]
     for number, (view, part) in enumerate(zip(views, gathered, strict=True)):

@@ -197,7 +197,7 @@ class RewardScale(RewardShaping):
 
 
 class LengthShaping(RewardShaping):
-    """Shaping by a rollout's tokens, over all its segments, those that a filter silenced included."""
+    """Shaping by a rollout's tokens, over all its segments, those that a filter masked included."""
 
     def __init__(self, names: ColumnNames) -> None:
         self.name_columns(names)

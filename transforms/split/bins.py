@@ -2,7 +2,7 @@
 
 The time of a step is that of its heaviest bin, so that is what becomes light. An item here is a row, a
 rollout or a sequence; its cost is what it takes to train it, in any unit: tokens, or tokens squared. Many
-items are dealt and swapped as tensors. Where that does not keep a budget in as few bins as there could be,
+items are assigned and swapped as tensors. Where that does not keep a budget in as few bins as there could be,
 items are packed one by one: which bin one fits depends on all before it, nothing there gains from tensors,
 and bins are lists of item numbers in plain Python.
 """
@@ -26,7 +26,7 @@ CLOSE = 5e-4  # of the mean; a step does not feel less
 COMPARED = 64  # items of a bin that are compared in a round: 64² differences are as good as all
 ROUNDS = 256  # no batch that was seen needs a tenth; a bin that one giant fills could use thousands
 PARTNERS = 8  # light bins that the heaviest tries before it gives up
-FEW = 256  # items that are packed one by one in less time than it takes to deal and swap them
+FEW = 256  # items that are packed one by one in less time than it takes to assign and swap them
 EXACT = 2**53  # below which sums of integers are exact as floats
 
 
@@ -34,10 +34,10 @@ EXACT = 2**53  # below which sums of integers are exact as floats
 def balance_evenly(costs: Tensor, bins: int) -> Tensor:
     """Put n items into bins of equal count and about equal cost.
 
-    Items are dealt by descending cost in snake order. Then each bin above the mean, the heaviest first, swaps
-    one item with a bin at the other end, the one that halves their difference best, round after round until
-    max/mean − 1 ≤ 5e-4 or the heaviest bin gains nothing from the lightest. With 32 items a bin or more,
-    max/mean − 1 stays below 1e-3 unless a few items outweigh a bin. The same input gives the same bins.
+    Items are assigned by descending cost in snake order. Then each bin above the mean, the heaviest first,
+    swaps one item with a bin at the other end, the one that halves their difference best, round after round
+    until max/mean − 1 ≤ 5e-4 or the heaviest bin gains nothing from the lightest. With 32 items a bin or
+    more, max/mean − 1 stays below 1e-3 unless a few items outweigh a bin. The same input gives the same bins.
 
     Args:
         costs: (n,) int64 or float64 ≥ 0 on the CPU, any unit; counted in float64.
@@ -132,7 +132,7 @@ def bins_within(lengths: Tensor, budget: int, *, multiple_of: int = 1) -> int:
 def _few_bins(length: Tensor, budget: int, alone: int, multiple_of: int) -> tuple[int, Tensor]:
     """How many bins items need that are within the budget, and the bin of each, (m,) int64; none is empty.
 
-    Together with those that are `alone` the bins are a multiple. Where items are few, or where dealing and
+    Together with those that are `alone` the bins are a multiple. Where items are few, or where assigning and
     swapping does not do with the least number there could be, first fit says how many.
     """
 
@@ -177,7 +177,7 @@ def _is_level(home: Tensor, costs: Tensor, bins: int) -> bool:
 def _deal_within(costs: Tensor, bins: int, most: float) -> Tensor:
     """(n,) the bin of each item of (n,) int64 costs, of equal counts: level, and below `most` if it is found.
 
-    Bins of items that were dealt by cost are alike: level from the first, with few differences to choose
+    Bins of items that were assigned by cost are alike: level from the first, with few differences to choose
     from. Those of items as they come have more of these.
     """
     mean = float(costs.double().sum()) / bins
@@ -192,13 +192,13 @@ def _deal_within(costs: Tensor, bins: int, most: float) -> Tensor:
 def _deal_and_swap(
     costs: Tensor, bins: int, order: Tensor, goal: float | None = None, partners: int = 1
 ) -> Tensor:
-    """(n,) the bin of each item, of equal counts: dealt in snake order, and swapped."""
+    """(n,) the bin of each item, of equal counts: assigned in snake order, and swapped."""
     per_bin = -(-len(costs) // bins)
     cost = torch.cat([costs.to(torch.float64), torch.zeros(1, dtype=torch.float64)])
-    dealt = torch.full((per_bin, bins), len(costs))  # a seat that stays empty has the item after the last
-    dealt.view(-1)[: len(costs)] = order
-    dealt[1::2] = dealt[1::2].flip(1)
-    seats = dealt.t().contiguous()
+    assigned = torch.full((per_bin, bins), len(costs))  # a seat that stays empty has the item after the last
+    assigned.view(-1)[: len(costs)] = order
+    assigned[1::2] = assigned[1::2].flip(1)
+    seats = assigned.t().contiguous()
     swap_until_close(seats, cost, goal, partners)
     bin_of = torch.empty_like(cost, dtype=torch.int64)
     bin_of[seats.view(-1)] = torch.arange(bins).repeat_interleave(per_bin)

@@ -282,7 +282,7 @@ class GatheredRows:
             out = ~table.in_loss.index_select(0, order)
             out = out if padding is None else out | padding
         if out is not None:
-            found |= dict.fromkeys([*table.silenced, mask, log_prob], (out, None))
+            found |= dict.fromkeys([*table.masked_columns, mask, log_prob], (out, None))
         if padding is not None:
             found |= {ROW: (padding, -1), weight: (padding, 0), IN_LOSS: (padding, 0)}
         return {key: how for key, how in found.items() if key is not None and has_key(self.batch, key)}
@@ -403,7 +403,7 @@ def what_is_masked(steps: OptimiserSteps, late: Sequence[Late]) -> tuple[list[Ne
             "elsewhere: fetch the rows before the pipeline (RolloutQueue.fetch)"
         )
     mask, log_prob, _ = steps.loss_columns
-    keys = dict.fromkeys([*steps.table.silenced, mask, log_prob])
+    keys = dict.fromkeys([*steps.table.masked_columns, mask, log_prob])
     return [key for key in keys if key is not None], steps.table.finite
 
 

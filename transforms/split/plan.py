@@ -77,7 +77,7 @@ class CutOptions:
             self.microbatch_size is not None or (self.max_tokens is not None and self.remainder == "drop")
         ):
             raise ValueError(
-                f"tree={self.tree!r} deals whole trees, whatever their number of rows: cut by max_tokens or "
+                f"tree={self.tree!r} assigns whole trees with any number of rows: cut by max_tokens or "
                 "microbatches in place of microbatch_size, and with max_tokens set remainder='pad' in place "
                 f"of 'drop'; got microbatch_size={self.microbatch_size}, remainder={self.remainder!r}"
             )
@@ -98,7 +98,7 @@ class CutOptions:
 
 
 @takes_options
-def deal(
+def assign_rows(
     lengths: Tensor,
     *,
     ranks: int = 1,
@@ -111,7 +111,7 @@ def deal(
     tree: Tensor | None = None,
     shared: Tensor | None = None,
 ) -> list[list[Tensor]]:
-    """Deal rows to ranks × micro-batches, every rank as many micro-batches as the others.
+    """Assign rows to ranks × micro-batches, every rank as many micro-batches as the others.
 
     With B micro-batches on all ranks together, and c_i the cost of row i: its length t_i under ``none`` and
     ``tokens``, t_i² + linear · t_i under ``attention``:
@@ -121,9 +121,9 @@ def deal(
     - by `max_tokens` the lengths in each add up to at most that, a longer row being alone; B is at most
       what first fit fills, and costs are levelled within the budget (:func:`balance_within`).
 
-    The rows of a `tree` are dealt as one, for what their tokens cost without those that are `shared`, which
-    are computed once: with s_i of these, under ``attention`` t_i² − s_i² + linear · (t_i − s_i). What is said
-    of counts of rows is then said of trees.
+    The rows of a `tree` are assigned as one, for what their tokens cost without those that are `shared`,
+    which are computed once: with s_i of these, under ``attention`` t_i² − s_i² + linear · (t_i − s_i). What
+    is said of counts of rows is then said of trees.
 
     Micro-batches of like cost share a number, and ranks take turns at the heavier one. Rows keep their
     order within a micro-batch. Fewer rows than micro-batches leave some empty.
@@ -145,19 +145,19 @@ def deal(
         By rank and micro-batch, the positions (·,) int64 of its rows.
 
     Example:
-        >>> dealt = deal(torch.tensor([9, 1, 1, 9]), ranks=2, balance="tokens")
-        >>> [[rows.tolist() for rows in of_rank] for of_rank in dealt]
+        >>> assigned = assign_rows(torch.tensor([9, 1, 1, 9]), ranks=2, balance="tokens")
+        >>> [[rows.tolist() for rows in of_rank] for of_rank in assigned]
         [[[0, 2]], [[1, 3]]]
     """
-    has_effect(deal, "linear", linear, balance == "attention", "balance='attention'")
-    order, sizes = _deal(
+    has_effect(assign_rows, "linear", linear, balance == "attention", "balance='attention'")
+    order, sizes = _assign(
         lengths, ranks, microbatches, microbatch_size, max_tokens, balance, linear, multiple_of, tree, shared
     )
     parts = iter(order.split([size for of_rank in sizes for size in of_rank]))
     return [[next(parts) for _ in of_rank] for of_rank in sizes]
 
 
-class Dealt(NamedTuple):
+class Assigned(NamedTuple):
     """The rows of a minibatch by rank and micro-batch."""
 
     order: Tensor
@@ -166,7 +166,7 @@ class Dealt(NamedTuple):
     """Rows by rank and micro-batch."""
 
 
-def _deal(
+def _assign(
     lengths: Tensor,
     ranks: int,
     microbatches: int | None,
@@ -177,13 +177,13 @@ def _deal(
     multiple_of: int,
     tree: Tensor | None,
     shared: Tensor | None,
-) -> Dealt:
-    """:func:`deal`, of arguments that are known to be good."""
+) -> Assigned:
+    """:func:`assign_rows`, of arguments that are known to be good."""
 
     def cost(tokens: Tensor) -> Tensor:
         return tokens.double() * (tokens.double() + linear) if balance == "attention" else tokens
 
-    # 1. What is dealt: rows, or trees, numbered as they come, for the tokens that are their own.
+    # 1. What is assigned: rows, or trees, numbered as they come, for the tokens that are their own.
     tokens, costs, number = lengths, cost(lengths), lengths
     if tree is not None:
         trees = Ids(tree)
@@ -218,7 +218,7 @@ def _deal(
         place = place.index_select(0, number)
     in_order = home is None and tree is None
     order = torch.arange(len(place)) if in_order else stable_order(place)
-    return Dealt(order, torch.bincount(place, minlength=count).view(ranks, -1).tolist())
+    return Assigned(order, torch.bincount(place, minlength=count).view(ranks, -1).tolist())
 
 
 def _level(load: Tensor, ranks: int) -> Tensor:
@@ -227,13 +227,13 @@ def _level(load: Tensor, ranks: int) -> Tensor:
     if ranks == 1:
         return by_load.indices
     total = [0.0] * ranks
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
     for loads, numbers in zip(*(column.view(-1, ranks).tolist() for column in by_load), strict=True):
         lightest_first = sorted(range(ranks), key=total.__getitem__)
         for rank, number, more in zip(lightest_first, numbers, loads, strict=True):
-            dealt[rank].append(number)
+            assigned[rank].append(number)
             total[rank] += more
-    return torch.tensor(dealt).view(-1)
+    return torch.tensor(assigned).view(-1)
 
 
 # -- one pass over a batch ------------------------------------------------------------------------------
@@ -290,14 +290,14 @@ class Plan:
         return bool(self.padding.any())
 
 
-def deal_minibatches(
+def assign_minibatches(
     order: Cut,
     lengths: Tensor,
     cut: CutOptions,
     forest: Forest | None,
     multiples: Sequence[int] | None = None,
-) -> list[Dealt]:
-    """Deal the rows of each minibatch to ranks and micro-batches (:func:`deal`).
+) -> list[Assigned]:
+    """Assign the rows of each minibatch to ranks and micro-batches (:func:`assign_rows`).
 
     Args:
         order: rows by minibatch.
@@ -306,7 +306,7 @@ def deal_minibatches(
         forest: of the rows, where those of a tree stay together; None: each goes by itself.
         multiples: by minibatch, what the number of micro-batches is to be a multiple of; None: as `cut` says.
     """
-    dealt: list[Dealt] = []
+    assigned: list[Assigned] = []
     for number, rows in enumerate(order.order.split(order.sizes) if order.sizes else ()):
         multiple_of = cut.multiple_of if multiples is None else multiples[number]
         tree = shared = None
@@ -318,9 +318,9 @@ def deal_minibatches(
             microbatches = max(min(microbatches, items // cut.ranks), 1)
         in_one = cut.max_tokens is None and cut.microbatch_size is None and (microbatches or 1) == 1
         if in_one and cut.ranks == multiple_of == 1:
-            dealt.append(Dealt(rows, [[len(rows)]]))
+            assigned.append(Assigned(rows, [[len(rows)]]))
             continue
-        positions, sizes = _deal(
+        positions, sizes = _assign(
             lengths.index_select(0, rows),
             cut.ranks,
             microbatches,
@@ -332,12 +332,12 @@ def deal_minibatches(
             tree,
             shared,
         )
-        dealt.append(Dealt(rows.index_select(0, positions), sizes))
-    return dealt
+        assigned.append(Assigned(rows.index_select(0, positions), sizes))
+    return assigned
 
 
-def make_plan(order: Cut, dealt: Sequence[Dealt], cut: CutOptions) -> Plan:
-    """Put the dealt rows in order, and fill up what is short, under ``pad``.
+def make_plan(order: Cut, assigned: Sequence[Assigned], cut: CutOptions) -> Plan:
+    """Put the assigned rows in order, and fill up what is short, under ``pad``.
 
     Without a budget all micro-batches are filled up to as many rows as the largest has; under one, those that
     are empty to one row.
@@ -347,10 +347,10 @@ def make_plan(order: Cut, dealt: Sequence[Dealt], cut: CutOptions) -> Plan:
     """
     pad, full = cut.remainder == "pad" and len(order.order) > 0, 1
     if pad and cut.max_tokens is None:
-        full = max(size for each in dealt for of_rank in each.sizes for size in of_rank)
+        full = max(size for each in assigned for of_rank in each.sizes for size in of_rank)
     pieces: list[Tensor] = []
     padding, sizes, start = [], [], 0
-    for number, (held, (rows, by_rank)) in enumerate(zip(order.sizes, dealt, strict=True)):
+    for number, (held, (rows, by_rank)) in enumerate(zip(order.sizes, assigned, strict=True)):
         in_each = [size for of_rank in by_rank for size in of_rank]
         if not pad:
             if held and not all(in_each):
@@ -457,17 +457,17 @@ def draw_plans(
             orders.append(_draw_orders(part, len(lengths), labels, cut, calls, epochs))
     if cut.max_tokens is not None and cut.remainder == "drop":
         orders = fit_budget(orders, labels, lengths, cut)
-    dealt = [[deal_minibatches(order, lengths, cut, forest) for order in own] for own in orders]
+    assigned = [[assign_minibatches(order, lengths, cut, forest) for order in own] for own in orders]
     if len(parts) > 1:
-        counts = _agree_on_counts(dealt, cut)
-        for own, its in zip(orders, dealt, strict=True):
+        counts = _agree_on_counts(assigned, cut)
+        for own, its in zip(orders, assigned, strict=True):
             for epoch, most in enumerate(counts):
                 sizes = own[epoch].sizes
                 own[epoch] = own[epoch]._replace(sizes=sizes + [0] * (len(most) - len(sizes)))
                 if [len(each.sizes[0]) for each in its[epoch]] != most:
-                    its[epoch] = deal_minibatches(own[epoch], lengths, cut, forest, most)
+                    its[epoch] = assign_minibatches(own[epoch], lengths, cut, forest, most)
     plans = []
-    for rank, (own, its) in enumerate(zip(orders, dealt, strict=True)):
+    for rank, (own, its) in enumerate(zip(orders, assigned, strict=True)):
         with _naming(rank, len(parts)):
             plans.append([make_plan(order, each, cut) for order, each in zip(own, its, strict=True)])
     return plans
@@ -502,13 +502,13 @@ def _draw_orders(
     return orders
 
 
-def _agree_on_counts(dealt: Sequence[Sequence[Sequence[Dealt]]], cut: CutOptions) -> list[list[int]]:
+def _agree_on_counts(assigned: Sequence[Sequence[Sequence[Assigned]]], cut: CutOptions) -> list[list[int]]:
     """By pass and optimiser step, the largest number of micro-batches that a part has.
 
     Raises:
         BatchError: parts have rows for other numbers of steps.
     """
-    counts = [[[len(each.sizes[0]) for each in plan] for plan in own] for own in dealt]
+    counts = [[[len(each.sizes[0]) for each in plan] for plan in own] for own in assigned]
     steps = [len(own[0]) for own in counts]
     if cut.minibatches is None and len(set(steps) - {0}) > 1:
         raise BatchError(

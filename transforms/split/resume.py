@@ -28,7 +28,7 @@ class InterruptedBatch(NamedTuple):
     columns: dict[str, Tensor] | None
     """(N, ...) on the CPU, its ids and rewards, by name; None as well."""
     after: SplitState
-    """The state after it, for who gives up what is left of it."""
+    """The state after it, for a caller that discards the rest of it."""
 
     def to_plain(self) -> dict[str, Any]:
         """As dicts, tensors and lists."""
@@ -175,8 +175,8 @@ class Progress:
             raise BatchError(
                 f"a batch of {batch.rows} rows was interrupted after {batch.taken} minibatches; to go on "
                 f"with the others give it again as it was: {'; '.join(differences)}. To give up what is left "
-                "of it, and go on with another batch, call this stage's give_up(): in a pipeline, "
-                "pipeline.stages['split'].give_up()"
+                "of it, and go on with another batch, call this stage's discard_batch(): in a pipeline, "
+                "pipeline.stages['split'].discard_batch()"
             )
 
     @property
@@ -241,7 +241,7 @@ def _difference(old: Tensor, new: Tensor) -> str:
 
 
 class SplitMemory:
-    """The state of a split: what ``state_dict`` saves and what :meth:`give_up` lets go of.
+    """The state of a split: what ``state_dict`` saves and what :meth:`discard_batch` lets go of.
 
     Attributes:
         state: after the batch accepted last.
@@ -275,7 +275,7 @@ class SplitMemory:
         """
         return self.state.trained if self.restored and self.state.interrupted is None else None
 
-    def give_up(self) -> None:
+    def discard_batch(self) -> None:
         """Let go of the minibatches that are left of an interrupted batch; without one, nothing happens.
 
         They are never trained. Those that were taken are not trained again: the next batch is drawn as if the
@@ -302,7 +302,7 @@ class SplitMemory:
             raise BatchError(
                 "a state remembers one batch between its minibatches, and iterators of several are open: "
                 "take those of one batch to their end before the next one comes, give each pipeline a split "
-                "of its own, or call give_up() on the split"
+                "of its own, or call discard_batch() on the split"
             )
         return (self._progress.state(self.state) if self._progress else self.state).to_plain()
 

@@ -46,13 +46,13 @@ class Pass(NamedTuple):
 
 
 @dataclass
-class Drawn:
+class Permuted:
     """The orders of one batch, and what follows from them; nothing is remembered before it is accepted.
 
     Attributes:
         passes: one for each epoch.
         plans: one for each epoch, of this rank's rows, in row numbers of the table.
-        of_ranks: those of all ranks, where this one has drawn them.
+        of_ranks: those of all ranks, where this one has permuted them.
         state: after the batch.
         progress: of the batch.
     """
@@ -97,7 +97,7 @@ class ShuffleSplit(
       since :class:`LossWeight` makes the gradient the same wherever a row is;
     - which rows are in which minibatch follows from `seed` and the number of the draw alone: on any device,
       for any number of ranks, however it is cut, but for those that ``drop`` leaves out to keep a budget;
-    - every rank has as many micro-batches as the others, levelled by `balance` (:func:`deal`);
+    - every rank has as many micro-batches as the others, levelled by `balance` (:func:`assign_rows`);
     - no micro-batch holds more than `max_tokens`, but for a single row that is longer;
     - of a `tree` tokens cost once, and its rows are in one micro-batch, but for what is over `max_tokens`.
 
@@ -106,10 +106,10 @@ class ShuffleSplit(
     :func:`split_minibatches` and :func:`split_microbatches` yield views. In a pipeline the minibatches are
     gathered one at a time, views where the rows are in order. ``state_dict`` holds the number of draws,
     carried rows, and how many minibatches of the batch at hand were taken: a restored run draws the same
-    orders and, given that batch again, yields the others, or :meth:`give_up` lets go of them. It refuses
-    another batch, known by its ids and rewards, and another cut; each rank saves its own state. Behind the
-    last minibatch, the rows of a batch that comes again leave as ``trained_before``, the first time after
-    ``load_state_dict``: given once more, it is trained in a second pass.
+    orders and, given that batch again, yields the others, or :meth:`discard_batch` lets go of them. It
+    refuses another batch, known by its ids and rewards, and another cut; each rank saves its own state.
+    Behind the last minibatch, the rows of a batch that comes again leave as ``trained_before``, the first
+    time after ``load_state_dict``: given once more, it is trained in a second pass.
 
     Reads the ids of its `unit` and `tree`, and `length_key` to balance or keep a budget. Rows
     leave as ``remainder``, ``carried`` or ``trained_before``.
@@ -217,7 +217,7 @@ class ShuffleSplit(
         """Rows of earlier batches that wait for this one, TensorDict ``[C]``; None: there are none."""
         return self.state.carried
 
-    def draw(self, rows: Rows, epochs: int = 1) -> Drawn:
+    def permute(self, rows: Rows, epochs: int = 1) -> Permuted:
         """Draw an order for each pass, and cut it. No row is moved, and nothing remembered.
 
         Ranks that share the batch draw orders of their own rows, as each would alone. Each makes the plans of
@@ -229,7 +229,8 @@ class ShuffleSplit(
 
         Raises:
             MissingKeyError: a column is not there.
-            BatchError: as :func:`shuffle_split` and :func:`deal`; a batch was interrupted, this is another.
+            BatchError: as :func:`shuffle_split` and :func:`assign_rows`; a batch was interrupted, this is
+            another.
         """
         cut, table, before = self.cut, rows.table, self.state
         # 1. Is it the batch that was interrupted, if one was?
@@ -245,7 +246,7 @@ class ShuffleSplit(
         lengths, forest = torch.zeros(table.size, dtype=torch.int64), None
         if cut.measures:
             lengths = every.count("length")
-            if self.length_key in table.silenced:  # tokens of rows that are out of the loss cost nothing
+            if self.length_key in table.masked_columns:  # masked tokens cost nothing
                 lengths = lengths * table.in_loss
             if cut.max_tokens is not None and cut.oversized == "raise":
                 self._refuse_oversized(table, lengths, torch.cat(parts))
@@ -282,15 +283,15 @@ class ShuffleSplit(
             for name, value in measured.items():
                 view.metric(name, value)
         state, mine = SplitState(before.calls + epochs, kept), plans[rows.rank]
-        return Drawn(rows, self, passes, mine, state, progress, plans)
+        return Permuted(rows, self, passes, mine, state, progress, plans)
 
-    def drawn_by_another(self, rows: Rows, plans: list[Plan], before: Table) -> Drawn:
-        """What another rank has drawn for the rows of this one (:meth:`draw`).
+    def permuted_by_another(self, rows: Rows, plans: list[Plan], before: Table) -> Permuted:
+        """What another rank has permuted for the rows of this one (:meth:`permute`).
 
         Args:
             rows: of this rank, as they are behind the draw.
             plans: by epoch, in their numbers.
-            before: the table as it was when they were drawn.
+            before: the table as it was when they were permuted.
 
         Raises:
             BatchError: a batch was interrupted, this is another; carried rows have ids of the batch.
@@ -302,7 +303,7 @@ class ShuffleSplit(
         trained = torch.cat([plan.order for plan in plans])
         left = before.here.index_fill(0, trained, False).nonzero().flatten()
         state = SplitState(self.state.calls + len(plans), self._kept(before, left))
-        return Drawn(rows, self, [], plans, state, progress)
+        return Permuted(rows, self, [], plans, state, progress)
 
     def _begin(self, table: Table, own: Tensor, epochs: int) -> Progress:
         """Of a batch of these (n,) rows of this rank."""
@@ -322,7 +323,7 @@ class ShuffleSplit(
             rows: of all ranks, without those that were carried.
 
         Returns:
-            Whether they are: nothing is drawn then.
+            Whether they are: nothing is permuted then.
 
         Raises:
             BatchError: on some ranks they are, and on others they are not.
@@ -358,9 +359,9 @@ class ShuffleSplit(
         if rows.table.notes.pop(self, None) is not None:
             self.restored = False
 
-    def accept(self, drawn: Drawn) -> None:
+    def accept(self, permuted: Permuted) -> None:
         """Remember a draw: nobody has refused the batch."""
-        self.remember(drawn.state, drawn.progress)
+        self.remember(permuted.state, permuted.progress)
 
     def _alone(self, batch: TensorDictBase) -> TensorDictBase:
         ranks = self._own_ranks()
@@ -369,16 +370,18 @@ class ShuffleSplit(
                 rows = self.read_table(batch, ranks)
                 if rows is None:
                     return batch
-                drawn = None
+                permuted = None
                 if self.take_out_trained(rows.seen_by(self)):
                     out = rows.write()
                 else:
                     rows.table.extend(self.state.carried, self.remainder)
-                    drawn = self.draw(rows.seen_by(self))
-                    steps = drawn.steps([(rows.table.written_columns(), rows.table.late, rows.table.batch)])
+                    permuted = self.permute(rows.seen_by(self))
+                    steps = permuted.steps(
+                        [(rows.table.written_columns(), rows.table.late, rows.table.batch)]
+                    )
                     out = steps.whole()
-            if drawn is not None:  # behind the end of the batch: no rank has refused it
-                self.accept(drawn)
+            if permuted is not None:  # behind the end of the batch: no rank has refused it
+                self.accept(permuted)
             self.state_after(rows)
         return out
 
