@@ -184,8 +184,8 @@ class ReportFolder:
         if report.step in self._written:
             raise ValueError(
                 "each step needs a number of its own, or its rows would replace those of another; found "
-                f"step {report.step} again. Set make_report(run, step=...), or ReportFolder(dump=None) to keep no "
-                "rows"
+                f"step {report.step} again. Set make_report(run, step=...), or ReportFolder(dump=None) to "
+                "keep no rows"
             )
         if self.existing == "resume" and not self._written:
             for file in row_files(self.folder):

@@ -298,12 +298,10 @@ class StoredRun:
                     continue
                 if same not in stored.prompts:
                     stored.prompts[same] = self._read_prompts(stored, same)
-                keys = stored.prompts[same]
+                keys = list(stored.prompts[same])
                 if text:
                     _, values = coded(stored, same)
-                    keys = {
-                        key_of(value) for value in values if text.lower() in str(value).lower()
-                    } & keys.keys()
+                    keys = [key_of(value) for value in values if text.lower() in str(value).lower()]
                 for key in keys:
                     found.setdefault(key, {})[number] = stored.prompts[same][key]
         return found

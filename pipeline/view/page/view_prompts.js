@@ -25,7 +25,7 @@ export async function drawPrompts(runs, state, offset = 0) {
   }
   if (mine !== latest) return;
   const two = runs.length > 1;
-  const heads = runs.flatMap((run) => ["steps", "mean reward", "first → last step"].map((word) => (two ? `${word}, ${run.name}` : word)));
+  const words = runs.map((run) => ["steps", "mean reward", "first → last step"].map((word) => (two ? `${word}, ${run.name}` : word)));
   const lines = answer.prompts.map((prompt) =>
     h(
       "tr",
@@ -38,11 +38,11 @@ export async function drawPrompts(runs, state, offset = 0) {
       prompt.runs.flatMap((of, i) =>
         of
           ? [
-              h("td", { class: `of-run${i}` }, count(of.steps)),
-              h("td", { class: `of-run${i} reward` }, number(of.reward)),
-              h("td", { class: `of-run${i}` }, `${number(of.first[1])} → ${number(of.last[1])}`),
+              h("td", { class: `of-run${i}`, "data-label": words[i][0] }, count(of.steps)),
+              h("td", { class: `of-run${i} reward`, "data-label": words[i][1] }, number(of.reward)),
+              h("td", { class: `of-run${i}`, "data-label": words[i][2] }, `${number(of.first[1])} → ${number(of.last[1])}`),
             ]
-          : [h("td", { colspan: 3, class: `of-run${i}` }, "not in this run")],
+          : [h("td", { colspan: 3, class: `of-run${i}`, "data-label": words[i][0] }, "not in this run")],
       ),
     ),
   );
@@ -56,9 +56,10 @@ export async function drawPrompts(runs, state, offset = 0) {
       ? [go("previous prompts", Math.max(0, offset - COUNT), offset === 0), go("next prompts", offset + COUNT, offset + COUNT >= answer.found)]
       : null,
   );
-  const head = h("tr", {}, h("th", { scope: "col" }, columnName(state.same)), heads.map((word) => h("th", { scope: "col" }, word)));
-  const table = h("table", { class: "plain prompts" }, h("thead", {}, head), h("tbody", {}, lines));
-  body.replaceChildren(pager, h("div", { class: "across", tabindex: 0, role: "region", "aria-label": "List of prompts" }, table));
+  const head = h("tr", {}, h("th", { scope: "col" }, columnName(state.same)), words.flat().map((word) => h("th", { scope: "col" }, word)));
+  const table = h("table", { class: "plain cards prompts" }, h("thead", {}, head), h("tbody", {}, lines));
+  const box = h("div", { class: "across", tabindex: 0, role: "region", "aria-label": "List of prompts" }, table);
+  body.replaceChildren(h("div", { class: "panel" }, pager, box));
 }
 
 // The prompt of a row, if the address says the row and not the prompt.

@@ -49,7 +49,7 @@ export function drawSteps(runs, lines) {
       two ? h("td", { class: "difference" }, difference(lines, step)) : null,
     ),
   );
-  const last = two ? h("th", { scope: "col" }, "difference in mean reward") : null;
+  const last = two ? h("th", { scope: "col" }, `mean reward, ${runs[1].name} − ${runs[0].name}`) : null;
   const head = h("tr", {}, h("th", { scope: "col" }, "step"), heads, last);
   const table = h("table", { class: "plain" }, h("thead", {}, head), h("tbody", {}, body));
   const box = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "List of steps" }, table);
