@@ -68,6 +68,7 @@ def compare(
         output,
         title=f"{names[0]} and {names[1]}",
         steps=config.report.steps,
+        dump=None,  # rows have one advantage in a dump: a replay of each recipe writes them
         page=config.report.html,
         every=config.report.every,
         versus=names,
