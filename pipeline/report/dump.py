@@ -48,6 +48,9 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     ``minibatch``, ``microbatch``, ``rank``                  int64       where it was trained
     ``carried_in``                                           int64       1: a row of an earlier step
     ``prompt``, ``response``, ``ground_truth``               string      decoded text, where there is any
+    ``other_columns``                                        string      what else the dump that was replayed
+                                                                         has of the row, a JSON object; empty:
+                                                                         nothing
     ``group_label``, ``rollout_label``                       string      the ids as text, where they were text
     ======================================================= =========== =====================================
 
