@@ -74,7 +74,6 @@ INNER = {
     "test_distributed.py": {"transforms.distributed"},
     "test_ids.py": {"transforms.ids"},
     "test_recipes.py": {"transforms.columns"},
-    "test_certified_recipes.py": {"pipeline.composing"},
     "test_certify_laws.py": {"pipeline.certify.exact_gradient"},
     "test_keywords.py": {
         "pipeline.composing",
