@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from headrace.transforms.options import one_of
 
 from .step import StepReport
+from .valid_json import json_text
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     for name, texts in report.texts.items():  # half a surrogate pair, where a tokenizer cut one, becomes `?`
         encodable = [text.encode("utf-8", "replace").decode() for text in texts]
         columns[name] = pa.array(encodable, pa.string())
-    metadata = {"headrace.schema": str(SCHEMA_VERSION), "headrace.recipe": json.dumps(report.recipe)}
+    metadata = {"headrace.schema": str(SCHEMA_VERSION), "headrace.recipe": json_text(report.recipe)}
     if config is not None:
         metadata["headrace.config"] = config
     return pa.table(columns).replace_schema_metadata(metadata)
