@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from headrace.transforms.options import one_of
 
 from .step import StepReport
+from .valid_json import json_text
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     ``minibatch``, ``microbatch``, ``rank``                  int64       where it was trained
     ``carried_in``                                           int64       1: a row of an earlier step
     ``prompt``, ``response``, ``ground_truth``               string      decoded text, where there is any
+    ``other_columns``                                        string      what else the dump that was replayed
+                                                                         has of the row, a JSON object; empty:
+                                                                         nothing
     ``group_label``, ``rollout_label``                       string      the ids as text, where they were text
     ======================================================= =========== =====================================
 
@@ -82,11 +86,10 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
         encodable = [text.encode("utf-8", "replace").decode() for text in texts]
         columns[name] = pa.array(encodable, pa.string())
     funnel = [level._asdict() | {"out": [left._asdict() for left in level.out]} for level in report.funnel]
-    numbers = {name: value if math.isfinite(value) else None for name, value in report.numbers.items()}
     metadata = {
         "headrace.schema": str(SCHEMA_VERSION),
-        "headrace.recipe": json.dumps(report.recipe),
-        "headrace.step": json.dumps({"funnel": funnel, "numbers": numbers}),
+        "headrace.recipe": json_text(report.recipe),
+        "headrace.step": json_text({"funnel": funnel, "numbers": report.numbers}),
     }
     if config is not None:
         metadata["headrace.config"] = config

@@ -21,6 +21,7 @@ from headrace.transforms.options import at_least, one_of, takes_options, within
 from .advice import Advice, Advisory, advice_at, numbers_read
 from .dump import write_dump
 from .html import write_page
+from .over_steps import totals_over
 from .page_contents import page_data
 from .step import StepReport
 
@@ -146,12 +147,17 @@ class ReportFolder:
     @property
     def verdict(self) -> str:
         """Whether the reward rises, as far as the last step."""
-        return self._advice_at_last()[0]
+        return self._advice_at_last().verdict
 
     @property
     def advisories(self) -> list[Advisory]:
         """What is worth a look at the last step (:func:`advise`)."""
-        return self._advice_at_last()[1]
+        return self._advice_at_last().advisories
+
+    @property
+    def unchecked(self) -> list[str]:
+        """The names of symptoms that nobody can tell at the last step, for lack of data."""
+        return self._advice_at_last().unchecked
 
     def add(self, report: StepReport) -> None:
         """Take the report of the next step; write its rows, and the page where that is due.
@@ -202,6 +208,8 @@ class ReportFolder:
             title=self.title,
             history=self._curves.all(),
             advice=[*self._advice.values()],
+            totals=totals_over(numbers for _, numbers in self._read),
+            recorded=len(self._read),
         )
         data["run"] = {
             "began": self._began,
@@ -223,7 +231,7 @@ class ReportFolder:
         return advice_at(report.numbers, self._read[: place + 1])
 
     def _advice_at_last(self) -> Advice:
-        return self._advice_at(len(self._read) - 1) if self._read else ("No step was recorded.", [])
+        return self._advice_at(len(self._read) - 1) if self._read else Advice("No step was recorded.", [], [])
 
 
 def row_files(folder: Path) -> list[Path]:
