@@ -58,7 +58,7 @@ class StoredStep:
     Attributes:
         step: its number.
         path: of the file.
-        version: time and size of the file when it was read.
+        stamp: time and size of the file when it was read.
         rows: how many it has.
         kinds: ``number``, ``integer``, ``numbers`` (a list) or ``text`` of each column that can be shown.
         recipe: (name, text) of each stage.
@@ -69,7 +69,7 @@ class StoredStep:
 
     step: int
     path: Path
-    version: tuple[int, int]
+    stamp: tuple[int, int]
     rows: int
     kinds: Mapping[str, str]
     recipe: Sequence[Sequence[str]]
@@ -125,7 +125,7 @@ class StoredRun:
                 try:
                     if step in found:
                         raise UnreadableRows(f"step {step} has two files; {found[step].path.name} is shown")
-                    is_known = known is not None and known.path == path and known.version == version_of(path)
+                    is_known = known is not None and known.path == path and known.stamp == stamp_of(path)
                     found[step] = known if known is not None and is_known else read_step(path, step)
                 except UnreadableRows as err:
                     problems.append(printable(f"{path.name}: {err}"))
@@ -357,7 +357,7 @@ class StoredRun:
 # -- files ---------------------------------------------------------------------------------------------------
 
 
-def version_of(path: Path) -> tuple[int, int]:
+def stamp_of(path: Path) -> tuple[int, int]:
     """Time of the last change and size of a file.
 
     Raises:
@@ -403,7 +403,7 @@ def read_step(path: Path, number: int) -> StoredStep:
     Raises:
         UnreadableRows: it is no such file, or claims more than there may be.
     """
-    version = version_of(path)
+    stamp = stamp_of(path)
     with opened(path) as file:
         metadata, schema = file.metadata, file.schema_arrow
         groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
@@ -419,7 +419,7 @@ def read_step(path: Path, number: int) -> StoredStep:
     of_step = said["headrace.step"] if isinstance(said["headrace.step"], dict) else {}
     recipe = said["headrace.recipe"] if isinstance(said["headrace.recipe"], list) else []
     described = {"funnel": of_step.get("funnel", []), "numbers": of_step.get("numbers", {}), "recipe": recipe}
-    return StoredStep(number, path, version, metadata.num_rows, kinds, **described)
+    return StoredStep(number, path, stamp, metadata.num_rows, kinds, **described)
 
 
 def plain_json(metadata: Mapping[bytes, bytes], key: str) -> Any:
