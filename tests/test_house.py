@@ -121,6 +121,7 @@ INNER = {
     "test_sweep.py": {"pipeline.command.sweep", "pipeline.train.job"},
     "test_xray_task.py": {"pipeline.coefficients.setting"},
     "composed.py": {"pipeline.run"},
+    "test_valid_json.py": {"pipeline.report.valid_json"},
 }
 
 

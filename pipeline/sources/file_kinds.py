@@ -142,6 +142,9 @@ def parse_records(
     for record in records:
         try:
             samples = [sample.check() for sample in parse(record, reading)]
+            for sample in samples:
+                if sample.other_columns is None:
+                    sample.other_columns = record.other_columns()
             if samples and samples[0].step != step:
                 step, places = samples[0].step, {}
             if samples and (label := samples[0].record) is not None:

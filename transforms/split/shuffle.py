@@ -54,8 +54,9 @@ def shuffle_split(
         minibatch_size: n ≥ 1 units.
         remainder: what happens to units over, when U is no multiple of K or n: ``raise``; leave out the last
             of the order, to ``drop`` or to ``carry`` them; ``uneven`` minibatches, which differ by one unit
-            (K given) or end in a short one; ``pad`` is uneven here, rows are filled up when they are
-        assigned. shuffle: False keeps the order of first rows.
+            (K given) or end in a short one; ``pad`` is uneven here, rows are filled up when they
+            are assigned.
+        shuffle: False keeps the order of first rows.
         generator: source of the order, on the CPU.
 
     Raises:

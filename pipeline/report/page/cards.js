@@ -1,4 +1,4 @@
-// What a group holds: its prompt, and its rollouts side by side, the best first.
+// What a group holds: its prompt, and its rollouts side by side, the lowest reward first.
 import { h, lazily, message, moreButton, plainTable } from "./dom.js";
 import { fate } from "./model.js";
 import { NONE, count, isNumber, number, plural, sum } from "./numbers.js";
@@ -80,6 +80,15 @@ function drawResponse(row, shades, texts) {
   return texts ? [h("p", { class: "note" }, "Its text has no room on this page; a dump has all.")] : [];
 }
 
+// The ground truth, and what else the dump says of the row.
+function drawBeside(row) {
+  if (!row.beside) return null;
+  const lines = Object.entries(row.beside).map(([name, value]) =>
+    h("div", {}, h("dt", {}, name), h("dd", {}, isNumber(value) ? number(value) : String(value))),
+  );
+  return h("dl", { class: "beside" }, lines);
+}
+
 function drawRollout(rollout, shades, texts) {
   const tokens = rollout.rows.map((row) => row.tokens);
   const statuses = [...new Set(rollout.rows.map((row) => row.status).filter(Boolean))];
@@ -98,7 +107,7 @@ function drawRollout(rollout, shades, texts) {
     h("p", { class: "facts" }, facts.filter(Boolean).join(" · ")),
     h("p", { class: rollout.trained ? "fate" : "fate gone" }, fate(rollout)),
     rollout.rows.map((row, i) => {
-      const response = drawResponse(row, shades, texts);
+      const response = [...drawResponse(row, shades, texts), drawBeside(row)].filter(Boolean);
       return several && response.length ? [heading(i), ...response] : response;
     }).flat(),
     lazily(plural(rollout.rows.length, "row"), "rows", () => [rowTable(rollout)]),
@@ -109,7 +118,7 @@ export function drawGroup(group, rollouts, texts) {
   if (!rollouts.length) return message("No row of this group is recorded.");
   const shades = shadesOf(rollouts);
   if (!shades.has(shade)) shade = [...shades.keys()][0] ?? null;
-  const best = rollouts.toSorted((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+  const lowest = rollouts.toSorted((a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity));
   const box = h("div", { class: "rollouts" });
   const change = (name) => {
     shade = name;
@@ -122,7 +131,7 @@ export function drawGroup(group, rollouts, texts) {
       texts ? null : h("p", { class: "note" }, "No response is known as text: the batch had tokens alone."),
       shade === null ? null : shadeLegend(shade, shades.get(shade), rollouts),
       shadePicker([...shades.keys()], shade, change),
-      h("div", { class: "cards" }, best.map((rollout) => drawRollout(rollout, shades, texts))),
+      h("div", { class: "cards" }, lowest.map((rollout) => drawRollout(rollout, shades, texts))),
     ].filter(Boolean),
   );
   return [box];
