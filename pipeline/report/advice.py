@@ -85,7 +85,11 @@ def bounds() -> list[Bound]:
 @cache
 def numbers_read() -> list[str]:
     """The names of the numbers of steps before that rules read."""
-    counts = [*(f"{unit}/{which}" for unit in UNITS for which in ("in", "trained")), "solve_all", "solve_none"]
+    counts = [
+        *(f"{unit}/{which}" for unit in UNITS for which in ("in", "trained")),
+        "solve_all",
+        "solve_none",
+    ]
     return [*counts, REWARD, "reward/all/min", "reward/all/max", LENGTH, *(rule.number for rule in bounds())]
 
 
@@ -104,8 +108,8 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     `off-policy`              a stage's number is below what it was told to warn of: ``<stage>/ess_token``
                               below ``<stage>/least_ess``, and so for every option ``least_<name>``
     `reward-flat`, `stalled`  the reward does not move (:func:`trend_of`)
-    `lengths-explode`         over at least 12 steps: the mean response length of the last quarter of the steps
-                              is more than twice that of the first quarter
+    `lengths-explode`         over at least 12 steps: the mean response length of their last quarter is more
+                              than twice that of the first
     ========================= ===============================================================================
 
     Args:
@@ -143,7 +147,10 @@ def unchecked(history: History) -> list[str]:
     judged = {rule.name: any(rule.holds(each) for _, each in history[-RECENT:]) for rule in bounds()}
     rewards, lengths = (len(_points(history, name)) >= MIN_STEPS for name in (REWARD, LENGTH))
     judged |= {"reward-flat": rewards, "stalled": rewards, "lengths-explode": lengths}
-    judged |= {"nothing-trains": "rows/trained" in last, "off-policy": any("/least_" in name for name in last)}
+    judged |= {
+        "nothing-trains": "rows/trained" in last,
+        "off-policy": any("/least_" in name for name in last),
+    }
     return [name for name in symptoms() if not judged[name]]
 
 

@@ -18,9 +18,9 @@ from headrace.pipeline.wording import printable
 from headrace.transforms.options import at_least, one_of, takes_options, within
 
 from .advice import Advice, Advisory, advice_at, numbers_read
-from .over_steps import totals_over
 from .dump import write_dump
 from .html import write_page
+from .over_steps import totals_over
 from .page_contents import page_data
 from .step import StepReport
 
