@@ -372,7 +372,10 @@ def test_the_command_says_what_to_do(tmp_path, run):
         for words, message in (
             ([], "the following arguments are required: FOLDER"),
             (["nowhere"], "nowhere: no such folder. Give the folder of a run, which has report.html"),
-            (["page/report.html"], "page/report.html is a file. Give the folder of the run: headrace view page"),
+            (
+                ["page/report.html"],
+                "page/report.html is a file. Give the folder of the run: headrace view page",
+            ),
             (["empty"], "headrace task=replay source.path=empty hydra.run.dir=FOLDER"),
             (["page"], "the run was written with report.dump=null"),
             (["lines"], "lines has its rows as JSON Lines, and Parquet is needed: headrace task=replay"),
