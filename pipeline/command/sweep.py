@@ -25,8 +25,8 @@ from headrace.pipeline.wording import printable
 FILE = "job.json"
 REWARD = "reward/all/mean"
 WINDOWS = (
-    "reward: mean over the first and the last quarter of the steps, of fewer than 12 steps of the first and the "
-    "last step; trained: share of the rows of all steps"
+    "reward: mean over the first and over the last quarter of the steps; of fewer than 12 steps, the first "
+    "and the last. trained: share of the rows, all steps"
 )
 NUMBERS = {  # what the number of a task is; of a training there are more
     "train": "",

@@ -76,11 +76,12 @@ def compare(
     with folder:
         for step, batch in each_step(source, console):
             first, second = (report_of(pipeline, step, batch, config) for pipeline in pipelines)
-            comparison.add(first, second)
+            differ = {f"versus/{name}": value for name, value in comparison.add(first, second).items()}
             # The report of the first, with what the second makes of each row beside it.
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
-            folder.add(dataclasses.replace(first, columns={**first.columns, **beside}))
+            columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}
+            folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
     steps = max(comparison.steps, 1)
     shares = {
         table: {label: [a / steps, b / steps, rows] for label, (a, b, rows) in lines.items()}
@@ -112,7 +113,10 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         "gradient_moved": "share of the gradient that goes to other groups",
         "gradient_cosine": "cosine of what rows weigh in the two gradients",
     }
+    if comparison.steps > 1:
+        labels |= {name: f"{labels[name]}, mean over steps" for name in FORMATS if name != "correlation"}
     title = f"\nthe same rollouts under {first} and {second}"
+    title += f", all {comparison.steps:,} steps" if comparison.steps > 1 else ""
     table = FittedTable([FittedColumn("", gives="wrap"), FittedColumn("", right=True)], title)
     for key, value in comparison.numbers.items():
         table.add(labels[key], "–" if math.isnan(value) else format(value, FORMATS.get(key, ",.0f")))
