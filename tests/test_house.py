@@ -124,7 +124,7 @@ INNER = {
     "stored_runs.py": {"pipeline.view.server", "pipeline.view.stored_run"},
     "test_view.py": {"pipeline.view.stored_run"},
     "view.py": {"pipeline.view.server", "pipeline.view.stored_run"},
-    "test_valid_json.py": {"pipeline.report.valid_json"},
+    "test_valid_json.py": {"pipeline.valid_json"},
 }
 
 
