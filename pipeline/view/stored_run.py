@@ -331,10 +331,10 @@ class StoredRun:
         return None
 
     def _read_prompts(self, stored: StoredStep, same: str) -> dict[str, PromptInStep]:
-        codes, values = coded(stored, same)
         numbers = [name for name in ("group_id", "rollout_id", *REWARDS) if name in stored.kinds]
-        with opened(stored.path) as file:
-            table = file.read(numbers)
+        with opened(stored.path, texts=[same] if stored.kinds[same] == "text" else []) as file:
+            table = file.read(list({same, *numbers}))
+        codes, values = as_codes(table[same])
         of = {name: table[name].to_numpy(zero_copy_only=False) for name in numbers}
         rows = np.arange(len(codes))
         first = np.unique(of.get("rollout_id", rows), return_index=True)[1]  # of each rollout
@@ -348,7 +348,8 @@ class StoredRun:
         found = {}
         for at, value in enumerate(values):
             key = key_of(value)
-            self.labels.setdefault(key, label_of(value))
+            if key not in self.labels:
+                self.labels[key] = label_of(value)
             mean = float(total[at] / count[at]) if count[at] else None
             found[key] = PromptInStep(int(groups[at]), int(rollouts[at]), mean)
         return found
@@ -503,17 +504,26 @@ def coded(stored: StoredStep, name: str) -> tuple[np.ndarray, list[Any]]:
     """
     if name not in stored.kinds:
         raise UnreadableRows(f"step {stored.step} has no column {name!r}")
-    with opened(stored.path, [name] if stored.kinds[name] == "text" else []) as file:
-        column = file.read([name])[name]
+    with opened(stored.path, texts=[name] if stored.kinds[name] == "text" else []) as file:
+        return as_codes(file.read([name])[name])
+
+
+def as_codes(column: pa.ChunkedArray) -> tuple[np.ndarray, list[Any]]:
+    """(N,) codes of a column, and the value of each; null is a value, too.
+
+    Example:
+        >>> codes, values = as_codes(pa.chunked_array([["a", None], ["b", "a"]]))
+        >>> codes.tolist(), values
+        ([0, 2, 1, 0], ['a', 'b', None])
+    """
     if not pa.types.is_dictionary(column.type):
-        column = pc.dictionary_encode(column, null_encoding="encode")
-    whole = column.unify_dictionaries().combine_chunks()
-    whole = whole.chunk(0) if isinstance(whole, pa.ChunkedArray) and whole.num_chunks else whole
-    if not len(whole):
+        column = pc.dictionary_encode(column)
+    column = column.unify_dictionaries()
+    if not column.num_chunks:
         return np.empty(0, np.int64), []
-    codes = pc.fill_null(whole.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64)
-    values = whole.dictionary.to_pylist()
-    if (codes < 0).any():  # rows without a value are one prompt: that of which nothing is known
+    codes = pc.fill_null(pa.chunked_array([chunk.indices for chunk in column.chunks]), -1).to_numpy()
+    codes, values = codes.astype(np.int64), column.chunk(0).dictionary.to_pylist()
+    if (codes < 0).any():
         codes, values = np.where(codes < 0, len(values), codes), [*values, None]
     return codes, values
 
