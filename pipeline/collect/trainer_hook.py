@@ -162,7 +162,7 @@ class PipelineHook(TrainerHookBase):
 
     def _end(self) -> None:
         if self.assembler is not None:
-            self.assembler.give_up()
+            self.assembler.discard_batch()
 
     # -- its state --------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
+from headrace.pipeline.report.valid_json import json_text
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable
 
@@ -86,7 +87,7 @@ def record_job(output: Path, *, began: float, **said: Any) -> None:
         found = {"steps": len(steps), "rewards": ends[:1] + ends[-1:], "trained": share}
     times = {"folder": str(output), "seconds": ended - began, "ended": ended}
     output.mkdir(parents=True, exist_ok=True)
-    (output / FILE).write_text(json.dumps(said | times | found, indent=1))
+    (output / FILE).write_text(json_text(said | times | found, indent=1))
 
 
 def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:

@@ -1,5 +1,7 @@
 """Reports of what happened to a batch, printed, logged, dumped and drawn on a page."""
 
+from headrace.pipeline.user_turn import last_user_turn
+
 from .advice import Advice, Advisory, Symptom, advise, symptoms, unchecked, verdict
 from .comparison import Comparison
 from .dump import report_table, write_dump
@@ -12,7 +14,7 @@ from .page_contents import page_data
 from .shared_tokens import SharedTokens, count_shared_tokens, tree_words
 from .step import StepReport, make_report
 from .terminal import print_report, show_advisories, show_report
-from .texts import decoder_of, last_user_turn
+from .texts import decoder_of
 
 __all__ = [
     "Advice",

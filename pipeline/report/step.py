@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.conversations import labels_of_ids, strings
 from headrace.pipeline.notebook import ColumnTable, shown_value
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.user_turn import last_user_turn
 from headrace.pipeline.wording import printable
 from headrace.transforms import Status
 from headrace.transforms.entry import enter_rows
@@ -27,7 +28,7 @@ from .groups import compared_ids, groups_of, reading_order, rollouts_of, stalene
 from .numbers import numbers_of
 from .row_columns import report_columns
 from .shared_tokens import count_shared_tokens, linear_of
-from .texts import Decode, TokenValues, last_user_turn, texts_of_tokens, values_by_token
+from .texts import Decode, TokenValues, texts_of_tokens, values_by_token
 
 if TYPE_CHECKING:
     from headrace.pipeline.pipeline import Pipeline

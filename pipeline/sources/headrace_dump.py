@@ -26,7 +26,7 @@ from headrace.transforms import Status
 from headrace.transforms.tensordicts import as_texts
 
 from .batch import MAX_CELLS, MAX_TOKENS, Sample
-from .file_kinds import Reading, read_jsonl, read_table
+from .file_kinds import Format, Reading, read_jsonl, read_table
 from .record import Record, SourceError, as_number_or_gap, first_line, quote_some
 
 REQUIRED = ("step", "row", "group_id", "rollout_id", "reward")
@@ -281,3 +281,10 @@ def _rewards(table: pa.Table, unscored: np.ndarray, path: Path) -> np.ndarray:
             f"{quote_some(rewards[row].tolist())}"
         )
     return rewards
+
+
+FORMAT = Format(
+    read_headrace_dump,
+    files=("step_*.parquet|step_*.jsonl", "rollouts/step_*.parquet|rollouts/step_*.jsonl"),
+    keys=frozenset(REQUIRED),
+)
