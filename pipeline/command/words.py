@@ -29,7 +29,7 @@ from headrace.pipeline.wording import suggest
 
 ABSENT = object()
 CONF = Path(str(files("headrace.conf")))
-ALONE = ("recipes", "stages", "doctor", "help", "version")
+ALONE = ("recipes", "stages", "doctor", "help", "version", "view")
 DUMPS = (".jsonl", ".parquet", ".pt", ".gz", ".json")  # suffixes of files that may be meant by a word alone
 SHOWN = ("--help", "-h", "--version", "-m", "--multirun", "--cfg", "--resolve", "--hydra-help")
 INSTEAD = {  # what flags of other commands are here
@@ -51,6 +51,15 @@ def answer(words: Sequence[str]) -> int | None:
         ConfigError: a name that there is not.
     """
     first, alone = words[0] if words else "", len(words) == 1
+    if first == "view":
+        try:
+            from headrace.pipeline.view.server import view
+        except ImportError as err:
+            raise ConfigError(
+                f"headrace view reads rows with pyarrow, which cannot be imported ({err}): "
+                "pip install pyarrow"
+            ) from None
+        return view(words[1:])
     if first == "doctor" and alone:
         from .doctor import examine  # which imports torch, if it can
 

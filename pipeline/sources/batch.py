@@ -46,6 +46,8 @@ class Sample:
         response_parts: the same as the contents of messages, each with whether the policy wrote it; None
             where the response is one text.
         ground_truth: what the response is graded by, as text.
+        other_columns: what else the record has, as a JSON object; empty: nothing. None: what its format's
+            reader has not asked for.
         tokens: (L,) token ids of the whole sequence.
         loss_mask: (R,) over the response or (L,) over all tokens, 1 trains; None: all of the response.
         response_length: R, in tokens.
@@ -77,6 +79,7 @@ class Sample:
     response: str | None = None
     response_parts: list[tuple[bool, str]] | None = None
     ground_truth: str | None = None
+    other_columns: str | None = None
     tokens: list[int] | None = None
     loss_mask: list[int] | None = None
     response_length: int | None = None
@@ -174,6 +177,7 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     ``logged_weight``                       (N,) float64      rows have it
     ``prompt_text``, ``response_text``      N strings         rows have them
     ``ground_truth``                        N strings         all rows have it
+    ``other_columns``                       N strings         a row has any: a JSON object, or empty
     ====================================== ================= =============================================
 
     Args:
@@ -224,6 +228,8 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     texts = {f"{name}_text": column(rows, name, default="") for name in ("prompt", "response")}
     if all(row.ground_truth is not None or row.lost for row in rows):  # else only some can be graded by it
         texts["ground_truth"] = column(rows, "ground_truth", default="")
+    if any(row.other_columns for row in rows):
+        texts["other_columns"] = [row.other_columns or "" for row in rows]
     for name in ("group", "rollout"):
         given = [(getattr(row, name), getattr(row, f"{name}_label")) for row in rows]
         texts[f"{name}_label"] = [label_text(label) if text is None else text for label, text in given]

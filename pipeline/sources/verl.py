@@ -20,8 +20,10 @@ to have been cut off, and how long a response is needs a tokenizer.
 
 from __future__ import annotations
 
+from functools import partial
+
 from .batch import Label, Sample
-from .file_kinds import Reading
+from .file_kinds import Format, Reading, read_jsonl
 from .record import Record, read_json
 
 
@@ -76,3 +78,12 @@ def split_key(record: Record, key: str) -> tuple[str, str]:
             key,
         )
     return uid, f"{uid}_{numbers[0]}"
+
+
+FORMAT = Format(
+    partial(read_jsonl, parse=parse_row),
+    files=("*.jsonl",),
+    keys=frozenset({"input", "output", "score", "step"}),
+    options=("group_by", "group_size", "reward_key", "tokenizer"),
+    unsaid=("masks", "tokens"),
+)

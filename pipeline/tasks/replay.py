@@ -102,8 +102,9 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         console.print(history_table(history, f"where the rows of {len(history)} steps went"))
         names = {name for numbers in history for name in numbers if name.startswith("tree/tokens/")}
         in_all = {name: sum(numbers.get(name, 0.0) for numbers in history) for name in names}
-        console.print(Text(tree_words(in_all)))
-        console.print(*show_advisories(folder.advisories, folder.verdict), sep="\n")
+        if words := tree_words(in_all):
+            console.print(Text(f"{words}, all {len(history):,} steps"))
+        console.print(*show_advisories(folder.advisories, folder.verdict, folder.unchecked), sep="\n")
     for notice in folder.notices:
         console.print(Text(printable(notice), style="red" if failed and notice == folder.notices[0] else ""))
     if words := logged.words():
@@ -146,11 +147,8 @@ def said_of_dump(folder: ReportFolder) -> list[str]:
     said = []
     if LENGTH in folder.unsaid:
         said.append(
-            "Lengths in tokens are not in this dump. No number here depends on them: loss weights and shares of "
-            "the gradient are left out. Set "
-            "`source.tokenizer=PATH`, a tokenizer.json or a folder of transformers: it counts them."
+            "Lengths in tokens are not in this dump. No number here depends on them: loss weights and shares "
+            "of the gradient are left out. Set `source.tokenizer=PATH`, a tokenizer.json or a folder of "
+            "transformers, to count them."
         )
-    if folder.unchecked:
-        names = [f"{name} (no `{number}`)" for name, number in folder.unchecked.items()]
-        said.append(f"Advisories that cannot fire here: {', '.join(names)}.")
     return said
