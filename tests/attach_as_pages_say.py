@@ -18,6 +18,7 @@ import sys
 import tempfile
 import textwrap
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,7 +144,9 @@ def swift(blocks: list[str]) -> None:
             found.append(trainer._compute_advantages(rows, torch.tensor(REWARDS).unsqueeze(1), []))
 
         def main(self):
-            self.train(GRPOTrainer())
+            trainer = GRPOTrainer()
+            trainer._metrics = {"train": defaultdict(list)}
+            self.train(trainer)
 
     from accelerate import PartialState
 
