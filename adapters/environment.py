@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from headrace.pipeline import Decider, Decision, Pipeline, advantages_of, load_pipeline
 from headrace.pipeline.decision import refuse_state
 from headrace.pipeline.halves import before_the_cut, part_of
-from headrace.transforms import TokenAdvantage
+from headrace.transforms import MissingKeyError, TokenAdvantage
 
 RECIPE, OVERRIDES = "HEADRACE_RECIPE", "HEADRACE_OVERRIDES"
 Part = Literal["advantages", "rows", "whole"]
@@ -56,7 +57,8 @@ def decide_here(default: str, columns: Mapping[str, Any], *words: str, part: Par
             :func:`token_stages`; ``whole``, cut and weight, too.
     """
     decider = _decider(default, words, part)
-    return decider.decide({name: values for name, values in columns.items() if decider.reads(name)})
+    with options_are_words():
+        return decider.decide({name: values for name, values in columns.items() if decider.reads(name)})
 
 
 def advantages_by_uid(
@@ -74,7 +76,24 @@ def advantages_by_uid(
     batch["rollout_id"] = torch.arange(len(index), device=response_mask.device)
     batch["next", "reward"] = token_level_rewards.sum(-1)
     batch["masks", "all_assistant_mask"] = response_mask.bool()
-    return advantages_of(recipe_of_environment(default), batch).advantage * response_mask
+    with options_are_words():
+        return advantages_of(recipe_of_environment(default), batch).advantage * response_mask
+
+
+@contextmanager
+def options_are_words() -> Iterator[None]:
+    """Say of a column that is not there where the options are that an error names.
+
+    Raises:
+        MissingKeyError: the same, with the variables.
+    """
+    try:
+        yield
+    except MissingKeyError as err:
+        raise MissingKeyError(
+            f"{err}. Options are overrides of the recipe {os.environ.get(RECIPE) or 'by default'}, in the "
+            f'environment of every process: {OVERRIDES}="pipeline.stages.gate.group_size=8"'
+        ) from err
 
 
 def token_stages(pipeline: Pipeline) -> dict[str, TokenAdvantage]:

@@ -19,6 +19,7 @@ from headrace.transforms import BatchError
 from .environment import recipe_of_environment, token_stages
 from .samples import Rewards, decide_samples, weigh_samples
 
+recipe_of_environment("as/slime")  # a wrong name fails here, before any rollout
 BY_TOKEN = "headrace.adapters.slime.compute_advantages"
 
 

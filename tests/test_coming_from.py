@@ -13,6 +13,7 @@ import random
 import re
 import shlex
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -71,6 +72,25 @@ def test_the_environment_names_a_recipe_once_for_all(recipe):
     recipe("rae")
     with pytest.raises(ValueError, match=r"stages running remember"):
         recipe_of_environment("as/slime")
+
+
+def test_a_misspelt_recipe_is_an_error_before_any_rollout(monkeypatch, recipe):
+    foreign.prime_rl_algo(monkeypatch)
+    foreign.skyrl_ppo_utils(monkeypatch)
+    foreign.rllm_advantage(monkeypatch)
+    foreign.torchtitan_config(monkeypatch)
+    recipe("grop")
+    for name in ("slime", "prime_rl", "skyrl", "rllm", "torchtitan"):
+        sys.modules.pop(f"headrace.adapters.{name}", None)
+        with pytest.raises(ValueError, match=r"no recipe 'grop' \(did you mean 'grpo'"):
+            importlib.import_module(f"headrace.adapters.{name}")
+
+
+def test_an_option_that_is_missing_is_named_as_a_word_of_the_environment(monkeypatch, recipe):
+    registry = foreign.skyrl_ppo_utils(monkeypatch)
+    adapter("skyrl")
+    with pytest.raises(BatchError, match=r'HEADRACE_OVERRIDES="pipeline\.stages\.gate\.group_size=8"'):
+        registry["headrace"](torch.ones(2, 1), torch.ones(2, 1), index=["u", "u"])
 
 
 def test_what_is_no_trainer_is_refused():
