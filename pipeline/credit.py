@@ -1,4 +1,4 @@
-"""What a pipeline gives to the rows of another trainer, which cuts and weighs them by itself."""
+"""Advantages for a trainer that makes its own minibatches and loss weights."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from .run import Run
 
 
 class Credit(NamedTuple):
-    """What each row that came in gets, in the order in which they came."""
+    """Advantage and mask of each input row, in the order of the input."""
 
     advantage: Tensor
-    """(N, 1), or (N, T) where tokens have one each; 0 out of the loss."""
+    """(N, 1), or (N, T) if each token has its own; 0 outside the loss."""
     in_loss: Tensor
-    """(N, 1), or (N, T) where the batch has a loss mask; bool, True trains."""
+    """(N, 1), or (N, T) if the batch has a loss mask; bool, True trains."""
     run: Run
-    """Ledger, metrics and report of the batch."""
+    """The run, with ledger, metrics and report."""
 
 
 def advantages_of(pipeline: Pipeline, batch: TensorDictBase) -> Credit:
-    """Run the stages in front of the cut, and give all rows back in the order in which they came.
+    """Run the stages before the split, and return advantages and masks for all rows in input order.
 
-    For a trainer that makes minibatches and weighs tokens itself, and asks only what each of its rows is
-    worth. A row that leaves has an advantage of 0 and is out of the loss: a mean over tokens or rows is to
-    leave it out, too. One device read beside those of the stages, where the batch has a loss mask.
+    Use it in a trainer that makes minibatches and loss weights itself. A row that a stage drops or masks has
+    advantage 0 and is out of the loss: leave it out of means over tokens or rows. If the batch has a loss
+    mask, this reads the device once, in addition to the stages.
 
     Args:
-        pipeline: of a recipe; its split and weight are not used.
-        batch: TensorDict ``[N]``: ids, rewards, and what else the recipe reads.
+        pipeline: its split and weight are not used.
+        batch: TensorDict ``[N]`` with ids, rewards, and the other columns that the recipe reads.
 
     Returns:
         A :class:`Credit`.
 
     Raises:
-        BatchError: a stage refused the batch, or moved tokens from row to row, which no other trainer would
-            know of.
+        BatchError: a stage refused the batch, or moved tokens between rows, which the trainer's rows would
+            not follow.
 
     Example:
         >>> from tensordict import TensorDict
@@ -62,16 +62,16 @@ def advantages_of(pipeline: Pipeline, batch: TensorDictBase) -> Credit:
     first = before_the_cut(pipeline)
     run = first.run(batch)
     if batch.ndim != 1 or (run.ledger is not None and len(run.ledger.reason) != len(batch)):
-        raise BatchError(f"rows are given back one for one, so that a batch is [N]; got {[*batch.shape]}")
+        raise BatchError(f"advantages_of needs a batch of shape [N]; got {[*batch.shape]}")
     if run.ledger is None or len(run.batch) == 0:
         nothing = torch.zeros(len(batch), 1, dtype=FLOAT, device=device_of(batch))
         return Credit(nothing, nothing.bool(), run)
     keys = [stage.advantage_key for stage in first.stages.values() if hasattr(stage, "advantage_key")]
     if not keys:
-        raise BatchError(f"no stage gives an advantage; there are {', '.join(first.order)}")
+        raise BatchError(f"no stage writes an advantage; the stages are {', '.join(first.order)}")
 
     def put_back(column: Tensor) -> Tensor:
-        """Of the rows that stay, where they came from; 0 and False for the others."""
+        """Put the values of the remaining rows at their input rows; 0 and False for the others."""
         wide = column.reshape(len(column), -1)
         return wide.new_zeros(len(batch), wide.shape[1]).index_copy_(0, run.batch.get(ROW), wide)
 
@@ -82,8 +82,8 @@ def advantages_of(pipeline: Pipeline, batch: TensorDictBase) -> Credit:
         new = (mask & ~before).any(1) if before.shape == mask.shape else mask.any(1)
         if rows := new.nonzero().flatten().tolist():
             raise BatchError(
-                "another trainer has the tokens of rows as they came in; found others in the loss at rows "
-                f"{listing(map(str, rows))}. Leave out the stage that merges rows or makes them wider"
+                "the trainer has the tokens of the input rows, but a stage put other tokens into the loss "
+                f"at rows {listing(map(str, rows))}. Remove the stage that merges or widens rows"
             )
     trains = mask & (run.ledger.reason == 0).unsqueeze(1)
     keep = trains if advantage.shape[1] > 1 else trains.any(1, keepdim=True)

@@ -134,11 +134,11 @@ def test_a_pipeline_on_the_wrong_side_of_a_buffer_says_where_it_belongs():
 
 def test_halves_take_each_others_rows_and_nobody_elses():
     first, second = composed(*RECIPE).halves()
-    with pytest.raises(BatchError, match="takes rows that the first has been over; got 22 others"):
+    with pytest.raises(BatchError, match="needs rows that the first half has processed; got 22"):
         second(collected())
     with pytest.raises(ProcessedTwiceError):
         first(first(collected()))
-    with pytest.raises(ProcessedTwiceError, match="got 22 rows that were cut and weighed already"):
+    with pytest.raises(ProcessedTwiceError, match="second half has already processed 22"):
         second(second(first(collected())))
-    with pytest.raises(ValueError, match="halved where it cuts the batch, by ShuffleSplit"):
+    with pytest.raises(ValueError, match="needs a whole pipeline with a ShuffleSplit"):
         Pipeline({"collapse": FanOutCollapse()}).halves()

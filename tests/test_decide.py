@@ -143,12 +143,12 @@ def test_advantages_need_no_tokens_and_weights_say_so():
 @pytest.mark.parametrize(
     ("recipe", "change", "error", "says"),
     [
-        ("rae", {}, ValueError, r"stages running remember.*headrace.Decider\(recipe, \*\*options\)"),
-        ("grpo", {"rewards": [1.0] * 4}, ValueError, "reads no columns rewards"),
-        ("grpo", {"reward": [1.0] * 3}, BatchError, "one number a row.*'reward': 3"),
+        ("rae", {}, ValueError, r"stages running have a state.*headrace.Decider\(recipe, \*\*options\)"),
+        ("grpo", {"rewards": [1.0] * 4}, ValueError, "does not read the columns rewards"),
+        ("grpo", {"reward": [1.0] * 3}, BatchError, "one entry for each row.*'reward': 3"),
         ("grpo", {"group_id": ["a", "a", "b", "a"]}, BatchError, "group 'a' has 3 of 2"),
         ("grpo", {"reward": [1.0, float("nan"), 0.0, 1.0]}, BatchError, "row 1"),
-        ("opd", {}, MissingKeyError, r"'teacher_log_probs'.* of each token: run it on a batch that has"),
+        ("opd", {}, MissingKeyError, r"'teacher_log_probs'.* of each token. Run it on a batch that has"),
         ("dapo", {"tokens": None, "overlong": True}, MissingKeyError, "'tokens' is the number of tokens"),
     ],
 )
