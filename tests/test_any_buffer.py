@@ -84,7 +84,7 @@ def test_rows_that_were_not_weighed_together_are_no_step(how, fold):
         "two batches": lambda: torch.cat([one, two]),
         "a part of two": lambda: torch.cat([one[:4], two[:4]]),
     }[how]().exclude(("headrace", "minibatch"), ("headrace", "microbatch"))
-    with pytest.raises(BatchError, match=r"weighed together; these have \d+ tokens .*pipeline.halves\(\)"):
+    with pytest.raises(BatchError, match=r"of one weighted step: .* found \d+ tokens .*pipeline.halves\(\)"):
         weight_of([step])
 
 
@@ -100,7 +100,7 @@ def test_as_many_tokens_are_not_the_same_step(rows):
     if len(set(rows)) == 8:
         assert weight_of([step]) == pytest.approx(1.0)
     else:
-        with pytest.raises(BatchError, match=r"these have 32 tokens .* \d of them are there twice"):
+        with pytest.raises(BatchError, match=r"found 32 tokens .* \d duplicate rows"):
             weight_of([step])
 
 

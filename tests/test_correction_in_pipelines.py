@@ -275,7 +275,7 @@ def test_a_ragged_advantage_by_token_is_for_no_loss_that_pads_it_on_the_other_si
     for key in (OLD, SAMPLER, MASK):
         rows[0][key] = rows[0][key][:-1]
     done = LossWeight(dtype="float64", log_prob_key=OLD)(RolloutCorrection()(lazy_stack(rows)))
-    with pytest.raises(BatchError, match=r"each token would get another's. Put DenseRows in front"):
+    with pytest.raises(BatchError, match=r"get each other's advantages. Put DenseRows first"):
         optimise([done], loss, torch.optim.SGD(policy.parameters(), lr=0.0))
 
 

@@ -251,7 +251,7 @@ def test_a_step_of_ones_own_is_named_and_compared_with_a_recipe(tmp_path, monkey
         (["xray=mine", "source=json:__doc__"], "must name a function(model, batch, cut)"),
         (["xray=mine", "source=json:dumps"], "xray=mine: json:dumps(model, batch, cut) raised TypeError"),
         (["xray=torchrl", "xray.only=nothing"], "xray.only=nothing is in no setting; there are GRPOLoss"),
-        (["xray=trlx"], "there is no xray 'trlx' (did you mean 'trl'"),
+        (["xray=trlx"], "unknown xray 'trlx' (did you mean 'trl'"),
         (["xray.cuts=2"], "xray.cuts must be"),
     ],
 )
