@@ -140,7 +140,7 @@ class RepeatSampler(Sampler[int]):
             yield stamp_ids(prompts, group_size=self.group_size, first_rollout=first, stride=self.ranks)
 
     def drawn_with(self, groups: Iterable[int]) -> list[int]:
-        """Return all groups of those batches of :meth:`draws`, of this or any rank, that hold one of `groups`.
+        """Return all groups of the batches of :meth:`draws`, of any rank, that hold one of `groups`.
 
         The result follows from the ids alone. With ``CompletenessGate(expected_groups=sampler)`` the gate
         finds groups of which no row came back. This needs collected batches that hold whole batches of
