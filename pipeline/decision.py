@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.columns import COLUMNS, OF_TOKENS
@@ -19,7 +19,8 @@ from headrace.transforms.errors import BatchError, MissingKeyError, listing
 from headrace.transforms.ids import as_ids
 from headrace.transforms.options import nested_key, takes_options
 from headrace.transforms.rows import column_keys
-from headrace.transforms.tensordicts import ELSEWHERE, number_of
+from headrace.transforms.schema import ROW, has_key
+from headrace.transforms.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy
 
 from .composing.recipe_names import Recipe
 from .halves import part_of
@@ -40,29 +41,58 @@ class Decision:
         run: the pipeline's run, with its metrics and report.
         carried: (C,) int64, rows that an earlier call of a :class:`Decider` carried over to this batch, as
             row numbers counted from 0 over all calls. In all columns they follow the N rows of this call.
+        came: the rows with tokens, if the caller gave a TensorDict; None for plain columns.
     """
 
-    def __init__(self, run: Run, carried: Tensor):
-        self.run, self.carried = run, carried
+    def __init__(self, run: Run, carried: Tensor, came: TensorDictBase | None = None):
+        self.run, self.carried, self.came = run, carried, came
 
     @cached_property
     def advantage(self) -> Tensor:
-        """(N + C,) float64; 0 for rows that do not train.
+        """(N + C,) float64, or (N + C, T) if the recipe gives each token its own; 0 outside the loss.
 
         Raises:
-            BatchError: no stage of the recipe writes an advantage, or it writes one for each token.
+            BatchError: no stage of the recipe writes an advantage.
         """
         keys = [each.advantage_key for each in self.run.stages.values() if hasattr(each, "advantage_key")]
+        if not keys:
+            raise BatchError(f"no stage writes an advantage; the stages are {', '.join(self.run.stages)}")
         if self.run.rows is None:
             return torch.zeros(0, dtype=torch.float64)
-        table = self.run.rows.table
-        found = table.columns.get(keys[-1]) if keys else None
-        if found is None or found.ndim > 1:
+        if self.came is None:
+            found = self.run.of_rank(self.run.rows.table.columns[keys[-1]])
+            return torch.where(self.keep, found.double(), 0.0)
+        if not len(self.run.batch):
+            return torch.zeros(len(self.keep), dtype=torch.float64)
+        wide = self._put_back(self.run.batch.get(keys[-1])).double()
+        if wide.shape[1] > 1:
+            return torch.where(self.in_loss, wide, 0.0)
+        return torch.where(self.keep.to(wide.device), wide[:, 0], 0.0)
+
+    @cached_property
+    def in_loss(self) -> Tensor:
+        """(N + C, T) bool, True at tokens that train, if the rows have a loss mask; else :attr:`keep`.
+
+        Raises:
+            BatchError: a stage moved tokens between rows, which the caller's rows would not follow.
+        """
+        key = self.run.keys.loss_mask
+        if self.came is None or not len(self.run.batch) or not has_key(self.came, key):
+            return self.keep
+        before, mask = self.came.get(key), self._put_back(self.run.batch.get(key))
+        new = (mask & ~before).any(1) if before.shape == mask.shape else mask.any(1)
+        if rows := new.nonzero().flatten().tolist():
             raise BatchError(
-                "the recipe must write one advantage for each row; the stages of this one are "
-                f"{', '.join(self.run.stages)}. Run the pipeline on a batch with tokens instead"
+                "the trainer has the tokens of the input rows, but a stage put other tokens into the loss "
+                f"at rows {listing(map(str, rows))}. Remove the stage that merges or widens rows"
             )
-        return torch.where(self.keep, self.run.of_rank(found).double(), 0.0)
+        return mask & self.keep.to(mask.device).unsqueeze(1)
+
+    def _put_back(self, column: Tensor) -> Tensor:
+        """(N + C, T): a column of the remaining rows, at their input rows; 0 and False for the others."""
+        wide = column.reshape(len(column), -1)
+        whole = wide.new_zeros(len(self.keep), wide.shape[1])
+        return whole.index_copy_(0, self.run.batch.get(ROW).flatten(), wide)
 
     @cached_property
     def loss_weight(self) -> Tensor:
@@ -167,7 +197,7 @@ class Decider:
         ]
         return self.pipeline if names == self.pipeline.order else part_of(self.pipeline, names, None)
 
-    def decide(self, columns: Mapping[str, Any]) -> Decision:
+    def decide(self, columns: Mapping[str, Any] | TensorDictBase) -> Decision:
         """Run the recipe on one batch.
 
         Args:
@@ -178,20 +208,26 @@ class Decider:
             MissingKeyError: see :func:`headrace.pipeline.decide`.
             ValueError: the recipe does not read one of the columns.
         """
-        batch, texts = self._read(columns)
-        pipeline = self.pipeline if "tokens" in columns else self.without_weights
-        batch[ELSEWHERE] = torch.arange(self.rows, self.rows + len(batch))
+        came = columns if isinstance(columns, TensorDictBase) else None
+        batch, texts = self._read(columns) if came is None else (_rows_of(came), {})
+        masked = "tokens" in columns if came is None else has_key(came, self.pipeline.loss_mask_key)
+        pipeline = self.pipeline if masked else self.without_weights
+        carries = any(getattr(stage, "remainder", "") == "carry" for stage in pipeline.stages.values())
+        if came is None or carries:  # with plain columns, this column says that tokens are elsewhere
+            batch[ELSEWHERE] = torch.arange(self.rows, self.rows + len(batch), device=device_of(batch))
         try:
             with labels_said(texts.values):
                 run = pipeline.run(batch)
         except MissingKeyError as err:
+            if came is not None:
+                raise
             of_tokens = ", ".join(map(repr, columns_of_tokens(pipeline)))
             raise MissingKeyError(
-                f"{err}. decide() takes columns of one number a row: 'tokens' is the number of tokens in the "
-                "loss, 'length' the number of all tokens"
+                f"{err}. Plain columns have one number a row: 'tokens' is the number of tokens in the loss, "
+                "'length' the number of all tokens"
                 + (
-                    f". This recipe reads {of_tokens} of each token. Run it on a batch that has them, with "
-                    "pipeline(batch) or advantages_of(pipeline, batch)"
+                    f". This recipe reads {of_tokens} of each token: give a TensorDict of rows with these "
+                    "columns instead"
                     if of_tokens
                     else ""
                 )
@@ -202,7 +238,7 @@ class Decider:
         if run.rows is not None and run.rows.table.carried is not None:
             carried = run.of_rank(run.rows[ELSEWHERE])[len(batch) :]
         self.rows += len(batch)
-        return Decision(run, carried)
+        return Decision(run, carried, came)
 
     def reads(self, name: str) -> bool:
         """Whether the recipe reads a column of this name."""
@@ -263,6 +299,13 @@ class Decider:
         return f"Decider({', '.join(self.pipeline.order)})"
 
 
+def _rows_of(batch: TensorDictBase) -> TensorDictBase:
+    """Return a shallow copy of a batch [N], to which columns can be added."""
+    if batch.ndim != 1:
+        raise BatchError(f"a batch of shape [N] is required; got {[*batch.shape]}")
+    return shallow_copy(batch)
+
+
 def pipeline_of(recipe: Recipe | str | Pipeline, /, *overrides: str, **options: Any) -> Pipeline:
     """Return a pipeline unchanged, or load that of a recipe's name.
 
@@ -286,7 +329,7 @@ _lock = Lock()
 
 @takes_options
 def decide(
-    columns: Mapping[str, Any],
+    columns: Mapping[str, Any] | TensorDictBase,
     recipe: Recipe | str = "grpo",
     *overrides: str,
     seed: int = 0,
@@ -301,7 +344,8 @@ def decide(
             ``rollout_id``, numbers or text; ``reward``, (N,) or (N, K); ``tokens``, (N,) int, the number of
             tokens of each row in the loss, needed for loss weights; and the other columns that the recipe
             reads: ``status``, ``policy_version``, ``expected_rollouts``, ``length`` (the number of all
-            tokens of each row), ….
+            tokens of each row), …. If the recipe reads numbers of each token: a TensorDict ``[N]`` of rows,
+            as for a pipeline.
         recipe: its name.
         overrides: see :func:`load_pipeline`.
         seed: seed of the rows' permutation.
