@@ -167,5 +167,5 @@ def test_several_steps_in_one_batch_are_refused(scene):
     policy, batch = scene
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
     whole = LossWeight()(ShuffleSplit(minibatches=3, remainder="uneven")(batch))
-    with pytest.raises(BatchError, match="holds 3: take them one by one"):
+    with pytest.raises(BatchError, match="holds 3: take one after the other"):
         optimise([whole], loss, torch.optim.SGD(policy.parameters(), lr=0.0))
