@@ -95,10 +95,10 @@ def test_rows_behind_the_end_are_refused(make_batch):
 def test_where_rollouts_end_is_said_by_bools(make_batch):
     batch = ended(make_batch, [0, 1], [1.0, 1.0])
     with pytest.raises(
-        BatchError, match=r"CompletenessGate needs a bool a row in .*'done'.* found torch.float32"
+        BatchError, match=r"CompletenessGate needs one bool per row in .*'done'.* found torch.float32"
     ):
         CompletenessGate(group_size=2)(batch)
-    with pytest.raises(BatchError, match="FanOutCollapse needs a bool a row"):
+    with pytest.raises(BatchError, match="FanOutCollapse needs one bool per row"):
         FanOutCollapse()(batch)
 
 
@@ -324,5 +324,5 @@ def test_what_a_collector_padded_with_is_said_by_one_bool_a_row():
     assert FanOutCollapse()(batch)["rollout_id"].tolist() == [0, 1, 3]
     for mask in (torch.ones(4, 3, dtype=torch.bool), torch.ones(4)):
         batch["collector", "mask"] = mask
-        with pytest.raises(BatchError, match=r"a bool a row|one number a row"):
+        with pytest.raises(BatchError, match=r"one bool per row|one number per row"):
             FanOutCollapse()(batch)

@@ -66,7 +66,9 @@ def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: s
     if rows and any_row_has(flat, COLLECTED):
         real = number_column(flat, COLLECTED)
         if not isinstance(real, Tensor) or real.dtype is not torch.bool or real.ndim > 1:
-            raise BatchError(f"{reader} needs a bool a row in {COLLECTED!r}: False for a collector's padding")
+            raise BatchError(
+                f"{reader} needs one bool per row in {COLLECTED!r}: False for a collector's padding"
+            )
         kept = real.nonzero().flatten()
         flat = take_rows(flat, kept, on_cpu=kept.cpu()).exclude(COLLECTED)
     return number_ids(flat, id_keys) if flat.shape.numel() else flat

@@ -19,7 +19,7 @@ def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
     """Rewards as an (N,) floating-point tensor; float64, which keeps large integers apart, of anything else.
 
     Raises:
-        BatchError: a None (the rows are named), or more than one number a row.
+        BatchError: a None (the rows are named), or more than one number per row.
     """
     if not isinstance(reward, Tensor):
         missing = [row for row, value in enumerate(reward) if value is None]
