@@ -64,7 +64,7 @@ def test_first_and_last_may_follow_a_turn_column_whatever_the_order_of_rows(segm
 
 def test_a_turn_that_a_rollout_has_twice_is_refused(make_batch):
     batch = make_batch([1.0, 2.0, 3.0], [0, 0, 0], [7, 8, 7], turn=[4, 4, 4])
-    message = r"turns of their own; found rollout 7 \(rows \[0, 2\]: \[4, 4\]\)"
+    message = r"must have different turns; found rollout 7 \(rows \[0, 2\]: \[4, 4\]\)"
     with pytest.raises(BatchError, match=message):
         FanOutCollapse(reward="last", turn_key="turn")(batch)
     with pytest.raises(BatchError, match=message):
@@ -117,7 +117,7 @@ NAN = float("nan")
 def test_segments_that_disagree_on_what_is_missing_are_refused_with_their_numbers(make_batch, rewards):
     batch = make_batch([5.0, *rewards], [0, 0, 0], [8, 7, 7])
     found = re.escape(f"rollout 7 (rows [1, 2]: {[[value] for value in rewards]})")
-    with pytest.raises(BatchError, match=rf"must be missing on all segments of its rollout; found {found}$"):
+    with pytest.raises(BatchError, match=rf"missing on all segments of its rollout; found {found}$"):
         FanOutCollapse(missing="skip")(batch)
     batch[COUNTED] = torch.tensor([True, True, False])  # a segment out of the statistics says nothing
     assert FanOutCollapse(missing="skip")(batch)[IS_FIRST_SEGMENT].tolist() == [True, True, False]
@@ -134,7 +134,7 @@ def test_of_several_rewards_each_is_missing_by_itself(make_batch):
     for wrong in ([2.0, NAN], [NAN, NAN], [2.0, 2.0]):  # both columns disagree, or one
         batch["next", "reward"][1] = torch.tensor(wrong)
         found = re.escape(f"rollout 7 (rows [0, 1]: [[nan, 2.0], {wrong}])")
-        with pytest.raises(BatchError, match=f"must be missing on all segments of its rollout; found {found}"):
+        with pytest.raises(BatchError, match=f"missing on all segments of its rollout; found {found}"):
             FanOutCollapse(columns=2, missing="skip")(batch)
 
 
