@@ -51,7 +51,9 @@ def test_first_and_last_may_follow_a_turn_column_whatever_the_order_of_rows(segm
     everybody = list(range(len(segments)))
     without = {rollouts[row] for row in inside if expected(row, everybody) != expected(row, inside)}
     if without:
-        with pytest.raises(BatchError, match=f"its {how} segment, which was taken out of rollout") as refused:
+        with pytest.raises(
+            BatchError, match=f"its {how} segment, but this segment was taken out of rollout"
+        ) as refused:
             FanOutCollapse(reward=how, turn_key="turn")(batch)
         assert set(map(int, re.findall(r"rollout (\d+)", str(refused.value)))) == without
         batch[COUNTED] = torch.tensor([rollout not in without for rollout in rollouts]) & batch[COUNTED]

@@ -167,7 +167,7 @@ def test_folding_twice_or_into_integers_is_refused():
     with pytest.raises(BatchError, match="a second fold would apply weights twice"):
         LossWeight(fold="sum")(once)
     batch["advantage"] = torch.ones(3, 1, 1, dtype=torch.int64)
-    with pytest.raises(BatchError, match=r"floating-point number; found torch.int64"):
+    with pytest.raises(BatchError, match=r"must be floating-point; found torch.int64"):
         LossWeight(fold="sum")(batch)
 
 
