@@ -92,7 +92,7 @@ def test_flags_may_stand_among_the_words():
     ("words", "message"),
     [
         (["hydra.run.dir=/dev/null/x"], "/dev/null/x: not a directory. hydra.run.dir=FOLDER"),
-        (["pipeline.stages.gate.group_size=${nope}"], "group_size: it follows ${nope}, which there is not"),
+        (["pipeline.stages.gate.group_size=${nope}"], "group_size: it refers to ${nope}, which is unknown"),
         (
             ["task=compare", "source.path=x", "pipelines=abc"],
             "pipelines must be a list, each a word; got 'abc'",

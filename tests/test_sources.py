@@ -540,7 +540,8 @@ def test_a_large_file_is_never_in_memory(tmp_path):
 def test_auto_says_what_it_saw_and_which_formats_there_are(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"question": 1}])
     with pytest.raises(
-        SourceError, match=r"found .*a\.jsonl with 'question'\. Set format to one of headrace, nemo_rl"
+        SourceError,
+        match=r"found .*a\.jsonl with 'question'\. Set source\.format to one of headrace",
     ):
         open_source(path)
     for format in ("verl", "auto"):
@@ -553,7 +554,7 @@ def test_auto_says_what_it_saw_and_which_formats_there_are(tmp_path):
 def test_a_uid_that_is_the_groups_own_has_to_be_said_to_be(tmp_path):
     rows = [verl_row("math_7", score) for score in (1.0, 0.0)] + [verl_row("algebra", 1.0)]
     path = write_lines(tmp_path / "7.jsonl", rows)
-    with pytest.raises(SourceError, match=r"if it is the group's own.*group_by='uid'"):
+    with pytest.raises(SourceError, match=r"if it is the group's own.*source.group_by=uid"):
         list(open_source(path, "verl"))
     ((_, batch),) = open_source(path, "verl", group_by="uid")
     assert in_order(batch["group_id"]) == [0, 0, 1]

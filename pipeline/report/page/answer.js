@@ -1,7 +1,7 @@
 // The answer first: a verdict in words, the numbers by which one sees it, and what to look at.
 import { curveOf, stepsDrawn } from "./curves.js";
 import { byId, h, s } from "./dom.js";
-import { count, extent, inPercent, plural, short } from "./numbers.js";
+import { count, extent, inPercent, isNumber, plural, short } from "./numbers.js";
 
 const TILES = [
   { metric: /^reward\/all\/mean$/, label: "reward", unit: "mean over rollouts", text: short },
