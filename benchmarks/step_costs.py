@@ -23,7 +23,7 @@ from timing import measure, median_ms, ratio
 from torch import Tensor
 
 from headrace.pipeline import load_pipeline, make_report
-from headrace.transforms import GroupAssembler, ShuffleSplit, deal
+from headrace.transforms import GroupAssembler, ShuffleSplit, assign_rows
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))  # behind the benchmarks, which have a batches.py
 from first_fits import plain_first_fit
@@ -58,7 +58,7 @@ def more_bins_than_first_fit(*, quick: bool) -> list[Row]:
     generator, more, draws = torch.Generator().manual_seed(0), 0, 10 if quick else 300
     for _ in range(draws):
         lengths = torch.randint(50, 91, (20,), generator=generator)
-        more += len(deal(lengths, max_tokens=300)[0]) > len(plain_first_fit(lengths.tolist(), 300))
+        more += len(assign_rows(lengths, max_tokens=300)[0]) > len(plain_first_fit(lengths.tolist(), 300))
     name = f"of {draws} draws of 20 rows of 50 to 90 tokens, those with more bins of 300 than first fit"
     return [Row(name, [Cell(None), Cell(more, "d", 0)])]
 

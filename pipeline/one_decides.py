@@ -70,7 +70,7 @@ def hand_out_passes(table: Table, passes: Sequence[Epoch], plans: Sequence[Seque
 
 
 def take_passes(rows: Rows, split: ShuffleSplit) -> tuple[list[Epoch], Any]:
-    """The passes over the rows of this rank, and what was drawn, as the first rank has decided."""
+    """The passes over the rows of this rank, and what was permuted, as the first rank has decided."""
     before = copy(rows.table)
     found, plans = hand_out(rows.table)
     passes = [Epoch(places, columns, [], rows.table.batch) for places, columns in found]
@@ -78,4 +78,4 @@ def take_passes(rows: Rows, split: ShuffleSplit) -> tuple[list[Epoch], Any]:
         Plan(torch.from_numpy(order), torch.from_numpy(padding), sizes, torch.from_numpy(left))
         for order, padding, sizes, left in plans
     ]
-    return passes, split.drawn_by_another(rows, own, before)
+    return passes, split.permuted_by_another(rows, own, before)

@@ -93,7 +93,7 @@ def check_order(stages: Mapping[str, Callable]) -> None:
 
     Too late is a column that a stage reads and only a later one makes, one that a stage has built on
     (`final_keys`: the rewards and groups behind an advantage) and a later one changes, and a loss mask that
-    is made after rows were silenced in it. So are pairs that would be silently wrong (:data:`WRONG`), and
+    is made after rows were masked in it. So are pairs that would be silently wrong (:data:`WRONG`), and
     stages whose work nobody reads. Stages that each change a column in turn are in order.
 
     Raises:
@@ -113,8 +113,8 @@ def check_order(stages: Mapping[str, Callable]) -> None:
                     f"has a place there; put {later!r} before {name!r}"
                 )
             in_turn = writes & later_reads
-            silenced = _silenced(stages[name]) - later_reads
-            if late := later_writes & ((reads - made - in_turn) | final | silenced):
+            masked = _masked(stages[name]) - later_reads
+            if late := later_writes & ((reads - made - in_turn) | final | masked):
                 columns = ", ".join(repr(key) for key in sorted(late, key=str))
                 raise ValueError(
                     f"stage {name!r} reads {columns}, which {later!r} writes after it: {later!r} would have "
@@ -167,10 +167,10 @@ def _keys(stage: Callable) -> tuple[set, set, set]:
     return reads, writes, final
 
 
-def _silenced(stage: Callable) -> set:
-    """The loss mask in which a stage silences rows; those that a gate finds empty are silent already."""
-    silences = IN_LOSS in getattr(stage, "out_keys", ()) or "masked" in getattr(stage, "effects", ())
-    return {getattr(stage, "loss_mask_key", None)} if silences else set()
+def _masked(stage: Callable) -> set:
+    """The loss mask in which a stage masks rows; those that a gate finds empty are masked already."""
+    masks = IN_LOSS in getattr(stage, "out_keys", ()) or "masked" in getattr(stage, "effects", ())
+    return {getattr(stage, "loss_mask_key", None)} if masks else set()
 
 
 # -- two stages in an order that would run, and be silently wrong -------------------------------------------
@@ -230,12 +230,12 @@ def _corrects_twice(one: Named, other: Named) -> str | None:
 
 
 def _silences_elsewhere(one: Named, other: Named) -> str | None:
-    silenced, read = one.has("silenced_tokens"), other.has("log_prob_key")
+    masked, read = one.has("masked_tokens_key"), other.has("log_prob_key")
     behind_cut = MINIBATCH in other.keys("out_keys") or MINIBATCH in other.keys("in_keys")
-    if not behind_cut or silenced is None or read is None or silenced == read:
+    if not behind_cut or masked is None or read is None or masked == read:
         return None
     return (
-        f"stage {one.name!r} takes tokens out by NaN in {silenced!r}, and {other.name!r} says that the loss "
+        f"stage {one.name!r} takes tokens out by NaN in {masked!r}, and {other.name!r} says that the loss "
         f"reads {read!r}, in which they would stay: set log_prob_key={read!r} on {one.name!r}"
     )
 

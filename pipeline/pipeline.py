@@ -267,7 +267,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         stages, ranks = dict(self.stages.items()), self._ranks()
         with ExitStack() as held:
             with sharing(ranks), labels_in_errors(batch, self._id_keys()):
-                flat, about, rows, drawn = self.enter(batch), "", None, None
+                flat, about, rows, permuted = self.enter(batch), "", None, None
                 if ranks is not None:
                     ranks.place, ranks.id_keys = "a batch", self.asked.ids
                     about = self._same_on_all_ranks(epochs)
@@ -279,9 +279,9 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                     refuse_nothing(stages, flat)
                     run, rows = Run(stages, self._keys, None, batch=batch, epochs=epochs), None
                 else:
-                    run, drawn = self._decide(stages, rows, epochs, held, whole=whole)
+                    run, permuted = self._decide(stages, rows, epochs, held, whole=whole)
             if rows is not None:  # nobody has refused the batch, on any rank
-                remember(stages, rows, drawn)
+                remember(stages, rows, permuted)
         return run
 
     def _decide(
@@ -304,24 +304,24 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             name, split = list(stages.items())[at]
             held.enter_context(split.lock)
             carried = split.carried_rows()
-        passes, drawn = self._cut(stages, rows, at, epochs)
+        passes, permuted = self._cut(stages, rows, at, epochs)
         if table.carried is not None:
             note_carried(rows, keys)
             texts = texts_with_carried(texts, carried, keys)
         places = [each.places for each in passes]
-        self._record_silent(rows, places, weights_came)
+        self._record_no_loss_tokens(rows, places, weights_came)
         processed = torch.full((table.size,), self._half != "first")
         table.columns[PROCESSED], table.written[PROCESSED] = processed, Written(torch.bool, 1)
         steps = None
-        if drawn is not None:
+        if permuted is not None:
             for each in passes:
                 each.columns[PROCESSED] = (processed, torch.bool, 1)
             with self._named(name, split, table):
-                steps = drawn.steps([each[1:] for each in passes])
+                steps = permuted.steps([each[1:] for each in passes])
                 if whole:
                     steps.refuse_to_resume()
         run = Run(stages, keys, rows, steps=steps, epochs=epochs, places=places, texts=texts)
-        return run, drawn
+        return run, permuted
 
     def _cut(
         self, stages: dict[str, nn.Module], rows: Rows, at: int | None, epochs: int
@@ -342,10 +342,10 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             seen = rows.seen_by(split, names[at])
             if not table.decides:
                 return take_passes(seen, split)
-            drawn = split.draw(seen, epochs)
+            permuted = split.permute(seen, epochs)
         before = table.columns, table.written, table.late
         whole = table.batch, table.live, table.kept
-        for each in drawn.passes:
+        for each in permuted.passes:
             table.columns, table.written, table.late = dict(before[0]), dict(before[1]), list(before[2])
             table.batch, table.live, table.kept = whole
             self._put_places(rows, each)
@@ -354,8 +354,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             places, columns = self._places(rows, each), table.written_columns()
             passes.append(Epoch(places, columns, table.late, table.batch))
         table.columns, table.written, table.late = before
-        hand_out_passes(table, passes, drawn.of_ranks)
-        return passes, drawn
+        hand_out_passes(table, passes, permuted.of_ranks)
+        return passes, permuted
 
     def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_cut: bool = False) -> None:
         """Let one stage decide, or change tokens; code that is not ours sees a batch, and is read again."""
@@ -406,7 +406,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             numbers = table.numbers_of(batch)
         if bool((numbers[1:] < numbers[:-1]).any()):
             raise BatchError(
-                "a stage leaves rows in their order, by which segments are told apart and orders drawn; it "
+                "a stage must keep the order of the rows, on which segments and permutations depend; it "
                 f"returned rows {few(numbers)}. Sort before the pipeline"
             )
         found, times = numbers.unique(return_counts=True)
@@ -452,21 +452,21 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             found["loss_weight"] = weight.to(rows.dtype(key)).double()  # as it trains
         return found
 
-    def _record_silent(self, rows: Rows, places: list[dict[str, Tensor]], weights_came: bool) -> None:
+    def _record_no_loss_tokens(self, rows: Rows, places: list[dict[str, Tensor]], weights_came: bool) -> None:
         """Record the rows that train nothing: no token in the loss, or no weight in any pass."""
         table, count = rows.table, TokenCount(self.loss_mask_key, self.log_prob_key)
         rows.table.load([] if places else [self._keys.weight], [count], most=AHEAD)
-        silent = ~table.in_loss
+        masked = ~table.in_loss
         if count in table.columns:
-            silent = silent | (table.columns[count] == 0)
+            masked = masked | (table.columns[count] == 0)
         ours = not weights_came or self.weighs
         weights = [each["loss_weight"] for each in places if "loss_weight" in each]
         if not places and (weight := table.columns.get(self._keys.weight)) is not None and weight.ndim == 1:
             weights = [weight]
         if ours and weights and len(weights) == max(len(places), 1):
-            silent = silent | torch.stack([weight == 0 for weight in weights]).all(0)
+            masked = masked | torch.stack([weight == 0 for weight in weights]).all(0)
         seen = Rows(table, rows.names, stage="pipeline")
-        seen.record(silent & table.here, "no_loss_tokens", "masked")
+        seen.record(masked & table.here, "no_loss_tokens", "masked")
 
 
 def name_reasons(rows: Rows, name: str, stage: Any) -> None:
@@ -477,10 +477,10 @@ def name_reasons(rows: Rows, name: str, stage: Any) -> None:
         rows.seen_by(stage, name).name_reason(reason, effect)
 
 
-def remember(stages: Mapping[str, nn.Module], rows: Rows, drawn: Any) -> None:
+def remember(stages: Mapping[str, nn.Module], rows: Rows, permuted: Any) -> None:
     """Let the stages that have a state take the batch in."""
-    if drawn is not None:
-        drawn.split.accept(drawn)
+    if permuted is not None:
+        permuted.split.accept(permuted)
     for stage in stages.values():
         if isinstance(stage, BatchTransform):
             stage.state_after(rows)

@@ -76,7 +76,7 @@ def collected(kind: str, recipe: str) -> TensorDict:
 
 
 def spread(batch: TensorDict, how: str, world: int) -> list[torch.Tensor]:
-    """The rows of each rank: dealt in turn, cut in pieces, at random, or all but the second rank's."""
+    """The rows of each rank: assigned in turn, cut in pieces, at random, or all but the second rank's."""
     rows = torch.arange(len(batch))
     if how == "in turn":
         return [rows[rank::world] for rank in range(world)]

@@ -27,9 +27,9 @@ def cut_alone(split: ShuffleSplit, batch: TensorDictBase) -> Done:
     with sharing(ranks):
         rows = split.read_table(batch, ranks)
         rows.table.extend(split.carried_rows(), split.remainder)
-        drawn = split.draw(rows.seen_by(split))
-        whole = drawn.steps([(rows.table.written_columns(), (), rows.table.batch)]).whole()
-    split.accept(drawn)
+        permuted = split.permute(rows.seen_by(split))
+        whole = permuted.steps([(rows.table.written_columns(), (), rows.table.batch)]).whole()
+    split.accept(permuted)
     names, table = ["trained", "remainder", "carried"], rows.table
     reasons = table.reason[table.numbers_of_rank].tolist()
     verdict = torch.tensor([names.index(table.names[reason]) for reason in reasons])

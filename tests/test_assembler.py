@@ -266,7 +266,7 @@ def make_begun(**options) -> GroupAssembler:
     assembler.put(batch_of_lines([Line(9, 90, 0, True), Line(9, 91, 0, True)]))
     assert assembler.take() is not None
     assembler.put(batch_of_lines([Line(8, 80, 0, True)]))
-    assembler.give_up()
+    assembler.discard_batch()
     assembler.put(batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, False)]))
     return assembler
 
@@ -474,21 +474,21 @@ def test_room_is_what_may_be_dispatched_and_still_be_trained_in_time():
     sampler = RepeatSampler(10, group_size=2, prompts_per_batch=3, remainder="drop")
     draws = sampler.draws()
     assembler = GroupAssembler(groups=2, max_staleness=1)
-    assert assembler.room() == 4
+    assert assembler.capacity() == 4
     draw = next(draws)
     assembler.announce(draw)
-    assert (assembler.room(), assembler.pending, assembler.held) == (1, 3, 0)
+    assert (assembler.capacity(), assembler.pending, assembler.held) == (1, 3, 0)
     with pytest.raises(BatchError, match=r"announced once, before their first row; found 0, 1, 2"):
         assembler.announce(draw)
     for line in [Line(group, 2 * group + r, 0, True) for group in (0, 1) for r in (0, 1)]:
         assembler.put(batch_of_lines([line]))
-    assert assembler.room() == 1
+    assert assembler.capacity() == 1
     assert assembler.take() is not None
-    assert (assembler.room(), saved_plain(assembler, groups=2, max_staleness=1).room()) == (1, 1)
+    assert (assembler.capacity(), saved_plain(assembler, groups=2, max_staleness=1).capacity()) == (1, 1)
     assembler.version += 1
-    assert assembler.room() == 3
-    with pytest.raises(ValueError, match="needs both max_staleness and groups"):
-        GroupAssembler(groups=2).room()
+    assert assembler.capacity() == 3
+    with pytest.raises(ValueError, match="needs max_staleness and groups"):
+        GroupAssembler(groups=2).capacity()
     with pytest.raises(BatchError, match="announced once, before their first row; found 0"):
         assembler.announce(draw[:2])
 
@@ -568,7 +568,7 @@ def test_a_state_of_one_that_reads_rows_in_another_way_is_refused():
 @pytest.mark.parametrize("wrong", [1.5, True, "2", float("nan")])
 def test_numbers_of_groups_and_rollouts_are_integers(wrong):
     assembler = GroupAssembler(groups=2, max_staleness=1)
-    calls = {"n": assembler.take, "rollouts": assembler.room, "groups": assembler.want}
+    calls = {"n": assembler.take, "rollouts": assembler.capacity, "groups": assembler.want}
     for name, call in calls.items():
         with pytest.raises(ValueError, match=f"{name} must be an integer"):
             call(wrong)

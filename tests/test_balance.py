@@ -53,11 +53,11 @@ def test_counts_differ_by_at_most_one(costs, bins):
 
 @given(COSTS, st.integers(1, 20))
 def test_swaps_never_make_the_heaviest_bin_heavier_than_dealing(costs, bins):
-    dealt = [0] * bins
+    assigned = [0] * bins
     for place, cost in enumerate(sorted(costs, reverse=True)):
         turn, seat = divmod(place, bins)
-        dealt[bins - 1 - seat if turn % 2 else seat] += cost
-    limit = max(dealt) * (1 + 1e-12)  # sums in float64
+        assigned[bins - 1 - seat if turn % 2 else seat] += cost
+    limit = max(assigned) * (1 + 1e-12)  # sums in float64
     assert max(loads(costs, balance_evenly(column(costs), bins), bins)) <= limit
 
 

@@ -28,7 +28,7 @@ from headrace.pipeline.certify.exact_gradient import (
     all_outcomes,
     gradients_of,
     one_group_a_step,
-    rows_of_courses,
+    rows_of_trajectories,
 )
 
 pytestmark = pytest.mark.slow
@@ -214,16 +214,16 @@ GROUPS, ERRORS = {True: 1500, False: 150}, 4.5  # together in a batch, or each b
 
 
 def walk(task: SmallTask, prompt, generator: torch.Generator) -> int:
-    """Sample a rollout, an action at a time: which course it took. Each begins with an action."""
-    log_probs, left, step = task.log_probs(task.sampler), list(range(len(prompt.courses))), 0
+    """Sample a rollout, an action at a time: which trajectory it took. Each begins with an action."""
+    log_probs, left, step = task.log_probs(task.sampler), list(range(len(prompt.trajectories))), 0
     while True:
-        going = [number for number in left if len(prompt.courses[number].actions) > step]
+        going = [number for number in left if len(prompt.trajectories[number].actions) > step]
         if not going:
-            chances = torch.tensor([prompt.courses[number].chance for number in left])
+            chances = torch.tensor([prompt.trajectories[number].chance for number in left])
             return left[int(torch.multinomial(chances, 1, generator=generator))]
-        decision = prompt.courses[going[0]].actions[step][0]
+        decision = prompt.trajectories[going[0]].actions[step][0]
         action = int(torch.multinomial(log_probs[decision].exp(), 1, generator=generator))
-        left = [number for number in going if prompt.courses[number].actions[step] == (decision, action)]
+        left = [number for number in going if prompt.trajectories[number].actions[step] == (decision, action)]
         step += 1
 
 
@@ -232,14 +232,14 @@ def sampled(name: str, groups: int, apart: bool):
     """So many groups of four rollouts, as the rows of a batch."""
     task, generator = TASKS[name], torch.Generator().manual_seed(7)
     prompts = task.prompts()
-    table, rows_of_course = rows_of_courses(task, prompts, turns_paid_apart=apart)
+    table, rows_of_trajectory = rows_of_trajectories(task, prompts, turns_paid_apart=apart)
     shares = torch.tensor([prompt.probability for prompt in prompts])
     index, outcome, rollout = [], [], []
     for group in range(groups):
         which = int(torch.multinomial(shares, 1, generator=generator))
-        before = sum(len(prompt.courses) for prompt in prompts[:which])
+        before = sum(len(prompt.trajectories) for prompt in prompts[:which])
         for place in range(4):
-            rows = rows_of_course[before + walk(task, prompts[which], generator)]
+            rows = rows_of_trajectory[before + walk(task, prompts[which], generator)]
             index += rows
             outcome += [group] * len(rows)
             rollout += [4 * group + place] * len(rows)

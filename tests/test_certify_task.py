@@ -21,14 +21,14 @@ pytestmark = pytest.mark.slow
 
 ONLY = "certify.only=[stop_or_continue]"
 MINE = """
-from headrace.pipeline.certify import Course, Prompt, SmallTask
+from headrace.pipeline.certify import Trajectory, Prompt, SmallTask
 
 class Coin(SmallTask):
     def __init__(self):
         super().__init__(theta=[0.5])
 
     def prompts(self):
-        return [Prompt(1.0, (Course((((0, 0),),), (0.0,)), Course((((0, 1),),), (1.0,))))]
+        return [Prompt(1.0, (Trajectory((((0, 0),),), (0.0,)), Trajectory((((0, 1),),), (1.0,))))]
 """
 
 
@@ -144,11 +144,11 @@ def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_task_whose_courses_do_not_add_up_is_refused():
+def test_a_task_whose_trajectories_do_not_add_up_is_refused():
     class Half(OneTurn):
         def prompts(self):
-            return [prompt._replace(courses=prompt.courses[:1]) for prompt in super().prompts()]
+            return [prompt._replace(trajectories=prompt.trajectories[:1]) for prompt in super().prompts()]
 
     half = Half(theta=[0.0])
-    with pytest.raises(ValueError, match=r"probabilities that add up to 1; found 0\.5"):
+    with pytest.raises(ValueError, match=r"probabilities of sum 1; found 0\.5"):
         half.sampled_families(half.prompts()[0])

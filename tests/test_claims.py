@@ -8,7 +8,7 @@ import pytest
 import torch
 from composed import configure
 
-from headrace.pipeline.certify import Course, OneTurn, Prompt, StopOrContinue, certify_recipe
+from headrace.pipeline.certify import OneTurn, Prompt, StopOrContinue, Trajectory, certify_recipe
 from headrace.transforms import group_relative_advantage
 
 pytestmark = pytest.mark.slow
@@ -109,12 +109,12 @@ class AnyLength(OneTurn):
 
     def prompts(self):
         follow = [(len(self.theta), 0)]
-        courses = [
-            Course((((0, action), *follow * more),), (self.rewards[action],), chance=0.5)
+        trajectories = [
+            Trajectory((((0, action), *follow * more),), (self.rewards[action],), chance=0.5)
             for action in (0, 1)
             for more in (0, 2)
         ]
-        return [Prompt(1.0, tuple(courses))]
+        return [Prompt(1.0, tuple(trajectories))]
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])

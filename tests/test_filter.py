@@ -51,7 +51,7 @@ def test_out_of_the_loss_leaves_nothing_to_train(make_batch, action):
 
 
 def test_a_silenced_row_is_as_long_as_it_was_to_statistics_and_has_nothing_in_the_loss(make_batch):
-    """Silenced by two filters, one after another, and in either form of a batch."""
+    """Masked by two filters, one after another, and in either form of a batch."""
     batch = make_batch([1.0, 8, 9, 3], [0] * 4)
     batch[MASK] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
     for form in (batch, lazy_stack(list(batch.exclude("prompt_text").unbind(0)))):

@@ -74,7 +74,6 @@ INNER = {
     "test_distributed.py": {"transforms.distributed"},
     "test_ids.py": {"transforms.ids"},
     "test_recipes.py": {"transforms.columns"},
-    "test_certified_recipes.py": {"pipeline.composing"},
     "test_certify_laws.py": {"pipeline.certify.exact_gradient"},
     "test_keywords.py": {
         "pipeline.composing",
@@ -82,7 +81,7 @@ INNER = {
         "pipeline.composing.recipe_names",
         "transforms.options",
     },
-    "test_logging.py": {"transforms.distributed.meeting"},
+    "test_logging.py": {"transforms.distributed.barrier"},
     "test_notebook.py": {"pipeline.notebook"},
     "test_tokens.py": {"transforms.rows", "transforms.tensordicts", "transforms.tokens"},
     "test_advisories.py": {"pipeline.composing", "pipeline.report.folder"},
@@ -101,7 +100,6 @@ INNER = {
     "test_narrow_terminal.py": {"pipeline.notebook", "pipeline.tables"},
     "test_page_bundle.py": {"pipeline.report.html"},
     "test_page_javascript.py": {
-        "pipeline.report.groups",
         "pipeline.report.html",
         "pipeline.report.page_schema",
     },
@@ -122,7 +120,10 @@ INNER = {
     "test_sweep.py": {"pipeline.command.sweep", "pipeline.train.job"},
     "test_xray_task.py": {"pipeline.coefficients.setting"},
     "composed.py": {"pipeline.run"},
-    "test_valid_json.py": {"pipeline.report.valid_json"},
+    "stored_runs.py": {"pipeline.view.server", "pipeline.view.stored_run"},
+    "test_view.py": {"pipeline.view.stored_run"},
+    "view.py": {"pipeline.view.server", "pipeline.view.stored_run"},
+    "test_valid_json.py": {"pipeline.valid_json"},
 }
 
 

@@ -102,8 +102,8 @@ def act(assembler: GroupAssembler, event: tuple) -> list[int]:
         assembler.version += 1
     elif kind == "commit" and assembler.journal is not None:
         assembler.commit()
-    elif kind == "give_up":
-        assembler.give_up()
+    elif kind == "discard_batch":
+        assembler.discard_batch()
     return []
 
 
@@ -116,7 +116,7 @@ def events_of(rng: random.Random, name: str) -> list[tuple]:
         row += len(piece)
         others = [("take",), ("take", 1), ("commit",), ("version",)]
         events += rng.choices(others, (4, 2, 2, 1), k=rng.randint(0, 3))
-    return events + ([("give_up",)] if rng.random() < 0.3 else [])
+    return events + ([("discard_batch",)] if rng.random() < 0.3 else [])
 
 
 def all_that_is_left(assembler: GroupAssembler) -> list[int]:
@@ -179,7 +179,7 @@ def test_what_is_known_after_crashes_is_what_one_knows_that_never_crashed(name, 
         assembler, other = make(name, journal=path), make(name)
         for event in events_of(rng, name):
             clock.seconds += event[0] == "put" and event[3]
-            if event[0] in ("put", "announce", "version", "give_up"):
+            if event[0] in ("put", "announce", "version", "discard_batch"):
                 act(assembler, event)
                 act(other, event)
             elif event[0] == "take" and rng.random() < 0.5:  # is trained, saved and committed
@@ -352,7 +352,7 @@ def test_who_opened_it_last_goes_on_and_the_others_are_refused(tmp_path):
     first = make("plain", journal=tmp_path / "rows")
     second = make("plain", journal=tmp_path / "rows")
     rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])
-    for act_of_first in (lambda: first.put(rows), first.commit, first.give_up):
+    for act_of_first in (lambda: first.put(rows), first.commit, first.discard_batch):
         with pytest.raises(RuntimeError, match="another assembler goes on from the journal"):
             act_of_first()
     assert first.held == 0
@@ -410,16 +410,16 @@ def test_a_selector_that_would_select_others_is_an_error(tmp_path):
 def test_rejected_groups_that_come_out_again_take_no_room_twice(tmp_path):
     options = {"groups": 1, "max_staleness": 3}
     assembler = opened_with(tmp_path / "rows", **options)
-    room = assembler.room()
+    room = assembler.capacity()
     rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])
     assembler.put(rows)
     assembler.take()
     assembler.reject(1)
     again = opened_with(tmp_path / "rows", **options)
-    assert again.room() == room - 1
+    assert again.capacity() == room - 1
     again.take()
     again.reject(1)
-    assert again.room() == room
+    assert again.capacity() == room
 
 
 def test_a_file_is_at_most_about_twice_what_is_held(tmp_path):

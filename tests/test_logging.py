@@ -15,7 +15,7 @@ from fake_device import FakeDevice
 
 from headrace.pipeline import load_pipeline
 from headrace.transforms import BatchError
-from headrace.transforms.distributed import meeting
+from headrace.transforms.distributed import barrier
 
 pytestmark = pytest.mark.slow
 
@@ -65,15 +65,15 @@ def test_nobody_who_does_not_listen_waits_for_a_device(caplog):
 
 
 def test_a_rank_says_for_whom_it_waits_before_it_gives_up(caplog, monkeypatch):
-    monkeypatch.setattr(meeting, "LONG", 0.01)
-    here = {0: 3, 1: 2, 2: 3, 3: 2}  # how many meetings each has been at
+    monkeypatch.setattr(barrier, "LONG", 0.01)
+    here = {0: 3, 1: 2, 2: 3, 3: 2}  # how many barriers each has been at
     decided: list[str] = []
-    ranks = meeting.Meetings.__new__(meeting.Meetings)
+    ranks = barrier.Barrier.__new__(barrier.Barrier)
     ranks.size, ranks.rank, ranks.patience = 4, 0, 0.1
     ranks._store = types.SimpleNamespace(
         check=lambda keys: bool(decided), add=lambda key, _: here[int(key.rpartition("/")[2])]
     )
-    monkeypatch.setattr(ranks, "_decide", lambda meeting, words: decided.append(words))
+    monkeypatch.setattr(ranks, "_decide", lambda barrier, words: decided.append(words))
     ranks._wait("headrace/3", 3, "a batch")
     (level, text), = messages(caplog)  # fmt: skip
     assert level == "WARNING"

@@ -191,7 +191,7 @@ def test_a_folded_advantage_is_at_least_float32_dense_or_ragged(tokens):
 def test_averaged_gradients_of_dealt_rows_need_the_number_of_ranks():
     batch = batch_of(NINE)
     batch[RANK] = torch.tensor([0, 1, 1])
-    with pytest.raises(BatchError, match="set ranks on LossWeight"):
+    with pytest.raises(BatchError, match="set ranks of LossWeight"):
         LossWeight(gradients="mean")(batch)
 
 

@@ -174,8 +174,8 @@ def test_a_silent_turn_trains_nothing_in_the_merged_row():
     batch = batch_of(rows)
     for quiet in (0, 1):
         batch["next", "reward"] = torch.tensor([1.0 + 9 * (quiet == 0), 1.0 + 9 * (quiet == 1), 1.0])
-        silenced = SampleFilter(criterion=RewardWithin(high=5.0), unit="sample")(batch)
-        merged = MergeTurns(last_keys=[("next", "reward")])(silenced)
+        masked = SampleFilter(criterion=RewardWithin(high=5.0), unit="sample")(batch)
+        merged = MergeTurns(last_keys=[("next", "reward")])(masked)
         trains = merged[LOSS][0][merged[ATTENTION][0]]
         own = [place for place, inside in enumerate(rows[1 - quiet]["trains"]) if inside]
         assert trains.nonzero().flatten().tolist() == own

@@ -17,7 +17,7 @@ from headrace.transforms import (
     BatchTransform,
     LossWeight,
     ShuffleSplit,
-    deal,
+    assign_rows,
     split_microbatches,
     split_minibatches,
 )
@@ -74,7 +74,9 @@ def test_the_promises(lengths, fan_out, options, cut):
         out, verdict, *_ = cut_alone(split, batch)
     except BatchError as err:  # fewer rows than ranks, and no padding allowed; fewer units than minibatches
         assume(
-            not any(why in str(err) for why in ("none may be empty", "no step is left", "would leave out"))
+            not any(
+                why in str(err) for why in ("no micro-batch may", "no optimiser step is", "would drop all")
+            )
         )
         raise
     padding = out.get(PADDING, torch.zeros(len(out), dtype=torch.bool))
@@ -192,11 +194,13 @@ def test_no_micro_batch_has_more_rows_than_asked_for_nor_is_there_one_too_many(l
 )
 def test_every_rank_has_a_multiple_of_so_many_micro_batches(lengths, ranks, multiple, cut, balance):
     """By which ranks that hold rows of their own come to as many forward passes as one another."""
-    dealt = deal(torch.tensor(lengths).long(), ranks=ranks, multiple_of=multiple, balance=balance, **cut)
-    (number,) = {len(parts) for parts in dealt}
-    assert len(dealt) == ranks
+    assigned = assign_rows(
+        torch.tensor(lengths).long(), ranks=ranks, multiple_of=multiple, balance=balance, **cut
+    )
+    (number,) = {len(parts) for parts in assigned}
+    assert len(assigned) == ranks
     assert number % multiple == 0
-    assert sorted(torch.cat([part for parts in dealt for part in parts]).tolist()) == list(
+    assert sorted(torch.cat([part for parts in assigned for part in parts]).tolist()) == list(
         range(len(lengths))
     )
     if multiple == 1 and "max_tokens" not in cut:
@@ -226,12 +230,12 @@ def test_ranks_are_level_in_cost():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 4000, (1024,), generator=generator)
     for balance, cost in (("tokens", lengths), ("attention", lengths**2 + 24576 * lengths)):
-        dealt = deal(lengths, ranks=4, microbatches=8, balance=balance)
-        by_rank = torch.stack([sum(cost[part].sum() for part in mine) for mine in dealt]).double()
-        slots = torch.tensor([[float(cost[part].sum()) for part in mine] for mine in dealt])
+        assigned = assign_rows(lengths, ranks=4, microbatches=8, balance=balance)
+        by_rank = torch.stack([sum(cost[part].sum() for part in mine) for mine in assigned]).double()
+        slots = torch.tensor([[float(cost[part].sum()) for part in mine] for mine in assigned])
         assert by_rank.max() / by_rank.mean() - 1 < 1e-3
         assert slots.max() / slots.mean() - 1 < 1e-3
-    assert {len(part) for mine in dealt for part in mine} == {32}
+    assert {len(part) for mine in assigned for part in mine} == {32}
 
 
 def test_padding_is_no_load():
@@ -248,9 +252,7 @@ def test_a_row_above_the_budget_is_alone_counted_or_refused():
     parts = list(split_microbatches(outcome.batch))
     assert sorted(part[ATTENTION].sum(-1).tolist() for part in parts) == [[3, 3, 3], [20]]
     assert outcome.measured["oversized"] == 1
-    with pytest.raises(
-        BatchError, match=r"rows \[1\] have \[20\] tokens.*9 \(max_tokens\).*oversized='alone'"
-    ):
+    with pytest.raises(BatchError, match=r"rows \[1\] have \[20\] tokens.*max_tokens=9.*oversized='alone'"):
         ShuffleSplit(minibatches=1, max_tokens=9, oversized="raise")(batch)
 
 
@@ -270,7 +272,7 @@ def test_too_few_rows_for_the_ranks_say_what_to_do():
 
 def test_padding_without_a_column_that_keeps_it_out_is_refused():
     batch = batch_of([2, 2, 2]).exclude(LOSS, ("log_probs", "full"))
-    with pytest.raises(BatchError, match=r"padding rows are kept out of the loss by .*loss_mask_key"):
+    with pytest.raises(BatchError, match=r"padding rows are masked in .*loss_mask_key"):
         ShuffleSplit(minibatches=2, remainder="pad")(batch)
 
 
@@ -332,7 +334,9 @@ def test_a_saved_state_with_carried_rows_is_loaded_without_trust(kind, tmp_path)
 def test_an_id_that_is_carried_and_comes_again_is_refused():
     split = ShuffleSplit(minibatch_size=3, remainder="carry")
     split(batch_of([2] * 5))
-    with pytest.raises(BatchError, match=r"carried for rollouts \[\d, \d\].*ids must be unique"):
+    with pytest.raises(
+        BatchError, match=r"rows of rollouts \[\d, \d\] were carried over.*unique over batches"
+    ):
         split(batch_of([2] * 5))
 
 
@@ -396,11 +400,13 @@ def test_what_follows_the_split_refusing_a_batch_undoes_what_was_carried():
 
 def test_rows_that_were_moved_or_are_several_steps_are_refused_where_one_is_needed():
     ordered = ShuffleSplit(minibatches=4, unit="sample")(batch_of([2] * 8))
-    with pytest.raises(BatchError, match=r"this batch holds 4: take them one by one, by split_minibatches"):
+    with pytest.raises(
+        BatchError, match=r"this batch holds 4: take one after the other with split_minibatches"
+    ):
         split_microbatches(ordered)
     moved = ordered[torch.tensor([3, 0, 5, 1])]
     for split in (split_minibatches, split_microbatches):
-        with pytest.raises(BatchError, match="these have been moved since"):
+        with pytest.raises(BatchError, match="they were reordered since"):
             split(moved)
 
 
@@ -435,7 +441,7 @@ def test_a_row_whose_tokens_weigh_nothing_is_recorded_as_such():
         ({"ranks": 2, "rank": 2}, "rank must be below ranks"),
         ({"rank": -1}, "rank must be an integer ≥ 0"),
         ({"ranks": 2, "process_group": "world"}, "give ranks where"),
-        ({"ranks": 2, "max_tokens": 9}, "set remainder='pad' to fill them up, or 'drop'"),
+        ({"ranks": 2, "max_tokens": 9}, "set remainder='pad' to fill it up with masked rows, or 'drop'"),
         ({"process_group": "world", "max_tokens": 9, "remainder": "carry"}, "got remainder='carry'"),
         ({"balance": "length"}, "balance must be one of"),
         ({"linear": -1.0}, "linear must be finite and ≥ 0"),
@@ -461,5 +467,5 @@ def test_microbatches_are_those_that_a_copy_says_whoever_knows_their_sizes(ranks
             assert known == read
             assert len(known) == 3 * ranks
             minibatch[MICROBATCH].copy_(minibatch[MICROBATCH].flip(0))  # by somebody, since
-            with pytest.raises(BatchError, match="moved since"):
+            with pytest.raises(BatchError, match="reordered since"):
                 split_microbatches(minibatch)

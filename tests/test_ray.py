@@ -240,9 +240,9 @@ def test_leftovers_are_yielded_dropped_or_refused():
 
 def test_versions_room_and_announcements_are_those_of_the_assembler():
     assembler = fresh(groups=2, max_staleness=1, version_key=("next", "policy_version"))
-    assert assembler.room() == 4
+    assert assembler.capacity() == 4
     assembler.announce(batch_of_lines(LINES[:8]).select("group_id", "rollout_id", "expected_rollouts"))
-    assert (assembler.room(), assembler.pending) == (2, 2)
+    assert (assembler.capacity(), assembler.pending) == (2, 2)
     with pytest.raises(BatchError, match="announced once"):
         assembler.announce(batch_of_lines(LINES[:4]))
     for piece in pieces(slice(8)):
@@ -258,9 +258,9 @@ def test_groups_that_are_not_informative_take_no_room_in_an_actor():
     assembler.put(rows.set(("next", "reward"), torch.tensor([0.0, 0, 0, 1, 1, 0])))
     stream = informative(assembler.batches(patience=LONGEST), groups=2)
     assert next(iter(stream))["group_id"].tolist() == [1, 1, 2, 2]
-    assert (assembler.emitted, assembler.ready, assembler.room(2)) == (3, 0, 0)
+    assert (assembler.emitted, assembler.ready, assembler.capacity(2)) == (3, 0, 0)
     assembler.version += 1
-    assert assembler.room(2) == 2
+    assert assembler.capacity(2) == 2
 
 
 def test_a_view_is_sent_without_the_batch_that_it_looks_into(monkeypatch):

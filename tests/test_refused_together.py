@@ -21,13 +21,13 @@ REFUSED = {
     "stage": r"stage 'own', fails: the reward model is gone",
     "last rule": r"stage 'filter', .*every row needs a group_id ≥ 0; found -1 at row \d+",
     "criterion": r"stage 'filter', .*the reward model is gone",
-    "hung": rf"rank 1 did not come to a batch within {PATIENCE:g} s .*All ranks give this batch up",
+    "hung": rf"rank 1 did not come to a batch within {PATIENCE:g} s .*All ranks discard this batch",
     "hung again": rf"rank 1 did not come to a batch within {PATIENCE:g} s",
     "skipped": r"rank 1 did not come to a batch within",
     "options": r"ranks must do the same with a batch: rank \d has advantage: .*, rank \d has advantage: ",
     "epochs": r"ranks must do the same with a batch: rank \d has epochs=\d, rank \d has epochs=\d",
     "ids": r"group_id .* on more than one rank: say shared_ids='same'",
-    "torn": r"groups .* have rows on more than one rank, and each rank draws its own minibatches",
+    "torn": r"groups .* have rows on more than one rank. Each rank cuts its own minibatches",
 }
 
 

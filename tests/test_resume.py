@@ -99,7 +99,7 @@ def no_prompts(batch):
         (reward_of_row_5, r"\('next', 'reward'\).* was \[2.0\] and is \[9.0\] at rows \[5\]"),
         (groups_swapped, r"'group_id' was \[0, 0, 0\] and 13 more and is \[3, 3, 3\] and 13 more"),
         (other_prompts, "'prompt' was"),
-        (no_prompts, "'prompt' is a column of only one of them"),
+        (no_prompts, "only one of the two batches has column 'prompt'"),
     ],
 )
 def test_a_batch_of_the_same_size_and_rollout_ids_is_not_the_same_batch(change, message, ragged):
@@ -160,7 +160,7 @@ def test_what_is_given_up_is_never_trained_and_nothing_is_trained_twice(
         restored = make_split()
         restored.load_state_dict(pipeline.state_dict())
         pipeline = restored
-    pipeline.stages["split"].give_up()
+    pipeline.stages["split"].discard_batch()
     given_up = pipeline.state_dict()
     lost = [name for part in stream for name in part["name"].tolist()]
     after = [part["name"].tolist() for part in pipeline.minibatches(batch(3), epochs=epochs)]
@@ -182,10 +182,11 @@ def test_the_error_says_how_to_give_up_and_then_another_batch_is_welcome():
     restored = make()
     restored.load_state_dict(state)
     with pytest.raises(
-        BatchError, match=r"give_up\(\): in a pipeline, pipeline\.stages\['split'\]\.give_up\(\)"
+        BatchError,
+        match=r"discard_batch\(\) of this stage, such as pipeline\.stages\['split'\]\.discard_batch\(\)",
     ):
         restored.minibatches(sixteen(start=50))
-    restored.stages["split"].give_up()
+    restored.stages["split"].discard_batch()
     assert len(list(restored.minibatches(sixteen(start=50)))) == 4
 
 
@@ -202,7 +203,7 @@ def test_a_state_of_the_version_before_is_read_between_batches_and_refused_in_th
     split.set_extra_state(old | {"batch": batch})
     with pytest.raises(BatchError, match=r"16 rows was interrupted after 1 minibatches.*an earlier version"):
         split(sixteen())
-    split.give_up()
+    split.discard_batch()
     assert split.state.calls == 2
     assert len(split(sixteen())) == ROWS
 
@@ -224,7 +225,7 @@ def test_a_loop_that_is_left_leaves_the_batch_in_the_middle(how):
     restored = make()
     restored.load_state_dict(pipeline.state_dict())
     assert rows_of(restored.minibatches(sixteen())) == orders[1:]
-    pipeline.stages["split"].give_up()
+    pipeline.stages["split"].discard_batch()
     restored.load_state_dict(pipeline.state_dict())
     assert len(list(restored.minibatches(sixteen(start=50)))) == 4
 
@@ -255,7 +256,7 @@ def test_a_state_is_not_saved_in_the_middle_of_two_batches():
     next(one)
     two = second.minibatches(sixteen(start=50))
     for pipeline in (first, second):
-        with pytest.raises(BatchError, match="iterators of several are open"):
+        with pytest.raises(BatchError, match="iterators of several batches are open"):
             pipeline.state_dict()
     next(two)
     list(one)
@@ -267,6 +268,6 @@ def test_a_state_is_not_saved_in_the_middle_of_two_batches():
     next(third)
     fourth = second.minibatches(sixteen(start=50))
     next(fourth)
-    split.give_up()
+    split.discard_batch()
     restored.load_state_dict(second.state_dict())
     assert restored.stages["split"].state.calls == 4

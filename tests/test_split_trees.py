@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from tries import ATTENTION, FULL, Trie, dense
 
-from headrace.transforms import ShuffleSplit, deal, pack, split_microbatches, split_minibatches
+from headrace.transforms import ShuffleSplit, assign_rows, pack, split_microbatches, split_minibatches
 from headrace.transforms.prefixes import END, prefix_order
 from headrace.transforms.split.trees import Forest
 
@@ -153,16 +153,16 @@ def test_what_rows_of_any_part_share_is_what_a_loop_finds(seed):
 def test_trees_are_dealt_by_what_they_cost_together():
     lengths, tree = torch.tensor([9, 9, 9, 1]), torch.tensor([0, 0, 0, 1])
     shared = torch.tensor([0, 8, 8, 0])  # 11 nodes and 1
-    assert len(deal(lengths, max_tokens=12, tree=tree, shared=shared)[0]) == 1
-    assert len(deal(lengths, max_tokens=12, tree=tree)[0]) == 2
+    assert len(assign_rows(lengths, max_tokens=12, tree=tree, shared=shared)[0]) == 1
+    assert len(assign_rows(lengths, max_tokens=12, tree=tree)[0]) == 2
     # 10 nodes, of 30 tokens, beside 20, 15 and 5: the first goes with 15, and its tokens would with 5.
     lengths, tree = torch.tensor([10, 10, 10, 20, 15, 5]), torch.tensor([0, 0, 0, 1, 2, 3])
     for balance in ("tokens", "attention"):
         options = {"microbatches": 2, "balance": balance, "tree": tree}
         options |= {"linear": 100.0} if balance == "attention" else {}
-        dealt = deal(lengths, shared=torch.tensor([0, 10, 10, 0, 0, 0]), **options)
-        assert sorted(rows.tolist() for rows in dealt[0]) == [[0, 1, 2, 4], [3, 5]]
-        apart = deal(lengths, **options)
+        assigned = assign_rows(lengths, shared=torch.tensor([0, 10, 10, 0, 0, 0]), **options)
+        assert sorted(rows.tolist() for rows in assigned[0]) == [[0, 1, 2, 4], [3, 5]]
+        apart = assign_rows(lengths, **options)
         assert sorted(rows.tolist() for rows in apart[0]) == [[0, 1, 2, 5], [3, 4]]
 
 
@@ -191,7 +191,7 @@ def test_rows_share_tokens_within_their_rollout_or_group_alone():
 
 def test_options_that_do_not_go_with_trees_are_refused():
     for wrong in ({"microbatch_size": 2}, {"max_tokens": 9, "remainder": "drop"}):
-        with pytest.raises(ValueError, match="tree='group' deals whole trees"):
+        with pytest.raises(ValueError, match="tree='group' assigns whole trees"):
             ShuffleSplit(minibatches=1, tree="group", **wrong)
     with pytest.raises(ValueError, match="tree must be one of 'none', 'rollout', 'group'; got 'sample'"):
         ShuffleSplit(minibatches=1, tree="sample")

@@ -352,7 +352,7 @@ class Workers:
     def __iter__(self):
         while True:
             # Where nothing is under way there is room, or the loop would stand still.
-            if not self.running or (self.rng.random() < 0.5 and self.assembler.room(2) >= self.draw_size):
+            if not self.running or (self.rng.random() < 0.5 and self.assembler.capacity(2) >= self.draw_size):
                 self.dispatch(next(self.draws))
             yield self.running.pop(self.rng.randrange(len(self.running)))
 
@@ -400,9 +400,9 @@ def test_paced_and_informative_go_on_with_any_share_and_any_limit(
         for group in batch["group_id"].unique():
             assert len(batch["next", "reward"][batch["group_id"] == group].unique()) == 2
         state = stream.state_dict()  # rejected groups are known again
-        room = assembler.room(2)
+        room = assembler.capacity(2)
         stream.load_state_dict(state)
-        assert assembler.room(2) == room
+        assert assembler.capacity(2) == room
         assembler.version += 1
     else:
         assert assembler.version == 5
@@ -428,14 +428,14 @@ def test_a_draw_without_rows_is_handed_on():
 
 def test_room_is_the_least_of_what_is_limited():
     assembler = GroupAssembler(max_concurrent_rollouts=7, max_pending_groups=3)
-    assert (assembler.room(), assembler.room(2), assembler.room(3)) == (3, 3, 2)
+    assert (assembler.capacity(), assembler.capacity(2), assembler.capacity(3)) == (3, 3, 2)
     draw = next(iter(RepeatSampler(9, group_size=3).draws()))[:3]
     assembler.announce(draw)
-    assert assembler.room(3) == 1
+    assert assembler.capacity(3) == 1
     assembler.put(draw[:2].set(("next", "done"), torch.ones(2, dtype=torch.bool)))
-    assert (assembler.room(2), assembler.room(3), assembler.pending) == (2, 2, 1)
+    assert (assembler.capacity(2), assembler.capacity(3), assembler.pending) == (2, 2, 1)
     with pytest.raises(ValueError, match="at least the rollouts of a group, 8; got 7"):
-        assembler.room(8)
+        assembler.capacity(8)
     with pytest.raises(ValueError, match="at least group_size, 4; got 3"):
         GroupAssembler(group_size=4, max_concurrent_rollouts=3)
 

@@ -135,7 +135,7 @@ def test_each_pass_has_what_the_stages_behind_the_cut_made_of_it():
 
 
 def test_a_stage_that_moves_rows_is_refused():
-    with pytest.raises(BatchError, match=r"stage 'sort', .*leaves rows in their order.*\[2, 1, 0\]"):
+    with pytest.raises(BatchError, match=r"stage 'sort', .*must keep the order of the rows.*\[2, 1, 0\]"):
         Pipeline({"sort": lambda batch: batch.flip(0)})(batch_of([1.0, 2, 3], [0, 0, 0]))
 
 

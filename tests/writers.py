@@ -36,7 +36,7 @@ def write_when_told(buffer: ReplayBuffer, pipe: Any) -> None:
 
 
 def write_all(buffer: ReplayBuffer, rows: TensorDict, size: int, room: Any) -> None:
-    """Write rows in pieces; `room` is a semaphore that the reader releases for each row it has read."""
+    """Write rows in pieces; `capacity` is a semaphore that the reader releases for each row it has read."""
     torch.set_num_threads(1)
     for piece in rows.split(size):
         for _ in range(len(piece)):

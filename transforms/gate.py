@@ -229,7 +229,7 @@ def take_empty_out(rows: Rows, empty: Empty) -> None:
             "{found}. Was it cut off, or masked as a whole? empty='exclude' leaves it out of the statistics",
             lambda row: f"rollout {rows.name('rollout', row)}",
         )
-    rows.leave(nothing, "empty", "excluded", silence=False)
+    rows.leave(nothing, "empty", "excluded", mask_tokens=False)
 
 
 def describe_group(rows: Rows, row: int, status: Tensor | None, presence: Presence) -> str:

@@ -448,7 +448,7 @@ class Rows:
         return self._as_arrived(self._mask_tokens())
 
     def _as_arrived(self, tokens: Tensor) -> Tensor:
-        """(M,) counts of tokens; of rows that a stage has silenced, those that they had before."""
+        """(M,) counts of tokens; of rows that a stage has masked, those that they had before."""
         if LENGTH not in self.table.columns:
             return tokens
         before = self[LENGTH]
@@ -611,7 +611,9 @@ class Rows:
             )
         return code
 
-    def leave(self, rows: Tensor, reason: str, effect: Effect = "dropped", *, silence: bool = True) -> None:
+    def leave(
+        self, rows: Tensor, reason: str, effect: Effect = "dropped", *, mask_tokens: bool = True
+    ) -> None:
         """Take the rows where (M,) bool `rows` out, for a reason that the ledger keeps.
 
         Args:
@@ -619,7 +621,7 @@ class Rows:
             reason: a word.
             effect: ``masked`` out of the loss; ``excluded`` out of the statistics too; ``dropped`` or
                 ``carried`` out of the batch.
-            silence: whether the batch is to say, by its columns of tokens, that they are out of the loss;
+            mask_tokens: whether the batch is to say, by its columns of tokens, that they are out of the loss;
                 False for rows that have no token in the loss.
 
         Raises:
@@ -628,7 +630,7 @@ class Rows:
             ValueError: the reason had another effect before.
         """
         table, code = self.table, self.name_reason(reason, effect)
-        if effect in ("masked", "excluded") and silence:
+        if effect in ("masked", "excluded") and mask_tokens:
             self._mask_in_loss(rows)
             table.masks_rows = True
         if effect == "excluded":
@@ -680,7 +682,7 @@ class Rows:
         keys = [key for key in (loss_mask, log_prob) if key is not None]
         # Whoever has the tokens masks them.
         found = [key for key in keys if self.table.elsewhere or parts_of(batch, key)]
-        self.table.silenced |= dict.fromkeys(found)
+        self.table.masked_columns |= dict.fromkeys(found)
         if not found and bool(rows.any()):
             lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
             if self.table.finite is not None:

@@ -12,7 +12,7 @@ column                                  shape, dtype      meaning
 ``("headrace", "counted")``             (N,) bool         False: out of the statistics; absent: all are in
 ``("headrace", "in_loss")``             (N,) bool         False: out of the loss; absent: all are in
 ``("headrace", "length")``              (N,) int64        tokens that a row had in the loss mask until it was
-                                                          silenced; −1: no filter silenced it
+                                                          masked; −1: no filter masked it
 ``("headrace", "segments")``            (N,) int64        rows that the row's rollout had before a stage alone
                                                           dropped some of them; absent: none did
 ``("headrace", "minibatch")``           (N,) int64        which optimiser step of the batch, from 0; −1: none

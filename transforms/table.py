@@ -28,12 +28,12 @@ from .tensordicts import (
     device_of,
     join_rows,
     leave_out,
+    mask_tokens_of,
     number_column,
     number_of,
     read_packed,
     rows_between,
     shallow_copy,
-    silence_rows,
     take_rows,
     write_column,
 )
@@ -147,7 +147,7 @@ class Table:
         index: (M,) int64, the rows that are here; None: all.
         in_loss: (N,) bool.
         masks_rows: a stage has taken rows out of the loss, which the batch is to say.
-        silenced: the columns of tokens in which it says so.
+        masked_columns: the columns of tokens in which it says so.
         elsewhere: the batch has no tokens; whoever has them masks them.
         finite: the columns whose numbers stay where a token is masked, and are finite there; None: masked
             log-probabilities are NaN.
@@ -180,7 +180,7 @@ class Table:
         self.unread: list[Callable[[], dict[str, float]]] = []  # Unread, or what a copy of it became
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
-        self.silenced: dict[NestedKey, None] = {}
+        self.masked_columns: dict[NestedKey, None] = {}
         self.elsewhere = batch is not None and any_row_has(batch, ELSEWHERE)
         self.finite: Tokens | None = None
         self.looked_up: TensorDictBase | None = None  # a batch, and keys that it does not have
@@ -397,11 +397,11 @@ class Table:
         """
         batch, in_loss = self.as_decided(), self.in_loss[self.live]
         if self.masks_rows and not bool(in_loss.all()):
-            silent = (~in_loss).to(device_of(batch))
+            masked = (~in_loss).to(device_of(batch))
             if self.elsewhere:
-                _silence_numbers(batch, self.silenced, silent)
-            for key in () if self.elsewhere else self.silenced:
-                silence_rows(batch, key, silent)
+                _mask_numbers(batch, self.masked_columns, masked)
+            for key in () if self.elsewhere else self.masked_columns:
+                mask_tokens_of(batch, key, masked)
         return batch
 
     def as_decided(self) -> TensorDictBase:
@@ -577,12 +577,12 @@ def _unknown(like: Tensor, size: int) -> Tensor:
     return like.new_full((size, *like.shape[1:]), nothing)
 
 
-def _silence_numbers(batch: TensorDictBase, keys: Collection[NestedKey], silent: Tensor) -> None:
-    """What :func:`silence_rows` does, to the numbers of tokens that are elsewhere."""
+def _mask_numbers(batch: TensorDictBase, keys: Collection[NestedKey], masked: Tensor) -> None:
+    """What :func:`mask_tokens_of` does, to the numbers of tokens that are elsewhere."""
     for key in keys:
         numbers = column_of(batch, number_of(key))
         if numbers is not None:
-            out = silent.view(-1, *[1] * (numbers.ndim - 1))
+            out = masked.view(-1, *[1] * (numbers.ndim - 1))
             write_column(batch, number_of(key), numbers.masked_fill(out, 0))
 
 

@@ -345,7 +345,7 @@ def join_rows(batches: Sequence[TensorDictBase], what: str) -> TensorDictBase:
         ) from err
 
 
-def silence_rows(batch: TensorDictBase, key: NestedKey, silent: Tensor) -> None:
+def mask_tokens_of(batch: TensorDictBase, key: NestedKey, masked: Tensor) -> None:
     """Take whole rows of a column out of the loss: False in a mask, NaN in log-probabilities.
 
     The batch gets a new tensor; the old one is left alone. No device read.
@@ -353,17 +353,17 @@ def silence_rows(batch: TensorDictBase, key: NestedKey, silent: Tensor) -> None:
     Args:
         batch: TensorDict ``[N]``; its entry `key` is replaced.
         key: a dense (N, ...) or ragged column, bool or floating point.
-        silent: (N,) bool, the rows.
+        masked: (N,) bool, the rows.
     """
     if isinstance(batch, LazyStackedTensorDict):
         entries = entries_of(batch, key) or []
-        for row, entry, is_silent in zip(batch.tensordicts, entries, silent.tolist(), strict=True):
+        for row, entry, is_silent in zip(batch.tensordicts, entries, masked.tolist(), strict=True):
             if is_silent:
                 silence = False if entry.dtype is torch.bool else float("nan")
                 write_entry(row, key, torch.full_like(entry, silence))
         return
     column = batch.get(key)
-    wide = silent.view(-1, *[1] * (column.ndim - 1))
+    wide = masked.view(-1, *[1] * (column.ndim - 1))
     # The plain ways, `column & ~wide` and `masked_fill`, cost ten times and up to three times as much on CPU.
     if column.dtype is torch.bool:
         kept_bits = (~wide).view(torch.uint8).neg()  # 0 or 255: a True may be any byte but 0

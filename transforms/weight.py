@@ -376,8 +376,8 @@ class LossWeight(
         """Weigh the rows of each step."""
         if self.ranks == 1 and self.gradients == "mean" and rows.has(RANK):
             raise BatchError(
-                "rows are dealt to several ranks whose gradients are averaged: set ranks on LossWeight, to "
-                "the split's own"
+                "rows are assigned to several ranks whose gradients are averaged: set ranks of LossWeight to "
+                "the ranks of the split"
             )
         if rows.table.is_late(TOKEN_WEIGHT) or column_of(rows.table.batch, TOKEN_WEIGHT) is not None:
             raise BatchError(

@@ -2,11 +2,10 @@
 
 from .certificate import Certificate, Judgement, Refused, certify_recipe, count_outcomes, judge_gradient
 from .known_tasks import FailingRollouts, FanOut, Forks, OneTurn, SeveralRewards, StopOrContinue, TurnsAsRows
-from .small_task import Course, Family, GroupSizeError, Prompt, SmallTask
+from .small_task import Family, GroupSizeError, Prompt, SmallTask, Trajectory
 
 __all__ = [
     "Certificate",
-    "Course",
     "FailingRollouts",
     "Family",
     "FanOut",
@@ -19,6 +18,7 @@ __all__ = [
     "SeveralRewards",
     "SmallTask",
     "StopOrContinue",
+    "Trajectory",
     "TurnsAsRows",
     "certify_recipe",
     "count_outcomes",

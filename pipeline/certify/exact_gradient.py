@@ -111,22 +111,22 @@ def all_outcomes(task: SmallTask, group_size: int, *, turns_paid_apart: bool) ->
         TensorDict ``[N]``, and (outcomes,) float64.
     """
     prompts, probabilities, groups = task.prompts(), [], []
-    first_course, sampled_together = 0, 1
+    first, sampled_together = 0, 1
     for prompt in prompts:
         families = task.sampled_families(prompt)
-        sampled_together = len(families[0].courses)
-        for families_of_group in product(families, repeat=group_size // len(families[0].courses)):
-            courses = [first_course + number for family in families_of_group for number in family.courses]
-            groups.append(courses)
+        sampled_together = len(families[0].trajectories)
+        for families_of_group in product(families, repeat=group_size // len(families[0].trajectories)):
+            trajectories = [first + number for family in families_of_group for number in family.trajectories]
+            groups.append(trajectories)
             probabilities.append(
                 prompt.probability * prod(family.probability for family in families_of_group)
             )
-        first_course += len(prompt.courses)
-    table, rows_of_course = rows_of_courses(task, prompts, turns_paid_apart=turns_paid_apart)
+        first += len(prompt.trajectories)
+    table, rows_of_trajectory = rows_of_trajectories(task, prompts, turns_paid_apart=turns_paid_apart)
     index, outcome, rollout = [], [], []
-    for number, courses in enumerate(groups):
-        for place, course in enumerate(courses):
-            rows = rows_of_course[course]
+    for number, trajectories in enumerate(groups):
+        for place, trajectory in enumerate(trajectories):
+            rows = rows_of_trajectory[trajectory]
             index += rows
             outcome += [number] * len(rows)
             rollout += [number * group_size + place] * len(rows)
@@ -141,26 +141,32 @@ def all_outcomes(task: SmallTask, group_size: int, *, turns_paid_apart: bool) ->
     return batch, torch.tensor(probabilities, dtype=torch.float64)
 
 
-def rows_of_courses(
+def rows_of_trajectories(
     task: SmallTask, prompts: Sequence[Prompt], *, turns_paid_apart: bool
 ) -> tuple[TensorDict, list[list[int]]]:
-    """The rows of every course of every prompt, once, and which of them are whose.
+    """The rows of every trajectory of every prompt, once, and which of them are whose.
 
     Args:
         task: that the prompts are of.
         prompts: all of them.
         turns_paid_apart: as for :func:`all_outcomes`.
     """
-    courses = [(number, course) for number, prompt in enumerate(prompts) for course in prompt.courses]
-    rows = [(number, course, place) for number, course in courses for place in range(len(course.rows))]
-    starts, of_course = 0, []
-    for _, course in courses:
-        of_course.append(list(range(starts, starts + len(course.rows))))
-        starts += len(course.rows)
+    trajectories = [
+        (number, trajectory) for number, prompt in enumerate(prompts) for trajectory in prompt.trajectories
+    ]
+    rows = [
+        (number, trajectory, place)
+        for number, trajectory in trajectories
+        for place in range(len(trajectory.rows))
+    ]
+    starts, of_trajectory = 0, []
+    for _, trajectory in trajectories:
+        of_trajectory.append(list(range(starts, starts + len(trajectory.rows))))
+        starts += len(trajectory.rows)
     log_probs = task.log_probs(task.theta)
-    choices, width = log_probs.shape[1], 1 + max(len(course.rows[place]) for _, course, place in rows)
+    choices, width = log_probs.shape[1], 1 + max(len(trajectory.rows[place]) for _, trajectory, place in rows)
     # An action's number is decision · choices + action, behind a token of the prompt; −1: no action is there.
-    numbered = [[d * choices + a for d, a in course.rows[place]] for _, course, place in rows]
+    numbered = [[d * choices + a for d, a in trajectory.rows[place]] for _, trajectory, place in rows]
     actions = torch.tensor([[-1, *row] + [-1] * (width - 1 - len(row)) for row in numbered])
     mask, at = actions >= 0, actions.clamp_min(0)
     kinds = task.score().shape[0]
@@ -172,16 +178,16 @@ def rows_of_courses(
             ("tokens", "full"): tokens,
             LOSS_MASK: mask,
             ("masks", "all_attention_mask"): tokens < kinds + len(prompts),
-            ("next", "status"): torch.tensor([int(course.status) for _, course, _ in rows]),
+            ("next", "status"): torch.tensor([int(trajectory.status) for _, trajectory, _ in rows]),
             "role": torch.zeros(len(rows), dtype=torch.int64),  # one agent does all there is to do
         },
         batch_size=[len(rows)],
     )
     rewards = []
-    for _, course, place in rows:
-        reward = course.worth if course.paid is None else course.paid[place]
-        if turns_paid_apart and course.paid is None and course.turn_rewards is not None:
-            reward = (course.worth[0] - sum(course.turn_rewards),)
+    for _, trajectory, place in rows:
+        reward = trajectory.returns if trajectory.paid is None else trajectory.paid[place]
+        if turns_paid_apart and trajectory.paid is None and trajectory.turn_rewards is not None:
+            reward = (trajectory.returns[0] - sum(trajectory.turn_rewards),)
         rewards.append(reward)
     table["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
     for name, policy in POLICIES.items():
@@ -189,14 +195,16 @@ def rows_of_courses(
             table[name, "full"] = torch.where(mask, task.log_probs(theta).flatten()[at], 0.0)
     entropy = -(log_probs.exp() * log_probs).sum(1)
     table["entropy", "full"] = torch.where(mask, entropy[at // choices], 0.0)
-    if all(course.turn_rewards is not None for _, course, _ in rows):  # the turn of each action, and its pay
+    if all(
+        trajectory.turn_rewards is not None for _, trajectory, _ in rows
+    ):  # the turn of each action, and its pay
         table["turn_index"] = torch.where(mask, torch.arange(width) - 1, -1)
-        given = [list(course.turn_rewards or ()) for _, course, _ in rows]
+        given = [list(trajectory.turn_rewards or ()) for _, trajectory, _ in rows]
         padded = [each + [0.0] * (width - 1 - len(each)) for each in given]
         table["turn_reward"] = torch.tensor(padded, dtype=torch.float64)
-    if all(course.states is not None for _, course in courses):
-        table["state_id"] = torch.tensor([(course.states or ())[place] for _, course, place in rows])
-    return table, of_course
+    if all(trajectory.states is not None for _, trajectory in trajectories):
+        table["state_id"] = torch.tensor([(trajectory.states or ())[place] for _, trajectory, place in rows])
+    return table, of_trajectory
 
 
 class Gradients(NamedTuple):

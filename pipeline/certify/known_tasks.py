@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.transforms.schema import Status
 
-from .small_task import Course, Family, Prompt, SmallTask
+from .small_task import Family, Prompt, SmallTask, Trajectory
 
 NEVER = -1e9  # a log-probability whose exponential is 0, as is its share of an entropy
 
@@ -23,8 +23,8 @@ class OneTurn(SmallTask):
 
     θ_p is the logit of a right answer to prompt p. Answers may have further tokens, which follow by
     themselves: they count in every length and the policy has no choice in them. A rollout that failed has a
-    reward of 0 in its row. Where it failed with an answer, it is worth what that would have been paid; where
-    it failed before it had one, nothing.
+    reward of 0 in its row. Where it failed with an answer, its return is what that would have been paid;
+    where it failed before it had one, nothing.
 
     Args:
         theta: logits of a right answer, one a prompt.
@@ -38,7 +38,7 @@ class OneTurn(SmallTask):
         reference: likewise.
 
     Example:
-        >>> [course.worth for course in OneTurn(theta=[0.0]).prompts()[0].courses]
+        >>> [trajectory.returns for trajectory in OneTurn(theta=[0.0]).prompts()[0].trajectories]
         [(0.0,), (1.0,)]
     """
 
@@ -77,17 +77,19 @@ class OneTurn(SmallTask):
         """Each with a wrong and a right answer, graded or failed."""
         prompts = []
         for number, share in enumerate(self.shares):
-            courses = []
+            trajectories = []
             if self.dies:
-                courses.append(Course(((),), (0.0,), chance=self.dies, status=Status.FAILED))
+                trajectories.append(Trajectory(((),), (0.0,), chance=self.dies, status=Status.FAILED))
             for action, fails in enumerate(self.fails):
                 follow = [(len(self.theta), 0)] * (self.lengths[action] - 1)
-                rows, worth = (((number, action), *follow),), (self.rewards[action],)
-                courses.append(Course(rows, worth, chance=(1 - self.dies) * (1 - fails)))
+                rows, returns = (((number, action), *follow),), (self.rewards[action],)
+                trajectories.append(Trajectory(rows, returns, chance=(1 - self.dies) * (1 - fails)))
                 if fails:
                     chance = (1 - self.dies) * fails
-                    courses.append(Course(rows, worth, ((0.0,),), chance=chance, status=Status.FAILED))
-            prompts.append(Prompt(share, tuple(courses)))
+                    trajectories.append(
+                        Trajectory(rows, returns, ((0.0,),), chance=chance, status=Status.FAILED)
+                    )
+            prompts.append(Prompt(share, tuple(trajectories)))
         return prompts
 
 
@@ -113,7 +115,7 @@ class FailingRollouts(OneTurn):
 
 
 class SeveralRewards(SmallTask):
-    """One action of three, each with two rewards, (N, 2); what it is worth is their weighted sum.
+    """One action of three, each with two rewards, (N, 2); its return is their weighted sum.
 
     θ₀ and θ₁ are the logits of the second and third action, that of the first is 0.
 
@@ -141,9 +143,12 @@ class SeveralRewards(SmallTask):
         return torch.cat([theta.new_zeros(1), theta]).log_softmax(0)[None]
 
     def prompts(self) -> Sequence[Prompt]:
-        """One prompt with three courses."""
+        """One prompt with three trajectories."""
         return [
-            Prompt(1.0, tuple(Course((((0, action),),), worth) for action, worth in enumerate(self.rewards)))
+            Prompt(
+                1.0,
+                tuple(Trajectory((((0, action),),), returns) for action, returns in enumerate(self.rewards)),
+            )
         ]
 
 
@@ -158,7 +163,7 @@ class FanOut(SmallTask):
         rewards: of answering at once, of a wrong and of a right answer in the second segment.
 
     Example:
-        >>> [len(course.rows) for course in FanOut().prompts()[0].courses]
+        >>> [len(trajectory.rows) for trajectory in FanOut().prompts()[0].trajectories]
         [1, 2, 2]
     """
 
@@ -168,16 +173,16 @@ class FanOut(SmallTask):
         self._check_lengths(theta=(self.theta, 2), rewards=(self.rewards, 3))
 
     def prompts(self) -> Sequence[Prompt]:
-        """One prompt with three courses."""
+        """One prompt with three trajectories."""
         at_once, wrong, right = ((reward,) for reward in self.rewards)
         first = ((0, 1),)
         return [
             Prompt(
                 1.0,
                 (
-                    Course((((0, 0),),), at_once),
-                    Course((first, ((1, 0),)), wrong),
-                    Course((first, ((1, 1),)), right),
+                    Trajectory((((0, 0),),), at_once),
+                    Trajectory((first, ((1, 0),)), wrong),
+                    Trajectory((first, ((1, 1),)), right),
                 ),
             )
         ]
@@ -213,14 +218,16 @@ class Forks(SmallTask):
     def prompts(self) -> Sequence[Prompt]:
         """One prompt with four leaves."""
         leaves = [((0, first), (1 + first, second)) for first in (0, 1) for second in (0, 1)]
-        courses = (Course((leaf,), (reward,)) for leaf, reward in zip(leaves, self.rewards, strict=True))
-        return [Prompt(1.0, tuple(courses))]
+        trajectories = (
+            Trajectory((leaf,), (reward,)) for leaf, reward in zip(leaves, self.rewards, strict=True)
+        )
+        return [Prompt(1.0, tuple(trajectories))]
 
-    def families(self, courses: Sequence[Course], probability: Sequence[float]) -> Sequence[Family]:
+    def families(self, trajectories: Sequence[Trajectory], probability: Sequence[float]) -> Sequence[Family]:
         """Pairs with one first action: P(first) · P(second | first) · P(other second | first)."""
         below = defaultdict(list)
-        for number, course in enumerate(courses):
-            below[course.actions[0]].append(number)
+        for number, trajectory in enumerate(trajectories):
+            below[trajectory.actions[0]].append(number)
         return [
             Family((one, other), probability[one] * probability[other] / fsum(probability[n] for n in leaves))
             for leaves in below.values()
@@ -244,8 +251,8 @@ class StopOrContinue(SmallTask):
         reference: likewise.
 
     Example:
-        >>> courses = StopOrContinue().prompts()[0].courses
-        >>> [(course.actions, round(course.worth[0], 1)) for course in courses[:2]]
+        >>> trajectories = StopOrContinue().prompts()[0].trajectories
+        >>> [(trajectory.actions, round(trajectory.returns[0], 1)) for trajectory in trajectories[:2]]
         [([(0, 0)], 0.0), ([(0, 1), (1, 0)], 0.8)]
     """
 
@@ -265,15 +272,15 @@ class StopOrContinue(SmallTask):
 
     def prompts(self) -> Sequence[Prompt]:
         """One prompt, whose rollouts take 0, 1, … turns."""
-        return [Prompt(1.0, tuple(self.course(turns) for turns in range(len(self.ends))))]
+        return [Prompt(1.0, tuple(self.trajectory(turns) for turns in range(len(self.ends))))]
 
-    def course(self, turns: int) -> Course:
+    def trajectory(self, turns: int) -> Trajectory:
         """That of a rollout that takes so many turns."""
         actions = [(turn, 1) for turn in range(turns)] + [(turns, 0)] * (turns < len(self.theta))
         rewards = [self.turn * action for _, action in actions]
-        return Course(
+        return Trajectory(
             rows=(tuple(actions),),
-            worth=(self.turn * turns + self.ends[turns],),
+            returns=(self.turn * turns + self.ends[turns],),
             turn_rewards=tuple(rewards),
         )
 
@@ -298,14 +305,14 @@ class TurnsAsRows(StopOrContinue):
     ):
         super().__init__(theta=theta, turn=turn, ends=ends)
 
-    def course(self, turns: int) -> Course:
+    def trajectory(self, turns: int) -> Trajectory:
         """That of a rollout that takes so many turns."""
-        inside = super().course(turns)
+        inside = super().trajectory(turns)
         rewards = list(inside.turn_rewards or ())
         rewards[-1] += self.ends[turns]
-        return Course(
+        return Trajectory(
             rows=tuple((action,) for action in inside.actions),
-            worth=inside.worth,
+            returns=inside.returns,
             paid=tuple((reward,) for reward in rewards),
             states=tuple(range(len(rewards))),
         )

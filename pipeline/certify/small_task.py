@@ -23,22 +23,22 @@ Action = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Course:
-    """One course that a rollout can take, from its first action to its reward.
+class Trajectory:
+    """One trajectory that a rollout can take, from its first action to its reward.
 
     Args:
         rows: the actions of each row (segment) of the rollout.
-        worth: what it is worth, a number for each reward column: the objective is the mean of it.
-        paid: what the reward column says of each row; None: what it is worth, on each row.
+        returns: one number for each reward column. The objective is their mean.
+        paid: the reward column of each row. None: `returns`, on each row.
         turn_rewards: what each of its actions was paid for by itself, for a rollout of one row; together they
-            are a part of `worth`, the rest of which is the outcome.
+            are a part of `returns`, the rest of which is the outcome.
         states: of each row, the state that it started from; None: there are none.
         chance: how likely it is given its actions, where not only the policy decides.
         status: how it ended.
     """
 
     rows: tuple[tuple[Action, ...], ...]
-    worth: tuple[float, ...]
+    returns: tuple[float, ...]
     paid: tuple[tuple[float, ...], ...] | None = None
     turn_rewards: tuple[float, ...] | None = None
     states: tuple[int, ...] | None = None
@@ -56,16 +56,16 @@ class GroupSizeError(ValueError):
 
 
 class Prompt(NamedTuple):
-    """A prompt, how often it is asked, and all courses that a rollout of it can take."""
+    """A prompt, how often it is asked, and all trajectories that a rollout of it can take."""
 
     probability: float
-    courses: tuple[Course, ...]
+    trajectories: tuple[Trajectory, ...]
 
 
 class Family(NamedTuple):
     """Rollouts that are sampled together: one, or several that share their beginning."""
 
-    courses: tuple[int, ...]
+    trajectories: tuple[int, ...]
     probability: float
 
 
@@ -89,7 +89,7 @@ class SmallTask:
     Example:
         >>> from headrace.pipeline.certify import StopOrContinue
         >>> task = StopOrContinue()
-        >>> len(task.prompts()[0].courses), task.outcomes(4)
+        >>> len(task.prompts()[0].trajectories), task.outcomes(4)
         (4, 256)
     """
 
@@ -126,7 +126,7 @@ class SmallTask:
 
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]:
-        """The prompts; their probabilities add up to 1, and so do those of the courses of each."""
+        """The prompts; their probabilities add up to 1, and so do those of the trajectories of each."""
 
     def log_policy(self, theta: Tensor) -> Tensor:
         """The log-probability of each action.
@@ -139,11 +139,11 @@ class SmallTask:
         """
         return torch.stack([logsigmoid(-theta), logsigmoid(theta)], 1)
 
-    def families(self, courses: Sequence[Course], probability: Sequence[float]) -> Sequence[Family]:
+    def families(self, trajectories: Sequence[Trajectory], probability: Sequence[float]) -> Sequence[Family]:
         """What is sampled together, all of one number of rollouts: here each rollout by itself.
 
         Args:
-            courses: of one prompt.
+            trajectories: of one prompt.
             probability: of each, under the policy that samples.
         """
         return [Family((number,), each) for number, each in enumerate(probability)]
@@ -153,7 +153,7 @@ class SmallTask:
     @property
     def columns(self) -> int:
         """How many rewards a rollout has."""
-        return len(self.prompts()[0].courses[0].worth)
+        return len(self.prompts()[0].trajectories[0].returns)
 
     def log_probs(self, theta: Sequence[float]) -> Tensor:
         """(decisions, actions) float64, of the policy with these parameters."""
@@ -165,9 +165,9 @@ class SmallTask:
         return torch.autograd.functional.jacobian(self.log_policy, theta).reshape(-1, len(theta))
 
     def true_gradient(self, weights: Sequence[float] | None = None) -> Tensor:
-        """(P,) the gradient of what a rollout is worth in the mean, under the policy that trains::
+        """(P,) the gradient of the mean return, under the policy that trains::
 
-            ∇J = ∇ Σ_prompts p Σ_courses π(course) · worth
+            ∇J = ∇ Σ_prompts p Σ_trajectories π(trajectory) · return
 
         Args:
             weights: of several rewards; None: all 1.
@@ -176,13 +176,13 @@ class SmallTask:
         size = 0.0
         log_probs, total = self.log_policy(theta), torch.zeros((), dtype=torch.float64)
         for prompt in self.prompts():
-            for course in prompt.courses:
-                taken = [log_probs[action] for action in course.actions]
+            for trajectory in prompt.trajectories:
+                taken = [log_probs[action] for action in trajectory.actions]
                 of_actions = sum(taken, log_probs.new_zeros(())).exp()
-                given = weights or [1.0] * len(course.worth)
-                worth = fsum(w * each for w, each in zip(given, course.worth, strict=True))
-                size = max(size, abs(worth))
-                total = total + prompt.probability * course.chance * worth * of_actions
+                given = weights or [1.0] * len(trajectory.returns)
+                returns = fsum(w * each for w, each in zip(given, trajectory.returns, strict=True))
+                size = max(size, abs(returns))
+                total = total + prompt.probability * trajectory.chance * returns * of_actions
         found = torch.autograd.grad(total, theta)[0]
         return torch.where(found.abs() > ROUNDING * size, found, 0.0)
 
@@ -190,18 +190,19 @@ class SmallTask:
         """The families of a prompt, under the policy that samples.
 
         Raises:
-            ConfigError: their probabilities do not add up to 1: a course is missing, or there twice.
+            ConfigError: their probabilities do not add up to 1: a trajectory is missing, or there twice.
         """
         log_probs = self.log_probs(self.sampler).tolist()
         each = [
-            course.chance * exp(fsum(log_probs[d][a] for d, a in course.actions)) for course in prompt.courses
+            trajectory.chance * exp(fsum(log_probs[d][a] for d, a in trajectory.actions))
+            for trajectory in prompt.trajectories
         ]
-        families = self.families(prompt.courses, each)
+        families = self.families(prompt.trajectories, each)
         total = fsum(family.probability for family in families)
         if abs(total - 1) > 1e-9:
             raise ConfigError(
-                f"the courses of a prompt of {type(self).__name__} must have probabilities that add up to 1; "
-                f"found {total:.6g}: list each course once"
+                f"the trajectories of a prompt of {type(self).__name__} must have probabilities of sum 1; "
+                f"found {total:.6g}: list each trajectory once"
             )
         return families
 
@@ -220,8 +221,8 @@ class SmallTask:
                 f"found {asked:.6g}"
             )
         for prompt in prompts:
-            families = self.families(prompt.courses, [1.0] * len(prompt.courses))
-            size = len(families[0].courses)
+            families = self.families(prompt.trajectories, [1.0] * len(prompt.trajectories))
+            size = len(families[0].trajectories)
             if group_size < 1 or group_size % size:
                 raise GroupSizeError(
                     f"{type(self).__name__} samples {size} rollouts at a time: groups must be of a multiple "

@@ -116,7 +116,7 @@ def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
         )
     if assembler.emitted == 0:
         raise assembler.stalled("The source has ended, and nothing has come out")
-    assembler.give_up()
+    assembler.discard_batch()
 
 
 class OverSource:
@@ -295,7 +295,7 @@ class HasRoom(Protocol):
     def pending(self) -> int:
         """Groups that were dispatched, and are not whole."""
 
-    def room(self, rollouts: int | None = None) -> int:
+    def capacity(self, rollouts: int | None = None) -> int:
         """Groups of so many rollouts that may be dispatched now."""
 
     def announce(self, draws: TensorDictBase) -> None:
@@ -311,9 +311,9 @@ def paced(
     """Hand on draws while there is room for their groups, and announce them.
 
     Who dispatches, in a thread, a process or an actor of its own, waits here until groups are whole or the
-    policy has a newer version, as the limits of :meth:`GroupAssembler.room` say. A draw waits until there is
-    room for all of its groups; where nothing is under way that could make more, it is handed on in parts. In
-    the thread that trains nobody would ever make room: give it `patience`.
+    policy has a newer version, as the limits of :meth:`GroupAssembler.capacity` say. A draw waits until there
+    is room for all of its groups; where nothing is under way that could make more, it is handed on in parts.
+    In the thread that trains nobody would ever make room: give it `patience`.
 
     With :func:`informative` over what is assembled, groups without information take no room: the loop goes on
     with any share of them below one, whatever the limits.
@@ -326,14 +326,14 @@ def paced(
     Raises:
         StalledError: when iterated: there was no room in time.
         BatchError: when iterated: as :meth:`GroupAssembler.announce`.
-        ValueError: a `patience` that is not > 0; when iterated: as :meth:`GroupAssembler.room`.
+        ValueError: a `patience` that is not > 0; when iterated: as :meth:`GroupAssembler.capacity`.
 
     Example:
         >>> from headrace.pipeline import RepeatSampler
         >>> from headrace.transforms import GroupAssembler
         >>> assembler = GroupAssembler(groups=2, max_staleness=1)
         >>> draws = paced(RepeatSampler(9, group_size=8, prompts_per_batch=3).draws(), assembler)
-        >>> next(draws)["group_id"].unique().tolist(), assembler.room()
+        >>> next(draws)["group_id"].unique().tolist(), assembler.capacity()
         ([0, 1, 2], 1)
     """
     return _paced(draws, assembler, check_patience(patience))
@@ -347,7 +347,7 @@ def _paced(
     def has_room(groups: int, rollouts: int) -> bool:
         nonlocal room
         idle = assembler.pending == 0  # asked first: what is over later only makes more room
-        room = assembler.room(rollouts)
+        room = assembler.capacity(rollouts)
         return room >= groups or (idle and room > 0)
 
     for draw in draws:

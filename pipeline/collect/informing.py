@@ -101,7 +101,7 @@ def informative(
     if assembler is not None and paces and assembler.groups not in (None, groups):
         raise ValueError(
             "informative() and an assembler with max_staleness need the same groups, those of a step, by "
-            f"which room() counts; got groups={groups} and GroupAssembler(groups={assembler.groups})"
+            f"which capacity() counts; got groups={groups} and GroupAssembler(groups={assembler.groups})"
         )
     return Informative(source, stages, nested_key(group_key), groups, max_batches, on_short, assembler)
 

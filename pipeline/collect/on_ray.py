@@ -189,9 +189,9 @@ class RayAssembler:
         """As :meth:`GroupAssembler.announce`."""
         self._ask("call", "announce", draws.clone())
 
-    def room(self, rollouts: int | None = None) -> int:
-        """As :meth:`GroupAssembler.room`. Who asks before another has announced is given the same room."""
-        return self._ask("call", "room", rollouts)
+    def capacity(self, rollouts: int | None = None) -> int:
+        """As :meth:`GroupAssembler.capacity`. Calls before an announcement return the same number."""
+        return self._ask("call", "capacity", rollouts)
 
     # -- for the trainer ----------------------------------------------------------------------------
 
@@ -292,9 +292,9 @@ class RayAssembler:
         except ray.exceptions.ObjectLostError:
             return None
 
-    def give_up(self) -> int:
-        """As :meth:`GroupAssembler.give_up`."""
-        return self._ask("call", "give_up")
+    def discard_batch(self) -> int:
+        """As :meth:`GroupAssembler.discard_batch`."""
+        return self._ask("call", "discard_batch")
 
     def want(self, groups: int) -> bool:
         """As :meth:`GroupAssembler.want`."""

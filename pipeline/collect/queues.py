@@ -39,8 +39,8 @@ from headrace.transforms.tensordicts import (
     ELSEWHERE,
     fill_out_of_loss,
     join_rows,
+    mask_tokens_of,
     number_of,
-    silence_rows,
     take_rows,
     to_plain,
     write_column,
@@ -623,7 +623,7 @@ def mask_rows(rows: TensorDictBase, thin: TensorDictBase, keys: Iterable[Any]) -
             f"{key_names(rows)}"
         )
     for key in found:
-        silence_rows(rows, key, silent)
+        mask_tokens_of(rows, key, silent)
 
 
 def with_tokens(thin: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:

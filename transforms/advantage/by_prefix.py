@@ -1,4 +1,4 @@
-"""The tree that rollouts of a group make by what they share, and what its branches are worth."""
+"""The tree that rollouts of a group make by what they share, and the advantage of each branch."""
 
 from __future__ import annotations
 
@@ -110,21 +110,21 @@ def tree_advantage(
     return credit.at_tokens(present, dtype)
 
 
-class BranchCredit(NamedTuple):
-    """What the branches of a tree are worth, along each row. On the CPU."""
+class BranchAdvantage(NamedTuple):
+    """The advantages of the branches of a tree, along each row. On the CPU."""
 
     row: Tensor
     """(S,) int64, from the first row on; of each the branches that it goes along."""
     tokens: Tensor
     """(S,) int64, how many of the row's tokens are of the branch."""
-    worth: Tensor
+    advantage: Tensor
     """(S,) float64."""
     behind: Tensor
     """(N,) float64, for what a row alone goes on with behind its tokens."""
 
     def largest(self, rows: int) -> Tensor:
         """(N,) float64: the largest |A| of each row, NaN where one is."""
-        return self.worth.new_zeros(rows).scatter_reduce_(0, self.row, self.worth.abs(), "amax")
+        return self.advantage.new_zeros(rows).scatter_reduce_(0, self.row, self.advantage.abs(), "amax")
 
     def at_tokens(self, present: Tensor, dtype: torch.dtype) -> Tensor:
         """(B, T) of a dtype: that of each token of B rows, where it is; 0 elsewhere.
@@ -133,13 +133,13 @@ class BranchCredit(NamedTuple):
             present: (B, T) bool, as many in each row as it has `tokens`.
             dtype: rounded to once.
         """
-        values = repeated(self.worth.to(dtype).double(), self.tokens).to(present.device, dtype)
+        values = repeated(self.advantage.to(dtype).double(), self.tokens).to(present.device, dtype)
         return values.new_zeros(present.shape).masked_scatter_(present, values)
 
 
 def credit_of_branches(
     reward: Tensor, labels: Tensor, groups: Ids, baseline: TreeBaseline, alone: Alone
-) -> BranchCredit:
+) -> BranchAdvantage:
     """:func:`tree_advantage` of rollouts, a row each.
 
     Args:
@@ -155,7 +155,7 @@ def credit_of_branches(
     home, length = groups.of.index_select(0, order), count_true(labels != END)
     shared[1:].masked_fill_(home[1:] != home[:-1], -1)
     tree = branches(shared.tolist(), length.index_select(0, order).tolist())
-    # 2. The worth of each branch: V(node) − V(parent), of deviations, exactly 0 where rewards are equal.
+    # 2. The advantage of each branch: V(node) − V(parent), of deviations, exactly 0 where rewards are equal.
     deviation = g.unsorted(g.deviation).index_select(0, order).tolist()
     lone = g.spread(g.sum(g.reward) / g.count) if alone == "return" else torch.zeros_like(reward)
     lone = g.unsorted(lone).index_select(0, order).tolist()
@@ -167,23 +167,23 @@ def credit_of_branches(
             known[first, last] = exact_mean(deviation[first:last])
         return known[first, last]
 
-    worth = []
+    advantage = []
     for first, last, _, _, from_first, from_last in tree:
         if from_first == from_last:
-            worth.append(lone[first])
+            advantage.append(lone[first])
         elif baseline == "mean":
-            worth.append(value(first, last) - value(from_first, from_last))
+            advantage.append(value(first, last) - value(from_first, from_last))
         else:
             others = deviation[from_first:first] + deviation[last:from_last]
-            worth.append(value(first, last) - exact_mean(others))
+            advantage.append(value(first, last) - exact_mean(others))
     # 3. Each token has that of its branch.
     rows = torch.tensor(tree, dtype=torch.int64).view(-1, len(PrefixBranch._fields))
     row, branch = ways(rows, order)
-    worths = torch.tensor(worth, dtype=torch.float64)
+    advantages = torch.tensor(advantage, dtype=torch.float64)
     leaf = rows[:, 1] - rows[:, 0] == 1
-    behind = torch.zeros_like(reward).index_copy_(0, order.index_select(0, rows[leaf, 0]), worths[leaf])
+    behind = torch.zeros_like(reward).index_copy_(0, order.index_select(0, rows[leaf, 0]), advantages[leaf])
     tokens = (rows[:, 3] - rows[:, 2]).index_select(0, branch)
-    return BranchCredit(row, tokens, worths.index_select(0, branch), behind)
+    return BranchAdvantage(row, tokens, advantages.index_select(0, branch), behind)
 
 
 def exact_mean(values: Sequence[float]) -> float:
@@ -335,12 +335,12 @@ class TreeAdvantage(
         behind[number] = credit.behind.index_select(0, number.index_select(0, head))
         in_tree = torch.zeros_like(chosen)
         in_tree[number[begins]] = True
-        worth = torch.where(in_tree[credit.row], credit.worth, behind[credit.row])
-        credit = credit._replace(worth=worth)
+        advantage = torch.where(in_tree[credit.row], credit.advantage, behind[credit.row])
+        credit = credit._replace(advantage=advantage)
         require_fit(rows, credit.largest(len(rows)), dtype)
         # 4. Those of this rank.
         own = torch.zeros_like(chosen).index_fill_(0, rows.of_rank(torch.arange(len(rows))), True)[credit.row]
-        credit = BranchCredit(credit.row[own], credit.tokens[own], credit.worth[own], credit.behind)
+        credit = BranchAdvantage(credit.row[own], credit.tokens[own], credit.advantage[own], credit.behind)
         at_token = credit.at_tokens(present, dtype).unsqueeze(-1)
         write_tokens(batch, self.advantage_key, at_token, self.tokens_key)
         return batch

@@ -71,7 +71,7 @@ def whiten(
 class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
     """Whiten the advantage over the batch (:func:`whiten`), after the groups were compared.
 
-    Rows that are out of the statistics, have no reward or no token get 0; those that a filter silenced
+    Rows that are out of the statistics, have no reward or no token get 0; those that a filter masked
     (``SampleFilter(action="mask")``) count as long as they were.
 
     Reads and writes `advantage_key`; reads ``("headrace", "reward")`` if there, and `loss_mask_key` where

@@ -110,8 +110,8 @@ class GroupAssembler(
             go of its rows, and ask for all of its rollouts anew, or drop it after `max_refills`.
         on_newer: for `max_staleness`, where a row is newer than `version`, which nobody counts up then:
             ``raise``, or ``wait``: its group is not handed out before `version` is the row's.
-        max_concurrent_rollouts: rollouts that :meth:`room` lets be under way: dispatched or begun, and not
-            over. None: any number.
+        max_concurrent_rollouts: rollouts that :meth:`capacity` lets be under way: dispatched or begun, and
+            not over. None: any number.
         on_late: where a rollout comes that is late: ``drop`` it, or ``raise``.
         on_duplicate: where a rollout ends twice, also after its group was closed, or a segment comes twice:
             ``raise``, or ``drop`` it, and the first stays.
@@ -247,7 +247,7 @@ class GroupAssembler(
         return self._stream.emitted
 
     @takes_options
-    def room(self, rollouts: int | None = None) -> int:
+    def capacity(self, rollouts: int | None = None) -> int:
         """Groups that may be dispatched now, ≥ 0: the least that these leave.
 
         - `max_staleness` and `groups`, of a step: (`max_staleness` + `version` + 1) · `groups` − ready −
@@ -270,7 +270,7 @@ class GroupAssembler(
         stale = self.max_staleness is not None
         if (stale and self.groups is None) or not (stale or concurrent or self.max_pending_groups):
             raise ValueError(
-                "room() needs both max_staleness and groups, or max_concurrent_rollouts or max_pending_groups"
+                "capacity() needs max_staleness and groups, or max_concurrent_rollouts, or max_pending_groups"
             )
         if concurrent is not None and concurrent < size:
             raise ValueError(
@@ -431,7 +431,7 @@ class GroupAssembler(
             return self._wanted is not None
 
     def reject(self, groups: int) -> None:
-        """Say that so many groups that were handed out are not trained: they take no :meth:`room`."""
+        """Say that so many groups that were handed out are not trained: they take no :meth:`capacity`."""
         with self._turn:
             if self._journal is not None:
                 self._journal.reject(groups, self.version, self._now())
@@ -532,17 +532,17 @@ class GroupAssembler(
         seen.leave(torch.tensor(stale), STALE, "masked")
         return seen.write()
 
-    def give_up(self) -> int:
+    def discard_batch(self) -> int:
         """Let go of all that is held, counted as ``unfinished``, and return how many rows that were."""
         with self._turn:
             stream = self._stream
-            self._note("give_up")
+            self._note("discard_batch")
             return stream.close([*stream.waiting.values(), *stream.whole_groups()], UNFINISHED)
 
     # -- what was dispatched ------------------------------------------------------------------------
 
     def announce(self, draws: TensorDictBase) -> None:
-        """Say which groups were dispatched: their time runs from now, and they take :meth:`room`.
+        """Say which groups were dispatched: their time runs from now, and they take :meth:`capacity`.
 
         Args:
             draws: as ``RepeatSampler.draws()`` yields them; the group's id, and its expected rollouts where

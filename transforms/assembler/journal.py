@@ -232,8 +232,8 @@ class Journal:
             assembler._expire()
         elif event == "take":
             assembler._hand_out(said["wanted"], said["most"])
-        elif event == "give_up":
-            assembler.give_up()
+        elif event == "discard_batch":
+            assembler.discard_batch()
         elif event == "reject":
             assembler.reject(said["rejected"])
         elif event == "state":

@@ -29,7 +29,7 @@ REFUSALS = {
     TIMEOUT: "{count} group{s} did not become whole in time: {found}. Raise timeout, or set "
     "on_timeout='drop', 'keep' with min_rollouts, or 'refill'",
     EVICTED: "{most} groups may wait (max_pending_groups); {count} more group{s}: {found}. Announce no more "
-    "than room(), or set on_full='drop'",
+    "than capacity(), or set on_full='drop'",
 }
 Selector = Callable[[Tensor, int], "Tensor | Sequence[int]"]
 

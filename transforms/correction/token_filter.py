@@ -86,7 +86,7 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
         self.criterion, self.denominator = criterion, denominator
 
     @property
-    def silenced_tokens(self) -> NestedKey | None:
+    def masked_tokens_key(self) -> NestedKey | None:
         """The log-probabilities that become NaN, token by token."""
         return self.log_prob_key if self.denominator == "kept" else None
 

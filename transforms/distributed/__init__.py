@@ -1,7 +1,7 @@
 """Ranks that share a batch: they meet, exchange what statistics need, and refuse together."""
 
+from .barrier import OtherRankError
 from .decided import hand_out
-from .meeting import OtherRankError
 from .process_group import DecideOn, RankOptions, SharedIds, check_one_way, resolve_group
 from .ranks import Ranks, sharing, tell_apart
 

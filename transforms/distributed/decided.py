@@ -15,12 +15,12 @@ from headrace.transforms.schema import ROW
 # Of a table, besides its metrics; the batch, and which of its rows are in it, each rank knows by itself.
 DECIDED = (
     *("columns", "written", "dtypes", "names", "effects", "reason", "here", "gone", "in_loss", "counted"),
-    *("masks_rows", "silenced", "says_who_counts"),
+    *("masks_rows", "masked_columns", "says_who_counts"),
 )
 
 
 def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None) -> tuple[Any, Any]:
-    """Give each rank what was decided about its rows, where one decides: a meeting, and two collectives.
+    """Give each rank what was decided about its rows, where one decides: a barrier, and two collectives.
 
     All ranks call it together. What a rank has, or was told before, is not sent again.
 

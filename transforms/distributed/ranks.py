@@ -25,7 +25,7 @@ from headrace.transforms.tensordicts import (
     without_rows,
 )
 
-from .meeting import Meetings, OtherRankError
+from .barrier import Barrier, OtherRankError
 from .process_group import DecideOn, SharedIds
 
 log = logging.getLogger(__name__)
@@ -62,34 +62,34 @@ class Ranks:
         self.id_keys: dict[Any, str] = {}  # columns of ids, and what messages call them
         self.place = "a batch"  # where this rank is, for messages
         self.refused = False  # all know that the batch at hand is
-        self._meetings = Meetings(group, patience)
+        self._barrier = Barrier(group, patience)
 
     def meet(self, about: str = "", error: BaseException | None = None) -> None:
-        """Wait until all ranks are at the same place, or one of them refuses (:meth:`Meetings.meet`)."""
+        """Wait until all ranks are at the same place, or one of them refuses (:meth:`Barrier.meet`)."""
         try:
-            self._meetings.meet(f"{self.place}\n{about}", error)
+            self._barrier.meet(f"{self.place}\n{about}", error)
         except OtherRankError:
             self.refused = True
             raise
 
     def gather_objects(self, value: Any, about: str = "") -> list[Any]:
-        """Exchange something small that pickles, by rank. A meeting, and two collectives."""
+        """Exchange something small that pickles, by rank. A barrier, and two collectives."""
         self.meet(about)
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
     def scatter_objects(self, values: list[Any] | None) -> Any:
-        """What the first rank has for this one of `values`, by rank. A meeting, and two collectives."""
+        """What the first rank has for this one of `values`, by rank. A barrier, and two collectives."""
         self.meet()
         found: list[Any] = [None]
         dist.scatter_object_list(found, values, src=self._first, group=self.group)
         return found[0]
 
     def share(self, table: Any, about: str = "") -> None:
-        """Let the table of each rank that decides have the rows of all: one meeting, and two collectives.
+        """Let the table of each rank that decides have the rows of all: one barrier, and two collectives.
 
-        Where columns differ, one more meeting and two collectives say how. A rank without rows gets columns
+        Where columns differ, one more barrier and two collectives say how. A rank without rows gets columns
         from one that has some, and a batch of no rows with its columns.
 
         Args:
@@ -171,7 +171,7 @@ class Ranks:
     def gather_rows(self, values: Tensor, counts: list[int]) -> Tensor:
         """(B, ...) of the rows in this rank's batch → (ΣB, ...) of those in the batches of all.
 
-        A meeting, and a collective.
+        A barrier, and a collective.
 
         Args:
             values: of this rank.

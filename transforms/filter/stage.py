@@ -38,7 +38,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
     TorchRL's GRPOLoss takes out exactly, whichever masking strategy it uses, token count included. To the
     statistics of later stages the row is as long as it was. (GRPOLoss's
     ``prompt_mean`` and its KL terms divide by all rows: after the advantage, a second filter with
-    ``LengthWithin(low=1)`` and ``drop`` takes silent rows away.) A filter that leaves nothing gives an empty
+    ``LengthWithin(low=1)`` and ``drop`` takes masked rows away.) A filter that leaves nothing gives an empty
     batch.
 
     Reads what its criterion reads, `rollout_key` or `group_key` by `unit`; writes `loss_mask_key`,

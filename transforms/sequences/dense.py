@@ -58,7 +58,7 @@ class DenseRows(
     A row is a turn, and of its tokens those train that the policy wrote in this turn: its response, at the
     end. A loss mask that rows bring along is kept instead. Rows that are dense already have their padding on
     the left, or lie as TorchRL's wrappers write them with ``pad_output=True``, prompts padded on the left and
-    responses on the right: those are moved. Silent rows stay silent.
+    responses on the right: those are moved. Masked rows stay masked.
 
     Reads `tokens_key` and ``("tokens", "response")``, ``("tokens", "prompt")``, or `loss_mask_key`; writes
     `tokens_key`, `attention_key`, `loss_mask_key`, and `log_prob_key` if it is there, (N, T) each. Ragged

@@ -69,7 +69,7 @@ def merge_turns(
     trains: Tensor,
     rollout: Tensor,
     turn: Tensor | None = None,
-    silent: Tensor | None = None,
+    masked: Tensor | None = None,
     there: Tensor | None = None,
 ) -> Merged:
     """Find the rows of a rollout that are the beginning of the next one's prompt.
@@ -83,7 +83,7 @@ def merge_turns(
         trains: (N, T) bool, the tokens in the loss.
         rollout: (N,) int64, equal in the rows of a rollout.
         turn: (N,) int64, orders the rows of a rollout; None: they are in order.
-        silent: (N,) bool, rows out of the loss. A row is not merged into one that says of itself that it
+        masked: (N,) bool, rows out of the loss. A row is not merged into one that says of itself that it
             does not train, so those at the end of a segment stay as they are. None: there are none.
         there: (N, T) bool, which tokens are no padding; None: those that are not ``END``.
 
@@ -95,7 +95,7 @@ def merge_turns(
         ([1, 1, 2], [1], [1])
     """
     device, width = tokens.device, tokens.shape[1]
-    rollout, turn, silent = (None if each is None else each.cpu() for each in (rollout, turn, silent))
+    rollout, turn, masked = (None if each is None else each.cpu() for each in (rollout, turn, masked))
     there = (tokens != END if there is None else there).cpu()
     tokens, trains = tokens.long().cpu(), trains.cpu()
 
@@ -129,9 +129,9 @@ def merge_turns(
 
     # 4. The last row of each segment.
     extends = goes_on
-    if silent is not None:
+    if masked is not None:
         segment = (~goes_on).long().cumsum(0) - 1
-        last = torch.where(silent[order], -1, row)
+        last = torch.where(masked[order], -1, row)
         last = torch.full_like(row, -1).scatter_reduce_(0, segment, last, "amax")
         extends = goes_on & (row <= last.index_select(0, segment))
     ends = torch.ones_like(extends)

@@ -1,17 +1,17 @@
-"""A batch becomes optimiser steps, and a step forward passes."""
+"""Cut a batch into optimiser steps and forward passes."""
 
 from .gather import OptimiserSteps, split_microbatches, split_minibatches
-from .plan import Plan, deal
+from .plan import Plan, assign_rows
 from .shuffle import Cut, shuffle_split
-from .stage import Drawn, ShuffleSplit
+from .stage import Permuted, ShuffleSplit
 
 __all__ = [
     "Cut",
-    "Drawn",
     "OptimiserSteps",
+    "Permuted",
     "Plan",
     "ShuffleSplit",
-    "deal",
+    "assign_rows",
     "shuffle_split",
     "split_microbatches",
     "split_minibatches",
