@@ -206,7 +206,7 @@ def test_a_recipe_is_attached_once_by_its_name_and_options(make_trainer):
         attach(run.trainer, "grpo")
     del run.trainer.pipeline
     run.trainer.__class__ = trl.GRPOTrainer
-    with pytest.raises(ValueError, match="has its options already"):
+    with pytest.raises(ValueError, match="options must not be given with a pipeline"):
         attach(run.trainer, load_pipeline("grpo"), scale="none")
     assert attach(run.trainer, "grpo", scale="none") is run.trainer
     assert run.trainer.pipeline.stages["advantage"].scale == "none"
