@@ -333,7 +333,7 @@ class Record:
             elif not math.isfinite(value) or abs(value) > FLOAT32_MAX:
                 continue
             kept[key] = value
-        return json.dumps(kept) if kept else ""
+        return json.dumps(kept, allow_nan=False) if kept else ""
 
 
 def read_text(record: Record, key: str, *, optional: bool = False) -> str | None:
