@@ -120,7 +120,10 @@ INNER = {
     "test_sweep.py": {"pipeline.command.sweep", "pipeline.train.job"},
     "test_xray_task.py": {"pipeline.coefficients.setting"},
     "composed.py": {"pipeline.run"},
-    "test_valid_json.py": {"pipeline.report.valid_json"},
+    "stored_runs.py": {"pipeline.view.server", "pipeline.view.stored_run"},
+    "test_view.py": {"pipeline.view.stored_run"},
+    "view.py": {"pipeline.view.server", "pipeline.view.stored_run"},
+    "test_valid_json.py": {"pipeline.valid_json"},
 }
 
 
