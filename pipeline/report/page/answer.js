@@ -40,7 +40,8 @@ function drawTile({ label, unit, text }, name, page, step, width) {
   ];
   if (!range || steps.length < 2) return h("div", { class: "tile" }, head);
   const height = 46;
-  const drawing = curveOf(label, values, steps, step.step, { width: width - 2 * PADDING - 2, height, gutter: GUTTER });
+  const gutter = Math.max(GUTTER, 7 * Math.max(...range.map((end) => text(end).length)) + 12);
+  const drawing = curveOf(label, values, steps, step.step, { width: width - 2 * PADDING - 2, height, gutter });
   drawing.append(...valueAxis(...range, text, width - 2 * PADDING - 2, height));
   return h("div", { class: "tile" }, head, drawing, h("p", { class: "range" }, `curve: ${stepsDrawn(page)}`));
 }
