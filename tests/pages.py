@@ -129,6 +129,7 @@ def step_of(
         "numbers": {"rows/in": float(len(rows)), "rows/trained": float(sum(not r["reason"] for r in rows))},
         "verdict": "",
         "advisories": [],
+        "unchecked": [],
     }
 
 

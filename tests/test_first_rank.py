@@ -76,7 +76,9 @@ def test_what_the_first_rank_refuses_all_refuse_in_time(tmp_path):
         assert re.search(
             r"stage 'difficulty', .*here it needs tokens, .*pipeline.decide_on=each_rank", said[3]
         )
-        assert re.search(r"stage 'split', .*rows were carried for groups \[\d+\], and the batch has", said[5])
+        assert re.search(
+            r"stage 'split', .*rows of groups \[\d+\] were carried over, and the batch has", said[5]
+        )
         assert re.search(rf"rank 0 did not come to what rank 0 decides within {PATIENCE:g} s", said[6])
         if rank < world - 1:  # the last one is no more
             assert re.search(rf"rank 2 did not come to what rank 0 decides within {PATIENCE:g} s", said[8])
@@ -86,5 +88,7 @@ def test_what_the_first_rank_refuses_all_refuse_in_time(tmp_path):
 @pytest.mark.parametrize("recipe", EACH)
 def test_stages_that_take_part_on_each_rank_are_named(recipe):
     stages = dict(composed(f"pipeline={recipe}").stages.items())
-    with pytest.raises(ValueError, match=re.escape(f"take part on each: {EACH[recipe]}. Set pipeline.dec")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"must run on each rank: {EACH[recipe]}. Set pipeline.dec")
+    ):
         Pipeline(stages, process_group="world", decide_on="first_rank")

@@ -51,7 +51,7 @@ def test_a_look_before_training_leaves_the_checkpoint_what_it_is(make_batch, loo
 
 @pytest.mark.parametrize("name", ["half", "keys", "type"])
 def test_names_that_torch_keeps_for_itself_are_refused_in_words(name):
-    with pytest.raises(ValueError, match=f"torch keeps {name!r} for itself"):
+    with pytest.raises(ValueError, match=f"ModuleDict; got {name!r}"):
         Pipeline({name: FanOutCollapse()})
 
 
@@ -97,18 +97,18 @@ class Noisy(FanOutCollapse):
 
 
 def test_what_a_pipeline_would_pass_over_is_refused():
-    with pytest.raises(ValueError, match=r"not its `forward`"):
+    with pytest.raises(ValueError, match=r"never its `forward`"):
         Pipeline({"noisy": Noisy()})
     hooked = FanOutCollapse()
     hooked.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="or its hooks do"):
+    with pytest.raises(ValueError, match="or of its hooks"):
         Pipeline({"hooked": hooked})
 
 
 def test_padding_that_cannot_be_kept_out_is_refused_before_anything_is_remembered(make_batch):
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=2, microbatches=2, remainder="pad")})
     batch = rows(make_batch, 5).exclude("masks", "log_probs")
-    with pytest.raises(BatchError, match=r"^stage 'split'.*padding rows are kept out of the loss by"):
+    with pytest.raises(BatchError, match=r"^stage 'split'.*padding rows are masked in"):
         pipeline.run(batch)
     assert pipeline.stages["split"].state.calls == 0
     assert pipeline.ledger is None

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from headrace.pipeline.report.valid_json import json_text
+from headrace.pipeline.valid_json import json_text
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, KEPT = DOCS / "xray.md", DOCS / "xray.json"

@@ -39,9 +39,9 @@ class PipelineHook(TrainerHookBase):
         assembler: makes whole groups of the rows that are collected; those that are not whole wait, and at
             the end of the training are counted as ``unfinished``. None: each batch is taken as it is.
         stepper: ``weighted``, gradients by :func:`optimise`: micro-batches add up, rows weigh what the
-            pipeline says, the trainer logs ``optimiser/…`` (:class:`OptimiserRecord`), and the loss has terms per token (``aggregation="none"``), but where weights are
-            folded in. Or ``trainer``, whose own stepper adds up the loss's means, of pipelines that write no
-            weights.
+            pipeline says, and the loss has terms per token (``aggregation="none"``), but where weights are
+            folded in; the trainer logs the numbers of :class:`OptimiserRecord`. Or ``trainer``, whose own
+            stepper adds up the loss's means, of pipelines that write no weights.
 
     Raises:
         ValueError: at registration: the trainer has a replay buffer and this is not a second half, or has
@@ -158,7 +158,7 @@ class PipelineHook(TrainerHookBase):
             self._measured[key] = value + (self._measured.get(key, 0.0) if counts else 0.0)
 
     def _log(self, batch: TensorDictBase | None) -> dict[str, float]:
-        return self._measured | (self._record.numbers if self._record.steps else {})
+        return {**self._measured, **(self._record.numbers if self._record.steps else {})}
 
     def _end(self) -> None:
         if self.assembler is not None:

@@ -18,15 +18,15 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from headrace.pipeline.report.valid_json import json_text
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
 
 FILE = "job.json"
 REWARD = "reward/all/mean"
 WINDOWS = (
-    "reward: mean over the first and the last quarter of the steps, of fewer than 12 steps of the first and the "
-    "last step; trained: share of the rows of all steps"
+    "reward: mean over the first and over the last quarter of the steps; of fewer than 12 steps, the first "
+    "and the last. trained: share of the rows, all steps"
 )
 NUMBERS = {  # what the number of a task is; of a training there are more
     "train": "",

@@ -32,8 +32,13 @@ def answer(words: Sequence[str]) -> int | None:
     """
     first, alone = words[0] if words else "", len(words) == 1
     if first == "view":
-        from headrace.pipeline.view.server import view  # which imports pyarrow
-
+        try:
+            from headrace.pipeline.view.server import view
+        except ImportError as err:
+            raise ConfigError(
+                f"headrace view reads rows with pyarrow, which cannot be imported ({err}): "
+                "pip install pyarrow"
+            ) from None
         return view(words[1:])
     if first == "doctor" and alone:
         from .doctor import examine  # which imports torch, if it can

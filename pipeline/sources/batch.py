@@ -44,7 +44,8 @@ class Sample:
         prompt: text.
         response: text.
         ground_truth: what the response is graded by, as text.
-        other_columns: what else the record has, as a JSON object; empty: nothing. None: what no reader asked for.
+        other_columns: what else the record has, as a JSON object; empty: nothing. None: what its format's
+            reader has not asked for.
         tokens: (L,) token ids of the whole sequence.
         loss_mask: (R,) over the response or (L,) over all tokens, 1 trains; None: all of the response.
         response_length: R, in tokens.

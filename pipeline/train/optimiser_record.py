@@ -17,14 +17,14 @@ class OptimiserRecord:
     ``optimiser/lr``                 learning rate, the greatest of the parameter groups, of the last step
     ``optimiser/loss``               mean over steps of the loss, as `reduce` adds it up
     ``optimiser/grad_norm``          mean over steps of the gradient's norm, before it is clipped
-    ``optimiser/clipped``            share of steps whose gradient was clipped; where there is a `max_grad_norm`
+    ``optimiser/clipped``            share of steps whose gradient was clipped, where that has a bound
     ``optimiser/<name>``             mean of a number that the loss gives beside its ``loss_*`` terms, such as
                                      ``entropy``, ``clip_fraction``, ``kl_approx`` and ``ESS`` of TorchRL's
                                      losses, over micro-batches by their tokens in the loss. TorchRL's own
                                      means are over all positions, padding included
     ``optimiser/tokens_per_second``  tokens in the loss per second of ``seconds/optimise``
-    ``seconds/<what>``               of what was added by :meth:`add_seconds`: ``optimise``, and in the training
-                                     job ``collect``
+    ``seconds/<what>``               what :meth:`add_seconds` was given: ``optimise``, and by the training job
+                                     ``collect``, ``reward`` and ``headrace``
     ================================ ========================================================================
 
     What nobody measured is absent, and never 0: without an optimiser step there is no loss and no norm.

@@ -18,7 +18,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.wording import printable
@@ -135,22 +135,21 @@ class Answering(BaseHTTPRequestHandler):
         """Answer with a file of the viewer, or with what is asked of the runs."""
         if HOSTS.fullmatch(self.headers.get("Host", "")) is None:
             return self._refuse(HTTPStatus.FORBIDDEN, "this server answers 127.0.0.1 and localhost only")
-        asked = urlsplit(self.path)
-        _, secret, *rest = asked.path.split("/")
-        if not secrets.compare_digest(secret.encode(), self.server.secret.encode()):
+        path, _, query = self.path.partition("?")
+        parts = path.split("/", 2)  # nothing, the secret, and a name
+        if parts[0] or not secrets.compare_digest(parts[1].encode(), self.server.secret.encode()):
+            return self._refuse(HTTPStatus.FORBIDDEN, "open the whole address that headrace view has printed")
+        if len(parts) < 3:  # without the slash the page would look for its files elsewhere
             return self._refuse(
-                HTTPStatus.FORBIDDEN,
-                "open the whole address that headrace view has printed, with its last word",
+                HTTPStatus.NOT_FOUND, "the address that headrace view has printed ends with a slash"
             )
-        name = "/".join(rest) or "view.html"
-        if not rest:  # without the last slash the page would look for its files elsewhere
-            return self._refuse(HTTPStatus.NOT_FOUND, f"the address ends with a slash: {self.server.address}")
+        name = parts[2] or "view.html"
         if name in FILES:
             return self._send(HTTPStatus.OK, KINDS[FILES[name].suffix], FILES[name].read_bytes())
         if name not in ANSWERS:
             return self._refuse(HTTPStatus.NOT_FOUND, "there is nothing of this name")
         try:
-            answer = ANSWERS[name](self.server.runs, Query(asked.query))
+            answer = ANSWERS[name](self.server.runs, Query(query))
         except QueryError as err:
             return self._refuse(HTTPStatus.BAD_REQUEST, str(err))
         except UnreadableRows as err:
@@ -165,7 +164,9 @@ class Answering(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _not_allowed
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self._send(status, "application/json", json.dumps({"error": printable(why)}).encode())
+        self._send(
+            status, "application/json", json.dumps({"error": printable(why)}, allow_nan=False).encode()
+        )
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)
@@ -193,7 +194,10 @@ class Query:
     """The part of an address behind ``?``, read name by name; what is left over is an error."""
 
     def __init__(self, text: str):
-        pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=20)
+        try:
+            pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=20)
+        except ValueError as err:
+            raise QueryError(str(err)) from None
         self._values = dict(pairs)
         if len(self._values) < len(pairs):
             raise QueryError("a name is there twice")

@@ -13,7 +13,7 @@ function groupNode({ group, rollouts }) {
     `${ofExpected(group)} rollouts`,
     `reward mean ${number(group.reward_mean)}, std ${number(group.reward_std)}`,
     group.complete ? null : "incomplete",
-    group.zero_variance ? "rewards all equal" : null,
+    group.zero_variance ? "all rewards equal" : null,
     isNumber(group.staleness) && group.staleness ? `staleness ${count(group.staleness)}` : null,
   ]
     .filter(Boolean)
