@@ -79,7 +79,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: each full collection of garbage would walk over it, for half a second."""
+    """Leave imported modules out of garbage collection: each full one would take half a second."""
     gc.freeze()
 
 
