@@ -100,7 +100,6 @@ INNER = {
     "test_narrow_terminal.py": {"pipeline.notebook", "pipeline.tables"},
     "test_page_bundle.py": {"pipeline.report.html"},
     "test_page_javascript.py": {
-        "pipeline.report.groups",
         "pipeline.report.html",
         "pipeline.report.page_schema",
     },
