@@ -88,7 +88,7 @@ def run_to_nothing(
             try:
                 pipeline = Pipeline(copy.deepcopy(stages), **together)
             except ValueError as err:  # an order that is refused
-                if "takes single rows out" not in str(err) and "would have no effect" not in str(err):
+                if "rejects single rows" not in str(err) and "would have no effect" not in str(err):
                     wrong.append(f"{recipe}, {what}: {err}")
                 continue
             tried += 1

@@ -79,26 +79,26 @@ def test_what_prints_or_hints_needs_no_torch(tmp_path, words):
     [
         (
             ["task=replay", "group_size=3"],
-            "here (did you mean source.group_size=3 or pipeline.stages.gate.group_size=3",
+            "(did you mean source.group_size=3 or pipeline.stages.gate.group_size=3",
         ),
         (["advantage.scale=none"], "(did you mean pipeline.stages.advantage.scale=none?)"),
         (["pipeline.stages.gate.scale=mad"], "(did you mean pipeline.stages.advantage.scale=mad?)"),
-        (["task=replay", "train.steps=3"], "there is no 'train.steps' here: it is a word of task=train"),
-        (["sed=1"], "there is no 'sed' (did you mean 'seed'?)"),
+        (["task=replay", "train.steps=3"], "'train.steps' here: it is an option of task=train"),
+        (["sed=1"], "unknown option 'sed' (did you mean 'seed'?)"),
         (
             ["criterion@pipeline.stages.filter.criterion=rewards_varry"],
             "no criterion 'rewards_varry' (did you",
         ),
         (["pipeline=as/verll"], "did you mean 'as/verl'"),
-        (["seed=1,2"], "several values are a sweep, headrace -m seed=1,2"),
-        (["seed=[1,"], "'seed=[1,' cannot be read as NAME=VALUE"),
+        (["seed=1,2"], "several values. For a sweep: headrace -m seed=1,2"),
+        (["seed=[1,"], "'seed=[1,' is not NAME=VALUE"),
         (["--verison"], "there is no flag '--verison' (did you mean '--version'"),
         (["-m", "--cfg", "job", "seed=1,2"], "take one of them"),
         (["grpo"], "got 'grpo' (did you mean pipeline=grpo?)"),
         (["repaly"], "got 'repaly' (did you mean 'replay'"),
         (["seed=1", "doctor"], "headrace doctor is a command of its own"),
         (["stages", "gaet"], "there is no stage 'gaet' (did you mean 'gate'"),
-        (["hydra.foo=3"], "there is no 'hydra.foo'"),
+        (["hydra.foo=3"], "unknown option 'hydra.foo'"),
     ],
 )
 def test_a_word_that_there_is_not_is_refused_with_the_one_that_may_be_meant(tmp_path, words, message):
@@ -127,7 +127,7 @@ def test_flags_may_stand_among_the_words():
     ("words", "message"),
     [
         (["hydra.run.dir=/dev/null/x"], "/dev/null/x: not a directory. hydra.run.dir=FOLDER"),
-        (["pipeline.stages.gate.group_size=${nope}"], "group_size: it follows ${nope}, which there is not"),
+        (["pipeline.stages.gate.group_size=${nope}"], "group_size: it refers to ${nope}, which is unknown"),
         (
             ["task=compare", "source.path=x", "pipelines=abc"],
             "pipelines must be a list, each a word; got 'abc'",

@@ -254,12 +254,15 @@ def test_a_step_of_ones_own_is_named_and_compared_with_a_recipe(tmp_path, monkey
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["xray=mine"], "a step to measure is required: xray=mine source=module:function"),
+        (["xray=mine"], "xray=mine needs a step to measure: source=module:function"),
         (["xray=mine", "source=json:nothing"], "source=json:nothing cannot be imported"),
         (["xray=mine", "source=json:__doc__"], "must name a function(model, batch, cut)"),
         (["xray=mine", "source=json:dumps"], "xray=mine: json:dumps(model, batch, cut) raised TypeError"),
-        (["xray=torchrl", "xray.only=nothing"], "xray.only=nothing is in no setting; there are GRPOLoss"),
-        (["xray=trlx"], "there is no xray 'trlx' (did you mean 'trl'"),
+        (
+            ["xray=torchrl", "xray.only=nothing"],
+            "xray.only=nothing matches no setting; the settings are GRPOLoss",
+        ),
+        (["xray=trlx"], "unknown xray 'trlx' (did you mean 'trl'"),
         (["xray.cuts=2"], "xray.cuts must be"),
     ],
 )
@@ -274,4 +277,4 @@ def test_a_trainer_that_is_not_installed_is_named_with_how_to_install_it(tmp_pat
     monkeypatch.setattr("headrace.pipeline.tasks.measure_trainer.version_of", lambda package: None)
     done = headrace_here(tmp_path, "task=xray", "xray=trl", check=False)
     assert done.returncode == 2
-    assert "xray=trl measures trl as it is installed, and it is not: pip install" in done.stderr
+    assert "xray=trl needs trl, which is not installed: pip install" in done.stderr

@@ -166,7 +166,7 @@ _worker_silent = Cell(
 )
 _no_end = Cell("StreamWarning", "rollouts do not end: rollout … Set timeout or timeout_seconds")
 _nan = Cell("BatchError", "every reward must be finite; found nan at row … Score those rollouts")
-_again = Cell("BatchError", "found again rollout … Do two workers number alike")
+_again = Cell("BatchError", "found again rollout … Do two workers use the same numbers")
 CELLS: dict[str, tuple[Cell, ...]] = {
     "raises": (
         Cell("ArithmeticError", "the reward model is gone … Waiting: group"),
@@ -188,7 +188,7 @@ CELLS: dict[str, tuple[Cell, ...]] = {
         _again,
         _again,
         _again,
-        _writer("BatchError: … found again rollout … Do two workers number alike"),
+        _writer("BatchError: … found again rollout … Do two workers use the same numbers"),
     ),
     "gives a reward of another shape": (
         Cell("RuntimeError", "doesn't match the broadcast shape … Waiting: group"),

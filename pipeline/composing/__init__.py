@@ -1,4 +1,4 @@
-"""How words become a configuration, and nodes of it objects; nothing listed here imports torch."""
+"""Compose a configuration from overrides, and build objects from it. Names listed here need no torch."""
 
 from .compose import TASKS, ConfigError, compose_config, explain_composition, recipes, without_stage
 
