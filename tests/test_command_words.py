@@ -161,8 +161,7 @@ def test_a_word_that_follows_another_reaches_the_task_as_it_was_typed(tmp_path):
         "hydra.run.dir=out",
         "sampler.prompts_per_batch=${group_size}",
     ]
-    assert "trained" in headrace_here(tmp_path, *words).stdout
-    assert (
-        f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in headrace_here(tmp_path, *words).stdout
-    )
+    printed = headrace_here(tmp_path, *words).stdout
+    assert "trained" in printed
+    assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in printed
     assert '"title":"grpo, 1 step"' in (tmp_path / "out" / "report.html").read_text()

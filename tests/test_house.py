@@ -123,7 +123,6 @@ INNER = {
     "composed.py": {"pipeline.run"},
     "stored_runs.py": {"pipeline.view.server", "pipeline.view.stored_run"},
     "test_view.py": {"pipeline.view.stored_run"},
-    "view.py": {"pipeline.view.server", "pipeline.view.stored_run"},
     "test_valid_json.py": {"pipeline.valid_json"},
 }
 
